@@ -1,0 +1,166 @@
+"""Rules across fields, and the range rules of every field; raises BadInput, imports no torch."""
+
+from pathlib import Path
+
+from mprun.config import schema
+from mprun.config.field_rules import violations
+from mprun.config.schema import DTYPES, RunConfig
+from mprun.errors import BadInput
+
+# Which fields each optimizer reads; another one that is set would have no effect.
+_OPTIM_FIELDS = {
+    "sgd": {"momentum", "nesterov"},
+    "adam": {"betas", "eps"},
+    "adamw": {"betas", "eps"},
+    "adagrad": {"eps", "initial_accumulator"},
+}
+_BOUNDS = {"init_scale", "min_scale", "max_scale", "max_consecutive_skips"}
+SCALER_FIELDS = {
+    "none": set(),
+    "static": {"scale", "max_consecutive_skips"},
+    "dynamic": {
+        "growth_factor", "backoff_factor", "growth_interval", "hysteresis", "growth_delay",
+        "refill_on_clean_step", "tolerance", "hold_at_floor",
+    } | _BOUNDS,
+    "logmax": {"log_max", "beta1", "beta2", "overflow_std_dev"} | _BOUNDS,
+}  # fmt: skip
+_FAMILY = {"alexnet": "images", "resnet50": "images", "lstm_lm": "text", "dcgan": "images",
+           "conv_autoencoder": "images"}  # fmt: skip
+_DATA_FAMILY = {"digits": "images", "synthetic_images": "images", "docs_text": "text",
+                "synthetic_tokens": "text"}  # fmt: skip
+
+
+def check(config: RunConfig) -> None:
+    """Raise BadInput, with one line, for the first thing that cannot be run."""
+    for line in violations(config):
+        raise BadInput(line)
+    for rule in (_names, _data_fits_model, _optim, _scaler, _precision, _train, _paths):
+        rule(config)
+
+
+def _names(config: RunConfig) -> None:
+    for group, table in (("model", schema.MODELS), ("data", schema.DATA)):
+        node = getattr(config, group)
+        if table.get(node.name) is not type(node):
+            raise BadInput(f"{group}.name={node.name}: not a value to set; choose {group}=OPTION")
+    if config.name is not None and not _is_label(config.name):
+        raise BadInput(f"name={config.name[:70]!r}: must be 1 to 64 of letters, digits, . _ and -")
+
+
+def _is_label(text: str) -> bool:
+    plain = set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-")
+    return 0 < len(text) <= 64 and set(text) <= plain and not text.startswith((".", "-"))
+
+
+def _data_fits_model(config: RunConfig) -> None:
+    model, data = config.model, config.data
+    wanted, got = _FAMILY[model.name], _DATA_FAMILY[data.name]
+    if wanted != got:
+        options = ", ".join(name for name, family in _DATA_FAMILY.items() if family == wanted)
+        raise BadInput(f"data={data.name}: model {model.name} learns from {wanted}: {options}")
+    if model.name in ("dcgan", "conv_autoencoder"):
+        if data.image_size != model.image_size:
+            raise BadInput(f"model.image_size={model.image_size}: must equal data.image_size "
+                           f"({data.image_size})")  # fmt: skip
+        if data.value_range != "tanh":
+            raise BadInput(f"data.value_range={data.value_range}: must be tanh for {model.name}, "
+                           "whose generator ends in tanh")  # fmt: skip
+    if model.name == "alexnet" and data.image_size < 63:
+        raise BadInput(f"data.image_size={data.image_size}: AlexNet needs at least 63 pixels")
+    if model.name == "resnet50" and data.image_size < 32:
+        raise BadInput(f"data.image_size={data.image_size}: ResNet-50 needs at least 32 pixels")
+    if model.name in ("alexnet", "resnet50") and data.channels != 3:
+        raise BadInput(f"data.channels={data.channels}: must be 3 for {model.name}")
+
+
+def _optim(config: RunConfig) -> None:
+    optim = config.optim
+    for name in sorted(set().union(*_OPTIM_FIELDS.values()) - _OPTIM_FIELDS[optim.name]):
+        if getattr(optim, name) is not None:
+            raise BadInput(f"optim.{name}={getattr(optim, name)}: {optim.name} has no such setting")
+    if optim.betas is not None and len(optim.betas) != 2:
+        raise BadInput(f"optim.betas={list(optim.betas)}: must be two numbers")
+    if optim.nesterov and not optim.momentum:
+        raise BadInput("optim.nesterov=true: needs optim.momentum > 0")
+    if optim.milestones and optim.schedule != "step":
+        raise BadInput(f"optim.milestones={list(optim.milestones)}: only schedule=step reads them")
+    if optim.schedule == "step" and not optim.milestones:
+        raise BadInput("optim.milestones=[]: optim.schedule=step needs at least one")
+    if optim.implementation == "fused" and config.precision.master_dtype is None:
+        raise BadInput(
+            f"optim.implementation=fused: {config.precision.name} updates in 16 bits operation by "
+            "operation; a fused kernel would compute in FP32 (allowed: auto, foreach, loop)"
+        )
+
+
+def _scaler(config: RunConfig) -> None:
+    scaler = config.scaler
+    for name in sorted(set().union(*SCALER_FIELDS.values()) - SCALER_FIELDS[scaler.kind]):
+        if getattr(scaler, name) is not None:
+            raise BadInput(f"scaler.{name}={getattr(scaler, name)}: scaler={scaler.name} has no "
+                           "such setting")  # fmt: skip
+    if scaler.kind == "static" and scaler.scale is None:
+        raise BadInput("scaler.scale=null: scaler=static needs a number > 0")
+    low, high = scaler.min_scale, scaler.max_scale
+    if low is not None and high is not None and low > high:
+        raise BadInput(f"scaler.min_scale={low:g}: must be <= scaler.max_scale ({high:g})")
+    start = scaler.init_scale
+    if start is not None and low is not None and start < low:
+        raise BadInput(f"scaler.init_scale={start:g}: must be >= scaler.min_scale ({low:g})")
+    if start is not None and high is not None and start > high:
+        raise BadInput(f"scaler.init_scale={start:g}: must be <= scaler.max_scale ({high:g})")
+    for name in ("scale", "init_scale", "min_scale", "max_scale"):
+        value = getattr(scaler, name)
+        if value is not None and not 2.0**-126 <= value <= 2.0**126:
+            raise BadInput(f"scaler.{name}={value:g}: must be between 2^-126 and 2^126, so that "
+                           "it and its reciprocal are normal FP32 numbers")  # fmt: skip
+    if scaler.tolerance and (scaler.hysteresis or 1) > 1:
+        raise BadInput(f"scaler.tolerance={scaler.tolerance}: must be 0 with scaler.hysteresis > 1")
+    if scaler.per != "shared" and config.model.name != "dcgan":
+        raise BadInput(f"scaler.per={scaler.per}: {config.model.name} has one optimizer and one "
+                       "loss (allowed: shared)")  # fmt: skip
+    if scaler.per != "shared" and scaler.kind == "none":
+        raise BadInput(f"scaler.per={scaler.per}: scaler=none has no scale")
+
+
+def _precision(config: RunConfig) -> None:
+    precision = config.precision
+    if precision.name not in schema.MODES:
+        raise BadInput(f"precision.name={precision.name}: not a value to set; choose one of "
+                       f"precision={','.join(schema.MODES)}")  # fmt: skip
+    for pattern, dtype in precision.overrides.items():
+        if dtype not in DTYPES:
+            allowed = ", ".join(DTYPES)
+            raise BadInput(f"precision.overrides.{pattern}={dtype}: must be one of {allowed}")
+    if precision.autocast_dtype is not None and precision.param_dtype != "fp32":
+        raise BadInput(f"precision.param_dtype={precision.param_dtype}: must be fp32 under autocast")
+    if precision.master_dtype is None and precision.grad_dtype != precision.param_dtype:
+        raise BadInput(f"precision.grad_dtype={precision.grad_dtype}: must equal param_dtype "
+                       f"({precision.param_dtype}) without master weights")  # fmt: skip
+    if precision.fp32_math == "tf32" and config.device == "cpu":
+        raise BadInput(f"precision={precision.name}: TF32 needs a GPU of the Ampere generation or "
+                       "later, a CPU has none; use precision=fp32 or device=cuda")  # fmt: skip
+    native = config.cpu_half == "native"
+    if native and config.device != "cuda" and precision.autocast_dtype == "fp16":
+        model = config.model
+        if model.name == "lstm_lm" and model.projection_size == 0:
+            raise BadInput("cpu_half=native: a CPU has no float16 LSTM under autocast (without "
+                           "projection); use cpu_half=emulated")  # fmt: skip
+
+
+def _train(config: RunConfig) -> None:
+    train = config.train
+    if (train.steps is None) == (train.epochs is None):
+        raise BadInput(f"train.steps={train.steps} train.epochs={train.epochs}: give one of the two"
+                       " and set the other to null")  # fmt: skip
+
+
+def _paths(config: RunConfig) -> None:
+    if config.data.root is not None:
+        if not Path(config.data.root).exists():
+            raise BadInput(f"data.root={config.data.root}: no such folder")
+        raise BadInput(f"data.root={config.data.root}: data={config.data.name} is embedded and "
+                       "reads no folder (allowed: null)")  # fmt: skip
+    if config.data.workers:
+        raise BadInput(f"data.workers={config.data.workers}: data={config.data.name} is held in "
+                       "memory and needs no loader process (allowed: 0)")  # fmt: skip

@@ -1,0 +1,279 @@
+"""Every option of mprun as typed data; imports neither torch nor a model.
+
+The classes are `slots=True` so that `+group.unknown=1` is an error too (OmegaConf sets
+attributes, and a slotted class refuses unknown ones). A value of `null` means "does not apply"
+or "take it from the model, the data or the mode"; `mprun.config.check` holds the rules across
+fields.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import MISSING
+
+from mprun.config.field_rules import one_of, ranged
+
+DTYPES = ("fp32", "fp16", "bf16")
+
+
+@dataclass(slots=True)
+class ModelConfig:
+    """Base of the model schemas; `name` selects the builder."""
+
+    name: str = MISSING
+
+
+@dataclass(slots=True)
+class AlexNetConfig(ModelConfig):
+    """`variant` torchvision: one tower, no LRN; 2012: two groups and local response norm."""
+
+    name: str = "alexnet"
+    variant: str = one_of("torchvision", "torchvision", "2012")
+    dropout: float = ranged(0.5, at_least=0.0, below=1.0)
+    num_classes: int | None = ranged(None, at_least=2)  # null: as many as the data has
+    label_smoothing: float = ranged(0.0, at_least=0.0, below=1.0)
+
+
+@dataclass(slots=True)
+class ResNet50Config(ModelConfig):
+    """ResNet-50 v1.5 (stride 2 in the 3x3 convolution)."""
+
+    name: str = "resnet50"
+    num_classes: int | None = ranged(None, at_least=2)  # null: as many as the data has
+    label_smoothing: float = ranged(0.0, at_least=0.0, below=1.0)
+
+
+@dataclass(slots=True)
+class LSTMConfig(ModelConfig):
+    """Word or character language model; sizes in units, `projection_size` 0 means none."""
+
+    name: str = "lstm_lm"
+    vocab_size: int | None = ranged(None, at_least=2)  # null: as large as the data's
+    embedding_size: int = ranged(200, at_least=1)
+    hidden_size: int = ranged(200, at_least=1)
+    num_layers: int = ranged(2, at_least=1)
+    projection_size: int = ranged(0, at_least=0)
+    dropout: float = ranged(0.0, at_least=0.0, below=1.0)
+    init_range: float = ranged(0.1, above=0.0)
+    forget_bias: float = ranged(0.0)
+    pad_to_multiple: int = ranged(1, at_least=1)  # 8 keeps Tensor Cores busy in FP16
+
+
+@dataclass(slots=True)
+class DCGANConfig(ModelConfig):
+    """Generator and discriminator of Radford et al.; widths in channels."""
+
+    name: str = "dcgan"
+    image_size: int = one_of(64, 32, 64, 128)
+    latent_size: int = ranged(100, at_least=1)
+    generator_width: int = ranged(64, at_least=1)
+    discriminator_width: int = ranged(64, at_least=1)
+
+
+@dataclass(slots=True)
+class ConvAutoencoderConfig(ModelConfig):
+    """DCGAN's discriminator trunk as encoder and its generator as decoder, without BatchNorm."""
+
+    name: str = "conv_autoencoder"
+    image_size: int = one_of(64, 32, 64, 128)
+    code_size: int = ranged(32, at_least=1)
+    width: int = ranged(8, at_least=1)
+
+
+@dataclass(slots=True)
+class DataConfig:
+    """Base of the data schemas; `name` selects the builder."""
+
+    name: str = MISSING
+    root: str | None = None  # folder of the data; null for embedded and synthetic sources
+    batch_size: int = ranged(32, at_least=1)  # samples per micro-batch
+    workers: int = ranged(0, at_least=0)  # loader processes; embedded data need none
+
+
+@dataclass(slots=True)
+class DigitsConfig(DataConfig):
+    """scikit-learn's 1,797 handwritten digits, enlarged from 8x8."""
+
+    name: str = "digits"
+    image_size: int = ranged(32, at_least=8, at_most=512)
+    channels: int = one_of(3, 1, 3)
+    value_range: str = one_of("standardised", "standardised", "tanh")
+
+
+@dataclass(slots=True)
+class DocsTextConfig(DataConfig):
+    """The text of CPython's own documentation (`pydoc_data.topics`)."""
+
+    name: str = "docs_text"
+    level: str = one_of("word", "word", "char")
+    sequence_length: int = ranged(20, at_least=1)  # tokens per step and stream
+    vocab_limit: int | None = ranged(None, at_least=3)  # most frequent words; null: all
+    vocab_multiple: int = ranged(8, at_least=1)  # the vocabulary is padded to a multiple
+
+
+@dataclass(slots=True)
+class SyntheticImagesConfig(DataConfig):
+    """Random images with random labels: plumbing and speed, nothing to learn."""
+
+    name: str = "synthetic_images"
+    image_size: int = ranged(32, at_least=8, at_most=512)
+    channels: int = one_of(3, 1, 3)
+    num_classes: int = ranged(10, at_least=2)
+    train_size: int = ranged(1024, at_least=1)
+    eval_size: int = ranged(256, at_least=1)
+    value_range: str = one_of("standardised", "standardised", "tanh")
+
+
+@dataclass(slots=True)
+class SyntheticTokensConfig(DataConfig):
+    """Random tokens: plumbing and speed, nothing to learn."""
+
+    name: str = "synthetic_tokens"
+    vocab_size: int = ranged(1000, at_least=2)
+    sequence_length: int = ranged(20, at_least=1)
+    train_tokens: int = ranged(100_000, at_least=2)
+    eval_tokens: int = ranged(10_000, at_least=2)
+
+
+@dataclass(slots=True)
+class OptimConfig:
+    """Optimizer and learning-rate schedule; the schedule counts applied updates."""
+
+    name: str = one_of("sgd", "sgd", "adam", "adamw", "adagrad")
+    lr: float = ranged(0.1, above=0.0)
+    weight_decay: float = ranged(0.0, at_least=0.0)
+    momentum: float | None = ranged(None, at_least=0.0, below=1.0)  # sgd
+    nesterov: bool | None = None  # sgd
+    betas: list[float] | None = field(  # adam, adamw
+        default=None, metadata={"bounds": {"at_least": 0.0, "below": 1.0}}
+    )
+    eps: float | None = ranged(None, at_least=0.0)  # adam, adamw, adagrad
+    initial_accumulator: float | None = ranged(None, at_least=0.0)  # adagrad
+    implementation: str = one_of("auto", "auto", "fused", "foreach", "loop")
+    schedule: str = one_of("constant", "constant", "cosine", "linear", "polynomial", "step")
+    warmup_updates: int = ranged(0, at_least=0)
+    final_factor: float = ranged(0.0, at_least=0.0, at_most=1.0)  # share of lr at the end
+    power: float = ranged(1.0, above=0.0)  # polynomial
+    milestones: list[float] = field(  # step: shares of the run at which the rate drops
+        default_factory=list, metadata={"bounds": {"above": 0.0, "below": 1.0}}
+    )
+    gamma: float = ranged(0.1, above=0.0, below=1.0)  # step: factor of each drop
+
+
+@dataclass(slots=True)
+class PrecisionConfig:
+    """One precision mode as plain values; conf/precision holds the nine named ones."""
+
+    name: str = MISSING
+    param_dtype: str = one_of("fp32", *DTYPES)  # weights, activations and their gradients
+    norm_dtype: str = one_of("fp32", *DTYPES)  # parameters and statistics of norm layers
+    master_dtype: str | None = one_of("fp32", "fp32")  # null: parameters are updated in place
+    grad_dtype: str = one_of("fp32", *DTYPES)  # unscaling, clipping and accumulation
+    loss_dtype: str = one_of("fp32", *DTYPES)  # softmax and loss
+    autocast_dtype: str | None = one_of(None, "fp16", "bf16")  # torch.autocast's op lists
+    fp32_math: str = one_of("ieee", "ieee", "tf32")  # FP32 products: full or TF32
+    overrides: dict[str, str] = field(default_factory=dict)  # module-name pattern -> dtype
+
+
+@dataclass(slots=True)
+class ScalerConfig:
+    """Loss scaler; `kind` says which rule, a field that the rule does not use stays null."""
+
+    name: str = MISSING
+    kind: str = one_of("none", "none", "static", "dynamic", "logmax")
+    per: str = one_of("shared", "shared", "optimizer", "loss")  # one scale for what
+    scale: float | None = ranged(None, above=0.0)
+    init_scale: float | None = ranged(None, above=0.0)
+    growth_factor: float | None = ranged(None, above=1.0)
+    backoff_factor: float | None = ranged(None, above=0.0, below=1.0)
+    growth_interval: int | None = ranged(None, at_least=1)
+    hysteresis: int | None = ranged(None, at_least=1)
+    min_scale: float | None = ranged(None, above=0.0)
+    max_scale: float | None = ranged(None, above=0.0)
+    max_consecutive_skips: int | None = ranged(None, at_least=1)
+    # What single presets need (mprun.precision.loss_scale says what they mean).
+    growth_delay: int | None = ranged(None, at_least=0)
+    refill_on_clean_step: bool | None = None
+    tolerance: float | None = ranged(None, at_least=0.0, at_most=1.0)
+    hold_at_floor: bool | None = None
+    # logmax
+    log_max: float | None = ranged(None)
+    beta1: float | None = ranged(None, above=0.0, below=1.0)
+    beta2: float | None = ranged(None, above=0.0, below=1.0)
+    overflow_std_dev: float | None = ranged(None, at_least=0.0, at_most=100.0)
+
+
+@dataclass(slots=True)
+class TrainConfig:
+    """Length and rhythm of a run; all counts are in steps (batches), not updates."""
+
+    steps: int | None = ranged(100, at_least=1)  # null: use epochs
+    epochs: float | None = ranged(None, above=0.0)  # null: use steps
+    log_every: int = ranged(10, at_least=1)
+    eval_every: int = ranged(0, at_least=0)  # 0: only at the end
+    checkpoint_every: int = ranged(0, at_least=0)  # 0: only at the end
+    keep_checkpoints: int = ranged(2, at_least=2)
+    clip_norm: float | None = ranged(None, above=0.0)  # global norm of unscaled gradients
+    accumulate: int = ranged(1, at_least=1)  # micro-batches per step
+    eval_arithmetic: str = one_of("fp32", "fp32", "mode")
+
+
+@dataclass(slots=True)
+class CompareConfig:
+    """What a verdict is about; fixed before the runs."""
+
+    metric: str = "loss"  # of the final evaluation
+    margin: float = ranged(0.01, above=0.0)  # relative to the FP32 mean
+
+
+@dataclass(slots=True)
+class RunConfig:
+    """The whole configuration of one run."""
+
+    model: ModelConfig = MISSING
+    data: DataConfig = MISSING
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    scaler: ScalerConfig = field(default_factory=ScalerConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    compare: CompareConfig = field(default_factory=CompareConfig)
+    seed: int = ranged(0, at_least=0, below=2**63)
+    device: str = one_of("auto", "auto", "cuda", "cpu")
+    cpu_half: str = one_of("emulated", "emulated", "native")  # 16-bit products on a CPU
+    threads: int | None = ranged(None, at_least=1)  # CPU threads; null: torch's default
+    deterministic: bool = False  # deterministic kernels, cudnn.benchmark off
+    name: str | None = None  # free label in the path
+    output_root: str = "outputs"
+    output_dir: str | None = None  # exact run directory; null: named from the configuration
+    resume: str | None = None  # run directory to continue
+
+
+MODELS: dict[str, type] = {
+    "alexnet": AlexNetConfig,
+    "resnet50": ResNet50Config,
+    "lstm_lm": LSTMConfig,
+    "dcgan": DCGANConfig,
+    "conv_autoencoder": ConvAutoencoderConfig,
+}
+DATA: dict[str, type] = {
+    "digits": DigitsConfig,
+    "docs_text": DocsTextConfig,
+    "synthetic_images": SyntheticImagesConfig,
+    "synthetic_tokens": SyntheticTokensConfig,
+}
+MODES = (
+    "fp32", "tf32", "fp16_naive", "fp16_master", "fp16_master_scaled", "amp",
+    "bf16_naive", "bf16_master", "amp_bf16",
+)  # fmt: skip
+
+
+def register_schemas(store: Any) -> None:
+    """Put the root schema and the model and data schemas into Hydra's ConfigStore.
+
+    Under `schema/` they stay out of the list of options that a user sees.
+    """
+    store.store(name="run_schema", node=RunConfig)
+    for name, schema in MODELS.items():
+        store.store(group="schema/model", name=name, node=schema)
+    for name, schema in DATA.items():
+        store.store(group="schema/data", name=name, node=schema)

@@ -1,0 +1,87 @@
+"""Labelled images held as bytes on the device and turned into float batches there."""
+
+import hashlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mprun.data.order import EpochOrder
+
+ImageBatch = tuple[Tensor, Tensor]
+
+
+class ImageStore:
+    """A training and an evaluation split of uint8 images, served at ``image_size``.
+
+    ``train_images`` and ``eval_images`` are uint8 ``[n, channels or 1, h, w]`` with values up to
+    ``maximum``, labels int64 ``[n]``. Batches are ``(images float32
+    [batch, channels, image_size, image_size], labels int64 [batch])``: bilinear resize if the
+    stored size differs, one channel repeated if more are asked for, and values either
+    ``standardised`` (mean 0, standard deviation 1 over the stored training split) or ``tanh``
+    (0 ... maximum mapped to -1 ... 1).
+    """
+
+    def __init__(
+        self,
+        train: ImageBatch,
+        held_out: ImageBatch,
+        maximum: int,
+        image_size: int,
+        channels: int,
+        batch_size: int,
+        seed: int,
+        device: torch.device | str,
+        value_range: str,
+    ) -> None:
+        stored = train[0].shape[1]
+        if image_size < 8:
+            raise ValueError(f"image_size={image_size} is not allowed: 8 or more")
+        if channels < 1 or channels % stored:
+            raise ValueError(f"channels={channels} is not allowed: a multiple of {stored}")
+        if value_range == "standardised":
+            std, mean = torch.std_mean(train[0].double(), correction=0)
+            self.offset, self.divisor = float(mean), float(std)
+        elif value_range == "tanh":
+            self.offset = self.divisor = maximum / 2
+        else:
+            raise ValueError(
+                f"value_range={value_range!r} is not allowed: 'standardised' or 'tanh'"
+            )
+        device = torch.device(device)
+        self._order = EpochOrder(seed, len(train[0]), batch_size, device)
+        self.batches_per_epoch = self._order.batches_per_epoch
+        self.sha256 = _sha256(*train, *held_out)
+        self._train = tuple(part.to(device) for part in train)
+        self._held_out = tuple(part.to(device) for part in held_out)
+        self._image_size, self._channels, self._batch_size = image_size, channels, batch_size
+
+    def train_batch(self, index: int) -> ImageBatch:
+        """Batch ``index`` of the run; raises ``ValueError`` if it is negative."""
+        picked = self._order.indices(index)
+        images, labels = self._train
+        return self._float(images.index_select(0, picked)), labels.index_select(0, picked)
+
+    def eval_batches(self) -> Iterator[ImageBatch]:
+        """The whole held-out split in its stored order; the last batch may be smaller."""
+        images, labels = self._held_out
+        for start in range(0, len(images), self._batch_size):
+            part = slice(start, start + self._batch_size)
+            yield self._float(images[part]), labels[part]
+
+    def _float(self, images: Tensor) -> Tensor:
+        values = images.float().sub_(self.offset).div_(self.divisor)
+        size = (self._image_size, self._image_size)
+        if values.shape[-2:] != size:
+            values = F.interpolate(values, size, mode="bilinear", align_corners=False)
+        if values.shape[1] != self._channels:
+            values = values.repeat(1, self._channels // values.shape[1], 1, 1)
+        return values
+
+
+def _sha256(*tensors: Tensor) -> str:
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(tensor.contiguous().numpy())
+    return digest.hexdigest()

@@ -1,0 +1,94 @@
+"""A token sequence served as parallel contiguous streams, for state carried across batches."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from mprun.data.errors import DataError
+from mprun.data.order import checked_index, rotation
+
+TokenBatch = tuple[Tensor, Tensor]
+
+# Fixed, so that the metric does not depend on the training batch size. A multiple of 8 for the
+# sake of Tensor Cores.
+EVAL_STREAMS = 16
+
+
+class TokenStreams:
+    """A training and a held-out sequence cut into streams that run side by side.
+
+    Batches are ``(tokens, targets)``, both int64 ``[time, batch]``, targets one token ahead;
+    column b of a batch goes on where column b of the batch before it ended, so an LSTM's state can
+    be carried from one batch to the next within an epoch. Reset it where
+    ``index % batches_per_epoch == 0``.
+
+    Training: each epoch turns the sequence, taken as a ring, to a start drawn from (seed, epoch)
+    and cuts it into ``batch_size`` equal streams; what does not fill a batch is dropped, a
+    different piece each epoch. One stream passes from the end of the text to its beginning.
+    Evaluation: ``EVAL_STREAMS`` streams whatever the batch size, chunks of ``sequence_length``, the
+    last one shorter. The first tokens of the held-out sequence, fewer than ``EVAL_STREAMS``, are
+    left out so that the streams are equally long.
+
+    Batches are views of a stored tensor: do not write to them.
+    """
+
+    def __init__(
+        self,
+        train: Tensor,
+        held_out: Tensor,
+        batch_size: int,
+        sequence_length: int,
+        seed: int,
+        device: torch.device | str,
+    ) -> None:
+        for name, value in {"batch_size": batch_size, "sequence_length": sequence_length}.items():
+            if value < 1:
+                raise ValueError(f"{name}={value} is not allowed: 1 or more")
+        if seed < 0:
+            raise ValueError(f"seed={seed} is not allowed: 0 or more")
+        if batch_size * sequence_length > len(train):
+            raise ValueError(
+                f"batch_size={batch_size} with sequence_length={sequence_length} is not allowed: "
+                f"their product is at most {len(train)}, the number of training tokens"
+            )
+        if len(held_out) <= EVAL_STREAMS:
+            raise DataError(
+                f"{len(held_out)} held-out tokens are too few: more than {EVAL_STREAMS} are needed"
+            )
+        self._train, self._seed = train.to(device), seed
+        self._batch_size, self._sequence_length = batch_size, sequence_length
+        self._stride = len(train) // batch_size
+        self.batches_per_epoch = self._stride // sequence_length
+        self._epoch = -1
+        self._columns = self._train[:0]
+
+        length = (len(held_out) - 1) // EVAL_STREAMS
+        start = (len(held_out) - 1) % EVAL_STREAMS
+        self._eval_columns = _columns(held_out[start:].to(device), EVAL_STREAMS, length, length)
+
+    def train_batch(self, index: int) -> TokenBatch:
+        """Batch ``index`` of the run; raises ``ValueError`` if it is negative."""
+        epoch, batch = divmod(checked_index(index), self.batches_per_epoch)
+        if epoch != self._epoch:
+            ring = self._train.roll(-rotation(self._seed, epoch, len(self._train)))
+            ring = torch.cat([ring, ring[:1]])
+            length = self.batches_per_epoch * self._sequence_length
+            self._columns = _columns(ring, self._batch_size, self._stride, length)
+            self._epoch = epoch
+        return _chunk(self._columns, batch * self._sequence_length, self._sequence_length)
+
+    def eval_batches(self) -> Iterator[TokenBatch]:
+        """The held-out sequence from its beginning; the last batch may be shorter in time."""
+        for start in range(0, len(self._eval_columns) - 1, self._sequence_length):
+            yield _chunk(self._eval_columns, start, self._sequence_length)
+
+
+def _columns(sequence: Tensor, streams: int, stride: int, length: int) -> Tensor:
+    """``[length + 1, streams]``: column b is ``sequence[b * stride : b * stride + length + 1]``."""
+    return sequence.as_strided((length + 1, streams), (1, stride)).contiguous()
+
+
+def _chunk(columns: Tensor, start: int, length: int) -> TokenBatch:
+    stop = min(start + length, len(columns) - 1)
+    return columns[start:stop], columns[start + 1 : stop + 1]

@@ -1,0 +1,26 @@
+"""The networks, as plain modules that never mention a dtype.
+
+Each works in whatever dtype its parameters and inputs have, and under autocast; which dtype that
+is belongs to the precision policy.
+"""
+
+from mprun.models.alexnet import AlexNet2012, alexnet
+from mprun.models.autoencoder import ConvAutoencoder
+from mprun.models.dcgan import Discriminator, Generator
+from mprun.models.local_response_norm import LocalResponseNorm
+from mprun.models.lstm_lm import SIZES, LSTMLanguageModel, LSTMSize, pad_to_multiple
+from mprun.models.resnet import resnet50
+
+__all__ = [
+    "SIZES",
+    "AlexNet2012",
+    "ConvAutoencoder",
+    "Discriminator",
+    "Generator",
+    "LSTMLanguageModel",
+    "LSTMSize",
+    "LocalResponseNorm",
+    "alexnet",
+    "pad_to_multiple",
+    "resnet50",
+]

@@ -1,0 +1,87 @@
+"""AlexNet: the single-tower network of 2014 and the grouped one of 2012."""
+
+from torch import Tensor, nn
+
+from mprun.models.local_response_norm import LocalResponseNorm
+
+
+def alexnet(num_classes: int = 1000, dropout: float = 0.5) -> nn.Module:
+    """torchvision's AlexNet with random weights: 61,100,840 parameters at 1000 classes.
+
+    The layout of Krizhevsky, "One weird trick" (arXiv 1404.5997): 64-192-384-256-256 filters, no
+    groups, no local response normalisation.
+
+    Input ``[batch, 3, height, width]``, 63 px or more (published for 224); output logits
+    ``[batch, num_classes]``.
+    """
+    _check(num_classes, dropout)
+    # Here and not at the top: torchvision takes a second to import, which a language model or a
+    # GAN should not pay for.
+    from torchvision.models import alexnet as torchvision_alexnet
+
+    return torchvision_alexnet(weights=None, num_classes=num_classes, dropout=dropout)
+
+
+class AlexNet2012(nn.Module):
+    """The two-group AlexNet (Krizhevsky et al. 2012) as Caffe's ``bvlc_alexnet`` defines it.
+
+    60,965,224 parameters at 1000 classes. Groups of 2 in convolutions 2, 4 and 5, local response
+    normalisation after the first two, overlapping 3/2 pooling. Weights N(0, 0.01), but 0.005 in
+    the first two linear layers; biases 0.1 in convolutions 2, 4, 5 and those two linear layers,
+    0 elsewhere (the 2012 paper has 1 where Caffe has 0.1).
+
+    Input ``[batch, 3, 227, 227]`` or ``[batch, 3, 224, 224]``: Caffe rounds pooling sizes up, so
+    both end in a 6 x 6 map. Output logits ``[batch, num_classes]``. Another size raises
+    ``ValueError`` on the first forward pass.
+    """
+
+    def __init__(self, num_classes: int = 1000, dropout: float = 0.5) -> None:
+        super().__init__()
+        _check(num_classes, dropout)
+        self.features = nn.Sequential(
+            nn.Conv2d(3, 96, 11, stride=4),
+            nn.ReLU(),
+            LocalResponseNorm(5, 1e-4, 0.75, k=1.0),
+            nn.MaxPool2d(3, 2, ceil_mode=True),
+            nn.Conv2d(96, 256, 5, padding=2, groups=2),
+            nn.ReLU(),
+            LocalResponseNorm(5, 1e-4, 0.75, k=1.0),
+            nn.MaxPool2d(3, 2, ceil_mode=True),
+            nn.Conv2d(256, 384, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(384, 384, 3, padding=1, groups=2),
+            nn.ReLU(),
+            nn.Conv2d(384, 256, 3, padding=1, groups=2),
+            nn.ReLU(),
+            nn.MaxPool2d(3, 2, ceil_mode=True),
+        )
+        self.classifier = nn.Sequential(
+            nn.Linear(256 * 6 * 6, 4096),
+            nn.ReLU(),
+            nn.Dropout(dropout),
+            nn.Linear(4096, 4096),
+            nn.ReLU(),
+            nn.Dropout(dropout),
+            nn.Linear(4096, num_classes),
+        )
+        convolutions = [m for m in self.features if isinstance(m, nn.Conv2d)]
+        linears = [m for m in self.classifier if isinstance(m, nn.Linear)]
+        weight_std = (0.01, 0.01, 0.01, 0.01, 0.01, 0.005, 0.005, 0.01)
+        biases = (0.0, 0.1, 0.0, 0.1, 0.1, 0.1, 0.1, 0.0)
+        for layer, std, bias in zip([*convolutions, *linears], weight_std, biases, strict=True):
+            nn.init.normal_(layer.weight, std=std)
+            nn.init.constant_(layer.bias, bias)
+
+    def forward(self, images: Tensor) -> Tensor:
+        maps = self.features(images)
+        if maps.shape[-2:] != (6, 6):
+            size = tuple(images.shape[-2:])
+            raise ValueError(f"image size {size} is not allowed: 227 x 227 or 224 x 224 px")
+        return self.classifier(maps.flatten(1))
+
+
+def _check(num_classes: int, dropout: float) -> None:
+    if num_classes < 1:
+        raise ValueError(f"num_classes={num_classes} is not allowed: 1 or more")
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout={dropout} is not allowed: 0 or more, below 1")

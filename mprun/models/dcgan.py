@@ -1,0 +1,121 @@
+"""DCGAN's generator and discriminator (Radford et al., arXiv 1511.06434).
+
+Layers, widths and initialisation follow the 4x4 stride-2 form of the PyTorch examples; sizes other
+than 64 px add or drop one stage per factor of two.
+"""
+
+from collections import OrderedDict
+
+from torch import Tensor, nn
+
+
+class Generator(nn.Module):
+    """Codes to images: transposed convolutions, ReLU, and tanh at the end.
+
+    At 64 px, latent size 100, width 64 and 3 channels: 3,576,704 parameters. The widest layer has
+    ``width * image_size / 8`` filters. ``norm=True`` puts BatchNorm after every layer but the
+    last and leaves biases out; ``norm=False`` leaves BatchNorm out and has biases.
+
+    Input ``[batch, latent_size]``; output ``[batch, channels, image_size, image_size]`` in
+    [-1, 1]. ``image_size`` is a power of two, at least 16, else ``ValueError``.
+    """
+
+    def __init__(
+        self,
+        image_size: int = 64,
+        latent_size: int = 100,
+        width: int = 64,
+        channels: int = 3,
+        norm: bool = True,
+    ) -> None:
+        super().__init__()
+        _check(image_size=image_size, latent_size=latent_size, width=width, channels=channels)
+        widths = _widths(image_size, width)[::-1]
+        layers: OrderedDict[str, nn.Module] = OrderedDict()
+        inputs = latent_size
+        for i, outputs in enumerate(widths):
+            # The first layer turns a 1x1 code into a 4x4 map; each later one doubles the size.
+            stride, padding = (1, 0) if i == 0 else (2, 1)
+            layers[f"conv{i}"] = nn.ConvTranspose2d(
+                inputs, outputs, 4, stride, padding, bias=not norm
+            )
+            if norm:
+                layers[f"norm{i}"] = nn.BatchNorm2d(outputs)
+            layers[f"relu{i}"] = nn.ReLU()
+            inputs = outputs
+        layers[f"conv{len(widths)}"] = nn.ConvTranspose2d(inputs, channels, 4, 2, 1, bias=not norm)
+        layers["tanh"] = nn.Tanh()
+        self.layers = nn.Sequential(layers)
+        initialise_dcgan(self)
+
+    def forward(self, codes: Tensor) -> Tensor:
+        return self.layers(codes[:, :, None, None])
+
+
+class Discriminator(nn.Module):
+    """Images to logits: strided convolutions and LeakyReLU(0.2); no sigmoid at the end.
+
+    At 64 px, width 64 and 3 channels: 2,765,568 parameters. ``norm=True`` puts BatchNorm after
+    every layer but the first and the last and leaves biases out; ``norm=False`` leaves BatchNorm
+    out and has biases.
+
+    Input ``[batch, channels, image_size, image_size]``; output logits ``[batch]`` if ``outputs``
+    is 1, else ``[batch, outputs]``. ``image_size`` is a power of two, at least 16, else
+    ``ValueError``.
+    """
+
+    def __init__(
+        self,
+        image_size: int = 64,
+        width: int = 64,
+        channels: int = 3,
+        outputs: int = 1,
+        norm: bool = True,
+    ) -> None:
+        super().__init__()
+        _check(image_size=image_size, width=width, channels=channels, outputs=outputs)
+        layers: OrderedDict[str, nn.Module] = OrderedDict()
+        inputs = channels
+        widths = _widths(image_size, width)
+        for i, filters in enumerate(widths):
+            layers[f"conv{i}"] = nn.Conv2d(inputs, filters, 4, 2, 1, bias=not norm)
+            if norm and i > 0:
+                layers[f"norm{i}"] = nn.BatchNorm2d(filters)
+            layers[f"relu{i}"] = nn.LeakyReLU(0.2)
+            inputs = filters
+        layers[f"conv{len(widths)}"] = nn.Conv2d(inputs, outputs, 4, 1, 0, bias=not norm)
+        self.layers = nn.Sequential(layers)
+        self.outputs = outputs
+        initialise_dcgan(self)
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits = self.layers(images).flatten(1)
+        return logits.squeeze(1) if self.outputs == 1 else logits
+
+
+def initialise_dcgan(module: nn.Module) -> None:
+    """Convolutions N(0, 0.02), BatchNorm gains N(1, 0.02), all biases 0 (section 4 of the paper;
+    the gains as in its published code)."""
+    for layer in module.modules():
+        if isinstance(layer, (nn.Conv2d, nn.ConvTranspose2d)):
+            nn.init.normal_(layer.weight, 0.0, 0.02)
+        elif isinstance(layer, nn.BatchNorm2d):
+            nn.init.normal_(layer.weight, 1.0, 0.02)
+        else:
+            continue
+        if layer.bias is not None:
+            nn.init.zeros_(layer.bias)
+
+
+def _widths(image_size: int, width: int) -> list[int]:
+    """Filters of the layers whose maps are image_size / 2, ..., 8, 4 px, largest map first."""
+    stages = image_size.bit_length() - 3
+    return [width * 2**i for i in range(stages)]
+
+
+def _check(image_size: int, **counts: int) -> None:
+    if image_size < 16 or image_size & (image_size - 1):
+        raise ValueError(f"image_size={image_size} is not allowed: a power of two, at least 16")
+    for name, value in counts.items():
+        if value < 1:
+            raise ValueError(f"{name}={value} is not allowed: 1 or more")

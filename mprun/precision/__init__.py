@@ -1,0 +1,70 @@
+"""The precision engine: policies, master weights, loss scales, emulation.
+
+Usable without the rest of mprun:
+
+    policy = get_policy("fp16_master_scaled")
+    arithmetic = Arithmetic(policy, device)
+    cast = cast_model(model, policy)
+    scale = DynamicLossScale(device=device)
+    optimizer = MixedPrecisionOptimizer(cast, lambda named: SGD([p for _, p in named], lr), scale)
+    for inputs, labels in batches:
+        optimizer.zero_grad()
+        with arithmetic:
+            with arithmetic.autocast():
+                logits = model(policy.cast_inputs(inputs))
+            optimizer.backward(cross_entropy(logits.float(), labels))
+        optimizer.step()
+        scale.update()
+"""
+
+from mprun.precision.arithmetic import Arithmetic
+from mprun.precision.batch_norm_guard import BatchNormGuard
+from mprun.precision.casting import CastModel, cast_model, fp32_copy
+from mprun.precision.device_support import why_unsupported
+from mprun.precision.loss_scale import (
+    DynamicLossScale,
+    LossScale,
+    NoLossScale,
+    StaticLossScale,
+)
+from mprun.precision.loss_scale_logmax import LogMaxLossScale
+from mprun.precision.loss_scale_presets import PRESETS, build_preset
+from mprun.precision.math_flags import ieee_fp32, pin_math_flags, read_math_flags
+from mprun.precision.mixed_precision_optimizer import MixedPrecisionOptimizer, Update
+from mprun.precision.policy import (
+    DEFAULT_SCALER,
+    DTYPE_NAMES,
+    DTYPES,
+    MODES,
+    PrecisionPolicy,
+    build_policy,
+    get_policy,
+)
+
+__all__ = [
+    "DEFAULT_SCALER",
+    "DTYPES",
+    "DTYPE_NAMES",
+    "MODES",
+    "PRESETS",
+    "Arithmetic",
+    "BatchNormGuard",
+    "CastModel",
+    "DynamicLossScale",
+    "LogMaxLossScale",
+    "LossScale",
+    "MixedPrecisionOptimizer",
+    "NoLossScale",
+    "PrecisionPolicy",
+    "StaticLossScale",
+    "Update",
+    "build_policy",
+    "build_preset",
+    "cast_model",
+    "fp32_copy",
+    "get_policy",
+    "ieee_fp32",
+    "pin_math_flags",
+    "read_math_flags",
+    "why_unsupported",
+]

@@ -1,0 +1,72 @@
+"""torch's optimizers, made safe to skip: complete state from the start, and a guarded step.
+
+Two traps of torch.optim are closed here. A fused SGD whose very first step is skipped keeps an
+uninitialised momentum buffer and uses it afterwards (seen in torch 2.15), so all state exists
+before the first step. And optimizers without a fused kernel know no found_inf, so their step is
+taken back on the device where it must not count.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+
+
+def initialise_state(optimizer: Optimizer) -> None:
+    """Create the state tensors that SGD, Adam, AdamW and Adagrad would create on a first step.
+
+    Zero momentum equals torch's first step (buffer = gradient) because dampening is 0.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state[parameter]
+            if isinstance(optimizer, SGD) and group["momentum"] and not state:
+                if group["dampening"]:
+                    raise ValueError(f"dampening={group['dampening']}: must be 0")
+                state["momentum_buffer"] = torch.zeros_like(parameter)
+            elif isinstance(optimizer, (Adam, AdamW)) and not state:
+                on_device = group["fused"] or group["capturable"]
+                state["step"] = torch.zeros(
+                    (), dtype=torch.float32, device=parameter.device if on_device else "cpu"
+                )
+                state["exp_avg"] = torch.zeros_like(parameter)
+                state["exp_avg_sq"] = torch.zeros_like(parameter)
+                if group["amsgrad"]:
+                    state["max_exp_avg_sq"] = torch.zeros_like(parameter)
+
+
+def is_fused(optimizer: Optimizer) -> bool:
+    """Whether every group runs the fused kernel, which takes found_inf and skips by itself."""
+    return all(group.get("fused") for group in optimizer.param_groups)
+
+
+@torch.no_grad()
+def step_unless(optimizer: Optimizer, found_inf: Tensor) -> None:
+    """Take one step that leaves parameters and state as they were where found_inf is non-zero.
+
+    No host synchronisation. A fused kernel skips by itself; otherwise the step is taken and
+    taken back, which costs a copy of parameters and state. Raises ValueError for an optimizer
+    whose state would appear only during the step (its first skip could not be taken back).
+    """
+    if is_fused(optimizer):
+        optimizer.found_inf = found_inf
+        optimizer.step()
+        del optimizer.found_inf
+        return
+    if not isinstance(optimizer, (SGD, Adam, AdamW, Adagrad)):
+        raise ValueError(f"{type(optimizer).__name__}: skipping needs a fused optimizer or one of "
+                         "SGD, Adam, AdamW, Adagrad")  # fmt: skip
+    tensors = list(_tensors(optimizer))
+    before = [tensor.clone() for tensor in tensors]
+    optimizer.step()
+    skipped = found_inf != 0
+    for tensor, old in zip(tensors, before, strict=True):
+        tensor.copy_(torch.where(skipped.to(tensor.device), old, tensor))
+
+
+def _tensors(optimizer: Optimizer) -> Iterable[Tensor]:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            yield parameter
+            yield from (v for v in optimizer.state[parameter].values() if isinstance(v, Tensor))

@@ -1,0 +1,91 @@
+"""Precision modes as values.
+
+A mode is one `PrecisionPolicy`; nothing outside `build_policy` and `get_policy` asks which mode
+it is. Modes and their sources: Micikevicius et al., arXiv 1710.03740, sections 3.1 to 3.3 (FP16
+with master weights and loss scaling), torch.amp (autocast), the rest as named.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+_FP32 = {
+    "param_dtype": "fp32", "norm_dtype": "fp32", "master_dtype": "fp32", "grad_dtype": "fp32",
+    "loss_dtype": "fp32", "autocast_dtype": None, "fp32_math": "ieee",
+}  # fmt: skip
+_FP16 = _FP32 | {"param_dtype": "fp16"}
+_BF16 = _FP32 | {"param_dtype": "bf16"}
+
+# Default loss scale of each mode beside its values: the rows of the table in the README.
+MODES: dict[str, dict[str, str | None]] = {
+    "fp32": _FP32,
+    "tf32": _FP32 | {"fp32_math": "tf32"},
+    "fp16_naive": _FP16 | {"norm_dtype": "fp16", "master_dtype": None, "grad_dtype": "fp16"},
+    "fp16_master": _FP16,
+    "fp16_master_scaled": _FP16,
+    "amp": _FP32 | {"autocast_dtype": "fp16"},
+    "bf16_naive": _BF16 | {"norm_dtype": "bf16", "master_dtype": None, "grad_dtype": "bf16"},
+    "bf16_master": _BF16,
+    "amp_bf16": _FP32 | {"autocast_dtype": "bf16"},
+}
+DEFAULT_SCALER = {"fp16_master_scaled": "dynamic", "amp": "dynamic"}
+
+
+@dataclass(frozen=True, slots=True)
+class PrecisionPolicy:
+    """In which dtype each kind of tensor of a training run lives.
+
+    param_dtype: weights, inputs and activations of the model, and their gradients.
+    norm_dtype: parameters, statistics and arithmetic of norm layers.
+    master_dtype: dtype of the copy that the optimizer updates; where a parameter has it already
+        there is no copy. None: every parameter is updated in place, in its own dtype.
+    grad_dtype: dtype in which gradients are unscaled, checked, clipped and accumulated.
+    loss_dtype: dtype of logits inside softmax and loss.
+    autocast_dtype: dtype of torch.autocast's lower-precision op list; None: no autocast.
+    fp32_math: "ieee" or "tf32", how FP32 products are computed on CUDA.
+    """
+
+    name: str
+    param_dtype: torch.dtype
+    norm_dtype: torch.dtype
+    master_dtype: torch.dtype | None
+    grad_dtype: torch.dtype
+    loss_dtype: torch.dtype
+    autocast_dtype: torch.dtype | None
+    fp32_math: str
+
+    @property
+    def half_dtype(self) -> torch.dtype | None:
+        """The 16-bit dtype that the mode's products run in, or None."""
+        dtype = self.autocast_dtype or self.param_dtype
+        return dtype if dtype.itemsize == 2 else None
+
+    def cast_inputs(self, inputs: Tensor) -> Tensor:
+        """Floating-point model inputs in the dtype of the parameters; other dtypes unchanged."""
+        return inputs.to(self.param_dtype) if inputs.is_floating_point() else inputs
+
+
+def build_policy(name: str, values: Mapping[str, str | None]) -> PrecisionPolicy:
+    """A policy from dtype names (`fp32`, `fp16`, `bf16`, None); ValueError for another name."""
+    fields = dict(values)
+    fp32_math = fields.pop("fp32_math")
+    if fp32_math not in ("ieee", "tf32"):
+        raise ValueError(f"fp32_math={fp32_math!r}: must be 'ieee' or 'tf32'")
+    dtypes = {}
+    for field, value in fields.items():
+        if value is not None and value not in DTYPES:
+            raise ValueError(f"{field}={value!r}: must be one of {', '.join(DTYPES)}")
+        dtypes[field] = None if value is None else DTYPES[value]
+    return PrecisionPolicy(name=name, fp32_math=fp32_math, **dtypes)
+
+
+def get_policy(name: str) -> PrecisionPolicy:
+    """One of the nine named modes, for use without configuration files."""
+    if name not in MODES:
+        raise ValueError(f"precision mode {name!r}: must be one of {', '.join(MODES)}")
+    return build_policy(name, MODES[name])

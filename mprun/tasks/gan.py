@@ -1,0 +1,142 @@
+"""DCGAN: a discriminator step on real and generated images, then a generator step."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mprun.precision import Arithmetic, BatchNormGuard, LossScale, PrecisionPolicy
+from mprun.tasks.learner import Learner
+
+
+class GAN:
+    """Binary cross-entropy on logits; metrics d_loss, g_loss and loss, their sum.
+
+    Radford et al., arXiv 1511.06434, in the order of the PyTorch example: D on real, D on fake,
+    update D; G against the updated D, update G. The loss works on logits in every mode, because
+    the gradient of a sigmoid followed by BCE does not fit FP16.
+
+    loss_scales: for real, fake and generator loss, in this order; the same object may stand in
+    several places (one shared scale, one per optimizer, or one per loss). Each is updated once
+    per step. Each optimizer skips on its own flag; `found_inf` says that at least one skipped.
+    """
+
+    sample = "image"
+
+    def __init__(
+        self,
+        generator: Learner,
+        discriminator: Learner,
+        data,
+        policy: PrecisionPolicy,
+        arithmetic: Arithmetic,
+        loss_scales: tuple[LossScale, LossScale, LossScale],
+        discriminator_guard: BatchNormGuard,
+        *,
+        latent_size: int,
+        eval_in_mode: bool = False,
+    ):
+        self.g, self.d, self.data = generator, discriminator, data
+        self.policy, self.arithmetic = policy, arithmetic
+        self.discriminator_guard = discriminator_guard
+        self.latent_size, self.eval_in_mode = latent_size, eval_in_mode
+        self.learners = {"generator": generator, "discriminator": discriminator}
+        names = ("loss_scale", "loss_scale_fake", "loss_scale_generator")
+        unique = {id(scale): (name, scale) for name, scale in reversed(
+            list(zip(names, loss_scales, strict=True)))}  # fmt: skip
+        self.loss_scales = dict(reversed(list(unique.values())))
+        self.samples_per_step = data.samples_per_batch
+        self.steps_per_epoch = data.batches_per_epoch
+        self.device = arithmetic.device
+        # The same codes at every evaluation, so that samples can be compared over time.
+        codes = torch.randn(64, latent_size, generator=torch.Generator().manual_seed(2018))
+        self.fixed_codes = codes.to(self.device)
+
+    def train_step(self, step: int, measure: bool = False) -> dict[str, Tensor]:
+        """One update of D and one of G; 0-dim device tensors, no synchronisation."""
+        generator, discriminator = self.g.model, self.d.model
+        self.g.optimizer.zero_grad()
+        self.d.optimizer.zero_grad()
+        images, _ = self.data.train_batch(step)
+        codes = torch.randn(len(images), self.latent_size, device=self.device)
+        real, codes = self.policy.cast_inputs(images), self.policy.cast_inputs(codes)
+
+        with self.arithmetic:
+            # One autocast block per pass: its weight cache must not outlive an update.
+            with self.arithmetic.autocast():
+                fake = generator(codes)
+            with self.arithmetic.autocast():
+                logits_real = discriminator(real)
+            loss_real = self._bce(logits_real, 1.0)
+            self.d.optimizer.backward(loss_real, 0)
+            with self.arithmetic.autocast():
+                logits_fake = discriminator(fake.detach())
+            loss_fake = self._bce(logits_fake, 0.0)
+            self.d.optimizer.backward(loss_fake, 1)
+        d_update = self.d.optimizer.step(measure)
+
+        # D's weight gradients are not needed here, its BatchNorm statistics move once more.
+        discriminator.requires_grad_(False)
+        self.discriminator_guard.save()
+        with self.arithmetic:
+            with self.arithmetic.autocast():
+                logits = discriminator(fake)
+            loss_g = self._bce(logits, 1.0)
+            self.g.optimizer.backward(loss_g)
+        g_update = self.g.optimizer.step(measure)
+        discriminator.requires_grad_(True)
+
+        for scale in self.loss_scales.values():
+            scale.update()
+        d_loss, g_loss = (loss_real + loss_fake).detach(), loss_g.detach()
+        metrics = {"loss": d_loss + g_loss, "d_loss": d_loss, "g_loss": g_loss}
+        metrics |= d_update.metrics("d_") | g_update.metrics("g_")
+        metrics["loss_scale"] = metrics["d_loss_scale"]
+        if d_update.found_inf is not None:
+            metrics["found_inf"] = torch.maximum(d_update.found_inf, g_update.found_inf)
+        return metrics
+
+    def evaluate(self) -> dict[str, float]:
+        """Losses on the held-out images and as many generated ones (fixed codes, repeated)."""
+        totals = torch.zeros(2, dtype=torch.float64, device=self.device)
+        count = 0
+        with (
+            self.g.evaluating(self.arithmetic, self.eval_in_mode) as generator,
+            self.d.evaluating(self.arithmetic, self.eval_in_mode) as discriminator,
+        ):
+            fake = discriminator(generator(self._eval_inputs(self.fixed_codes))).float()
+            for images, _ in self.data.eval_batches():
+                real = discriminator(self._eval_inputs(images)).float()
+                share = len(images) / len(fake)
+                totals[0] += F.softplus(-real).sum() + F.softplus(fake).sum() * share
+                totals[1] += F.softplus(-fake).sum() * share
+                count += len(images)
+        d_loss, g_loss = (totals / count).tolist()
+        return {"loss": d_loss + g_loss, "d_loss": d_loss, "g_loss": g_loss}
+
+    def samples(self) -> Tensor:
+        """64 generated images, float32 [64, channels, size, size] in [0, 1], fixed codes."""
+        with self.g.evaluating(self.arithmetic, self.eval_in_mode) as generator:
+            images = generator(self._eval_inputs(self.fixed_codes)).float()
+        return images.add(1).div(2).clamp(0, 1)
+
+    def state_dict(self) -> dict:
+        return {
+            "generator": self.g.state_dict(),
+            "discriminator": self.d.state_dict(),
+            "loss_scales": {name: s.state_dict() for name, s in self.loss_scales.items()},
+        }
+
+    def load_state_dict(self, state: dict) -> None:
+        self.g.load_state_dict(state["generator"])
+        self.d.load_state_dict(state["discriminator"])
+        if state["loss_scales"].keys() != self.loss_scales.keys():
+            raise ValueError("loss scale state is of another scaler.per")
+        for name, scale in self.loss_scales.items():
+            scale.load_state_dict(state["loss_scales"][name])
+
+    def _bce(self, logits: Tensor, target: float) -> Tensor:
+        logits = logits.to(self.policy.loss_dtype)
+        return F.binary_cross_entropy_with_logits(logits, torch.full_like(logits, target))
+
+    def _eval_inputs(self, inputs: Tensor) -> Tensor:
+        return self.policy.cast_inputs(inputs) if self.eval_in_mode else inputs

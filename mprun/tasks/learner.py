@@ -1,0 +1,61 @@
+"""One model with its optimizer, and a look at it in FP32 for evaluation."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from mprun.precision import Arithmetic, CastModel, MixedPrecisionOptimizer, fp32_copy, ieee_fp32
+
+
+@dataclass(slots=True)
+class Learner:
+    """A model in its policy's dtypes, the optimizer that updates it, and how to build it anew."""
+
+    cast: CastModel
+    optimizer: MixedPrecisionOptimizer
+    build_model: Callable[[], nn.Module]
+
+    @property
+    def model(self) -> nn.Module:
+        return self.cast.module
+
+    @contextmanager
+    def evaluating(self, arithmetic: Arithmetic, in_mode: bool) -> Iterator[nn.Module]:
+        """The model in eval mode without gradients.
+
+        By default the master weights in full FP32 arithmetic, whatever the mode, so that the
+        metric measures what was learned; `in_mode` evaluates in the mode's own arithmetic.
+        Leaves model, flags and random state as they were.
+        """
+        with torch.no_grad():
+            if in_mode:
+                self.model.eval()
+                try:
+                    with arithmetic, arithmetic.autocast():
+                        yield self.model
+                finally:
+                    self.model.train()
+            else:
+                with ieee_fp32():
+                    copy = fp32_copy(self.build_model, self.cast, self.optimizer.masters)
+                    yield copy.eval()
+
+    def state_dict(self) -> dict:
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    @torch.no_grad()
+    def load_state_dict(self, saved: dict) -> None:
+        """Restore bit for bit; ValueError names what does not fit."""
+        own = self.model.state_dict()
+        if own.keys() != saved["model"].keys():
+            raise ValueError("model state is of another model")
+        for name, tensor in own.items():
+            value = saved["model"][name]
+            if value.dtype != tensor.dtype or value.shape != tensor.shape:
+                raise ValueError(f"{name}: saved as {value.dtype} {tuple(value.shape)}, needed "
+                                 f"{tensor.dtype} {tuple(tensor.shape)}")  # fmt: skip
+            tensor.copy_(value)
+        self.optimizer.load_state_dict(saved["optimizer"])

@@ -1,0 +1,69 @@
+"""Autoencoding images: the task whose activation gradients underflow in FP16."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mprun.precision import Arithmetic, LossScale, PrecisionPolicy
+from mprun.tasks.learner import Learner
+
+
+class Reconstruction:
+    """Mean squared error per pixel of a reconstructed image; the one metric is loss."""
+
+    sample = "image"
+
+    def __init__(
+        self,
+        learner: Learner,
+        data,
+        policy: PrecisionPolicy,
+        arithmetic: Arithmetic,
+        loss_scale: LossScale,
+        *,
+        accumulate: int = 1,
+        eval_in_mode: bool = False,
+    ):
+        self.learner, self.data = learner, data
+        self.policy, self.arithmetic, self.loss_scale = policy, arithmetic, loss_scale
+        self.accumulate, self.eval_in_mode = accumulate, eval_in_mode
+        self.learners = {"model": learner}
+        self.loss_scales = {"loss_scale": loss_scale}
+        self.samples_per_step = data.samples_per_batch * accumulate
+        self.steps_per_epoch = data.batches_per_epoch // accumulate
+
+    def train_step(self, step: int, measure: bool = False) -> dict[str, Tensor]:
+        """One update from `accumulate` micro-batches; 0-dim device tensors, no synchronisation."""
+        optimizer, model = self.learner.optimizer, self.learner.model
+        optimizer.zero_grad()
+        losses = []
+        for micro_batch in range(self.accumulate):
+            images, _ = self.data.train_batch(step * self.accumulate + micro_batch)
+            with self.arithmetic:
+                with self.arithmetic.autocast():
+                    outputs = model(self.policy.cast_inputs(images))
+                target = images.to(self.policy.loss_dtype)
+                loss = F.mse_loss(outputs.to(self.policy.loss_dtype), target) / self.accumulate
+                optimizer.backward(loss)
+            losses.append(loss.detach())
+        update = optimizer.step(measure)
+        self.loss_scale.update()
+        return {"loss": sum(losses), **update.metrics()}
+
+    def evaluate(self) -> dict[str, float]:
+        """Mean squared error per pixel over the whole held-out split."""
+        total = torch.zeros((), dtype=torch.float64, device=self.arithmetic.device)
+        count = 0
+        with self.learner.evaluating(self.arithmetic, self.eval_in_mode) as model:
+            for images, _ in self.data.eval_batches():
+                inputs = self.policy.cast_inputs(images) if self.eval_in_mode else images
+                total += F.mse_loss(model(inputs).float(), images, reduction="sum")
+                count += images.numel()
+        return {"loss": total.item() / count}
+
+    def state_dict(self) -> dict:
+        return {"learner": self.learner.state_dict(), "loss_scale": self.loss_scale.state_dict()}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.learner.load_state_dict(state["learner"])
+        self.loss_scale.load_state_dict(state["loss_scale"])

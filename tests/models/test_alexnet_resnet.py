@@ -1,0 +1,85 @@
+"""AlexNet in both forms and ResNet-50: shapes, initialisation, one pass, refusals."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from mprun.models import AlexNet2012, alexnet, resnet50
+
+
+@pytest.mark.parametrize(("build", "size"), [(alexnet, 64), (AlexNet2012, 224), (resnet50, 32)])
+def test_one_pass_reaches_every_parameter(build, size):
+    torch.manual_seed(0)
+    model = build(num_classes=10)
+    logits = model(torch.randn(2, 3, size, size))
+    assert logits.shape == (2, 10)
+    F.cross_entropy(logits, torch.tensor([1, 2])).backward()
+    for name, parameter in model.named_parameters():
+        assert torch.isfinite(parameter.grad).all(), name
+        assert parameter.grad.count_nonzero() > 0, name
+
+
+@pytest.fixture(scope="module")
+def alexnet2012():
+    torch.manual_seed(1)
+    return AlexNet2012(num_classes=1000, dropout=0.0)
+
+
+def test_alexnet2012_has_the_published_map_sizes():
+    with torch.device("meta"):
+        model, images = AlexNet2012(), torch.empty(1, 3, 227, 227)
+    sizes = []
+    for layer in model.features:
+        images = layer(images)
+        if isinstance(layer, (nn.Conv2d, nn.MaxPool2d)):
+            sizes.append(tuple(images.shape[1:]))
+    assert sizes == [
+        (96, 55, 55), (96, 27, 27), (256, 27, 27), (256, 13, 13),
+        (384, 13, 13), (384, 13, 13), (256, 13, 13), (256, 6, 6),
+    ]  # fmt: skip
+
+
+def test_alexnet2012_starts_as_caffe_does(alexnet2012):
+    layers = [m for m in alexnet2012.modules() if isinstance(m, (nn.Conv2d, nn.Linear))]
+    expected = [
+        (0.01, 0.0), (0.01, 0.1), (0.01, 0.0), (0.01, 0.1), (0.01, 0.1),
+        (0.005, 0.1), (0.005, 0.1), (0.01, 0.0),
+    ]  # fmt: skip
+    for layer, (std, bias) in zip(layers, expected, strict=True):
+        n = layer.weight.numel()
+        # Five standard errors of a mean and of a standard deviation of n normal samples.
+        assert abs(layer.weight.mean().item()) < 5 * std / n**0.5
+        assert abs(layer.weight.std().item() - std) < 5 * std / (2 * n) ** 0.5
+        assert torch.equal(layer.bias, torch.full_like(layer.bias, bias))
+
+
+def test_alexnet2012_groups_do_not_mix(alexnet2012):
+    second = alexnet2012.features[4]
+    x = torch.zeros(1, 96, 7, 7)
+    x[:, :48] = 1.0
+    y = second(x) - second.bias[:, None, None]
+    assert y[:, :128].abs().max() > 0
+    # 0.1 - 0.1 is exact: the second tower sees zeros only.
+    assert y[:, 128:].abs().max() == 0
+
+
+def test_alexnet2012_dropout_is_off_in_evaluation():
+    torch.manual_seed(2)
+    model = AlexNet2012(num_classes=3, dropout=0.5)
+    x = torch.randn(1, 3, 224, 224)
+    with torch.no_grad():
+        assert not torch.equal(model(x), model(x))
+        model.eval()
+        assert torch.equal(model(x), model(x))
+
+
+def test_refusals(alexnet2012):
+    with pytest.raises(ValueError, match=r"image size \(64, 64\).*227 x 227 or 224 x 224"):
+        alexnet2012(torch.zeros(1, 3, 64, 64))
+    for build in (alexnet, AlexNet2012, resnet50):
+        with pytest.raises(ValueError, match="num_classes=0"):
+            build(num_classes=0)
+    for build in (alexnet, AlexNet2012):
+        with pytest.raises(ValueError, match="dropout=1.0"):
+            build(num_classes=2, dropout=1.0)

@@ -1,0 +1,115 @@
+"""DCGAN's networks and the autoencoder made of them."""
+
+import pytest
+import torch
+from torch import nn
+
+from mprun.models import ConvAutoencoder, Discriminator, Generator
+
+CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
+
+
+@pytest.mark.parametrize("image_size", [16, 32, 64, 128])
+def test_shapes_and_ranges(image_size):
+    torch.manual_seed(0)
+    generator = Generator(image_size, latent_size=10, width=4, channels=3)
+    images = generator(torch.randn(2, 10))
+    assert images.shape == (2, 3, image_size, image_size)
+    assert images.abs().max() <= 1
+    assert Discriminator(image_size, width=4)(images).shape == (2,)
+    assert Discriminator(image_size, width=4, outputs=7)(images).shape == (2, 7)
+
+
+def test_widths_double_down_to_the_4x4_map():
+    with torch.device("meta"):
+        generator, discriminator = Generator(128), Discriminator(128)
+    ups = [m.out_channels for m in generator.modules() if isinstance(m, nn.ConvTranspose2d)]
+    downs = [m.out_channels for m in discriminator.modules() if isinstance(m, nn.Conv2d)]
+    assert ups == [1024, 512, 256, 128, 64, 3]
+    assert downs == [64, 128, 256, 512, 1024, 1]
+
+
+def test_logits_are_not_squashed():
+    torch.manual_seed(1)
+    model = Discriminator(16, width=4, norm=False)
+    nn.init.constant_(model.layers[-1].bias, 50.0)
+    assert model(torch.zeros(3, 3, 16, 16)).min() > 40
+
+
+def test_batch_norm_stands_where_the_paper_has_it():
+    generator, discriminator = Generator(64, width=4), Discriminator(64, width=4)
+    assert [name for name, _ in generator.layers.named_children() if "norm" in name] == [
+        "norm0", "norm1", "norm2", "norm3",
+    ]  # fmt: skip
+    assert [name for name, _ in discriminator.layers.named_children() if "norm" in name] == [
+        "norm1", "norm2", "norm3",
+    ]  # fmt: skip
+    for model in (Generator(64, norm=False), Discriminator(64, norm=False)):
+        assert not any(isinstance(m, nn.BatchNorm2d) for m in model.modules())
+
+
+def test_dcgan_initialisation():
+    torch.manual_seed(2)
+    for model in (Generator(64), Discriminator(64)):
+        weights = torch.cat([m.weight.flatten() for m in model.modules() if _is_conv(m)])
+        gains = torch.cat([m.weight for m in model.modules() if isinstance(m, nn.BatchNorm2d)])
+        biases = torch.cat([m.bias for m in model.modules() if isinstance(m, nn.BatchNorm2d)])
+        for values, mean in ((weights, 0.0), (gains, 1.0)):
+            n = values.numel()
+            # Five standard errors of a mean and of a standard deviation of n normal samples.
+            assert abs(values.mean().item() - mean) < 5 * 0.02 / n**0.5
+            assert abs(values.std().item() - 0.02) < 5 * 0.02 / (2 * n) ** 0.5
+        assert biases.count_nonzero() == 0
+
+
+def _is_conv(module):
+    return isinstance(module, CONVOLUTIONS)
+
+
+def test_one_adversarial_pass_reaches_every_parameter():
+    torch.manual_seed(3)
+    generator, discriminator = Generator(32, 10, width=8), Discriminator(32, width=8)
+    logits = discriminator(generator(torch.randn(4, 10)))
+    nn.functional.binary_cross_entropy_with_logits(logits, torch.ones(4)).backward()
+    for model in (generator, discriminator):
+        for name, parameter in model.named_parameters():
+            assert torch.isfinite(parameter.grad).all(), name
+            assert parameter.grad.count_nonzero() > 0, name
+
+
+def test_autoencoder_pass_and_start():
+    torch.manual_seed(4)
+    model = ConvAutoencoder(image_size=64, code_size=32, width=8, channels=1)
+    for module in model.modules():
+        assert not isinstance(module, nn.BatchNorm2d)
+        if _is_conv(module):
+            # Glorot: std = sqrt(2 / (fan_in + fan_out)), each fan 16 kernel taps x channels;
+            # five standard errors.
+            taps = 16 * (module.in_channels + module.out_channels)
+            std, n = (2 / taps) ** 0.5, module.weight.numel()
+            assert abs(module.weight.std().item() - std) < 5 * std / (2 * n) ** 0.5
+            assert module.bias.count_nonzero() == 0
+    images = torch.rand(4, 1, 64, 64) * 2 - 1
+    assert model.encoder(images).shape == (4, 32)
+    reconstruction = model(images)
+    assert reconstruction.shape == images.shape
+    nn.functional.mse_loss(reconstruction, images).backward()
+    for name, parameter in model.named_parameters():
+        assert torch.isfinite(parameter.grad).all(), name
+        assert parameter.grad.count_nonzero() > 0, name
+
+
+@pytest.mark.parametrize("image_size", [8, 48, 0])
+def test_refuses_sizes_that_are_no_power_of_two(image_size):
+    for build in (Generator, Discriminator):
+        with pytest.raises(ValueError, match=f"image_size={image_size}"):
+            build(image_size)
+
+
+def test_refuses_counts_below_one():
+    with pytest.raises(ValueError, match="latent_size=0"):
+        Generator(latent_size=0)
+    with pytest.raises(ValueError, match="outputs=0"):
+        Discriminator(outputs=0)
+    with pytest.raises(ValueError, match="code_size=1"):
+        ConvAutoencoder(64, 1, 8, 1)

@@ -1,0 +1,76 @@
+"""Parameter counts against published ones, counted on the meta device."""
+
+import pytest
+import torch
+
+from mprun.models import (
+    SIZES,
+    AlexNet2012,
+    Discriminator,
+    Generator,
+    LSTMLanguageModel,
+    alexnet,
+    resnet50,
+)
+
+
+def parameters(module):
+    return sum(p.numel() for p in module.parameters())
+
+
+def lstm_lm(name):
+    size = SIZES[name]
+    with torch.device("meta"):
+        return LSTMLanguageModel(
+            size.vocab_size,
+            size.embedding_size,
+            size.hidden_size,
+            size.num_layers,
+            size.projection_size,
+            size.dropout,
+            size.init_range,
+            size.forget_bias,
+        )
+
+
+@pytest.mark.parametrize(
+    ("build", "published"),
+    [
+        (alexnet, 61_100_840),  # torchvision's documentation
+        (AlexNet2012, 60_965_224),  # Caffe's bvlc_alexnet
+        (resnet50, 25_557_032),  # torchvision's documentation
+        (Generator, 3_576_704),  # PyTorch examples, nc=3
+        (Discriminator, 2_765_568),
+    ],
+)
+def test_published_counts(build, published):
+    with torch.device("meta"):
+        assert parameters(build()) == published
+
+
+def test_dcgan_128_px_adds_one_stage_of_standard_width():
+    with torch.device("meta"):
+        generator, discriminator = Generator(128), Discriminator(128)
+    # One more stage: 1024 filters at 4x4, so the code meets 1024 instead of 512 filters, a
+    # 1024 x 512 x 16 kernel comes on top, and one BatchNorm of 1024.
+    assert parameters(generator) == 3_576_704 + 100 * 512 * 16 + 1024 * 512 * 16 + 2 * 1024
+    # The last layer reads 1024 filters instead of 512.
+    assert parameters(discriminator) == 2_765_568 + 512 * 16 + 1024 * 512 * 16 + 2 * 1024
+
+
+@pytest.mark.parametrize("name", ["small", "medium", "large"])
+def test_zaremba_sizes(name):
+    # Per layer 4 h (2 h) weights and, in torch, two bias vectors of 4 h; embedding and output
+    # 10,000 x h each, output bias 10,000. For large: 66 M, for medium: 20 M, as published.
+    h = {"small": 200, "medium": 650, "large": 1500}[name]
+    assert parameters(lstm_lm(name)) == 2 * (8 * h * h + 8 * h) + 2 * 10_000 * h + 10_000
+
+
+def test_biglstm():
+    model = lstm_lm("biglstm")
+    # One layer with one bias per gate: 4*8192*(1024+1024) + 4*8192 + 8192*1024 = 75,530,240;
+    # torch's second bias vector adds 32,768 per layer.
+    assert parameters(model.lstm) == 2 * 75_530_240 + 2 * 32_768
+    assert parameters(model.embedding) == 793_472 * 1024
+    assert parameters(model.output) == 793_472 * 1024 + 793_472
+    assert round(parameters(model) / 1e9, 3) == 1.777

@@ -1,0 +1,237 @@
+"""Loss scales: rules worked by hand, bounds, shared flags, arguments."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mprun.precision.loss_scale import DynamicLossScale, LossScale, NoLossScale, StaticLossScale
+from mprun.precision.loss_scale_presets import PRESETS, build_preset
+
+
+def step(scale: LossScale, overflow: bool, grad_max: float = 2.0**-8) -> float:
+    scale.record(torch.tensor(overflow), torch.tensor(math.inf if overflow else grad_max))
+    scale.update()
+    return scale.scale.item()
+
+
+def trace(scale: LossScale, pattern: str) -> list[float]:
+    """Scale after each step; `o` overflows, `.` is clean."""
+    return [step(scale, letter == "o") for letter in pattern]
+
+
+def test_none_lets_everything_through_at_no_cost():
+    scale, loss = NoLossScale(), torch.tensor(3.0, dtype=torch.float16)
+    assert scale.scale_loss(loss) is loss
+    assert scale.inverse().item() == 1.0 and scale.skips_nonfinite is False
+    assert trace(scale, "o" * 100) == [1.0] * 100
+    assert (scale.steps_skipped.item(), scale.collapsed().item()) == (0, False)
+
+
+def test_static_never_moves_and_collapses_on_its_fixed_value():
+    scale = StaticLossScale(100.0, max_consecutive_skips=3)
+    assert trace(scale, "." * 2500) == [100.0] * 2500
+    seen = []
+    for letter in "oo.ooo.":
+        assert step(scale, letter == "o") == 100.0
+        seen.append(scale.collapsed().item())
+    assert seen == [False, False, False, False, False, True, False]
+    assert scale.steps_skipped.item() == 5 and scale.skips_nonfinite is True
+
+
+def test_scaled_loss_is_float32_and_its_gradient_carries_the_scale():
+    scale = StaticLossScale(2.0**12)
+    half = torch.tensor([1.5, 2.0**-20], dtype=torch.float16, requires_grad=True)
+    scaled = scale.scale_loss(half)
+    assert scaled.dtype == torch.float32
+    # 1.5 * 2**12 and the subnormal half 2**-20 * 2**12: both exact.
+    assert scaled.tolist() == [6144.0, 2.0**-8]
+    scaled.sum().backward()
+    assert half.grad.tolist() == [4096.0, 4096.0]
+
+
+def test_growth_comes_on_exactly_the_nth_clean_step():
+    assert trace(DynamicLossScale(init_scale=8, growth_interval=3), "......") == [
+        8, 8, 16, 16, 16, 32,
+    ]  # fmt: skip
+    assert trace(DynamicLossScale(init_scale=8, growth_interval=3), "..o..o...") == [
+        8, 8, 4, 4, 4, 2, 2, 2, 4,
+    ]  # fmt: skip
+
+
+def test_megatron_overflows_far_apart_add_up():
+    scale = build_preset("megatron", init_scale=8.0, growth_interval=3)
+    # The first o spends the spare credit, two clean steps do not refill it; growth does.
+    assert trace(scale, "o..oo...o..o") == [8, 8, 8, 4, 2, 2, 2, 4, 4, 4, 4, 2]
+    assert scale.hysteresis_credit.item() == 0
+
+
+def test_deepspeed_credit_refills_on_growth_or_on_every_clean_step():
+    def new(refill):
+        return build_preset(
+            "deepspeed", init_scale=8.0, growth_interval=3, refill_on_clean_step=refill
+        )
+
+    assert trace(new(False), "o.o.o") == [8, 8, 4, 4, 2]
+    assert trace(new(True), "o.o.o") == [8, 8, 8, 8, 8]
+    assert trace(new(True), "oo.oo") == [8, 4, 4, 4, 2]
+    # First growth after start or overflow takes one clean step more than later ones.
+    assert trace(new(False), ".......o....") == [8, 8, 8, 16, 16, 16, 32, 32, 32, 32, 32, 64]
+
+
+def test_fairseq_tolerates_overflows_below_the_rate():
+    scale = build_preset("fairseq", init_scale=8.0, tolerance=0.25)
+    # Rates at the o's: 1/1, 1/5, 2/7.
+    assert trace(scale, "o....o.o") == [4, 4, 4, 4, 4, 4, 4, 2]
+
+
+def test_fairseq_does_not_reach_its_floor_the_others_sit_on_it():
+    hold = DynamicLossScale(init_scale=8, min_scale=1, hold_at_floor=True)
+    assert trace(hold, "ooooo") == [4, 2, 2, 2, 2]
+    clamp = DynamicLossScale(init_scale=6, min_scale=1)
+    assert trace(clamp, "ooooo") == [3, 1.5, 1, 1, 1]
+
+
+def test_collapse_needs_the_floor_and_the_skips_in_a_row():
+    scale = DynamicLossScale(init_scale=4, min_scale=1, max_consecutive_skips=4)
+    seen = []
+    for letter in "oooo.ooooo":
+        step(scale, letter == "o")
+        seen.append(scale.collapsed().item())
+    assert seen == [False, False, False, True, False, False, False, False, True, True]
+    far_from_floor = DynamicLossScale(max_consecutive_skips=4)
+    trace(far_from_floor, "o" * 10)
+    assert not far_from_floor.collapsed().item()
+
+
+@pytest.mark.parametrize("name", ["default", *sorted(PRESETS)])
+def test_400_overflows_never_give_zero_inf_or_nan(name):
+    scale = DynamicLossScale() if name == "default" else build_preset(name)
+    tiny = torch.finfo(torch.float32).tiny
+    for _ in range(400):
+        value = step(scale, True)
+        assert math.isfinite(value) and value >= scale.min_scale
+        assert tiny <= scale.inverse().item() < math.inf
+    assert scale.collapsed().item() and scale.steps_skipped.item() == 400
+    # fairseq's rule stops above 1e-4: 2**-13 is 1.22e-4.
+    assert value == (2.0**-13 if name == "fairseq" else scale.min_scale)
+
+
+def test_growth_for_ever_stops_at_the_ceiling():
+    scale = build_preset("torch", growth_interval=1)
+    assert trace(scale, "." * 400)[-1] == 2.0**126
+    assert scale.inverse().item() == 2.0**-126
+
+
+def test_two_optimizers_share_one_flag_and_one_update():
+    scale = DynamicLossScale(growth_interval=1)
+    flags = [0.0, 1.0], [1.0, 0.0], [True, False], [math.nan, 0.0], [math.inf, 1.0]
+    for first, second in flags:
+        before = scale.scale.item()
+        scale.record(torch.tensor(first))
+        scale.record(torch.tensor([second]))
+        assert scale.found_inf.item() == 1.0
+        scale.update()
+        assert (scale.found_inf.item(), scale.scale.item()) == (0.0, before / 2)
+    scale.record(torch.tensor(0.0))
+    scale.record(torch.tensor(False))
+    scale.update()
+    assert (scale.scale.item(), scale.steps_skipped.item()) == (2.0**16 / 2**5 * 2, 5)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("growth_factor", 1.0),
+        ("growth_factor", math.inf),
+        ("growth_factor", math.nan),
+        ("growth_factor", "2"),
+        ("backoff_factor", 0.0),
+        ("backoff_factor", 1.0),
+        ("backoff_factor", math.nan),
+        ("growth_interval", 0),
+        ("growth_interval", 2.5),
+        ("growth_interval", True),
+        ("growth_interval", 2**31),
+        ("hysteresis", 0),
+        ("max_consecutive_skips", 0),
+        ("growth_delay", -1),
+        ("tolerance", 1.5),
+        ("min_scale", 0.0),
+        ("min_scale", -1.0),
+        ("min_scale", 2.0**-127),
+        ("max_scale", 2.0**127),
+        ("max_scale", 2.0**-15),
+        ("init_scale", 2.0**25),
+        ("init_scale", 2.0**-15),
+        ("init_scale", math.nan),
+        ("init_scale", math.inf),
+    ],
+)
+def test_bad_arguments_are_refused_by_name_with_what_is_allowed(name, value):
+    with pytest.raises(ValueError, match=f"^{name}=.* is allowed$"):
+        DynamicLossScale(**{name: value})
+
+
+def test_tolerance_with_hysteresis_and_bad_static_scales_are_refused():
+    with pytest.raises(ValueError, match="^tolerance=0.5"):
+        DynamicLossScale(tolerance=0.5, hysteresis=2)
+    for value in (0.0, -1.0, math.inf, math.nan, 2.0**127, 1e-40):
+        with pytest.raises(ValueError, match="^scale="):
+            StaticLossScale(value)
+
+
+class Model:
+    """Rule with growth, backoff, interval, floor and ceiling; each product rounded once to FP32."""
+
+    def __init__(self, growth, backoff, interval, low, high):
+        self.growth, self.backoff, self.interval = growth, backoff, interval
+        self.low, self.high = low, high
+        self.scale, self.clean, self.skipped, self.row = 256.0, 0, 0, 0
+
+    def step(self, overflow):
+        factor = self.backoff if overflow else 1.0
+        self.clean = 0 if overflow else self.clean + 1
+        self.skipped, self.row = self.skipped + overflow, (self.row + 1) * overflow
+        if self.clean == self.interval:
+            factor, self.clean = self.growth, 0
+        product = float(np.float32(self.scale * factor))
+        self.scale = min(max(product, self.low), self.high)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@given(
+    rule=st.tuples(
+        st.sampled_from([2.0, 1.5, 1.001, 10.0]),
+        st.sampled_from([0.5, 0.25, 0.9, 0.999]),
+        st.integers(1, 6),
+        st.sampled_from([1.0, 2.0**-14, 100.0, 2.0**-126]),
+        st.sampled_from([256.0, 1000.0, 2.0**24, 2.0**126]),
+    ),
+    moves=st.lists(st.sampled_from(["clean", "inf", "nan", "save and load"]), max_size=60),
+)
+def test_any_sequence_follows_the_model(rule, moves):
+    def new():
+        return DynamicLossScale(
+            256.0, rule[0], rule[1], rule[2], min_scale=rule[3], max_scale=rule[4]
+        )
+
+    scale, model = new(), Model(*rule)
+    for move in moves:
+        if move == "save and load":
+            state, scale = scale.state_dict(), new()
+            scale.load_state_dict(state)
+            continue
+        gradient = {"clean": 1.0, "inf": math.inf, "nan": math.nan}[move]
+        scale.record(~torch.isfinite(torch.tensor(gradient)))
+        scale.update()
+        model.step(move != "clean")
+        assert scale.scale.item() == model.scale
+        assert scale.growth_tracker.item() == model.clean < rule[2]
+        assert (scale.steps_skipped.item(), scale.consecutive_skips.item()) == (
+            model.skipped,
+            model.row,
+        )

@@ -1,0 +1,89 @@
+"""State of the loss scales: round trip, damage, copies."""
+
+import io
+import math
+
+import pytest
+import torch
+
+from mprun.precision.loss_scale import DynamicLossScale, LossScale, NoLossScale, StaticLossScale
+from mprun.precision.loss_scale_logmax import LogMaxLossScale
+
+KINDS = {
+    "none": NoLossScale,
+    "static": lambda: StaticLossScale(128.0),
+    "dynamic": lambda: DynamicLossScale(growth_interval=3, hysteresis=2),
+    "tolerance": lambda: DynamicLossScale(growth_interval=3, tolerance=0.3),
+    "logmax": LogMaxLossScale,
+}
+
+
+def step(scale: LossScale, overflow: bool, grad_max: float = 2.0**-8) -> float:
+    scale.record(torch.tensor(overflow), torch.tensor(math.inf if overflow else grad_max))
+    scale.update()
+    return scale.scale.item()
+
+
+def trace(scale: LossScale, pattern: str) -> list[float]:
+    """Scale after each step; `o` overflows, `.` is clean."""
+    return [step(scale, letter == "o") for letter in pattern]
+
+
+def same(one: LossScale, other: LossScale) -> bool:
+    a, b = one.state_dict(), other.state_dict()
+    return a.keys() == b.keys() and all(
+        a[name] == b[name] if name == "kind" else a[name].equal(b[name]) for name in a
+    )
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_state_cut_in_a_window_continues_identically(kind):
+    pattern = "..o....o.oo.....o..oo.o....."
+    for cut in range(1, len(pattern)):
+        straight, resumed = KINDS[kind](), KINDS[kind]()
+        trace(straight, pattern[:cut])
+        # Cut between two optimizers' records, so that flag and maximum are part of the state.
+        straight.record(torch.tensor(cut % 2), torch.tensor(2.0**-5))
+        file = io.BytesIO()
+        torch.save(straight.state_dict(), file)
+        file.seek(0)
+        resumed.load_state_dict(torch.load(file, weights_only=True))
+        assert same(resumed, straight)
+        assert trace(resumed, pattern[cut:]) == trace(straight, pattern[cut:])
+        assert same(resumed, straight)
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_a_damaged_state_is_refused_by_key_and_changes_nothing(kind):
+    source, target = KINDS[kind](), KINDS[kind]()
+    trace(source, "o..o")
+    untouched = KINDS[kind]()
+    state = source.state_dict()
+    for key in state:
+        dropped = {name: value for name, value in state.items() if name != key}
+        with pytest.raises(ValueError, match=f"'{key}' is missing"):
+            target.load_state_dict(dropped)
+    with pytest.raises(ValueError, match="unknown key 'extra'"):
+        target.load_state_dict(state | {"extra": torch.tensor(0)})
+    with pytest.raises(ValueError, match="'scale' must be a torch.float32"):
+        target.load_state_dict(state | {"scale": state["scale"].double()})
+    with pytest.raises(ValueError, match="'found_inf' must be"):
+        target.load_state_dict(state | {"found_inf": torch.zeros(2)})
+    with pytest.raises(ValueError, match="kind='jmp'"):
+        target.load_state_dict(state | {"kind": "jmp"})
+    assert same(target, untouched)
+
+
+def test_state_dict_is_a_copy():
+    scale = DynamicLossScale()
+    state = scale.state_dict()
+    step(scale, True)
+    assert state["scale"].item() == 2.0**16 and state["steps_skipped"].item() == 0
+
+
+def test_a_state_from_a_longer_interval_still_grows():
+    source = DynamicLossScale(growth_interval=100)
+    trace(source, "." * 60)
+    scale = DynamicLossScale(growth_interval=10, max_scale=2.0**20)
+    scale.load_state_dict(source.state_dict())
+    assert trace(scale, ".") == [2.0**17]
