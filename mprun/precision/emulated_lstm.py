@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import FunctionCtx
 from torch.utils._python_dispatch import _disable_current_modes
 
 aten = torch.ops.aten
@@ -27,30 +27,39 @@ def lstm(
     layers: int,
     dropout: float,
     train: bool,
+    bidirectional: bool,
     batch_first: bool,
     counts: Counter[tuple[str, str]],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Unidirectional ``torch.lstm`` on 16-bit tensors: the same arguments and results.
+    """``torch.lstm`` on 16-bit tensors: the same arguments and results, plus `counts`.
 
-    x: (T, B, I), or (B, T, I) with `batch_first`. hx: h0 (layers, B, P or H) and c0 (layers, B, H).
-    weights: per layer w_ih, w_hh, then b_ih, b_hh with `bias`, then w_hr with a projection.
-    All tensors share one 16-bit dtype. Returns y, h_n, c_n in that dtype. Adds one ("lstm",
-    "forward") and one ("lstm", "backward") per layer to `counts`. Dropout between layers draws
-    other random numbers than the native layer. Twice differentiable it is not (RuntimeError).
+    x: (T, B, I), or (B, T, I) with `batch_first`, T > 0. hx: h0 (L, B, P or H) and c0 (L, B, H) with
+    L = layers, twice that if `bidirectional`. weights: per layer and direction w_ih, w_hh, then
+    b_ih, b_hh with `bias`, then w_hr with a projection. All tensors share one 16-bit dtype. Returns
+    y, h_n, c_n in that dtype. Adds one ("lstm", "forward") and one ("lstm", "backward") per layer
+    and direction to `counts`. Dropout between layers draws other random numbers than the native
+    layer. A second derivative raises RuntimeError.
     """
     if batch_first:
         x = x.transpose(0, 1)
-    per_layer = len(weights) // layers
+    directions = 2 if bidirectional else 1
+    per_layer = len(weights) // (layers * directions)
     last_h, last_c = [], []
     for layer in range(layers):
-        w = list(weights[layer * per_layer : (layer + 1) * per_layer])
-        w_hr = w.pop() if per_layer in (3, 5) else None
-        w_ih, w_hh, b_ih, b_hh = w if bias else (*w, None, None)
-        operands = (x, hx[0][layer], hx[1][layer], w_ih, w_hh, b_ih, b_hh, w_hr)
-        keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands)
-        x, h, c = _Layer.apply(*operands, keep, counts)
-        last_h.append(h)
-        last_c.append(c)
+        ys = []
+        for direction in range(directions):
+            n = layer * directions + direction
+            w = list(weights[n * per_layer : (n + 1) * per_layer])
+            w_hr = w.pop() if per_layer in (3, 5) else None
+            w_ih, w_hh, b_ih, b_hh = w if bias else (*w, None, None)
+            inputs = x.flip(0) if direction else x
+            operands = (inputs, hx[0][n], hx[1][n], w_ih, w_hh, b_ih, b_hh, w_hr)
+            tracked = any(t is not None and t.requires_grad for t in operands)
+            y, h, c = _Layer.apply(*operands, tracked and torch.is_grad_enabled(), counts)
+            ys.append(y.flip(0) if direction else y)
+            last_h.append(h)
+            last_c.append(c)
+        x = torch.cat(ys, -1) if bidirectional else ys[0]
         if dropout and train and layer < layers - 1:
             x = torch.dropout(x, dropout, True)
     y = x.transpose(0, 1) if batch_first else x
@@ -83,8 +92,9 @@ class _Layer(torch.autograd.Function):
         return y, last_h, last_c
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: FunctionCtx, dy: Tensor, dh: Tensor, dc: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError("the emulated LSTM has no second derivative (create_graph=True)")
         with torch._C.DisableTorchFunction(), _disable_current_modes():
             ctx.counts["lstm", "backward"] += 1
             return *_backward(ctx.needs_input_grad, ctx.saved_tensors, dy, dh, dc), None, None

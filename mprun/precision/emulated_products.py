@@ -17,6 +17,8 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 F32 = torch.float32
+# Operations that take 16-bit and float32 tensors together (the log-sum-exp).
+MIXED = frozenset({"_scaled_dot_product_flash_attention_for_cpu_backward"})
 Route = Callable[["Scratch", torch.dtype, OpOverload, tuple[Any, ...], dict[str, Any]], Any]
 
 _MATRIX = ("mm", "addmm", "bmm", "baddbmm")
@@ -52,8 +54,10 @@ class Scratch(threading.local):
         start = self._used
         end = start + numel
         if end > self._buffer.numel():
-            # Tensors handed out before keep the old buffer alive.
-            self._buffer = torch.empty(end, dtype=F32)
+            # Tensors handed out before keep the old buffer alive. An inference tensor could not be
+            # written to in training.
+            with torch.inference_mode(False):
+                self._buffer = torch.empty(end, dtype=F32)
         self._used = (end + 15) & ~15
         return self._buffer.as_strided(size, stride, start)
 

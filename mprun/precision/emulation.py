@@ -1,4 +1,9 @@
-"""Tensor Core arithmetic on a CPU: real float16 tensors, float32 sums inside products, one rounding."""
+"""Tensor Core arithmetic on a CPU: real 16-bit tensors, float32 sums inside products, one rounding.
+
+Paper section 3.3: products are multiplied in FP16, summed in FP32 and stored in FP16. A native 16-bit
+kernel on a CPU breaks that rule (float16: convolution weight gradients over a batch and embedding
+gradients stop at 2048 when adding ones; bfloat16: embedding gradients stop at 256) and is slow.
+"""
 
 from __future__ import annotations
 
@@ -14,62 +19,133 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mprun.precision.emulated_lstm import lstm
+from mprun.precision.emulated_products import MIXED, Scratch, routes
 
 F32 = torch.float32
-PRODUCTS = (
-    "mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "linear",
-    "convolution", "convolution_backward", "embedding_dense_backward",
-)
-RECURRENT = frozenset(
-    (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu,
-     torch.lstm_cell, torch.gru_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell)
-)
-
-def _cast(x, src, dst):
-    if isinstance(x, Tensor):
-        return x.to(dst) if x.dtype is src else x
-    return type(x)(_cast(y, src, dst) for y in x) if isinstance(x, (tuple, list)) else x
-
-ROUTES = {}
-for n in PRODUCTS:
-    p = getattr(torch.ops.aten, n)
-    for o in p.overloads():
-        ROUTES[getattr(p, o)] = n
-
-
-class _Recurrent(TorchFunctionMode):
-    def __init__(self, dtype, counts):
-        super().__init__(); self.dtype=dtype; self.counts=counts
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func not in RECURRENT:
-            return func(*args, **(kwargs or {}))
-        half=self.dtype
-        if torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") is half:
-            args = _cast(args, F32, half)
-        if args[0].dtype is not half:
-            return func(*args, **(kwargs or {}))
-        with torch.autocast("cpu", enabled=False):
-            if func is torch.lstm and not isinstance(args[1], Tensor) and not args[7]:
-                return lstm(*args[:7], args[8], self.counts)
-            return func(*args, **(kwargs or {}))
+_RECURRENT = frozenset(
+    {
+        torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu,
+        torch.lstm_cell, torch.gru_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell,
+    }
+)  # fmt: skip
 
 
 class HalfEmulation(TorchDispatchMode):
-    def __init__(self, dtype=torch.float16):
+    """Within it, products of 16-bit CPU tensors are summed in float32 and rounded once.
+
+    dtype: torch.float16 (default) or torch.bfloat16, the format that is emulated; ValueError for any
+    other. One object serves a whole run; enter it once per training step, around forward AND
+    backward (outside, backward would fall back to the native kernels), and around autocast:
+
+        emulation = HalfEmulation()
+        with emulation:
+            loss = loss_function(model(x))
+            (loss * scale).backward()
+
+    Rerouted: matrix products, convolutions, their gradients, embedding gradients and attention, each
+    through the float32 kernel; `torch.lstm` through a layer of our own; GRU and the cells through
+    their matrix products (states rounded each step, but the weight gradient added up over the time
+    steps in 16 bits), as is an LSTM over a packed sequence. Everything else (element-wise functions,
+    norm layers, pooling, softmax, sums) is native: there the 16-bit CPU kernels use float32 inside.
+    Tensors on other devices pass through untouched; on CUDA there is nothing to emulate.
+
+    rerouted: how often each operation was rerouted, by (name, "forward" or "backward"), over all
+    entries; recomputation in `torch.utils.checkpoint` counts as backward. Empty after a float32 run;
+    a 16-bit run that leaves it empty was not emulated. Other threads do not inherit the mode.
+    """
+
+    def __init__(self, dtype: torch.dtype = torch.float16) -> None:
+        if dtype not in (torch.float16, torch.bfloat16):
+            raise ValueError(f"dtype must be torch.float16 or torch.bfloat16, not {dtype}")
         super().__init__()
         self.dtype = dtype
-        self.rerouted = Counter()
-        self._rnn = _Recurrent(dtype, self.rerouted)
-    def __enter__(self):
-        self._rnn.__enter__()
+        self.rerouted: Counter[tuple[str, str]] = Counter()
+        self._routes = routes()
+        self._scratch = Scratch()
+        self._recurrent = _Recurrent(dtype, self.rerouted)
+
+    def __enter__(self) -> HalfEmulation:
+        self._recurrent.__enter__()
         return super().__enter__()
-    def __exit__(self, *exc):
-        super().__exit__(*exc)
-        self._rnn.__exit__(*exc)
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = ROUTES.get(func)
-        half = self.dtype
-        if name is None or not any(isinstance(a, Tensor) and a.dtype is half for a in args):
-            return func(*args, **(kwargs or {}))
-        self.rerouted[name, "forward" if torch._C._current_graph_task_id() == -1 else "backward"] += 1
-        return _cast(func(*_cast(args, half, F32), **(kwargs or {})), F32, half)
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        super().__exit__(exc_type, exc, traceback)
+        self._recurrent.__exit__(exc_type, exc, traceback)
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        # In backward the function mode below is active too; it would double the cost of each call.
+        with torch._C.DisableTorchFunction():
+            route = self._routes.get(func)
+            if route is None:
+                return func(*args, **kwargs)
+            name, run = route
+            half, found, mixed = self.dtype, False, False
+            for a in args:
+                if isinstance(a, Tensor):
+                    if a.dtype is half and a.is_cpu:
+                        found = True
+                    elif a.dtype is F32:
+                        mixed = True
+            if not found or (mixed and name not in MIXED):
+                # A product of mixed dtypes is an error, and the native kernel says so.
+                return func(*args, **kwargs)
+            phase = "forward" if torch._C._current_graph_task_id() == -1 else "backward"
+            self.rerouted[name, phase] += 1
+            self._scratch.reset()
+            return run(self._scratch, half, func, args, kwargs)
+
+
+class _Recurrent(TorchFunctionMode):
+    """Sends 16-bit recurrent layers, and those that autocast would cast, past the fused CPU kernels.
+
+    Needed above autograd: `torch.lstm` never reaches a dispatch mode whole, and under float16
+    autocast without a projection it asks for a oneDNN kernel that most CPUs lack (RuntimeError).
+    """
+
+    def __init__(self, dtype: torch.dtype, counts: Counter[tuple[str, str]]) -> None:
+        super().__init__()
+        self._dtype = dtype
+        self._counts = counts
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func not in _RECURRENT:
+            return func(*args, **kwargs)
+        if torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") is self._dtype:
+            args = tuple(_cast(a, self._dtype) for a in args)
+            kwargs = {k: _cast(v, self._dtype) for k, v in kwargs.items()}
+        tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+        if not any(t.dtype is self._dtype and t.is_cpu for t in tensors):
+            return func(*args, **kwargs)
+        with torch.autocast("cpu", enabled=False):
+            packed = kwargs or isinstance(args[1], Tensor)
+            if func is torch.lstm and not packed and args[0].size(1 if args[8] else 0):
+                return lstm(*args, self._counts)
+            return func(*args, **kwargs)
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """Float32 CPU tensors to `dtype`, differentiably, as autocast does."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.dtype is F32 and value.is_cpu else value
+    if isinstance(value, (list, tuple)):
+        return type(value)(_cast(v, dtype) for v in value)
+    return value

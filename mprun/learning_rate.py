@@ -1,0 +1,56 @@
+"""Set the learning rate by the number of applied updates, without asking the device for it."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mprun.errors import BadInput
+from mprun.precision import MixedPrecisionOptimizer
+from mprun.precision.inner_optimizer import is_fused
+
+
+class LearningRate:
+    """Applies a table of rates (one per update) to optimizers.
+
+    The schedule follows applied updates: step number minus skipped updates. Where updates can be
+    skipped on CUDA that count exists only on the device, so the rates are looked up there and the
+    optimizers read a rate tensor; everywhere else the rate is a plain number.
+    """
+
+    def __init__(
+        self,
+        rates: Sequence[float],
+        optimizers: Sequence[MixedPrecisionOptimizer],
+        device: torch.device,
+    ):
+        self.rates, self.optimizers = list(rates), list(optimizers)
+        self.constant = min(self.rates) == max(self.rates)
+        on_device = device.type == "cuda" and any(o.skips for o in self.optimizers)
+        self.table = None
+        if not self.constant and on_device:
+            if not all(is_fused(optimizer.inner) for optimizer in self.optimizers):
+                raise BadInput(
+                    "optim.schedule: a varying rate with a loss scaler that skips needs fused "
+                    "optimizers on CUDA; use optim.schedule=constant or scaler=none"
+                )
+            self.table = torch.tensor(self.rates, dtype=torch.float32, device=device)
+            for optimizer in self.optimizers:
+                for group in optimizer.inner.param_groups:
+                    group["lr"] = self.table[0].clone()
+
+    def apply(self, step: int, skipped: Tensor) -> None:
+        """Set the rate for `step` (from 0); `skipped`: int64, 0-dim, skipped updates so far."""
+        if self.constant:
+            return
+        if self.table is not None:
+            rate = self.table[step - skipped]
+        else:
+            # No skips on CUDA, or a CPU: reading the count waits for nothing.
+            rate = self.at(step, int(skipped) if skipped.device.type == "cpu" else 0)
+        for optimizer in self.optimizers:
+            optimizer.set_lr(rate)
+
+    def at(self, step: int, skipped: int) -> float:
+        """The rate used at `step` (from 0) after `skipped` skipped updates."""
+        return self.rates[min(step - skipped, len(self.rates) - 1)]

@@ -1,0 +1,68 @@
+"""Progress on stderr: a bar on a terminal, plain lines otherwise; stdout stays free for results."""
+
+import sys
+import time
+from typing import TextIO
+
+
+class Progress:
+    """Shows step, loss, scale, skipped updates, throughput and the time left.
+
+    seconds: least time between two plain lines off a terminal.
+    """
+
+    def __init__(self, total: int, sample: str, stream: TextIO | None = None, seconds: float = 5.0):
+        self.total, self.sample, self.seconds = total, sample, seconds
+        self.stream = sys.stderr if stream is None else stream
+        self.terminal = self.stream.isatty()
+        self.started, self.first_step, self.printed = time.monotonic(), None, -1e9
+        self.width = 0
+
+    def show(self, step: int, record: dict) -> None:
+        """Report the newest training record; `step` counts from 1."""
+        now = time.monotonic()
+        if self.first_step is None:
+            self.first_step, self.started = step, now
+        if not self.terminal and now - self.printed < self.seconds and step < self.total:
+            return
+        self.printed = now
+        text = f"step {step}/{self.total}  loss {record['loss']:.5g}"
+        if record["loss_scale"] != 1:
+            text += f"  scale {record['loss_scale']:g}"
+        if record["skipped"]:
+            text += f"  skipped {record['skipped']}"
+        if record.get("samples_per_s"):
+            text += f"  {record['samples_per_s']:.0f} {self.sample}s/s"
+        if step > self.first_step:
+            left = (now - self.started) / (step - self.first_step) * (self.total - step)
+            text += f"  ETA {_clock(left)}"
+        self._print(text, step)
+
+    def note(self, text: str) -> None:
+        """A line of its own, on top of the bar."""
+        if self.terminal and self.width:
+            self.stream.write("\r" + " " * self.width + "\r")
+            self.width = 0
+        self.stream.write(text + "\n")
+        self.stream.flush()
+
+    def close(self) -> None:
+        if self.terminal and self.width:
+            self.stream.write("\n")
+            self.stream.flush()
+
+    def _print(self, text: str, step: int) -> None:
+        if self.terminal:
+            filled = round(20 * step / self.total)
+            text = f"[{'#' * filled}{'.' * (20 - filled)}] {text}"
+            self.stream.write("\r" + text.ljust(self.width))
+            self.width = len(text)
+        else:
+            self.stream.write(text + "\n")
+        self.stream.flush()
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes:02}:{seconds:02}"

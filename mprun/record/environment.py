@@ -1,0 +1,105 @@
+"""What a run ran on: versions, commit, machine, and the flags in force."""
+
+import os
+import platform
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from mprun.precision import read_math_flags
+
+_PACKAGES = ("torch", "torchvision", "hydra-core", "omegaconf", "tensorboard", "numpy",
+             "scikit-learn")  # fmt: skip
+
+
+def environment(device: torch.device) -> dict:
+    """Versions, source commit and machine as plain values."""
+    import mprun
+
+    return {
+        "mprun": mprun.__version__,
+        **_commit(),
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "platform": platform.platform(),
+        "cpu": _cpu_name(),
+        "cpu_count": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "device": device.type,
+        **(_cuda(device) if device.type == "cuda" else {}),
+    }
+
+
+def effective_dtypes(task) -> dict:
+    """Dtype -> number of elements of parameters, masters and optimizer state, by learner."""
+    return {
+        name: {
+            "parameters": _count(learner.model.parameters()),
+            "gradients_in_update": str(learner.optimizer.grad_dtype).removeprefix("torch."),
+            "master_weights": _count(learner.optimizer.masters.values()),
+            "optimizer_state": _count(
+                value
+                for state in learner.optimizer.inner.state.values()
+                for value in state.values()
+                if isinstance(value, torch.Tensor) and value.dim()
+            ),
+            "norm_statistics": _count(b for b in learner.model.buffers() if b.dim()),
+        }
+        for name, learner in task.learners.items()
+    }
+
+
+def flags() -> dict:
+    """The numeric flags as torch reports them now."""
+    return read_math_flags()
+
+
+def _count(tensors) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for tensor in tensors:
+        name = str(tensor.dtype).removeprefix("torch.")
+        counts[name] = counts.get(name, 0) + tensor.numel()
+    return counts
+
+
+def _commit() -> dict:
+    """Commit and dirty flag of the checkout that the code runs from, or None for an install."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return {"commit": None, "dirty": None}
+    try:
+        head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True,
+                              text=True, timeout=10, check=True).stdout.strip()  # fmt: skip
+        status = subprocess.run(["git", "status", "--porcelain"], cwd=root, capture_output=True,
+                                text=True, timeout=10, check=True).stdout  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return {"commit": None, "dirty": None}
+    return {"commit": head, "dirty": bool(status.strip())}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_name() -> str:
+    if sys.platform == "linux":
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+def _cuda(device: torch.device) -> dict:
+    major, minor = torch.cuda.get_device_capability(device)
+    return {
+        "gpu": torch.cuda.get_device_name(device),
+        "compute_capability": f"{major}.{minor}",
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+    }

@@ -1,0 +1,104 @@
+"""metrics.jsonl, the record of a run, and its TensorBoard view."""
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from mprun.errors import Damaged
+
+_NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+class MetricsFile:
+    """Appends one JSON object a line, flushed, so that a killed run loses at most a torn line.
+
+    JSON has no NaN: non-finite numbers are the strings "NaN", "Infinity" and "-Infinity".
+    Floats are written so that reading gives the same bits back.
+    """
+
+    def __init__(self, path: Path):
+        self.file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - lives as long as the run
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append one record."""
+        plain = {key: _to_json(value) for key, value in record.items()}
+        self.file.write(json.dumps(plain, allow_nan=False) + "\n")
+        self.file.flush()
+
+    def sync(self) -> None:
+        """Force what was written onto the disk."""
+        os.fsync(self.file.fileno())
+
+    def close(self) -> None:
+        self.file.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """All records of a metrics.jsonl; a torn last line is left out, damage elsewhere raises."""
+    records = []
+    lines = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines, start=1):
+        if not line:
+            continue
+        try:
+            record = json.loads(line)
+        except (UnicodeDecodeError, json.JSONDecodeError):
+            if number == len(lines):
+                break
+            raise Damaged(f"{path}: line {number} is not JSON") from None
+        records.append({key: _NON_FINITE.get(value, value) if isinstance(value, str) else value
+                        for key, value in record.items()})  # fmt: skip
+    return records
+
+
+def truncate_metrics(path: Path, last_step: int) -> None:
+    """Drop the records after `last_step`, which a resumed run will write again, bit-equal."""
+    kept = [record for record in read_metrics(path) if record["step"] <= last_step]
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.unlink(missing_ok=True)
+    writer = MetricsFile(temporary)
+    for record in kept:
+        writer.write(record)
+    writer.sync()
+    writer.close()
+    os.replace(temporary, path)
+
+
+class TensorBoardView:
+    """Mirrors records as scalars `train/...` and `eval/...` in the run directory itself."""
+
+    def __init__(self, directory: Path, purge_step: int | None = None):
+        # Here and not at the top: reading records must not need torch.
+        from torch.utils.tensorboard import SummaryWriter
+
+        # After a resume, purge_step hides the points that will be written again.
+        self.writer = SummaryWriter(str(directory), flush_secs=10, purge_step=purge_step)
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Add every number of one record at its step."""
+        for key, value in record.items():
+            if key not in ("split", "step") and isinstance(value, (int, float)):
+                self.writer.add_scalar(f"{record['split']}/{key}", value, record["step"])
+
+    def images(self, tag: str, images, step: int) -> None:
+        """Add a grid of images, float [n, channels, height, width] in [0, 1]."""
+        from torchvision.utils import make_grid
+
+        self.writer.add_image(tag, make_grid(images, nrow=8), step)
+
+    def hyperparameters(self, values: dict[str, Any], metrics: dict[str, float]) -> None:
+        """One entry of the HPARAMS page, in this same run."""
+        plain = {k: v if isinstance(v, (int, float, str, bool)) else str(v)
+                 for k, v in values.items()}  # fmt: skip
+        self.writer.add_hparams(plain, metrics, run_name=".")
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+def _to_json(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
+    return value

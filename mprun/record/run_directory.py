@@ -1,0 +1,125 @@
+"""A run directory: claimed once, never silently reused, every file written whole."""
+
+import hashlib
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mprun.errors import BadInput, Damaged
+
+# Keys that change neither the numbers of a run nor what it computes.
+NOT_HASHED = ("name", "output_root", "output_dir", "resume")
+NOT_HASHED_TRAIN = ("log_every", "checkpoint_every", "keep_checkpoints")
+# Overrides that are in the path already or do not describe the run.
+_NOT_IN_NAME = {
+    "model", "data", "experiment", "precision", "seed", "name", "output_root", "output_dir",
+    "resume", "device", "threads", "train.log_every", "train.checkpoint_every",
+    "train.keep_checkpoints",
+}  # fmt: skip
+
+
+def config_hash(config: dict[str, Any]) -> str:
+    """SHA-256 (hex) over everything in the configuration that can change a number."""
+    kept = {key: value for key, value in config.items() if key not in NOT_HASHED}
+    train = kept["train"].items()
+    kept["train"] = {key: value for key, value in train if key not in NOT_HASHED_TRAIN}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+
+
+def run_name(config: dict[str, Any], choices: dict, overrides: tuple[str, ...]) -> tuple[str, str]:
+    """(folder, run) of a run's path: what is learned, and the mode with all that differs from it.
+
+    Example: ("resnet50-digits_32", "amp-optim.lr=0.05-s0").
+    """
+    folder = choices.get("experiment") or f"{choices['model']}-{choices['data']}"
+    if choices.get("experiment"):
+        folder += "".join(
+            f"-{text}" for key, text in _pairs(overrides) if key in ("model", "data")
+        )
+    parts = [str(choices["precision"]), *(
+        f"{key}={value}" for key, value in _pairs(overrides) if key not in _NOT_IN_NAME
+    )]  # fmt: skip
+    if config["name"]:
+        parts.append(config["name"])
+    parts.append(f"s{config['seed']}")
+    return _path_safe(folder), _path_safe("-".join(parts))
+
+
+def claim(parent: Path, name: str) -> Path:
+    """Make and return a directory `name` (or `name.2`, `name.3`, ...) that nobody else has."""
+    parent.mkdir(parents=True, exist_ok=True)
+    for attempt in range(1, 10_000):
+        path = parent / (name if attempt == 1 else f"{name}.{attempt}")
+        try:
+            path.mkdir()
+            return path
+        except FileExistsError:
+            continue
+    raise BadInput(f"{parent / name}: 9,999 runs of this name exist; clean up or use name=")
+
+
+def claim_exactly(path: Path) -> Path:
+    """Make and return exactly `path`; BadInput if it exists."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.mkdir()
+    except FileExistsError:
+        raise BadInput(f"output_dir={path}: exists already; use another directory or "
+                       f"resume={path}") from None  # fmt: skip
+    return path
+
+
+def write_json(path: Path, content: dict) -> None:
+    """Replace `path` by `content` at once: a reader sees the old file or the new one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with open(temporary, "w", encoding="utf-8") as file:
+        json.dump(content, file, indent=1)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def read_json(path: Path) -> dict:
+    """The content of a JSON file; Damaged if it is not JSON."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise Damaged(f"{path}: not valid JSON ({error})") from None
+
+
+def write_config(directory: Path, config: dict) -> None:
+    """Write config.yaml, the resolved configuration as plain data."""
+    text = yaml.safe_dump(config, sort_keys=False)
+    (directory / "config.yaml").write_text(text, encoding="utf-8")
+
+
+def read_config(directory: Path) -> dict:
+    """Read config.yaml as data; tags that would build objects are refused."""
+    path = directory / "config.yaml"
+    if not path.is_file():
+        raise BadInput(f"resume={directory}: no config.yaml there; give a run directory")
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise Damaged(f"{path}: not valid YAML ({str(error).splitlines()[0]})") from None
+    if not isinstance(content, dict):
+        raise Damaged(f"{path}: not a mapping")
+    return content
+
+
+def _pairs(overrides: tuple[str, ...]):
+    for override in overrides:
+        key, _, value = override.lstrip("+~").partition("=")
+        yield key, value
+
+
+def _path_safe(text: str) -> str:
+    safe = re.sub(r"[^A-Za-z0-9._=+-]+", "_", text).strip("_.") or "run"
+    if len(safe) > 120:
+        safe = f"{safe[:100]}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    return safe

@@ -1,0 +1,195 @@
+"""The loop: steps, records, evaluations, checkpoints, and the ways a run can end."""
+
+import math
+import statistics
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mprun import checkpoint
+from mprun.build import Built
+from mprun.config.schema import RunConfig
+from mprun.interruption import Interruption
+from mprun.learning_rate import LearningRate
+from mprun.record import memory
+from mprun.record.console import Progress
+from mprun.record.metrics import MetricsFile, TensorBoardView
+from mprun.trace import StepRow, Trace
+
+
+@dataclass(slots=True)
+class Outcome:
+    """How a run ended. status: done, diverged or preempted; `step` counts from 1."""
+
+    status: str
+    step: int
+    cause: str | None = None
+    skipped: int = 0
+    final: dict[str, float] = field(default_factory=dict)
+    samples_per_s: float | None = None
+    windows: int = 0
+    saved_for_backward_bytes: int | None = None
+    peak: dict = field(default_factory=dict)
+
+
+def train(
+    built: Built,
+    config: RunConfig,
+    directory: Path,
+    *,
+    start: int = 0,
+    skipped: int = 0,
+    interruption: Interruption,
+) -> Outcome:
+    """Train from step `start` to the end, recording into `directory`."""
+    task, device, every = built.task, built.device, config.train
+    trace = Trace(device, skipped)
+    optimizers = [learner.optimizer for learner in task.learners.values()]
+    rate = LearningRate(built.lr, optimizers, device)
+    recorder = _Recorder(directory, built, rate, trace, start)
+    outcome = Outcome("done", start, skipped=skipped)
+
+    def save(step: int) -> None:
+        state = {
+            "task": task.state_dict(),
+            "step": step,
+            "skipped": trace.host_skipped,
+            "random": checkpoint.random_states(device),
+        }
+        checkpoint.save(directory / "checkpoints", step, state, every.keep_checkpoints)
+
+    def due(step: int, interval: int) -> bool:
+        return interval > 0 and step % interval == 0
+
+    memory.reset_peak(device)
+    try:
+        for index in range(start, built.steps):
+            step, last = index + 1, index + 1 == built.steps
+            logging = due(step, every.log_every) or last
+            saving = due(step, every.checkpoint_every) or (last and every.checkpoint_every > 0)
+            evaluating = due(step, every.eval_every) or last
+            rate.apply(index, trace.skipped)
+            if index == start:
+                with memory.SavedForBackward(task.learners.values()) as saved:
+                    metrics = task.train_step(index, measure=logging)
+                outcome.saved_for_backward_bytes = saved.bytes
+            else:
+                metrics = task.train_step(index, measure=logging)
+            trace.add(step, metrics)
+            outcome.step = step
+
+            stop = interruption.requested
+            if logging or saving or evaluating or stop:
+                outcome.cause = recorder.flush(logged=logging)
+                if outcome.cause is not None:
+                    outcome.status = "diverged"
+                    outcome.step = recorder.diverged_at
+                    break
+            if evaluating:
+                outcome.peak = memory.peak(device)
+                outcome.final = recorder.evaluate(step)
+                if not all(math.isfinite(value) for value in outcome.final.values()):
+                    outcome.status, outcome.cause = "diverged", "non-finite evaluation loss"
+                    break
+            if saving or (stop and not last):
+                save(step)
+                recorder.restart_clock()
+            if stop and not last:
+                outcome.status, outcome.cause = "preempted", interruption.reason
+                break
+    finally:
+        recorder.close()
+    outcome.skipped = trace.host_skipped
+    outcome.peak = outcome.peak or memory.peak(device)
+    outcome.samples_per_s, outcome.windows = recorder.throughput()
+    return outcome
+
+
+class _Recorder:
+    """Turns flushed rows into records, and keeps the clock of the throughput."""
+
+    def __init__(self, directory: Path, built: Built, rate: LearningRate, trace: Trace, start: int):
+        self.task, self.rate, self.trace = built.task, rate, trace
+        self.metrics = MetricsFile(directory / "metrics.jsonl")
+        self.board = TensorBoardView(directory, purge_step=start + 1 if start else None)
+        self.progress = Progress(built.steps, built.task.sample)
+        self.speeds: list[float] = []
+        self.diverged_at = start
+        self.restart_clock()
+
+    def restart_clock(self) -> None:
+        """Start a new window of the throughput clock (after an evaluation or a checkpoint)."""
+        self.clock = time.perf_counter()
+
+    def flush(self, logged: bool) -> str | None:
+        """Write what the device has gathered; the cause of a divergence, or None."""
+        rows, metrics = self.trace.flush()
+        now = time.perf_counter()
+        speed = len(rows) * self.task.samples_per_step / (now - self.clock) if rows else None
+        self.clock = now
+        if speed is not None:
+            self.speeds.append(speed)
+        for row in rows:
+            newest = row is rows[-1]
+            if (newest and logged) or row.found_inf or row.diverged:
+                extra = {"samples_per_s": speed, **metrics} if newest else {}
+                self._write(self._record(row) | extra)
+            if row.diverged:
+                self.diverged_at = row.step
+                self.progress.note(f"diverged at step {row.step}: loss {row.loss}")
+                return "non-finite loss"
+        if rows and logged:
+            self.progress.show(rows[-1].step, self._record(rows[-1]) | {"samples_per_s": speed})
+        for name, scale in self.task.loss_scales.items():
+            if scale.skips_nonfinite and bool(scale.collapsed()):
+                self.diverged_at = rows[-1].step
+                skips = int(scale.consecutive_skips)
+                return f"{name} collapsed: {skips} skipped updates in a row at its floor"
+        return None
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Evaluate, record and return the metrics; outside the throughput clock."""
+        started = time.perf_counter()
+        values = self.task.evaluate()
+        record = {"split": "eval", "step": step, "updates": step - self.trace.host_skipped,
+                  "skipped": self.trace.host_skipped, "epoch": self._epoch(step), **values,
+                  "seconds": time.perf_counter() - started}  # fmt: skip
+        self._write(record)
+        if hasattr(self.task, "samples"):
+            self.board.images("eval/samples", self.task.samples().cpu(), step)
+        self.progress.note(
+            f"eval at step {step}: " + "  ".join(f"{k} {v:.5g}" for k, v in values.items())
+        )
+        self.restart_clock()
+        return values
+
+    def throughput(self) -> tuple[float | None, int]:
+        """Median samples/s over the windows but the first, which holds warm-up, and their count."""
+        windows = self.speeds[1:] or self.speeds
+        return (statistics.median(windows), len(windows)) if windows else (None, 0)
+
+    def close(self) -> None:
+        self.metrics.sync()
+        self.metrics.close()
+        self.board.close()
+        self.progress.close()
+
+    def _record(self, row: StepRow) -> dict:
+        skipped_before = row.skipped - int(row.found_inf)
+        return {
+            "split": "train",
+            "step": row.step,
+            "updates": row.step - row.skipped,
+            "skipped": row.skipped,
+            "epoch": self._epoch(row.step),
+            "loss": row.loss,
+            "loss_scale": row.loss_scale,
+            "lr": self.rate.at(row.step - 1, skipped_before),
+        }
+
+    def _epoch(self, step: int) -> float:
+        return round(step / self.task.steps_per_epoch, 4)
+
+    def _write(self, record: dict) -> None:
+        self.metrics.write(record)
+        self.board.write(record)

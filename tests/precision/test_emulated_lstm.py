@@ -1,0 +1,268 @@
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from mprun.precision.emulation import HalfEmulation
+
+HALVES = (torch.float16, torch.bfloat16)
+
+
+@pytest.fixture(autouse=True)
+def _seeded_two_threads():
+    torch.manual_seed(0)
+    torch.set_num_threads(2)
+
+
+def relative(value, reference):
+    return float((value.detach().double() - reference).norm() / reference.norm())
+
+
+def state_shapes(rnn, batch):
+    """Shapes of h0 and, for an LSTM, c0."""
+    layers = rnn.num_layers * (2 if rnn.bidirectional else 1)
+    shapes = [(layers, batch, getattr(rnn, "proj_size", 0) or rnn.hidden_size)]
+    if isinstance(rnn, nn.LSTM):
+        shapes.append((layers, batch, rnn.hidden_size))
+    return shapes
+
+
+def train(rnn, x, states, weights):
+    """One backward pass from y, h_n and c_n together: the results, then every gradient."""
+    x = x.detach().clone().requires_grad_()
+    states = [s.detach().clone().requires_grad_() for s in states]
+    rnn.zero_grad()
+    y, last = rnn(x, tuple(states) if isinstance(rnn, nn.LSTM) else states[0])
+    outputs = [y, *last] if isinstance(rnn, nn.LSTM) else [y, last]
+    sum((o.double() * w).sum() for o, w in zip(outputs, weights, strict=True)).backward()
+    gradients = [x.grad, *(s.grad for s in states), *(p.grad for p in rnn.parameters())]
+    return [o.detach() for o in outputs], gradients
+
+
+def compare(rnn, x, dtype, bound, autocast=False):
+    """Checks results and gradients against float64 on the same 16-bit weights and inputs."""
+    half = copy.deepcopy(rnn).to(dtype)
+    reference = copy.deepcopy(half).double()
+    x = x.to(dtype)
+    states = [(torch.randn(s) * 0.5).to(dtype) for s in state_shapes(rnn, x.shape[1])]
+    if rnn.batch_first:
+        x = x.transpose(0, 1).contiguous()
+    shapes = [x.shape[:2] + (states[0].shape[-1] * (1 + rnn.bidirectional),)]
+    shapes += [s.shape for s in states]
+    weights = [torch.randn(s).to(dtype).double() for s in shapes]
+    expected = train(reference, x.double(), [s.double() for s in states], weights)
+    emulation = HalfEmulation(dtype)
+    with emulation, torch.autocast("cpu", dtype, enabled=autocast):
+        model = half.float() if autocast else half
+        wide = torch.float32 if autocast else dtype
+        actual = train(model, x.to(wide), [s.to(wide) for s in states], weights)
+    assert all(o.dtype is dtype for o in actual[0])
+    for values, references in zip(actual, expected, strict=True):
+        for value, reference_value in zip(values, references, strict=True):
+            one = relative(reference_value.to(dtype), reference_value)
+            assert relative(value, reference_value) <= bound * one
+    return emulation
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("projection", [0, 48])
+def test_error_is_at_most_four_roundings(projection, bias, dtype):
+    rnn = nn.LSTM(40, 64, 2, bias=bias, proj_size=projection)
+    emulation = compare(rnn, torch.randn(20, 8, 40), dtype, bound=4)
+    assert emulation.rerouted == {("lstm", "forward"): 2, ("lstm", "backward"): 2}
+
+
+@pytest.mark.parametrize("options", [{"batch_first": True}, {"bidirectional": True}])
+@pytest.mark.parametrize("projection", [0, 16])
+def test_other_layouts(projection, options):
+    rnn = nn.LSTM(24, 32, 2, proj_size=projection, **options)
+    emulation = compare(rnn, torch.randn(12, 5, 24), torch.float16, bound=4)
+    layers = 4 if rnn.bidirectional else 2
+    assert emulation.rerouted == {("lstm", "forward"): layers, ("lstm", "backward"): layers}
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("projection", [0, 48])
+def test_autocast_with_float32_weights(projection, dtype):
+    rnn = nn.LSTM(40, 64, 2, proj_size=projection)
+    emulation = compare(rnn, torch.randn(20, 8, 40), dtype, bound=4, autocast=True)
+    assert emulation.rerouted == {("lstm", "forward"): 2, ("lstm", "backward"): 2}
+
+
+def test_every_state_is_stored_in_half():
+    # One layer, one unit, worked by hand in float64 with a rounding at each store. Gates i, f, o are
+    # saturated at sigmoid(12) = 1 - 6.1e-6, so c grows by tanh(g) a step.
+    rnn = nn.LSTM(1, 1)
+    with torch.no_grad():
+        for p in rnn.parameters():
+            p.zero_()
+        rnn.bias_ih_l0.copy_(torch.tensor([12.0, 12.0, 0.0, 12.0]))
+        rnn.weight_ih_l0[2, 0] = 1.0
+    rnn.half()
+    x = torch.full((30, 1, 1), 0.3, dtype=torch.float16)
+    with torch.no_grad(), HalfEmulation():
+        y, (h, c) = rnn(x)
+    gate, update = 1 / (1 + math.exp(-12.0)), math.tanh(float(x[0, 0, 0]))
+
+    def rounded(value):
+        return float(torch.tensor(value, dtype=torch.float64).half())
+
+    cell, expected = 0.0, []
+    for _ in range(30):
+        cell = rounded(gate * cell + gate * update)
+        expected.append(rounded(gate * math.tanh(cell)))
+    assert float(c) == cell
+    assert y.flatten().tolist() == expected
+    assert float(h) == expected[-1]
+
+
+def test_weight_gradient_over_4096_steps_does_not_stall():
+    # Zero weights: every step adds about 0.5, so a float16 accumulator would stop at 1024.
+    steps = 4096
+    rnn = nn.LSTM(1, 1).half()
+    reference = nn.LSTM(1, 1).double()
+    for model, dtype in ((rnn, torch.float16), (reference, torch.float64)):
+        with torch.no_grad():
+            for p in model.parameters():
+                p.zero_()
+        with HalfEmulation():
+            y, _ = model(torch.ones(steps, 1, 1, dtype=dtype))
+            y.backward(torch.ones_like(y))
+    for name in ("weight_ih_l0", "bias_ih_l0", "bias_hh_l0"):
+        value, expected = (float(getattr(m, name).grad.flatten()[2]) for m in (rnn, reference))
+        assert expected > 2000
+        # The stored cell gradient settles within two roundings of 1; the sum is rounded once more.
+        assert abs(value / expected - 1) <= 3 * 2.0**-11
+
+
+def test_many_steps_of_ones_in_one_batch_are_exact():
+    # One step, zero weights, 8192 sequences: each adds 0.5 * 0.5 * 1 to the candidate's gradient.
+    rnn = nn.LSTM(1, 1).half()
+    with torch.no_grad():
+        for p in rnn.parameters():
+            p.zero_()
+    with HalfEmulation():
+        y, _ = rnn(torch.ones(1, 8192, 1, dtype=torch.float16))
+        y.backward(torch.ones_like(y))
+    assert rnn.weight_ih_l0.grad.flatten().tolist() == [0.0, 0.0, 2048.0, 0.0]
+    assert rnn.bias_hh_l0.grad.tolist() == [0.0, 0.0, 2048.0, 0.0]
+
+
+def test_evaluation_equals_training_and_keeps_nothing():
+    rnn = nn.LSTM(8, 16, 2, dropout=0.5).half().eval()
+    x = torch.randn(6, 3, 8).half()
+    with HalfEmulation() as emulation:
+        y, _ = rnn(x)
+        with torch.no_grad():
+            evaluated, _ = rnn(x)
+    assert y.requires_grad and not evaluated.requires_grad
+    assert torch.equal(y, evaluated)
+    assert emulation.rerouted == {("lstm", "forward"): 4}
+
+
+def test_dropout_between_layers():
+    # Dropping everything leaves the second layer with zeros, whatever the first one does.
+    rnn = nn.LSTM(8, 16, 2, dropout=1.0).half()
+    second = nn.LSTM(16, 16).half()
+    second.load_state_dict({k: getattr(rnn, k.replace("l0", "l1")) for k in second.state_dict()})
+    with HalfEmulation():
+        y, _ = rnn(torch.randn(5, 3, 8).half())
+        expected, _ = second(torch.zeros(5, 3, 16, dtype=torch.float16))
+    assert torch.equal(y, expected)
+    # Half dropped: survivors are doubled, exactly, so two draws differ and the mean stays.
+    wide = nn.LSTM(8, 16, 2, dropout=0.5).half()
+    x = torch.randn(5, 3, 8).half()
+    with HalfEmulation():
+        assert not torch.equal(wide(x)[0], wide(x)[0])
+
+
+def test_frozen_weights_and_constant_input_get_no_gradient():
+    rnn = nn.LSTM(8, 16, proj_size=8).half()
+    rnn.weight_hh_l0.requires_grad_(False)
+    x = torch.randn(5, 3, 8).half()
+    with HalfEmulation():
+        y, _ = rnn(x)
+        y.float().sum().backward()
+    assert x.grad is None and rnn.weight_hh_l0.grad is None
+    assert rnn.weight_ih_l0.grad.abs().sum() > 0 and rnn.weight_hr_l0.grad.abs().sum() > 0
+
+
+def test_weights_shared_by_two_calls_add_their_gradients():
+    rnn = nn.LSTM(8, 16).half()
+    x = torch.randn(5, 3, 8).half()
+    single = []
+    with HalfEmulation():
+        for part in (x, 2 * x):
+            rnn.zero_grad()
+            rnn(part)[0].float().sum().backward()
+            single.append(rnn.weight_ih_l0.grad.clone())
+        rnn.zero_grad()
+        (rnn(x)[0].float().sum() + rnn(2 * x)[0].float().sum()).backward()
+    assert torch.equal(rnn.weight_ih_l0.grad, single[0] + single[1])
+
+
+def test_unbatched_input():
+    rnn = nn.LSTM(8, 16).half()
+    x = torch.randn(5, 8).half()
+    with HalfEmulation():
+        y, (h, _) = rnn(x)
+        batched, _ = rnn(x[:, None])
+    assert h.shape == (1, 16)
+    assert torch.equal(y, batched[:, 0])
+
+
+def test_second_derivative_raises():
+    rnn = nn.LSTM(8, 16).half()
+    x = torch.randn(5, 2, 8).half().requires_grad_()
+    with HalfEmulation():
+        y, _ = rnn(x)
+        with pytest.raises(RuntimeError, match="second derivative"):
+            torch.autograd.grad(y.sum(), x, create_graph=True)
+
+
+def test_packed_sequence_takes_the_stepwise_path():
+    rnn = nn.LSTM(8, 16).half()
+    x = torch.randn(6, 3, 8).half()
+    packed = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([6, 4, 2]))
+    with HalfEmulation() as emulation:
+        y, lengths = nn.utils.rnn.pad_packed_sequence(rnn(packed)[0])
+        y.float().sum().backward()
+    expected = copy.deepcopy(rnn).double()(x.double())[0]
+    assert emulation.rerouted["addmm", "forward"] > 0 and emulation.rerouted["mm", "backward"] > 0
+    for n, length in enumerate(lengths.tolist()):
+        # Six stored values a step at most six steps deep, damped by the gates: four roundings.
+        assert relative(y[:length, n], expected[:length, n].detach()) <= 4 * 2.0**-11
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("kind", [nn.GRU, nn.RNN])
+def test_gru_and_plain_rnn_take_the_stepwise_path(kind, autocast):
+    # Gates, states and every step's share of a weight gradient are stored in half: 16 roundings.
+    rnn = kind(24, 32, 1)
+    emulation = compare(rnn, torch.randn(6, 5, 24), torch.float16, bound=16, autocast=autocast)
+    assert emulation.rerouted["mm", "backward"] > 0
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRUCell])
+def test_cells(kind, autocast):
+    cell = kind(24, 32).half()
+    x, h, c = torch.randn(7, 24).half(), torch.randn(7, 32).half(), torch.randn(7, 32).half()
+    double = (h.double(), c.double())
+    reference = copy.deepcopy(cell).double()
+    if autocast:
+        cell.float()
+    with HalfEmulation() as emulation, torch.autocast("cpu", torch.float16, enabled=autocast):
+        out = cell(x, (h, c) if kind is nn.LSTMCell else h)
+        first = out[0] if isinstance(out, tuple) else out
+        first.float().sum().backward()
+    expected = reference(x.double(), double if kind is nn.LSTMCell else double[0])
+    expected = expected[0] if isinstance(expected, tuple) else expected
+    expected.sum().backward()
+    assert emulation.rerouted["addmm", "forward"] + emulation.rerouted["mm", "forward"] == 2
+    assert relative(first, expected.detach()) <= 8 * 2.0**-11
+    for p, q in zip(cell.parameters(), reference.parameters(), strict=True):
+        assert relative(p.grad, q.grad) <= 8 * 2.0**-11
