@@ -11,9 +11,11 @@ from importlib import import_module
 
 from mprun.errors import BAD_INPUT, BUG, DONE, INTERRUPTED, BadInput, MprunError
 
-# verb -> module with `main(arguments) -> exit code`
-VERBS = {"doctor": "mprun.doctor"}
-_HYDRA_FLAGS = ("--help", "-h", "--hydra-help", "--cfg", "-c", "--info", "-i",
+# verb -> (module with `main(arguments) -> exit code`, what the verb does)
+VERBS = {
+    "doctor": ("mprun.doctor", "the machine: devices, kernels, flags, what will be emulated"),
+}
+_HYDRA_FLAGS = ("--hydra-help", "--cfg", "-c", "--info", "-i",
                 "--shell-completion", "-sc", "--resolve", "--package", "-p")  # fmt: skip
 
 
@@ -39,7 +41,12 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _dispatch(arguments: list[str]) -> int:
     if arguments and arguments[0] in VERBS:
-        return import_module(VERBS[arguments[0]]).main(arguments[1:])
+        return import_module(VERBS[arguments[0]][0]).main(arguments[1:])
+    if "--help" in arguments or "-h" in arguments:
+        from mprun.help import help_text
+
+        print(help_text({verb: what for verb, (_, what) in VERBS.items()}), end="")
+        return DONE
     if arguments == ["--version"]:
         from mprun import __version__
 
@@ -93,7 +100,7 @@ def _split_options(arguments: list[str]) -> _Options:
         elif argument.startswith("-"):
             from mprun.config.field_rules import nearest
 
-            known = (*_HYDRA_FLAGS, "-m", "--multirun", "-j", "--jobs", "--config-dir", "--version")
+            known = (*_HYDRA_FLAGS, "--help", "-m", "--multirun", "-j", "--jobs", "--config-dir", "--version")
             raise BadInput(f"{argument}: unknown option{nearest(argument, known)} (see mprun --help)")
         elif "=" not in argument and not argument.startswith("~"):
             from mprun.config.field_rules import nearest

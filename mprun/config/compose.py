@@ -59,7 +59,7 @@ def compose_config(overrides: Iterable[str], config_dir: str | None = None) -> C
         _refuse_hydra_keys(override)
         if override.is_sweep_override():
             raise BadInput(f"{override.input_line}: several values; add -m to sweep over them")
-    with _hydra(config_dir):
+    with hydra_session(config_dir):
         try:
             composed = compose("config", overrides=_free_mappings(overrides),
                                return_hydra_config=True)  # fmt: skip
@@ -106,7 +106,7 @@ def parse_overrides(overrides: Iterable[str]) -> list[Override]:
     return parsed
 
 
-class _hydra:
+class hydra_session:
     """Hydra's compose API with the schemas registered, and nothing left behind."""
 
     def __init__(self, config_dir: str | None):

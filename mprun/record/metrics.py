@@ -89,10 +89,15 @@ class TensorBoardView:
         self.writer.add_image(tag, make_grid(images, nrow=8), step)
 
     def hyperparameters(self, values: dict[str, Any], metrics: dict[str, float]) -> None:
-        """One entry of the HPARAMS page, in this same run."""
+        """One entry of the HPARAMS page, in this same run (add_hparams would make another)."""
+        from torch.utils.tensorboard.summary import hparams
+
         plain = {k: v if isinstance(v, (int, float, str, bool)) else str(v)
                  for k, v in values.items()}  # fmt: skip
-        self.writer.add_hparams(plain, metrics, run_name=".")
+        for summary in hparams(plain, metrics):
+            self.writer.file_writer.add_summary(summary)
+        for name, value in metrics.items():
+            self.writer.add_scalar(name, value)
 
     def close(self) -> None:
         self.writer.close()

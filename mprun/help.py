@@ -1,0 +1,70 @@
+"""`mprun --help`: verbs, groups with their options, and the keys that every configuration has."""
+
+from hydra.core.object_type import ObjectType
+
+from mprun.config.compose import conf_dir, hydra_session, loader
+
+_USE = """\
+mprun: what does lower precision do to a training run, compared with FP32?
+
+Use
+  mprun                                     one short run on embedded data
+  mprun model=resnet50 precision=amp        choose group=option, set key=value
+  mprun -m precision=fp32,amp seed=0,1,2    sweep: one process per run (-j N: N at a time)
+  mprun resume=outputs/RUN                  continue a run from its last checkpoint
+  mprun --config-dir DIR model=mine         options of your own from DIR/model/mine.yaml
+  mprun --cfg job model=dcgan               print the whole configuration, run nothing
+  mprun --info defaults model=dcgan         print which files it is made of
+  eval "$(mprun -sc install=bash)"          shell completion (bash, zsh, fish)
+  mprun --version
+
+Verbs
+{verbs}
+
+Groups (group=option)
+{groups}
+
+Keys (key=value; --cfg job prints all of them)
+  seed  device=auto|cuda|cpu  cpu_half=emulated|native  threads  deterministic  name
+  output_root  output_dir  resume
+  train.steps  train.epochs  train.log_every  train.eval_every  train.checkpoint_every
+  train.clip_norm  train.accumulate  train.eval_arithmetic=fp32|mode
+  data.batch_size  data.root  data.workers  optim.lr  optim.schedule
+  precision.overrides.PATTERN=fp32|fp16|bf16   modules kept in another dtype, by name pattern
+  scaler.scale  scaler.init_scale  scaler.growth_factor  scaler.backoff_factor
+  scaler.growth_interval  scaler.hysteresis  scaler.min_scale  scaler.max_scale
+  scaler.max_consecutive_skips  scaler.per=shared|optimizer|loss
+  compare.metric  compare.margin
+
+Exit codes: 0 done, 1 a bug, 2 bad input, 3 diverged, 4 damaged data or checkpoint,
+5 resource, 75 preempted (resumable), 130 interrupted. Results: tensorboard --logdir outputs
+"""
+GROUPS = ("model", "data", "optim", "precision", "scaler", "train", "experiment")
+
+
+def help_text(verbs: dict[str, str]) -> str:
+    """The help page; `verbs`: verb -> what it does."""
+    return _USE.format(
+        verbs="\n".join(f"  mprun {verb:<12} {what}" for verb, what in verbs.items()),
+        groups="\n".join(_group(name) for name in GROUPS),
+    )
+
+
+def _group(name: str) -> str:
+    with hydra_session(None):
+        options = loader().get_group_options(name, ObjectType.CONFIG)
+    lines = [f"  {name}"]
+    lines += [f"    {option:<24}{_first_comment(name, option)}" for option in options]
+    return "\n".join(lines)
+
+
+def _first_comment(group: str, option: str) -> str:
+    """The first comment line of the option's file says what it is."""
+    path = conf_dir() / group / f"{option}.yaml"
+    if not path.is_file():
+        return ""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    first = lines[0] if lines else ""
+    if first.startswith("# @package") and len(lines) > 1:
+        first = lines[1]
+    return first.removeprefix("# ") if first.startswith("# ") else ""

@@ -1,0 +1,32 @@
+# Sourced by the other scripts: a project-local virtual environment, installed once.
+#
+# MPRUN_PYTHON=/path/to/python uses that interpreter as it is (for a machine without a network, or
+# with its own build of torch); nothing is installed then.
+
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+cd "$root"
+
+ensure_environment() {  # arguments: further packages
+    if [ -n "${MPRUN_PYTHON:-}" ]; then
+        python="$MPRUN_PYTHON"
+        export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+        return
+    fi
+    python="$root/.venv/bin/python"
+    local wanted stamp
+    wanted="$(cat pyproject.toml constraints.txt | sha256sum | cut -d' ' -f1) $*"
+    stamp="$root/.venv/.installed-$(echo "$*" | tr -c 'a-z0-9\n' -)"
+    if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then
+        return
+    fi
+    echo "installing into .venv (once; torch is a large download)" >&2
+    if [ ! -x "$python" ]; then
+        if ! "${PYTHON:-python3}" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+            echo "mprun needs Python 3.11 or later; set PYTHON=/path/to/python3" >&2
+            exit 2
+        fi
+        "${PYTHON:-python3}" -m venv .venv
+    fi
+    "$python" -m pip install --quiet --disable-pip-version-check -c constraints.txt -e . "$@"
+    echo "$wanted" > "$stamp"
+}
