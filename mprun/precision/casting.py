@@ -24,7 +24,7 @@ class CastModel:
     """A model in its policy's dtypes.
 
     masters: for each parameter that was rounded and has a master copy, its value before rounding
-    in the policy's master_dtype, by parameter name.
+    in the policy's master_dtype, by parameter name. An optimizer made from it updates them in place.
     """
 
     module: nn.Module
@@ -49,10 +49,11 @@ def cast_model(
         if policy.autocast_dtype is None:
             _cast_own_tensors(module, dtype)
     for name, module in model.named_modules():
+        around = _inherited(_parent(name), chosen) or policy.autocast_dtype or policy.param_dtype
         if name in chosen and chosen[name] is not _inherited(_parent(name), chosen):
-            _compute_in(module, chosen[name], policy)
-        elif isinstance(module, NORM_LAYERS) and policy.half_dtype is not None:
-            _wrap_norm(module, _dtype_of(name, module, policy, chosen), policy)
+            _compute_in(module, chosen[name], around, policy)
+        elif isinstance(module, NORM_LAYERS):
+            _wrap_norm(module, _dtype_of(name, module, policy, chosen), around, policy)
     masters = {}
     if policy.master_dtype is not None:
         for name, parameter in model.named_parameters():
@@ -119,27 +120,32 @@ def _cast_own_tensors(module: nn.Module, dtype: torch.dtype) -> None:
     module._apply(lambda t: t.to(dtype) if t.is_floating_point() else t, recurse=False)
 
 
-def _compute_in(module: nn.Module, dtype: torch.dtype, policy: PrecisionPolicy) -> None:
-    """Give the module inputs in `dtype`, and its neighbours outputs in theirs."""
+def _compute_in(
+    module: nn.Module, dtype: torch.dtype, around: torch.dtype, policy: PrecisionPolicy
+) -> None:
+    """Give the module inputs in `dtype`, and its neighbours outputs in theirs, `around`."""
     forward = module.forward
-    output_dtype = policy.param_dtype
     autocast = policy.autocast_dtype is not None and dtype.itemsize == 2
+    # Neighbours under autocast cast their inputs themselves.
+    casts_outputs = policy.autocast_dtype is None or around is torch.float32
 
     def forward_in_dtype(*args, **kwargs):
         device = _device_type(args, kwargs)
         with torch.autocast(device, dtype=dtype if autocast else None, enabled=autocast):
             inputs = (args, kwargs) if autocast else _cast((args, kwargs), dtype)
             outputs = forward(*inputs[0], **inputs[1])
-        return outputs if policy.autocast_dtype is not None else _cast(outputs, output_dtype)
+        return _cast(outputs, around) if casts_outputs else outputs
 
     module.forward = forward_in_dtype
 
 
-def _wrap_norm(module: nn.Module, dtype: torch.dtype, policy: PrecisionPolicy) -> None:
+def _wrap_norm(
+    module: nn.Module, dtype: torch.dtype, around: torch.dtype, policy: PrecisionPolicy
+) -> None:
     # BatchNorm takes half activations with FP32 parameters and statistics as it is: cuDNN's and
     # the CPU's kernels read half, compute in FP32 and store half (paper section 3.3).
-    if not isinstance(module, _BatchNorm) and dtype is not policy.half_dtype:
-        _compute_in(module, dtype, policy)
+    if not isinstance(module, _BatchNorm) and dtype is not around:
+        _compute_in(module, dtype, around, policy)
 
 
 def _cast(tree, dtype: torch.dtype):

@@ -1,4 +1,4 @@
-"""One LSTM layer in a 16-bit format on a CPU: 16-bit states, float32 sums, one sum per weight gradient.
+"""The LSTM in a 16-bit format on a CPU: 16-bit states, float32 sums.
 
 The decomposed native layer adds the weight gradient of T time steps in the 16-bit format; here each
 weight gradient is one float32 matrix product over all time steps, rounded once (paper section 3.3).
@@ -33,12 +33,16 @@ def lstm(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``torch.lstm`` on 16-bit tensors: the same arguments and results, plus `counts`.
 
-    x: (T, B, I), or (B, T, I) with `batch_first`, T > 0. hx: h0 (L, B, P or H) and c0 (L, B, H) with
+    x: (T, B, I), or (B, T, I) with `batch_first`, T > 0. hx: h0 (L, B, P or H), c0 (L, B, H) with
     L = layers, twice that if `bidirectional`. weights: per layer and direction w_ih, w_hh, then
-    b_ih, b_hh with `bias`, then w_hr with a projection. All tensors share one 16-bit dtype. Returns
-    y, h_n, c_n in that dtype. Adds one ("lstm", "forward") and one ("lstm", "backward") per layer
-    and direction to `counts`. Dropout between layers draws other random numbers than the native
-    layer. A second derivative raises RuntimeError.
+    b_ih, b_hh with `bias`, then w_hr with a projection. All tensors share one 16-bit dtype.
+    Returns y, h_n, c_n in that dtype. Adds one ("lstm", "forward") and one ("lstm", "backward")
+    per layer and direction to `counts`. Dropout between layers draws other random numbers than the
+    native layer. A second derivative raises RuntimeError.
+
+    Rounded at every step: h (before and after a projection), c, and in backward their gradients and
+    those of the gates. The gates themselves stay float32 in forward, 16-bit copies are kept for
+    backward. What cuDNN rounds inside is not published.
     """
     if batch_first:
         x = x.transpose(0, 1)
@@ -219,7 +223,7 @@ def _backward(
 
 
 def _factors(gates: Tensor, cells: Tensor, c0: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """What dc (for i, f, g) and dh (for o) are multiplied by: (T, 4, H, B); then dc/dh and f per step.
+    """Factors of dc (for i, f, g) and dh (for o), (T, 4, H, B); then dc/dh and f, by step (H, B).
 
     They do not depend on the recursion, so they are computed for all time steps at once.
     """

@@ -1,8 +1,8 @@
-"""Operations whose sums a Tensor Core keeps in float32, computed so on a CPU and rounded once on store.
+"""Operations whose sums a Tensor Core keeps in float32, run so on a CPU and rounded once on store.
 
-`ROUTES` maps every overload of these operations to its name and to the function that runs it in
-float32. In-place and out= overloads are in it too: none of them is left to the native 16-bit kernel,
-which on a CPU is 10 to 60 times slower and adds some gradients up in 16 bits.
+`routes` maps every overload of these operations to its name and to the function that runs it in
+float32. In-place and out= overloads are in it too: none is left to the native 16-bit kernel, which
+in float16 is 10 to 60 times slower than float32 and adds some gradients up in 16 bits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from torch._ops import OpOverload
 F32 = torch.float32
 # Operations that take 16-bit and float32 tensors together (the log-sum-exp).
 MIXED = frozenset({"_scaled_dot_product_flash_attention_for_cpu_backward"})
-Route = Callable[["Scratch", torch.dtype, OpOverload, tuple[Any, ...], dict[str, Any]], Any]
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+Route = Callable[["Scratch", torch.dtype, OpOverload, Args, Kwargs], Any]
 
 _MATRIX = ("mm", "addmm", "bmm", "baddbmm")
 _OTHER = (
@@ -34,10 +36,10 @@ _OTHER = (
 
 
 class Scratch(threading.local):
-    """Float32 working memory for the operands of one operation, kept from one operation to the next.
+    """Float32 working memory for the operands of one operation, kept for the next operation.
 
-    A fresh 64 MiB tensor costs eight times its conversion in page faults. Holds as many bytes as the
-    largest operation needed (AlexNet: 150 MiB). One buffer per thread.
+    Converting into a fresh 64 MiB tensor takes eight times as long, all of it page faults. Holds as
+    many bytes as the largest operation needed (AlexNet: about 150 MiB). One buffer per thread.
     """
 
     SMALLEST = 1 << 15  # elements; below, the allocator's own cache is as fast
@@ -51,6 +53,7 @@ class Scratch(threading.local):
         self._used = 0
 
     def empty(self, size: tuple[int, ...], stride: tuple[int, ...], numel: int) -> Tensor:
+        """Uninitialised float32 of `numel` elements without gaps; valid until the next reset."""
         start = self._used
         end = start + numel
         if end > self._buffer.numel():
@@ -97,19 +100,19 @@ def _narrow(value: Any, half: torch.dtype) -> Any:
 
 
 def _plain(
-    scratch: Scratch, half: torch.dtype, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+    scratch: Scratch, half: torch.dtype, func: OpOverload, args: Args, kwargs: Kwargs
 ) -> Any:
     """Every 16-bit operand widened, every float32 result rounded; None results stay None."""
-    args = [_widen(a, half, scratch) for a in args]
+    args = tuple(_widen(a, half, scratch) for a in args)
     kwargs = {k: _widen(v, half, scratch) for k, v in kwargs.items()}
     return _narrow(func(*args, **kwargs), half)
 
 
 def _matrix(
-    scratch: Scratch, half: torch.dtype, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+    scratch: Scratch, half: torch.dtype, func: OpOverload, args: Args, kwargs: Kwargs
 ) -> Tensor:
     """A matrix product whose float32 result, if large, goes to scratch memory as well."""
-    args = [_widen(a, half, scratch) for a in args]
+    args = tuple(_widen(a, half, scratch) for a in args)
     a, b = args[-2:]
     rows, columns = a.size(-2), b.size(-1)
     numel = a.numel() // max(a.size(-1), 1) * columns
@@ -122,50 +125,39 @@ def _matrix(
 
 
 def _attention(
-    scratch: Scratch, half: torch.dtype, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+    scratch: Scratch, half: torch.dtype, func: OpOverload, args: Args, kwargs: Kwargs
 ) -> tuple[Tensor, Tensor]:
     """Output rounded; the log-sum-exp kept for backward is float32 in the native kernel too.
 
     The probabilities are not rounded between the two products, as they are on a GPU.
     """
-    out, logsumexp = func(*[_widen(a, half, scratch) for a in args], **_plain_kwargs(kwargs, half))
+    args = tuple(_widen(a, half, scratch) for a in args)
+    kwargs = {k: _widen(v, half, scratch) for k, v in kwargs.items()}
+    out, logsumexp = func(*args, **kwargs)
     return out.to(half), logsumexp
 
 
-def _plain_kwargs(kwargs: dict[str, Any], half: torch.dtype) -> dict[str, Any]:
-    return {k: v.to(F32) if isinstance(v, Tensor) and v.dtype is half else v for k, v in kwargs.items()}
-
-
 def _writing(
-    scratch: Scratch, half: torch.dtype, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+    scratch: Scratch, half: torch.dtype, func: OpOverload, args: Args, kwargs: Kwargs
 ) -> Any:
     """An in-place or out= overload: run on float32 copies, then round into the tensors given."""
-    written: list[tuple[Tensor, Tensor]] = []
-    wide_args, wide_kwargs = list(args), dict(kwargs)
-    for i, argument in enumerate(func._schema.arguments):
-        by_name = argument.name in kwargs
-        if not by_name and i >= len(args):
-            continue
-        value = kwargs[argument.name] if by_name else args[i]
-        if not (isinstance(value, Tensor) and value.dtype is half):
-            continue
-        wide = value.to(F32)
+    names = {argument.name: i for i, argument in enumerate(func._schema.arguments)}
+    given = {name: args[i] for name, i in names.items() if i < len(args)} | kwargs
+    wide = {
+        name: value.to(F32) if isinstance(value, Tensor) and value.dtype is half else value
+        for name, value in given.items()
+    }
+    positional = (wide[name] for name, i in names.items() if i < len(args))
+    func(*positional, **{name: wide[name] for name in kwargs})
+    targets = []
+    for argument in func._schema.arguments:
         if argument.alias_info is not None and argument.alias_info.is_write:
-            written.append((value, wide))
-        if by_name:
-            wide_kwargs[argument.name] = wide
-        else:
-            wide_args[i] = wide
-    func(*wide_args, **wide_kwargs)
-    for value, wide in written:
-        if value.shape != wide.shape:
-            value.resize_(wide.shape)
-        value.copy_(wide)
-    targets = [
-        kwargs[a.name] if a.name in kwargs else args[i]
-        for i, a in enumerate(func._schema.arguments)
-        if a.alias_info is not None and a.alias_info.is_write
-    ]
+            target, value = given[argument.name], wide[argument.name]
+            if target is not value:
+                if target.shape != value.shape:
+                    target.resize_(value.shape)
+                target.copy_(value)
+            targets.append(target)
     return targets[0] if len(targets) == 1 else tuple(targets)
 
 

@@ -55,7 +55,7 @@ class Update:
 class MixedPrecisionOptimizer:
     """Wraps one torch optimizer for a model in any policy's dtypes.
 
-    cast: the model from `cast_model`.
+    cast: the model from `cast_model`; its masters become those of this optimizer, which moves them.
     make_optimizer: builds the torch optimizer from (name, tensor) pairs; the tensors are the
         master weights where the policy has them, else the model's own parameters.
     loss_scales: one per loss that is propagated between two steps (a single one for most
@@ -89,9 +89,10 @@ class MixedPrecisionOptimizer:
 
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
-        # updated[i] is what the optimizer updates: the master of parameters[i], or itself.
+        # updated[i] is what the optimizer updates: the master of parameters[i], or itself. The
+        # masters are those of `cast`, updated in place: a copy would cost 4 bytes a parameter.
         self.updated = [
-            cast.masters[name].detach().clone().requires_grad_() if name in cast.masters else own
+            cast.masters[name].detach().requires_grad_() if name in cast.masters else own
             for name, own in named
         ]
         pairs = list(zip(self.parameters, self.updated, strict=True))
@@ -100,7 +101,8 @@ class MixedPrecisionOptimizer:
         self.inner = make_optimizer(list(zip(self.names, self.updated, strict=True)))
         initialise_state(self.inner)
         # Gradients that need neither cast nor scale stay where autograd accumulates them.
-        self.collects = bool(self._copies) or self.skips
+        casts = any(self._dtype_for(u) is not own.dtype for own, u in pairs)
+        self.collects = casts or self.skips
         self._collected: list[Tensor | None] = [None] * len(named)
         self._found_inf = torch.zeros((), device=device)
         self._one = torch.ones((), device=device)
@@ -113,9 +115,12 @@ class MixedPrecisionOptimizer:
 
     def zero_grad(self) -> None:
         """Forget gradients and flags; remember the guarded BatchNorm statistics."""
-        for parameter, updated in zip(self.parameters, self.updated, strict=True):
-            parameter.grad = updated.grad = None
-        self._collected = [None] * len(self.parameters)
+        for parameter in self.parameters:
+            parameter.grad = None
+        if self.collects:
+            self._collected = [None] * len(self.parameters)
+            for updated in self.updated:
+                updated.grad = None
         if self.skips:
             self._found_inf.zero_()
         for guard in self.guards:
@@ -138,19 +143,15 @@ class MixedPrecisionOptimizer:
 
         measure_norm: compute the gradient norm although nothing is clipped.
         """
-        pairs = [
-            (updated, gradient)
-            for updated, gradient in zip(self.updated, self._gradients(), strict=True)
-            if gradient is not None
-        ]
-        gradients = [gradient for _, gradient in pairs]
         norm = None
         if self.clip_norm is not None or measure_norm:
+            gradients = [gradient for gradient in self._gradients() if gradient is not None]
             norm = _global_norm(gradients)
-        if self.clip_norm is not None:
-            torch._foreach_mul_(gradients, (self.clip_norm / (norm + 1e-6)).clamp(max=1.0))
-        for updated, gradient in pairs:
-            updated.grad = gradient.to(updated.dtype)
+            if self.clip_norm is not None:
+                torch._foreach_mul_(gradients, (self.clip_norm / (norm + 1e-6)).clamp(max=1.0))
+        if self.collects:
+            for updated, gradient in zip(self.updated, self._collected, strict=True):
+                updated.grad = None if gradient is None else gradient.to(updated.dtype)
         if self.skips:
             step_unless(self.inner, self._found_inf)
             for guard in self.guards:

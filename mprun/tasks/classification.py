@@ -6,6 +6,7 @@ from torch.nn import functional as F
 
 from mprun.precision import Arithmetic, LossScale, PrecisionPolicy
 from mprun.tasks.learner import Learner
+from mprun.tasks.micro_batches import mean, share
 
 
 class Classification:
@@ -47,12 +48,12 @@ class Classification:
             with self.arithmetic:
                 with self.arithmetic.autocast():
                     logits = model(self.policy.cast_inputs(images))
-                loss = self._loss(logits, labels) / self.accumulate
-                optimizer.backward(loss)
+                loss = self._loss(logits, labels)
+                optimizer.backward(share(loss, self.accumulate))
             losses.append(loss.detach())
         update = optimizer.step(measure)
         self.loss_scale.update()
-        return {"loss": sum(losses), **update.metrics()}
+        return {"loss": mean(losses), **update.metrics()}
 
     def evaluate(self) -> dict[str, float]:
         """Mean loss and accuracies over the whole held-out split."""

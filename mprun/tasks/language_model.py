@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from mprun.precision import Arithmetic, LossScale, PrecisionPolicy
 from mprun.tasks.learner import Learner
+from mprun.tasks.micro_batches import mean, share
 
 
 class LanguageModel:
@@ -53,20 +54,22 @@ class LanguageModel:
                 with self.arithmetic.autocast():
                     logits, hidden = model(tokens, self.hidden)
                 logits = logits.flatten(0, 1).to(self.policy.loss_dtype)
-                loss = F.cross_entropy(logits, targets.flatten()) / self.accumulate
-                optimizer.backward(loss)
+                loss = F.cross_entropy(logits, targets.flatten())
+                optimizer.backward(share(loss, self.accumulate))
             self.hidden = tuple(part.detach() for part in hidden)
             losses.append(loss.detach())
         update = optimizer.step(measure)
         self.loss_scale.update()
-        if update.found_inf is not None and hidden_before is not None:
+        if update.found_inf is not None:
             # The forward pass of a skipped step may have overflowed: its state is not carried on.
             skipped = update.found_inf != 0
+            if hidden_before is None:
+                hidden_before = tuple(torch.zeros_like(part) for part in self.hidden)
             self.hidden = tuple(
                 torch.where(skipped, old, new)
                 for old, new in zip(hidden_before, self.hidden, strict=True)
             )
-        return {"loss": sum(losses), **update.metrics()}
+        return {"loss": mean(losses), **update.metrics()}
 
     def evaluate(self) -> dict[str, float]:
         """Mean loss per held-out token, state carried through, and its exponential."""

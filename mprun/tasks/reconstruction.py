@@ -6,6 +6,7 @@ from torch.nn import functional as F
 
 from mprun.precision import Arithmetic, LossScale, PrecisionPolicy
 from mprun.tasks.learner import Learner
+from mprun.tasks.micro_batches import mean, share
 
 
 class Reconstruction:
@@ -43,12 +44,12 @@ class Reconstruction:
                 with self.arithmetic.autocast():
                     outputs = model(self.policy.cast_inputs(images))
                 target = images.to(self.policy.loss_dtype)
-                loss = F.mse_loss(outputs.to(self.policy.loss_dtype), target) / self.accumulate
-                optimizer.backward(loss)
+                loss = F.mse_loss(outputs.to(self.policy.loss_dtype), target)
+                optimizer.backward(share(loss, self.accumulate))
             losses.append(loss.detach())
         update = optimizer.step(measure)
         self.loss_scale.update()
-        return {"loss": sum(losses), **update.metrics()}
+        return {"loss": mean(losses), **update.metrics()}
 
     def evaluate(self) -> dict[str, float]:
         """Mean squared error per pixel over the whole held-out split."""

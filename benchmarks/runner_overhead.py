@@ -1,0 +1,123 @@
+"""What the runner costs per step over a bare PyTorch loop: same process, same batches, in turns.
+
+    python benchmarks/runner_overhead.py [--pairs 7] [--json FILE]
+
+Each pair is one bare loop and one `mprun.train.train` of the same length in FP32, in alternating
+order; the ratio is taken pair by pair (a machine's drift cancels) and the median is quoted. CPU
+time of one thread, so that other work on the machine counts little. The
+runner's time includes logging every 50 steps to metrics.jsonl and TensorBoard and everything that
+is set up per run; the one evaluation at the end is subtracted. Targets: at most 1.03 for ResNet-50
+(batch 32, 32 px) and at most 1.15 for a tiny language model.
+"""
+
+import argparse
+import contextlib
+import io
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from torch.nn import functional as F
+
+from mprun.build import build
+from mprun.config.compose import compose_config
+from mprun.interruption import Interruption
+from mprun.train import train
+
+CASES = {
+    "ResNet-50, batch 32, 32 px": (
+        ["model=resnet50", "train.steps=12", "train.log_every=50"],
+        1.03,
+    ),
+    "tiny LM, 1 x 32, 8 x 16 tokens": (
+        ["model=lstm_lm", "data=docs_chars", "data.batch_size=8", "data.sequence_length=16",
+         "model.embedding_size=16", "model.hidden_size=32", "model.num_layers=1",
+         "train.steps=1500", "train.log_every=50", "train.clip_norm=null"],
+        1.15,
+    ),
+}  # fmt: skip
+
+
+def bare_loop(built, config) -> float:
+    """Seconds for the same steps written as PyTorch's tutorial writes them (fused optimizer)."""
+    task, optim = built.task, config.optim
+    model, data = task.learner.model, task.data
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=optim.lr, momentum=optim.momentum,
+        weight_decay=optim.weight_decay, fused=True,
+    )  # fmt: skip
+    language_model = config.model.name == "lstm_lm"
+    state = None
+    started = time.process_time()
+    for step in range(built.steps):
+        inputs, targets = data.train_batch(step)
+        optimizer.zero_grad()
+        if language_model:
+            if step % data.batches_per_epoch == 0:
+                state = None
+            logits, state = model(inputs, state)
+            state = tuple(part.detach() for part in state)
+            loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        else:
+            loss = F.cross_entropy(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+    loss.item()
+    return time.process_time() - started
+
+
+def with_runner(built, config) -> float:
+    """Seconds of the runner for the same steps, without its final evaluation."""
+    evaluate, evaluation = built.task.evaluate, []
+
+    def timed() -> dict[str, float]:
+        before = time.process_time()
+        values = evaluate()
+        evaluation.append(time.process_time() - before)
+        return values
+
+    built.task.evaluate = timed
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
+        started = time.process_time()
+        train(built, config, Path(folder), interruption=Interruption())
+        return time.process_time() - started - sum(evaluation)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--pairs", type=int, default=7)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    results = []
+    print("| case | bare ms/step | runner ms/step | ratio | min-max | target |")
+    print("|---|---|---|---|---|---|")
+    for name, (overrides, target) in CASES.items():
+        config = compose_config([*overrides, "device=cpu"]).config
+        ratios, bare, runner = [], [], []
+        for pair in range(arguments.pairs + 1):
+            times = {}
+            for contender in (bare_loop, with_runner)[:: 1 if pair % 2 else -1]:
+                torch.manual_seed(0)
+                built = build(config, torch.device("cpu"))
+                times[contender] = contender(built, config)
+            if pair == 0:
+                continue  # warm-up
+            ratios.append(times[with_runner] / times[bare_loop])
+            bare.append(1000 * times[bare_loop] / built.steps)
+            runner.append(1000 * times[with_runner] / built.steps)
+        ratio = statistics.median(ratios)
+        results.append({"case": name, "bare_ms": bare, "runner_ms": runner, "ratios": ratios,
+                        "ratio": ratio, "target": target, "threads": torch.get_num_threads(),
+                        "torch": torch.__version__})  # fmt: skip
+        print(f"| {name} | {statistics.median(bare):.3f} | {statistics.median(runner):.3f} | "
+              f"{ratio:.3f} | {min(ratios):.3f}-{max(ratios):.3f} | {target} |")  # fmt: skip
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""Which tests run, and how a test builds a run from the overrides a user would type."""
+
+import pytest
+import torch
+
+from mprun.build import build
+from mprun.config.compose import compose_config
+from mprun.precision import pin_math_flags
+
+
+def pytest_configure(config):
+    # Threads that outnumber the free cores wait for each other: seconds become minutes.
+    torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(config, items):
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    if not config.option.markexpr:
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        if slow:
+            config.hook.pytest_deselected(items=slow)
+            items[:] = [item for item in items if item not in slow]
+
+
+@pytest.fixture
+def build_run():
+    """``build_run("model=resnet50", ..., device="cpu")``: a `Built`, pinned and seeded as in a run.
+
+    Afterwards the random state is that of ``torch.manual_seed(0)`` and the construction of the
+    model, which is what a hand-written loop starts from.
+    """
+
+    def make(*overrides, device="cpu"):
+        config = compose_config([*overrides, f"device={device}"]).config
+        pin_math_flags(config.precision.fp32_math)
+        torch.manual_seed(config.seed)
+        return build(config, torch.device(device))
+
+    yield make
+    # Flags are process-wide: no test may hand its own to the next one.
+    pin_math_flags("ieee")

@@ -1,0 +1,90 @@
+"""Every model in every mode: two steps, the dtypes of the mode, and what was emulated."""
+
+from collections import Counter
+
+import pytest
+import torch
+
+from mprun.errors import BadInput
+from mprun.precision import MODES
+from mprun.precision.casting import NORM_LAYERS
+
+MODELS = {
+    "alexnet": ["model=alexnet", "data=digits_64", "data.batch_size=2"],
+    "resnet50": ["model=resnet50", "data.batch_size=2"],
+    "lstm_lm": [
+        "model=lstm_lm", "data=synthetic_tokens", "data.vocab_size=50", "data.batch_size=4",
+        "data.sequence_length=4", "data.train_tokens=512",
+    ],
+    "dcgan": [
+        "model=dcgan", "data.batch_size=2", "data.image_size=32", "model.generator_width=16",
+        "model.discriminator_width=16",
+    ],
+    "conv_autoencoder": ["model=conv_autoencoder", "data.batch_size=2"],
+}  # fmt: skip
+# name: (parameters, parameters of norm layers, optimizer state)
+F32, F16, B16 = torch.float32, torch.float16, torch.bfloat16
+EXPECTED = {
+    "fp32": (F32, F32, F32),
+    "fp16_naive": (F16, F16, F16),
+    "fp16_master": (F16, F32, F32),
+    "fp16_master_scaled": (F16, F32, F32),
+    "amp": (F32, F32, F32),
+    "bf16_naive": (B16, B16, B16),
+    "bf16_master": (B16, F32, F32),
+    "amp_bf16": (F32, F32, F32),
+}
+PRODUCTS = {
+    "alexnet": {"convolution", "addmm"},
+    "resnet50": {"convolution", "addmm"},
+    "lstm_lm": {"lstm", "embedding", "addmm"},
+    "dcgan": {"convolution"},
+    "conv_autoencoder": {"convolution"},
+}
+
+
+def test_every_mode_is_listed():
+    assert EXPECTED.keys() == MODES.keys() - {"tf32"}
+
+
+@pytest.mark.parametrize("mode", EXPECTED)
+@pytest.mark.parametrize("model", MODELS)
+def test_two_steps(build_run, model, mode):
+    built = build_run(*MODELS[model], f"precision={mode}")
+    parameter_dtype, norm_dtype, state_dtype = EXPECTED[mode]
+    losses = [built.task.train_step(step)["loss"] for step in range(2)]
+    # Adam's eps of 1e-8 is 0 in FP16, and 0/0 from the first update on (test_paper_examples).
+    if mode == "fp16_naive" and model in ("dcgan", "conv_autoencoder"):
+        assert not torch.isfinite(losses[1])
+    else:
+        assert torch.isfinite(torch.stack(losses)).all()
+    for learner in built.task.learners.values():
+        for module in learner.model.modules():
+            expected = norm_dtype if isinstance(module, NORM_LAYERS) else parameter_dtype
+            tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+            assert {t.dtype for t in tensors if t.is_floating_point()} <= {expected}
+        optimizer = learner.optimizer
+        names = {n for n, p in learner.model.named_parameters() if p.dtype != F32}
+        has_masters = mode in ("fp16_master", "fp16_master_scaled", "bf16_master")
+        assert optimizer.masters.keys() == (names if has_masters else set())
+        states = Counter(
+            value.dtype
+            for updated in optimizer.updated
+            for key, value in optimizer.inner.state[updated].items()
+            if key != "step"
+        )
+        assert set(states) <= {state_dtype}
+    rerouted = built.arithmetic.rerouted()
+    if mode == "fp32":
+        assert rerouted == {}
+    else:
+        for phase in ("forward", "backward"):
+            operations = {name for name in rerouted if name.startswith(phase)}
+            print(operations)
+            assert operations
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_cpu_refuses_tf32(build_run, model):
+    with pytest.raises(BadInput, match="TF32"):
+        build_run(*MODELS[model], "precision=tf32")
