@@ -27,6 +27,7 @@ from mprun.precision import (
     cast_model,
     why_unsupported,
 )
+from mprun.precision.inner_optimizer import has_fused_kernel
 from mprun.schedule import learning_rates
 from mprun.tasks import GAN, Classification, LanguageModel, Learner, Reconstruction
 
@@ -162,9 +163,12 @@ def optimizer_maker(config: schema.OptimConfig, in_16_bits: bool, device: torch.
     fused kernel would compute that in FP32 registers (and torch's fused SGD does not update half
     parameters on a CPU at all).
     """
-    implementation = config.implementation
+    implementation, fused = config.implementation, has_fused_kernel(config.name, device)
     if implementation == "auto":
-        implementation = "foreach" if in_16_bits else "fused"
+        implementation = "fused" if fused and not in_16_bits else "foreach"
+    elif implementation == "fused" and not fused:
+        raise BadInput(f"optim.implementation=fused: torch {torch.__version__} has no fused "
+                       f"{config.name} on {device.type} (allowed: auto, foreach, loop)")  # fmt: skip
     common = {
         "lr": config.lr,
         "weight_decay": config.weight_decay,

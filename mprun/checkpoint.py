@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy
 import torch
 
-from mprun.errors import Damaged, Resource
+from mprun.errors import BadInput, Damaged, Resource
 
 _NAME = re.compile(r"step-(\d{8,})$")
 
@@ -53,7 +53,10 @@ def save(folder: Path, step: int, state: dict, keep: int) -> Path:
 
 
 def load_newest(folder: Path, map_location: torch.device) -> tuple[int, dict, list[str]]:
-    """(step, state, warnings) of the newest whole checkpoint; Damaged if there is none."""
+    """(step, state, warnings) of the newest whole checkpoint.
+
+    Raises BadInput if `folder` holds no checkpoint, Damaged if none of them is whole.
+    """
     warnings = []
     for step, path in reversed(_found(folder)):
         try:
@@ -62,7 +65,7 @@ def load_newest(folder: Path, map_location: torch.device) -> tuple[int, dict, li
             warnings.append(str(error))
     if warnings:
         raise Damaged(f"{folder}: no whole checkpoint left ({'; '.join(warnings)})")
-    raise Damaged(f"{folder}: no checkpoint there")
+    raise BadInput(f"resume={folder.parent}: has no checkpoint (train.checkpoint_every was 0)")
 
 
 def random_states(device: torch.device) -> dict:

@@ -4,19 +4,35 @@ Imports torch only once a configuration has been checked, so that help, completi
 answer at once.
 """
 
+import errno
 import os
 import sys
 import traceback
+from dataclasses import dataclass, field
 from importlib import import_module
 
-from mprun.errors import BAD_INPUT, BUG, DONE, INTERRUPTED, BadInput, MprunError
+from mprun.config.field_rules import nearest
+from mprun.errors import BUG, DONE, INTERRUPTED, RESOURCE, BadInput, MprunError
 
 # verb -> (module with `main(arguments) -> exit code`, what the verb does)
 VERBS = {
     "doctor": ("mprun.doctor", "the machine: devices, kernels, flags, what will be emulated"),
 }
-_HYDRA_FLAGS = ("--hydra-help", "--cfg", "-c", "--info", "-i",
-                "--shell-completion", "-sc", "--resolve", "--package", "-p")  # fmt: skip
+# Options with a value, by every spelling.
+_WITH_VALUE = {
+    "-j": "jobs", "--jobs": "jobs",
+    "--config-dir": "config_dir", "-cd": "config_dir",
+    "--cfg": "cfg", "-c": "cfg",
+    "--info": "info", "-i": "info",
+    "--package": "package", "-p": "package",
+    "--shell-completion": "completion", "-sc": "completion",
+}  # fmt: skip
+_WITHOUT_VALUE = ("-m", "--multirun", "--resolve", "-h", "--help", "--version")
+# A full disk, a quota, a read-only or failing file system, a forbidden folder.
+_RESOURCE_ERRORS = {
+    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM,
+    errno.EMFILE, errno.ENFILE, errno.ENOMEM,
+}  # fmt: skip
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -25,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         return _dispatch(arguments)
     except MprunError as error:
-        print(f"mprun: {error}", file=sys.stderr)
+        print(_one_line(f"mprun: {error}"), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -33,10 +49,25 @@ def main(arguments: list[str] | None = None) -> int:
         # `mprun --help | head`: whoever read stdout has seen enough.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return DONE
+    except OSError as error:
+        if error.errno not in _RESOURCE_ERRORS:
+            return _bug()
+        print(_one_line(f"mprun: {error.strerror}: {error.filename}"), file=sys.stderr)
+        return RESOURCE
     except Exception:
-        traceback.print_exc()
-        print("mprun: this is a bug in mprun", file=sys.stderr)
-        return BUG
+        return _bug()
+
+
+def _bug() -> int:
+    traceback.print_exc()
+    print("mprun: this is a bug in mprun", file=sys.stderr)
+    return BUG
+
+
+def _one_line(text: str) -> str:
+    """At most 200 characters: what is named comes first, what is allowed last."""
+    text = "".join(c if c.isprintable() else " " for c in text)
+    return text if len(text) <= 200 else f"{text[:120]} ... {text[-75:]}"
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -52,95 +83,81 @@ def _dispatch(arguments: list[str]) -> int:
 
         print(f"mprun {__version__}")
         return DONE
-    if any(flag in arguments for flag in _HYDRA_FLAGS):
-        return _hydra(arguments)
     options = _split_options(arguments)
-    from mprun.config.compose import compose_config
+    if options.completion is not None:
+        from mprun.inspection import complete
 
+        return complete(options.completion)
+    if options.cfg is not None:
+        from mprun.inspection import show_config
+
+        return show_config(options.cfg, options.overrides, options.config_dir, options.package)
+    if options.info is not None:
+        from mprun.inspection import show_info
+
+        return show_info(options.info, options.overrides, options.config_dir)
     if options.multirun:
         from mprun.sweep import sweep
 
-        return sweep(options.overrides, options.config_dir, options.jobs)
+        return sweep(options.overrides, options.config_dir, int(options.jobs))
     for override in options.overrides:
-        if override.startswith("resume=") and override not in ("resume=", "resume=null"):
-            from mprun.run import resume
+        key, _, value = override.lstrip("+").partition("=")
+        if key == "resume" and value != "null":
+            from mprun.resume import resume
 
-            return resume(tuple(options.overrides), override.partition("=")[2])
+            return resume(tuple(options.overrides), value)
+    from mprun.config.compose import compose_config
+
     composed = compose_config(options.overrides, options.config_dir)
     from mprun.run import start
 
     return start(composed)
 
 
+@dataclass(slots=True)
 class _Options:
     """What the command line holds beside overrides."""
 
-    def __init__(self):
-        self.overrides: list[str] = []
-        self.multirun = False
-        self.config_dir: str | None = None
-        self.jobs = 1
+    overrides: list[str] = field(default_factory=list)
+    multirun: bool = False
+    config_dir: str | None = None
+    jobs: str = "1"
+    cfg: str | None = None
+    info: str | None = None
+    package: str = ""
+    completion: str | None = None
 
 
 def _split_options(arguments: list[str]) -> _Options:
-    options, rest = _Options(), list(arguments)
+    options, rest, resolve = _Options(), list(arguments), False
     while rest:
         argument = rest.pop(0)
-        flag, _, value = argument.partition("=")
+        flag, given, value = argument.partition("=")
         if argument in ("-m", "--multirun"):
             options.multirun = True
-        elif flag in ("-j", "--jobs", "--config-dir", "-cd"):
-            value = value or (rest.pop(0) if rest else "")
-            if flag in ("-j", "--jobs"):
-                if not value.isdigit() or int(value) < 1:
-                    raise BadInput(f"{flag} {value}: must be a number of processes >= 1")
-                options.jobs = int(value)
-            else:
-                options.config_dir = value
+        elif flag in _WITH_VALUE:
+            if not given:
+                value = rest.pop(0) if rest and not rest[0].startswith("-") else ""
+            if not value:
+                raise BadInput(f"{flag}: needs a value (see mprun --help)")
+            setattr(options, _WITH_VALUE[flag], value)
+        elif argument == "--resolve":
+            resolve = True  # what --cfg prints is resolved anyway
         elif argument.startswith("-"):
-            from mprun.config.field_rules import nearest
-
-            known = (*_HYDRA_FLAGS, "--help", "-m", "--multirun", "-j", "--jobs", "--config-dir", "--version")
-            raise BadInput(f"{argument}: unknown option{nearest(argument, known)} (see mprun --help)")
+            hint = nearest(argument, (*_WITH_VALUE, *_WITHOUT_VALUE))
+            raise BadInput(f"{argument}: unknown option{hint} (see mprun --help)")
         elif "=" not in argument and not argument.startswith("~"):
-            from mprun.config.field_rules import nearest
-
-            raise BadInput(f"{argument}: neither a verb ({', '.join(VERBS)}) nor key=value"
+            raise BadInput(f"'{argument}': neither a verb ({', '.join(VERBS)}) nor key=value"
                            f"{nearest(argument, VERBS)}")  # fmt: skip
         else:
             options.overrides.append(argument)
-    if options.jobs != 1 and not options.multirun:
+    if (resolve or options.package) and options.cfg is None:
+        raise BadInput("--resolve, --package: only with --cfg")
+    if not options.jobs.isdecimal() or not 1 <= int(options.jobs[:9]) <= 1024:
+        raise BadInput(f"-j {options.jobs}: must be a number of processes from 1 to 1024")
+    if options.jobs != "1" and not options.multirun:
         raise BadInput(f"-j {options.jobs}: only a sweep (-m) runs several processes")
     return options
-
-
-def _hydra(arguments: list[str]) -> int:
-    """Help, --cfg, --info and completion are Hydra's own; nothing is run."""
-    import hydra
-
-    from mprun.config.compose import compose_config, conf_dir
-    from mprun.config.schema import register_schemas
-
-    if "--cfg" in arguments or "-c" in arguments:
-        # Bad input is told in one line here too, before Hydra prints the configuration.
-        compose_config([a for a in arguments if "=" in a and not a.startswith("-")])
-    from hydra.core.config_store import ConfigStore
-
-    register_schemas(ConfigStore.instance())
-    before, sys.argv = sys.argv, ["mprun", *arguments]
-    try:
-        hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")(
-            _unreachable
-        )()
-    except SystemExit as stop:
-        return BAD_INPUT if stop.code else DONE
-    finally:
-        sys.argv = before
-    return DONE
-
-
-def _unreachable(config) -> None:
-    raise BadInput("this combination of flags would run; leave out --info, --cfg and --help")
 
 
 if __name__ == "__main__":

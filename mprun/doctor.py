@@ -1,12 +1,15 @@
 """`mprun doctor`: what this machine is, and what each precision mode means on it."""
 
-import argparse
+from mprun.errors import DONE, BadInput
 
 
 def main(arguments: list[str]) -> int:
     """Print devices, versions, numeric flags and the modes that can run; always exit code 0."""
-    parser = argparse.ArgumentParser(prog="mprun doctor", description=__doc__)
-    parser.parse_args(arguments)
+    if arguments in (["-h"], ["--help"]):
+        print(f"usage: mprun doctor\n\n{__doc__}")
+        return DONE
+    if arguments:
+        raise BadInput(f"doctor {arguments[0]}: takes no arguments")
 
     import torch
 
@@ -40,4 +43,4 @@ def main(arguments: list[str]) -> int:
     print("\nflags that a run pins (here: fp32)")
     for name, value in flags().items():
         print(f"  {name} = {value}")
-    return 0
+    return DONE

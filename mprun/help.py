@@ -1,8 +1,7 @@
 """`mprun --help`: verbs, groups with their options, and the keys that every configuration has."""
 
-from hydra.core.object_type import ObjectType
-
-from mprun.config.compose import conf_dir, hydra_session, loader
+from mprun.config.compose import conf_dir, hydra_session
+from mprun.config.diagnose import group_options
 
 _USE = """\
 mprun: what does lower precision do to a training run, compared with FP32?
@@ -52,7 +51,7 @@ def help_text(verbs: dict[str, str]) -> str:
 
 def _group(name: str) -> str:
     with hydra_session(None):
-        options = loader().get_group_options(name, ObjectType.CONFIG)
+        options = group_options(name)
     lines = [f"  {name}"]
     lines += [f"    {option:<24}{_first_comment(name, option)}" for option in options]
     return "\n".join(lines)

@@ -5,50 +5,45 @@ import os
 import random
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy
 import torch
 
-from mprun import checkpoint
 from mprun.build import Built, build
-from mprun.config.compose import Composed, config_from_record
+from mprun.config.compose import Composed
 from mprun.config.schema import RunConfig
 from mprun.errors import INTERRUPTED, STATUS_EXIT_CODE, BadInput, MprunError, Resource
 from mprun.interruption import Interruption
 from mprun.precision import pin_math_flags
 from mprun.record.environment import effective_dtypes, environment, flags
-from mprun.record.metrics import TensorBoardView, truncate_metrics
+from mprun.record.metrics import TensorBoardView
 from mprun.record.run_directory import (
     claim,
     claim_exactly,
     config_hash,
-    read_config,
-    read_json,
     run_name,
     write_config,
     write_json,
 )
 from mprun.train import Outcome, train
 
-# What may differ between a run and its continuation: its length and what it writes.
-RESUMABLE_KEYS = ("train.steps", "train.epochs", "train.log_every", "train.eval_every",
-                  "train.checkpoint_every", "train.keep_checkpoints")  # fmt: skip
-
 
 def start(composed: Composed) -> int:
     """Run a new configuration; returns the exit code. Writes nothing if it raises BadInput."""
     config = composed.config
-    device = _resolve_device(config.device)
-    built = _prepare(config, device, config.threads)
+    device = resolve_device(config.device)
+    built = prepare(config, device, config.threads)
     plain = composed.as_dict()
     if config.output_dir is not None:
         directory = claim_exactly(Path(config.output_dir))
     else:
         folder, name = run_name(plain, composed.choices, composed.overrides)
         directory = claim(Path(config.output_root) / folder, name)
-    with _locked(directory):
+    with locked(directory):
         write_config(directory, plain)
         record = {
             "status": "running",
@@ -59,47 +54,14 @@ def start(composed: Composed) -> int:
             "attempts": 0,
         }
         _warn(config, device)
-        return _attempt(directory, config, built, record, first_step=0, skipped=0)
+        return attempt(directory, config, built, record, first_step=0, skipped=0)
 
 
-def resume(composed_overrides: tuple[str, ...], path: str) -> int:
-    """Continue the run in directory `path` from its newest whole checkpoint; the exit code.
+def prepare(config: RunConfig, device: torch.device, threads: int | None) -> Built:
+    """Pin flags, seed every generator, build; touches no file.
 
-    Only RESUMABLE_KEYS may be given beside it; everything else comes from the run itself.
+    Raises BadInput for what cannot be built, Resource where memory does not suffice.
     """
-    directory = Path(path)
-    if not directory.is_dir():
-        raise BadInput(f"resume={path}: no such folder")
-    plain = read_config(directory)
-    with _locked(directory):
-        record = read_json(directory / "run.json")
-        plain = _with_overrides(plain, composed_overrides)
-        config = config_from_record(plain)
-        device = _resolve_device(record["environment"]["device"])
-        _check_same_stack(record["environment"])
-        built = _prepare(config, device, record["environment"]["threads"])
-        step, state, warnings = checkpoint.load_newest(directory / "checkpoints", device)
-        for line in warnings:
-            print(f"mprun: warning: {line}; using the one before", file=sys.stderr)
-        if step >= built.steps:
-            raise BadInput(f"resume={path}: already at step {step} of {built.steps}; "
-                           "give a larger train.steps")  # fmt: skip
-        try:
-            built.task.load_state_dict(state["task"])
-        except (ValueError, KeyError) as error:
-            raise BadInput(f"resume={path}: {error}") from None
-        if config.optim.schedule != "constant" and built.steps != record["steps"]:
-            raise BadInput(f"train.steps={built.steps}: a run with optim.schedule="
-                           f"{config.optim.schedule} keeps its length ({record['steps']})")  # fmt: skip
-        truncate_metrics(directory / "metrics.jsonl", step)
-        write_config(directory, plain)
-        checkpoint.restore_random_states(state["random"], device)
-        return _attempt(directory, config, built, record, first_step=step,
-                        skipped=state["skipped"])  # fmt: skip
-
-
-def _prepare(config: RunConfig, device: torch.device, threads: int | None) -> Built:
-    """Pin flags, seed every generator, build; touches no file."""
     if threads is not None:
         torch.set_num_threads(threads)
     if config.deterministic:
@@ -108,13 +70,14 @@ def _prepare(config: RunConfig, device: torch.device, threads: int | None) -> Bu
     random.seed(config.seed)
     numpy.random.seed(config.seed % 2**32)
     torch.manual_seed(config.seed)
-    return build(config, device)
+    with _memory_as_resource():
+        return build(config, device)
 
 
-def _attempt(
+def attempt(
     directory: Path, config: RunConfig, built: Built, record: dict, *, first_step: int, skipped: int
 ) -> int:
-    """Train, and keep run.json true whatever happens."""
+    """Train from `first_step` on and keep run.json true whatever happens; the exit code."""
     started = time.perf_counter()
     record |= {
         "status": "running",
@@ -143,13 +106,13 @@ def _attempt(
     except BaseException as error:
         record |= {"status": "failed", "cause": f"{type(error).__name__}: {error}",
                    "ended": _now()}  # fmt: skip
-        write_json(directory / "run.json", record)
+        with suppress(OSError):  # where the disk is full, the first error is the one to tell
+            write_json(directory / "run.json", record)
         print(f"run: {directory}")
-        if isinstance(error, torch.OutOfMemoryError | MemoryError):
-            raise Resource(f"out of memory: {str(error).splitlines()[0]}") from error
         if isinstance(error, OSError):
             raise Resource(f"{error.strerror or error} ({error.filename or directory})") from error
-        raise
+        with _memory_as_resource():
+            raise
     record |= _result(outcome, built, time.perf_counter() - started)
     write_json(directory / "run.json", record)
     if outcome.final:
@@ -160,6 +123,19 @@ def _attempt(
     if outcome.status == "preempted" and outcome.cause == "SIGINT":
         return INTERRUPTED
     return STATUS_EXIT_CODE[outcome.status]
+
+
+@contextmanager
+def _memory_as_resource() -> Iterator[None]:
+    """Say in one line that memory ran out; torch tells it of a CPU as a bare RuntimeError."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        text = str(error).partition("\n")[0]
+        of_cpu = "DefaultCPUAllocator" in text or "Storage size calculation overflowed" in text
+        if isinstance(error, torch.OutOfMemoryError | MemoryError) or of_cpu:
+            raise Resource(f"out of memory: {text}") from error
+        raise
 
 
 def _result(outcome: Outcome, built: Built, seconds: float) -> dict:
@@ -209,35 +185,13 @@ def _warn(config: RunConfig, device: torch.device) -> None:
         print(f"mprun: {line}", file=sys.stderr)
 
 
-def _resolve_device(name: str) -> torch.device:
+def resolve_device(name: str) -> torch.device:
+    """The device of `auto`, `cuda` or `cpu`; BadInput if there is no CUDA device."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
         raise BadInput("device=cuda: torch sees no CUDA device here; use device=cpu or auto")
     return torch.device(name)
-
-
-def _check_same_stack(recorded: dict) -> None:
-    """A resumed run continues bit for bit only on the torch it was started with."""
-    if recorded["packages"]["torch"] != torch.__version__.split("+")[0] and (
-        recorded["packages"]["torch"] != torch.__version__
-    ):
-        raise BadInput(f"resume: the run used torch {recorded['packages']['torch']}, this is "
-                       f"{torch.__version__}; it would not continue bit for bit")  # fmt: skip
-
-
-def _with_overrides(plain: dict, overrides: tuple[str, ...]) -> dict:
-    import yaml
-
-    for override in overrides:
-        key, _, value = override.partition("=")
-        if key == "resume":
-            continue
-        if key not in RESUMABLE_KEYS:
-            raise BadInput(f"{override}: a resumed run keeps its configuration (allowed beside "
-                           f"resume=: {', '.join(RESUMABLE_KEYS)})")  # fmt: skip
-        plain["train"][key.partition(".")[2]] = yaml.safe_load(value)
-    return plain
 
 
 def _write_hyperparameters(directory: Path, config: RunConfig, record: dict) -> None:
@@ -254,7 +208,7 @@ def _write_hyperparameters(directory: Path, config: RunConfig, record: dict) -> 
     view.close()
 
 
-class _locked:
+class locked:
     """Hold a run directory: a second process that wants the same one is refused."""
 
     def __init__(self, directory: Path):
@@ -274,5 +228,3 @@ class _locked:
 
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
-
-

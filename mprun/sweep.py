@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-from mprun.config.compose import Composed, compose_config, parse_overrides
+from mprun.config.compose import Composed, compose_config, hydra_session
+from mprun.config.diagnose import group_options
+from mprun.config.overrides import parse_overrides, sweep_values
 from mprun.errors import DONE, INTERRUPTED, BadInput
 from mprun.record.run_directory import config_hash, read_json, run_name
 from mprun.table import load_run, table
@@ -57,8 +59,8 @@ def _plan(overrides: list[str], config_dir: str | None) -> tuple[list[Cell], Pat
     swept = [o for o in parsed if o.is_sweep_override()]
     if any(o.key_or_group in ("output_dir", "resume") for o in parsed):
         raise BadInput("output_dir, resume: not with -m; each run of a sweep has its own directory")
-    values = [[f"{o.input_line.partition('=')[0]}={v}" for v in o.sweep_string_iterator()]
-              for o in swept]  # fmt: skip
+    with hydra_session(config_dir):
+        values = [sweep_values(o, group_options(o.key_or_group)) for o in swept]
     combinations = [
         (*(o.input_line for o in fixed), *combination) for combination in product(*values)
     ]
@@ -113,7 +115,8 @@ def _run_all(
 
 
 def _start(cell: Cell, config_dir: str | None, quiet: bool) -> subprocess.Popen:
-    command = [sys.executable, "-m", "mprun", *cell.overrides, f"output_dir='{cell.directory}'"]
+    quoted = str(cell.directory).replace("'", "\\'")
+    command = [sys.executable, "-m", "mprun", *cell.overrides, f"output_dir='{quoted}'"]
     if config_dir is not None:
         command += ["--config-dir", config_dir]
     log = None

@@ -1,6 +1,6 @@
 """Rules across fields, and the range rules of every field; raises BadInput, imports no torch."""
 
-from pathlib import Path
+import os
 
 from mprun.config import schema
 from mprun.config.field_rules import violations
@@ -24,6 +24,11 @@ SCALER_FIELDS = {
     } | _BOUNDS,
     "logmax": {"log_max", "beta1", "beta2", "overflow_std_dev"} | _BOUNDS,
 }  # fmt: skip
+# Settings of a scaler that only single presets need; without them the rule is torch's.
+_OPTIONAL_SCALER_FIELDS = {"growth_delay", "refill_on_clean_step", "tolerance", "hold_at_floor"}
+_METRICS = {"alexnet": ("loss", "top1", "top5"), "resnet50": ("loss", "top1", "top5"),
+            "lstm_lm": ("loss", "perplexity"), "dcgan": ("loss", "d_loss", "g_loss"),
+            "conv_autoencoder": ("loss",)}  # fmt: skip
 _FAMILY = {"alexnet": "images", "resnet50": "images", "lstm_lm": "text", "dcgan": "images",
            "conv_autoencoder": "images"}  # fmt: skip
 _DATA_FAMILY = {"digits": "images", "synthetic_images": "images", "docs_text": "text",
@@ -32,10 +37,23 @@ _DATA_FAMILY = {"digits": "images", "synthetic_images": "images", "docs_text": "
 
 def check(config: RunConfig) -> None:
     """Raise BadInput, with one line, for the first thing that cannot be run."""
+    _containers(config)
     for line in violations(config):
         raise BadInput(line)
-    for rule in (_names, _data_fits_model, _optim, _scaler, _precision, _train, _paths):
+    for rule in (_names, _data_fits_model, _optim, _scaler, _precision, _train, _compare,
+                 _paths):  # fmt: skip
         rule(config)
+
+
+def _containers(config: RunConfig) -> None:
+    # OmegaConf does not check the type of what an interpolation puts in place of a container.
+    for key, value, kind in (
+        ("precision.overrides", config.precision.overrides, dict),
+        ("optim.betas", config.optim.betas, list | None),
+        ("optim.milestones", config.optim.milestones, list),
+    ):
+        if not isinstance(value, kind):
+            raise BadInput(f"{key}={value}: must be a {'mapping' if kind is dict else 'list'}")
 
 
 def _names(config: RunConfig) -> None:
@@ -78,6 +96,9 @@ def _optim(config: RunConfig) -> None:
     for name in sorted(set().union(*_OPTIM_FIELDS.values()) - _OPTIM_FIELDS[optim.name]):
         if getattr(optim, name) is not None:
             raise BadInput(f"optim.{name}={getattr(optim, name)}: {optim.name} has no such setting")
+    for name in sorted(_OPTIM_FIELDS[optim.name] - {"nesterov"}):
+        if getattr(optim, name) is None:
+            raise BadInput(f"optim.{name}=null: {optim.name} needs a value")
     if optim.betas is not None and len(optim.betas) != 2:
         raise BadInput(f"optim.betas={list(optim.betas)}: must be two numbers")
     if optim.nesterov and not optim.momentum:
@@ -99,8 +120,9 @@ def _scaler(config: RunConfig) -> None:
         if getattr(scaler, name) is not None:
             raise BadInput(f"scaler.{name}={getattr(scaler, name)}: scaler={scaler.name} has no "
                            "such setting")  # fmt: skip
-    if scaler.kind == "static" and scaler.scale is None:
-        raise BadInput("scaler.scale=null: scaler=static needs a number > 0")
+    for name in sorted(SCALER_FIELDS[scaler.kind] - _OPTIONAL_SCALER_FIELDS):
+        if getattr(scaler, name) is None:
+            raise BadInput(f"scaler.{name}=null: scaler={scaler.name} needs a number")
     low, high = scaler.min_scale, scaler.max_scale
     if low is not None and high is not None and low > high:
         raise BadInput(f"scaler.min_scale={low:g}: must be <= scaler.max_scale ({high:g})")
@@ -133,7 +155,8 @@ def _precision(config: RunConfig) -> None:
             allowed = ", ".join(DTYPES)
             raise BadInput(f"precision.overrides.{pattern}={dtype}: must be one of {allowed}")
     if precision.autocast_dtype is not None and precision.param_dtype != "fp32":
-        raise BadInput(f"precision.param_dtype={precision.param_dtype}: must be fp32 under autocast")
+        raise BadInput(f"precision.param_dtype={precision.param_dtype}: must be fp32 under "
+                       "autocast")  # fmt: skip
     if precision.master_dtype is None and precision.grad_dtype != precision.param_dtype:
         raise BadInput(f"precision.grad_dtype={precision.grad_dtype}: must equal param_dtype "
                        f"({precision.param_dtype}) without master weights")  # fmt: skip
@@ -151,13 +174,24 @@ def _precision(config: RunConfig) -> None:
 def _train(config: RunConfig) -> None:
     train = config.train
     if (train.steps is None) == (train.epochs is None):
-        raise BadInput(f"train.steps={train.steps} train.epochs={train.epochs}: give one of the two"
-                       " and set the other to null")  # fmt: skip
+        values = " ".join(
+            f"train.{name}={'null' if value is None else value}"
+            for name, value in (("steps", train.steps), ("epochs", train.epochs))
+        )
+        raise BadInput(f"{values}: give one of the two and set the other to null")
+
+
+def _compare(config: RunConfig) -> None:
+    allowed = _METRICS[config.model.name]
+    if config.compare.metric not in allowed:
+        raise BadInput(f"compare.metric={config.compare.metric}: must be one of "
+                       f"{', '.join(allowed)} for {config.model.name}")  # fmt: skip
 
 
 def _paths(config: RunConfig) -> None:
     if config.data.root is not None:
-        if not Path(config.data.root).exists():
+        # Not Path.exists, which raises for a name that is too long.
+        if not os.path.exists(config.data.root):
             raise BadInput(f"data.root={config.data.root}: no such folder")
         raise BadInput(f"data.root={config.data.root}: data={config.data.name} is embedded and "
                        "reads no folder (allowed: null)")  # fmt: skip

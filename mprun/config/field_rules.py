@@ -48,8 +48,9 @@ def _check(key: str, value: Any, rule) -> Iterator[str]:
         yield f"{key}={value}: must be a finite number"
         return
     if "choices" in rule and value not in rule["choices"]:
-        allowed = ", ".join(str(choice) for choice in rule["choices"])
-        yield f"{key}={value}: must be one of {allowed}{nearest(str(value), rule['choices'])}"
+        choices = [str(choice) for choice in rule["choices"]]
+        hint = nearest(str(value), choices)
+        yield f"{key}={value}: must be one of {', '.join(choices)}{hint}"
     bounds = rule.get("bounds", {})
     broken = (
         ("above" in bounds and not value > bounds["above"])

@@ -51,7 +51,7 @@ class LSTMConfig(ModelConfig):
     vocab_size: int | None = ranged(None, at_least=2)  # null: as large as the data's
     embedding_size: int = ranged(200, at_least=1)
     hidden_size: int = ranged(200, at_least=1)
-    num_layers: int = ranged(2, at_least=1)
+    num_layers: int = ranged(2, at_least=1, at_most=1000)
     projection_size: int = ranged(0, at_least=0)
     dropout: float = ranged(0.0, at_least=0.0, below=1.0)
     init_range: float = ranged(0.1, above=0.0)
@@ -186,13 +186,13 @@ class ScalerConfig:
     init_scale: float | None = ranged(None, above=0.0)
     growth_factor: float | None = ranged(None, above=1.0)
     backoff_factor: float | None = ranged(None, above=0.0, below=1.0)
-    growth_interval: int | None = ranged(None, at_least=1)
-    hysteresis: int | None = ranged(None, at_least=1)
+    growth_interval: int | None = ranged(None, at_least=1, below=2**31)
+    hysteresis: int | None = ranged(None, at_least=1, below=2**31)
     min_scale: float | None = ranged(None, above=0.0)
     max_scale: float | None = ranged(None, above=0.0)
-    max_consecutive_skips: int | None = ranged(None, at_least=1)
+    max_consecutive_skips: int | None = ranged(None, at_least=1, below=2**31)
     # What single presets need (mprun.precision.loss_scale says what they mean).
-    growth_delay: int | None = ranged(None, at_least=0)
+    growth_delay: int | None = ranged(None, at_least=0, below=2**31)
     refill_on_clean_step: bool | None = None
     tolerance: float | None = ranged(None, at_least=0.0, at_most=1.0)
     hold_at_floor: bool | None = None
@@ -211,7 +211,7 @@ class TrainConfig:
     epochs: float | None = ranged(None, above=0.0, at_most=10_000.0)  # null: use steps
     log_every: int = ranged(10, at_least=1)
     eval_every: int = ranged(0, at_least=0)  # 0: only at the end
-    checkpoint_every: int = ranged(0, at_least=0)  # 0: only at the end
+    checkpoint_every: int = ranged(0, at_least=0)  # 0: only when a signal stops the run
     keep_checkpoints: int = ranged(2, at_least=2)
     clip_norm: float | None = ranged(None, above=0.0)  # global norm of unscaled gradients
     accumulate: int = ranged(1, at_least=1)  # micro-batches per step
@@ -240,7 +240,7 @@ class RunConfig:
     seed: int = ranged(0, at_least=0, below=2**63)
     device: str = one_of("auto", "auto", "cuda", "cpu")
     cpu_half: str = one_of("emulated", "emulated", "native")  # 16-bit products on a CPU
-    threads: int | None = ranged(None, at_least=1)  # CPU threads; null: torch's default
+    threads: int | None = ranged(None, at_least=1, at_most=1024)  # of the CPU; null: torch's
     deterministic: bool = False  # deterministic kernels, cudnn.benchmark off
     name: str | None = None  # free label in the path
     output_root: str = "outputs"

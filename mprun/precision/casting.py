@@ -11,12 +11,13 @@ from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.utils._pytree import tree_map
 
 from mprun.precision.policy import PrecisionPolicy
 
-NORM_LAYERS = (_BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.LocalResponseNorm)
+# _NormBase: batch and instance norm of every dimension.
+NORM_LAYERS = (_NormBase, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.LocalResponseNorm)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,8 @@ class CastModel:
     """A model in its policy's dtypes.
 
     masters: for each parameter that was rounded and has a master copy, its value before rounding
-    in the policy's master_dtype, by parameter name. An optimizer made from it updates them in place.
+    in the policy's master_dtype, by parameter name. The optimizer made from it updates them in
+    place.
     """
 
     module: nn.Module

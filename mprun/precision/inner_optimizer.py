@@ -57,16 +57,34 @@ def step_unless(optimizer: Optimizer, found_inf: Tensor) -> None:
     if not isinstance(optimizer, (SGD, Adam, AdamW, Adagrad)):
         raise ValueError(f"{type(optimizer).__name__}: skipping needs a fused optimizer or one of "
                          "SGD, Adam, AdamW, Adagrad")  # fmt: skip
+    if any(group.get("lr_decay") for group in optimizer.param_groups):
+        raise ValueError("lr_decay: must be 0 for updates that can be skipped")
     tensors = list(_tensors(optimizer))
     before = [tensor.clone() for tensor in tensors]
     optimizer.step()
     skipped = found_inf != 0
     for tensor, old in zip(tensors, before, strict=True):
-        tensor.copy_(torch.where(skipped.to(tensor.device), old, tensor))
+        tensor.copy_(torch.where(skipped, old, tensor))
+
+
+def has_fused_kernel(kind: str, device: torch.device) -> bool:
+    """Whether this torch has a fused kernel of "sgd", "adam", "adamw" or "adagrad" on `device`.
+
+    Fused Adagrad on CUDA is younger than the oldest torch that mprun supports.
+    """
+    key = {"cuda": "CUDA", "cpu": "CPU"}.get(device.type)
+    operator = f"aten::_fused_{kind}_"
+    return key is not None and torch._C._dispatch_has_kernel_for_dispatch_key(operator, key)
 
 
 def _tensors(optimizer: Optimizer) -> Iterable[Tensor]:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             yield parameter
-            yield from (v for v in optimizer.state[parameter].values() if isinstance(v, Tensor))
+            # Adagrad keeps its step counter on the host, where it serves lr_decay alone: taking
+            # it back would make the host wait for the device.
+            yield from (
+                value
+                for value in optimizer.state[parameter].values()
+                if isinstance(value, Tensor) and value.device == parameter.device
+            )

@@ -1,5 +1,6 @@
 """A run directory: claimed once, never silently reused, every file written whole."""
 
+import errno
 import hashlib
 import json
 import os
@@ -9,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from mprun.errors import BadInput, Damaged
+from mprun.errors import BadInput, Damaged, MprunError, Resource
 
 # Keys that change neither the numbers of a run nor what it computes.
 NOT_HASHED = ("name", "output_root", "output_dir", "resume")
@@ -51,7 +52,7 @@ def run_name(config: dict[str, Any], choices: dict, overrides: tuple[str, ...]) 
 
 def claim(parent: Path, name: str) -> Path:
     """Make and return a directory `name` (or `name.2`, `name.3`, ...) that nobody else has."""
-    parent.mkdir(parents=True, exist_ok=True)
+    _make_parent("output_root", parent)
     for attempt in range(1, 10_000):
         path = parent / (name if attempt == 1 else f"{name}.{attempt}")
         try:
@@ -59,17 +60,21 @@ def claim(parent: Path, name: str) -> Path:
             return path
         except FileExistsError:
             continue
+        except OSError as error:
+            raise _not_made("output_root", parent, error) from None
     raise BadInput(f"{parent / name}: 9,999 runs of this name exist; clean up or use name=")
 
 
 def claim_exactly(path: Path) -> Path:
     """Make and return exactly `path`; BadInput if it exists."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    _make_parent("output_dir", path.parent)
     try:
         path.mkdir()
     except FileExistsError:
         raise BadInput(f"output_dir={path}: exists already; use another directory or "
                        f"resume={path}") from None  # fmt: skip
+    except OSError as error:
+        raise _not_made("output_dir", path, error) from None
     return path
 
 
@@ -110,6 +115,19 @@ def read_config(directory: Path) -> dict:
     if not isinstance(content, dict):
         raise Damaged(f"{path}: not a mapping")
     return content
+
+
+def _make_parent(key: str, parent: Path) -> None:
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _not_made(key, parent, error) from None
+
+
+def _not_made(key: str, path: Path, error: OSError) -> MprunError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return Resource(f"{key}={path}: {error.strerror}")
+    return BadInput(f"{key}={path}: cannot be made ({error.strerror}); choose another folder")
 
 
 def _pairs(overrides: tuple[str, ...]):

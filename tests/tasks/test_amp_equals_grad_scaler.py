@@ -26,7 +26,7 @@ def assert_same_model(learner, model):
 
 def test_resnet50(build_run):
     steps = 4
-    built = build_run("model=resnet50", "data.batch_size=4", "precision=amp",
+    built = build_run("model=resnet50", "data.batch_size=8", "precision=amp",
                       "scaler.init_scale=64", "scaler.growth_interval=2",
                       "train.clip_norm=5")  # fmt: skip
     losses, scales, found_inf = run(built.task, steps)
@@ -34,7 +34,7 @@ def test_resnet50(build_run):
     model = models.resnet50(10)
     optimizer = torch.optim.SGD(model.parameters(), 0.02, 0.9, weight_decay=1e-4, fused=True)
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
-    data = DigitsImages(32, batch_size=4, seed=0, device="cpu")
+    data = DigitsImages(32, batch_size=8, seed=0, device="cpu")
     emulation, expected = HalfEmulation(), []
     for step in range(steps):
         images, labels = data.train_batch(step)

@@ -11,7 +11,8 @@ from mprun.precision.casting import NORM_LAYERS
 
 MODELS = {
     "alexnet": ["model=alexnet", "data=digits_64", "data.batch_size=2"],
-    "resnet50": ["model=resnet50", "data.batch_size=2"],
+    # Smaller batches overflow FP16 in the backward pass of BatchNorm over 1x1 maps.
+    "resnet50": ["model=resnet50", "data.batch_size=8"],
     "lstm_lm": [
         "model=lstm_lm", "data=synthetic_tokens", "data.vocab_size=50", "data.batch_size=4",
         "data.sequence_length=4", "data.train_tokens=512",
@@ -34,12 +35,15 @@ EXPECTED = {
     "bf16_master": (B16, F32, F32),
     "amp_bf16": (F32, F32, F32),
 }
+CONVOLUTIONS = {"forward convolution", "backward convolution_backward"}
+MATRICES = {"forward addmm", "backward mm"}
+LSTM = {"forward lstm", "backward lstm"}
 PRODUCTS = {
-    "alexnet": {"convolution", "addmm"},
-    "resnet50": {"convolution", "addmm"},
-    "lstm_lm": {"lstm", "embedding", "addmm"},
-    "dcgan": {"convolution"},
-    "conv_autoencoder": {"convolution"},
+    "alexnet": CONVOLUTIONS | MATRICES,
+    "resnet50": CONVOLUTIONS | MATRICES,
+    "lstm_lm": LSTM | MATRICES,
+    "dcgan": CONVOLUTIONS,
+    "conv_autoencoder": CONVOLUTIONS,
 }
 
 
@@ -74,14 +78,11 @@ def test_two_steps(build_run, model, mode):
             if key != "step"
         )
         assert set(states) <= {state_dtype}
-    rerouted = built.arithmetic.rerouted()
-    if mode == "fp32":
-        assert rerouted == {}
-    else:
-        for phase in ("forward", "backward"):
-            operations = {name for name in rerouted if name.startswith(phase)}
-            print(operations)
-            assert operations
+    expected = set() if mode == "fp32" else set(PRODUCTS[model])
+    # Under autocast the embedding table is FP32 and so is its gradient.
+    if model == "lstm_lm" and parameter_dtype != F32:
+        expected.add("backward embedding_dense_backward")
+    assert set(built.arithmetic.rerouted()) == expected
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -121,12 +121,12 @@ def test_micro_batches_accumulate_as_in_a_bare_loop(build_run):
     data, expected = digits(64, channels=1, value_range="tanh"), []
     for step in range(STEPS):
         optimizer.zero_grad()
-        total = 0
+        parts = []
         for micro_batch in range(3):
             images, _ = data.train_batch(3 * step + micro_batch)
-            loss = F.mse_loss(model(images), images) / 3
-            loss.backward()
-            total = total + loss.detach()
+            loss = F.mse_loss(model(images), images)
+            (loss / 3).backward()
+            parts.append(loss.detach())
         optimizer.step()
-        expected.append(total)
+        expected.append(torch.stack(parts).mean())
     assert_same(built, losses, model, expected)

@@ -1,0 +1,89 @@
+"""The text of command-line overrides: parsed, and refused where no configuration can take it."""
+
+import re
+from collections.abc import Iterable
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, ValueType
+
+from mprun.errors import BadInput
+
+# The mapping from module-name patterns to dtypes: its keys hold dots and stars.
+MAPPING = "precision.overrides"
+# Labels that choose a builder or appear in the record; the option of a group sets them.
+_CHOSEN_BY_GROUP = ("model.name", "data.name", "optim.name", "precision.name", "scaler.name",
+                    "scaler.kind")  # fmt: skip
+
+
+def parse_overrides(overrides: Iterable[str]) -> list[Override]:
+    """Hydra's parse of each override; BadInput names the one that is not `key=value`.
+
+    `precision.overrides.layer4.*=fp32` becomes an entry of the mapping `precision.overrides`.
+    """
+    parser, parsed = OverridesParser.create(), []
+    for text in overrides:
+        try:
+            [override] = parser.parse_overrides([_entry_as_mapping(text)])
+        # Not only Hydra's own: int() refuses 4,300 digits, deep nesting exhausts the stack.
+        except Exception as error:
+            reason = [line for line in str(error).splitlines() if line.strip()][1:2]
+            detail = f" ({reason[0].strip()})" if reason else ""
+            raise BadInput(f"'{printable(text)}': not of the form key=value{detail}") from None
+        _refuse(override, text)
+        parsed.append(override)
+    return parsed
+
+
+def sweep_values(override: Override, options: list[str]) -> list[str]:
+    """The single overrides `key=value` of one swept override, in order.
+
+    options: those of the override's group, which `glob` chooses from.
+    """
+    if override.value_type is ValueType.GLOB_CHOICE_SWEEP:
+        values = override.value().filter(options)
+    elif override.is_discrete_sweep():
+        values = list(override.sweep_string_iterator())
+    else:
+        raise BadInput(f"{override.input_line}: must be a list, range(), choice() or glob() to "
+                       "sweep over")  # fmt: skip
+    if not values:
+        raise BadInput(f"{override.input_line}: has no value to sweep over")
+    key = override.input_line.partition("=")[0]
+    return [f"{key}={value}" for value in values]
+
+
+def printable(value: object) -> str:
+    """`value` on one line whatever it holds, and short."""
+    text = "".join(c if c.isprintable() else "?" for c in str(value))
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _entry_as_mapping(text: str) -> str:
+    if not text.startswith(MAPPING + "."):
+        return text
+    pattern, _, dtypes = text.removeprefix(MAPPING + ".").partition("=")
+    # Hydra's grammar takes these characters in the key of a mapping only behind a backslash.
+    key = re.sub(r"([\[\](){}:=, ])", r"\\\1", pattern)
+    if not key or not dtypes:
+        return text
+    return f"{MAPPING}=" + ",".join(f"{{{key}:{dtype}}}" for dtype in dtypes.split(","))
+
+
+def _refuse(override: Override, text: str) -> None:
+    key = override.key_or_group
+    if "${" in text:
+        # It could put an environment variable into the record, or one group in place of another.
+        raise BadInput(f"{printable(text)}: ${{...}} is for configuration files; write the value")
+    if not key:
+        raise BadInput(f"'{printable(text)}': not of the form key=value (no key)")
+    if re.split(r"[./]", key)[0] == "hydra":
+        raise BadInput(
+            f"{key}: mprun places its own output; use name=, output_root= or output_dir="
+        )
+    if override.is_delete():
+        raise BadInput(f"{printable(text)}: no key can be left out; set it to another value")
+    if key in _CHOSEN_BY_GROUP:
+        group = key.partition(".")[0]
+        raise BadInput(f"{printable(text)}: not a value to set; choose {group}=OPTION")
+    if override.package is not None:
+        raise BadInput(f"{printable(text)}: a group has one place; write {key}=OPTION")

@@ -1,0 +1,95 @@
+"""Continue a run in its own directory from its newest whole checkpoint."""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+import yaml
+
+from mprun import checkpoint
+from mprun.config.compose import config_from_record
+from mprun.errors import BadInput, Damaged
+from mprun.record.metrics import truncate_metrics
+from mprun.record.run_directory import config_hash, read_config, read_json, write_config
+from mprun.run import attempt, locked, prepare, resolve_device
+
+# What may differ between a run and its continuation: its length and what it writes.
+RESUMABLE_KEYS = ("train.steps", "train.epochs", "train.log_every", "train.eval_every",
+                  "train.checkpoint_every", "train.keep_checkpoints")  # fmt: skip
+
+
+def resume(composed_overrides: tuple[str, ...], path: str) -> int:
+    """Continue the run in directory `path` from its newest whole checkpoint; the exit code.
+
+    Only RESUMABLE_KEYS may be given beside it; everything else comes from the run itself.
+    """
+    directory = Path(path)
+    if not path or not os.path.isdir(path):
+        raise BadInput(f"resume={path}: no such folder")
+    plain = read_config(directory)
+    for name in ("run.json", "metrics.jsonl"):
+        if not (directory / name).is_file():
+            raise BadInput(f"resume={path}: no {name} there; the run never reached its first step")
+    with locked(directory):
+        record = _recorded(directory)
+        plain = _with_overrides(plain, composed_overrides)
+        config = config_from_record(plain)
+        device = resolve_device(record["environment"]["device"])
+        _check_same_stack(record["environment"])
+        built = prepare(config, device, record["environment"]["threads"])
+        step, state, warnings = checkpoint.load_newest(directory / "checkpoints", device)
+        for line in warnings:
+            print(f"mprun: warning: {line}; using the one before", file=sys.stderr)
+        if step >= built.steps:
+            raise BadInput(f"resume={path}: already at step {step} of {built.steps}; "
+                           "give a larger train.steps")  # fmt: skip
+        try:
+            built.task.load_state_dict(state["task"])
+        except (ValueError, KeyError) as error:
+            raise BadInput(f"resume={path}: {error}") from None
+        if config.optim.schedule != "constant" and built.steps != record["steps"]:
+            raise BadInput(f"train.steps={built.steps}: a run with optim.schedule="
+                           f"{config.optim.schedule} keeps its length ({record['steps']})")  # fmt: skip
+        record["config_hash"] = config_hash(plain)
+        truncate_metrics(directory / "metrics.jsonl", step)
+        write_config(directory, plain)
+        checkpoint.restore_random_states(state["random"], device)
+        return attempt(directory, config, built, record, first_step=step,
+                        skipped=state["skipped"])  # fmt: skip
+
+
+def _check_same_stack(recorded: dict) -> None:
+    """A resumed run continues bit for bit only on the torch it was started with."""
+    if recorded["packages"]["torch"] != torch.__version__.split("+")[0] and (
+        recorded["packages"]["torch"] != torch.__version__
+    ):
+        raise BadInput(f"resume: the run used torch {recorded['packages']['torch']}, this is "
+                       f"{torch.__version__}; it would not continue bit for bit")  # fmt: skip
+
+
+def _recorded(directory: Path) -> dict:
+    """run.json of a run to be continued; Damaged if it lacks what the continuation reads."""
+    record = read_json(directory / "run.json")
+    try:
+        record["steps"], record["attempts"], record["choices"]
+        record["environment"]["device"], record["environment"]["threads"]
+        record["environment"]["packages"]["torch"]
+    except (KeyError, TypeError) as error:
+        raise Damaged(f"{directory / 'run.json'}: not the record of a run ({error})") from None
+    return record
+
+
+def _with_overrides(plain: dict, overrides: tuple[str, ...]) -> dict:
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if key.lstrip("+") == "resume":
+            continue
+        if key not in RESUMABLE_KEYS:
+            raise BadInput(f"{override}: a resumed run keeps its configuration (allowed beside "
+                           f"resume=: {', '.join(RESUMABLE_KEYS)})")  # fmt: skip
+        try:
+            plain["train"][key.partition(".")[2]] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise BadInput(f"{override}: not a value") from None
+    return plain

@@ -1,0 +1,235 @@
+"""Bad input: exit code 2, one line of at most 200 characters with the key, nothing written."""
+
+import os
+import shlex
+
+import pytest
+import torch
+
+from mprun.cli import main
+
+# One command line each (shell quoting), and what its one line must contain.
+CASES = [
+    # unknown option of a group
+    ("model=resnet5", "model=resnet5|did you mean 'resnet50'"),
+    ("precision=fp16_nave", "precision=fp16_nave|did you mean 'fp16_naive'"),
+    ("scaler=dynamik", "scaler=dynamik|did you mean 'dynamic'"),
+    ("optim=adm", "optim=adm|did you mean 'adam'"),
+    ("data=digit_32", "data=digit_32|did you mean 'digits_32'"),
+    ("train=shrt", "train=shrt|did you mean 'short'"),
+    ("experiment=nope", "experiment=nope"),
+    ("model=", "model=|alexnet"),
+    ("model=null", "model=null|alexnet"),
+    ("model=[a,b]", "model=|alexnet"),
+    # unknown key
+    ("modle=resnet50", "modle|did you mean 'model'"),
+    ("seeed=1", "seeed|did you mean 'seed'"),
+    ("lr=3", "lr|did you mean 'optim.lr'"),
+    ("batch_size=8", "batch_size|did you mean 'data.batch_size'"),
+    ("train.step=5", "train.step|did you mean 'train.steps'"),
+    ("model=resnet50 model.hidden_size=3", "model.hidden_size"),
+    ("+optim.foo=1", "optim.foo"),
+    ("++foo.bar=1", "foo.bar"),
+    ("+model._target_=os.system", "model._target_"),
+    ("+seed=1", "seed"),
+    ("model@data=resnet50", "model@data"),
+    ("~optim", "~optim"),
+    ("~optim.lr", "~optim.lr"),
+    # not a value to set: the option of the group sets it
+    ("model.name=resnet50", "model.name|model=OPTION"),
+    ("precision.name=amp", "precision.name|precision=OPTION"),
+    ("scaler.name=static", "scaler.name|scaler=OPTION"),
+    ("scaler.kind=dynamic", "scaler.kind|scaler=OPTION"),
+    # wrong type
+    ("optim.lr=abc", "optim.lr=abc"),
+    ("optim.lr=true", "optim.lr=true"),
+    ("optim.lr=[1]", "optim.lr"),
+    ("optim.lr=", "optim.lr="),
+    ("optim.lr=null", "optim.lr=null"),
+    ("train.steps=ten", "train.steps=ten"),
+    ("train.steps=1.5", "train.steps=1.5"),
+    ("deterministic=7x", "deterministic=7x"),
+    ("name={a:1}", "name="),
+    ("optim=adam optim.betas=0.9", "optim.betas"),
+    # out of range
+    ("optim.lr=0", "optim.lr=0.0|> 0"),
+    ("optim.lr=-1", "optim.lr=-1.0|> 0"),
+    ("optim.lr=nan", "optim.lr=nan|finite"),
+    ("optim.lr=inf", "optim.lr=inf|finite"),
+    ("optim.lr=1e999", "optim.lr=inf|finite"),
+    ("data.batch_size=0", "data.batch_size=0|>= 1"),
+    ("data.batch_size=99999999999999999999999", "batch_size="),
+    ("train.steps=0", "train.steps=0|>= 1"),
+    ("train.steps=-1", "train.steps=-1|>= 1"),
+    ("train.steps=1000000000000", "train.steps=1000000000000|<= 1e+07"),
+    ("train.steps=null train.epochs=1e300", "train.epochs=1e+300|<= 10000"),
+    ("train.keep_checkpoints=1", "train.keep_checkpoints=1|>= 2"),
+    ("train.clip_norm=0", "train.clip_norm=0.0|> 0"),
+    ("seed=-1", "seed=-1|>= 0"),
+    ("threads=0", "threads=0|>= 1"),
+    ("threads=100000", "threads=100000|<= 1024"),
+    ("device=gpu", "device=gpu|auto, cuda, cpu"),
+    ("cpu_half=fast", "cpu_half=fast|emulated, native"),
+    ("optim.momentum=1", "optim.momentum=1.0|< 1"),
+    ("optim=adam optim.betas=[0.9,1.0]", "optim.betas=1.0|< 1"),
+    ("scaler=static scaler.scale=0", "scaler.scale=0.0|> 0"),
+    ("scaler=static scaler.scale=1e-45", "scaler.scale=1e-45|2^-126"),
+    ("scaler=static scaler.scale=1e39", "scaler.scale=1e+39|2^126"),
+    ("scaler=dynamic scaler.growth_factor=1", "scaler.growth_factor=1.0|> 1"),
+    ("scaler=dynamic scaler.growth_factor=inf", "scaler.growth_factor=inf|finite"),
+    ("scaler=dynamic scaler.backoff_factor=1", "scaler.backoff_factor=1.0|< 1"),
+    ("scaler=dynamic scaler.backoff_factor=0", "scaler.backoff_factor=0.0|> 0"),
+    ("scaler=dynamic scaler.growth_interval=0", "scaler.growth_interval=0|>= 1"),
+    ("scaler=dynamic scaler.growth_interval=99999999999", "scaler.growth_interval=99999999999"),
+    ("scaler=dynamic scaler.init_scale=1e30", "scaler.init_scale=1e+30|max_scale"),
+    ("scaler=dynamic scaler.init_scale=1e-30", "scaler.init_scale=1e-30|min_scale"),
+    ("scaler=dynamic scaler.min_scale=8 scaler.max_scale=4", "scaler.min_scale=8|max_scale"),
+    ("compare.margin=0", "compare.margin=0.0|> 0"),
+    # combinations that cannot be
+    ("precision=tf32 device=cpu", "precision=tf32|fp32"),
+    ("precision=amp cpu_half=native device=cpu", "cpu_half=native|emulated"),
+    ("optim=adam optim.momentum=0.9", "optim.momentum=0.9|adam"),
+    ("optim.eps=1e-8", "optim.eps=1e-08|sgd"),
+    ("optim=adam optim.betas=null", "optim.betas=null|adam"),
+    ("optim=adam optim.betas=[0.9]", "optim.betas=[0.9]|two"),
+    ("optim.nesterov=true", "optim.nesterov=true|momentum"),
+    ("optim.schedule=step", "optim.milestones"),
+    ("optim.implementation=fused precision=fp16_naive", "optim.implementation=fused|foreach"),
+    ("scaler.scale=128", "scaler.scale=128.0|none"),
+    ("scaler=dynamic scaler.scale=4", "scaler.scale=4.0|dynamic"),
+    ("scaler=dynamic scaler.growth_factor=null", "scaler.growth_factor=null"),
+    ("scaler=static scaler.scale=null", "scaler.scale=null"),
+    ("scaler=dynamic scaler.hysteresis=2 scaler.tolerance=0.5", "scaler.tolerance=0.5"),
+    ("scaler=dynamic scaler.per=loss", "scaler.per=loss|shared"),
+    ("model=dcgan scaler.per=loss", "scaler.per=loss|none"),
+    ("model=dcgan train.accumulate=2", "train.accumulate=2|1"),
+    ("train.steps=null", "train.steps=null|train.epochs=null"),
+    ("train.epochs=1", "train.steps=300|train.epochs=1.0"),
+    ("train.accumulate=1000000", "data.batch_size"),
+    ("precision=amp precision.param_dtype=fp16", "precision.param_dtype=fp16|fp32"),
+    ("precision.overrides.fc=fp8", "precision.overrides.fc=fp8|fp32, fp16, bf16"),
+    ("precision.overrides=fc", "precision.overrides"),
+    ("precision.overrides.fc=[1]", "precision.overrides"),
+    ("precision=fp16_master precision.overrides.zz*=fp32", "zz*"),
+    ("model=dcgan precision=fp16_master precision.overrides.zz=fp32", "precision.overrides.zz"),
+    ("compare.metric=top1", "compare.metric=top1|perplexity"),
+    # data that do not fit the model
+    ("model=resnet50 data=docs_words", "data=docs_text|images"),
+    ("model=lstm_lm data=digits_32", "data=digits|text"),
+    ("model=alexnet data=digits_32", "data.image_size=32|63"),
+    ("model=dcgan data=digits_64", "data.value_range=standardised|tanh"),
+    ("model=dcgan data.image_size=48", "model.image_size=48|32, 64, 128"),
+    ("model=resnet50 data.channels=1", "data.channels=1|3"),
+    ("model=resnet50 model.num_classes=5", "model.num_classes=5|10"),
+    # override grammar
+    ("optim.lr=[1", "optim.lr=[1|key=value"),
+    ("'optim.lr=${'", "optim.lr=|key=value"),
+    ("'optim.lr=${nope}'", "optim.lr"),
+    ("'optim.lr=${oc.env:HOME}'", "optim.lr"),
+    ("optim.lr={", "optim.lr={|key=value"),
+    ('"optim.lr=\'"', "optim.lr|key=value"),
+    ("=3", "=3|key=value"),
+    ("lstm_lm", "'lstm_lm'|key=value"),
+    ("doctr", "'doctr'|did you mean 'doctor'"),
+    ("''", "''|key=value"),
+    ("'optim.lr=1\n'", "optim.lr=1|key=value"),
+    ("'foo\nbar=1'", "foo|key=value"),
+    ("'optim.lr=\0'", "optim.lr=|key=value"),
+    ("seed=0,1", "seed=0,1|-m"),
+    ("optim.lr=" + "9" * 5000, "optim.lr="),
+    ("x" * 5000 + "=1", "xxx"),
+    ("seed=" + "[" * 2000, "seed="),
+    # paths and names
+    ("data.root=/nonexistent", "data.root=/nonexistent|no such"),
+    ("data.root=.", "data.root=.|null"),
+    ("data.root=" + "a" * 300, "data.root=aaa"),
+    ("data.workers=2", "data.workers=2|0"),
+    ("output_dir=.", "output_dir=.|exists"),
+    ("output_dir=", "output_dir"),
+    ("output_dir=/proc/none/here", "output_dir=/proc/none|cannot be made"),
+    ("output_root=/proc/none", "output_root=/proc/none|cannot be made"),
+    ("name=a/b", "name='a/b'|letters"),
+    ("name=..", "name='..'|letters"),
+    ("name=", "name=''|letters"),
+    ("name=" + "a" * 65, "name='aaa|64"),
+    ("resume=/nonexistent", "resume=/nonexistent|no such"),
+    ("resume=.", "resume=.|config.yaml"),
+    ("resume=", "resume="),
+    ("++resume=nope", "resume=nope|no such"),
+    ("resume=" + "a" * 3000, "resume=aaa"),
+    # Hydra's own
+    ("hydra.run.dir=/tmp/x", "hydra.run.dir|output_dir="),
+    ("hydra/launcher=joblib", "hydra/launcher"),
+    ("+hydra.foo=1", "hydra.foo"),
+    ("--config-dir=/nope", "--config-dir /nope|no such"),
+    ("--config-dir", "--config-dir|needs a value"),
+    ("-j 2", "-j 2|-m"),
+    ("-j 0 -m seed=0,1", "-j 0|from 1"),
+    ("-j x -m seed=0,1", "-j x|from 1"),
+    ("--verison", "--verison|did you mean '--version'"),
+    ("--experimental-rerun x", "--experimental-rerun|unknown"),
+    ("--resolve", "--resolve|--cfg"),
+    ("--package model", "--package|--cfg"),
+    ("--cfg", "--cfg|needs a value"),
+    ("--cfg foo", "--cfg foo|job"),
+    ("--cfg job optim.lr=0", "optim.lr=0.0|> 0"),
+    ("--cfg job optim.lr", "'optim.lr'|key=value"),
+    ("--cfg job -p model.nope", "--package model.nope"),
+    ("--info foo", "--info foo|defaults"),
+    ("--info defaults optim=zz", "optim=zz|adam"),
+    ("-sc", "-sc|needs a value"),
+    ("-sc install=tcsh", "install=tcsh|bash"),
+    ("doctor --foo", "--foo|no arguments"),
+    # sweeps: one bad cell and nothing starts
+    ("-m precision=fp32,fp61", "precision=fp61|fp32"),
+    ("-m optim.lr=0.1,-1", "optim.lr=-1.0|> 0"),
+    ("-m seed=0,0", "-m|the same"),
+    ("-m output_dir=x seed=0,1", "output_dir"),
+    ("-m 'seed=range(0,0)'", "seed=range(0,0)|no value"),
+    ("-m 'precision=glob(zz*)'", "precision=glob(zz*)|no value"),
+    ("-m 'optim.lr=interval(0,1)'", "optim.lr=interval(0,1)|choice"),
+    ("-m optim.lr=[", "optim.lr=[|key=value"),
+]  # fmt: skip
+
+
+def tree(folder) -> list[tuple[str, int, int]]:
+    found = []
+    for path, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            status = os.stat(os.path.join(path, name))
+            found.append((os.path.join(path, name), status.st_mtime_ns, status.st_size))
+    return sorted(found)
+
+
+@pytest.mark.parametrize(("command", "wanted"), CASES, ids=[c[:50] for c, _ in CASES])
+def test_bad_input_is_one_line_and_writes_nothing(command, wanted, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "kept").write_text("as it was")
+    before = tree(tmp_path)
+    code = main(shlex.split(command))
+    printed = capsys.readouterr()
+    assert code == 2, printed.err
+    assert printed.out == ""
+    assert printed.err.endswith("\n") and printed.err.count("\n") == 1, printed.err
+    assert len(printed.err) <= 201 and printed.err.startswith("mprun: ")
+    for part in wanted.split("|"):
+        assert part in printed.err
+    assert tree(tmp_path) == before
+
+
+def test_device_cuda_without_a_gpu(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    if torch.cuda.is_available():
+        pytest.skip("a GPU is here")
+    assert main(["device=cuda"]) == 2
+    assert "device=cuda" in capsys.readouterr().err
+    assert tree(tmp_path) == []
+
+
+def test_more_memory_than_there_is_ends_in_one_line_too(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    # 4 x 10^9 x 10^9 weights: more bytes than a 64-bit machine can address.
+    assert main(["model.hidden_size=1000000000", "device=cpu"]) == 5
+    printed = capsys.readouterr()
+    assert printed.err.count("\n") == 1 and "out of memory" in printed.err
+    assert tree(tmp_path) == []

@@ -1,0 +1,147 @@
+"""What the configuration files compose to: every pair runs, values agree, order holds."""
+
+import pytest
+import yaml
+
+from mprun.build import build_loss_scale, policy_from
+from mprun.config.compose import compose_config, conf_dir, config_from_record
+from mprun.config.schema import MODELS
+from mprun.config.schema import MODES as MODE_NAMES
+from mprun.errors import BadInput
+from mprun.precision import DEFAULT_SCALER, MODES, PRESETS, DynamicLossScale, get_policy
+
+
+def options(group: str) -> list[str]:
+    return sorted(path.stem for path in (conf_dir() / group).glob("*.yaml"))
+
+
+def read(group: str, option: str) -> dict:
+    return yaml.safe_load((conf_dir() / group / f"{option}.yaml").read_text(encoding="utf-8"))
+
+
+# The sizes of one model differ in numbers only: two modes in the default run, all in the slow one.
+PAIRS = [
+    pytest.param(model, mode, marks=() if model in MODELS or mode in ("fp32", "amp")
+                 else pytest.mark.slow)
+    for model in options("model") for mode in MODE_NAMES
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "precision"), PAIRS)
+def test_every_model_composes_in_every_mode_with_its_own_data(model, precision):
+    composed = compose_config([f"model={model}", f"precision={precision}"])
+    assert composed.config.precision.name == precision
+    assert composed.choices["model"] == model
+    assert composed.choices["scaler"] == DEFAULT_SCALER.get(precision, "none")
+    # What a run directory keeps is enough to rebuild the same configuration.
+    assert config_from_record(yaml.safe_load(yaml.safe_dump(composed.as_dict()))) == composed.config
+
+
+@pytest.mark.parametrize("precision", options("precision"))
+def test_a_precision_file_is_the_mode_of_the_engine(precision):
+    file = read("precision", precision)
+    assert {key: value for key, value in file.items() if key not in ("defaults", "name")} == dict(
+        MODES[precision]
+    )
+    config = compose_config([f"precision={precision}"]).config
+    assert policy_from(config.precision) == get_policy(precision)
+
+
+def test_modes_have_one_list():
+    assert options("precision") == sorted(MODES) == sorted(MODE_NAMES)
+
+
+@pytest.mark.parametrize("scaler", options("scaler"))
+def test_every_scaler_file_builds(scaler):
+    config = compose_config(["precision=amp", f"scaler={scaler}"]).config
+    scale = build_loss_scale(config.scaler, "cpu")
+    assert scale.kind == config.scaler.kind and config.scaler.name == scaler
+    start = config.scaler.init_scale or config.scaler.scale or 1.0
+    assert scale.scale.item() == start  # every preset starts at a power of two: exact in FP32
+
+
+@pytest.mark.parametrize("preset", sorted(PRESETS))
+def test_a_preset_file_is_the_preset_of_the_engine(preset):
+    file = read("scaler", preset)
+    assert {key: value for key, value in file.items() if key not in ("name", "kind")} == dict(
+        PRESETS[preset]
+    )
+
+
+def test_scaler_dynamic_is_the_default_of_the_engine():
+    built = build_loss_scale(compose_config(["precision=amp"]).config.scaler, "cpu")
+    default = DynamicLossScale()
+    for name in ("min_scale", "max_scale", "growth_factor", "backoff_factor", "growth_interval",
+                 "hysteresis", "growth_delay", "tolerance", "hold_at_floor",
+                 "refill_on_clean_step", "max_consecutive_skips"):  # fmt: skip
+        assert getattr(built, name) == getattr(default, name), name
+    assert built.scale.item() == default.scale.item() == 65536.0
+
+
+def test_scaling_parameters_from_the_command_line():
+    config = compose_config(["scaler=dynamic", "scaler.init_scale=1024",
+                             "scaler.growth_interval=7", "scaler.hysteresis=3"]).config  # fmt: skip
+    scale = build_loss_scale(config.scaler, "cpu")
+    assert (scale.scale.item(), scale.growth_interval, scale.hysteresis) == (1024.0, 7, 3)
+
+
+def test_the_command_line_wins_over_the_model_and_the_model_over_the_defaults():
+    assert compose_config(["model=resnet50"]).choices["optim"] == "sgd"
+    assert compose_config(["model=alexnet"]).choices["data"] == "digits_224"
+    # In either order: a choice on the command line is not undone by the model's own.
+    for overrides in (["model=alexnet", "data=digits_64"], ["data=digits_64", "model=alexnet"]):
+        composed = compose_config([*overrides, "train.steps=3", "optim.lr=0.5"])
+        assert composed.choices["data"] == "digits_64"
+        assert (composed.config.train.steps, composed.config.optim.lr) == (3, 0.5)
+    assert compose_config(["precision=amp", "scaler=none"]).config.scaler.kind == "none"
+    assert compose_config(["scaler=static", "precision=amp"]).config.scaler.kind == "static"
+
+
+def test_an_experiment_wins_over_the_defaults_and_the_command_line_over_both(tmp_path):
+    folder = tmp_path / "experiment"
+    folder.mkdir()
+    (folder / "mine.yaml").write_text(
+        "# @package _global_\n"
+        "defaults:\n  - override /model: resnet50\n  - override /optim: adam\n"
+        "train: {steps: 7}\noptim: {lr: 0.25}\nseed: 5\n"
+    )
+    composed = compose_config(["experiment=mine"], str(tmp_path))
+    config = composed.config
+    assert composed.choices["experiment"] == "mine"
+    assert (config.model.name, config.optim.name) == ("resnet50", "adam")
+    assert (config.train.steps, config.optim.lr, config.seed) == (7, 0.25, 5)
+    assert config.data.name == "digits"  # the model of the experiment still picks its data
+    config = compose_config(["experiment=mine", "train.steps=9", "optim=sgd"], str(tmp_path)).config
+    assert (config.train.steps, config.optim.name) == (9, "sgd")
+
+
+def test_a_file_of_the_user_is_held_to_the_schema(tmp_path):
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train" / "mine.yaml").write_text("steps: 3\nsteqs: 4\n")
+    with pytest.raises(BadInput, match="steqs"):
+        compose_config(["train=mine"], str(tmp_path))
+
+
+@pytest.mark.parametrize(("overrides", "expected"), [
+    (["precision.overrides.lstm=fp32"], {"lstm": "fp32"}),
+    (["precision.overrides={lstm:fp32}"], {"lstm": "fp32"}),
+    (["precision.overrides.layer4.*=fp32"], {"layer4.*": "fp32"}),
+    (["precision.overrides={layer4.*:fp32,fc:bf16}"], {"layer4.*": "fp32", "fc": "bf16"}),
+    (["precision.overrides.*bn?=fp32", "precision.overrides.fc=fp16"],
+     {"*bn?": "fp32", "fc": "fp16"}),
+    (["precision.overrides.layer[34].0=fp32"], {"layer[34].0": "fp32"}),
+    (["++precision.overrides.fc=fp32"], {"fc": "fp32"}),
+    ([], {}),
+])  # fmt: skip
+def test_patterns_of_module_overrides(overrides, expected):
+    assert compose_config(overrides).config.precision.overrides == expected
+
+
+def test_a_record_of_a_run_names_no_code():
+    plain = compose_config([]).as_dict()
+    for change in ({"_target_": "os.system"}, {"extra": 1}, {"seed": "${oc.env:HOME}"}):
+        with pytest.raises(BadInput):
+            config_from_record(plain | change)
+    plain["model"] = plain["model"] | {"_target_": "os.system"}
+    with pytest.raises(BadInput):
+        config_from_record(plain)

@@ -1,0 +1,82 @@
+"""Who may import whom, read from the source; and that reading needs no torch."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import mprun
+
+ROOT = Path(mprun.__file__).parent
+
+
+def imports_of(path: Path) -> set[str]:
+    """Absolute names of all modules that a file imports, anywhere in it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found.add(node.module)
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def files(part: str) -> list[Path]:
+    paths = sorted((ROOT / part).rglob("*.py")) if (ROOT / part).is_dir() else [ROOT / part]
+    assert paths
+    return paths
+
+
+def offenders(part: str, forbidden: tuple[str, ...]) -> list[tuple[str, str]]:
+    return [
+        (path.name, name)
+        for path in files(part)
+        for name in imports_of(path)
+        if any(name == f or name.startswith(f + ".") for f in forbidden)
+    ]
+
+
+@pytest.mark.parametrize(("part", "forbidden"), [
+    ("models", "precision tasks config data run train record build checkpoint"),
+    ("data", "precision tasks config models run train record build checkpoint"),
+    ("precision", "models data tasks config run train record build checkpoint"),
+    ("tasks", "config run train record build checkpoint"),
+    ("config", "models data tasks precision run train record build checkpoint sweep"),
+    ("record", "models data tasks config run train build checkpoint"),
+    ("checkpoint.py", "models data tasks config precision run train record build"),
+    ("table.py", "models data tasks config precision run train build checkpoint"),
+    ("sweep.py", "models data tasks precision run train build checkpoint"),
+])  # fmt: skip
+def test_direction(part, forbidden):
+    assert offenders(part, tuple(f"mprun.{name}" for name in forbidden.split())) == []
+
+
+def test_no_torch_where_bad_input_is_found():
+    for part in ("config", "cli.py", "help.py", "inspection.py", "sweep.py", "table.py",
+                 "errors.py"):  # fmt: skip
+        assert offenders(part, ("torch", "torchvision", "numpy")) == []
+
+
+def test_only_the_builder_reads_both_configuration_and_parts():
+    both = []
+    for path in sorted(ROOT.rglob("*.py")):
+        names = imports_of(path)
+        schema = any(n.startswith("mprun.config.schema") for n in names)
+        parts = any(n.startswith(("mprun.models", "mprun.tasks", "mprun.data")) for n in names) or (
+            "mprun.models" in names
+        )
+        if schema and parts:
+            both.append(path.name)
+    assert both == ["build.py"]
+
+
+@pytest.mark.parametrize("module", ["mprun.config.compose", "mprun.sweep", "mprun.table",
+                                    "mprun.help", "mprun.record.run_directory"])  # fmt: skip
+def test_a_light_module_loads_no_torch(module):
+    program = f"import sys, {module}; assert not {{'torch', 'numpy', 'sklearn'}} & set(sys.modules)"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr

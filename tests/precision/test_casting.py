@@ -1,0 +1,241 @@
+"""Which dtype every module has and sees, per mode and with overrides."""
+
+import pytest
+import torch
+from torch import nn
+
+from mprun import models
+from mprun.precision import Arithmetic, cast_model, fp32_copy, get_policy
+
+F32, F16, B16 = torch.float32, torch.float16, torch.bfloat16
+CPU = torch.device("cpu")
+MODES = ("fp32", "fp16_naive", "fp16_master", "fp16_master_scaled", "amp", "bf16_naive",
+         "bf16_master", "amp_bf16")  # fmt: skip
+
+
+class Probe(nn.Module):
+    """Passes its input on and remembers its dtype."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = None
+
+    def forward(self, x):
+        self.seen = x.dtype
+        return x
+
+
+class Block(nn.Module):
+    """Linear layers with probes before, between and after, a norm layer in the middle."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.before, self.first, self.between = Probe(), nn.Linear(4, 4), Probe()
+        self.norm, self.after_norm = norm, Probe()
+        self.second, self.after = nn.Linear(4, 4), Probe()
+
+    def forward(self, x):
+        x = self.between(self.first(self.before(x)))
+        x = self.after_norm(self.norm(x))
+        return self.after(self.second(x))
+
+
+class Net(nn.Module):
+    def __init__(self, norm=None):
+        super().__init__()
+        self.entry = nn.Linear(4, 4)
+        self.block = Block(norm or nn.LayerNorm(4))
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.head(self.block(self.entry(x)))
+
+    def seen(self):
+        block = self.block
+        probes = (block.before, block.between, block.after_norm, block.after)
+        return tuple(probe.seen for probe in probes)
+
+
+def run(net, policy, inputs=None):
+    inputs = torch.randn(3, 4) if inputs is None else inputs
+    arithmetic = Arithmetic(policy, CPU)
+    with arithmetic:
+        with arithmetic.autocast():
+            outputs = net(policy.cast_inputs(inputs))
+        outputs.float().sum().backward()
+    return outputs
+
+
+def seen(mode, overrides=None, norm=None):
+    policy = get_policy(mode)
+    net = cast_model(Net(norm), policy, overrides).module
+    run(net, policy)
+    assert all(p.grad is not None and p.grad.dtype == p.dtype for p in net.parameters())
+    return net.seen()
+
+
+EXPECTED = {
+    # before, between, after the norm layer, after
+    "fp32": (F32, F32, F32, F32),
+    "fp16_naive": (F16, F16, F16, F16),
+    "fp16_master": (F16, F16, F16, F16),
+    "fp16_master_scaled": (F16, F16, F16, F16),
+    # torch.autocast leaves the output of a layer norm in FP32.
+    "amp": (F16, F16, F32, F16),
+    "bf16_naive": (B16, B16, B16, B16),
+    "bf16_master": (B16, B16, B16, B16),
+    "amp_bf16": (B16, B16, F32, B16),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_a_module_receives_in_each_mode(mode):
+    assert seen(mode) == EXPECTED[mode]
+
+
+@pytest.mark.parametrize("mode", ["fp16_naive", "fp16_master", "amp"])
+def test_an_override_keeps_a_block_in_fp32_and_its_neighbours_in_half(mode):
+    policy = get_policy(mode)
+    cast = cast_model(Net(), policy, {"block": F32})
+    net = cast.module
+    outputs = run(net, policy)
+    assert net.seen() == (F32,) * 4
+    assert outputs.dtype == F16
+    assert {p.dtype for p in net.block.parameters()} == {F32}
+    assert net.head.weight.dtype == net.entry.weight.dtype == policy.param_dtype
+    if mode == "fp16_master":
+        assert cast.masters.keys() == {"entry.weight", "entry.bias", "head.weight", "head.bias"}
+
+
+@pytest.mark.parametrize("mode", ["fp16_naive", "fp16_master", "amp"])
+def test_overrides_nest_and_the_last_match_counts(mode):
+    overrides = {"block*": F32, "block.second": F16}
+    assert seen(mode, overrides) == (F32, F32, F32, F32)
+    policy = get_policy(mode)
+    net = cast_model(Net(), policy, overrides).module
+    received = []
+    net.block.second.register_forward_hook(lambda m, args, out: received.append(out.dtype))
+    run(net, policy)
+    # The layer itself computed in half, its FP32 neighbours got FP32 back.
+    second = net.block.second
+    assert second.weight.dtype == (F32 if mode == "amp" else F16)
+    assert seen(mode, {"block.second": F16, "block*": F32}) == (F32,) * 4
+
+
+def test_a_nested_half_module_rounds_to_half():
+    torch.manual_seed(0)
+    policy = get_policy("fp16_master")
+    cast = cast_model(Net(), policy, {"block*": F32, "block.second": F16})
+    run(cast.module, policy)
+    outputs = []
+    cast.module.block.after.register_forward_pre_hook(lambda m, args: outputs.append(args[0]))
+    run(cast.module, policy)
+    # FP32 tensors that hold FP16 values.
+    assert outputs[0].dtype == F32
+    assert torch.equal(outputs[0], outputs[0].half().float())
+
+
+@pytest.mark.parametrize("mode", ["fp16_naive", "fp16_master", "amp", "bf16_master"])
+@pytest.mark.parametrize("overrides", [{}, {"block": F32}, {"block": F16}, {"block.norm": F32}])
+@pytest.mark.parametrize(
+    "norm", [nn.LayerNorm, nn.RMSNorm, nn.BatchNorm1d, lambda size: nn.GroupNorm(2, size)],
+    ids=["layer", "rms", "batch", "group"],
+)  # fmt: skip
+def test_every_norm_layer_under_every_override_trains(mode, overrides, norm):
+    policy = get_policy(mode)
+    layer = norm(4)
+    seen(mode, overrides, layer)
+    fp32 = policy.norm_dtype == F32 or "block.norm" in overrides or overrides.get("block") == F32
+    assert layer.weight.dtype == (F32 if fp32 else policy.norm_dtype)
+
+
+def test_instance_norm_counts_as_a_norm_layer():
+    net = nn.Sequential(nn.Conv1d(2, 4, 1), nn.InstanceNorm1d(4, affine=True))
+    policy = get_policy("fp16_master")
+    cast_model(net, policy)
+    assert net[1].weight.dtype == F32
+    assert run(net, policy, torch.randn(3, 2, 5)).dtype == F16
+
+
+def test_statistics_follow_the_norm_layer_and_counters_stay_integers():
+    for mode, dtype in (("fp16_naive", F16), ("fp16_master", F32), ("amp", F32)):
+        norm = cast_model(Net(nn.BatchNorm1d(4)), get_policy(mode)).module.block.norm
+        assert norm.running_mean.dtype == norm.running_var.dtype == dtype
+        assert norm.num_batches_tracked.dtype == torch.int64
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_local_response_norm_counts_as_a_norm_layer(mode):
+    policy = get_policy(mode)
+    net = nn.Sequential(nn.Conv2d(3, 8, 1), models.LocalResponseNorm(3, 2.0), probe := Probe())
+    inner = []
+    original = net[1].forward
+    net[1].forward = lambda x: inner.append(x.dtype) or original(x)
+    cast_model(net, policy)
+    arithmetic = Arithmetic(policy, CPU)
+    with arithmetic, arithmetic.autocast():
+        net(policy.cast_inputs(torch.randn(2, 3, 4, 4)))
+    assert inner == [policy.norm_dtype]
+    half_weights = policy.param_dtype
+    assert probe.seen == (F32 if policy.autocast_dtype else half_weights)
+
+
+@pytest.mark.parametrize("mode", ["fp16_naive", "fp16_master", "amp"])
+def test_an_lstm_kept_in_fp32(mode):
+    policy = get_policy(mode)
+    model = models.LSTMLanguageModel(16, 8, 8, 2)
+    cast_model(model, policy, {"lstm": F32})
+    arithmetic = Arithmetic(policy, CPU)
+    with arithmetic:
+        state = None
+        for _ in range(2):
+            with arithmetic.autocast():
+                logits, state = model(torch.randint(16, (5, 3)), state)
+            state = tuple(part.detach() for part in state)
+        logits.float().sum().backward()
+    assert {p.dtype for p in model.lstm.parameters()} == {F32}
+    assert logits.dtype == F16
+    # Under autocast the state is carried on as the module left it.
+    assert {part.dtype for part in state} == {F32 if mode == "amp" else F16}
+    assert not any("lstm" in name for name in arithmetic.rerouted())
+
+
+def test_an_unknown_pattern_names_modules_that_exist():
+    with pytest.raises(ValueError, match="'blok'.*block"):
+        cast_model(Net(), get_policy("fp16_master"), {"blok": F32})
+
+
+def test_masters_are_the_unrounded_weights():
+    net = Net()
+    before = {name: p.detach().clone() for name, p in net.named_parameters()}
+    cast = cast_model(net, get_policy("fp16_master"))
+    assert cast.masters.keys() == {n for n in before if ".norm." not in n}
+    for name, master in cast.masters.items():
+        assert master.dtype == F32
+        assert torch.equal(master, before[name])
+        assert not torch.equal(master, master.half().float())
+        assert torch.equal(dict(net.named_parameters())[name], master.half())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_parameters_keep_their_identity(mode):
+    net = Net()
+    before = list(net.parameters())
+    cast_model(net, get_policy(mode))
+    assert all(a is b for a, b in zip(before, net.parameters(), strict=True))
+
+
+def test_the_fp32_copy_holds_masters_and_statistics_and_leaves_the_random_state():
+    torch.manual_seed(1)
+    build = lambda: Net(nn.BatchNorm1d(4))  # noqa: E731
+    cast = cast_model(build(), get_policy("fp16_master"))
+    run(cast.module, cast.policy)
+    state = torch.get_rng_state()
+    copy = fp32_copy(build, cast, cast.masters)
+    assert torch.equal(torch.get_rng_state(), state)
+    for name, parameter in copy.named_parameters():
+        own = dict(cast.module.named_parameters())[name]
+        assert parameter.dtype == F32
+        assert torch.equal(parameter, cast.masters.get(name, own.float()))
+    assert torch.equal(copy.block.norm.running_var, cast.module.block.norm.running_var)
+    assert copy.block.norm.num_batches_tracked == 1

@@ -1,0 +1,119 @@
+"""Clipping works on unscaled gradients: the result does not depend on the loss scale."""
+
+import pytest
+import torch
+from torch import nn
+
+from mprun.precision import (
+    DynamicLossScale,
+    MixedPrecisionOptimizer,
+    NoLossScale,
+    StaticLossScale,
+    cast_model,
+    get_policy,
+)
+
+CLIP = 0.5
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 3))
+
+
+def one_step(mode, scale, clip_norm=CLIP, measure=False):
+    """Gradient norm, and what one SGD step of rate 1 took off each (master) weight."""
+    policy = get_policy(mode)
+    cast = cast_model(network(), policy)
+    optimizer = MixedPrecisionOptimizer(
+        cast, lambda named: torch.optim.SGD([t for _, t in named], 1.0), scale, clip_norm=clip_norm
+    )
+    before = [updated.detach().clone() for updated in optimizer.updated]
+    torch.manual_seed(1)
+    inputs = torch.randn(16, 6)
+    optimizer.zero_grad()
+    optimizer.backward(5 * cast.module(policy.cast_inputs(inputs)).float().square().mean())
+    update = optimizer.step(measure)
+    steps = [b - a.detach() for b, a in zip(before, optimizer.updated, strict=True)]
+    return update.grad_norm, steps
+
+
+def by_torch():
+    model = network()
+    torch.manual_seed(1)
+    (5 * model(torch.randn(16, 6)).square().mean()).backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+    with torch.no_grad():
+        return norm, [p - (p - p.grad) for p in model.parameters()]
+
+
+SCALES = {
+    "none": NoLossScale(),
+    "1": StaticLossScale(1.0),
+    "128": StaticLossScale(128.0),
+    "65536": StaticLossScale(65536.0),
+    "dynamic": DynamicLossScale(2.0**10),
+}
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_equals_torch_on_unscaled_gradients(scale):
+    norm, steps = one_step("fp32", SCALES[scale])
+    expected_norm, expected = by_torch()
+    assert expected_norm > 2 * CLIP  # it does clip
+    # A power of two scales exactly, so there is no difference at all.
+    assert torch.equal(norm, expected_norm)
+    assert all(torch.equal(a, b) for a, b in zip(steps, expected, strict=True))
+
+
+def test_another_scale_differs_by_its_rounding_only():
+    norm, steps = one_step("fp32", StaticLossScale(1000.0))
+    expected_norm, expected = by_torch()
+    # Relative error 2^-24 for each of: scaling, the reciprocal, the product, and the norm's own.
+    torch.testing.assert_close(norm, expected_norm, rtol=2.0**-22, atol=0)
+    for ours, theirs in zip(steps, expected, strict=True):
+        # The weights are below 1, so subtracting from them rounds by 2^-25 on either side.
+        torch.testing.assert_close(ours, theirs, rtol=2.0**-20, atol=2.0**-23)
+
+
+@pytest.mark.parametrize("mode", ["fp16_master", "bf16_master"])
+def test_master_weights_are_clipped_alike_under_any_scale(mode):
+    norm, steps = one_step(mode, StaticLossScale(1.0))
+    for scale in (2.0, 16.0, 128.0):
+        other_norm, other = one_step(mode, StaticLossScale(scale))
+        if mode == "bf16_master":
+            # BF16 has FP32's range: a power of two changes no bit.
+            assert torch.equal(norm, other_norm)
+            assert all(torch.equal(a, b) for a, b in zip(steps, other, strict=True))
+        else:
+            # FP16 subnormals (below 2^-14) keep more bits when scaled: 2^-25 absolute each.
+            torch.testing.assert_close(norm, other_norm, rtol=2.0**-11, atol=0)
+    unclipped_norm, unclipped = one_step(mode, StaticLossScale(128.0), None, measure=True)
+    _, clipped = one_step(mode, StaticLossScale(128.0))
+    factor = CLIP / (unclipped_norm + 1e-6)
+    for a, b in zip(clipped, unclipped, strict=True):
+        # Both are differences of masters below 1, each rounded by at most 2^-25.
+        torch.testing.assert_close(a, b * factor, rtol=2.0**-22, atol=2.0**-23)
+
+
+def test_small_gradients_are_not_enlarged():
+    norm, steps = one_step("fp32", StaticLossScale(128.0), clip_norm=1e6)
+    unclipped_norm, unclipped = one_step("fp32", StaticLossScale(128.0), None, measure=True)
+    assert torch.equal(norm, unclipped_norm)
+    assert all(torch.equal(a, b) for a, b in zip(steps, unclipped, strict=True))
+
+
+def test_the_norm_is_computed_only_when_asked_for():
+    assert one_step("fp32", NoLossScale(), None)[0] is None
+    assert one_step("fp32", NoLossScale(), None, measure=True)[0] is not None
+
+
+def test_the_norm_of_fp16_gradients_does_not_overflow():
+    model = nn.Linear(1, 1, bias=False)
+    cast = cast_model(model, get_policy("fp16_naive"))
+    optimizer = MixedPrecisionOptimizer(
+        cast, lambda named: torch.optim.SGD([t for _, t in named], 2.0**-10, foreach=True)
+    )
+    optimizer.backward((model.weight.float() * 4096).sum())
+    # 4096^2 = 2^24 is beyond 65504, the largest FP16 number.
+    assert optimizer.step(measure_norm=True).grad_norm.item() == 4096.0

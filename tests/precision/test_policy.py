@@ -1,0 +1,102 @@
+"""The nine modes as values, and the YAML files that repeat them."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from mprun.build import policy_from
+from mprun.config import schema
+from mprun.config.compose import compose_config
+from mprun.precision import (
+    DEFAULT_SCALER,
+    MODES,
+    Arithmetic,
+    build_policy,
+    get_policy,
+    why_unsupported,
+)
+
+F32, F16, B16 = torch.float32, torch.float16, torch.bfloat16
+CPU = torch.device("cpu")
+# param, norm, master, grad, loss, autocast, fp32_math: the table of the paper's section 3.
+TABLE = {
+    "fp32": (F32, F32, F32, F32, F32, None, "ieee"),
+    "tf32": (F32, F32, F32, F32, F32, None, "tf32"),
+    "fp16_naive": (F16, F16, None, F16, F32, None, "ieee"),
+    "fp16_master": (F16, F32, F32, F32, F32, None, "ieee"),
+    "fp16_master_scaled": (F16, F32, F32, F32, F32, None, "ieee"),
+    "amp": (F32, F32, F32, F32, F32, F16, "ieee"),
+    "bf16_naive": (B16, B16, None, B16, F32, None, "ieee"),
+    "bf16_master": (B16, F32, F32, F32, F32, None, "ieee"),
+    "amp_bf16": (F32, F32, F32, F32, F32, B16, "ieee"),
+}
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_the_table(name):
+    assert dataclasses.astuple(get_policy(name)) == (name, *TABLE[name])
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_the_yaml_file_says_the_same(name):
+    device = "cuda" if name == "tf32" else "cpu"
+    config = compose_config([f"precision={name}", f"device={device}"]).config
+    assert policy_from(config.precision) == get_policy(name)
+    assert config.scaler.name == DEFAULT_SCALER.get(name, "none")
+
+
+def test_names_agree_everywhere():
+    assert tuple(MODES) == schema.MODES == tuple(TABLE)
+
+
+def test_unknown_names_are_refused():
+    with pytest.raises(ValueError, match="'fp8'.*fp32, tf32"):
+        get_policy("fp8")
+    with pytest.raises(ValueError, match="param_dtype='fp64'"):
+        build_policy("x", MODES["fp32"] | {"param_dtype": "fp64"})
+    with pytest.raises(ValueError, match="fp32_math='fast'"):
+        build_policy("x", MODES["fp32"] | {"fp32_math": "fast"})
+
+
+@pytest.mark.parametrize(
+    ("name", "half", "kind"),
+    [
+        ("fp32", None, "none"),
+        ("fp16_naive", F16, "emulated-fp16"),
+        ("amp", F16, "emulated-fp16"),
+        ("bf16_master", B16, "emulated-bf16"),
+        ("amp_bf16", B16, "emulated-bf16"),
+    ],
+)
+def test_what_runs_in_16_bits(name, half, kind):
+    policy = get_policy(name)
+    assert policy.half_dtype == half
+    assert Arithmetic(policy, CPU).kind() == kind
+    assert Arithmetic(policy, CPU, native=True).kind() == kind.replace("emulated", "native")
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_inputs_follow_the_parameters_and_labels_stay(name):
+    policy = get_policy(name)
+    assert policy.cast_inputs(torch.zeros(2)).dtype == TABLE[name][0]
+    assert policy.cast_inputs(torch.arange(3)).dtype == torch.int64
+
+
+def test_arithmetic_reports_what_it_rerouted_only_inside():
+    arithmetic = Arithmetic(get_policy("fp16_naive"), CPU)
+    a = torch.ones(3, 3, dtype=F16)
+    a @ a
+    assert arithmetic.rerouted() == {}
+    with arithmetic:
+        a @ a
+        a @ a
+    assert arithmetic.rerouted() == {"forward mm": 2}
+    a @ a
+    assert arithmetic.rerouted() == {"forward mm": 2}
+
+
+def test_a_cpu_can_honour_every_mode_but_tf32():
+    reasons = {name: why_unsupported(get_policy(name), CPU) for name in TABLE}
+    assert "TF32" in reasons.pop("tf32")
+    assert set(reasons.values()) == {None}

@@ -1,0 +1,98 @@
+"""A run directory belongs to one run: claims, names, hashes."""
+
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from mprun.config.compose import compose_config
+from mprun.record.run_directory import claim, config_hash, run_name, write_json
+
+
+def test_threads_that_claim_one_name_get_one_directory_each(tmp_path):
+    got, barrier = [], threading.Barrier(8)
+
+    def work():
+        barrier.wait()
+        for _ in range(20):
+            got.append(claim(tmp_path / "a" / "b", "fp32-s0"))
+
+    workers = [threading.Thread(target=work) for _ in range(8)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert len(set(got)) == len(got) == 160
+    assert {p.name for p in got} == {"fp32-s0", *(f"fp32-s0.{n}" for n in range(2, 161))}
+
+
+def test_one_of_eight_processes_wins_an_explicit_directory(tmp_path):
+    program = (
+        "import sys; from pathlib import Path\n"
+        "from mprun.record.run_directory import claim_exactly\n"
+        "print('ready', flush=True); sys.stdin.read(); claim_exactly(Path(sys.argv[1]))"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "run")]
+    racers = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE, text=True) for _ in range(8)]  # fmt: skip
+    for racer in racers:
+        racer.stdout.readline()
+    for racer in racers:
+        racer.stdin.close()  # all of them are let go within a millisecond
+    errors = [racer.stderr.read() for racer in racers]
+    codes = [racer.wait(timeout=30) for racer in racers]
+    for racer in racers:
+        racer.stdout.close()
+        racer.stderr.close()
+    assert codes.count(0) == 1 and sum("exists already" in error for error in errors) == 7
+
+
+def name(*overrides: str) -> str:
+    composed = compose_config(overrides)
+    return "/".join(run_name(composed.as_dict(), composed.choices, composed.overrides))
+
+
+def test_names_hold_what_differs():
+    assert name() == "lstm_lm-docs_words/fp32-s0"
+    assert name("model=resnet50", "precision=amp", "optim.lr=0.05", "seed=3") == (
+        "resnet50-digits_32/amp-optim.lr=0.05-s3"
+    )
+    assert name("name=mine", "device=cpu", "threads=1") == "lstm_lm-docs_words/fp32-mine-s0"
+    assert name("precision=amp", "scaler=static") == "lstm_lm-docs_words/amp-scaler=static-s0"
+
+
+def test_names_are_safe_paths_of_bounded_length():
+    long = name(*(f"precision.overrides.layer[{n}].*=fp32" for n in range(30)))
+    folder, run = long.split("/")
+    assert len(run) <= 120 and not set(run) & set("[]*/ ")
+    # Cut off, but still told apart.
+    assert long != name(*(f"precision.overrides.layer[{n}].*=fp32" for n in range(31)))
+
+
+def hashed(*overrides: str) -> str:
+    return config_hash(compose_config(overrides).as_dict())
+
+
+@pytest.mark.parametrize("same", [
+    ("name=x",), ("output_root=elsewhere",), ("output_dir=there",), ("train.log_every=3",),
+    ("train.checkpoint_every=5",), ("train.keep_checkpoints=7",), ("seed=0", "optim=sgd_plain"),
+])  # fmt: skip
+def test_the_hash_ignores_what_changes_no_number(same):
+    assert hashed(*same) == hashed()
+
+
+@pytest.mark.parametrize("other", [
+    "seed=1", "optim.lr=0.5", "precision=amp", "scaler=static", "train.steps=299",
+    "train.eval_every=5", "data.batch_size=10", "precision.overrides.lstm=fp32", "threads=1",
+])  # fmt: skip
+def test_the_hash_sees_what_may_change_a_number(other):
+    assert hashed(other) != hashed()
+
+
+def test_json_is_replaced_whole(tmp_path):
+    path = tmp_path / "run.json"
+    write_json(path, {"status": "running"})
+    with pytest.raises(TypeError):
+        write_json(path, {"status": object()})
+    assert path.read_text().strip() == '{\n "status": "running"\n}'

@@ -1,0 +1,180 @@
+"""What a run leaves behind: files, metrics, TensorBoard view, run.json, streams."""
+
+import json
+import math
+import re
+
+import pytest
+import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from mprun.cli import main
+from mprun.config.compose import compose_config
+from mprun.record.metrics import read_metrics
+from mprun.record.run_directory import config_hash
+
+LM = ["device=cpu", "threads=1", "model=lstm_lm", "model.hidden_size=16", "model.embedding_size=16",
+      "data.vocab_limit=100", "data.batch_size=4", "data.sequence_length=5", "train.steps=6",
+      "train.log_every=2"]  # fmt: skip
+GAN = ["device=cpu", "threads=1", "model=dcgan", "data.image_size=32", "data.batch_size=8",
+       "model.latent_size=8", "model.generator_width=4", "model.discriminator_width=4",
+       "train.steps=4", "train.log_every=2"]  # fmt: skip
+SCALED = [*LM, "precision=fp16_master_scaled", "scaler.init_scale=16777216", "optim=sgd",
+          "train.eval_every=3", "train.checkpoint_every=3"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def scaled(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("scaled") / "run"
+    assert main([*SCALED, f"output_dir='{folder}'"]) == 0
+    return folder
+
+
+def record_of(run) -> dict:
+    return json.loads((run / "run.json").read_text())
+
+
+def test_the_files_of_a_run(scaled):
+    names = {re.sub(r"tfevents.*", "tfevents", path.name) for path in scaled.iterdir()}
+    assert names == {"config.yaml", "run.json", "metrics.jsonl", "checkpoints", ".lock",
+                     "events.out.tfevents"}  # fmt: skip
+    assert sorted(p.name for p in (scaled / "checkpoints").iterdir()) == [
+        "step-00000003", "step-00000006",
+    ]  # fmt: skip
+
+
+def test_config_yaml_is_the_resolved_configuration(scaled):
+    expected = compose_config([*SCALED, f"output_dir='{scaled}'"]).as_dict()
+    assert yaml.safe_load((scaled / "config.yaml").read_text()) == expected
+
+
+def test_the_keys_and_counts_of_metrics(scaled):
+    records = read_metrics(scaled / "metrics.jsonl")
+    train = [r for r in records if r["split"] == "train"]
+    evals = [r for r in records if r["split"] == "eval"]
+    for record in train:
+        assert {"split", "step", "updates", "skipped", "epoch", "loss", "loss_scale",
+                "lr"} <= record.keys()  # fmt: skip
+        assert record["updates"] == record["step"] - record["skipped"]
+    for record in (r for r in train if r["step"] % 2 == 0):
+        assert {"grad_norm", "samples_per_s"} <= record.keys() and record["samples_per_s"] > 0
+    assert [r["step"] for r in evals] == [3, 6]
+    for record in evals:
+        assert math.isclose(record["perplexity"], math.exp(record["loss"]), rel_tol=1e-12)
+    # 2^24 overflows FP16 at once: each skipped step has a record of its own, with its scale.
+    assert train[0]["skipped"] == 1 and train[0]["loss_scale"] == 2.0**24
+    assert record_of(scaled)["skipped"] == train[-1]["skipped"] > 0
+    assert record_of(scaled)["final"] == {k: evals[-1][k] for k in ("loss", "perplexity")}
+
+
+def events(folder) -> EventAccumulator:
+    # 0: keep every point; the default would sample.
+    accumulator = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    accumulator.Reload()
+    return accumulator
+
+
+def test_tensorboard_shows_the_same_numbers(scaled):
+    view, expected = events(scaled), {}
+    for record in read_metrics(scaled / "metrics.jsonl"):
+        for key, value in record.items():
+            if key not in ("split", "step") and not isinstance(value, str):
+                expected.setdefault(f"{record['split']}/{key}", []).append((record["step"], value))
+    tags = set(view.Tags()["scalars"])
+    assert tags - {t for t in tags if t.startswith("hparam/")} == set(expected)
+    for tag, points in expected.items():
+        shown = view.Scalars(tag)
+        assert [point.step for point in shown] == [step for step, _ in points]
+        for point, (_, value) in zip(shown, points, strict=True):
+            # TensorBoard stores float32: one rounding, at most 2^-24 of the value.
+            same = math.isclose(point.value, value, rel_tol=2**-24)
+            both_nan = math.isnan(point.value) and math.isnan(value)
+            assert same or both_nan or point.value == value, tag
+
+
+def test_one_tensorboard_run_with_hyper_parameters(scaled):
+    assert {path.parent for path in scaled.rglob("events.*")} == {scaled}
+    view = events(scaled)
+    assert "hparam/eval_loss" in view.Tags()["scalars"]
+    assert "_hparams_/session_start_info" in view.summary_metadata
+    content = view.summary_metadata["_hparams_/session_start_info"].plugin_data.content
+    for word in (b"precision", b"fp16_master_scaled", b"lstm_lm", b"optimizer"):
+        assert word in content
+
+
+def test_run_json_says_what_is_needed_to_judge_the_run(scaled):
+    record = record_of(scaled)
+    assert (record["status"], record["cause"], record["last_step"]) == ("done", None, 6)
+    assert record["updates"] + record["skipped"] == 6
+    dtypes = record["precision"]["effective_dtypes"]["model"]
+    elements = dtypes["parameters"]["float16"]
+    assert dtypes["parameters"] == {"float16": elements}
+    assert dtypes["master_weights"] == dtypes["optimizer_state"] == {"float32": elements}
+    assert dtypes["gradients_in_update"] == "float32"
+    assert record["precision"]["mode"] == "fp16_master_scaled"
+    assert record["precision"]["half_products"] == "emulated-fp16"
+    flags = record["precision"]["flags"]
+    assert {v for k, v in flags.items() if k.endswith("fp32_precision")} == {"ieee"}
+    assert flags["cuda.matmul.allow_fp16_reduced_precision_reduction"] is False
+    # Two layers, each forward and each backward pass of every step.
+    assert record["emulated"]["forward lstm"] == record["emulated"]["backward lstm"] == 2 * 6
+    assert re.fullmatch(r"[0-9a-f]{64}", record["data"]["sha256"])
+    assert record["environment"]["packages"]["torch"] and record["environment"]["threads"] == 1
+    assert record["memory"]["saved_for_backward_bytes"] > 0
+    plain = yaml.safe_load((scaled / "config.yaml").read_text())
+    assert record["config_hash"] == config_hash(plain)
+    assert "JSON" not in json.dumps(record) and "NaN" not in (scaled / "run.json").read_text()
+
+
+def test_fp32_has_no_emulation_and_no_masters(tmp_path):
+    assert main([*LM, f"output_dir='{tmp_path / 'run'}'"]) == 0
+    record = record_of(tmp_path / "run")
+    assert record["emulated"] == {} and record["precision"]["half_products"] == "none"
+    dtypes = record["precision"]["effective_dtypes"]["model"]
+    assert set(dtypes["parameters"]) == {"float32"} and dtypes["master_weights"] == {}
+    # Without checkpoint_every nothing but the record is written.
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_a_gan_reports_both_losses_and_both_networks(tmp_path):
+    run = tmp_path / "run"
+    assert main([*GAN, "precision=amp", f"output_dir='{run}'"]) == 0
+    train = [r for r in read_metrics(run / "metrics.jsonl") if r["split"] == "train"]
+    for record in train:
+        if {"d_loss", "g_loss"} <= record.keys():
+            # Summed in float32 on the device: one rounding.
+            total = record["d_loss"] + record["g_loss"]
+            assert math.isclose(record["loss"], total, rel_tol=2**-23)
+    assert any("g_loss" in record for record in train)
+    assert set(record_of(run)["precision"]["effective_dtypes"]) == {"generator", "discriminator"}
+    assert "eval/samples" in events(run).Tags()["images"]
+
+
+def test_the_same_command_twice_makes_two_directories_with_equal_numbers(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    paths = []
+    for _ in range(2):
+        assert main(LM) == 0
+        printed = capsys.readouterr()
+        [line] = printed.out.splitlines()
+        paths.append(tmp_path / line.removeprefix("run: "))
+        # Progress is on stderr, in lines: there is no terminal here.
+        assert "step 6/6" in printed.err and "eval at step 6" in printed.err
+        assert "\r" not in printed.err
+    assert paths[1] == paths[0].with_name(paths[0].name + ".2")
+    numbers = [
+        [{k: v for k, v in r.items() if k not in ("samples_per_s", "seconds")}
+         for r in read_metrics(path / "metrics.jsonl")]
+        for path in paths
+    ]  # fmt: skip
+    assert numbers[0] == numbers[1]
+    assert record_of(paths[0])["config_hash"] == record_of(paths[1])["config_hash"]
+
+
+def test_an_existing_directory_is_not_touched(scaled, capsys):
+    before = {path: path.stat().st_mtime_ns for path in scaled.rglob("*")}
+    assert main([*LM, f"output_dir='{scaled}'"]) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert {path: path.stat().st_mtime_ns for path in scaled.rglob("*")} == before

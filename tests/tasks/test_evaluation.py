@@ -1,0 +1,101 @@
+"""Evaluation measures the master weights in FP32 and leaves no trace in the training."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
+
+from mprun import models
+from mprun.precision import MODES, read_math_flags
+
+RUNS = {
+    "dcgan": ["model=dcgan", "data.batch_size=4", "data.image_size=32",
+              "model.generator_width=8", "model.discriminator_width=8"],
+    "lstm_lm": ["model=lstm_lm", "model.dropout=0.2", "data=synthetic_tokens",
+                "data.vocab_size=50", "data.batch_size=4", "data.sequence_length=8",
+                "data.train_tokens=512", "data.eval_tokens=200"],
+}  # fmt: skip
+AUTOENCODER = ["model=conv_autoencoder", "data.batch_size=16", "optim=sgd"]
+EVERY_MODE = [(mode, "fp32") for mode in sorted(MODES.keys() - {"tf32"})]
+
+
+def final_state(task, evaluate):
+    rows = []
+    for step in range(4):
+        rows.append(task.train_step(step))
+        if evaluate and step == 1:
+            before = torch.get_rng_state(), read_math_flags()
+            first = task.evaluate()
+            assert torch.equal(torch.get_rng_state(), before[0])
+            assert read_math_flags() == before[1]
+            assert task.evaluate() == pytest.approx(first, rel=0, abs=0, nan_ok=True)
+    return tree_leaves([rows, task.state_dict()])
+
+
+@pytest.mark.parametrize(
+    ("mode", "arithmetic"), [*EVERY_MODE, ("amp", "mode"), ("fp16_naive", "mode")]
+)
+@pytest.mark.parametrize("model", RUNS)
+def test_training_does_not_notice_an_evaluation(build_run, model, mode, arithmetic):
+    overrides = [*RUNS[model], f"precision={mode}", f"train.eval_arithmetic={arithmetic}"]
+    plain, evaluated = (
+        final_state(build_run(*overrides).task, evaluate) for evaluate in (False, True)
+    )
+    tensors = [(a, b) for a, b in zip(plain, evaluated, strict=True) if torch.is_tensor(a)]
+    assert len(tensors) > 20
+    for a, b in tensors:
+        assert a.dtype == b.dtype
+        # Naive FP16 with Adam is NaN, in both.
+        assert torch.equal(a.nan_to_num(), b.nan_to_num())
+        assert torch.equal(a.isnan(), b.isnan())
+
+
+@pytest.mark.parametrize("mode", ["fp16_master", "amp", "fp16_naive"])
+def test_the_metric_is_that_of_the_masters_in_fp32(build_run, mode):
+    built = build_run(*AUTOENCODER, f"precision={mode}")
+    task = built.task
+    for step in range(3):
+        task.train_step(step)
+    optimizer = task.learner.optimizer
+    reference = models.ConvAutoencoder(64, 32, 8, 1)
+    weights = {name: p.detach().float() for name, p in task.learner.model.named_parameters()}
+    reference.load_state_dict(weights | {n: m.detach() for n, m in optimizer.masters.items()})
+    with torch.no_grad():
+        batches = [(reference(images), images) for images, _ in task.data.eval_batches()]
+    total = sum(F.mse_loss(a.double(), b.double(), reduction="sum").item() for a, b in batches)
+    expected = total / sum(images.numel() for _, images in batches)
+    # Sums of squares in FP32 over a batch against FP64: 2^-24 each, added pairwise.
+    assert task.evaluate()["loss"] == pytest.approx(expected, rel=1e-6)
+    if mode == "fp16_master":
+        rounded = models.ConvAutoencoder(64, 32, 8, 1)
+        rounded.load_state_dict(weights)
+        with torch.no_grad():
+            others = [(rounded(images), images) for _, images in batches]
+        other = sum(F.mse_loss(a.double(), b.double(), reduction="sum").item() for a, b in others)
+        # The weights as FP16 would have given another number, so the test tells the two apart.
+        assert other / total != pytest.approx(1, rel=1e-6)
+
+
+def test_evaluation_in_the_mode_s_own_arithmetic_uses_the_model_itself(build_run):
+    task = build_run(*AUTOENCODER, "precision=fp16_master").task
+    own = build_run(*AUTOENCODER, "precision=fp16_master",
+                    "train.eval_arithmetic=mode").task  # fmt: skip
+    assert task.evaluate() != own.evaluate()
+    assert own.learner.model.training
+    assert own.arithmetic.rerouted() and not task.arithmetic.rerouted()
+
+
+def test_evaluation_uses_running_statistics(build_run):
+    task = build_run("model=resnet50", "data=synthetic_images", "data.batch_size=8",
+                     "data.eval_size=8").task  # fmt: skip
+    task.train_step(0)
+    reference = models.resnet50(10)
+    reference.load_state_dict(task.learner.model.state_dict())
+    images, labels = next(iter(task.data.eval_batches()))
+    with torch.no_grad():
+        logits = reference.eval()(images)
+    values = task.evaluate()
+    assert values["loss"] == pytest.approx(F.cross_entropy(logits, labels).item(), rel=1e-6)
+    assert values["top1"] == 100 * (logits.argmax(1) == labels).double().mean().item()
+    top5 = (logits.topk(5, dim=1).indices == labels[:, None]).any(1)
+    assert values["top5"] == 100 * top5.double().mean().item()

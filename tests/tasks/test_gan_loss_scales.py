@@ -1,0 +1,134 @@
+"""DCGAN with one scale for all, one per optimizer, or one per loss."""
+
+import pytest
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+INF = float("inf")
+OVERRIDES = ["model=dcgan", "data.image_size=32", "data.batch_size=4", "model.generator_width=8",
+             "model.discriminator_width=8", "precision=amp", "scaler.init_scale=64"]  # fmt: skip
+NAMES = {
+    "shared": ["loss_scale"],
+    "optimizer": ["loss_scale", "loss_scale_generator"],
+    "loss": ["loss_scale", "loss_scale_fake", "loss_scale_generator"],
+}
+
+
+class Planted:
+    """A DCGAN task; `factors` multiply the gradient of D's real, D's fake and G's loss."""
+
+    def __init__(self, task):
+        self.task, self.step, self.factors = task, 0, [1.0, 1.0, 1.0]
+        plain = task._bce
+        calls = iter(())
+
+        def bce(logits, target):
+            nonlocal calls
+            index = next(calls, None)
+            if index is None:
+                calls = iter((1, 2))
+                index = 0
+            loss = plain(logits, target)
+            factor = self.factors[index]
+            loss.register_hook(lambda gradient: gradient * factor)
+            return loss
+
+        task._bce = bce
+
+    def train_step(self, *factors):
+        self.factors = list(factors)
+        metrics = self.task.train_step(self.step)
+        self.step += 1
+        return metrics
+
+    def scales(self):
+        return [scale.scale.item() for scale in self.task.loss_scales.values()]
+
+
+@pytest.mark.parametrize("per", NAMES)
+def test_names_and_number(build_run, per):
+    task = build_run(*OVERRIDES, f"scaler.per={per}").task
+    assert list(task.loss_scales) == NAMES[per]
+
+
+@pytest.mark.parametrize(
+    ("per", "factors", "expected"),
+    [
+        ("shared", (INF, 1, 1), [32]),
+        ("shared", (1, 1, INF), [32]),
+        ("shared", (INF, INF, INF), [32]),
+        ("optimizer", (INF, 1, 1), [32, 64]),
+        ("optimizer", (1, INF, 1), [32, 64]),
+        ("optimizer", (1, 1, INF), [64, 32]),
+        ("loss", (INF, 1, 1), [32, 64, 64]),
+        ("loss", (1, INF, 1), [64, 32, 64]),
+        ("loss", (1, 1, INF), [64, 64, 32]),
+        ("loss", (INF, 1, INF), [32, 64, 32]),
+    ],
+)
+def test_which_scale_moves_and_who_skips(build_run, per, factors, expected):
+    run = Planted(build_run(*OVERRIDES, f"scaler.per={per}").task)
+    assert run.train_step(1, 1, 1)["found_inf"] == 0
+    before = {name: tree_map(lambda t: t.clone(), learner.state_dict())
+              for name, learner in run.task.learners.items()}  # fmt: skip
+    metrics = run.train_step(*factors)
+    assert run.scales() == expected
+    d_skips, g_skips = INF in factors[:2], factors[2] == INF
+    assert (metrics["d_found_inf"], metrics["g_found_inf"]) == (d_skips, g_skips)
+    assert metrics["found_inf"] == 1
+    for name, skips in (("discriminator", d_skips), ("generator", g_skips)):
+        learner = run.task.learners[name]
+        pairs = zip(tree_leaves(before[name]), tree_leaves(learner.state_dict()), strict=True)
+        if skips and name == "generator":
+            assert all(torch.equal(a, b) for a, b in pairs)
+        elif skips:
+            weights = {k for k, _ in learner.model.named_parameters()}
+            own = learner.state_dict()
+            for key in weights:
+                assert torch.equal(before[name]["model"][key], own["model"][key])
+            pairs = zip(tree_leaves(before[name]["optimizer"]), tree_leaves(own["optimizer"]),
+                        strict=True)  # fmt: skip
+            assert all(torch.equal(a, b) for a, b in pairs)
+        else:
+            assert not all(torch.equal(a, b) for a, b in pairs)
+    # D's BatchNorm sees three batches in the clean step; then two if D's update counts and one
+    # more if G's does.
+    tracked = run.task.d.model.layers.norm1.num_batches_tracked
+    assert tracked == 3 + (0 if d_skips else 2) + (0 if g_skips else 1)
+
+
+@pytest.mark.parametrize("per", NAMES)
+def test_one_update_an_iteration(build_run, per):
+    run = Planted(build_run(*OVERRIDES, f"scaler.per={per}", "scaler.growth_interval=2").task)
+    seen = []
+    for _ in range(6):
+        run.train_step(1, 1, 1)
+        seen.append(run.scales())
+    # Two optimizers and three losses: were each to count, the scale would grow every step.
+    assert seen == [[scale] * len(NAMES[per]) for scale in (64, 128, 128, 256, 256, 512)]
+    run.train_step(INF, INF, INF)
+    assert run.scales() == [256] * len(NAMES[per])
+    assert [s.steps_skipped.item() for s in run.task.loss_scales.values()] == [1] * len(NAMES[per])
+
+
+def test_each_loss_is_divided_by_its_own_scale(build_run):
+    shared = build_run(*OVERRIDES, "cpu_half=native", "scaler.per=shared").task
+    per_loss = build_run(*OVERRIDES, "cpu_half=native", "scaler.per=loss").task
+    # Different scales, all powers of two: FP32 parameters get the same gradients but for what
+    # underflows in FP16, because each loss is divided by its own.
+    for scale, value in zip(per_loss.loss_scales.values(), (32.0, 128.0, 512.0), strict=True):
+        scale.scale.fill_(value)
+    results = []
+    for task in (shared, per_loss):
+        torch.manual_seed(5)
+        results.append(task.train_step(0, measure=True))
+    for name in ("d_grad_norm", "g_grad_norm"):
+        # Activation gradients in FP16 keep 11 bits; a wrong divisor would be a factor of 2 to 16.
+        torch.testing.assert_close(results[0][name], results[1][name], rtol=2.0**-9, atol=0)
+    assert results[1]["d_loss_scale"] == 32.0 and results[1]["g_loss_scale"] == 512.0
+
+
+def test_the_discriminator_has_its_gradients_back_after_the_generator_step(build_run):
+    run = Planted(build_run(*OVERRIDES).task)
+    run.train_step(1, 1, 1)
+    assert all(p.requires_grad for p in run.task.d.model.parameters())

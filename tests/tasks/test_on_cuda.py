@@ -1,0 +1,137 @@
+"""The same promises on a GPU: every mode runs, no step waits, amp is torch's amp."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from mprun import models
+from mprun.learning_rate import LearningRate
+from mprun.precision import MODES, why_unsupported
+
+pytestmark = pytest.mark.gpu
+
+MODELS = {
+    "alexnet": ["model=alexnet", "data=digits_64", "data.batch_size=8"],
+    "alexnet_2012": ["model=alexnet_2012", "data.batch_size=4"],
+    "resnet50": ["model=resnet50", "data.batch_size=16"],
+    "lstm_lm": ["model=lstm_lm", "data=synthetic_tokens", "data.batch_size=8"],
+    "lstm_lm_projected": ["model=lstm_lm_projected", "data=synthetic_tokens", "data.batch_size=8"],
+    "dcgan": ["model=dcgan", "data.batch_size=8"],
+    "conv_autoencoder": ["model=conv_autoencoder", "data.batch_size=16"],
+}
+NAN_BY_DEFINITION = {"dcgan", "conv_autoencoder"}  # Adam's eps is 0 in FP16
+
+
+def built_on_cuda(build_run, *overrides):
+    return build_run(*overrides, device="cuda")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("model", MODELS)
+def test_three_steps_without_waiting_and_an_evaluation(build_run, model, mode):
+    built = built_on_cuda(build_run, *MODELS[model], f"precision={mode}")
+    assert why_unsupported(built.policy, built.device) is None
+    # The first step loads kernels and brings the epoch's order to the device.
+    losses = [built.task.train_step(0, measure=True)["loss"]]
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for step in (1, 2):
+            losses.append(built.task.train_step(step, measure=step == 1)["loss"])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    losses = torch.stack(losses)
+    assert losses.device.type == "cuda"
+    if mode == "fp16_naive" and model in NAN_BY_DEFINITION:
+        assert not losses.isfinite().all()
+    else:
+        assert losses.isfinite().all()
+        assert all(value == value for value in built.task.evaluate().values())
+    for learner in built.task.learners.values():
+        own = dict(learner.model.named_parameters())
+        for name, master in learner.optimizer.masters.items():
+            assert master.dtype == torch.float32
+            assert torch.equal(own[name], master.to(own[name].dtype))
+    assert built.arithmetic.rerouted() == {}
+    assert built.arithmetic.kind().split("-")[0] in ("native", "none")
+
+
+@pytest.mark.parametrize("implementation", ["fused", "foreach", "loop"])
+@pytest.mark.parametrize("optim", ["sgd", "adam", "adamw"])
+def test_a_skipped_step_moves_nothing_and_waits_for_nothing(build_run, optim, implementation):
+    built = built_on_cuda(
+        build_run, *MODELS["resnet50"], "precision=fp16_master_scaled", f"optim={optim}",
+        f"optim.implementation={implementation}", "scaler.init_scale=16",
+    )  # fmt: skip
+    task = built.task
+    factor = torch.ones((), device="cuda")
+    task.learner.model.fc.bias.register_hook(lambda gradient: gradient * factor)
+    assert task.train_step(0)["found_inf"] == 0
+    before = [t.clone() for t in task.learner.model.state_dict().values()]
+    factor.fill_(float("inf"))
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        metrics = task.train_step(1)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert metrics["found_inf"] == 1
+    after = task.learner.model.state_dict().values()
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert task.loss_scale.steps_skipped == 1
+
+
+def test_a_schedule_under_a_scale_that_skips_waits_for_nothing(build_run):
+    built = built_on_cuda(build_run, *MODELS["conv_autoencoder"], "precision=amp",
+                          "optim.schedule=linear", "train.steps=10")  # fmt: skip
+    optimizer = built.task.learner.optimizer
+    rate = LearningRate(built.lr, [optimizer], built.device)
+    skipped = torch.full((), 2, dtype=torch.int64, device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        rate.apply(5, skipped)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    lr = optimizer.inner.param_groups[0]["lr"]
+    assert lr.item() == torch.tensor(built.lr[3]).item()
+
+
+def test_amp_equals_autocast_and_grad_scaler(build_run):
+    steps = 5
+    built = built_on_cuda(
+        build_run, *MODELS["conv_autoencoder"], "precision=amp", "scaler.init_scale=1024",
+        "scaler.growth_interval=2",
+    )  # fmt: skip
+    # One kernel per layer, and the same one on both sides.
+    torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = False, True
+    rows = [built.task.train_step(step) for step in range(steps)]
+    torch.manual_seed(0)
+    model = models.ConvAutoencoder(64, 32, 8, 1).cuda()
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3, fused=True)
+    scaler = torch.amp.GradScaler("cuda", init_scale=1024.0, growth_interval=2)
+    losses, scales = [], []
+    for step in range(steps):
+        images, _ = built.data.train_batch(step)
+        optimizer.zero_grad()
+        with torch.autocast("cuda", dtype=torch.float16):
+            outputs = model(images)
+        loss = F.mse_loss(outputs.float(), images)
+        scaler.scale(loss).backward()
+        scales.append(scaler.get_scale())
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(loss.detach())
+    assert [row["loss_scale"].item() for row in rows] == scales
+    assert torch.equal(torch.stack([row["loss"] for row in rows]), torch.stack(losses))
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(built.task.learner.model.state_dict()[name], tensor), name
+
+
+def test_fp32_is_not_tf32(build_run):
+    """2^-12 is below TF32's 11 bits: 1 + 2^-12 is 1 there."""
+    operands = torch.full((64, 64), 1 + 2.0**-12, device="cuda")
+    exact = torch.full_like(operands, 64 * (1 + 2.0**-11 + 2.0**-24))
+    built_on_cuda(build_run, *MODELS["conv_autoencoder"])
+    assert torch.allclose(operands @ operands, exact, rtol=2.0**-20, atol=0)
+    built_on_cuda(build_run, *MODELS["conv_autoencoder"], "precision=tf32")
+    assert torch.equal(operands @ operands, torch.full_like(operands, 64.0))

@@ -1,0 +1,109 @@
+"""What a skipped step must leave alone beyond the weights: statistics, hidden state, schedule."""
+
+import pytest
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from mprun.learning_rate import LearningRate
+from mprun.trace import Trace
+
+TOKENS = ["model=lstm_lm", "data=synthetic_tokens", "data.vocab_size=50", "data.batch_size=4",
+          "data.sequence_length=4", "data.train_tokens=80"]  # fmt: skip
+BATCHES_PER_EPOCH = 5
+
+
+def plant(parameter):
+    """Multiply the parameter's gradient by the returned list's only entry."""
+    factor = [1.0]
+    parameter.register_hook(lambda gradient: gradient * factor[0])
+    return factor
+
+
+def copy_of(task):
+    state = {k: v for k, v in task.state_dict().items() if "scale" not in k}
+    return tree_map(lambda t: t.clone() if torch.is_tensor(t) else t, state)
+
+
+def same(a, b):
+    pairs = list(zip(tree_leaves(a), tree_leaves(b), strict=True))
+    return len(pairs) > 3 and all(torch.equal(x, y) for x, y in pairs)
+
+
+@pytest.mark.parametrize("mode", ["fp16_master_scaled", "amp"])
+@pytest.mark.parametrize("step", [0, 2, BATCHES_PER_EPOCH])
+def test_the_hidden_state_of_a_skipped_step_is_not_carried_on(build_run, mode, step):
+    task = build_run(*TOKENS, f"precision={mode}").task
+    factor = plant(task.learner.model.output.bias)
+    for index in range(step):
+        assert task.train_step(index)["found_inf"] == 0
+    before = copy_of(task)
+    factor[0] = float("inf")
+    assert task.train_step(step)["found_inf"] == 1
+    after = copy_of(task)
+    if step % BATCHES_PER_EPOCH == 0:
+        # An epoch starts from zeros, and goes on from zeros.
+        assert [part.abs().max().item() for part in task.hidden] == [0.0, 0.0]
+        del before["hidden"], after["hidden"]
+    else:
+        assert task.hidden[0].abs().max() > 0
+    assert same(before, after)
+    assert task.loss_scale.steps_skipped == 1
+
+
+def test_a_forward_pass_that_is_nan_poisons_neither_state_nor_later_steps(build_run):
+    task = build_run(*TOKENS, "precision=amp").task
+    embedding = task.learner.model.embedding
+    poison = embedding.register_forward_hook(lambda m, args, out: out * float("nan"))
+    metrics = task.train_step(0)
+    assert metrics["found_inf"] == 1 and metrics["loss"].isnan()
+    poison.remove()
+    for step in range(1, 4):
+        metrics = task.train_step(step)
+        assert metrics["found_inf"] == 0 and metrics["loss"].isfinite()
+
+
+class Brighter:
+    """The same data, with the images of one batch multiplied by 1e6: beyond FP16."""
+
+    def __init__(self, data, index):
+        self.data, self.index = data, index
+
+    def train_batch(self, index):
+        images, labels = self.data.train_batch(index)
+        return (images * 1e6 if index == self.index else images), labels
+
+    def __getattr__(self, name):
+        return getattr(self.data, name)
+
+
+@pytest.mark.parametrize("mode", ["fp16_master_scaled", "amp"])
+def test_resnet50_after_an_overflow_in_the_forward_pass(build_run, mode):
+    task = build_run("model=resnet50", "data.batch_size=8", f"precision={mode}",
+                     "scaler.init_scale=16").task  # fmt: skip
+    assert task.train_step(0)["found_inf"] == 0
+    before = copy_of(task)
+    task.data = Brighter(task.data, 1)
+    assert task.train_step(1)["found_inf"] == 1
+    assert same(before, copy_of(task))
+    assert task.learner.model.bn1.num_batches_tracked == 1
+
+
+def test_the_schedule_counts_applied_updates(build_run):
+    task = build_run("model=conv_autoencoder", "data.batch_size=2", "precision=amp",
+                     "scaler.init_scale=16", "optim.implementation=loop").task  # fmt: skip
+    factor = plant(task.learner.model.decoder.layers.conv0.bias)
+    optimizer = task.learner.optimizer
+    device = torch.device("cpu")
+    rate, trace = LearningRate([4e-4, 3e-4, 2e-4, 1e-4], [optimizer], device), Trace(device)
+    rates = []
+    for step, bad in enumerate([False, True, True, False, True, False]):
+        rate.apply(step, trace.skipped)
+        rates.append(optimizer.inner.param_groups[0]["lr"])
+        factor[0] = float("inf") if bad else 1.0
+        trace.add(step + 1, task.train_step(step))
+    assert rates == [4e-4, 3e-4, 3e-4, 3e-4, 2e-4, 2e-4]
+    assert trace.skipped == task.loss_scale.steps_skipped == 3
+    # Adam's own counter counts applied updates too: its bias correction depends on it.
+    steps = {state["step"].item() for state in optimizer.inner.state.values()}
+    assert steps == {3.0}
+    assert [row.skipped for row in trace.flush()[0]] == [0, 1, 2, 2, 3, 3]
