@@ -56,7 +56,9 @@ def build(config: RunConfig, device: torch.device) -> Built:
         raise BadInput(f"precision={policy.name} device={config.device}: {reason}")
     try:
         data = build_data(config.data, config.seed, device)
-        arithmetic = Arithmetic(policy, device, native=config.cpu_half == "native")
+        overrides = [DTYPES[name] for name in config.precision.overrides.values()]
+        native = config.cpu_half == "native"
+        arithmetic = Arithmetic(policy, device, native=native, overrides=overrides)
         task = _build_task(config, data, policy, arithmetic)
     except (ValueError, DataError) as error:
         raise BadInput(str(error)) from error

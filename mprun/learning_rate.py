@@ -44,7 +44,8 @@ class LearningRate:
         if self.constant:
             return
         if self.table is not None:
-            rate = self.table[step - skipped]
+            # index_select, because indexing with a tensor would read it on the host.
+            rate = self.table.index_select(0, (step - skipped).reshape(1)).reshape(())
         else:
             # No skips on CUDA, or a CPU: reading the count waits for nothing.
             rate = self.at(step, int(skipped) if skipped.device.type == "cpu" else 0)

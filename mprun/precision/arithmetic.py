@@ -1,5 +1,7 @@
 """The context in which a mode's forward and backward passes run on one device."""
 
+from collections import Counter
+from collections.abc import Iterable
 from contextlib import nullcontext
 
 import torch
@@ -15,26 +17,36 @@ class Arithmetic:
                 outputs = model(inputs)
             ...backward...
 
-    On a CPU a 16-bit mode is emulated (float16 or bfloat16 tensors, FP32 products rounded once on
-    store, as a Tensor Core does; paper section 3.3) unless `native`; on CUDA nothing is emulated.
+    On a CPU 16-bit formats are emulated (float16 or bfloat16 tensors, FP32 products rounded once
+    on store, as a Tensor Core does; paper section 3.3) unless `native`; on CUDA nothing is.
+    overrides: the dtypes of the policy's module overrides; their 16-bit ones are emulated too.
     """
 
-    def __init__(self, policy: PrecisionPolicy, device: torch.device, *, native: bool = False):
+    def __init__(
+        self,
+        policy: PrecisionPolicy,
+        device: torch.device,
+        *,
+        native: bool = False,
+        overrides: Iterable[torch.dtype] = (),
+    ):
         self.policy, self.device = policy, device
-        self.emulation = None
-        if policy.half_dtype is not None and device.type == "cpu" and not native:
+        wanted = [dtype for dtype in (policy.half_dtype, *overrides) if dtype is not None]
+        self.half_dtypes = tuple(dict.fromkeys(d for d in wanted if d.itemsize == 2))
+        self.emulations: tuple = ()
+        if self.half_dtypes and device.type == "cpu" and not native:
             from mprun.precision.emulation import HalfEmulation
 
-            self.emulation = HalfEmulation(policy.half_dtype)
+            self.emulations = tuple(HalfEmulation(dtype) for dtype in self.half_dtypes)
 
     def __enter__(self) -> "Arithmetic":
-        if self.emulation is not None:
-            self.emulation.__enter__()
+        for emulation in self.emulations:
+            emulation.__enter__()
         return self
 
     def __exit__(self, *exception) -> None:
-        if self.emulation is not None:
-            self.emulation.__exit__(*exception)
+        for emulation in reversed(self.emulations):
+            emulation.__exit__(*exception)
 
     def autocast(self):
         """A fresh autocast block for one forward pass, or a no-op."""
@@ -44,14 +56,10 @@ class Arithmetic:
 
     def rerouted(self) -> dict[str, int]:
         """Calls computed by the emulation so far, by "phase operation"; empty if none."""
-        if self.emulation is None:
-            return {}
-        counts = sorted(self.emulation.rerouted.items())
-        return {f"{phase} {operation}": count for (operation, phase), count in counts}
+        total = sum((emulation.rerouted for emulation in self.emulations), Counter())
+        return {f"{phase} {operation}": n for (operation, phase), n in sorted(total.items())}
 
     def kind(self) -> str:
         """How 16-bit products are computed: "emulated-fp16", "native-bf16", ... or "none"."""
-        if self.policy.half_dtype is None:
-            return "none"
-        how = "native" if self.emulation is None else "emulated"
-        return f"{how}-{DTYPE_NAMES[self.policy.half_dtype]}"
+        how = "emulated" if self.emulations else "native"
+        return " ".join(f"{how}-{DTYPE_NAMES[d]}" for d in self.half_dtypes) or "none"
