@@ -9,11 +9,12 @@ from torch import Tensor, nn
 from mprun import models
 from mprun.config import schema
 from mprun.config.check import SCALER_FIELDS
-from mprun.config.schema import RunConfig
+from mprun.config.schema import MAX_STEPS, RunConfig
 from mprun.data import DataError, DigitsImages, DocsText, SyntheticImages, SyntheticTokens
 from mprun.errors import BadInput
 from mprun.precision import (
     DTYPES,
+    MODES,
     Arithmetic,
     BatchNormGuard,
     DynamicLossScale,
@@ -56,11 +57,16 @@ def build(config: RunConfig, device: torch.device) -> Built:
         raise BadInput(f"precision={policy.name} device={config.device}: {reason}")
     try:
         data = build_data(config.data, config.seed, device)
-        overrides = [DTYPES[name] for name in config.precision.overrides.values()]
-        native = config.cpu_half == "native"
-        arithmetic = Arithmetic(policy, device, native=native, overrides=overrides)
+    except DataError as error:
+        raise BadInput(str(error)) from error
+    except ValueError as error:
+        raise BadInput(f"data.{error}") from error
+    overrides = [DTYPES[name] for name in config.precision.overrides.values()]
+    native = config.cpu_half == "native"
+    arithmetic = Arithmetic(policy, device, native=native, overrides=overrides)
+    try:
         task = _build_task(config, data, policy, arithmetic)
-    except (ValueError, DataError) as error:
+    except ValueError as error:
         raise BadInput(str(error)) from error
     if task.steps_per_epoch < 1:
         raise BadInput(f"data.batch_size={config.data.batch_size}: too large, the data have no "
@@ -68,6 +74,9 @@ def build(config: RunConfig, device: torch.device) -> Built:
     steps = config.train.steps
     if steps is None:
         steps = max(1, round(config.train.epochs * task.steps_per_epoch))
+        if steps > MAX_STEPS:
+            raise BadInput(f"train.epochs={config.train.epochs}: {steps} steps, at most {MAX_STEPS}"
+                           " are allowed")  # fmt: skip
     optim = config.optim
     lr = learning_rates(
         optim.lr, steps, schedule=optim.schedule, warmup_updates=optim.warmup_updates,
@@ -75,6 +84,18 @@ def build(config: RunConfig, device: torch.device) -> Built:
         milestones=tuple(optim.milestones), gamma=optim.gamma,
     )  # fmt: skip
     return Built(task, data, policy, arithmetic, device, steps, lr)
+
+
+def mode_label(config: schema.PrecisionConfig) -> str:
+    """The mode's name, with every value that differs from the mode's own and every override.
+
+    "fp32" is a baseline; "fp32+param_dtype=fp16" is not.
+    """
+    own = MODES[config.name]
+    changed = [f"{field}={getattr(config, field)}" for field, value in own.items()
+               if getattr(config, field) != value]  # fmt: skip
+    changed += [f"{pattern}={dtype}" for pattern, dtype in config.overrides.items()]
+    return "+".join([config.name, *changed])
 
 
 def policy_from(config: schema.PrecisionConfig) -> PrecisionPolicy:

@@ -5,6 +5,7 @@ import os
 import random
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
@@ -13,7 +14,7 @@ from pathlib import Path
 import numpy
 import torch
 
-from mprun.build import Built, build
+from mprun.build import Built, build, mode_label
 from mprun.config.compose import Composed
 from mprun.config.schema import RunConfig
 from mprun.errors import INTERRUPTED, STATUS_EXIT_CODE, BadInput, MprunError, Resource
@@ -70,6 +71,8 @@ def prepare(config: RunConfig, device: torch.device, threads: int | None) -> Bui
     random.seed(config.seed)
     numpy.random.seed(config.seed % 2**32)
     torch.manual_seed(config.seed)
+    # torch says that its CPU library has no LSTM with projection; ours is emulated or slower.
+    warnings.filterwarnings("ignore", message="LSTM with projections")
     with _memory_as_resource():
         return build(config, device)
 
@@ -81,13 +84,14 @@ def attempt(
     started = time.perf_counter()
     record |= {
         "status": "running",
+        "seed": config.seed,
         "attempts": record["attempts"] + 1,
         "steps": built.steps,
         "steps_per_epoch": built.task.steps_per_epoch,
         "sample": built.task.sample,
         "samples_per_step": built.task.samples_per_step,
         "precision": {
-            "mode": config.precision.name,
+            "mode": mode_label(config.precision),
             "scaler": config.scaler.name,
             "half_products": built.arithmetic.kind(),
             "effective_dtypes": effective_dtypes(built.task),

@@ -42,7 +42,7 @@ def load_run(directory: Path) -> Run:
         group=tuple(sorted(special)),
         mode=record["precision"]["mode"],
         scaler=record["precision"]["scaler"],
-        seed=_seed(record),
+        seed=record["seed"],
         status=record["status"],
         step=record.get("last_step", 0),
         loss=float(final.get("loss", math.nan)),
@@ -75,7 +75,6 @@ def table(runs: list[Run]) -> str:
     rows = []
     for group in dict.fromkeys(run.group for run in runs):
         own = [run for run in runs if run.group == group]
-        modes = sorted({(r.mode, r.scaler) for r in own}, key=lambda m: (m[0] != "fp32",))
         modes = list(dict.fromkeys((r.mode, r.scaler) for r in sorted(
             own, key=lambda r: r.mode != "fp32")))  # fmt: skip
         names = [mode for mode, _ in modes]
@@ -116,13 +115,6 @@ def _row(cells: dict[int, Run], seeds: list[int], baseline: dict[int, float], mo
         f"{max(saved) / _MIB:.1f}" if saved else "",
         f"{max(peaks) / _MIB:.0f}" if peaks else "",
     ]
-
-
-def _seed(record: dict) -> int:
-    for override in record["overrides"]:
-        if override.startswith("seed="):
-            return int(override.partition("=")[2])
-    return 0
 
 
 def _number(value: float) -> str:

@@ -67,8 +67,17 @@ def compose_config(overrides: Iterable[str], config_dir: str | None = None) -> C
         except COMPOSITION_ERRORS as error:
             raise BadInput(diagnose(parsed, error)) from None
     choices = {key: value for key, value in choices.items() if not key.startswith("hydra")}
+    _length_as_given(config, {override.key_or_group for override in parsed})
     check(config)
     return Composed(config, choices, overrides)
+
+
+def _length_as_given(config: RunConfig, given: set[str]) -> None:
+    """A length on the command line replaces the other kind of length from a file."""
+    if "train.epochs" in given and "train.steps" not in given:
+        config.train.steps = None
+    elif "train.steps" in given and "train.epochs" not in given:
+        config.train.epochs = None
 
 
 def config_from_record(record: dict) -> RunConfig:

@@ -14,6 +14,7 @@ from omegaconf import MISSING
 from mprun.config.field_rules import one_of, ranged
 
 DTYPES = ("fp32", "fp16", "bf16")
+MAX_STEPS = 10_000_000
 
 
 @dataclass(slots=True)
@@ -207,7 +208,7 @@ class ScalerConfig:
 class TrainConfig:
     """Length and rhythm of a run; all counts are in steps (batches), not updates."""
 
-    steps: int | None = ranged(100, at_least=1, at_most=10_000_000)  # null: use epochs
+    steps: int | None = ranged(100, at_least=1, at_most=MAX_STEPS)  # null: use epochs
     epochs: float | None = ranged(None, above=0.0, at_most=10_000.0)  # null: use steps
     log_every: int = ranged(10, at_least=1)
     eval_every: int = ranged(0, at_least=0)  # 0: only at the end

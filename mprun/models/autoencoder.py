@@ -9,8 +9,8 @@ class ConvAutoencoder(nn.Module):
     """Discriminator as the encoder, generator as the decoder, no BatchNorm.
 
     The gradient of a mean squared error over N pixel values is at most ``2 * error / N`` per
-    pixel, and without normalisation each layer below shrinks it further: at a batch of 1024
-    one-channel 32 px images N is 2^20, so much of it lies below 2^-25, where FP16 rounds to 0.
+    pixel, and without normalisation each layer below shrinks it further: at a batch of 1,437
+    three-channel 32 px images N is 2^22, so much of it lies below 2^-25, where FP16 rounds to 0.
     This is the paper's section 3.2 at a size that trains in seconds.
 
     Weights and biases start as torch's own convolutions do, uniform in +-1/sqrt(fan_in): DCGAN's

@@ -104,7 +104,7 @@ CASES = [
     ("model=dcgan scaler.per=loss", "scaler.per=loss|none"),
     ("model=dcgan train.accumulate=2", "train.accumulate=2|1"),
     ("train.steps=null", "train.steps=null|train.epochs=null"),
-    ("train.epochs=1", "train.steps=300|train.epochs=1.0"),
+    ("train.epochs=1 train.steps=9", "train.steps=9|train.epochs=1.0"),
     ("train.accumulate=1000000", "data.batch_size"),
     ("precision=amp precision.param_dtype=fp16", "precision.param_dtype=fp16|fp32"),
     ("precision.overrides.fc=fp8", "precision.overrides.fc=fp8|fp32, fp16, bf16"),

@@ -7,7 +7,7 @@ from mprun.table import load_run, table
 
 def run(folder, mode, seed, loss, **more):
     record = {
-        "status": "done", "overrides": [f"precision={mode}", f"seed={seed}"], "sample": "token",
+        "status": "done", "seed": seed, "overrides": [f"precision={mode}", f"seed={seed}"], "sample": "token",
         "precision": {"mode": mode, "scaler": "none"}, "last_step": 10, "skipped": 0,
         "final": {"loss": loss}, "throughput": {"samples_per_s": 1000.0 * (seed + 1)},
         "memory": {"peak_bytes": 3 * 2**20, "measure": "of this test",
