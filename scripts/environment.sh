@@ -27,6 +27,6 @@ ensure_environment() {  # arguments: further packages
         fi
         "${PYTHON:-python3}" -m venv .venv
     fi
-    "$python" -m pip install --quiet --disable-pip-version-check -c constraints.txt -e . "$@"
+    "$python" -m pip install --quiet --quiet --disable-pip-version-check -c constraints.txt -e . "$@"
     echo "$wanted" > "$stamp"
 }
