@@ -33,12 +33,21 @@ CASES = {
         1.03,
     ),
     "tiny LM, 1 x 32, 8 x 16 tokens": (
-        ["model=lstm_lm", "data=docs_chars", "data.batch_size=8", "data.sequence_length=16",
-         "model.embedding_size=16", "model.hidden_size=32", "model.num_layers=1",
-         "train.steps=1500", "train.log_every=50", "train.clip_norm=null"],
+        [
+            "model=lstm_lm",
+            "data=docs_chars",
+            "data.batch_size=8",
+            "data.sequence_length=16",
+            "model.embedding_size=16",
+            "model.hidden_size=32",
+            "model.num_layers=1",
+            "train.steps=1500",
+            "train.log_every=50",
+            "train.clip_norm=null",
+        ],
         1.15,
     ),
-}  # fmt: skip
+}
 
 
 def bare_loop(built, config) -> float:
@@ -46,9 +55,12 @@ def bare_loop(built, config) -> float:
     task, optim = built.task, config.optim
     model, data = task.learner.model, task.data
     optimizer = torch.optim.SGD(
-        model.parameters(), lr=optim.lr, momentum=optim.momentum,
-        weight_decay=optim.weight_decay, fused=True,
-    )  # fmt: skip
+        model.parameters(),
+        lr=optim.lr,
+        momentum=optim.momentum,
+        weight_decay=optim.weight_decay,
+        fused=True,
+    )
     language_model = config.model.name == "lstm_lm"
     state = None
     started = time.process_time()
@@ -110,11 +122,22 @@ def main() -> None:
             bare.append(1000 * times[bare_loop] / built.steps)
             runner.append(1000 * times[with_runner] / built.steps)
         ratio = statistics.median(ratios)
-        results.append({"case": name, "bare_ms": bare, "runner_ms": runner, "ratios": ratios,
-                        "ratio": ratio, "target": target, "threads": torch.get_num_threads(),
-                        "torch": torch.__version__})  # fmt: skip
-        print(f"| {name} | {statistics.median(bare):.3f} | {statistics.median(runner):.3f} | "
-              f"{ratio:.3f} | {min(ratios):.3f}-{max(ratios):.3f} | {target} |")  # fmt: skip
+        results.append(
+            {
+                "case": name,
+                "bare_ms": bare,
+                "runner_ms": runner,
+                "ratios": ratios,
+                "ratio": ratio,
+                "target": target,
+                "threads": torch.get_num_threads(),
+                "torch": torch.__version__,
+            }
+        )
+        print(
+            f"| {name} | {statistics.median(bare):.3f} | {statistics.median(runner):.3f} | "
+            f"{ratio:.3f} | {min(ratios):.3f}-{max(ratios):.3f} | {target} |"
+        )
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 

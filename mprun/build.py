@@ -69,20 +69,29 @@ def build(config: RunConfig, device: torch.device) -> Built:
     except ValueError as error:
         raise BadInput(str(error)) from error
     if task.steps_per_epoch < 1:
-        raise BadInput(f"data.batch_size={config.data.batch_size}: too large, the data have no "
-                       f"full step of {task.samples_per_step} {task.sample}s")  # fmt: skip
+        raise BadInput(
+            f"data.batch_size={config.data.batch_size}: too large, the data have no "
+            f"full step of {task.samples_per_step} {task.sample}s"
+        )
     steps = config.train.steps
     if steps is None:
         steps = max(1, round(config.train.epochs * task.steps_per_epoch))
         if steps > MAX_STEPS:
-            raise BadInput(f"train.epochs={config.train.epochs}: {steps} steps, at most {MAX_STEPS}"
-                           " are allowed")  # fmt: skip
+            raise BadInput(
+                f"train.epochs={config.train.epochs}: {steps} steps, at most {MAX_STEPS}"
+                " are allowed"
+            )
     optim = config.optim
     lr = learning_rates(
-        optim.lr, steps, schedule=optim.schedule, warmup_updates=optim.warmup_updates,
-        final_factor=optim.final_factor, power=optim.power,
-        milestones=tuple(optim.milestones), gamma=optim.gamma,
-    )  # fmt: skip
+        optim.lr,
+        steps,
+        schedule=optim.schedule,
+        warmup_updates=optim.warmup_updates,
+        final_factor=optim.final_factor,
+        power=optim.power,
+        milestones=tuple(optim.milestones),
+        gamma=optim.gamma,
+    )
     return Built(task, data, policy, arithmetic, device, steps, lr)
 
 
@@ -92,16 +101,26 @@ def mode_label(config: schema.PrecisionConfig) -> str:
     "fp32" is a baseline; "fp32+param_dtype=fp16" is not.
     """
     own = MODES[config.name]
-    changed = [f"{field}={getattr(config, field)}" for field, value in own.items()
-               if getattr(config, field) != value]  # fmt: skip
+    changed = [
+        f"{field}={getattr(config, field)}"
+        for field, value in own.items()
+        if getattr(config, field) != value
+    ]
     changed += [f"{pattern}={dtype}" for pattern, dtype in config.overrides.items()]
     return "+".join([config.name, *changed])
 
 
 def policy_from(config: schema.PrecisionConfig) -> PrecisionPolicy:
     """The precision policy that a configuration describes."""
-    fields = ("param_dtype", "norm_dtype", "master_dtype", "grad_dtype", "loss_dtype",
-              "autocast_dtype", "fp32_math")  # fmt: skip
+    fields = (
+        "param_dtype",
+        "norm_dtype",
+        "master_dtype",
+        "grad_dtype",
+        "loss_dtype",
+        "autocast_dtype",
+        "fp32_math",
+    )
     return build_policy(config.name, {field: getattr(config, field) for field in fields})
 
 
@@ -110,21 +129,38 @@ def build_data(config: schema.DataConfig, seed: int, device: torch.device):
     common = {"batch_size": config.batch_size, "seed": seed, "device": device}
     match config:
         case schema.DigitsConfig():
-            return DigitsImages(config.image_size, **common, channels=config.channels,
-                                value_range=config.value_range)  # fmt: skip
+            return DigitsImages(
+                config.image_size,
+                **common,
+                channels=config.channels,
+                value_range=config.value_range,
+            )
         case schema.DocsTextConfig():
-            return DocsText(config.level, sequence_length=config.sequence_length,
-                            vocab_limit=config.vocab_limit, vocab_multiple=config.vocab_multiple,
-                            **common)  # fmt: skip
+            return DocsText(
+                config.level,
+                sequence_length=config.sequence_length,
+                vocab_limit=config.vocab_limit,
+                vocab_multiple=config.vocab_multiple,
+                **common,
+            )
         case schema.SyntheticImagesConfig():
-            return SyntheticImages(config.num_classes, config.image_size, **common,
-                                   channels=config.channels, train_size=config.train_size,
-                                   eval_size=config.eval_size,
-                                   value_range=config.value_range)  # fmt: skip
+            return SyntheticImages(
+                config.num_classes,
+                config.image_size,
+                **common,
+                channels=config.channels,
+                train_size=config.train_size,
+                eval_size=config.eval_size,
+                value_range=config.value_range,
+            )
         case schema.SyntheticTokensConfig():
-            return SyntheticTokens(config.vocab_size, sequence_length=config.sequence_length,
-                                   train_tokens=config.train_tokens,
-                                   eval_tokens=config.eval_tokens, **common)  # fmt: skip
+            return SyntheticTokens(
+                config.vocab_size,
+                sequence_length=config.sequence_length,
+                train_tokens=config.train_tokens,
+                eval_tokens=config.eval_tokens,
+                **common,
+            )
     raise BadInput(f"data={config.name}: no builder")
 
 
@@ -148,10 +184,15 @@ def model_builder(config: schema.ModelConfig, data) -> Callable[[], nn.Module]:
                 return models.pad_to_multiple(size, config.pad_to_multiple)
 
             return lambda: models.LSTMLanguageModel(
-                padded(vocabulary), padded(config.embedding_size), padded(config.hidden_size),
-                config.num_layers, padded(config.projection_size), config.dropout,
-                config.init_range, config.forget_bias,
-            )  # fmt: skip
+                padded(vocabulary),
+                padded(config.embedding_size),
+                padded(config.hidden_size),
+                config.num_layers,
+                padded(config.projection_size),
+                config.dropout,
+                config.init_range,
+                config.forget_bias,
+            )
         case schema.ConvAutoencoderConfig():
             channels = data.description["channels"]
             return lambda: models.ConvAutoencoder(
@@ -174,8 +215,12 @@ def build_loss_scale(config: schema.ScalerConfig, device: torch.device) -> LossS
     """A fresh loss scale of the configured kind."""
     arguments = {name: getattr(config, name) for name in SCALER_FIELDS[config.kind]}
     arguments = {name: value for name, value in arguments.items() if value is not None}
-    kinds = {"none": NoLossScale, "static": StaticLossScale, "dynamic": DynamicLossScale,
-             "logmax": LogMaxLossScale}  # fmt: skip
+    kinds = {
+        "none": NoLossScale,
+        "static": StaticLossScale,
+        "dynamic": DynamicLossScale,
+        "logmax": LogMaxLossScale,
+    }
     return kinds[config.kind](**arguments, device=device)
 
 
@@ -190,8 +235,10 @@ def optimizer_maker(config: schema.OptimConfig, in_16_bits: bool, device: torch.
     if implementation == "auto":
         implementation = "fused" if fused and not in_16_bits else "foreach"
     elif implementation == "fused" and not fused:
-        raise BadInput(f"optim.implementation=fused: torch {torch.__version__} has no fused "
-                       f"{config.name} on {device.type} (allowed: auto, foreach, loop)")  # fmt: skip
+        raise BadInput(
+            f"optim.implementation=fused: torch {torch.__version__} has no fused "
+            f"{config.name} on {device.type} (allowed: auto, foreach, loop)"
+        )
     common = {
         "lr": config.lr,
         "weight_decay": config.weight_decay,
@@ -203,18 +250,29 @@ def optimizer_maker(config: schema.OptimConfig, in_16_bits: bool, device: torch.
         tensors = [tensor for _, tensor in named]
         match config.name:
             case "sgd":
-                return torch.optim.SGD(tensors, momentum=config.momentum or 0.0,
-                                       nesterov=bool(config.nesterov), **common)  # fmt: skip
+                return torch.optim.SGD(
+                    tensors,
+                    momentum=config.momentum or 0.0,
+                    nesterov=bool(config.nesterov),
+                    **common,
+                )
             case "adam" | "adamw":
                 kind = torch.optim.Adam if config.name == "adam" else torch.optim.AdamW
                 capturable = device.type == "cuda" and implementation != "fused"
-                return kind(tensors, betas=tuple(config.betas or (0.9, 0.999)), **common,
-                            eps=1e-8 if config.eps is None else config.eps,
-                            capturable=capturable)  # fmt: skip
+                return kind(
+                    tensors,
+                    betas=tuple(config.betas or (0.9, 0.999)),
+                    **common,
+                    eps=1e-8 if config.eps is None else config.eps,
+                    capturable=capturable,
+                )
             case "adagrad":
-                return torch.optim.Adagrad(tensors, **common,
+                return torch.optim.Adagrad(
+                    tensors,
+                    **common,
                     initial_accumulator_value=config.initial_accumulator or 0.0,
-                    eps=1e-10 if config.eps is None else config.eps)  # fmt: skip
+                    eps=1e-10 if config.eps is None else config.eps,
+                )
         raise BadInput(f"optim={config.name}: no builder")
 
     return make
@@ -232,15 +290,20 @@ def _build_task(config: RunConfig, data, policy, arithmetic):
     scale = build_loss_scale(config.scaler, device)
     cast = cast_model(builder().to(device), policy, overrides)
     guards = [BatchNormGuard(cast.module)] if scale.skips_nonfinite else []
-    optimizer = MixedPrecisionOptimizer(
-        cast, make, scale, clip_norm=train.clip_norm, guards=guards
-    )
+    optimizer = MixedPrecisionOptimizer(cast, make, scale, clip_norm=train.clip_norm, guards=guards)
     learner = Learner(cast, optimizer, builder)
     common = {"accumulate": train.accumulate, "eval_in_mode": in_mode}
     match config.model:
         case schema.AlexNetConfig() | schema.ResNet50Config():
-            return Classification(learner, data, policy, arithmetic, scale, **common,
-                                  label_smoothing=config.model.label_smoothing)  # fmt: skip
+            return Classification(
+                learner,
+                data,
+                policy,
+                arithmetic,
+                scale,
+                **common,
+                label_smoothing=config.model.label_smoothing,
+            )
         case schema.LSTMConfig():
             return LanguageModel(learner, data, policy, arithmetic, scale, **common)
         case schema.ConvAutoencoderConfig():
@@ -250,16 +313,19 @@ def _build_task(config: RunConfig, data, policy, arithmetic):
 
 def _build_gan(config: RunConfig, data, policy, arithmetic, overrides, make) -> GAN:
     if config.train.accumulate != 1:
-        raise BadInput(f"train.accumulate={config.train.accumulate}: dcgan takes one batch per "
-                       "step (allowed: 1)")  # fmt: skip
+        raise BadInput(
+            f"train.accumulate={config.train.accumulate}: dcgan takes one batch per "
+            "step (allowed: 1)"
+        )
     device, clip_norm = arithmetic.device, config.train.clip_norm
     builders = gan_builders(config.model, data.description["channels"])
     built = [builder().to(device) for builder in builders]
     matching = [_matching(module, overrides) for module in built]
     for pattern in overrides:
         if not any(pattern in own for own in matching):
-            raise BadInput(f"precision.overrides.{pattern}: matches no module of generator or "
-                           "discriminator")  # fmt: skip
+            raise BadInput(
+                f"precision.overrides.{pattern}: matches no module of generator or discriminator"
+            )
     generator, discriminator = (
         cast_model(module, policy, own) for module, own in zip(built, matching, strict=True)
     )
@@ -276,16 +342,39 @@ def _build_gan(config: RunConfig, data, policy, arithmetic, overrides, make) -> 
             scales = (scale(), scale(), scale())
     guard_g, guard_d = BatchNormGuard(generator.module), BatchNormGuard(discriminator.module)
     learners = (
-        Learner(generator, MixedPrecisionOptimizer(
-            generator, make, scales[2], clip_norm=clip_norm, guards=[guard_g, guard_d],
-        ), builders[0]),
-        Learner(discriminator, MixedPrecisionOptimizer(
-            discriminator, make, scales[:2], clip_norm=clip_norm, guards=[guard_d],
-        ), builders[1]),
-    )  # fmt: skip
-    return GAN(*learners, data, policy, arithmetic, scales, guard_d,
-               latent_size=config.model.latent_size,
-               eval_in_mode=config.train.eval_arithmetic == "mode")  # fmt: skip
+        Learner(
+            generator,
+            MixedPrecisionOptimizer(
+                generator,
+                make,
+                scales[2],
+                clip_norm=clip_norm,
+                guards=[guard_g, guard_d],
+            ),
+            builders[0],
+        ),
+        Learner(
+            discriminator,
+            MixedPrecisionOptimizer(
+                discriminator,
+                make,
+                scales[:2],
+                clip_norm=clip_norm,
+                guards=[guard_d],
+            ),
+            builders[1],
+        ),
+    )
+    return GAN(
+        *learners,
+        data,
+        policy,
+        arithmetic,
+        scales,
+        guard_d,
+        latent_size=config.model.latent_size,
+        eval_in_mode=config.train.eval_arithmetic == "mode",
+    )
 
 
 def _matching(module: nn.Module, overrides: dict) -> dict:

@@ -20,19 +20,33 @@ VERBS = {
 }
 # Options with a value, by every spelling.
 _WITH_VALUE = {
-    "-j": "jobs", "--jobs": "jobs",
-    "--config-dir": "config_dir", "-cd": "config_dir",
-    "--cfg": "cfg", "-c": "cfg",
-    "--info": "info", "-i": "info",
-    "--package": "package", "-p": "package",
-    "--shell-completion": "completion", "-sc": "completion",
-}  # fmt: skip
+    "-j": "jobs",
+    "--jobs": "jobs",
+    "--config-dir": "config_dir",
+    "-cd": "config_dir",
+    "--cfg": "cfg",
+    "-c": "cfg",
+    "--info": "info",
+    "-i": "info",
+    "--package": "package",
+    "-p": "package",
+    "--shell-completion": "completion",
+    "-sc": "completion",
+}
 _WITHOUT_VALUE = ("-m", "--multirun", "--resolve", "-h", "--help", "--version")
 # A full disk, a quota, a read-only or failing file system, a forbidden folder.
 _RESOURCE_ERRORS = {
-    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM,
-    errno.EMFILE, errno.ENFILE, errno.ENOMEM,
-}  # fmt: skip
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EROFS,
+    errno.EIO,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ENOMEM,
+}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -147,8 +161,10 @@ def _split_options(arguments: list[str]) -> _Options:
             hint = nearest(argument, (*_WITH_VALUE, *_WITHOUT_VALUE))
             raise BadInput(f"{argument}: unknown option{hint} (see mprun --help)")
         elif "=" not in argument and not argument.startswith("~"):
-            raise BadInput(f"'{argument}': neither a verb ({', '.join(VERBS)}) nor key=value"
-                           f"{nearest(argument, VERBS)}")  # fmt: skip
+            raise BadInput(
+                f"'{argument}': neither a verb ({', '.join(VERBS)}) nor key=value"
+                f"{nearest(argument, VERBS)}"
+            )
         else:
             options.overrides.append(argument)
     if (resolve or options.package) and options.cfg is None:

@@ -21,13 +21,17 @@ def main(arguments: list[str]) -> int:
     facts = environment(device)
     print(f"device       {facts.get('gpu', 'no GPU that torch can use')}")
     if device.type == "cuda":
-        print(f"CUDA         {facts['cuda']}, cuDNN {facts['cudnn']}, compute capability "
-              f"{facts['compute_capability']}")  # fmt: skip
+        print(
+            f"CUDA         {facts['cuda']}, cuDNN {facts['cudnn']}, compute capability "
+            f"{facts['compute_capability']}"
+        )
     print(f"CPU          {facts['cpu']}, {facts['cpu_count']} cores, {facts['threads']} threads")
     versions = ", ".join(f"{name} {version}" for name, version in facts["packages"].items())
     print(f"versions     python {facts['python']}, {versions}")
-    print(f"mprun        {facts['mprun']}, commit {facts['commit']}"
-          f"{' with local changes' if facts['dirty'] else ''}")  # fmt: skip
+    print(
+        f"mprun        {facts['mprun']}, commit {facts['commit']}"
+        f"{' with local changes' if facts['dirty'] else ''}"
+    )
     print("\nmode                 on this machine")
     for name in MODES:
         policy = get_policy(name)

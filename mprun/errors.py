@@ -5,8 +5,15 @@ Exit codes: 0 done, 1 a bug in mprun, 2 bad input, 3 diverged, 4 damaged data or
 """
 
 DONE, BUG, BAD_INPUT, DIVERGED, DAMAGED, RESOURCE, PREEMPTED, INTERRUPTED = (
-    0, 1, 2, 3, 4, 5, 75, 130,
-)  # fmt: skip
+    0,
+    1,
+    2,
+    3,
+    4,
+    5,
+    75,
+    130,
+)
 
 STATUS_EXIT_CODE = {
     "done": DONE,

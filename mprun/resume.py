@@ -11,12 +11,24 @@ from mprun import checkpoint
 from mprun.config.compose import config_from_record
 from mprun.errors import BadInput, Damaged
 from mprun.record.metrics import truncate_metrics
-from mprun.record.run_directory import config_hash, read_config, read_json, write_config
-from mprun.run import attempt, locked, prepare, resolve_device
+from mprun.record.run_directory import (
+    config_hash,
+    locked,
+    read_config,
+    read_json,
+    write_config,
+)
+from mprun.run import attempt, prepare, resolve_device
 
 # What may differ between a run and its continuation: its length and what it writes.
-RESUMABLE_KEYS = ("train.steps", "train.epochs", "train.log_every", "train.eval_every",
-                  "train.checkpoint_every", "train.keep_checkpoints")  # fmt: skip
+RESUMABLE_KEYS = (
+    "train.steps",
+    "train.epochs",
+    "train.log_every",
+    "train.eval_every",
+    "train.checkpoint_every",
+    "train.keep_checkpoints",
+)
 
 
 def resume(composed_overrides: tuple[str, ...], path: str) -> int:
@@ -42,21 +54,23 @@ def resume(composed_overrides: tuple[str, ...], path: str) -> int:
         for line in warnings:
             print(f"mprun: warning: {line}; using the one before", file=sys.stderr)
         if step >= built.steps:
-            raise BadInput(f"resume={path}: already at step {step} of {built.steps}; "
-                           "give a larger train.steps")  # fmt: skip
+            raise BadInput(
+                f"resume={path}: already at step {step} of {built.steps}; give a larger train.steps"
+            )
         try:
             built.task.load_state_dict(state["task"])
         except (ValueError, KeyError) as error:
             raise BadInput(f"resume={path}: {error}") from None
         if config.optim.schedule != "constant" and built.steps != record["steps"]:
-            raise BadInput(f"train.steps={built.steps}: a run with optim.schedule="
-                           f"{config.optim.schedule} keeps its length ({record['steps']})")  # fmt: skip
+            raise BadInput(
+                f"train.steps={built.steps}: a run with optim.schedule="
+                f"{config.optim.schedule} keeps its length ({record['steps']})"
+            )
         record["config_hash"] = config_hash(plain)
         truncate_metrics(directory / "metrics.jsonl", step)
         write_config(directory, plain)
         checkpoint.restore_random_states(state["random"], device)
-        return attempt(directory, config, built, record, first_step=step,
-                        skipped=state["skipped"])  # fmt: skip
+        return attempt(directory, config, built, record, first_step=step, skipped=state["skipped"])
 
 
 def _check_same_stack(recorded: dict) -> None:
@@ -64,8 +78,10 @@ def _check_same_stack(recorded: dict) -> None:
     if recorded["packages"]["torch"] != torch.__version__.split("+")[0] and (
         recorded["packages"]["torch"] != torch.__version__
     ):
-        raise BadInput(f"resume: the run used torch {recorded['packages']['torch']}, this is "
-                       f"{torch.__version__}; it would not continue bit for bit")  # fmt: skip
+        raise BadInput(
+            f"resume: the run used torch {recorded['packages']['torch']}, this is "
+            f"{torch.__version__}; it would not continue bit for bit"
+        )
 
 
 def _recorded(directory: Path) -> dict:
@@ -86,8 +102,10 @@ def _with_overrides(plain: dict, overrides: tuple[str, ...]) -> dict:
         if key.lstrip("+") == "resume":
             continue
         if key not in RESUMABLE_KEYS:
-            raise BadInput(f"{override}: a resumed run keeps its configuration (allowed beside "
-                           f"resume=: {', '.join(RESUMABLE_KEYS)})")  # fmt: skip
+            raise BadInput(
+                f"{override}: a resumed run keeps its configuration (allowed beside "
+                f"resume=: {', '.join(RESUMABLE_KEYS)})"
+            )
         try:
             plain["train"][key.partition(".")[2]] = yaml.safe_load(value)
         except yaml.YAMLError:

@@ -1,6 +1,5 @@
 """One run from a checked configuration to a finished run directory."""
 
-import fcntl
 import os
 import random
 import sys
@@ -26,6 +25,7 @@ from mprun.record.run_directory import (
     claim,
     claim_exactly,
     config_hash,
+    locked,
     run_name,
     write_config,
     write_json,
@@ -104,12 +104,17 @@ def attempt(
     interruption = Interruption()
     try:
         with interruption:
-            outcome = train(built, config, directory, start=first_step, skipped=skipped,
-                            interruption=interruption)  # fmt: skip
+            outcome = train(
+                built,
+                config,
+                directory,
+                start=first_step,
+                skipped=skipped,
+                interruption=interruption,
+            )
         _check_honoured(built)
     except BaseException as error:
-        record |= {"status": "failed", "cause": f"{type(error).__name__}: {error}",
-                   "ended": _now()}  # fmt: skip
+        record |= {"status": "failed", "cause": f"{type(error).__name__}: {error}", "ended": _now()}
         with suppress(OSError):  # where the disk is full, the first error is the one to tell
             write_json(directory / "run.json", record)
         print(f"run: {directory}")
@@ -119,7 +124,7 @@ def attempt(
             raise
     record |= _result(outcome, built, time.perf_counter() - started)
     write_json(directory / "run.json", record)
-    if outcome.final:
+    if outcome.status != "preempted":
         _write_hyperparameters(directory, config, record)
     if outcome.cause:
         print(f"mprun: {outcome.status} at step {outcome.step}: {outcome.cause}", file=sys.stderr)
@@ -149,22 +154,28 @@ def _result(outcome: Outcome, built: Built, seconds: float) -> dict:
         "last_step": outcome.step,
         "skipped": outcome.skipped,
         "updates": outcome.step - outcome.skipped,
-        "final": {k: v if v == v and abs(v) != float("inf") else str(v)
-                  for k, v in outcome.final.items()},
-        "throughput": {"samples_per_s": outcome.samples_per_s, "windows": outcome.windows,
-                       "sample": built.task.sample},
+        "final": {
+            k: v if v == v and abs(v) != float("inf") else str(v) for k, v in outcome.final.items()
+        },
+        "throughput": {
+            "samples_per_s": outcome.samples_per_s,
+            "windows": outcome.windows,
+            "sample": built.task.sample,
+        },
         "memory": {**outcome.peak, "saved_for_backward_bytes": outcome.saved_for_backward_bytes},
         "emulated": built.arithmetic.rerouted(),
         "seconds": round(seconds, 3),
         "ended": _now(),
-    }  # fmt: skip
+    }
 
 
 def _check_honoured(built: Built) -> None:
     """A 16-bit mode on a CPU in which nothing was computed as asked for is a bug, not a result."""
     if built.arithmetic.emulations and not built.arithmetic.rerouted():
-        raise MprunError(f"precision={built.policy.name}: no operation ran in "
-                         f"{built.arithmetic.kind()}; the mode did not happen")  # fmt: skip
+        raise MprunError(
+            f"precision={built.policy.name}: no operation ran in "
+            f"{built.arithmetic.kind()}; the mode did not happen"
+        )
 
 
 def _warn(config: RunConfig, device: torch.device) -> None:
@@ -175,16 +186,22 @@ def _warn(config: RunConfig, device: torch.device) -> None:
     eps = {"adam": 1e-8, "adamw": 1e-8, "adagrad": 1e-10}.get(optim.name)
     eps = optim.eps if optim.eps is not None else eps
     if fp16_update and eps is not None and 0 < eps <= 2.0**-25:
-        lines.append(f"optim.eps={eps:g} rounds to 0 in FP16 (2^-25 and below): {policy.name} "
-                     f"with {optim.name} divides by zero and ends in NaN; this is a finding")  # fmt: skip
+        lines.append(
+            f"optim.eps={eps:g} rounds to 0 in FP16 (2^-25 and below): {policy.name} "
+            f"with {optim.name} divides by zero and ends in NaN; this is a finding"
+        )
     half = policy.autocast_dtype or policy.param_dtype
     if scaler.kind != "none" and half == "fp32":
-        lines.append(f"scaler={scaler.name} changes nothing in {policy.name} but rounding: "
-                     "FP32 gradients do not underflow")  # fmt: skip
+        lines.append(
+            f"scaler={scaler.name} changes nothing in {policy.name} but rounding: "
+            "FP32 gradients do not underflow"
+        )
     if device.type == "cpu" and half != "fp32":
         how = "emulated (16-bit tensors, FP32 products rounded once)"
-        lines.append(f"no GPU in use: {half} products are "
-                     f"{how if config.cpu_half == 'emulated' else 'native CPU kernels'}")  # fmt: skip
+        lines.append(
+            f"no GPU in use: {half} products are "
+            f"{how if config.cpu_half == 'emulated' else 'native CPU kernels'}"
+        )
     for line in lines:
         print(f"mprun: {line}", file=sys.stderr)
 
@@ -199,35 +216,20 @@ def resolve_device(name: str) -> torch.device:
 
 
 def _write_hyperparameters(directory: Path, config: RunConfig, record: dict) -> None:
+    # Five, because TensorBoard's table shows the first five columns.
     values = {
-        "model": record["choices"].get("model"), "data": record["choices"].get("data"),
-        "precision": config.precision.name, "scaler": config.scaler.name,
-        "optimizer": config.optim.name, "lr": config.optim.lr,
-        "batch_size": config.data.batch_size, "seed": config.seed,
-    }  # fmt: skip
-    metrics = {f"hparam/eval_{k}": float(v) for k, v in record["final"].items()}
+        "lr": config.optim.lr,
+        "model": record["choices"].get("model"),
+        "precision": record["precision"]["mode"],
+        "scaler": config.scaler.name,
+        "seed": config.seed,
+    }
+    final = record["final"] or {"loss": "nan"}  # diverged before its evaluation
+    metrics = {f"hparam/eval_{k}": float(v) for k, v in final.items()}
     metrics["hparam/skipped"] = record["skipped"]
     view = TensorBoardView(directory)
     view.hyperparameters(values, metrics)
     view.close()
-
-
-class locked:
-    """Hold a run directory: a second process that wants the same one is refused."""
-
-    def __init__(self, directory: Path):
-        self.directory = directory
-
-    def __enter__(self):
-        self.file = open(self.directory / ".lock", "a", encoding="utf-8")
-        try:
-            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self.file.close()
-            raise BadInput(f"{self.directory}: in use by another process") from None
-
-    def __exit__(self, *exception):
-        self.file.close()
 
 
 def _now() -> str:

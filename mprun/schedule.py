@@ -40,7 +40,8 @@ def learning_rates(
             passed = sum(update >= share * total_updates for share in milestones)
             factor = gamma**passed
         else:
-            raise ValueError(f"schedule={schedule!r}: must be constant, linear, cosine, "
-                             "polynomial or step")  # fmt: skip
+            raise ValueError(
+                f"schedule={schedule!r}: must be constant, linear, cosine, polynomial or step"
+            )
         rates.append(lr * factor)
     return rates

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-from mprun.config.compose import Composed, compose_config, hydra_session
+from mprun.config.compose import compose_config, hydra_session
 from mprun.config.diagnose import group_options
 from mprun.config.overrides import parse_overrides, sweep_values
 from mprun.errors import DONE, INTERRUPTED, BadInput
-from mprun.record.run_directory import config_hash, read_json, run_name
+from mprun.record.run_directory import config_hash, locked, read_json, run_name
 from mprun.table import load_run, table
 
 _OUTCOMES = ("done", "diverged")
@@ -37,11 +37,12 @@ class Cell:
 def sweep(overrides: list[str], config_dir: str | None, jobs: int) -> int:
     """Run all cells, `jobs` at a time; prints the table. 0 if every cell has an outcome."""
     cells, root = _plan(overrides, config_dir)
-    root.mkdir(parents=True, exist_ok=True)
     missing = [cell for cell in cells if not _has_outcome(cell)]
-    print(f"sweep of {len(cells)} runs in {root}"
-          + (f", {len(cells) - len(missing)} finished already" if len(missing) < len(cells) else ""),
-          file=sys.stderr)  # fmt: skip
+    print(
+        f"sweep of {len(cells)} runs in {root}"
+        + (f", {len(cells) - len(missing)} finished already" if len(missing) < len(cells) else ""),
+        file=sys.stderr,
+    )
     try:
         codes = _run_all(missing, config_dir, jobs, len(cells) - len(missing), len(cells))
     except KeyboardInterrupt:
@@ -53,7 +54,10 @@ def sweep(overrides: list[str], config_dir: str | None, jobs: int) -> int:
 
 
 def _plan(overrides: list[str], config_dir: str | None) -> tuple[list[Cell], Path]:
-    """Every cell, composed and checked; nothing is written if one of them is bad input."""
+    """Every cell, composed and checked, and the folder that holds them all; writes nothing.
+
+    A cell lies where a single run of the same configuration would: a finished one counts.
+    """
     parsed = parse_overrides(overrides)
     fixed = [o for o in parsed if not o.is_sweep_override()]
     swept = [o for o in parsed if o.is_sweep_override()]
@@ -65,28 +69,17 @@ def _plan(overrides: list[str], config_dir: str | None) -> tuple[list[Cell], Pat
         (*(o.input_line for o in fixed), *combination) for combination in product(*values)
     ]
     composed = [compose_config(combination, config_dir) for combination in combinations]
-    root = _sweep_root(composed, [o.key_or_group for o in swept])
-    cells, taken = [], set()
+    output_root = Path(composed[0].config.output_root)
+    cells = []
     for one in composed:
-        _, name = run_name(one.as_dict(), one.choices, one.overrides)
-        keys = {o.key_or_group for o in swept} & {"model", "data", "experiment"}
-        prefix = "-".join(str(one.choices[key]) for key in sorted(keys))
-        name = f"{prefix}-{name}" if prefix else name
-        if name in taken:
-            raise BadInput(f"-m: two runs of the sweep are the same ({name})")
-        taken.add(name)
-        cells.append(Cell(one.overrides, root / name, config_hash(one.as_dict())))
-    return cells, root
-
-
-def _sweep_root(composed: list[Composed], swept: list[str]) -> Path:
-    """The folder of a sweep: named for what all of its cells have in common."""
-    first = composed[0]
-    folder, _ = run_name(first.as_dict(), first.choices, ())
-    if {"model", "data", "experiment"} & set(swept):
-        folder = "mixed"
-    label = first.config.name or "-".join(key.replace("/", ".") for key in swept) or "single"
-    return Path(first.config.output_root) / f"{folder}-sweep-{label}"
+        plain = one.as_dict()
+        folder, name = run_name(plain, one.choices, one.overrides)
+        cells.append(Cell(one.overrides, output_root / folder / name, config_hash(plain)))
+    directories = {cell.directory for cell in cells}
+    if len(directories) < len(cells):
+        raise BadInput("-m: two runs of the sweep are the same; leave out the repeated value")
+    parents = {directory.parent for directory in directories}
+    return cells, parents.pop() if len(parents) == 1 else output_root
 
 
 def _run_all(
@@ -144,6 +137,7 @@ def _report(cell: Cell, code: int) -> None:
 
 
 def _log(cell: Cell) -> Path:
+    cell.directory.parent.mkdir(parents=True, exist_ok=True)
     return cell.directory.parent / f".{cell.directory.name}.log"
 
 
@@ -162,8 +156,10 @@ def _has_outcome(cell: Cell) -> bool:
         return False
     record = read_json(cell.directory / "run.json")
     if record["config_hash"] != cell.config_hash:
-        raise BadInput(f"{cell.directory}: holds a run of another configuration; use name= for "
-                       "a sweep of its own")  # fmt: skip
+        raise BadInput(
+            f"{cell.directory}: holds a run of another configuration; use name= for "
+            "a sweep of its own"
+        )
     return record["status"] in _OUTCOMES
 
 
@@ -171,6 +167,8 @@ def _put_aside(directory: Path) -> None:
     """Keep what an interrupted or failed attempt left, under another name."""
     if not directory.exists():
         return
+    with locked(directory):  # BadInput if somebody is still at it
+        pass
     for number in range(1, 10_000):
         aside = directory.with_name(f"{directory.name}.attempt{number}")
         if not aside.exists():

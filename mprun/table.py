@@ -56,8 +56,18 @@ def load_run(directory: Path) -> Run:
 
 
 # Overrides that do not separate groups: the mode has its own column, seeds are averaged.
-_COMMON = ("precision=", "seed=", "scaler=", "name=", "output_root=", "output_dir=", "threads=",
-           "device=", "train.log_every=", "train.checkpoint_every=")  # fmt: skip
+_COMMON = (
+    "precision=",
+    "seed=",
+    "scaler=",
+    "name=",
+    "output_root=",
+    "output_dir=",
+    "threads=",
+    "device=",
+    "train.log_every=",
+    "train.checkpoint_every=",
+)
 
 
 def table(runs: list[Run]) -> str:
@@ -69,14 +79,24 @@ def table(runs: list[Run]) -> str:
         return "no run has started"
     seeds = sorted({run.seed for run in runs})
     measure = next((run.measure for run in runs if run.measure), "peak memory")
-    header = ["mode", *(f"loss, seed {seed}" for seed in seeds), "mean", "vs FP32", "skipped",
-              "status", f"{runs[0].sample}s/s", "activations MiB", "peak MiB"]  # fmt: skip
+    header = [
+        "mode",
+        *(f"loss, seed {seed}" for seed in seeds),
+        "mean",
+        "vs FP32",
+        "skipped",
+        "status",
+        f"{runs[0].sample}s/s",
+        "activations MiB",
+        "peak MiB",
+    ]
     several = len({run.group for run in runs}) > 1
     rows = []
     for group in dict.fromkeys(run.group for run in runs):
         own = [run for run in runs if run.group == group]
-        modes = list(dict.fromkeys((r.mode, r.scaler) for r in sorted(
-            own, key=lambda r: r.mode != "fp32")))  # fmt: skip
+        modes = list(
+            dict.fromkeys((r.mode, r.scaler) for r in sorted(own, key=lambda r: r.mode != "fp32"))
+        )
         names = [mode for mode, _ in modes]
         baseline = {r.seed: r.loss for r in own if r.mode == "fp32"}
         for mode, scaler in modes:
@@ -91,8 +111,11 @@ def table(runs: list[Run]) -> str:
 
 def _row(cells: dict[int, Run], seeds: list[int], baseline: dict[int, float], mode: str) -> list:
     losses = [cells[seed].loss for seed in seeds if seed in cells]
-    ratios = [cells[seed].loss / baseline[seed] - 1
-              for seed in seeds if seed in cells and seed in baseline]  # fmt: skip
+    ratios = [
+        cells[seed].loss / baseline[seed] - 1
+        for seed in seeds
+        if seed in cells and seed in baseline
+    ]
     difference = "baseline" if mode == "fp32" else _percent(ratios)
     statuses = {}
     for run in cells.values():

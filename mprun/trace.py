@@ -49,7 +49,7 @@ class Trace:
         self.last = metrics
 
     def flush(self) -> tuple[list[StepRow], dict[str, float]]:
-        """The rows since the last flush and all metrics of the newest step; waits for the device."""
+        """Rows since the last flush and all metrics of the newest step; waits for the device."""
         if not self.rows:
             return [], {}
         names = [name for name in self.last if name != "found_inf"]

@@ -151,9 +151,15 @@ class _Recorder:
         """Evaluate, record and return the metrics; outside the throughput clock."""
         started = time.perf_counter()
         values = self.task.evaluate()
-        record = {"split": "eval", "step": step, "updates": step - self.trace.host_skipped,
-                  "skipped": self.trace.host_skipped, "epoch": self._epoch(step), **values,
-                  "seconds": time.perf_counter() - started}  # fmt: skip
+        record = {
+            "split": "eval",
+            "step": step,
+            "updates": step - self.trace.host_skipped,
+            "skipped": self.trace.host_skipped,
+            "epoch": self._epoch(step),
+            **values,
+            "seconds": time.perf_counter() - started,
+        }
         self._write(record)
         if hasattr(self.task, "samples"):
             self.board.images("eval/samples", self.task.samples().cpu(), step)

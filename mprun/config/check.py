@@ -19,20 +19,40 @@ SCALER_FIELDS = {
     "none": set(),
     "static": {"scale", "max_consecutive_skips"},
     "dynamic": {
-        "growth_factor", "backoff_factor", "growth_interval", "hysteresis", "growth_delay",
-        "refill_on_clean_step", "tolerance", "hold_at_floor",
-    } | _BOUNDS,
+        "growth_factor",
+        "backoff_factor",
+        "growth_interval",
+        "hysteresis",
+        "growth_delay",
+        "refill_on_clean_step",
+        "tolerance",
+        "hold_at_floor",
+    }
+    | _BOUNDS,
     "logmax": {"log_max", "beta1", "beta2", "overflow_std_dev"} | _BOUNDS,
-}  # fmt: skip
+}
 # Settings of a scaler that only single presets need; without them the rule is torch's.
 _OPTIONAL_SCALER_FIELDS = {"growth_delay", "refill_on_clean_step", "tolerance", "hold_at_floor"}
-_METRICS = {"alexnet": ("loss", "top1", "top5"), "resnet50": ("loss", "top1", "top5"),
-            "lstm_lm": ("loss", "perplexity"), "dcgan": ("loss", "d_loss", "g_loss"),
-            "conv_autoencoder": ("loss",)}  # fmt: skip
-_FAMILY = {"alexnet": "images", "resnet50": "images", "lstm_lm": "text", "dcgan": "images",
-           "conv_autoencoder": "images"}  # fmt: skip
-_DATA_FAMILY = {"digits": "images", "synthetic_images": "images", "docs_text": "text",
-                "synthetic_tokens": "text"}  # fmt: skip
+_METRICS = {
+    "alexnet": ("loss", "top1", "top5"),
+    "resnet50": ("loss", "top1", "top5"),
+    "lstm_lm": ("loss", "perplexity"),
+    "dcgan": ("loss", "d_loss", "g_loss"),
+    "conv_autoencoder": ("loss",),
+}
+_FAMILY = {
+    "alexnet": "images",
+    "resnet50": "images",
+    "lstm_lm": "text",
+    "dcgan": "images",
+    "conv_autoencoder": "images",
+}
+_DATA_FAMILY = {
+    "digits": "images",
+    "synthetic_images": "images",
+    "docs_text": "text",
+    "synthetic_tokens": "text",
+}
 
 
 def check(config: RunConfig) -> None:
@@ -40,8 +60,7 @@ def check(config: RunConfig) -> None:
     _containers(config)
     for line in violations(config):
         raise BadInput(line)
-    for rule in (_names, _data_fits_model, _optim, _scaler, _precision, _train, _compare,
-                 _paths):  # fmt: skip
+    for rule in (_names, _data_fits_model, _optim, _scaler, _precision, _train, _compare, _paths):
         rule(config)
 
 
@@ -78,11 +97,15 @@ def _data_fits_model(config: RunConfig) -> None:
         raise BadInput(f"data={data.name}: model {model.name} learns from {wanted}: {options}")
     if model.name in ("dcgan", "conv_autoencoder"):
         if data.image_size != model.image_size:
-            raise BadInput(f"model.image_size={model.image_size}: must equal data.image_size "
-                           f"({data.image_size})")  # fmt: skip
+            raise BadInput(
+                f"model.image_size={model.image_size}: must equal data.image_size "
+                f"({data.image_size})"
+            )
         if data.value_range != "tanh":
-            raise BadInput(f"data.value_range={data.value_range}: must be tanh for {model.name}, "
-                           "whose generator ends in tanh")  # fmt: skip
+            raise BadInput(
+                f"data.value_range={data.value_range}: must be tanh for {model.name}, "
+                "whose generator ends in tanh"
+            )
     if model.name == "alexnet" and data.image_size < 63:
         raise BadInput(f"data.image_size={data.image_size}: AlexNet needs at least 63 pixels")
     if model.name == "resnet50" and data.image_size < 32:
@@ -118,8 +141,9 @@ def _scaler(config: RunConfig) -> None:
     scaler = config.scaler
     for name in sorted(set().union(*SCALER_FIELDS.values()) - SCALER_FIELDS[scaler.kind]):
         if getattr(scaler, name) is not None:
-            raise BadInput(f"scaler.{name}={getattr(scaler, name)}: scaler={scaler.name} has no "
-                           "such setting")  # fmt: skip
+            raise BadInput(
+                f"scaler.{name}={getattr(scaler, name)}: scaler={scaler.name} has no such setting"
+            )
     for name in sorted(SCALER_FIELDS[scaler.kind] - _OPTIONAL_SCALER_FIELDS):
         if getattr(scaler, name) is None:
             raise BadInput(f"scaler.{name}=null: scaler={scaler.name} needs a number")
@@ -134,13 +158,17 @@ def _scaler(config: RunConfig) -> None:
     for name in ("scale", "init_scale", "min_scale", "max_scale"):
         value = getattr(scaler, name)
         if value is not None and not 2.0**-126 <= value <= 2.0**126:
-            raise BadInput(f"scaler.{name}={value:g}: must be between 2^-126 and 2^126, so that "
-                           "it and its reciprocal are normal FP32 numbers")  # fmt: skip
+            raise BadInput(
+                f"scaler.{name}={value:g}: must be between 2^-126 and 2^126, so that "
+                "it and its reciprocal are normal FP32 numbers"
+            )
     if scaler.tolerance and (scaler.hysteresis or 1) > 1:
         raise BadInput(f"scaler.tolerance={scaler.tolerance}: must be 0 with scaler.hysteresis > 1")
     if scaler.per != "shared" and config.model.name != "dcgan":
-        raise BadInput(f"scaler.per={scaler.per}: {config.model.name} has one optimizer and one "
-                       "loss (allowed: shared)")  # fmt: skip
+        raise BadInput(
+            f"scaler.per={scaler.per}: {config.model.name} has one optimizer and one "
+            "loss (allowed: shared)"
+        )
     if scaler.per != "shared" and scaler.kind == "none":
         raise BadInput(f"scaler.per={scaler.per}: scaler=none has no scale")
 
@@ -148,27 +176,36 @@ def _scaler(config: RunConfig) -> None:
 def _precision(config: RunConfig) -> None:
     precision = config.precision
     if precision.name not in schema.MODES:
-        raise BadInput(f"precision.name={precision.name}: not a value to set; choose one of "
-                       f"precision={','.join(schema.MODES)}")  # fmt: skip
+        raise BadInput(
+            f"precision.name={precision.name}: not a value to set; choose one of "
+            f"precision={','.join(schema.MODES)}"
+        )
     for pattern, dtype in precision.overrides.items():
         if dtype not in DTYPES:
             allowed = ", ".join(DTYPES)
             raise BadInput(f"precision.overrides.{pattern}={dtype}: must be one of {allowed}")
     if precision.autocast_dtype is not None and precision.param_dtype != "fp32":
-        raise BadInput(f"precision.param_dtype={precision.param_dtype}: must be fp32 under "
-                       "autocast")  # fmt: skip
+        raise BadInput(
+            f"precision.param_dtype={precision.param_dtype}: must be fp32 under autocast"
+        )
     if precision.master_dtype is None and precision.grad_dtype != precision.param_dtype:
-        raise BadInput(f"precision.grad_dtype={precision.grad_dtype}: must equal param_dtype "
-                       f"({precision.param_dtype}) without master weights")  # fmt: skip
+        raise BadInput(
+            f"precision.grad_dtype={precision.grad_dtype}: must equal param_dtype "
+            f"({precision.param_dtype}) without master weights"
+        )
     if precision.fp32_math == "tf32" and config.device == "cpu":
-        raise BadInput(f"precision={precision.name}: TF32 needs a GPU of the Ampere generation or "
-                       "later, a CPU has none; use precision=fp32 or device=cuda")  # fmt: skip
+        raise BadInput(
+            f"precision={precision.name}: TF32 needs a GPU of the Ampere generation or "
+            "later, a CPU has none; use precision=fp32 or device=cuda"
+        )
     native = config.cpu_half == "native"
     if native and config.device != "cuda" and precision.autocast_dtype == "fp16":
         model = config.model
         if model.name == "lstm_lm" and model.projection_size == 0:
-            raise BadInput("cpu_half=native: a CPU has no float16 LSTM under autocast (without "
-                           "projection); use cpu_half=emulated")  # fmt: skip
+            raise BadInput(
+                "cpu_half=native: a CPU has no float16 LSTM under autocast (without "
+                "projection); use cpu_half=emulated"
+            )
 
 
 def _train(config: RunConfig) -> None:
@@ -184,8 +221,10 @@ def _train(config: RunConfig) -> None:
 def _compare(config: RunConfig) -> None:
     allowed = _METRICS[config.model.name]
     if config.compare.metric not in allowed:
-        raise BadInput(f"compare.metric={config.compare.metric}: must be one of "
-                       f"{', '.join(allowed)} for {config.model.name}")  # fmt: skip
+        raise BadInput(
+            f"compare.metric={config.compare.metric}: must be one of "
+            f"{', '.join(allowed)} for {config.model.name}"
+        )
 
 
 def _paths(config: RunConfig) -> None:
@@ -193,8 +232,12 @@ def _paths(config: RunConfig) -> None:
         # Not Path.exists, which raises for a name that is too long.
         if not os.path.exists(config.data.root):
             raise BadInput(f"data.root={config.data.root}: no such folder")
-        raise BadInput(f"data.root={config.data.root}: data={config.data.name} is embedded and "
-                       "reads no folder (allowed: null)")  # fmt: skip
+        raise BadInput(
+            f"data.root={config.data.root}: data={config.data.name} is embedded and "
+            "reads no folder (allowed: null)"
+        )
     if config.data.workers:
-        raise BadInput(f"data.workers={config.data.workers}: data={config.data.name} is held in "
-                       "memory and needs no loader process (allowed: 0)")  # fmt: skip
+        raise BadInput(
+            f"data.workers={config.data.workers}: data={config.data.name} is held in "
+            "memory and needs no loader process (allowed: 0)"
+        )

@@ -58,8 +58,9 @@ def compose_config(overrides: Iterable[str], config_dir: str | None = None) -> C
             raise BadInput(f"{override.input_line}: several values; add -m to sweep over them")
     with hydra_session(config_dir):
         try:
-            composed = compose("config", overrides=hydra_overrides(overrides),
-                               return_hydra_config=True)  # fmt: skip
+            composed = compose(
+                "config", overrides=hydra_overrides(overrides), return_hydra_config=True
+            )
             choices = dict(OmegaConf.to_container(composed.hydra.runtime.choices))
             OmegaConf.set_struct(composed, False)
             del composed["hydra"]

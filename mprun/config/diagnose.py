@@ -15,8 +15,15 @@ from mprun.config.field_rules import nearest
 from mprun.config.overrides import MAPPING, printable
 
 # What Hydra and OmegaConf raise for overrides that do not compose (OSError: names too long).
-COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, AttributeError, ValueError,
-                      TypeError, OSError, RecursionError)  # fmt: skip
+COMPOSITION_ERRORS = (
+    HydraException,
+    OmegaConfBaseException,
+    AttributeError,
+    ValueError,
+    TypeError,
+    OSError,
+    RecursionError,
+)
 
 
 def loader() -> ConfigLoader:

@@ -11,8 +11,14 @@ from mprun.errors import BadInput
 # The mapping from module-name patterns to dtypes: its keys hold dots and stars.
 MAPPING = "precision.overrides"
 # Labels that choose a builder or appear in the record; the option of a group sets them.
-_CHOSEN_BY_GROUP = ("model.name", "data.name", "optim.name", "precision.name", "scaler.name",
-                    "scaler.kind")  # fmt: skip
+_CHOSEN_BY_GROUP = (
+    "model.name",
+    "data.name",
+    "optim.name",
+    "precision.name",
+    "scaler.name",
+    "scaler.kind",
+)
 
 
 def parse_overrides(overrides: Iterable[str]) -> list[Override]:
@@ -44,8 +50,9 @@ def sweep_values(override: Override, options: list[str]) -> list[str]:
     elif override.is_discrete_sweep():
         values = list(override.sweep_string_iterator())
     else:
-        raise BadInput(f"{override.input_line}: must be a list, range(), choice() or glob() to "
-                       "sweep over")  # fmt: skip
+        raise BadInput(
+            f"{override.input_line}: must be a list, range(), choice() or glob() to sweep over"
+        )
     if not values:
         raise BadInput(f"{override.input_line}: has no value to sweep over")
     key = override.input_line.partition("=")[0]

@@ -263,9 +263,16 @@ DATA: dict[str, type] = {
     "synthetic_tokens": SyntheticTokensConfig,
 }
 MODES = (
-    "fp32", "tf32", "fp16_naive", "fp16_master", "fp16_master_scaled", "amp",
-    "bf16_naive", "bf16_master", "amp_bf16",
-)  # fmt: skip
+    "fp32",
+    "tf32",
+    "fp16_naive",
+    "fp16_master",
+    "fp16_master_scaled",
+    "amp",
+    "bf16_naive",
+    "bf16_master",
+    "amp_bf16",
+)
 
 
 def register_schemas(store: Any) -> None:

@@ -90,8 +90,10 @@ def _match(model: nn.Module, overrides: Mapping[str, torch.dtype]) -> dict[str, 
         matched = [name for name in names if fnmatchcase(name, pattern)]
         if not matched:
             close = get_close_matches(pattern, names, n=3, cutoff=0.0)
-            raise ValueError(f"precision.overrides: {pattern!r} matches no module; some modules: "
-                             f"{', '.join(close)}")  # fmt: skip
+            raise ValueError(
+                f"precision.overrides: {pattern!r} matches no module; some modules: "
+                f"{', '.join(close)}"
+            )
         chosen.update(dict.fromkeys(matched, dtype))
     return chosen
 

@@ -25,14 +25,27 @@ Route = Callable[["Scratch", torch.dtype, OpOverload, Args, Kwargs], Any]
 
 _MATRIX = ("mm", "addmm", "bmm", "baddbmm")
 _OTHER = (
-    "mv", "addmv", "dot", "vdot", "addbmm", "linear", "_addmm_activation",
-    "convolution", "convolution_overrideable", "convolution_backward",
-    "convolution_backward_overrideable", "embedding_dense_backward", "_embedding_bag",
-    "_embedding_bag_forward_only", "_embedding_bag_backward", "_embedding_bag_dense_backward",
-    "_native_multi_head_attention", "_transformer_encoder_layer_fwd",
+    "mv",
+    "addmv",
+    "dot",
+    "vdot",
+    "addbmm",
+    "linear",
+    "_addmm_activation",
+    "convolution",
+    "convolution_overrideable",
+    "convolution_backward",
+    "convolution_backward_overrideable",
+    "embedding_dense_backward",
+    "_embedding_bag",
+    "_embedding_bag_forward_only",
+    "_embedding_bag_backward",
+    "_embedding_bag_dense_backward",
+    "_native_multi_head_attention",
+    "_transformer_encoder_layer_fwd",
     "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_flash_attention_for_cpu_backward",
-)  # fmt: skip
+)
 
 
 class Scratch(threading.local):

@@ -28,10 +28,16 @@ from mprun.precision.emulated_products import MIXED, Scratch, routes
 F32 = torch.float32
 _RECURRENT = frozenset(
     {
-        torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu,
-        torch.lstm_cell, torch.gru_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell,
+        torch.lstm,
+        torch.gru,
+        torch.rnn_tanh,
+        torch.rnn_relu,
+        torch.lstm_cell,
+        torch.gru_cell,
+        torch.rnn_tanh_cell,
+        torch.rnn_relu_cell,
     }
-)  # fmt: skip
+)
 
 
 class HalfEmulation(TorchDispatchMode):

@@ -55,14 +55,18 @@ def step_unless(optimizer: Optimizer, found_inf: Tensor) -> None:
         del optimizer.found_inf
         return
     if not isinstance(optimizer, (SGD, Adam, AdamW, Adagrad)):
-        raise ValueError(f"{type(optimizer).__name__}: skipping needs a fused optimizer or one of "
-                         "SGD, Adam, AdamW, Adagrad")  # fmt: skip
+        raise ValueError(
+            f"{type(optimizer).__name__}: skipping needs a fused optimizer or one of "
+            "SGD, Adam, AdamW, Adagrad"
+        )
     if any(group.get("lr_decay") for group in optimizer.param_groups):
         raise ValueError("lr_decay: must be 0 for updates that can be skipped")
     for group in optimizer.param_groups:
         if not group.get("capturable", True) and group["params"][0].device.type != "cpu":
-            raise ValueError(f"{type(optimizer).__name__}: needs fused=True or capturable=True for "
-                             "updates that can be skipped on a GPU")  # fmt: skip
+            raise ValueError(
+                f"{type(optimizer).__name__}: needs fused=True or capturable=True for "
+                "updates that can be skipped on a GPU"
+            )
     tensors = list(_tensors(optimizer))
     before = [tensor.clone() for tensor in tensors]
     optimizer.step()

@@ -15,9 +15,14 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 _FP32 = {
-    "param_dtype": "fp32", "norm_dtype": "fp32", "master_dtype": "fp32", "grad_dtype": "fp32",
-    "loss_dtype": "fp32", "autocast_dtype": None, "fp32_math": "ieee",
-}  # fmt: skip
+    "param_dtype": "fp32",
+    "norm_dtype": "fp32",
+    "master_dtype": "fp32",
+    "grad_dtype": "fp32",
+    "loss_dtype": "fp32",
+    "autocast_dtype": None,
+    "fp32_math": "ieee",
+}
 _FP16 = _FP32 | {"param_dtype": "fp16"}
 _BF16 = _FP32 | {"param_dtype": "bf16"}
 

@@ -11,8 +11,15 @@ import torch
 
 from mprun.precision import read_math_flags
 
-_PACKAGES = ("torch", "torchvision", "hydra-core", "omegaconf", "tensorboard", "numpy",
-             "scikit-learn")  # fmt: skip
+_PACKAGES = (
+    "torch",
+    "torchvision",
+    "hydra-core",
+    "omegaconf",
+    "tensorboard",
+    "numpy",
+    "scikit-learn",
+)
 
 
 def environment(device: torch.device) -> dict:
@@ -71,10 +78,22 @@ def _commit() -> dict:
     if not (root / ".git").exists():
         return {"commit": None, "dirty": None}
     try:
-        head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True,
-                              text=True, timeout=10, check=True).stdout.strip()  # fmt: skip
-        status = subprocess.run(["git", "status", "--porcelain"], cwd=root, capture_output=True,
-                                text=True, timeout=10, check=True).stdout  # fmt: skip
+        head = subprocess.run(
+            ["git", "rev-parse", "HEAD"],
+            cwd=root,
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        ).stdout.strip()
+        status = subprocess.run(
+            ["git", "status", "--porcelain"],
+            cwd=root,
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        ).stdout
     except (OSError, subprocess.SubprocessError):
         return {"commit": None, "dirty": None}
     return {"commit": head, "dirty": bool(status.strip())}

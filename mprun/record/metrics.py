@@ -48,8 +48,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             if number == len(lines):
                 break
             raise Damaged(f"{path}: line {number} is not JSON") from None
-        records.append({key: _NON_FINITE.get(value, value) if isinstance(value, str) else value
-                        for key, value in record.items()})  # fmt: skip
+        records.append(
+            {
+                key: _NON_FINITE.get(value, value) if isinstance(value, str) else value
+                for key, value in record.items()
+            }
+        )
     return records
 
 
@@ -77,9 +81,12 @@ class TensorBoardView:
         self.writer = SummaryWriter(str(directory), flush_secs=10, purge_step=purge_step)
 
     def write(self, record: dict[str, Any]) -> None:
-        """Add every number of one record at its step."""
+        """Add every number of one record at its step; of an evaluation its metrics alone."""
+        left_out = {"split", "step"}
+        if record["split"] == "eval":
+            left_out |= {"epoch", "updates", "skipped", "seconds"}
         for key, value in record.items():
-            if key not in ("split", "step") and isinstance(value, (int, float)):
+            if key not in left_out and isinstance(value, (int, float)):
                 self.writer.add_scalar(f"{record['split']}/{key}", value, record["step"])
 
     def images(self, tag: str, images, step: int) -> None:
@@ -92,8 +99,9 @@ class TensorBoardView:
         """One entry of the HPARAMS page, in this same run (add_hparams would make another)."""
         from torch.utils.tensorboard.summary import hparams
 
-        plain = {k: v if isinstance(v, (int, float, str, bool)) else str(v)
-                 for k, v in values.items()}  # fmt: skip
+        plain = {
+            k: v if isinstance(v, (int, float, str, bool)) else str(v) for k, v in values.items()
+        }
         for summary in hparams(plain, metrics):
             self.writer.file_writer.add_summary(summary)
         for name, value in metrics.items():

@@ -1,6 +1,7 @@
 """A run directory: claimed once, never silently reused, every file written whole."""
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -17,10 +18,21 @@ NOT_HASHED = ("name", "output_root", "output_dir", "resume")
 NOT_HASHED_TRAIN = ("log_every", "checkpoint_every", "keep_checkpoints")
 # Overrides that are in the path already or do not describe the run.
 _NOT_IN_NAME = {
-    "model", "data", "experiment", "precision", "seed", "name", "output_root", "output_dir",
-    "resume", "device", "threads", "train.log_every", "train.checkpoint_every",
+    "model",
+    "data",
+    "experiment",
+    "precision",
+    "seed",
+    "name",
+    "output_root",
+    "output_dir",
+    "resume",
+    "device",
+    "threads",
+    "train.log_every",
+    "train.checkpoint_every",
     "train.keep_checkpoints",
-}  # fmt: skip
+}
 
 
 def config_hash(config: dict[str, Any]) -> str:
@@ -38,12 +50,11 @@ def run_name(config: dict[str, Any], choices: dict, overrides: tuple[str, ...]) 
     """
     folder = choices.get("experiment") or f"{choices['model']}-{choices['data']}"
     if choices.get("experiment"):
-        folder += "".join(
-            f"-{text}" for key, text in _pairs(overrides) if key in ("model", "data")
-        )
-    parts = [str(choices["precision"]), *(
-        f"{key}={value}" for key, value in _pairs(overrides) if key not in _NOT_IN_NAME
-    )]  # fmt: skip
+        folder += "".join(f"-{text}" for key, text in _pairs(overrides) if key in ("model", "data"))
+    parts = [
+        str(choices["precision"]),
+        *(f"{key}={value}" for key, value in _pairs(overrides) if key not in _NOT_IN_NAME),
+    ]
     if config["name"]:
         parts.append(config["name"])
     parts.append(f"s{config['seed']}")
@@ -71,11 +82,30 @@ def claim_exactly(path: Path) -> Path:
     try:
         path.mkdir()
     except FileExistsError:
-        raise BadInput(f"output_dir={path}: exists already; use another directory or "
-                       f"resume={path}") from None  # fmt: skip
+        raise BadInput(
+            f"output_dir={path}: exists already; use another directory or resume={path}"
+        ) from None
     except OSError as error:
         raise _not_made("output_dir", path, error) from None
     return path
+
+
+class locked:
+    """Hold a run directory: a second process that wants the same one is refused."""
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+
+    def __enter__(self):
+        self.file = open(self.directory / ".lock", "a", encoding="utf-8")
+        try:
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.file.close()
+            raise BadInput(f"{self.directory}: in use by another process") from None
+
+    def __exit__(self, *exception):
+        self.file.close()
 
 
 def write_json(path: Path, content: dict) -> None:

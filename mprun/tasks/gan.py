@@ -41,8 +41,10 @@ class GAN:
         self.latent_size, self.eval_in_mode = latent_size, eval_in_mode
         self.learners = {"generator": generator, "discriminator": discriminator}
         names = ("loss_scale", "loss_scale_fake", "loss_scale_generator")
-        unique = {id(scale): (name, scale) for name, scale in reversed(
-            list(zip(names, loss_scales, strict=True)))}  # fmt: skip
+        unique = {
+            id(scale): (name, scale)
+            for name, scale in reversed(list(zip(names, loss_scales, strict=True)))
+        }
         self.loss_scales = dict(reversed(list(unique.values())))
         self.samples_per_step = data.samples_per_batch
         self.steps_per_epoch = data.batches_per_epoch

@@ -55,7 +55,9 @@ class Learner:
         for name, tensor in own.items():
             value = saved["model"][name]
             if value.dtype != tensor.dtype or value.shape != tensor.shape:
-                raise ValueError(f"{name}: saved as {value.dtype} {tuple(value.shape)}, needed "
-                                 f"{tensor.dtype} {tuple(tensor.shape)}")  # fmt: skip
+                raise ValueError(
+                    f"{name}: saved as {value.dtype} {tuple(value.shape)}, needed "
+                    f"{tensor.dtype} {tuple(tensor.shape)}"
+                )
             tensor.copy_(value)
         self.optimizer.load_state_dict(saved["optimizer"])

@@ -11,10 +11,21 @@ from mprun import checkpoint
 from mprun.cli import main
 from mprun.errors import Damaged
 
-RUN = ["device=cpu", "threads=1", "model=lstm_lm", "model.hidden_size=16",
-       "model.embedding_size=16", "data.vocab_limit=100", "data.batch_size=4",
-       "data.sequence_length=5", "precision=amp", "train.steps=6", "train.log_every=1",
-       "train.checkpoint_every=2", "train.keep_checkpoints=3"]  # fmt: skip
+RUN = [
+    "device=cpu",
+    "threads=1",
+    "model=lstm_lm",
+    "model.hidden_size=16",
+    "model.embedding_size=16",
+    "data.vocab_limit=100",
+    "data.batch_size=4",
+    "data.sequence_length=5",
+    "precision=amp",
+    "train.steps=6",
+    "train.log_every=1",
+    "train.checkpoint_every=2",
+    "train.keep_checkpoints=3",
+]
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +70,19 @@ def test_a_cut_file_is_noticed(run, name, share):
     assert step == 4 and len(warnings) == 1
 
 
-@pytest.mark.parametrize("manifest", ["", "[]", "null", "{}", '{"step": 6}', "{" * 5000, "\x00",
-                                      '{"step": 4, "sha256": "", "bytes": 1}'])  # fmt: skip
+@pytest.mark.parametrize(
+    "manifest",
+    [
+        "",
+        "[]",
+        "null",
+        "{}",
+        '{"step": 6}',
+        "{" * 5000,
+        "\x00",
+        '{"step": 4, "sha256": "", "bytes": 1}',
+    ],
+)
 def test_a_foreign_manifest_is_noticed(run, manifest):
     (newest(run) / "manifest.json").write_text(manifest)
     assert checkpoint.load_newest(run / "checkpoints", torch.device("cpu"))[0] == 4
@@ -116,18 +138,24 @@ def test_all_damaged_is_exit_4_and_nothing_is_deleted(run, capsys):
     assert (run / "metrics.jsonl").read_bytes() == metrics
 
 
-@pytest.mark.parametrize(("damage", "code", "named"), [
-    (lambda run: (run / "run.json").write_text("{}"), 4, "run.json"),
-    (lambda run: (run / "run.json").write_text("{"), 4, "run.json"),
-    (lambda run: (run / "run.json").unlink(), 2, "run.json"),
-    (lambda run: (run / "config.yaml").write_text("a: ["), 4, "config.yaml"),
-    (lambda run: (run / "config.yaml").write_text("!!python/object/apply:os.system [id]"), 4,
-     "config.yaml"),
-    (lambda run: (run / "config.yaml").write_text("model: {name: nope}"), 2, "config.yaml"),
-    (lambda run: (run / "metrics.jsonl").unlink(), 2, "metrics.jsonl"),
-    (lambda run: flip_a_bit(run / "metrics.jsonl", 0), 4, "metrics.jsonl"),
-    (lambda run: shutil.rmtree(run / "checkpoints"), 2, "checkpoint"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("damage", "code", "named"),
+    [
+        (lambda run: (run / "run.json").write_text("{}"), 4, "run.json"),
+        (lambda run: (run / "run.json").write_text("{"), 4, "run.json"),
+        (lambda run: (run / "run.json").unlink(), 2, "run.json"),
+        (lambda run: (run / "config.yaml").write_text("a: ["), 4, "config.yaml"),
+        (
+            lambda run: (run / "config.yaml").write_text("!!python/object/apply:os.system [id]"),
+            4,
+            "config.yaml",
+        ),
+        (lambda run: (run / "config.yaml").write_text("model: {name: nope}"), 2, "config.yaml"),
+        (lambda run: (run / "metrics.jsonl").unlink(), 2, "metrics.jsonl"),
+        (lambda run: flip_a_bit(run / "metrics.jsonl", 0), 4, "metrics.jsonl"),
+        (lambda run: shutil.rmtree(run / "checkpoints"), 2, "checkpoint"),
+    ],
+)
 def test_a_damaged_run_directory_is_named(run, damage, code, named, capsys):
     damage(run)
     if named != "metrics.jsonl" or code == 2:
@@ -140,11 +168,18 @@ def test_a_damaged_run_directory_is_named(run, damage, code, named, capsys):
     assert "Traceback" not in printed.err
 
 
-@pytest.mark.parametrize(("extra", "named"), [
-    ("optim.lr=1", "optim.lr"), ("seed=1", "seed"), ("train.steps=abc", "train.steps"),
-    ("train.steps=[", "train.steps"), ("train.steps=6", "train.steps"), ("train.steps=0", "train."),
-    ("train.epochs=1", "train.epochs"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("extra", "named"),
+    [
+        ("optim.lr=1", "optim.lr"),
+        ("seed=1", "seed"),
+        ("train.steps=abc", "train.steps"),
+        ("train.steps=[", "train.steps"),
+        ("train.steps=6", "train.steps"),
+        ("train.steps=0", "train."),
+        ("train.epochs=1", "train.epochs"),
+    ],
+)
 def test_what_a_resumed_run_does_not_take(run, extra, named, capsys):
     before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
     assert main([f"resume={run}", extra]) == 2
@@ -164,8 +199,9 @@ def test_a_full_disk_is_exit_5_and_leaves_the_checkpoint_before(run, capsys):
     """A limit on the size of files stands in for the disk: write() fails as on a full one."""
     before = {p: p.read_bytes() for p in (run / "checkpoints").rglob("*") if p.is_file()}
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (newest(run).joinpath("state.pt").stat().st_size // 2,
-                                               hard))  # fmt: skip
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (newest(run).joinpath("state.pt").stat().st_size // 2, hard)
+    )
     try:
         code = main([f"resume={run}", "train.steps=8"])
     finally:

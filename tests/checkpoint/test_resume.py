@@ -10,20 +10,45 @@ from mprun import checkpoint
 from mprun.cli import main
 from mprun.record.metrics import read_metrics
 
-COMMON = ["device=cpu", "threads=1", "train.log_every=1", "train.checkpoint_every=1",
-          "train.keep_checkpoints=99"]  # fmt: skip
+COMMON = [
+    "device=cpu",
+    "threads=1",
+    "train.log_every=1",
+    "train.checkpoint_every=1",
+    "train.keep_checkpoints=99",
+]
 # Small enough that a step takes milliseconds, with everything that has state: dropout's random
 # numbers, carried LSTM state, BatchNorm, momentum, a learning rate, two optimizers.
 MODELS = {
-    "lstm_lm": ["model=lstm_lm", "model.hidden_size=16", "model.embedding_size=16",
-                "model.dropout=0.3", "data.vocab_limit=100", "data.batch_size=4",
-                "data.sequence_length=5", "optim=sgd"],
-    "dcgan": ["model=dcgan", "data.image_size=32", "data.batch_size=8", "model.latent_size=8",
-              "model.generator_width=4", "model.discriminator_width=4", "optim.eps=1e-3"],
-    "conv_autoencoder": ["model=conv_autoencoder", "data.image_size=32", "data.batch_size=8",
-                         "model.width=2", "model.code_size=4", "optim.eps=1e-3"],
+    "lstm_lm": [
+        "model=lstm_lm",
+        "model.hidden_size=16",
+        "model.embedding_size=16",
+        "model.dropout=0.3",
+        "data.vocab_limit=100",
+        "data.batch_size=4",
+        "data.sequence_length=5",
+        "optim=sgd",
+    ],
+    "dcgan": [
+        "model=dcgan",
+        "data.image_size=32",
+        "data.batch_size=8",
+        "model.latent_size=8",
+        "model.generator_width=4",
+        "model.discriminator_width=4",
+        "optim.eps=1e-3",
+    ],
+    "conv_autoencoder": [
+        "model=conv_autoencoder",
+        "data.image_size=32",
+        "data.batch_size=8",
+        "model.width=2",
+        "model.code_size=4",
+        "optim.eps=1e-3",
+    ],
     "resnet50": ["model=resnet50", "data.batch_size=4"],
-}  # fmt: skip
+}
 MODES = ["fp32", "fp16_naive", "fp16_master", "fp16_master_scaled", "amp", "bf16_master"]
 # A scale that overflows FP16 at first and grows again every third clean step: the checkpoint
 # falls between two growths, and skipped updates lie on both sides of it.
@@ -56,8 +81,12 @@ def differences(one, other, path="") -> list[str]:
     if isinstance(one, torch.Tensor):
         if (one.dtype, one.shape) != (other.dtype, other.shape):
             return [f"{path}: {one.dtype} {other.dtype}"]
-        same = one.contiguous().view(-1).view(torch.uint8).equal(
-            other.contiguous().view(-1).view(torch.uint8))  # fmt: skip
+        same = (
+            one.contiguous()
+            .view(-1)
+            .view(torch.uint8)
+            .equal(other.contiguous().view(-1).view(torch.uint8))
+        )
         return [] if same else [path]
     return [] if one == other else [f"{path}: {one} {other}"]
 
@@ -102,11 +131,17 @@ def test_resnet50_too(mode, tmp_path):
     check_resumed("resnet50", mode, tmp_path, 2, 4)
 
 
-@pytest.mark.parametrize("more", [
-    (*SCALER, "optim.schedule=cosine", "optim.warmup_updates=2"), (*SCALER, "train.accumulate=2"),
-    (*SCALER, "optim=adagrad"), ("scaler=logmax",),
-    (*SCALER, "data.batch_size=400", "data.sequence_length=50"),
-], ids=["schedule", "accumulate", "adagrad", "logmax", "epoch end"])  # fmt: skip
+@pytest.mark.parametrize(
+    "more",
+    [
+        (*SCALER, "optim.schedule=cosine", "optim.warmup_updates=2"),
+        (*SCALER, "train.accumulate=2"),
+        (*SCALER, "optim=adagrad"),
+        ("scaler=logmax",),
+        (*SCALER, "data.batch_size=400", "data.sequence_length=50"),
+    ],
+    ids=["schedule", "accumulate", "adagrad", "logmax", "epoch end"],
+)
 def test_schedule_accumulation_and_epoch_ends(more, tmp_path):
     # At 400 x 50 tokens a step, the epoch of 107,628 tokens is over after five steps.
     overrides = [*COMMON, *MODELS["lstm_lm"], "precision=amp", *more]
@@ -134,8 +169,10 @@ def keep_until(source, target, step) -> None:
 def test_every_step_is_a_good_place_to_stop(tmp_path):
     """After a skipped update, after a growth of the scale, and at any other step."""
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
-    assert train(straight, *COMMON, *MODELS["lstm_lm"], "precision=amp", *SCALER,
-                 "train.steps=12") == 0  # fmt: skip
+    assert (
+        train(straight, *COMMON, *MODELS["lstm_lm"], "precision=amp", *SCALER, "train.steps=12")
+        == 0
+    )
     records = [r for r in read_metrics(straight / "metrics.jsonl") if r["split"] == "train"]
     scales = [r["loss_scale"] for r in records]
     assert any(b < a for a, b in zip(scales, scales[1:], strict=False))
@@ -170,13 +207,32 @@ def forget(state: dict, what: str) -> None:
             state["skipped"] = 0
 
 
-@pytest.mark.parametrize("what", ["hidden state", "momentum", "master weights", "loss scale",
-                                  "growth tracker", "random state", "step"])  # fmt: skip
+@pytest.mark.parametrize(
+    "what",
+    [
+        "hidden state",
+        "momentum",
+        "master weights",
+        "loss scale",
+        "growth tracker",
+        "random state",
+        "step",
+    ],
+)
 def test_forgetting_any_part_of_the_state_is_seen(what, tmp_path):
     """The negative control: each part is needed, and the comparison above would notice."""
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
-    assert train(straight, *COMMON, *MODELS["lstm_lm"], "precision=fp16_master_scaled", *SCALER,
-                 "train.steps=16") == 0  # fmt: skip
+    assert (
+        train(
+            straight,
+            *COMMON,
+            *MODELS["lstm_lm"],
+            "precision=fp16_master_scaled",
+            *SCALER,
+            "train.steps=16",
+        )
+        == 0
+    )
     records = [r for r in read_metrics(straight / "metrics.jsonl") if r["split"] == "train"]
     scales = {r["step"]: r["loss_scale"] for r in records}
     # The step before the one that completes a growth window, after skipped updates.

@@ -189,7 +189,7 @@ CASES = [
     ("-m 'precision=glob(zz*)'", "precision=glob(zz*)|no value"),
     ("-m 'optim.lr=interval(0,1)'", "optim.lr=interval(0,1)|choice"),
     ("-m optim.lr=[", "optim.lr=[|key=value"),
-]  # fmt: skip
+]
 
 
 def tree(folder) -> list[tuple[str, int, int]]:

@@ -13,10 +13,25 @@ import pytest
 from mprun.cli import main
 from mprun.record.metrics import read_metrics
 
-LM = ["device=cpu", "threads=1", "model=lstm_lm", "model.hidden_size=16", "model.embedding_size=16",
-      "data.vocab_limit=100", "data.batch_size=4", "data.sequence_length=5"]  # fmt: skip
-AUTOENCODER = ["device=cpu", "threads=1", "model=conv_autoencoder", "data.image_size=32",
-               "data.batch_size=16", "model.width=2", "model.code_size=4"]  # fmt: skip
+LM = [
+    "device=cpu",
+    "threads=1",
+    "model=lstm_lm",
+    "model.hidden_size=16",
+    "model.embedding_size=16",
+    "data.vocab_limit=100",
+    "data.batch_size=4",
+    "data.sequence_length=5",
+]
+AUTOENCODER = [
+    "device=cpu",
+    "threads=1",
+    "model=conv_autoencoder",
+    "data.image_size=32",
+    "data.batch_size=16",
+    "model.width=2",
+    "model.code_size=4",
+]
 
 
 def record_of(run) -> dict:
@@ -32,8 +47,14 @@ def test_done_is_0(tmp_path, capsys):
 def test_diverged_is_3_and_a_result(tmp_path, capsys):
     """Adam's eps of 1e-8 is 0 in FP16: 0 / 0 in the first update, NaN in the second loss."""
     run = tmp_path / "r"
-    command = [*AUTOENCODER, "precision=fp16_naive", "train.steps=9", "train.log_every=3",
-               "train.checkpoint_every=1", f"output_dir='{run}'"]  # fmt: skip
+    command = [
+        *AUTOENCODER,
+        "precision=fp16_naive",
+        "train.steps=9",
+        "train.log_every=3",
+        "train.checkpoint_every=1",
+        f"output_dir='{run}'",
+    ]
     assert main(command) == 3
     printed = capsys.readouterr()
     record = record_of(run)
@@ -50,9 +71,16 @@ def test_diverged_is_3_and_a_result(tmp_path, capsys):
 def test_a_scale_that_collapses_is_3(tmp_path, capsys):
     run = tmp_path / "r"
     # The floor itself overflows FP16, so that every update is skipped.
-    command = [*LM, "precision=amp", "scaler.init_scale=16777216", "scaler.min_scale=16777216",
-               "scaler.max_consecutive_skips=4", "train.steps=50", "train.log_every=1",
-               f"output_dir='{run}'"]  # fmt: skip
+    command = [
+        *LM,
+        "precision=amp",
+        "scaler.init_scale=16777216",
+        "scaler.min_scale=16777216",
+        "scaler.max_consecutive_skips=4",
+        "train.steps=50",
+        "train.log_every=1",
+        f"output_dir='{run}'",
+    ]
     assert main(command) == 3
     record = record_of(run)
     assert (record["status"], record["updates"]) == ("diverged", 0)
@@ -67,9 +95,18 @@ def test_an_unwritable_folder_is_named(tmp_path, capsys):
 
 
 def start(run, *overrides, **streams) -> subprocess.Popen:
-    command = [sys.executable, "-m", "mprun", *LM, "precision=amp", "train.steps=1000000",
-               "train.log_every=1", "train.checkpoint_every=1000000", *overrides,
-               f"output_dir='{run}'"]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "mprun",
+        *LM,
+        "precision=amp",
+        "train.steps=1000000",
+        "train.log_every=1",
+        "train.checkpoint_every=1000000",
+        *overrides,
+        f"output_dir='{run}'",
+    ]
     return subprocess.Popen(command, text=True, **streams)
 
 

@@ -29,10 +29,16 @@ def test_help_lists_verbs_groups_options_and_keys(capsys):
     assert "schema" not in text
 
 
-@pytest.mark.parametrize("overrides", [
-    [], ["model=dcgan", "precision=amp"], ["optim.lr=0.5", "scaler=static", "precision=amp"],
-    ["precision.overrides.lstm*=fp32"], ["model=conv_autoencoder", "data.image_size=32"],
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["model=dcgan", "precision=amp"],
+        ["optim.lr=0.5", "scaler=static", "precision=amp"],
+        ["precision.overrides.lstm*=fp32"],
+        ["model=conv_autoencoder", "data.image_size=32"],
+    ],
+)
 def test_cfg_job_is_the_resolved_configuration(overrides, capsys):
     assert main(["--cfg", "job", *overrides]) == 0
     assert yaml.safe_load(capsys.readouterr().out) == compose_config(overrides).as_dict()

@@ -28,8 +28,11 @@ def commands() -> list[str]:
     return lines
 
 
-@pytest.mark.parametrize("command", commands() or [pytest.param("", marks=pytest.mark.skip(
-    reason="README.md shows no mprun command yet"))])  # fmt: skip
+@pytest.mark.parametrize(
+    "command",
+    commands()
+    or [pytest.param("", marks=pytest.mark.skip(reason="README.md shows no mprun command yet"))],
+)
 def test_command_composes(command):
     words = shlex.split(command)[1:]
     if words and not words[0].startswith("-") and "=" not in words[0]:

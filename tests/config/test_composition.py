@@ -21,10 +21,12 @@ def read(group: str, option: str) -> dict:
 
 # The sizes of one model differ in numbers only: two modes in the default run, all in the slow one.
 PAIRS = [
-    pytest.param(model, mode, marks=() if model in MODELS or mode in ("fp32", "amp")
-                 else pytest.mark.slow)
-    for model in options("model") for mode in MODE_NAMES
-]  # fmt: skip
+    pytest.param(
+        model, mode, marks=() if model in MODELS or mode in ("fp32", "amp") else pytest.mark.slow
+    )
+    for model in options("model")
+    for mode in MODE_NAMES
+]
 
 
 @pytest.mark.parametrize(("model", "precision"), PAIRS)
@@ -71,16 +73,32 @@ def test_a_preset_file_is_the_preset_of_the_engine(preset):
 def test_scaler_dynamic_is_the_default_of_the_engine():
     built = build_loss_scale(compose_config(["precision=amp"]).config.scaler, "cpu")
     default = DynamicLossScale()
-    for name in ("min_scale", "max_scale", "growth_factor", "backoff_factor", "growth_interval",
-                 "hysteresis", "growth_delay", "tolerance", "hold_at_floor",
-                 "refill_on_clean_step", "max_consecutive_skips"):  # fmt: skip
+    for name in (
+        "min_scale",
+        "max_scale",
+        "growth_factor",
+        "backoff_factor",
+        "growth_interval",
+        "hysteresis",
+        "growth_delay",
+        "tolerance",
+        "hold_at_floor",
+        "refill_on_clean_step",
+        "max_consecutive_skips",
+    ):
         assert getattr(built, name) == getattr(default, name), name
     assert built.scale.item() == default.scale.item() == 65536.0
 
 
 def test_scaling_parameters_from_the_command_line():
-    config = compose_config(["scaler=dynamic", "scaler.init_scale=1024",
-                             "scaler.growth_interval=7", "scaler.hysteresis=3"]).config  # fmt: skip
+    config = compose_config(
+        [
+            "scaler=dynamic",
+            "scaler.init_scale=1024",
+            "scaler.growth_interval=7",
+            "scaler.hysteresis=3",
+        ]
+    ).config
     scale = build_loss_scale(config.scaler, "cpu")
     assert (scale.scale.item(), scale.growth_interval, scale.hysteresis) == (1024.0, 7, 3)
 
@@ -122,17 +140,22 @@ def test_a_file_of_the_user_is_held_to_the_schema(tmp_path):
         compose_config(["train=mine"], str(tmp_path))
 
 
-@pytest.mark.parametrize(("overrides", "expected"), [
-    (["precision.overrides.lstm=fp32"], {"lstm": "fp32"}),
-    (["precision.overrides={lstm:fp32}"], {"lstm": "fp32"}),
-    (["precision.overrides.layer4.*=fp32"], {"layer4.*": "fp32"}),
-    (["precision.overrides={layer4.*:fp32,fc:bf16}"], {"layer4.*": "fp32", "fc": "bf16"}),
-    (["precision.overrides.*bn?=fp32", "precision.overrides.fc=fp16"],
-     {"*bn?": "fp32", "fc": "fp16"}),
-    (["precision.overrides.layer[34].0=fp32"], {"layer[34].0": "fp32"}),
-    (["++precision.overrides.fc=fp32"], {"fc": "fp32"}),
-    ([], {}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["precision.overrides.lstm=fp32"], {"lstm": "fp32"}),
+        (["precision.overrides={lstm:fp32}"], {"lstm": "fp32"}),
+        (["precision.overrides.layer4.*=fp32"], {"layer4.*": "fp32"}),
+        (["precision.overrides={layer4.*:fp32,fc:bf16}"], {"layer4.*": "fp32", "fc": "bf16"}),
+        (
+            ["precision.overrides.*bn?=fp32", "precision.overrides.fc=fp16"],
+            {"*bn?": "fp32", "fc": "fp16"},
+        ),
+        (["precision.overrides.layer[34].0=fp32"], {"layer[34].0": "fp32"}),
+        (["++precision.overrides.fc=fp32"], {"fc": "fp32"}),
+        ([], {}),
+    ],
+)
 def test_patterns_of_module_overrides(overrides, expected):
     assert compose_config(overrides).config.precision.overrides == expected
 

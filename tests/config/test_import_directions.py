@@ -40,24 +40,34 @@ def offenders(part: str, forbidden: tuple[str, ...]) -> list[tuple[str, str]]:
     ]
 
 
-@pytest.mark.parametrize(("part", "forbidden"), [
-    ("models", "precision tasks config data run train record build checkpoint"),
-    ("data", "precision tasks config models run train record build checkpoint"),
-    ("precision", "models data tasks config run train record build checkpoint"),
-    ("tasks", "config run train record build checkpoint"),
-    ("config", "models data tasks precision run train record build checkpoint sweep"),
-    ("record", "models data tasks config run train build checkpoint"),
-    ("checkpoint.py", "models data tasks config precision run train record build"),
-    ("table.py", "models data tasks config precision run train build checkpoint"),
-    ("sweep.py", "models data tasks precision run train build checkpoint"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("part", "forbidden"),
+    [
+        ("models", "precision tasks config data run train record build checkpoint"),
+        ("data", "precision tasks config models run train record build checkpoint"),
+        ("precision", "models data tasks config run train record build checkpoint"),
+        ("tasks", "config run train record build checkpoint"),
+        ("config", "models data tasks precision run train record build checkpoint sweep"),
+        ("record", "models data tasks config run train build checkpoint"),
+        ("checkpoint.py", "models data tasks config precision run train record build"),
+        ("table.py", "models data tasks config precision run train build checkpoint"),
+        ("sweep.py", "models data tasks precision run train build checkpoint"),
+    ],
+)
 def test_direction(part, forbidden):
     assert offenders(part, tuple(f"mprun.{name}" for name in forbidden.split())) == []
 
 
 def test_no_torch_where_bad_input_is_found():
-    for part in ("config", "cli.py", "help.py", "inspection.py", "sweep.py", "table.py",
-                 "errors.py"):  # fmt: skip
+    for part in (
+        "config",
+        "cli.py",
+        "help.py",
+        "inspection.py",
+        "sweep.py",
+        "table.py",
+        "errors.py",
+    ):
         assert offenders(part, ("torch", "torchvision", "numpy")) == []
 
 
@@ -74,8 +84,16 @@ def test_only_the_builder_reads_both_configuration_and_parts():
     assert both == ["build.py"]
 
 
-@pytest.mark.parametrize("module", ["mprun.config.compose", "mprun.sweep", "mprun.table",
-                                    "mprun.help", "mprun.record.run_directory"])  # fmt: skip
+@pytest.mark.parametrize(
+    "module",
+    [
+        "mprun.config.compose",
+        "mprun.sweep",
+        "mprun.table",
+        "mprun.help",
+        "mprun.record.run_directory",
+    ],
+)
 def test_a_light_module_loads_no_torch(module):
     program = f"import sys, {module}; assert not {{'torch', 'numpy', 'sklearn'}} & set(sys.modules)"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

@@ -35,17 +35,29 @@ def test_alexnet2012_has_the_published_map_sizes():
         if isinstance(layer, (nn.Conv2d, nn.MaxPool2d)):
             sizes.append(tuple(images.shape[1:]))
     assert sizes == [
-        (96, 55, 55), (96, 27, 27), (256, 27, 27), (256, 13, 13),
-        (384, 13, 13), (384, 13, 13), (256, 13, 13), (256, 6, 6),
-    ]  # fmt: skip
+        (96, 55, 55),
+        (96, 27, 27),
+        (256, 27, 27),
+        (256, 13, 13),
+        (384, 13, 13),
+        (384, 13, 13),
+        (256, 13, 13),
+        (256, 6, 6),
+    ]
 
 
 def test_alexnet2012_starts_as_caffe_does(alexnet2012):
     layers = [m for m in alexnet2012.modules() if isinstance(m, (nn.Conv2d, nn.Linear))]
     expected = [
-        (0.01, 0.0), (0.01, 0.1), (0.01, 0.0), (0.01, 0.1), (0.01, 0.1),
-        (0.005, 0.1), (0.005, 0.1), (0.01, 0.0),
-    ]  # fmt: skip
+        (0.01, 0.0),
+        (0.01, 0.1),
+        (0.01, 0.0),
+        (0.01, 0.1),
+        (0.01, 0.1),
+        (0.005, 0.1),
+        (0.005, 0.1),
+        (0.01, 0.0),
+    ]
     for layer, (std, bias) in zip(layers, expected, strict=True):
         n = layer.weight.numel()
         # Five standard errors of a mean and of a standard deviation of n normal samples.

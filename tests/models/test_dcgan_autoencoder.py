@@ -39,11 +39,16 @@ def test_logits_are_not_squashed():
 def test_batch_norm_stands_where_the_paper_has_it():
     generator, discriminator = Generator(64, width=4), Discriminator(64, width=4)
     assert [name for name, _ in generator.layers.named_children() if "norm" in name] == [
-        "norm0", "norm1", "norm2", "norm3",
-    ]  # fmt: skip
+        "norm0",
+        "norm1",
+        "norm2",
+        "norm3",
+    ]
     assert [name for name, _ in discriminator.layers.named_children() if "norm" in name] == [
-        "norm1", "norm2", "norm3",
-    ]  # fmt: skip
+        "norm1",
+        "norm2",
+        "norm3",
+    ]
     for model in (Generator(64, norm=False), Discriminator(64, norm=False)):
         assert not any(isinstance(m, nn.BatchNorm2d) for m in model.modules())
 

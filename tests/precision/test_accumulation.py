@@ -49,8 +49,11 @@ def in_float64():
     return [(p - p.grad).detach() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("scale", [NoLossScale(), StaticLossScale(1000.0), DynamicLossScale()],
-                         ids=["none", "1000", "dynamic"])  # fmt: skip
+@pytest.mark.parametrize(
+    "scale",
+    [NoLossScale(), StaticLossScale(1000.0), DynamicLossScale()],
+    ids=["none", "1000", "dynamic"],
+)
 @pytest.mark.parametrize("micro_batches", [1, 2, 8, 24])
 def test_micro_batches_are_one_batch(scale, micro_batches):
     for ours, exact in zip(updated("fp32", scale, micro_batches), in_float64(), strict=True):

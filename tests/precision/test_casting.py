@@ -9,8 +9,16 @@ from mprun.precision import Arithmetic, cast_model, fp32_copy, get_policy
 
 F32, F16, B16 = torch.float32, torch.float16, torch.bfloat16
 CPU = torch.device("cpu")
-MODES = ("fp32", "fp16_naive", "fp16_master", "fp16_master_scaled", "amp", "bf16_naive",
-         "bf16_master", "amp_bf16")  # fmt: skip
+MODES = (
+    "fp32",
+    "fp16_naive",
+    "fp16_master",
+    "fp16_master_scaled",
+    "amp",
+    "bf16_naive",
+    "bf16_master",
+    "amp_bf16",
+)
 
 
 class Probe(nn.Module):
@@ -138,9 +146,10 @@ def test_a_nested_half_module_rounds_to_half():
 @pytest.mark.parametrize("mode", ["fp16_naive", "fp16_master", "amp", "bf16_master"])
 @pytest.mark.parametrize("overrides", [{}, {"block": F32}, {"block": F16}, {"block.norm": F32}])
 @pytest.mark.parametrize(
-    "norm", [nn.LayerNorm, nn.RMSNorm, nn.BatchNorm1d, lambda size: nn.GroupNorm(2, size)],
+    "norm",
+    [nn.LayerNorm, nn.RMSNorm, nn.BatchNorm1d, lambda size: nn.GroupNorm(2, size)],
     ids=["layer", "rms", "batch", "group"],
-)  # fmt: skip
+)
 def test_every_norm_layer_under_every_override_trains(mode, overrides, norm):
     policy = get_policy(mode)
     layer = norm(4)

@@ -47,17 +47,20 @@ OPERATIONS = {
     "conv2d": (lambda x, w, b: F.conv2d(x, w, b, 2, 1), [(8, 16, 15, 15), (32, 16, 3, 3), (32,)]),
     "conv2d_large": (lambda x, w: F.conv2d(x, w, None, 1, 1), [(8, 16, 32, 32), (32, 16, 3, 3)]),
     "conv2d_grouped_dilated": (
-        lambda x, w: F.conv2d(x, w, None, 1, 2, 2, 4), [(4, 16, 15, 15), (32, 4, 3, 3)]
+        lambda x, w: F.conv2d(x, w, None, 1, 2, 2, 4),
+        [(4, 16, 15, 15), (32, 4, 3, 3)],
     ),
     "conv3d": (F.conv3d, [(2, 4, 6, 7, 8), (6, 4, 3, 3, 3), (6,)]),
     "conv_transpose2d": (
-        lambda x, w, b: F.conv_transpose2d(x, w, b, 2, 1), [(8, 16, 9, 9), (16, 24, 4, 4), (24,)]
+        lambda x, w, b: F.conv_transpose2d(x, w, b, 2, 1),
+        [(8, 16, 9, 9), (16, 24, 4, 4), (24,)],
     ),
     "embedding": (lambda w: F.embedding(torch.arange(4000) % 7, w), [(11, 32)]),
     "embedding_bag": (
-        lambda w: F.embedding_bag(torch.arange(4000).view(40, 100) % 7, w, mode="sum"), [(11, 32)]
+        lambda w: F.embedding_bag(torch.arange(4000).view(40, 100) % 7, w, mode="sum"),
+        [(11, 32)],
     ),
-}  # fmt: skip
+}
 
 
 def operands(shapes, dtype):
@@ -143,7 +146,7 @@ ONES = {
         [(1, 4)],
         (0, 1),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -202,8 +205,12 @@ def test_in_place_and_out_overloads_are_rerouted(dtype):
         assert torch.equal(result, torch.full_like(result, N))
     assert not view[:, 1::2].any()
     assert sorted(name for name, _ in emulation.rerouted) == [
-        "addmm", "addmm_", "addmv_", "baddbmm_", "mm",
-    ]  # fmt: skip
+        "addmm",
+        "addmm_",
+        "addmv_",
+        "baddbmm_",
+        "mm",
+    ]
 
 
 def test_in_place_product_takes_part_in_autograd():

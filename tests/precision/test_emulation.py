@@ -29,9 +29,13 @@ def one_rounding(reference, dtype):
 
 def conv_net():
     return nn.Sequential(
-        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.ConvTranspose2d(8, 4, 4, 2),
-        nn.Flatten(), nn.Linear(4 * 14 * 14, 5),
-    )  # fmt: skip
+        nn.Conv2d(3, 8, 3),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.ConvTranspose2d(8, 4, 4, 2),
+        nn.Flatten(),
+        nn.Linear(4 * 14 * 14, 5),
+    )
 
 
 class EmbeddingLstm(nn.Module):
@@ -59,10 +63,13 @@ def test_every_product_of_the_networks_is_rerouted(kind):
         assert out.dtype is torch.float16
         assert all(p.grad.isfinite().all() for p in model.parameters())
     expected = {
-        ("convolution", "forward"): 2, ("convolution_backward", "backward"): 2,
-        ("addmm", "forward"): 2, ("mm", "backward"): 4,
-        ("lstm", "forward"): 1, ("lstm", "backward"): 1,
-    }  # fmt: skip
+        ("convolution", "forward"): 2,
+        ("convolution_backward", "backward"): 2,
+        ("addmm", "forward"): 2,
+        ("mm", "backward"): 4,
+        ("lstm", "forward"): 1,
+        ("lstm", "backward"): 1,
+    }
     if kind == "half":  # autocast leaves the embedding and its gradient in float32
         expected["embedding_dense_backward", "backward"] = 1
     assert emulation.rerouted == expected
@@ -97,9 +104,18 @@ def test_memory_format_and_output_mask_are_kept():
         out = conv(x)
         out.float().square().sum().backward()
         masked = torch.ops.aten.convolution_backward(
-            torch.ones_like(out), x, conv.weight.detach(), None,
-            [1, 1], [0, 0], [1, 1], False, [0, 0], 1, [False, True, False],
-        )  # fmt: skip
+            torch.ones_like(out),
+            x,
+            conv.weight.detach(),
+            None,
+            [1, 1],
+            [0, 0],
+            [1, 1],
+            False,
+            [0, 0],
+            1,
+            [False, True, False],
+        )
     assert out.is_contiguous(memory_format=torch.channels_last)
     assert conv.weight.grad.dtype is torch.float16
     assert masked[0] is None and masked[2] is None and masked[1].shape == conv.weight.shape

@@ -55,11 +55,24 @@ def test_scaled_loss_is_float32_and_its_gradient_carries_the_scale():
 
 def test_growth_comes_on_exactly_the_nth_clean_step():
     assert trace(DynamicLossScale(init_scale=8, growth_interval=3), "......") == [
-        8, 8, 16, 16, 16, 32,
-    ]  # fmt: skip
+        8,
+        8,
+        16,
+        16,
+        16,
+        32,
+    ]
     assert trace(DynamicLossScale(init_scale=8, growth_interval=3), "..o..o...") == [
-        8, 8, 4, 4, 4, 2, 2, 2, 4,
-    ]  # fmt: skip
+        8,
+        8,
+        4,
+        4,
+        4,
+        2,
+        2,
+        2,
+        4,
+    ]
 
 
 def test_megatron_overflows_far_apart_add_up():

@@ -18,9 +18,13 @@ def test_the_docstring_example():
     inputs, labels = torch.randn(32, 8), torch.randint(3, (32,))
     names = {
         **{name: getattr(mprun.precision, name) for name in mprun.precision.__all__},
-        "SGD": SGD, "cross_entropy": cross_entropy, "model": model, "lr": lr,
-        "device": torch.device("cpu"), "batches": [(inputs, labels)] * 50,
-    }  # fmt: skip
+        "SGD": SGD,
+        "cross_entropy": cross_entropy,
+        "model": model,
+        "lr": lr,
+        "device": torch.device("cpu"),
+        "batches": [(inputs, labels)] * 50,
+    }
     reference = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
     reference.load_state_dict(model.state_dict())
     exec(compile(example, "example", "exec"), names)  # noqa: S102

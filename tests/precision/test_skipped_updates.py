@@ -70,10 +70,11 @@ class Run:
 
 def same_bits(a, b):
     return all(
-        x.dtype == y.dtype and torch.equal(x.nan_to_num(), y.nan_to_num())
+        x.dtype == y.dtype
+        and torch.equal(x.nan_to_num(), y.nan_to_num())
         and torch.equal(x.isnan(), y.isnan())
         for x, y in zip(tree_leaves(a), tree_leaves(b), strict=True)
-    )  # fmt: skip
+    )
 
 
 PLANTS = {

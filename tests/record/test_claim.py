@@ -34,8 +34,16 @@ def test_one_of_eight_processes_wins_an_explicit_directory(tmp_path):
         "print('ready', flush=True); sys.stdin.read(); claim_exactly(Path(sys.argv[1]))"
     )
     command = [sys.executable, "-c", program, str(tmp_path / "run")]
-    racers = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                               stderr=subprocess.PIPE, text=True) for _ in range(8)]  # fmt: skip
+    racers = [
+        subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(8)
+    ]
     for racer in racers:
         racer.stdout.readline()
     for racer in racers:
@@ -74,18 +82,36 @@ def hashed(*overrides: str) -> str:
     return config_hash(compose_config(overrides).as_dict())
 
 
-@pytest.mark.parametrize("same", [
-    ("name=x",), ("output_root=elsewhere",), ("output_dir=there",), ("train.log_every=3",),
-    ("train.checkpoint_every=5",), ("train.keep_checkpoints=7",), ("seed=0", "optim=sgd_plain"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "same",
+    [
+        ("name=x",),
+        ("output_root=elsewhere",),
+        ("output_dir=there",),
+        ("train.log_every=3",),
+        ("train.checkpoint_every=5",),
+        ("train.keep_checkpoints=7",),
+        ("seed=0", "optim=sgd_plain"),
+    ],
+)
 def test_the_hash_ignores_what_changes_no_number(same):
     assert hashed(*same) == hashed()
 
 
-@pytest.mark.parametrize("other", [
-    "seed=1", "optim.lr=0.5", "precision=amp", "scaler=static", "train.steps=299",
-    "train.eval_every=5", "data.batch_size=10", "precision.overrides.lstm=fp32", "threads=1",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "other",
+    [
+        "seed=1",
+        "optim.lr=0.5",
+        "precision=amp",
+        "scaler=static",
+        "train.steps=299",
+        "train.eval_every=5",
+        "data.batch_size=10",
+        "precision.overrides.lstm=fp32",
+        "threads=1",
+    ],
+)
 def test_the_hash_sees_what_may_change_a_number(other):
     assert hashed(other) != hashed()
 

@@ -13,8 +13,15 @@ class Terminal(io.StringIO):
 def show_all(stream, seconds=0.0):
     progress = Progress(8, "token", stream, seconds)
     for step in (2, 4, 6, 8):
-        progress.show(step, {"loss": 1 / step, "loss_scale": 2.0**step, "skipped": step // 4,
-                             "samples_per_s": 1234.6})  # fmt: skip
+        progress.show(
+            step,
+            {
+                "loss": 1 / step,
+                "loss_scale": 2.0**step,
+                "skipped": step // 4,
+                "samples_per_s": 1234.6,
+            },
+        )
         if step == 4:
             progress.note("eval at step 4: loss 0.5")
     progress.close()

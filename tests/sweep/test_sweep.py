@@ -4,9 +4,17 @@ import json
 
 from mprun.cli import main
 
-TINY = ["device=cpu", "threads=1", "model=conv_autoencoder", "data.image_size=32",
-        "data.batch_size=16", "model.width=2", "model.code_size=4", "train.steps=4",
-        "train.log_every=2"]  # fmt: skip
+TINY = [
+    "device=cpu",
+    "threads=1",
+    "model=conv_autoencoder",
+    "data.image_size=32",
+    "data.batch_size=16",
+    "model.width=2",
+    "model.code_size=4",
+    "train.steps=4",
+    "train.log_every=2",
+]
 # Adam's eps is 0 in FP16, so that fp16_naive ends in NaN; two seeds of two modes.
 SWEEP = ["-m", *TINY, "precision=fp16_naive,fp32", "seed=0,1", "-j", "2"]
 
@@ -57,8 +65,15 @@ def test_the_plan_names_every_cell_apart(tmp_path, monkeypatch):
     from mprun.sweep import _plan
 
     monkeypatch.chdir(tmp_path)
-    cells, root = _plan(["model=lstm_lm,dcgan", "precision=glob(fp16*)", "seed=range(0,2)"], None)  # fmt: skip
+    swept = ["model=lstm_lm,dcgan", "precision=glob(fp16*)", "seed=range(0,2)"]
+    cells, root = _plan(swept, None)
     assert len(cells) == len({cell.directory for cell in cells}) == 2 * 3 * 2
     assert len({cell.config_hash for cell in cells}) == len(cells)
-    assert {cell.directory.parent for cell in cells} == {root}
+    folders = {cell.directory.parent.name for cell in cells}
+    assert folders == {"lstm_lm-docs_words", "dcgan-digits_gan"}
+    assert {cell.directory.parent.parent for cell in cells} == {root}
+    # One model and data set: the folder of the single runs is the folder of the sweep.
+    same, root = _plan(swept[1:], None)
+    assert {cell.directory.parent for cell in same} == {root}
+    assert {cell.directory for cell in same} <= {cell.directory for cell in cells}
     assert list(tmp_path.iterdir()) == []

@@ -7,12 +7,21 @@ from mprun.table import load_run, table
 
 def run(folder, mode, seed, loss, **more):
     record = {
-        "status": "done", "seed": seed, "overrides": [f"precision={mode}", f"seed={seed}"], "sample": "token",
-        "precision": {"mode": mode, "scaler": "none"}, "last_step": 10, "skipped": 0,
-        "final": {"loss": loss}, "throughput": {"samples_per_s": 1000.0 * (seed + 1)},
-        "memory": {"peak_bytes": 3 * 2**20, "measure": "of this test",
-                   "saved_for_backward_bytes": 2**20},
-    } | more  # fmt: skip
+        "status": "done",
+        "seed": seed,
+        "sample": "token",
+        "overrides": [f"precision={mode}", f"seed={seed}"],
+        "precision": {"mode": mode, "scaler": "none"},
+        "last_step": 10,
+        "skipped": 0,
+        "final": {"loss": loss},
+        "throughput": {"samples_per_s": 1000.0 * (seed + 1)},
+        "memory": {
+            "peak_bytes": 3 * 2**20,
+            "measure": "of this test",
+            "saved_for_backward_bytes": 2**20,
+        },
+    } | more
     path = folder / f"{mode}-{seed}-{len(list(folder.iterdir()))}"
     path.mkdir()
     (path / "run.json").write_text(json.dumps(record))
@@ -27,12 +36,14 @@ def rows(runs) -> dict[str, dict[str, str]]:
 
 
 def test_values_worked_by_hand(tmp_path):
-    found = rows([
-        run(tmp_path, "amp", 0, 2.2, skipped=3, precision={"mode": "amp", "scaler": "dynamic"}),
-        run(tmp_path, "amp", 1, 3.0, skipped=4, precision={"mode": "amp", "scaler": "dynamic"}),
-        run(tmp_path, "fp32", 0, 2.0),
-        run(tmp_path, "fp32", 1, 4.0),
-    ])  # fmt: skip
+    found = rows(
+        [
+            run(tmp_path, "amp", 0, 2.2, skipped=3, precision={"mode": "amp", "scaler": "dynamic"}),
+            run(tmp_path, "amp", 1, 3.0, skipped=4, precision={"mode": "amp", "scaler": "dynamic"}),
+            run(tmp_path, "fp32", 0, 2.0),
+            run(tmp_path, "fp32", 1, 4.0),
+        ]
+    )
     assert list(found) == ["fp32", "amp"]  # the baseline first, whatever the order of the runs
     assert found["fp32"]["vs FP32"] == "baseline"
     assert (found["fp32"]["loss, seed 0"], found["fp32"]["loss, seed 1"]) == ("2.0000", "4.0000")
@@ -46,13 +57,16 @@ def test_values_worked_by_hand(tmp_path):
 
 
 def test_a_diverged_run_shows_its_step_and_no_number(tmp_path):
-    found = rows([
-        run(tmp_path, "fp32", 0, 2.0), run(tmp_path, "fp32", 1, 2.0),
-        run(tmp_path, "fp16_naive", 0, "nan", status="diverged", last_step=4),
-        run(tmp_path, "fp16_naive", 1, "inf", status="diverged", last_step=9),
-        run(tmp_path, "fp16_master", 0, 2.0),
-        run(tmp_path, "fp16_master", 1, 0, final={}, status="preempted"),
-    ])  # fmt: skip
+    found = rows(
+        [
+            run(tmp_path, "fp32", 0, 2.0),
+            run(tmp_path, "fp32", 1, 2.0),
+            run(tmp_path, "fp16_naive", 0, "nan", status="diverged", last_step=4),
+            run(tmp_path, "fp16_naive", 1, "inf", status="diverged", last_step=9),
+            run(tmp_path, "fp16_master", 0, 2.0),
+            run(tmp_path, "fp16_master", 1, 0, final={}, status="preempted"),
+        ]
+    )
     naive = found["fp16_naive"]
     assert (naive["loss, seed 0"], naive["loss, seed 1"]) == ("nan", "inf")
     assert (naive["vs FP32"], naive["status"]) == ("not finite", "diverged at step 4-9")
@@ -66,8 +80,14 @@ def test_without_a_baseline_there_is_no_difference(tmp_path):
 
 
 def test_only_seeds_that_both_have_are_compared(tmp_path):
-    found = rows([run(tmp_path, "fp32", 0, 2.0), run(tmp_path, "fp32", 1, 8.0),
-                  run(tmp_path, "amp", 1, 4.0), run(tmp_path, "amp", 2, 1.0)])  # fmt: skip
+    found = rows(
+        [
+            run(tmp_path, "fp32", 0, 2.0),
+            run(tmp_path, "fp32", 1, 8.0),
+            run(tmp_path, "amp", 1, 4.0),
+            run(tmp_path, "amp", 2, 1.0),
+        ]
+    )
     assert found["amp"]["vs FP32"] == "-50.00 %"
     assert found["amp"]["loss, seed 0"] == ""
 
@@ -75,8 +95,16 @@ def test_only_seeds_that_both_have_are_compared(tmp_path):
 def test_several_scalers_of_one_mode_are_rows_of_their_own(tmp_path):
     runs = [run(tmp_path, "fp32", 0, 2.0)]
     for scaler, loss in (("dynamic", 2.0), ("static", 3.0)):
-        runs.append(run(tmp_path, "amp", 0, loss, precision={"mode": "amp", "scaler": scaler},
-                        overrides=["precision=amp", f"scaler={scaler}", "seed=0"]))  # fmt: skip
+        runs.append(
+            run(
+                tmp_path,
+                "amp",
+                0,
+                loss,
+                precision={"mode": "amp", "scaler": scaler},
+                overrides=["precision=amp", f"scaler={scaler}", "seed=0"],
+            )
+        )
     found = rows(runs)
     assert list(found) == ["fp32", "amp (dynamic)", "amp (static)"]
     assert found["amp (static)"]["vs FP32"] == "+50.00 %"
@@ -86,8 +114,9 @@ def test_what_else_is_swept_separates_groups_with_baselines_of_their_own(tmp_pat
     runs = []
     for lr, base, other in (("0.1", 2.0, 3.0), ("0.2", 4.0, 4.0)):
         for mode, loss in (("fp32", base), ("amp", other)):
-            runs.append(run(tmp_path, mode, 0, loss, overrides=[f"precision={mode}",
-                                                                f"optim.lr={lr}"]))  # fmt: skip
+            runs.append(
+                run(tmp_path, mode, 0, loss, overrides=[f"precision={mode}", f"optim.lr={lr}"])
+            )
     found = rows(runs)
     assert found["amp optim.lr=0.1"]["vs FP32"] == "+50.00 %"
     assert found["amp optim.lr=0.2"]["vs FP32"] == "+0.00 %"

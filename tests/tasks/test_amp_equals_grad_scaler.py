@@ -26,9 +26,14 @@ def assert_same_model(learner, model):
 
 def test_resnet50(build_run):
     steps = 4
-    built = build_run("model=resnet50", "data.batch_size=8", "precision=amp",
-                      "scaler.init_scale=64", "scaler.growth_interval=2",
-                      "train.clip_norm=5")  # fmt: skip
+    built = build_run(
+        "model=resnet50",
+        "data.batch_size=8",
+        "precision=amp",
+        "scaler.init_scale=64",
+        "scaler.growth_interval=2",
+        "train.clip_norm=5",
+    )
     losses, scales, found_inf = run(built.task, steps)
     torch.manual_seed(0)
     model = models.resnet50(10)
@@ -58,9 +63,14 @@ def test_resnet50(build_run):
 def test_lstm_lm(build_run):
     steps = 6
     tokens = {"vocab_size": 50, "batch_size": 4, "sequence_length": 8, "train_tokens": 160}
-    built = build_run("model=lstm_lm", "precision=amp", "scaler.growth_interval=2",
-                      "scaler.init_scale=1024", "data=synthetic_tokens",
-                      *(f"data.{k}={v}" for k, v in tokens.items()))  # fmt: skip
+    built = build_run(
+        "model=lstm_lm",
+        "precision=amp",
+        "scaler.growth_interval=2",
+        "scaler.init_scale=1024",
+        "data=synthetic_tokens",
+        *(f"data.{k}={v}" for k, v in tokens.items()),
+    )
     losses, scales, found_inf = run(built.task, steps)
     torch.manual_seed(0)
     model = models.LSTMLanguageModel(50, 200, 200, 2)
@@ -90,8 +100,13 @@ def test_lstm_lm(build_run):
 
 def test_skipped_steps_too(build_run):
     steps = 12
-    built = build_run("model=conv_autoencoder", "data.batch_size=2", "precision=amp",
-                      "scaler.init_scale=16777216", "scaler.growth_interval=3")  # fmt: skip
+    built = build_run(
+        "model=conv_autoencoder",
+        "data.batch_size=2",
+        "precision=amp",
+        "scaler.init_scale=16777216",
+        "scaler.growth_interval=3",
+    )
     losses, scales, found_inf = run(built.task, steps)
     torch.manual_seed(0)
     model = models.ConvAutoencoder(64, 32, 8, 1)

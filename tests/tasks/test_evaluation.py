@@ -9,12 +9,24 @@ from mprun import models
 from mprun.precision import MODES, read_math_flags
 
 RUNS = {
-    "dcgan": ["model=dcgan", "data.batch_size=4", "data.image_size=32",
-              "model.generator_width=8", "model.discriminator_width=8"],
-    "lstm_lm": ["model=lstm_lm", "model.dropout=0.2", "data=synthetic_tokens",
-                "data.vocab_size=50", "data.batch_size=4", "data.sequence_length=8",
-                "data.train_tokens=512", "data.eval_tokens=200"],
-}  # fmt: skip
+    "dcgan": [
+        "model=dcgan",
+        "data.batch_size=4",
+        "data.image_size=32",
+        "model.generator_width=8",
+        "model.discriminator_width=8",
+    ],
+    "lstm_lm": [
+        "model=lstm_lm",
+        "model.dropout=0.2",
+        "data=synthetic_tokens",
+        "data.vocab_size=50",
+        "data.batch_size=4",
+        "data.sequence_length=8",
+        "data.train_tokens=512",
+        "data.eval_tokens=200",
+    ],
+}
 AUTOENCODER = ["model=conv_autoencoder", "data.batch_size=16", "optim=sgd"]
 EVERY_MODE = [(mode, "fp32") for mode in sorted(MODES.keys() - {"tf32"})]
 
@@ -78,16 +90,16 @@ def test_the_metric_is_that_of_the_masters_in_fp32(build_run, mode):
 
 def test_evaluation_in_the_mode_s_own_arithmetic_uses_the_model_itself(build_run):
     task = build_run(*AUTOENCODER, "precision=fp16_master").task
-    own = build_run(*AUTOENCODER, "precision=fp16_master",
-                    "train.eval_arithmetic=mode").task  # fmt: skip
+    own = build_run(*AUTOENCODER, "precision=fp16_master", "train.eval_arithmetic=mode").task
     assert task.evaluate() != own.evaluate()
     assert own.learner.model.training
     assert own.arithmetic.rerouted() and not task.arithmetic.rerouted()
 
 
 def test_evaluation_uses_running_statistics(build_run):
-    task = build_run("model=resnet50", "data=synthetic_images", "data.batch_size=8",
-                     "data.eval_size=8").task  # fmt: skip
+    task = build_run(
+        "model=resnet50", "data=synthetic_images", "data.batch_size=8", "data.eval_size=8"
+    ).task
     task.train_step(0)
     reference = models.resnet50(10)
     reference.load_state_dict(task.learner.model.state_dict())

@@ -14,15 +14,22 @@ MODELS = {
     # Smaller batches overflow FP16 in the backward pass of BatchNorm over 1x1 maps.
     "resnet50": ["model=resnet50", "data.batch_size=8"],
     "lstm_lm": [
-        "model=lstm_lm", "data=synthetic_tokens", "data.vocab_size=50", "data.batch_size=4",
-        "data.sequence_length=4", "data.train_tokens=512",
+        "model=lstm_lm",
+        "data=synthetic_tokens",
+        "data.vocab_size=50",
+        "data.batch_size=4",
+        "data.sequence_length=4",
+        "data.train_tokens=512",
     ],
     "dcgan": [
-        "model=dcgan", "data.batch_size=2", "data.image_size=32", "model.generator_width=16",
+        "model=dcgan",
+        "data.batch_size=2",
+        "data.image_size=32",
+        "model.generator_width=16",
         "model.discriminator_width=16",
     ],
     "conv_autoencoder": ["model=conv_autoencoder", "data.batch_size=2"],
-}  # fmt: skip
+}
 # name: (parameters, parameters of norm layers, optimizer state)
 F32, F16, B16 = torch.float32, torch.float16, torch.bfloat16
 EXPECTED = {

@@ -71,9 +71,11 @@ def test_resnet50(build_run, implementation):
 @pytest.mark.parametrize("projection", [0, 16])
 def test_lstm_lm(build_run, projection):
     built = build_run(
-        "model=lstm_lm", f"model.projection_size={projection}", "train.clip_norm=0.5",
+        "model=lstm_lm",
+        f"model.projection_size={projection}",
+        "train.clip_norm=0.5",
         *TOKEN_OVERRIDES,
-    )  # fmt: skip
+    )
     losses = train(built.task)
     torch.manual_seed(0)
     model = models.LSTMLanguageModel(50, 200, 200, 2, projection)

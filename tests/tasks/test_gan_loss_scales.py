@@ -5,8 +5,15 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 INF = float("inf")
-OVERRIDES = ["model=dcgan", "data.image_size=32", "data.batch_size=4", "model.generator_width=8",
-             "model.discriminator_width=8", "precision=amp", "scaler.init_scale=64"]  # fmt: skip
+OVERRIDES = [
+    "model=dcgan",
+    "data.image_size=32",
+    "data.batch_size=4",
+    "model.generator_width=8",
+    "model.discriminator_width=8",
+    "precision=amp",
+    "scaler.init_scale=64",
+]
 NAMES = {
     "shared": ["loss_scale"],
     "optimizer": ["loss_scale", "loss_scale_generator"],
@@ -69,8 +76,10 @@ def test_names_and_number(build_run, per):
 def test_which_scale_moves_and_who_skips(build_run, per, factors, expected):
     run = Planted(build_run(*OVERRIDES, f"scaler.per={per}").task)
     assert run.train_step(1, 1, 1)["found_inf"] == 0
-    before = {name: tree_map(lambda t: t.clone(), learner.state_dict())
-              for name, learner in run.task.learners.items()}  # fmt: skip
+    before = {
+        name: tree_map(lambda t: t.clone(), learner.state_dict())
+        for name, learner in run.task.learners.items()
+    }
     metrics = run.train_step(*factors)
     assert run.scales() == expected
     d_skips, g_skips = INF in factors[:2], factors[2] == INF
@@ -86,8 +95,9 @@ def test_which_scale_moves_and_who_skips(build_run, per, factors, expected):
             own = learner.state_dict()
             for key in weights:
                 assert torch.equal(before[name]["model"][key], own["model"][key])
-            pairs = zip(tree_leaves(before[name]["optimizer"]), tree_leaves(own["optimizer"]),
-                        strict=True)  # fmt: skip
+            pairs = zip(
+                tree_leaves(before[name]["optimizer"]), tree_leaves(own["optimizer"]), strict=True
+            )
             assert all(torch.equal(a, b) for a, b in pairs)
         else:
             assert not all(torch.equal(a, b) for a, b in pairs)

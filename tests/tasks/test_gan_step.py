@@ -11,8 +11,13 @@ from mprun.data import DigitsImages
 from mprun.precision.emulation import HalfEmulation
 
 STEPS = 8
-OVERRIDES = ["model=dcgan", "data.image_size=32", "data.batch_size=4",
-             "model.generator_width=16", "model.discriminator_width=16"]  # fmt: skip
+OVERRIDES = [
+    "model=dcgan",
+    "data.image_size=32",
+    "data.batch_size=4",
+    "model.generator_width=16",
+    "model.discriminator_width=16",
+]
 
 
 def run(task):
@@ -74,9 +79,12 @@ def test_amp_equals_autocast_and_one_grad_scaler(build_run, native):
     # The scale grows every third step and stays where nothing overflows: with a skipped step
     # torch's BatchNorm statistics move and ours do not.
     task = build_run(
-        *OVERRIDES, "precision=amp", "scaler.init_scale=64", "scaler.growth_interval=3",
+        *OVERRIDES,
+        "precision=amp",
+        "scaler.init_scale=64",
+        "scaler.growth_interval=3",
         f"cpu_half={'native' if native else 'emulated'}",
-    ).task  # fmt: skip
+    ).task
     results = run(task)
     generator, discriminator, g_optimizer, d_optimizer, data = bare_models()
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3)

@@ -60,9 +60,13 @@ def test_three_steps_without_waiting_and_an_evaluation(build_run, model, mode):
 @pytest.mark.parametrize("optim", ["sgd", "adam", "adamw"])
 def test_a_skipped_step_moves_nothing_and_waits_for_nothing(build_run, optim, implementation):
     built = built_on_cuda(
-        build_run, *MODELS["resnet50"], "precision=fp16_master_scaled", f"optim={optim}",
-        f"optim.implementation={implementation}", "scaler.init_scale=16",
-    )  # fmt: skip
+        build_run,
+        *MODELS["resnet50"],
+        "precision=fp16_master_scaled",
+        f"optim={optim}",
+        f"optim.implementation={implementation}",
+        "scaler.init_scale=16",
+    )
     task = built.task
     factor = torch.ones((), device="cuda")
     task.learner.model.fc.bias.register_hook(lambda gradient: gradient * factor)
@@ -82,8 +86,13 @@ def test_a_skipped_step_moves_nothing_and_waits_for_nothing(build_run, optim, im
 
 
 def test_a_schedule_under_a_scale_that_skips_waits_for_nothing(build_run):
-    built = built_on_cuda(build_run, *MODELS["conv_autoencoder"], "precision=amp",
-                          "optim.schedule=linear", "train.steps=10")  # fmt: skip
+    built = built_on_cuda(
+        build_run,
+        *MODELS["conv_autoencoder"],
+        "precision=amp",
+        "optim.schedule=linear",
+        "train.steps=10",
+    )
     optimizer = built.task.learner.optimizer
     rate = LearningRate(built.lr, [optimizer], built.device)
     skipped = torch.full((), 2, dtype=torch.int64, device="cuda")
@@ -99,9 +108,12 @@ def test_a_schedule_under_a_scale_that_skips_waits_for_nothing(build_run):
 def test_amp_equals_autocast_and_grad_scaler(build_run):
     steps = 5
     built = built_on_cuda(
-        build_run, *MODELS["conv_autoencoder"], "precision=amp", "scaler.init_scale=1024",
+        build_run,
+        *MODELS["conv_autoencoder"],
+        "precision=amp",
+        "scaler.init_scale=1024",
         "scaler.growth_interval=2",
-    )  # fmt: skip
+    )
     # One kernel per layer, and the same one on both sides.
     torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = False, True
     rows = [built.task.train_step(step) for step in range(steps)]

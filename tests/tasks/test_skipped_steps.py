@@ -7,8 +7,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 from mprun.learning_rate import LearningRate
 from mprun.trace import Trace
 
-TOKENS = ["model=lstm_lm", "data=synthetic_tokens", "data.vocab_size=50", "data.batch_size=4",
-          "data.sequence_length=4", "data.train_tokens=80"]  # fmt: skip
+TOKENS = [
+    "model=lstm_lm",
+    "data=synthetic_tokens",
+    "data.vocab_size=50",
+    "data.batch_size=4",
+    "data.sequence_length=4",
+    "data.train_tokens=80",
+]
 BATCHES_PER_EPOCH = 5
 
 
@@ -78,8 +84,9 @@ class Brighter:
 
 @pytest.mark.parametrize("mode", ["fp16_master_scaled", "amp"])
 def test_resnet50_after_an_overflow_in_the_forward_pass(build_run, mode):
-    task = build_run("model=resnet50", "data.batch_size=8", f"precision={mode}",
-                     "scaler.init_scale=16").task  # fmt: skip
+    task = build_run(
+        "model=resnet50", "data.batch_size=8", f"precision={mode}", "scaler.init_scale=16"
+    ).task
     assert task.train_step(0)["found_inf"] == 0
     before = copy_of(task)
     task.data = Brighter(task.data, 1)
@@ -89,8 +96,13 @@ def test_resnet50_after_an_overflow_in_the_forward_pass(build_run, mode):
 
 
 def test_the_schedule_counts_applied_updates(build_run):
-    task = build_run("model=conv_autoencoder", "data.batch_size=2", "precision=amp",
-                     "scaler.init_scale=16", "optim.implementation=loop").task  # fmt: skip
+    task = build_run(
+        "model=conv_autoencoder",
+        "data.batch_size=2",
+        "precision=amp",
+        "scaler.init_scale=16",
+        "optim.implementation=loop",
+    ).task
     factor = plant(task.learner.model.decoder.layers.conv0.bias)
     optimizer = task.learner.optimizer
     device = torch.device("cpu")
