@@ -22,9 +22,14 @@ def by_torch():
         "mkldnn.matmul.fp32_precision": mkldnn.matmul.fp32_precision,
         "mkldnn.conv.fp32_precision": mkldnn.conv.fp32_precision,
         "mkldnn.rnn.fp32_precision": mkldnn.rnn.fp32_precision,
-        "cuda.matmul.allow_fp16_reduced_precision_reduction": cuda.matmul.allow_fp16_reduced_precision_reduction,
-        "cuda.matmul.allow_bf16_reduced_precision_reduction": cuda.matmul.allow_bf16_reduced_precision_reduction,
-        "cuda.matmul.allow_fp16_accumulation": cuda.matmul.allow_fp16_accumulation,
+        **{
+            f"cuda.matmul.{name}": getattr(cuda.matmul, name)
+            for name in (
+                "allow_fp16_reduced_precision_reduction",
+                "allow_bf16_reduced_precision_reduction",
+                "allow_fp16_accumulation",
+            )
+        },
         "cudnn.benchmark": cudnn.benchmark,
         "cudnn.deterministic": cudnn.deterministic,
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),

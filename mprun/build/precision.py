@@ -1,0 +1,115 @@
+"""Policies, loss scales and optimizers from configurations."""
+
+import torch
+from torch import Tensor
+
+from mprun.config import schema
+from mprun.config.check import SCALER_FIELDS
+from mprun.errors import BadInput
+from mprun.precision import (
+    MODES,
+    DynamicLossScale,
+    LogMaxLossScale,
+    LossScale,
+    NoLossScale,
+    PrecisionPolicy,
+    StaticLossScale,
+    build_policy,
+)
+from mprun.precision.inner_optimizer import has_fused_kernel
+
+
+def mode_label(config: schema.PrecisionConfig) -> str:
+    """The mode's name, with every value that differs from the mode's own and every override.
+
+    "fp32" is a baseline; "fp32+param_dtype=fp16" is not.
+    """
+    own = MODES[config.name]
+    changed = [
+        f"{field}={getattr(config, field)}"
+        for field, value in own.items()
+        if getattr(config, field) != value
+    ]
+    changed += [f"{pattern}={dtype}" for pattern, dtype in config.overrides.items()]
+    return "+".join([config.name, *changed])
+
+
+def policy_from(config: schema.PrecisionConfig) -> PrecisionPolicy:
+    """The precision policy that a configuration describes."""
+    fields = (
+        "param_dtype",
+        "norm_dtype",
+        "master_dtype",
+        "grad_dtype",
+        "loss_dtype",
+        "autocast_dtype",
+        "fp32_math",
+    )
+    return build_policy(config.name, {field: getattr(config, field) for field in fields})
+
+
+def build_loss_scale(config: schema.ScalerConfig, device: torch.device) -> LossScale:
+    """A fresh loss scale of the configured kind."""
+    arguments = {name: getattr(config, name) for name in SCALER_FIELDS[config.kind]}
+    arguments = {name: value for name, value in arguments.items() if value is not None}
+    kinds = {
+        "none": NoLossScale,
+        "static": StaticLossScale,
+        "dynamic": DynamicLossScale,
+        "logmax": LogMaxLossScale,
+    }
+    return kinds[config.kind](**arguments, device=device)
+
+
+def optimizer_maker(config: schema.OptimConfig, in_16_bits: bool, device: torch.device):
+    """A function from (name, tensor) pairs to a torch optimizer.
+
+    implementation "auto" is the fused kernel, except where the update itself is in 16 bits: a
+    fused kernel would compute that in FP32 registers (and torch's fused SGD does not update half
+    parameters on a CPU at all).
+    """
+    implementation, fused = config.implementation, has_fused_kernel(config.name, device)
+    if implementation == "auto":
+        implementation = "fused" if fused and not in_16_bits else "foreach"
+    elif implementation == "fused" and not fused:
+        raise BadInput(
+            f"optim.implementation=fused: torch {torch.__version__} has no fused "
+            f"{config.name} on {device.type} (allowed: auto, foreach, loop)"
+        )
+    common = {
+        "lr": config.lr,
+        "weight_decay": config.weight_decay,
+        "fused": implementation == "fused",
+        "foreach": implementation == "foreach",
+    }
+
+    def make(named: list[tuple[str, Tensor]]) -> torch.optim.Optimizer:
+        tensors = [tensor for _, tensor in named]
+        match config.name:
+            case "sgd":
+                return torch.optim.SGD(
+                    tensors,
+                    momentum=config.momentum or 0.0,
+                    nesterov=bool(config.nesterov),
+                    **common,
+                )
+            case "adam" | "adamw":
+                kind = torch.optim.Adam if config.name == "adam" else torch.optim.AdamW
+                capturable = device.type == "cuda" and implementation != "fused"
+                return kind(
+                    tensors,
+                    betas=tuple(config.betas or (0.9, 0.999)),
+                    **common,
+                    eps=1e-8 if config.eps is None else config.eps,
+                    capturable=capturable,
+                )
+            case "adagrad":
+                return torch.optim.Adagrad(
+                    tensors,
+                    **common,
+                    initial_accumulator_value=config.initial_accumulator or 0.0,
+                    eps=1e-10 if config.eps is None else config.eps,
+                )
+        raise BadInput(f"optim={config.name}: no builder")
+
+    return make

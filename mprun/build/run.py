@@ -1,0 +1,77 @@
+"""Everything that a run needs and that costs no file."""
+
+from dataclasses import dataclass
+
+import torch
+
+from mprun.build.data import build_data
+from mprun.build.precision import policy_from
+from mprun.build.task import build_task
+from mprun.config.schema import MAX_STEPS, RunConfig
+from mprun.data import DataError, DigitsImages, DocsText, SyntheticImages, SyntheticTokens
+from mprun.errors import BadInput
+from mprun.precision import DTYPES, Arithmetic, PrecisionPolicy, why_unsupported
+from mprun.schedule import learning_rates
+from mprun.tasks import GAN, Classification, LanguageModel, Reconstruction
+
+
+@dataclass(slots=True)
+class Built:
+    """Everything that a run needs and that costs no file."""
+
+    task: Classification | LanguageModel | GAN | Reconstruction
+    data: DigitsImages | DocsText | SyntheticImages | SyntheticTokens
+    policy: PrecisionPolicy
+    arithmetic: Arithmetic
+    device: torch.device
+    steps: int
+    lr: list[float]  # learning rate by number of applied updates
+
+
+def build(config: RunConfig, device: torch.device) -> Built:
+    """Build data, model, optimizer, loss scale and task; raises BadInput for what cannot be.
+
+    Draws the initial weights from the global random state (seed it first).
+    """
+    policy = policy_from(config.precision)
+    reason = why_unsupported(policy, device)
+    if reason is not None:
+        raise BadInput(f"precision={policy.name} device={config.device}: {reason}")
+    try:
+        data = build_data(config.data, config.seed, device)
+    except DataError as error:
+        raise BadInput(str(error)) from error
+    except ValueError as error:
+        raise BadInput(f"data.{error}") from error
+    overrides = [DTYPES[name] for name in config.precision.overrides.values()]
+    native = config.cpu_half == "native"
+    arithmetic = Arithmetic(policy, device, native=native, overrides=overrides)
+    try:
+        task = build_task(config, data, policy, arithmetic)
+    except ValueError as error:
+        raise BadInput(str(error)) from error
+    if task.steps_per_epoch < 1:
+        raise BadInput(
+            f"data.batch_size={config.data.batch_size}: too large, the data have no "
+            f"full step of {task.samples_per_step} {task.sample}s"
+        )
+    steps = config.train.steps
+    if steps is None:
+        steps = max(1, round(config.train.epochs * task.steps_per_epoch))
+        if steps > MAX_STEPS:
+            raise BadInput(
+                f"train.epochs={config.train.epochs}: {steps} steps, at most {MAX_STEPS}"
+                " are allowed"
+            )
+    optim = config.optim
+    lr = learning_rates(
+        optim.lr,
+        steps,
+        schedule=optim.schedule,
+        warmup_updates=optim.warmup_updates,
+        final_factor=optim.final_factor,
+        power=optim.power,
+        milestones=tuple(optim.milestones),
+        gamma=optim.gamma,
+    )
+    return Built(task, data, policy, arithmetic, device, steps, lr)
