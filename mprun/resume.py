@@ -20,6 +20,8 @@ from mprun.record.run_directory import (
 )
 from mprun.run import attempt, prepare, resolve_device
 
+# State is read on the host and copied into tensors that exist: no second model on the GPU.
+CPU = torch.device("cpu")
 # What may differ between a run and its continuation: its length and what it writes.
 RESUMABLE_KEYS = (
     "train.steps",
@@ -50,7 +52,7 @@ def resume(composed_overrides: tuple[str, ...], path: str) -> int:
         device = resolve_device(record["environment"]["device"])
         _check_same_stack(record["environment"])
         built = prepare(config, device, record["environment"]["threads"])
-        step, state, warnings = checkpoint.load_newest(directory / "checkpoints", device)
+        step, state, warnings = checkpoint.load_newest(directory / "checkpoints", CPU)
         for line in warnings:
             print(f"mprun: warning: {line}; using the one before", file=sys.stderr)
         if step >= built.steps:
@@ -67,9 +69,9 @@ def resume(composed_overrides: tuple[str, ...], path: str) -> int:
                 f"{config.optim.schedule} keeps its length ({record['steps']})"
             )
         record["config_hash"] = config_hash(plain)
+        checkpoint.restore_random_states(state["random"], device)
         truncate_metrics(directory / "metrics.jsonl", step)
         write_config(directory, plain)
-        checkpoint.restore_random_states(state["random"], device)
         return attempt(directory, config, built, record, first_step=step, skipped=state["skipped"])
 
 

@@ -118,6 +118,9 @@ def attempt(
         with suppress(OSError):  # where the disk is full, the first error is the one to tell
             write_json(directory / "run.json", record)
         print(f"run: {directory}")
+        if config.deterministic and "deterministic" in str(error):
+            line = str(error).splitlines()[0]
+            raise BadInput(f"deterministic=true: {line}") from error
         if isinstance(error, OSError):
             raise Resource(f"{error.strerror or error} ({error.filename or directory})") from error
         with _memory_as_resource():
@@ -191,7 +194,7 @@ def _warn(config: RunConfig, device: torch.device) -> None:
             f"with {optim.name} divides by zero and ends in NaN; this is a finding"
         )
     half = policy.autocast_dtype or policy.param_dtype
-    if scaler.kind != "none" and half == "fp32":
+    if scaler.kind != "none" and {half, *policy.overrides.values()} == {"fp32"}:
         lines.append(
             f"scaler={scaler.name} changes nothing in {policy.name} but rounding: "
             "FP32 gradients do not underflow"

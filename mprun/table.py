@@ -87,7 +87,7 @@ def table(runs: list[Run]) -> str:
         "skipped",
         "status",
         f"{runs[0].sample}s/s",
-        "activations MiB",
+        "saved MiB",
         "peak MiB",
     ]
     several = len({run.group for run in runs}) > 1
@@ -106,7 +106,10 @@ def table(runs: list[Run]) -> str:
                 label += " " + " ".join(group)
             rows.append([label, *_row(cells, seeds, baseline, mode)])
     text = _markdown(header, rows)
-    return f"{text}\n\nloss: final evaluation; peak MiB: {measure}; activations: saved for backward"
+    return (
+        f"{text}\n\nloss: final evaluation; peak MiB: {measure}; saved MiB: kept for backward"
+        " (under autocast with the 16-bit weight copies)"
+    )
 
 
 def _row(cells: dict[int, Run], seeds: list[int], baseline: dict[int, float], mode: str) -> list:

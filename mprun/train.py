@@ -44,8 +44,7 @@ def train(
     """Train from step `start` to the end, recording into `directory`."""
     task, device, every = built.task, built.device, config.train
     trace = Trace(device, skipped)
-    optimizers = [learner.optimizer for learner in task.learners.values()]
-    rate = LearningRate(built.lr, optimizers, device)
+    rate = built.rate
     recorder = _Recorder(directory, built, rate, trace, start)
     outcome = Outcome("done", start, skipped=skipped)
 
@@ -86,8 +85,10 @@ def train(
                     outcome.step = recorder.diverged_at
                     break
             if evaluating:
-                outcome.peak = memory.peak(device)
+                # Of training alone: evaluation holds an FP32 model beside it.
+                outcome.peak = memory.higher(outcome.peak, device)
                 outcome.final = recorder.evaluate(step)
+                memory.reset_peak(device)
                 if not all(math.isfinite(value) for value in outcome.final.values()):
                     outcome.status, outcome.cause = "diverged", "non-finite evaluation loss"
                     break
@@ -100,7 +101,7 @@ def train(
     finally:
         recorder.close()
     outcome.skipped = trace.host_skipped
-    outcome.peak = outcome.peak or memory.peak(device)
+    outcome.peak = memory.higher(outcome.peak, device)
     outcome.samples_per_s, outcome.windows = recorder.throughput()
     return outcome
 

@@ -61,7 +61,9 @@ def build_loss_scale(config: schema.ScalerConfig, device: torch.device) -> LossS
     return kinds[config.kind](**arguments, device=device)
 
 
-def optimizer_maker(config: schema.OptimConfig, in_16_bits: bool, device: torch.device):
+def optimizer_maker(
+    config: schema.OptimConfig, policy: PrecisionPolicy, device: torch.device, skips: bool
+):
     """A function from (name, tensor) pairs to a torch optimizer.
 
     implementation "auto" is the fused kernel, except where the update itself is in 16 bits: a
@@ -70,6 +72,7 @@ def optimizer_maker(config: schema.OptimConfig, in_16_bits: bool, device: torch.
     """
     implementation, fused = config.implementation, has_fused_kernel(config.name, device)
     if implementation == "auto":
+        in_16_bits = policy.master_dtype is None and policy.param_dtype.itemsize == 2
         implementation = "fused" if fused and not in_16_bits else "foreach"
     elif implementation == "fused" and not fused:
         raise BadInput(
@@ -95,7 +98,8 @@ def optimizer_maker(config: schema.OptimConfig, in_16_bits: bool, device: torch.
                 )
             case "adam" | "adamw":
                 kind = torch.optim.Adam if config.name == "adam" else torch.optim.AdamW
-                capturable = device.type == "cuda" and implementation != "fused"
+                # Only where needed: the capturable formula rounds differently in 16 bits.
+                capturable = skips and device.type == "cuda" and implementation != "fused"
                 return kind(
                     tensors,
                     betas=tuple(config.betas or (0.9, 0.999)),

@@ -7,10 +7,11 @@ import torch
 from mprun.build.data import build_data
 from mprun.build.precision import policy_from
 from mprun.build.task import build_task
-from mprun.config.schema import MAX_STEPS, RunConfig
+from mprun.config.schema import MAX_STEPS, LSTMConfig, RunConfig
 from mprun.data import DataError, DigitsImages, DocsText, SyntheticImages, SyntheticTokens
 from mprun.errors import BadInput
-from mprun.precision import DTYPES, Arithmetic, PrecisionPolicy, why_unsupported
+from mprun.learning_rate import LearningRate
+from mprun.precision import DTYPES, Arithmetic, PrecisionPolicy, why_no_lstm, why_unsupported
 from mprun.schedule import learning_rates
 from mprun.tasks import GAN, Classification, LanguageModel, Reconstruction
 
@@ -25,7 +26,7 @@ class Built:
     arithmetic: Arithmetic
     device: torch.device
     steps: int
-    lr: list[float]  # learning rate by number of applied updates
+    rate: LearningRate
 
 
 def build(config: RunConfig, device: torch.device) -> Built:
@@ -34,7 +35,15 @@ def build(config: RunConfig, device: torch.device) -> Built:
     Draws the initial weights from the global random state (seed it first).
     """
     policy = policy_from(config.precision)
-    reason = why_unsupported(policy, device)
+    overrides = [DTYPES[name] for name in config.precision.overrides.values()]
+    native = config.cpu_half == "native"
+    reason = why_unsupported(policy, device, overrides)
+    if reason is None and isinstance(config.model, LSTMConfig):
+        emulated = device.type == "cpu" and not native
+        projected = config.model.projection_size > 0
+        reason = None if emulated else why_no_lstm(policy, device, projected)
+        if reason is not None and native and device.type == "cpu":
+            raise BadInput(f"cpu_half=native: {reason}; use cpu_half=emulated")
     if reason is not None:
         raise BadInput(f"precision={policy.name} device={config.device}: {reason}")
     try:
@@ -43,8 +52,6 @@ def build(config: RunConfig, device: torch.device) -> Built:
         raise BadInput(str(error)) from error
     except ValueError as error:
         raise BadInput(f"data.{error}") from error
-    overrides = [DTYPES[name] for name in config.precision.overrides.values()]
-    native = config.cpu_half == "native"
     arithmetic = Arithmetic(policy, device, native=native, overrides=overrides)
     try:
         task = build_task(config, data, policy, arithmetic)
@@ -74,4 +81,6 @@ def build(config: RunConfig, device: torch.device) -> Built:
         milestones=tuple(optim.milestones),
         gamma=optim.gamma,
     )
-    return Built(task, data, policy, arithmetic, device, steps, lr)
+    optimizers = [learner.optimizer for learner in task.learners.values()]
+    rate = LearningRate(lr, optimizers, device)
+    return Built(task, data, policy, arithmetic, device, steps, rate)

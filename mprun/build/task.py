@@ -1,5 +1,6 @@
 """The task of a configuration: model cast, optimizer wrapped, BatchNorm guarded."""
 
+from collections.abc import Callable
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -22,14 +23,14 @@ from mprun.tasks import GAN, Classification, LanguageModel, Learner, Reconstruct
 def build_task(config: RunConfig, data, policy, arithmetic):
     device = arithmetic.device
     overrides = {pattern: DTYPES[d] for pattern, d in config.precision.overrides.items()}
-    make = optimizer_maker(config.optim, policy.master_dtype is None, device)
+    make = optimizer_maker(config.optim, policy, device, config.scaler.kind != "none")
     train = config.train
     in_mode = train.eval_arithmetic == "mode"
     if isinstance(config.model, schema.DCGANConfig):
         return _build_gan(config, data, policy, arithmetic, overrides, make)
     builder = model_builder(config.model, data)
     scale = build_loss_scale(config.scaler, device)
-    cast = cast_model(builder().to(device), policy, overrides)
+    cast = cast_model(_new(builder).to(device), policy, overrides)
     guards = [BatchNormGuard(cast.module)] if scale.skips_nonfinite else []
     optimizer = MixedPrecisionOptimizer(cast, make, scale, clip_norm=train.clip_norm, guards=guards)
     learner = Learner(cast, optimizer, builder)
@@ -60,7 +61,7 @@ def _build_gan(config: RunConfig, data, policy, arithmetic, overrides, make) -> 
         )
     device, clip_norm = arithmetic.device, config.train.clip_norm
     builders = gan_builders(config.model, data.description["channels"])
-    built = [builder().to(device) for builder in builders]
+    built = [_new(builder).to(device) for builder in builders]
     matching = [_matching(module, overrides) for module in built]
     for pattern in overrides:
         if not any(pattern in own for own in matching):
@@ -121,3 +122,10 @@ def _build_gan(config: RunConfig, data, policy, arithmetic, overrides, make) -> 
 def _matching(module: nn.Module, overrides: dict) -> dict:
     names = [name for name, _ in module.named_modules() if name]
     return {p: d for p, d in overrides.items() if any(fnmatchcase(n, p) for n in names)}
+
+
+def _new(builder: Callable[[], nn.Module]) -> nn.Module:
+    try:
+        return builder()
+    except ValueError as error:
+        raise BadInput(f"model.{error}") from error

@@ -106,6 +106,10 @@ def _data_fits_model(config: RunConfig) -> None:
                 f"data.value_range={data.value_range}: must be tanh for {model.name}, "
                 "whose generator ends in tanh"
             )
+    if model.name == "alexnet" and model.variant == "2012" and data.image_size not in (224, 227):
+        raise BadInput(
+            f"data.image_size={data.image_size}: the 2012 AlexNet takes 224 or 227 pixels"
+        )
     if model.name == "alexnet" and data.image_size < 63:
         raise BadInput(f"data.image_size={data.image_size}: AlexNet needs at least 63 pixels")
     if model.name == "resnet50" and data.image_size < 32:
@@ -130,7 +134,9 @@ def _optim(config: RunConfig) -> None:
         raise BadInput(f"optim.milestones={list(optim.milestones)}: only schedule=step reads them")
     if optim.schedule == "step" and not optim.milestones:
         raise BadInput("optim.milestones=[]: optim.schedule=step needs at least one")
-    if optim.implementation == "fused" and config.precision.master_dtype is None:
+    precision = config.precision
+    in_16_bits = precision.master_dtype is None and precision.param_dtype != "fp32"
+    if optim.implementation == "fused" and in_16_bits:
         raise BadInput(
             f"optim.implementation=fused: {config.precision.name} updates in 16 bits operation by "
             "operation; a fused kernel would compute in FP32 (allowed: auto, foreach, loop)"
@@ -193,19 +199,17 @@ def _precision(config: RunConfig) -> None:
             f"precision.grad_dtype={precision.grad_dtype}: must equal param_dtype "
             f"({precision.param_dtype}) without master weights"
         )
+    norm_dtypes = ("fp32",) if precision.autocast_dtype else ("fp32", precision.param_dtype)
+    if precision.norm_dtype not in norm_dtypes:
+        raise BadInput(
+            f"precision.norm_dtype={precision.norm_dtype}: norm layers compute in one of "
+            f"{', '.join(dict.fromkeys(norm_dtypes))} here"
+        )
     if precision.fp32_math == "tf32" and config.device == "cpu":
         raise BadInput(
             f"precision={precision.name}: TF32 needs a GPU of the Ampere generation or "
             "later, a CPU has none; use precision=fp32 or device=cuda"
         )
-    native = config.cpu_half == "native"
-    if native and config.device != "cuda" and precision.autocast_dtype == "fp16":
-        model = config.model
-        if model.name == "lstm_lm" and model.projection_size == 0:
-            raise BadInput(
-                "cpu_half=native: a CPU has no float16 LSTM under autocast (without "
-                "projection); use cpu_half=emulated"
-            )
 
 
 def _train(config: RunConfig) -> None:

@@ -77,7 +77,7 @@ class ConvAutoencoderConfig(ModelConfig):
 
     name: str = "conv_autoencoder"
     image_size: int = one_of(64, 32, 64, 128)
-    code_size: int = ranged(32, at_least=1)
+    code_size: int = ranged(32, at_least=2)
     width: int = ranged(8, at_least=1)
 
 

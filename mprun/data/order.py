@@ -54,7 +54,11 @@ class EpochOrder:
         """Sample numbers of batch ``index`` of the run, int64 ``[batch_size]`` on the device."""
         epoch, batch = divmod(checked_index(index), self.batches_per_epoch)
         if epoch != self._epoch:
-            self._order = permutation(self._seed, epoch, self._n).to(self._device)
+            order = permutation(self._seed, epoch, self._n)
+            if self._device.type == "cuda":
+                # From pinned memory the copy makes the host wait for nothing.
+                order = order.pin_memory()
+            self._order = order.to(self._device, non_blocking=True)
             self._epoch = epoch
         start = batch * self._batch_size
         return self._order[start : start + self._batch_size]

@@ -20,7 +20,7 @@ Usable without the rest of mprun:
 from mprun.precision.arithmetic import Arithmetic
 from mprun.precision.batch_norm_guard import BatchNormGuard
 from mprun.precision.casting import CastModel, cast_model, fp32_copy
-from mprun.precision.device_support import why_unsupported
+from mprun.precision.device_support import why_no_lstm, why_unsupported
 from mprun.precision.loss_scale import (
     DynamicLossScale,
     LossScale,
@@ -66,5 +66,6 @@ __all__ = [
     "ieee_fp32",
     "pin_math_flags",
     "read_math_flags",
+    "why_no_lstm",
     "why_unsupported",
 ]

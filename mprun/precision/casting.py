@@ -114,7 +114,9 @@ def _inherited(name: str, chosen: Mapping[str, torch.dtype]) -> torch.dtype | No
 def _dtype_of(name, module, policy: PrecisionPolicy, chosen) -> torch.dtype:
     override = _inherited(name, chosen)
     if isinstance(module, NORM_LAYERS) and name not in chosen:
-        return override if override is torch.float32 else policy.norm_dtype
+        # A kernel takes 16-bit norm parameters only together with inputs of the same format.
+        both_16_bits = override is not None and policy.norm_dtype.itemsize == 2
+        return override if override is torch.float32 or both_16_bits else policy.norm_dtype
     return override or policy.param_dtype
 
 

@@ -45,9 +45,11 @@ def is_fused(optimizer: Optimizer) -> bool:
 def step_unless(optimizer: Optimizer, found_inf: Tensor) -> None:
     """Take one step that leaves parameters and state as they were where found_inf is non-zero.
 
-    No host synchronisation. A fused kernel skips by itself; otherwise the step is taken and
-    taken back, which costs a copy of parameters and state. Raises ValueError for an optimizer
-    whose state would appear only during the step (its first skip could not be taken back).
+    No host synchronisation, so the step counter that Adagrad keeps on the host beside CUDA
+    parameters is not taken back (without lr_decay nothing reads it). A fused kernel skips by
+    itself; otherwise the step is taken and taken back, which costs a copy of parameters and
+    state. Raises ValueError for an optimizer whose state would appear only during the step (its
+    first skip could not be taken back).
     """
     if is_fused(optimizer):
         optimizer.found_inf = found_inf

@@ -113,6 +113,14 @@ class MixedPrecisionOptimizer:
         pairs = zip(self.names, self.parameters, self.updated, strict=True)
         return {name: master for name, own, master in pairs if own is not master}
 
+    def update_dtypes(self) -> dict[str, int]:
+        """Dtype -> number of gradient elements as they are unscaled, clipped and accumulated."""
+        counts: dict[str, int] = {}
+        for updated in self.updated:
+            name = str(self._dtype_for(updated)).removeprefix("torch.")
+            counts[name] = counts.get(name, 0) + updated.numel()
+        return counts
+
     def zero_grad(self) -> None:
         """Forget gradients and flags; remember the guarded BatchNorm statistics."""
         for parameter in self.parameters:

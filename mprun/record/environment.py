@@ -45,7 +45,8 @@ def effective_dtypes(task) -> dict:
     return {
         name: {
             "parameters": _count(learner.model.parameters()),
-            "gradients_in_update": str(learner.optimizer.grad_dtype).removeprefix("torch."),
+            "gradients": _count(p for p in learner.model.parameters() if p.requires_grad),
+            "gradients_in_update": learner.optimizer.update_dtypes(),
             "master_weights": _count(learner.optimizer.masters.values()),
             "optimizer_state": _count(
                 value

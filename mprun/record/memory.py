@@ -10,8 +10,10 @@ from torch import Tensor
 class SavedForBackward(torch.autograd.graph.saved_tensors_hooks):
     """Counts the bytes that autograd keeps between forward and backward, inside the block.
 
-    Parameters and buffers are not counted, and each storage once: what remains are activations.
-    The hooks hand every tensor through unchanged, so the step computes what it would anyway.
+    Parameters and buffers are not counted, and each storage once: what remains are activations
+    and, under autocast, the 16-bit copies of the weights, which it keeps as well. Where a step
+    has several backward passes, memory that a later pass reuses counts once. The hooks hand every
+    tensor through unchanged, so the step computes what it would anyway.
     """
 
     def __init__(self, learners):
@@ -43,6 +45,15 @@ def reset_peak(device: torch.device) -> None:
     """Start the peak anew (CUDA; a process's resident peak cannot be reset)."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
+
+
+def higher(before: dict, device: torch.device) -> dict:
+    """The peak so far: on CUDA the larger of `before` and now, else the first one taken."""
+    if not before:
+        return peak(device)
+    if device.type != "cuda":
+        return before
+    return max(before, peak(device), key=lambda value: value["peak_bytes"])
 
 
 def peak(device: torch.device) -> dict[str, int | str]:

@@ -17,7 +17,8 @@ class GAN:
 
     loss_scales: for real, fake and generator loss, in this order; the same object may stand in
     several places (one shared scale, one per optimizer, or one per loss). Each is updated once
-    per step. Each optimizer skips on its own flag; `found_inf` says that at least one skipped.
+    per step. Each optimizer skips on its own flag; `found_inf` says that at least one skipped, and
+    the schedule stands still for both then, so that they keep the same learning rate.
     """
 
     sample = "image"

@@ -152,7 +152,8 @@ def test_run_json_says_what_is_needed_to_judge_the_run(scaled):
     elements = dtypes["parameters"]["float16"]
     assert dtypes["parameters"] == {"float16": elements}
     assert dtypes["master_weights"] == dtypes["optimizer_state"] == {"float32": elements}
-    assert dtypes["gradients_in_update"] == "float32"
+    assert dtypes["gradients"] == {"float16": elements}
+    assert dtypes["gradients_in_update"] == {"float32": elements}
     assert record["precision"]["mode"] == "fp16_master_scaled"
     assert record["precision"]["half_products"] == "emulated-fp16"
     flags = record["precision"]["flags"]

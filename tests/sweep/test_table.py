@@ -53,7 +53,7 @@ def test_values_worked_by_hand(tmp_path):
     assert (found["amp"]["skipped"], found["amp"]["status"]) == ("7", "done")
     # Median of 1,000 and 2,000; the largest memory.
     assert found["amp"]["tokens/s"] == "1,500"
-    assert (found["amp"]["activations MiB"], found["amp"]["peak MiB"]) == ("1.0", "3")
+    assert (found["amp"]["saved MiB"], found["amp"]["peak MiB"]) == ("1.0", "3")
 
 
 def test_a_diverged_run_shows_its_step_and_no_number(tmp_path):
