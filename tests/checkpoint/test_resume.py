@@ -49,7 +49,16 @@ MODELS = {
     ],
     "resnet50": ["model=resnet50", "data.batch_size=4"],
 }
-MODES = ["fp32", "fp16_naive", "fp16_master", "fp16_master_scaled", "amp", "bf16_master"]
+MODES = [
+    "fp32",
+    "fp16_naive",
+    "fp16_master",
+    "fp16_master_scaled",
+    "amp",
+    "bf16_naive",
+    "bf16_master",
+    "amp_bf16",
+]
 # A scale that overflows FP16 at first and grows again every third clean step: the checkpoint
 # falls between two growths, and skipped updates lie on both sides of it.
 SCALER = ["scaler=dynamic", "scaler.init_scale=16777216", "scaler.growth_interval=3"]
