@@ -49,6 +49,7 @@ class LossScale:
 
     All state is 0-dim tensors on one device (unless stated), changed in place only: a training step
     neither waits for the device nor moves them, so the calls can be captured in a CUDA graph.
+    Each kind adds `update()`: apply the rule, count the skip if any, clear `found_inf`.
     One iteration is: `scale_loss`, backward, multiply gradients by `inverse()`, `record` (once per
     optimizer that shares the scale), apply or skip, `update` (once).
 
@@ -104,10 +105,6 @@ class LossScale:
         `grad_max`: used by `logmax` only.
         """
         self.found_inf.logical_or_(found_inf.reshape(()))
-
-    def update(self) -> None:
-        """End the iteration: apply the rule, count the skip if any, clear `found_inf`."""
-        raise NotImplementedError
 
     def collapsed(self) -> Tensor:
         """Bool, 0-dim: `max_consecutive_skips` skips in a row, and no room left to back off."""
