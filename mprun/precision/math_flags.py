@@ -37,7 +37,9 @@ def pin_math_flags(fp32_math: str, deterministic: bool = False) -> None:
             setattr(torch.backends.cuda.matmul, name, False)
     torch.backends.cudnn.benchmark = not deterministic
     torch.backends.cudnn.deterministic = deterministic
-    torch.use_deterministic_algorithms(deterministic)
+    if deterministic != torch.are_deterministic_algorithms_enabled():
+        # Not called for nothing: its first call imports torch's compiler, which takes a second.
+        torch.use_deterministic_algorithms(deterministic)
 
 
 @contextmanager
