@@ -68,7 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
             return _bug()
         print(_one_line(f"mprun: {error.strerror}: {error.filename}"), file=sys.stderr)
         return RESOURCE
-    except Exception:
+    except Exception:  # whatever is left is ours: shown with its traceback, exit code 1
         return _bug()
 
 

@@ -111,7 +111,7 @@ def hydra_overrides(overrides: Iterable[str]) -> list[str]:
 
 
 class _UserOptions(SearchPathPlugin):
-    """Adds the user's own folder to the search path; Hydra reads it when a session begins."""
+    """Adds the user's own folder to the search path; Hydra reads it when it starts."""
 
     folder: str | None = None
 
