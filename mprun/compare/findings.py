@@ -1,0 +1,151 @@
+"""What a comparison reads and what it finds: plain data that every output is made of."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+# Every verdict there is, in the order in which a table explains them.
+VERDICTS = (
+    "matches",
+    "worse",
+    "likely worse",
+    "better",
+    "likely better",
+    "diverged",
+    "invalid baseline",
+    "inconclusive",
+    "not assessed",
+)
+
+
+@dataclass(slots=True)
+class RunData:
+    """One run, as far as a comparison needs it.
+
+    evals: column -> float64 array [evaluations]; always "step" and "updates", then the metrics.
+    train: column -> float64 array [records], thinned for drawing; "step", "updates", "skipped",
+    "loss", "loss_scale" and, where it was recorded, "grad_norm".
+    """
+
+    path: str
+    mode: str  # precision mode as recorded, e.g. "fp16_master"
+    scaler: str
+    seed: int
+    status: str  # done, diverged, failed, preempted, running
+    cause: str | None
+    last_step: int
+    evals: dict[str, np.ndarray]
+    train: dict[str, np.ndarray]
+    first_losses: np.ndarray  # float64, losses of steps 1 to 20, as far as recorded
+    last_losses: np.ndarray  # float64, losses of the last tenth of the train records, all of them
+    skipped: int = 0
+    skip_steps: np.ndarray = field(default_factory=lambda: np.empty(0))  # steps, for drawing
+    longest_skip_streak: int = 0  # consecutive skipped updates
+    scale_range: tuple[float, float] | None = None  # exact; None: no loss scaling
+    nonfinite_step: int | None = None  # first applied step whose loss is not finite
+    keys: dict[str, Any] = field(default_factory=dict)  # flat configuration: "optim.lr" -> 0.1
+    choices: dict[str, Any] = field(default_factory=dict)  # Hydra group -> option
+    config_hash: str = ""
+    created: str = ""
+    sample: str = "sample"  # "image", "token"
+    samples_per_s: float | None = None
+    peak_bytes: int | None = None
+    memory_measure: str = ""
+    saved_bytes: int | None = None
+    flags: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)
+    sample_grid: str | None = None  # path of the newest PNG of generated images
+    foreign: bool = False  # read from TensorBoard events or CSV
+
+
+@dataclass(slots=True)
+class Arm:
+    """All runs of one precision mode (and scaler) in a group, one per seed, seeds ascending."""
+
+    label: str  # "amp", "amp (static)", "fp32 optim.lr=0.05"
+    mode: str
+    runs: list[RunData]
+    differs: dict[str, tuple[Any, Any]] = field(default_factory=dict)  # key -> (baseline's, own)
+    notes: list[str] = field(default_factory=list)  # "seed 3: failed (out of memory)"
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What one run ended with; `value` is NaN where `diverged` says why."""
+
+    seed: int
+    value: float  # of the metric, in its own unit
+    diverged: str | None = None  # the reason, in words
+    step: int | None = None  # of the divergence
+
+
+@dataclass(slots=True)
+class Verdict:
+    """The judgement on one mode. Differences are mode minus baseline, positive is worse.
+
+    difference, low, high and margin are in the unit of the judged value (nats for a loss and for
+    perplexity, which is judged as its logarithm; percentage points for an accuracy).
+    """
+
+    name: str  # one of VERDICTS
+    sentence: str
+    method: str | None = None  # "paired" or "Welch"
+    seeds: list[int] = field(default_factory=list)  # of the mode, as used
+    baseline_seeds: list[int] = field(default_factory=list)
+    difference: float | None = None
+    low: float | None = None
+    high: float | None = None
+    margin: float | None = None
+    level: float = 0.90  # confidence of the interval
+    needed: int | None = None  # about this many more seeds
+    look: int | None = None  # seeds at the look that decided, with --looks
+
+
+@dataclass(slots=True)
+class Row:
+    """One mode against the baseline of its group."""
+
+    arm: Arm
+    verdict: Verdict
+    outcomes: list[Outcome]
+    mean: float | None = None  # of the finite outcomes, in the metric's own unit
+    skipped: int = 0  # summed over seeds
+    scale_range: tuple[float, float] | None = None
+    samples_per_s: float | None = None  # median over seeds
+    speedup: float | None = None  # over the baseline on the same device, else None
+    peak_bytes: int | None = None  # largest over seeds
+    memory_ratio: float | None = None
+    saved_ratio: float | None = None
+    first_steps: float | None = None  # median |relative loss difference| over steps 1 to 20
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Group:
+    """Runs that differ in nothing but precision, scaler and seed (and in what was allowed)."""
+
+    title: str  # "quickstart_lost_updates", "resnet50-digits_32"
+    slug: str  # unique in a comparison, for file names and anchors
+    metric: str  # "loss", "top1", "sliced_wasserstein"; the tag of a foreign log
+    higher_is_better: bool
+    relative: bool  # margin and differences are shown in percent of the baseline's mean
+    margin_setting: float  # 0.01 = 1 % if relative, else in the metric's unit
+    baseline: Row
+    rows: list[Row]
+    keys: dict[str, Any] = field(default_factory=dict)  # the configuration that all runs share
+    window: int = 1  # evaluations averaged into an outcome
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Comparison:
+    """Everything that the table, the report and results.json show."""
+
+    groups: list[Group]
+    not_compared: list[str] = field(default_factory=list)  # one line each, with the reason
+    stamps: list[str] = field(default_factory=list)  # what was allowed or changed afterwards
+    looks: list[int] = field(default_factory=list)
+    alpha: float = 0.05  # one-sided, per look
+    created: str = ""
+    version: str = ""
