@@ -16,12 +16,14 @@ from mprun.errors import BUG, DONE, INTERRUPTED, RESOURCE, BadInput, MprunError
 
 # verb -> (module with `main(arguments) -> exit code`, what the verb does)
 VERBS = {
+    "compare": ("mprun.compare.command", "finished runs: a verdict per precision mode, a report"),
     "doctor": ("mprun.doctor", "the machine: devices, kernels, flags, what will be emulated"),
 }
 # Options with a value, by every spelling.
 _WITH_VALUE = {
     "-j": "jobs",
     "--jobs": "jobs",
+    "--stall-after": "stall_after",
     "--config-dir": "config_dir",
     "-cd": "config_dir",
     "--cfg": "cfg",
@@ -111,9 +113,14 @@ def _dispatch(arguments: list[str]) -> int:
 
         return show_info(options.info, options.overrides, options.config_dir)
     if options.multirun:
-        from mprun.sweep import sweep
+        from mprun.sweep import STALL_AFTER_S, sweep
 
-        return sweep(options.overrides, options.config_dir, int(options.jobs))
+        return sweep(
+            options.overrides,
+            options.config_dir,
+            jobs=int(options.jobs or 1),
+            stall_after=float(options.stall_after or STALL_AFTER_S),
+        )
     for override in options.overrides:
         key, _, value = override.lstrip("+").partition("=")
         if key == "resume" and value != "null":
@@ -135,7 +142,8 @@ class _Options:
     overrides: list[str] = field(default_factory=list)
     multirun: bool = False
     config_dir: str | None = None
-    jobs: str = "1"
+    jobs: str | None = None
+    stall_after: str | None = None
     cfg: str | None = None
     info: str | None = None
     package: str = ""

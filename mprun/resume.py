@@ -2,6 +2,7 @@
 
 import os
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -18,6 +19,7 @@ from mprun.record.run_directory import (
     read_json,
     write_config,
 )
+from mprun.record.sample_grid import drop_later_grids
 from mprun.run import attempt, prepare, resolve_device
 
 # State is read on the host and copied into tensors that exist: no second model on the GPU.
@@ -49,6 +51,7 @@ def resume(composed_overrides: tuple[str, ...], path: str) -> int:
         record = _recorded(directory)
         plain = _with_overrides(plain, composed_overrides)
         config = config_from_record(plain)
+        plain = asdict(config)
         device = resolve_device(record["environment"]["device"])
         _check_same_stack(record["environment"])
         built = prepare(config, device, record["environment"]["threads"])
@@ -71,6 +74,7 @@ def resume(composed_overrides: tuple[str, ...], path: str) -> int:
         record["config_hash"] = config_hash(plain)
         checkpoint.restore_random_states(state["random"], device)
         truncate_metrics(directory / "metrics.jsonl", step)
+        drop_later_grids(directory, step)
         write_config(directory, plain)
         return attempt(directory, config, built, record, first_step=step, skipped=state["skipped"])
 

@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -84,6 +85,7 @@ def attempt(
     started = time.perf_counter()
     record |= {
         "status": "running",
+        "config": asdict(config),
         "seed": config.seed,
         "attempts": record["attempts"] + 1,
         "steps": built.steps,

@@ -5,9 +5,11 @@ Reads run.json only; imports no torch.
 
 import math
 import statistics
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mprun.markdown_table import markdown_table
 from mprun.record.run_directory import read_json
 
 _MIB = 2**20
@@ -22,6 +24,7 @@ class Run:
     scaler: str
     seed: int
     status: str
+    words: str  # the status as the table shows it
     step: int
     loss: float
     skipped: int
@@ -31,19 +34,49 @@ class Run:
     saved_bytes: int | None
     measure: str = field(default="")
 
+    @classmethod
+    def without_record(
+        cls,
+        overrides: Iterable[str],
+        swept: Iterable[str],
+        mode: str,
+        scaler: str,
+        seed: int,
+        words: str,
+    ) -> "Run":
+        """A run that ended before it could write a record; `words` say how."""
+        return cls(
+            group=_group(overrides, swept),
+            mode=mode,
+            scaler=scaler,
+            seed=seed,
+            status="failed",
+            words=words,
+            step=0,
+            loss=math.nan,
+            skipped=0,
+            samples_per_s=None,
+            sample="",
+            peak_bytes=None,
+            saved_bytes=None,
+        )
 
-def load_run(directory: Path) -> Run:
-    """Read one run directory."""
+
+def load_run(directory: Path, swept: Iterable[str] = ()) -> Run:
+    """Read one run directory.
+
+    swept: keys that tell runs apart even if they say nothing about what is learned (device, ...).
+    """
     record = read_json(directory / "run.json")
     memory = record.get("memory", {})
     final = record.get("final", {})
-    special = [o for o in record["overrides"] if not o.startswith(_COMMON)]
     return Run(
-        group=tuple(sorted(special)),
+        group=_group(record["overrides"], swept),
         mode=record["precision"]["mode"],
         scaler=record["precision"]["scaler"],
         seed=record["seed"],
         status=record["status"],
+        words=outcome_words(record),
         step=record.get("last_step", 0),
         loss=float(final.get("loss", math.nan)),
         skipped=record.get("skipped", 0),
@@ -55,19 +88,40 @@ def load_run(directory: Path) -> Run:
     )
 
 
-# Overrides that do not separate groups: the mode has its own column, seeds are averaged.
-_COMMON = (
-    "precision=",
-    "seed=",
-    "scaler=",
-    "name=",
-    "output_root=",
-    "output_dir=",
-    "threads=",
-    "device=",
-    "train.log_every=",
-    "train.checkpoint_every=",
-)
+def outcome_words(record: dict) -> str:
+    """The status of a run.json in words: "diverged at step 12", "failed: ValueError: ...", ..."""
+    status, cause = record["status"], str(record.get("cause") or "")
+    if status == "diverged":
+        return f"diverged at step {record.get('last_step', 0)}"
+    if cause.startswith(("killed by ", "hung: ")):
+        return cause
+    return f"failed: {cause}" if status == "failed" and cause else status
+
+
+def short(text: str, length: int) -> str:
+    """`text` in one line of at most `length` characters."""
+    text = " ".join(text.split())
+    return text if len(text) <= length else text[: length - 3] + "..."
+
+
+# Keys that never separate groups: the mode has its own column, seeds are averaged.
+_OWN_COLUMN = {"precision", "seed", "scaler"}
+# Keys that say nothing about what is learned; they separate groups where they are swept.
+_INCIDENTAL = {
+    "name",
+    "output_root",
+    "output_dir",
+    "threads",
+    "device",
+    "train.log_every",
+    "train.checkpoint_every",
+    "train.keep_checkpoints",
+}
+
+
+def _group(overrides: Iterable[str], swept: Iterable[str]) -> tuple[str, ...]:
+    left_out = _OWN_COLUMN | (_INCIDENTAL - set(swept))
+    return tuple(sorted(o for o in overrides if o.lstrip("+").partition("=")[0] not in left_out))
 
 
 def table(runs: list[Run]) -> str:
@@ -86,11 +140,11 @@ def table(runs: list[Run]) -> str:
         "vs FP32",
         "skipped",
         "status",
-        f"{runs[0].sample}s/s",
+        f"{next((run.sample for run in runs if run.sample), 'sample')}s/s",
         "saved MiB",
         "peak MiB",
     ]
-    several = len({run.group for run in runs}) > 1
+    everywhere = set.intersection(*(set(run.group) for run in runs))
     rows = []
     for group in dict.fromkeys(run.group for run in runs):
         own = [run for run in runs if run.group == group]
@@ -102,10 +156,9 @@ def table(runs: list[Run]) -> str:
         for mode, scaler in modes:
             cells = {r.seed: r for r in own if (r.mode, r.scaler) == (mode, scaler)}
             label = f"{mode} ({scaler})" if names.count(mode) > 1 else mode
-            if several:
-                label += " " + " ".join(group)
+            label = " ".join([label, *(text for text in group if text not in everywhere)])
             rows.append([label, *_row(cells, seeds, baseline, mode)])
-    text = _markdown(header, rows)
+    text = markdown_table(header, rows)
     return (
         f"{text}\n\nloss: final evaluation; peak MiB: {measure}; saved MiB: kept for backward"
         " (under autocast with the 16-bit weight copies)"
@@ -120,14 +173,6 @@ def _row(cells: dict[int, Run], seeds: list[int], baseline: dict[int, float], mo
         if seed in cells and seed in baseline
     ]
     difference = "baseline" if mode == "fp32" else _percent(ratios)
-    statuses = {}
-    for run in cells.values():
-        statuses.setdefault(run.status, []).append(run.step)
-    if len(statuses) == 1:
-        (status, steps), *_ = statuses.items()
-        text = f"{status} at step {_span(steps)}" if status == "diverged" else status
-    else:
-        text = ", ".join(f"{len(steps)} {status}" for status, steps in statuses.items())
     speeds = [run.samples_per_s for run in cells.values() if run.samples_per_s]
     saved = [run.saved_bytes for run in cells.values() if run.saved_bytes]
     peaks = [run.peak_bytes for run in cells.values() if run.peak_bytes]
@@ -136,11 +181,22 @@ def _row(cells: dict[int, Run], seeds: list[int], baseline: dict[int, float], mo
         _number(statistics.fmean(losses)) if losses else "",
         difference,
         str(sum(run.skipped for run in cells.values())),
-        text,
+        _statuses(cells.values()),
         f"{statistics.median(speeds):,.0f}" if speeds else "",
         f"{max(saved) / _MIB:.1f}" if saved else "",
         f"{max(peaks) / _MIB:.0f}" if peaks else "",
     ]
+
+
+def _statuses(runs: Iterable[Run]) -> str:
+    """How the runs of one row ended; how many in which way, if it was not all in one."""
+    steps, ways = [run.step for run in runs if run.status == "diverged"], {}
+    for run in runs:
+        way = f"diverged at step {_span(steps)}" if run.status == "diverged" else run.words
+        ways[way] = ways.get(way, 0) + 1
+    if len(ways) == 1:
+        return short(*ways, 100)
+    return ", ".join(f"{count} {short(way, 100)}" for way, count in ways.items())
 
 
 def _number(value: float) -> str:
@@ -156,13 +212,3 @@ def _percent(ratios: list[float]) -> str:
 
 def _span(steps: list[int]) -> str:
     return str(min(steps)) if min(steps) == max(steps) else f"{min(steps)}-{max(steps)}"
-
-
-def _markdown(header: list[str], rows: list[list[str]]) -> str:
-    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-
-    def line(cells: list[str]) -> str:
-        return "| " + " | ".join(c.ljust(w) for c, w in zip(cells, widths, strict=True)) + " |"
-
-    rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
-    return "\n".join([line(header), rule, *(line(row) for row in rows)])

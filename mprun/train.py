@@ -14,7 +14,12 @@ from mprun.learning_rate import LearningRate
 from mprun.record import memory
 from mprun.record.console import Progress
 from mprun.record.metrics import MetricsFile, TensorBoardView
+from mprun.record.sample_grid import write_sample_grid
 from mprun.trace import StepRow, Trace
+
+# Each of these steps has a record, whatever train.log_every: a comparison takes the loss at the
+# start from them, and a wrong cast or scale shows there before chance drives two runs apart.
+EARLY_STEPS = 20
 
 
 @dataclass(slots=True)
@@ -111,6 +116,7 @@ class _Recorder:
 
     def __init__(self, directory: Path, built: Built, rate: LearningRate, trace: Trace, start: int):
         self.task, self.rate, self.trace = built.task, rate, trace
+        self.directory = directory
         self.metrics = MetricsFile(directory / "metrics.jsonl")
         self.board = TensorBoardView(directory, purge_step=start + 1 if start else None)
         self.progress = Progress(built.steps, built.task.sample)
@@ -132,8 +138,9 @@ class _Recorder:
             self.speeds.append(speed)
         for row in rows:
             newest = row is rows[-1]
-            if (newest and logged) or row.found_inf or row.diverged:
-                extra = {"samples_per_s": speed, **metrics} if newest else {}
+            full = newest and (logged or row.diverged)
+            if full or row.step <= EARLY_STEPS or row.found_inf or row.diverged:
+                extra = {"samples_per_s": speed, **metrics} if full else {}
                 self._write(self._record(row) | extra)
             if row.diverged:
                 self.diverged_at = row.step
@@ -163,7 +170,9 @@ class _Recorder:
         }
         self._write(record)
         if hasattr(self.task, "samples"):
-            self.board.images("eval/samples", self.task.samples().cpu(), step)
+            samples = self.task.samples().cpu()
+            self.board.images("eval/samples", samples, step)
+            write_sample_grid(self.directory, step, samples)
         self.progress.note(
             f"eval at step {step}: " + "  ".join(f"{k} {v:.5g}" for k, v in values.items())
         )

@@ -17,7 +17,14 @@ from mprun.precision import (
     MixedPrecisionOptimizer,
     cast_model,
 )
-from mprun.tasks import GAN, Classification, LanguageModel, Learner, Reconstruction
+from mprun.tasks import (
+    GAN,
+    Classification,
+    LanguageModel,
+    Learner,
+    Reconstruction,
+    SampleDistance,
+)
 
 
 def build_task(config: RunConfig, data, policy, arithmetic):
@@ -116,7 +123,15 @@ def _build_gan(config: RunConfig, data, policy, arithmetic, overrides, make) -> 
         guard_d,
         latent_size=config.model.latent_size,
         eval_in_mode=config.train.eval_arithmetic == "mode",
+        sample_distance=_sample_distance(config, data, device),
     )
+
+
+def _sample_distance(config: RunConfig, data, device) -> SampleDistance | None:
+    """Only for the run that is judged by it: it costs a second or two per evaluation on a CPU."""
+    if config.compare.metric != "sliced_wasserstein":
+        return None
+    return SampleDistance(config.model.image_size, data.description["channels"], device)
 
 
 def _matching(module: nn.Module, overrides: dict) -> dict:

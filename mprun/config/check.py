@@ -37,7 +37,7 @@ _METRICS = {
     "alexnet": ("loss", "top1", "top5"),
     "resnet50": ("loss", "top1", "top5"),
     "lstm_lm": ("loss", "perplexity"),
-    "dcgan": ("loss", "d_loss", "g_loss"),
+    "dcgan": ("loss", "d_loss", "g_loss", "sliced_wasserstein"),
     "conv_autoencoder": ("loss",),
 }
 _FAMILY = {
@@ -229,6 +229,15 @@ def _compare(config: RunConfig) -> None:
             f"compare.metric={config.compare.metric}: must be one of "
             f"{', '.join(allowed)} for {config.model.name}"
         )
+    train, window = config.train, config.compare.window
+    if train.steps is not None and window > 1:
+        # The last step is always evaluated.
+        evaluations = -(-train.steps // train.eval_every) if train.eval_every else 1
+        if window > evaluations:
+            raise BadInput(
+                f"compare.window={window}: a run of {train.steps} steps with train.eval_every="
+                f"{train.eval_every} has {evaluations} (allowed: 1 to {evaluations})"
+            )
 
 
 def _paths(config: RunConfig) -> None:

@@ -40,6 +40,15 @@ def parse_overrides(overrides: Iterable[str]) -> list[Override]:
     return parsed
 
 
+def split_launcher(overrides: Iterable[str]) -> tuple[list[str], list[str]]:
+    """(overrides of Hydra's launcher, which only a sweep has; all the others)."""
+    launcher, others = [], []
+    for text in overrides:
+        key = text.lstrip("+~").partition("=")[0]
+        (launcher if _is_of_launcher(key) else others).append(text)
+    return launcher, others
+
+
 def sweep_values(override: Override, options: list[str]) -> list[str]:
     """The single overrides `key=value` of one swept override, in order.
 
@@ -65,6 +74,10 @@ def printable(value: object) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
+def _is_of_launcher(key: str) -> bool:
+    return re.split("[.@]", key)[0] == "hydra/launcher" or key.startswith("hydra.launcher.")
+
+
 def _entry_as_mapping(text: str) -> str:
     if not text.startswith(MAPPING + "."):
         return text
@@ -83,6 +96,8 @@ def _refuse(override: Override, text: str) -> None:
         raise BadInput(f"{printable(text)}: ${{...}} is for configuration files; write the value")
     if not key:
         raise BadInput(f"'{printable(text)}': not of the form key=value (no key)")
+    if _is_of_launcher(key):
+        raise BadInput(f"{key}: only a sweep (-m) has a launcher")
     if re.split(r"[./]", key)[0] == "hydra":
         raise BadInput(
             f"{key}: mprun places its own output; use name=, output_root= or output_dir="

@@ -223,8 +223,11 @@ class TrainConfig:
 class CompareConfig:
     """What a verdict is about; fixed before the runs."""
 
-    metric: str = "loss"  # of the final evaluation
-    margin: float = ranged(0.01, above=0.0)  # relative to the FP32 mean
+    metric: str = "loss"  # of the evaluation: loss, top1, perplexity, sliced_wasserstein (dcgan)
+    # Relative to the FP32 mean (0.01: 1 %); top1 and top5: percentage points. null: the default
+    # of the metric (mprun.config.margin), filled in when the configuration is composed.
+    margin: float | None = ranged(None, above=0.0)
+    window: int = ranged(1, at_least=1)  # last evaluations, averaged into the outcome of a run
 
 
 @dataclass(slots=True)

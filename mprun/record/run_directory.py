@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,10 @@ from mprun.errors import BadInput, Damaged, MprunError, Resource
 # Keys that change neither the numbers of a run nor what it computes.
 NOT_HASHED = ("name", "output_root", "output_dir", "resume")
 NOT_HASHED_TRAIN = ("log_every", "checkpoint_every", "keep_checkpoints")
-# Overrides that are in the path already or do not describe the run.
+# Keys that the path always shows, in a form of its own.
+_IN_PATH = {"model", "data", "experiment", "precision", "seed", "name"}
+# Overrides that do not describe a run; in its name only where runs are told apart by them.
 _NOT_IN_NAME = {
-    "model",
-    "data",
-    "experiment",
-    "precision",
-    "seed",
-    "name",
     "output_root",
     "output_dir",
     "resume",
@@ -33,6 +30,7 @@ _NOT_IN_NAME = {
     "train.checkpoint_every",
     "train.keep_checkpoints",
 }
+_LONGEST = 200  # of a part of the path; file systems take 255 bytes
 
 
 def config_hash(config: dict[str, Any]) -> str:
@@ -43,22 +41,32 @@ def config_hash(config: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 
-def run_name(config: dict[str, Any], choices: dict, overrides: tuple[str, ...]) -> tuple[str, str]:
+def run_name(
+    config: dict[str, Any],
+    choices: dict,
+    overrides: tuple[str, ...],
+    swept: Iterable[str] = (),
+) -> tuple[str, str]:
     """(folder, run) of a run's path: what is learned, and the mode with all that differs from it.
 
+    swept: keys that several runs differ in; they are in the name whatever they are, and a value
+    that a file name cannot hold has a hash behind it. Both parts have at most 200 characters.
     Example: ("resnet50-digits_32", "amp-optim.lr=0.05-s0").
     """
+    swept = set(swept)
     folder = choices.get("experiment") or f"{choices['model']}-{choices['data']}"
     if choices.get("experiment"):
         folder += "".join(f"-{text}" for key, text in _pairs(overrides) if key in ("model", "data"))
-    parts = [
-        str(choices["precision"]),
-        *(f"{key}={value}" for key, value in _pairs(overrides) if key not in _NOT_IN_NAME),
-    ]
-    if config["name"]:
-        parts.append(config["name"])
-    parts.append(f"s{config['seed']}")
-    return _path_safe(folder), _path_safe("-".join(parts))
+    own_place = _IN_PATH | (_NOT_IN_NAME - swept)
+    pairs = [(key, f"{key}={value}") for key, value in _pairs(overrides) if key not in own_place]
+    texts = [_told_apart(text) if key in swept else text for key, text in pairs]
+    ends = [config["name"] or "", f"s{config['seed']}"]
+    name = _joined([choices["precision"], *texts, *ends])
+    if len(name) > _LONGEST and swept:
+        # What is swept stays readable; a hash stands for all the rest.
+        kept = [text for (key, _), text in zip(pairs, texts, strict=True) if key in swept]
+        name = _joined([choices["precision"], *kept, *ends, _short_hash(name)])
+    return _path_safe(folder), _path_safe(name)
 
 
 def claim(parent: Path, name: str) -> Path:
@@ -103,9 +111,20 @@ class locked:
         except BlockingIOError:
             self.file.close()
             raise BadInput(f"{self.directory}: in use by another process") from None
+        # A sweep that put the directory aside in between holds the lock of a moved file.
+        if not _is_at(self.file, self.directory / ".lock"):
+            self.file.close()
+            raise BadInput(f"{self.directory}: in use by another process")
 
     def __exit__(self, *exception):
         self.file.close()
+
+
+def _is_at(file, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
+    except FileNotFoundError:
+        return False
 
 
 def write_json(path: Path, content: dict) -> None:
@@ -166,8 +185,25 @@ def _pairs(overrides: tuple[str, ...]):
         yield key, value
 
 
+def _joined(parts: list[str]) -> str:
+    return "-".join(str(part) for part in parts if part)
+
+
+def _told_apart(text: str) -> str:
+    safe = _only_safe(text)
+    return safe if safe == text else f"{safe}-{_short_hash(text)}"
+
+
 def _path_safe(text: str) -> str:
-    safe = re.sub(r"[^A-Za-z0-9._=+-]+", "_", text).strip("_.") or "run"
-    if len(safe) > 120:
-        safe = f"{safe[:100]}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    safe = _only_safe(text) or "run"
+    if len(safe) > _LONGEST:
+        safe = f"{safe[: _LONGEST - 9]}-{_short_hash(text)}"
     return safe
+
+
+def _only_safe(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._=+-]+", "_", text).strip("_.")
+
+
+def _short_hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:8]

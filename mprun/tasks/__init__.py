@@ -11,5 +11,13 @@ from mprun.tasks.gan import GAN
 from mprun.tasks.language_model import LanguageModel
 from mprun.tasks.learner import Learner
 from mprun.tasks.reconstruction import Reconstruction
+from mprun.tasks.sample_distance import SampleDistance
 
-__all__ = ["GAN", "Classification", "LanguageModel", "Learner", "Reconstruction"]
+__all__ = [
+    "GAN",
+    "Classification",
+    "LanguageModel",
+    "Learner",
+    "Reconstruction",
+    "SampleDistance",
+]

@@ -6,6 +6,10 @@ from torch.nn import functional as F
 
 from mprun.precision import Arithmetic, BatchNormGuard, LossScale, PrecisionPolicy
 from mprun.tasks.learner import Learner
+from mprun.tasks.sample_distance import SampleDistance
+
+# The same codes at every evaluation and in every run, so that samples can be compared.
+GRID_SEED, SAMPLE_SEED = 2018, 2019
 
 
 class GAN:
@@ -19,6 +23,8 @@ class GAN:
     several places (one shared scale, one per optimizer, or one per loss). Each is updated once
     per step. Each optimizer skips on its own flag; `found_inf` says that at least one skipped, and
     the schedule stands still for both then, so that they keep the same learning rate.
+
+    sample_distance: adds the metric sliced_wasserstein to an evaluation; None saves its time.
     """
 
     sample = "image"
@@ -35,11 +41,13 @@ class GAN:
         *,
         latent_size: int,
         eval_in_mode: bool = False,
+        sample_distance: SampleDistance | None = None,
     ):
         self.g, self.d, self.data = generator, discriminator, data
         self.policy, self.arithmetic = policy, arithmetic
         self.discriminator_guard = discriminator_guard
         self.latent_size, self.eval_in_mode = latent_size, eval_in_mode
+        self.sample_distance = sample_distance
         self.learners = {"generator": generator, "discriminator": discriminator}
         names = ("loss_scale", "loss_scale_fake", "loss_scale_generator")
         unique = {
@@ -50,8 +58,7 @@ class GAN:
         self.samples_per_step = data.samples_per_batch
         self.steps_per_epoch = data.batches_per_epoch
         self.device = arithmetic.device
-        # The same codes at every evaluation, so that samples can be compared over time.
-        codes = torch.randn(64, latent_size, generator=torch.Generator().manual_seed(2018))
+        codes = torch.randn(64, latent_size, generator=torch.Generator().manual_seed(GRID_SEED))
         self.fixed_codes = codes.to(self.device)
 
     def train_step(self, step: int, measure: bool = False) -> dict[str, Tensor]:
@@ -99,7 +106,11 @@ class GAN:
         return metrics
 
     def evaluate(self) -> dict[str, float]:
-        """Losses on the held-out images and as many generated ones (fixed codes, repeated)."""
+        """Losses on the held-out images and as many generated ones (64 fixed codes, repeated).
+
+        With `sample_distance` also sliced_wasserstein, between the held-out images and as many
+        generated ones from fixed codes that are all different.
+        """
         totals = torch.zeros(2, dtype=torch.float64, device=self.device)
         count = 0
         with (
@@ -114,13 +125,19 @@ class GAN:
                 totals[1] += F.softplus(-fake).sum() * share
                 count += len(images)
         d_loss, g_loss = (totals / count).tolist()
-        return {"loss": d_loss + g_loss, "d_loss": d_loss, "g_loss": g_loss}
+        values = {"loss": d_loss + g_loss, "d_loss": d_loss, "g_loss": g_loss}
+        if self.sample_distance is not None:
+            values["sliced_wasserstein"] = self._distance_to_held_out()
+        return values
 
     def samples(self) -> Tensor:
-        """64 generated images, float32 [64, channels, size, size] in [0, 1], fixed codes."""
+        """64 generated images, float32 [64, channels, size, size] in [0, 1], fixed codes.
+
+        Values that are not finite are black.
+        """
         with self.g.evaluating(self.arithmetic, self.eval_in_mode) as generator:
             images = generator(self._eval_inputs(self.fixed_codes)).float()
-        return images.add(1).div(2).clamp(0, 1)
+        return images.add(1).div(2).nan_to_num(0).clamp(0, 1)
 
     def state_dict(self) -> dict:
         return {
@@ -136,6 +153,15 @@ class GAN:
             raise ValueError("loss scale state is of another scaler.per")
         for name, scale in self.loss_scales.items():
             scale.load_state_dict(state["loss_scales"][name])
+
+    def _distance_to_held_out(self) -> float:
+        held_out = [images for images, _ in self.data.eval_batches()]
+        sizes = [len(images) for images in held_out]
+        random = torch.Generator().manual_seed(SAMPLE_SEED)
+        codes = torch.randn(sum(sizes), self.latent_size, generator=random).to(self.device)
+        with self.g.evaluating(self.arithmetic, self.eval_in_mode) as generator:
+            generated = [generator(self._eval_inputs(part)).float() for part in codes.split(sizes)]
+        return self.sample_distance(held_out, generated)
 
     def _bce(self, logits: Tensor, target: float) -> Tensor:
         logits = logits.to(self.policy.loss_dtype)

@@ -1,0 +1,240 @@
+"""How often `mprun compare` is wrong: its error rates by simulation, through the shipped code.
+
+    python benchmarks/error_rates.py [--draws 20000] [--write docs]
+
+Every draw fills two arms of runs with final losses of known truth and asks `compare.verdict.judge`,
+the function behind the command, for its verdict. Baseline mean 2 nats, margin 1 % of the baseline's
+mean (as drawn, like in a real comparison), seed standard deviations in percent of it. Same seeds
+share noise: correlation 0.3 between the arms where they are paired. One process, CPU, fixed seeds.
+Prints Markdown; --write puts error_rates.md and error_rates.json into a folder.
+"""
+
+import argparse
+import json
+import math
+import platform
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import scipy
+from error_rates_document import document, summary
+
+from mprun.compare.findings import VERDICTS, Arm, RunData
+from mprun.compare.looks import nominal_alpha
+from mprun.compare.verdict import CONCLUSIVE, judge
+
+MEAN = 2.0  # nats
+MARGIN = 0.01  # of the mean
+CORRELATION = 0.3
+LOOKS = (3, 5, 10)
+QUESTION = {
+    "metric": "loss",
+    "higher_is_better": False,
+    "relative": True,
+    "margin_setting": MARGIN,
+}
+NOISES = {
+    "normal": "normal",
+    "heavy tails": "Student's t with 3 degrees of freedom, both arms",
+    "skewed": "lognormal (sigma 1), both arms: now and then a bad seed",
+    "skewed mode": "lognormal (sigma 1) for the mode alone, normal baseline",
+    "rare bad seeds": "normal, but the whole difference of the means comes from one seed of the "
+    "mode in ten, which ends ten times as much worse",
+}
+RARE = 0.1  # share of bad seeds
+
+
+def noise(kind: str, shape: tuple[int, ...], generator: np.random.Generator) -> np.ndarray:
+    """Independent draws of mean 0 and variance 1."""
+    if kind == "heavy tails":
+        return generator.standard_t(3, shape) / math.sqrt(3)
+    if kind == "skewed":
+        draws = np.exp(generator.standard_normal(shape))
+        return (draws - math.exp(0.5)) / math.sqrt(math.e * (math.e - 1))
+    return generator.standard_normal(shape)
+
+
+def final_losses(
+    true: float, sd: float, counts: tuple[int, int], draws: int, kind: str, correlation: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """float64 [draws, seeds] for the mode and for the baseline.
+
+    true: difference of the means in margins. sd: of seeds, relative to the mean.
+    """
+    generator = np.random.default_rng(list(repr((true, sd, counts, kind, correlation)).encode()))
+    own_kind = "skewed" if kind == "skewed mode" else kind
+    base_kind = "normal" if kind == "skewed mode" else kind
+    own = noise(own_kind, (draws, counts[0]), generator)
+    base = noise(base_kind, (draws, counts[1]), generator)
+    if correlation:
+        shared = math.sqrt(correlation) * noise(base_kind, (draws, counts[0]), generator)
+        own, base = (shared + math.sqrt(1 - correlation) * arm for arm in (own, base))
+    shift = true * MARGIN
+    if kind == "rare bad seeds":
+        shift = shift / RARE * (generator.random(own.shape) < RARE)
+    return MEAN * (1 + shift + sd * own), MEAN * (1 + sd * base)
+
+
+def arms(counts: tuple[int, int], paired: bool) -> tuple[Arm, Arm]:
+    """Arms whose final losses are still to be filled in; unpaired: no seed in common."""
+    first = 0 if paired else counts[1]
+    return _arm("amp", range(first, first + counts[0])), _arm("fp32", range(counts[1]))
+
+
+def rates(
+    true: float,
+    sd: float,
+    counts: tuple[int, int],
+    draws: int,
+    *,
+    paired: bool = True,
+    kind: str = "normal",
+    looks: tuple[int, ...] = (),
+    naive: bool = False,
+) -> dict[str, float]:
+    """Share of each verdict, and "seeds", the mean number of seeds that the verdict was based on.
+
+    naive: at each of `looks` the seeds so far get an ordinary test, until one is conclusive.
+    """
+    values = final_losses(true, sd, counts, draws, kind, CORRELATION if paired else 0.0)
+    plans = [(look, look) for look in looks] if naive else [counts]
+    stages = [arms(plan, paired) for plan in plans]
+    found, seeds = Counter(), 0
+    for own_values, base_values in zip(*values, strict=True):
+        for own, base in stages:
+            _fill(own, own_values)
+            _fill(base, base_values)
+            verdict, _ = judge(own, base, looks=() if naive else looks, **QUESTION)
+            if verdict.name in CONCLUSIVE:
+                break
+        found[verdict.name] += 1
+        seeds += len(verdict.seeds)
+    return {name: found[name] / draws for name in VERDICTS} | {"seeds": seeds / draws}
+
+
+def paired_table(draws: int) -> list[dict]:
+    cells = [
+        {"sd": sd, "seeds": count, "true": true}
+        for sd in (0.002, 0.004, 0.006, 0.01)
+        for count in (3, 5, 8, 10)
+        for true in (0, 1, 2)
+    ]
+    for cell in cells:
+        cell["rates"] = rates(cell["true"], cell["sd"], (cell["seeds"],) * 2, draws)
+    return cells
+
+
+def welch_table(draws: int) -> list[dict]:
+    cells = [
+        {"sd": sd, "seeds": own, "baseline_seeds": base, "true": true}
+        for sd in (0.002, 0.004, 0.006)
+        for own, base in ((3, 3), (5, 5), (5, 10), (10, 10))
+        for true in (0, 1, 2)
+    ]
+    for cell in cells:
+        counts = (cell["seeds"], cell["baseline_seeds"])
+        cell["rates"] = rates(cell["true"], cell["sd"], counts, draws, paired=False)
+    return cells
+
+
+def looks_table(draws: int) -> list[dict]:
+    ways = {
+        "fixed n = 10": {},
+        "naive looks": {"looks": LOOKS, "naive": True},
+        "--looks": {"looks": LOOKS},
+        "--looks, Welch": {"looks": LOOKS, "paired": False},
+    }
+    cells = [
+        {"sd": sd, "way": way, "true": true}
+        for sd in (0.002, 0.004, 0.006, 0.01)
+        for way in ways
+        for true in (0, 1)
+    ]
+    for cell in cells:
+        counts = (LOOKS[-1], LOOKS[-1])
+        cell["rates"] = rates(cell["true"], cell["sd"], counts, draws, **ways[cell["way"]])
+    return cells
+
+
+def noise_table(draws: int) -> list[dict]:
+    cells = [
+        {"noise": kind, "seeds": count, "looks": list(looks), "true": true}
+        for kind in NOISES
+        for count, looks in ((3, ()), (5, ()), (10, ()), (10, LOOKS))
+        for true in (0, 1)
+    ]
+    for cell in cells:
+        counts = (cell["seeds"], cell["seeds"])
+        cell["rates"] = rates(
+            cell["true"], 0.004, counts, draws, kind=cell["noise"], looks=tuple(cell["looks"])
+        )
+    return cells
+
+
+def _arm(mode: str, seeds: range) -> Arm:
+    runs = [
+        RunData(
+            path=f"{mode}/s{seed}",
+            mode=mode,
+            scaler="none",
+            seed=seed,
+            status="done",
+            cause=None,
+            last_step=1000,
+            evals={"step": np.array([1000.0]), "updates": np.array([1000.0]), "loss": np.zeros(1)},
+            train={},
+            # Without training losses the divergence rule has nothing to judge, and no chance in it.
+            first_losses=np.empty(0),
+            last_losses=np.empty(0),
+        )
+        for seed in seeds
+    ]
+    return Arm(label=mode, mode=mode, runs=runs)
+
+
+def _fill(arm: Arm, values: np.ndarray) -> None:
+    """The first len(arm.runs) values become the final losses."""
+    for run, value in zip(arm.runs, values, strict=False):
+        run.evals["loss"][0] = value
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--draws", type=int, default=20_000, help="per cell")
+    parser.add_argument("--write", type=Path, metavar="DIR")
+    arguments = parser.parse_args()
+    started = time.perf_counter()
+    results = {
+        "command": "python benchmarks/error_rates.py "
+        + (f"--draws {arguments.draws} " if arguments.draws != 20_000 else "")
+        + "--write docs",
+        "draws": arguments.draws,
+        "versions": f"Python {platform.python_version()}, numpy {np.__version__}, "
+        f"scipy {scipy.__version__}",
+        "nominal_alpha": nominal_alpha(LOOKS),
+    }
+    for name, table in (
+        ("paired", paired_table),
+        ("welch", welch_table),
+        ("looks", looks_table),
+        ("noise", noise_table),
+    ):
+        results[name] = table(arguments.draws)
+        print(f"{name}: {time.perf_counter() - started:.0f} s", file=sys.stderr)
+    results["seconds"] = round(time.perf_counter() - started)
+    results["noises"] = NOISES
+    results["summary"] = summary(results)
+    text = document(results)
+    print(text)
+    if arguments.write:
+        (arguments.write / "error_rates.md").write_text(text, encoding="utf-8")
+        (arguments.write / "error_rates.json").write_text(
+            json.dumps(results, indent=1) + "\n", encoding="utf-8"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""Runs whose right verdict is known beforehand, judged by `mprun compare`.
+
+FP32 against FP32 with other seeds must come out neither worse nor better, correct modes must
+match, and modes with a defect that is planted here must not match: a loss scale that is applied
+but never removed, master weights that are never copied back, a learning rate that is off.
+
+    python benchmarks/known_truths.py FOLDER [--steps N] [--seeds N] [--jobs N]
+
+prints one line a truth and leaves runs and reports in FOLDER; exit code 1 if one is broken. The
+defects are patches of this process: the package has no switch for them.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+REFUSED = {"matches"}
+MOVED = {"worse", "likely worse", "better", "likely better", "diverged", "invalid baseline"}
+
+
+@dataclass(frozen=True, slots=True)
+class Truth:
+    """One arm with what must not be said of it."""
+
+    name: str
+    overrides: tuple[str, ...]
+    never: frozenset[str]
+    defect: str = "none"
+    other_seeds: bool = False  # seeds n .. 2n-1, so that no seed is shared with the baseline
+    allow: str | None = None
+
+
+SCALED = ("precision=fp16_master_scaled", "scaler=static")
+TRUTHS = (
+    Truth("fp32_other_seeds", ("precision=fp32",), frozenset(MOVED), other_seeds=True),
+    Truth("fp16_master_scaled", ("precision=fp16_master_scaled",), frozenset(MOVED)),
+    Truth("amp", ("precision=amp",), frozenset(MOVED)),
+    Truth("fp16_naive", ("precision=fp16_naive",), frozenset(REFUSED)),
+    Truth("scale_not_removed", (*SCALED, "scaler.scale=8"), frozenset(REFUSED), "scale_stays"),
+    Truth("masters_not_copied", ("precision=fp16_master",), frozenset(REFUSED), "no_copy_back"),
+    Truth("rate_off", ("optim.lr=0.024",), frozenset(REFUSED), allow="optim.lr"),
+)
+
+
+def plant(defect: str) -> None:
+    """Break the engine of this process in the named way."""
+    import torch
+
+    from mprun.precision.loss_scale_state import LossScale
+    from mprun.precision.mixed_precision_optimizer import MixedPrecisionOptimizer
+
+    if defect == "scale_stays":
+        LossScale.inverse = lambda self: torch.ones((), device=self.scale.device)
+    elif defect == "no_copy_back":
+        build = MixedPrecisionOptimizer.__init__
+
+        def without_copies(self, *arguments, **named):
+            build(self, *arguments, **named)
+            self._copies, self._masters = [], []
+
+        MixedPrecisionOptimizer.__init__ = without_copies
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--steps", type=int, default=1200)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--jobs", type=int, default=max(1, min(4, os.cpu_count() or 1)))
+    given = parser.parse_args()
+    common = ["experiment=quickstart_lost_updates", "device=cpu", "threads=1"]
+    common += [f"train.steps={given.steps}", f"train.eval_every={given.steps}"]
+    baseline = Truth("fp32", ("precision=fp32",), frozenset())
+    jobs = []
+    for truth in (baseline, *TRUTHS):
+        first = given.seeds if truth.other_seeds else 0
+        for seed in range(first, first + given.seeds):
+            place = given.folder / truth.name / f"s{seed}"
+            if not (place / "run.json").is_file():
+                jobs.append((truth.defect, [*common, *truth.overrides, f"seed={seed}", place]))
+    with ThreadPoolExecutor(given.jobs) as pool:
+        list(pool.map(lambda job: _run(*job), jobs))
+    return max([_judge(given.folder, truth) for truth in TRUTHS])
+
+
+def _run(defect: str, words: list) -> None:
+    *overrides, place = words
+    place.parent.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, __file__, "--run", defect, *overrides, f"output_dir='{place}'"]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    if ended.returncode not in (0, 3):
+        raise SystemExit(f"{' '.join(command)}: {ended.stderr}")
+
+
+def _judge(folder: Path, truth: Truth) -> int:
+    """Print the verdict on one truth; 1 if it is one that must not be."""
+    baseline, arm = str(folder / "fp32"), str(folder / truth.name)
+    command = [sys.executable, "-m", "mprun", "compare", baseline, arm, "--baseline", baseline]
+    command += ["--json", "--out", str(folder / f"report-{truth.name}")]
+    if truth.allow:
+        command += ["--allow", truth.allow]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    if ended.returncode != 0:
+        print(f"BROKEN  {truth.name}: exit {ended.returncode}: {ended.stderr.strip()}")
+        return 1
+    [row] = json.loads(ended.stdout)["groups"][0]["rows"]
+    verdict = row["verdict"]
+    wrong = verdict["name"] in truth.never
+    print(f"{'BROKEN' if wrong else 'ok':7} {truth.name}: {verdict['name']}: {verdict['sentence']}")
+    return int(wrong)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--run"]:
+        from mprun.cli import main as mprun
+
+        plant(sys.argv[2])
+        raise SystemExit(mprun(sys.argv[3:]))
+    raise SystemExit(main())

@@ -1,0 +1,127 @@
+"""One panel per figure, narrow enough to be read on a phone, with its legend below the curves.
+
+Figures are matplotlib `Figure` objects without pyplot: no window, no state kept between two.
+"""
+
+from dataclasses import dataclass
+
+import matplotlib
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from mprun.compare.palette import INK, Style
+
+_WIDTH, _LEFT, _RIGHT = 5.0, 0.62, 0.14  # inches; text of 9 points stays 10 pixels at 400 wide
+_TOP, _BOTTOM, _LINE = 0.36, 0.5, 0.168
+GREY = "#8a8a8a"
+
+# In force while figures are made and written; the caller's own settings come back afterwards.
+SETTINGS = {
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"],
+    "font.size": 9,
+    "axes.titlesize": 10,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.labelsize": 9,
+    "axes.edgecolor": GREY,
+    "axes.labelcolor": INK,
+    "axes.titlecolor": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.facecolor": "none",
+    "axes.unicode_minus": True,
+    "figure.facecolor": "white",
+    "grid.color": GREY,
+    "grid.alpha": 0.3,
+    "grid.linewidth": 0.5,
+    "text.color": INK,
+    "xtick.color": GREY,
+    "ytick.color": GREY,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "xtick.labelsize": 8.5,
+    "ytick.labelsize": 8.5,
+    "legend.fontsize": 8.5,
+    "svg.fonttype": "none",
+}
+
+
+@dataclass(slots=True)
+class Drawing:
+    """A figure and the words that go with it."""
+
+    name: str  # end of the file name: "loss-steps"
+    caption: str  # below the figure
+    label: str  # what a reader who cannot see it is told
+    figure: Figure
+
+
+def settings():
+    """A context in which figures look the same whatever matplotlibrc says."""
+    return matplotlib.rc_context({**matplotlib.rcParamsDefault, "backend": "agg", **SETTINGS})
+
+
+def panel(title: str, height: float, entries: list | None = None, note: str = "", left=_LEFT):
+    """(figure, axes) with a plot of `height` inches and room below for legend and note."""
+    entries = entries or []
+    columns = _columns([entry.get_label() for entry in entries])
+    rows = -(-len(entries) // columns)
+    below = _BOTTOM + _LINE * (rows + (1 if note else 0))
+    total = _TOP + height + below
+    figure = Figure(figsize=(_WIDTH, total))
+    FigureCanvasAgg(figure)
+    axes = figure.add_axes(
+        (left / _WIDTH, below / total, (_WIDTH - left - _RIGHT) / _WIDTH, height / total)
+    )
+    axes.set_title(title, x=(0.08 - left) / (_WIDTH - left - _RIGHT))
+    if entries:
+        figure.legend(
+            handles=entries,
+            loc="upper left",
+            bbox_to_anchor=(0.08 / _WIDTH, (below - 0.46) / total),
+            ncols=columns,
+            frameon=False,
+            borderaxespad=0,
+            borderpad=0,
+            labelspacing=0.25,
+            columnspacing=1.4,
+            handlelength=2.4,
+        )
+    if note:
+        figure.text(0.1 / _WIDTH, 0.07 / total, note, fontsize=8, style="italic")
+    return figure, axes
+
+
+def line_entry(label: str, style: Style) -> Line2D:
+    """A legend entry that looks like the curve."""
+    return Line2D([], [], color=style.colour, linestyle=style.linestyle, linewidth=2, label=label)
+
+
+def mark_entry(label: str, marker: str) -> Line2D:
+    """A legend entry for a mark that every mode may have."""
+    return Line2D([], [], color=INK, linestyle="none", marker=marker, markersize=7, label=label)
+
+
+def rows_panel(title: str, labels: list[str], xlabel: str, note: str = ""):
+    """(figure, axes, y): one row per label, which stands above the row's own drawing at `y`.
+
+    Labels of any length fit so, and no margin is lost to them on a narrow screen.
+    """
+    figure, axes = panel(title, 0.43 * len(labels) + 0.08, note=note, left=0.16)
+    axes.set_ylim(len(labels) + 0.05, -0.1)
+    axes.set_yticks([])
+    axes.spines["left"].set_visible(False)
+    axes.grid(axis="x")
+    axes.set_xlabel(xlabel)
+    for row, label in enumerate(labels):
+        axes.text(
+            0.004, row + 0.24, label, transform=axes.get_yaxis_transform(), va="center", zorder=5
+        )
+    return figure, axes, [row + 0.68 for row in range(len(labels))]
+
+
+def _columns(labels: list[str]) -> int:
+    longest = max((len(label) for label in labels), default=0)
+    return 3 if longest <= 16 else 2 if longest <= 30 else 1

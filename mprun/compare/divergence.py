@@ -1,0 +1,107 @@
+"""Did a run diverge? A rule without chance, applied run by run before any statistics.
+
+A run diverged if (a) it is recorded as diverged or its loss was not finite at a step that was
+applied; (b) more than 50 updates in a row were skipped; (c) it made less than 10 % of the
+baseline's progress: its final smoothed training loss is above L0 - 0.1 (L0 - B), with L0 the mean
+of its first 10 recorded losses and B the mean final smoothed loss of the baseline.
+
+(c) is left out for GANs, whose losses measure no progress, for foreign logs, and where it can say
+nothing: no losses recorded in the first 20 steps, or a baseline whose own progress is not above
+the scatter of its single losses (random labels, say), where 10 % of it would be noise.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from mprun.compare.findings import RunData
+
+MOST_SKIPS_IN_A_ROW = 50
+LEAST_PROGRESS = 0.1  # of the baseline's
+
+
+def divergences(
+    runs: Sequence[RunData], baseline: Sequence[RunData], *, gan: bool
+) -> list[tuple[str, int | None] | None]:
+    """Per run the reason in words and the step (None: not known), or None for a run that is fine.
+
+    For (c), a run that is itself of the baseline is held against the others of the baseline, so
+    that one which learned nothing is found; if there is no other, (c) is left out.
+    """
+    finals = {} if gan else _final_losses(baseline)
+    return [_failed_itself(run) or (None if gan else _learned_nothing(run, finals)) for run in runs]
+
+
+def _failed_itself(run: RunData) -> tuple[str, int | None] | None:
+    """Rules (a) and (b)."""
+    if run.status == "diverged":
+        step = run.last_step if run.nonfinite_step is None else run.nonfinite_step
+        return run.cause or "recorded as diverged", step
+    if run.nonfinite_step is not None:
+        return "non-finite loss", run.nonfinite_step
+    if run.longest_skip_streak > MOST_SKIPS_IN_A_ROW:
+        return f"{run.longest_skip_streak} skipped updates in a row", _streak_step(run)
+    return None
+
+
+def _learned_nothing(
+    run: RunData, finals: dict[int, tuple[RunData, float]]
+) -> tuple[str, int] | None:
+    """Rule (c); `finals`: id of each baseline run -> that run and its final smoothed loss."""
+    if run.foreign or run.last_losses.size == 0:
+        return None
+    final = _finite_mean(run.last_losses)
+    if final is None:
+        return "no finite training loss at the end", run.last_step
+    others = [pair for key, pair in finals.items() if key != id(run)]
+    if not others:
+        return None
+    start = _finite_mean(run.first_losses[:10])
+    if start is None:
+        return None
+    reached = sum(loss for _, loss in others) / len(others)
+    progress = start - reached
+    if progress <= 0 or final <= start - LEAST_PROGRESS * progress:
+        return None
+    if progress <= _scatter([other for other, _ in others]):
+        return None
+    return (
+        f"learned next to nothing: training loss {start:.4g} to {final:.4g}, "
+        f"baseline to {reached:.4g}",
+        run.last_step,
+    )
+
+
+def _final_losses(baseline: Sequence[RunData]) -> dict[int, tuple[RunData, float]]:
+    """Final smoothed losses of the baseline runs that pass (a) and (b)."""
+    finals = {}
+    for run in baseline:
+        final = None if run.foreign or _failed_itself(run) else _finite_mean(run.last_losses)
+        if final is not None:
+            finals[id(run)] = (run, final)
+    return finals
+
+
+def _finite_mean(losses: np.ndarray) -> float | None:
+    """Mean of the finite values (a skipped step may have recorded inf); None if there is none."""
+    finite = losses[np.isfinite(losses)]
+    return float(finite.sum()) / finite.size if finite.size else None
+
+
+def _scatter(runs: Sequence[RunData]) -> float:
+    """Standard deviation of single losses within the last tenth of a run, averaged over runs."""
+    deviations = [float(np.std(run.last_losses[np.isfinite(run.last_losses)])) for run in runs]
+    return sum(deviations) / len(deviations)
+
+
+def _streak_step(run: RunData) -> int | None:
+    """The step of the 51st skip in a row, if the steps of all skips are known."""
+    if len(run.skip_steps) != run.skipped:
+        return None
+    in_a_row, previous = 0, None
+    for step in run.skip_steps.tolist():
+        in_a_row = in_a_row + 1 if previous is not None and step == previous + 1 else 1
+        previous = step
+        if in_a_row > MOST_SKIPS_IN_A_ROW:
+            return int(step)
+    return None

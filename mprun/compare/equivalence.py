@@ -1,0 +1,244 @@
+"""Is a difference inside the margin? Intervals, the table of verdicts, and what they say in words.
+
+Two one-sided tests (TOST; Schuirmann 1987, J. Pharmacokin. Biopharm. 15, 657-680): a difference is
+inside +-margin with error rate alpha if its two-sided (1 - 2 alpha) interval is. Differences are
+mode minus baseline, turned so that positive is worse. Plain floats in and out.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+# scipy.stats has the same quantile but takes ten times as long to import.
+from scipy.special import stdtrit
+
+ALPHA = 0.05  # one-sided
+FEWEST_SEEDS = 3
+MOST_SEEDS = 50  # beyond, more seeds are called not reachable
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A two-sided interval for a difference, and what its width came from."""
+
+    difference: float
+    low: float
+    high: float
+    level: float  # confidence, 1 - 2 alpha
+    method: str  # "paired" or "Welch"
+    counts: tuple[int, int]  # seeds of the mode and of the baseline
+    variances: tuple[float, float]  # of the two samples; paired: of the differences, and 0
+    identical: bool  # every value equals its counterpart, bit for bit
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """How a difference is shown: times `factor`, followed by `suffix`.
+
+    `turned`: higher is better for the metric, so that the sign needs an explanation.
+    """
+
+    factor: float
+    suffix: str
+    turned: bool = False
+
+    def text(self, value: float, decimals: int, sign: str = "+") -> str:
+        """The number alone; the suffix is the sentence's."""
+        return f"{value * self.factor:{sign}.{decimals}f}"
+
+
+@lru_cache(maxsize=4096)
+def t_quantile(alpha: float, degrees: float) -> float:
+    """The value that a t-distributed number exceeds with probability alpha."""
+    return float(stdtrit(degrees, 1.0 - alpha))
+
+
+def paired_interval(own: Sequence[float], base: Sequence[float], alpha: float = ALPHA) -> Interval:
+    """For the mean of own[i] - base[i], n >= 2 finite pairs.
+
+    mean -/+ t(1 - alpha, n - 1) * s / sqrt(n), s the standard deviation of the differences.
+    Raises ValueError for fewer pairs or unequal lengths.
+    """
+    differences = [a - b for a, b in zip(own, base, strict=True)]
+    mean, variance = _mean_and_variance(differences)
+    count = len(differences)
+    half = t_quantile(alpha, count - 1) * math.sqrt(variance / count)
+    return Interval(
+        difference=mean,
+        low=mean - half,
+        high=mean + half,
+        level=1 - 2 * alpha,
+        method="paired",
+        counts=(count, count),
+        variances=(variance, 0.0),
+        identical=not any(differences),
+    )
+
+
+def welch_interval(own: Sequence[float], base: Sequence[float], alpha: float = ALPHA) -> Interval:
+    """For mean(own) - mean(base) of independent samples, at least 2 finite values each.
+
+    Unequal variances, degrees of freedom after Welch (1947, Biometrika 34, 28-35) and
+    Satterthwaite. Raises ValueError for fewer values.
+    """
+    own_mean, own_variance = _mean_and_variance(own)
+    base_mean, base_variance = _mean_and_variance(base)
+    counts, variances = (len(own), len(base)), (own_variance, base_variance)
+    half = _welch_half(variances, counts, alpha)
+    mean = own_mean - base_mean
+    return Interval(
+        difference=mean,
+        low=mean - half,
+        high=mean + half,
+        level=1 - 2 * alpha,
+        method="Welch",
+        counts=counts,
+        variances=variances,
+        identical=mean == 0.0 and not any(variances),
+    )
+
+
+def decide(interval: Interval, margin: float) -> str:
+    """The name of the verdict (one of `findings.VERDICTS`) on an interval of at least 3 seeds.
+
+    `margin` > 0, in the unit of the interval. Only an interval that lies strictly inside
+    (-margin, margin) matches; failing to find a difference never does.
+    """
+    if not 0 < margin < math.inf:
+        raise ValueError(f"margin {margin}: must be above 0 and finite")
+    if min(interval.counts) < FEWEST_SEEDS:
+        return "inconclusive"
+    if -margin < interval.low and interval.high < margin:
+        return "matches"
+    if interval.low >= margin:
+        return "worse"
+    if interval.high <= -margin:
+        return "better"
+    if interval.low > 0:
+        return "likely worse"
+    if interval.high < 0:
+        return "likely better"
+    return "inconclusive"
+
+
+def seeds_needed(interval: Interval, margin: float) -> int | None:
+    """About how many more seeds would decide, were mean and variances to stay; None: beyond 50.
+
+    Inside the margin: until the interval fits into it. Outside: until its half width is half the
+    difference, which shows the sign. Welch: more seeds for the arm with fewer, up to both.
+    """
+    fewest = min(interval.counts)
+    if fewest < FEWEST_SEEDS:
+        return FEWEST_SEEDS - fewest
+    distance = abs(interval.difference)
+    allowed = margin - distance if distance < margin else distance / 2
+    alpha = (1 - interval.level) / 2
+    for count in range(fewest + 1, MOST_SEEDS + 1):
+        if interval.method == "paired":
+            half = t_quantile(alpha, count - 1) * math.sqrt(interval.variances[0] / count)
+        else:
+            counts = (max(interval.counts[0], count), max(interval.counts[1], count))
+            half = _welch_half(interval.variances, counts, alpha)
+        if half <= allowed:
+            return count - fewest
+    return None
+
+
+def sentence(
+    name: str,
+    interval: Interval,
+    margin: float,
+    unit: Unit,
+    reference: str = "FP32",
+    remedy: str | None = None,
+) -> str:
+    """One sentence with the numbers for `name`, a verdict of `decide`.
+
+    `remedy` ends an inconclusive sentence; by default it says how many more seeds are needed.
+    """
+    decimals = decimals_for(margin * unit.factor)
+    low, high = (unit.text(bound, decimals) for bound in (interval.low, interval.high))
+    found = (
+        f"difference {unit.text(interval.difference, decimals)}{unit.suffix} "
+        f"({100 * interval.level:.3g} % CI {low} to {high}{unit.suffix}"
+        + ("; positive is worse)" if unit.turned else ")")
+    )
+    around = f"the margin of ±{unit.text(margin, decimals, sign='')}{unit.suffix}"
+    seeds = _seeds_text(interval)
+    if name == "matches" and interval.identical:
+        return f"matches {reference} (identical): every run ended with the same value, {seeds}."
+    if name == "matches":
+        text = f"matches {reference}: {found} is inside {around}, {seeds}."
+        if interval.low > 0 or interval.high < 0:
+            text += " A small consistent difference exists: 0 is outside the interval."
+        return text
+    if name == "worse":
+        least = f"{unit.text(interval.low, decimals, sign='')}{unit.suffix}"
+        return f"worse than {reference} by at least {least}: {found}, outside {around}, {seeds}."
+    if name == "better":
+        least = f"{unit.text(-interval.high, decimals, sign='')}{unit.suffix}"
+        return (
+            f"better than {reference} by at least {least}: {found}, outside {around}, {seeds}; "
+            "check for a difference other than precision."
+        )
+    if name in ("likely worse", "likely better"):
+        side = "above" if name == "likely worse" else "below"
+        return (
+            f"{name} than {reference}: {found} is {side} zero but may be within {around}, {seeds}."
+        )
+    if remedy is None:
+        remedy = needs_text(seeds_needed(interval, margin))
+    return f"inconclusive: {remedy}; {found} includes zero and reaches {around}, {seeds}."
+
+
+def too_few_sentence(
+    count: int, wanted: int, difference: float | None, margin: float | None, unit: Unit | None
+) -> str:
+    """For fewer than the `wanted` seeds, which give no verdict; difference None: not known."""
+    text = f"inconclusive: needs at least {wanted} seeds (has {count})."
+    if difference is None or margin is None or unit is None:
+        return text
+    so_far = unit.text(difference, decimals_for(margin * unit.factor))
+    turned = " (positive is worse)" if unit.turned else ""
+    return f"{text} Difference so far: {so_far}{unit.suffix}{turned}."
+
+
+def needs_text(needed: int | None) -> str:
+    """What would end an inconclusive verdict, e.g. `needs about 4 more seeds`."""
+    if needed is None:
+        return f"not reachable with more seeds (needs over {MOST_SEEDS})"
+    return f"needs about {needed} more seed{'' if needed == 1 else 's'}"
+
+
+def decimals_for(margin: float) -> int:
+    """Decimals that show two to three digits of the margin: 1 -> 2, 0.5 -> 2, 10 -> 1."""
+    return min(12, max(0, 2 - math.ceil(math.log10(margin))))
+
+
+def _mean_and_variance(values: Sequence[float]) -> tuple[float, float]:
+    """Mean and sample variance (divided by n - 1), two passes, each sum rounded once."""
+    count = len(values)
+    if count < 2:
+        raise ValueError(f"{count} values: an interval needs at least 2")
+    if min(values) == max(values):  # the rounded mean of equal values may differ from them
+        return values[0], 0.0
+    mean = math.fsum(values) / count
+    deviations = [value - mean for value in values]
+    return mean, math.fsum([d * d for d in deviations]) / (count - 1)
+
+
+def _welch_half(variances: tuple[float, float], counts: tuple[int, int], alpha: float) -> float:
+    """Half the width of Welch's interval."""
+    own, base = variances[0] / counts[0], variances[1] / counts[1]
+    if own + base == 0.0:
+        return 0.0
+    # In shares, because the square of a tiny variance is 0.
+    shares = own / (own + base), base / (own + base)
+    degrees = 1 / (shares[0] ** 2 / (counts[0] - 1) + shares[1] ** 2 / (counts[1] - 1))
+    return t_quantile(alpha, degrees) * math.sqrt(own + base)
+
+
+def _seeds_text(interval: Interval) -> str:
+    own, base = interval.counts
+    return f"{own} seeds, paired" if interval.method == "paired" else f"{own} and {base} seeds"

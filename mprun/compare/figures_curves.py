@@ -1,0 +1,295 @@
+"""Curves of a group: training loss, evaluation metric and loss scale of every mode."""
+
+import numpy as np
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from mprun.compare.canvas import Drawing, line_entry, mark_entry, panel
+from mprun.compare.findings import Group, Row, RunData
+from mprun.compare.palette import Style
+from mprun.compare.seed_bands import Band, Curve, band, grid
+
+_HEIGHT = 2.5  # inches
+_NOTE = "Band: min to max over seeds; not the test."
+_SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+def training_loss(group: Group, styles: dict[str, Style], axis: str, points: int):
+    """Training loss over `axis`, "step" or "updates"; None where no run recorded one."""
+    words = {"step": "step", "updates": "applied updates"}[axis]
+    return _curves(
+        group,
+        styles,
+        {id(run): _of(run.train, axis, "loss") for run in _runs(group)},
+        points,
+        name={"step": "loss-steps", "updates": "loss-updates"}[axis],
+        title=f"Training loss over {words}s" if axis == "step" else f"Training loss over {words}",
+        xlabel=words,
+        ylabel="training loss",
+        axis=axis,
+    )
+
+
+def evaluation(group: Group, styles: dict[str, Style], metric: str, points: int):
+    """A metric of the evaluations over steps; None unless some run has two of them."""
+    curves = {id(run): _of(run.evals, "step", metric) for run in _runs(group)}
+    if max((len(x) for x, _ in curves.values()), default=0) < 2:
+        return None
+    return _curves(
+        group,
+        styles,
+        curves,
+        points,
+        name=f"eval-{_file_safe(metric)}",
+        title=f"Evaluation: {metric}",
+        xlabel="step",
+        ylabel=metric,
+        axis="step",
+        markers=True,
+    )
+
+
+def loss_scale(group: Group, styles: dict[str, Style], points: int):
+    """The loss scale of one seed per mode and its skipped updates; None if no mode scales."""
+    traces = [(row, _scaling_run(row)) for row in (group.baseline, *group.rows)]
+    traces = [(row, run) for row, run in traces if run is not None]
+    if not traces:
+        return None
+    entries = [line_entry(row.arm.label, styles[row.arm.label]) for row, _ in traces]
+    entries.append(mark_entry("skipped update (a row per mode)", "|"))
+    figure, axes = panel("Loss scale", 1.9, entries)
+    for layer, (row, run) in enumerate(traces):
+        width = 1.5 + 1.4 * (len(traces) - 1 - layer)  # equal traces stay visible below each other
+        style = styles[row.arm.label]
+        step, scale = _of(run.train, "step", "loss_scale")
+        keep = np.isfinite(scale) & (scale > 0)
+        step, power = _corners(step[keep], np.log2(scale[keep]), points)
+        axes.plot(
+            step,
+            power,
+            color=style.colour,
+            linestyle=style.linestyle,
+            linewidth=width,
+            drawstyle="steps-post",
+        )
+    _skip_rows(axes, traces, styles)
+    axes.yaxis.set_major_formatter(
+        FuncFormatter(lambda value, _: "2" + f"{value:.0f}".translate(_SUPERSCRIPT))
+    )
+    axes.xaxis.set_major_formatter(FuncFormatter(_thousands))
+    axes.set(xlabel="step", ylabel="loss scale")
+    axes.grid()
+    which = ", ".join(f"{row.arm.label} seed {run.seed}" for row, run in traces)
+    skipped = ", ".join(f"{row.arm.label} {row.skipped}" for row, _ in traces)
+    return Drawing(
+        "loss-scale",
+        f"One run per mode ({which}). Skipped updates over all seeds: {skipped}.",
+        f"Loss scale over steps of {which}. Skipped updates over all seeds: {skipped}.",
+        figure,
+    )
+
+
+def _skip_rows(axes, traces: list[tuple[Row, RunData]], styles: dict[str, Style]) -> None:
+    """Below the traces one row per mode with a tick at each skipped update."""
+    axes.margins(0.03, 0.08)
+    low, high = axes.get_ylim()
+    low = min(low, high - 2)
+    ticks = MaxNLocator(nbins=6, integer=True).tick_values(low, high)
+    axes.set_yticks([tick for tick in ticks if low <= tick <= high])
+    share = 0.09 * len(traces)
+    axes.set_ylim(low - share / (1 - share) * (high - low), high)
+    for number, (row, run) in enumerate(traces):
+        skips = _every(np.asarray(run.skip_steps, float), 200)
+        axes.plot(
+            skips,
+            np.full(len(skips), 0.09 * (len(traces) - number) - 0.045),
+            "|",
+            color=styles[row.arm.label].colour,
+            markersize=8,
+            markeredgewidth=1.2,
+            transform=axes.get_xaxis_transform(),
+        )
+
+
+def _curves(
+    group: Group,
+    styles: dict[str, Style],
+    curves: dict[int, Curve],
+    points: int,
+    *,
+    name: str,
+    title: str,
+    xlabel: str,
+    ylabel: str,
+    axis: str,
+    markers: bool = False,
+):
+    """Mean and seed band per mode, the baseline last; `curves` is keyed by the run's identity."""
+    x = grid(list(curves.values()), points)
+    rows = [*group.rows, group.baseline]
+    bands = [(row, band([curves[id(run)] for run in row.arm.runs], x)) for row in rows]
+    bands = [(row, b) for row, b in bands if np.isfinite(b.mean).any()]
+    if not bands:
+        return None
+    ends = [end for row, _ in bands for end in _ends(row, curves, axis)]
+    order = sorted(bands, key=lambda item: item[0] is not group.baseline)
+    entries = [line_entry(row.arm.label, styles[row.arm.label]) for row, _ in order]
+    if ends:
+        entries.append(mark_entry("diverged", "x"))
+    seeds = max(len(row.arm.runs) for row, _ in bands)
+    figure, axes = panel(title, _HEIGHT, entries, _NOTE if seeds > 1 else "")
+    for layer, (row, b) in enumerate(bands):
+        _draw(axes, b, styles[row.arm.label], 2 + layer, markers)
+    limits, logarithmic = _limits([b for _, b in bands], bands[-1][1])
+    if logarithmic:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.yaxis.set_minor_formatter(FuncFormatter(_sparse(limits)))
+        axes.tick_params(axis="y", which="minor", labelsize=8)
+    axes.set_ylim(*limits)
+    for row, at, value in ends:
+        axes.plot(
+            [at],
+            [_inside(value, limits, logarithmic)],
+            "x",
+            color=styles[row.arm.label].colour,
+            markersize=8,
+            markeredgewidth=2,
+            zorder=40,
+            clip_on=False,
+        )
+    axes.margins(x=0.02)
+    axes.xaxis.set_major_formatter(FuncFormatter(_thousands))
+    axes.set(xlabel=xlabel, ylabel=f"{ylabel} (log scale)" if logarithmic else ylabel)
+    axes.grid()
+    words = "; ".join(f"{row.arm.label} {_course(b)}" for row, b in order)
+    caption = "Mean over the seeds" if seeds > 1 else "One seed per mode"
+    caption += " that still ran; a cross marks where a run diverged." if ends else "."
+    records = max(len(xs) for xs, _ in curves.values())
+    if records > len(x):
+        caption += f" {len(x)} points, each the mean of about {-(-records // len(x))} records."
+    return Drawing(name, caption, f"{title}, mean over seeds: {words}.", figure)
+
+
+def _draw(axes, b: Band, style: Style, layer: int, markers: bool) -> None:
+    if np.nanmax(b.high - b.low) > 0:
+        axes.fill_between(
+            b.x, b.low, b.high, color=style.colour, alpha=0.16, linewidth=0, zorder=layer
+        )
+    known = np.isfinite(b.mean)  # without this a mode with few points would break up into dots
+    axes.plot(
+        b.x[known],
+        b.mean[known],
+        color=style.colour,
+        linestyle=style.linestyle,
+        linewidth=1.5,
+        marker="." if markers and known.sum() <= 40 else None,
+        markersize=5,
+        zorder=layer + 20,
+    )
+
+
+def _limits(bands: list[Band], baseline: Band) -> tuple[tuple[float, float], bool]:
+    """((low, high) of the y axis, logarithmic?): curves that explode leave through the top.
+
+    The frame holds the whole baseline, once its range above and below, and what the other modes
+    do most of the time unless that is ten times its range away.
+    """
+    low, high = np.nanmin(baseline.low), np.nanmax(baseline.high)
+    room = high - low if high > low else 0.1 * abs(high) or 1.0
+    usual = [np.nanmedian(b.high) for b in bands], [np.nanmedian(b.low) for b in bands]
+    top = max(high + room, min(max(usual[0]), high + 10 * room))
+    bottom = min(low - room, max(min(usual[1]), low - 10 * room))
+    highest = min(max(np.nanmax(b.high) for b in bands), top)
+    lowest = max(min(np.nanmin(b.low) for b in bands), bottom)
+    if lowest > 0 and highest / lowest > 8:
+        edge = (highest / lowest) ** 0.05
+        return (lowest / edge, highest * edge), True
+    edge = 0.05 * (highest - lowest) or 0.05 * abs(highest) or 0.1
+    return (lowest - edge, highest + edge), False
+
+
+def _inside(value: float, limits: tuple[float, float], logarithmic: bool) -> float:
+    """The value, or the place near the edge of the frame where it would be."""
+    low, high = np.log(limits) if logarithmic else limits
+    edge = 0.03 * (high - low)
+    value = np.log(max(value, 1e-300)) if logarithmic else value
+    value = float(np.clip(value, low + edge, high - edge))
+    return float(np.exp(value)) if logarithmic else value
+
+
+def _ends(row: Row, curves: dict[int, Curve], axis: str) -> list[tuple[Row, float, float]]:
+    """(row, x, last finite y) of each diverged run that has a curve."""
+    steps = {outcome.seed: outcome.step for outcome in row.outcomes if outcome.diverged}
+    found = []
+    for run in row.arm.runs:
+        x, y = curves[id(run)]
+        finite = np.isfinite(x) & np.isfinite(y)
+        if run.seed not in steps or not finite.any():
+            continue
+        at = steps[run.seed] if steps[run.seed] is not None else run.last_step
+        if axis == "updates":
+            step, updates = _of(run.train, "step", "updates")
+            at = float(np.interp(at, step, updates)) if len(step) else np.nan
+        if np.isfinite(at):
+            found.append((row, float(at), float(y[finite][-1])))
+    return found
+
+
+def _course(b: Band) -> str:
+    known = b.mean[np.isfinite(b.mean)]
+    return f"from {known[0]:.3g} to {known[-1]:.3g}"
+
+
+def _of(columns: dict[str, np.ndarray], x: str, y: str) -> Curve:
+    """Two columns as float64, empty where one is missing."""
+    if x not in columns or y not in columns:
+        return np.empty(0), np.empty(0)
+    return np.asarray(columns[x], float), np.asarray(columns[y], float)
+
+
+def _runs(group: Group) -> list[RunData]:
+    return [run for row in (group.baseline, *group.rows) for run in row.arm.runs]
+
+
+def _scaling_run(row: Row) -> RunData | None:
+    """The run of the lowest seed that scaled its loss and recorded it."""
+    for run in sorted(row.arm.runs, key=lambda run: run.seed):
+        if run.scale_range is not None and len(_of(run.train, "step", "loss_scale")[0]):
+            return run
+    return None
+
+
+def _corners(x: np.ndarray, y: np.ndarray, points: int) -> tuple[np.ndarray, np.ndarray]:
+    """What a step curve needs: its ends and the places where it changes."""
+    if len(x) > 2:
+        keep = np.ones(len(x), bool)
+        keep[1:-1] = y[1:-1] != y[:-2]
+        x, y = x[keep], y[keep]
+    chosen = _every(np.arange(len(x)), 2 * points)
+    return x[chosen], y[chosen]
+
+
+def _every(values: np.ndarray, most: int) -> np.ndarray:
+    """At most `most` of the values, equally spaced, first and last among them."""
+    if len(values) <= most:
+        return values
+    return values[np.linspace(0, len(values) - 1, most).astype(int)]
+
+
+def _sparse(limits: tuple[float, float]):
+    """Labels for the minor ticks of a logarithmic axis that spans little more than a decade."""
+    few = limits[1] / limits[0] < 100
+
+    def text(value: float, _) -> str:
+        first = f"{value:.0e}"[0]
+        return f"{value:g}" if few and first in "25" else ""
+
+    return text
+
+
+def _thousands(value: float, _) -> str:
+    return f"{value:,.0f}" if value == round(value) else f"{value:g}"
+
+
+def _file_safe(text: str) -> str:
+    return "".join(c if c.isalnum() or c in "_-" else "_" for c in text)

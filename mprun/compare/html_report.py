@@ -1,0 +1,214 @@
+"""report.html: the whole comparison on one page that needs nothing but itself, and PNG files.
+
+No script and no link that leads out: the page works from a mail, offline and on paper. Curves get
+fewer points, then figures are left to the PNG files, until the page is below 1 MB.
+"""
+
+import base64
+import io
+from collections.abc import Iterator
+from html import escape
+from pathlib import Path
+
+import matplotlib
+
+from mprun.compare import html_sections as sections
+from mprun.compare.canvas import Drawing, settings
+from mprun.compare.figures import group_figures
+from mprun.compare.findings import Comparison, Group, RunData
+from mprun.compare.inline_svg import inline_svg
+from mprun.compare.palette import Style, styles_of
+
+LIMIT = 1_000_000  # bytes of report.html
+_DPI = 160
+_POINTS = (240, 120, 60, 30)  # of a curve; the first that fits
+_GRID_PIXELS = 360  # width of an embedded sample grid
+_MAIN = ("intervals", "loss-steps")  # figures that a page of many groups keeps longest
+
+
+def write_report(comparison: Comparison, folder: Path) -> Path:
+    """Write report.html and `<slug>-<figure>.png` into `folder`; return the page's path.
+
+    The same comparison gives the same bytes.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    styles = styles_of(comparison)
+    with settings():
+        page = _fitting(comparison, styles, folder)
+    path = folder / "report.html"
+    path.write_text(page, encoding="utf-8")
+    return path
+
+
+def _fitting(comparison: Comparison, styles: dict[str, Style], folder: Path) -> str:
+    """The page with as many points and figures as there is room for; PNG files on the way."""
+    pictures = _pictures(comparison, styles, folder, _POINTS[0])
+    page = _page(comparison, styles, pictures)
+    for points in _POINTS[1:]:
+        if len(page.encode()) < LIMIT:
+            return page
+        pictures = _pictures(comparison, styles, None, points)
+        page = _page(comparison, styles, pictures)
+    for kept in (_MAIN, _MAIN[:1], ()):
+        if len(page.encode()) < LIMIT:
+            return page
+        pictures = [[(d, svg if d.name in kept else None) for d, svg in own] for own in pictures]
+        page = _page(comparison, styles, pictures, samples=False)
+    if len(page.encode()) < LIMIT:
+        return page
+    return _page(comparison, styles, pictures, samples=False, details=False)
+
+
+def _pictures(
+    comparison: Comparison, styles: dict[str, Style], folder: Path | None, points: int
+) -> list[list[tuple[Drawing, str | None]]]:
+    """(drawing, its inline SVG) of every group; PNG files into `folder` if one is given."""
+    found = []
+    for group in comparison.groups:
+        own = []
+        for drawing in group_figures(group, styles, points):
+            name = f"{group.slug}-{drawing.name}"
+            with matplotlib.rc_context({"svg.hashsalt": name}):
+                own.append((drawing, inline_svg(drawing.figure, name, drawing.label)))
+            if folder is not None:
+                # Software: matplotlib would write its version, which says nothing of the runs.
+                drawing.figure.savefig(
+                    folder / f"{name}.png", dpi=_DPI, metadata={"Software": None}
+                )
+        found.append(own)
+    return found
+
+
+def _page(
+    comparison: Comparison,
+    styles: dict[str, Style],
+    pictures: list[list[tuple[Drawing, str | None]]],
+    *,
+    samples: bool = True,
+    details: bool = True,
+) -> str:
+    groups = comparison.groups
+    title = groups[0].title if len(groups) == 1 else f"{len(groups)} configurations"
+    css = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
+    top = [f"<h1>{escape(title)}: does lower precision match FP32?</h1>"]
+    if len(groups) == 1:
+        top.append(sections.answers(groups[0]))
+    else:
+        for group in groups:
+            top.append(f'<h3><a href="#{escape(group.slug)}">{escape(group.title)}</a></h3>')
+            top.append(sections.answers(group))
+    if not groups:
+        top.append("<p>Nothing was compared.</p>")
+    top.append(sections.stamps(comparison))
+    body = "".join(
+        _group(comparison, group, styles, own, samples, details)
+        for group, own in zip(groups, pictures, strict=True)
+    )
+    left_out = "".join(f"<li>{escape(line)}</li>" for line in comparison.not_compared)
+    left_out = f"<h3>Not compared</h3><ul>{left_out}</ul>" if left_out else ""
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy"
+ content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
+<title>{escape(title)}: mprun compare</title>
+<style>
+{css}</style>
+</head>
+<body>
+<header>{"".join(top)}</header>
+<main>{body}{left_out}</main>
+<footer>mprun {escape(comparison.version)}, compared {escape(comparison.created)}.
+This page needs no network and no script; its figures lie beside it as PNG files.</footer>
+</body>
+</html>
+"""
+
+
+def _group(
+    comparison: Comparison,
+    group: Group,
+    styles: dict[str, Style],
+    pictures: list[tuple[Drawing, str | None]],
+    samples: bool,
+    details: bool,
+) -> str:
+    heading = f"<h2>{escape(group.title)}</h2>" if len(comparison.groups) > 1 else ""
+    parts = [
+        heading,
+        sections.verdict_table(group, styles),
+        sections.sentences(group),
+        _figures(group, pictures),
+        _sample_grids(group) if samples else "",
+    ]
+    if details:
+        parts += [
+            "<h3>Outcome per seed</h3>",
+            sections.seed_table(group, styles),
+            "<h3>How the verdict is made</h3>",
+            sections.method(comparison, group),
+            "<h3>Configuration</h3>",
+            sections.configuration(group),
+            "<h3>Environment</h3>",
+            sections.environment(group),
+        ]
+    return f'<section class="group" id="{escape(group.slug)}">{"".join(parts)}</section>\n'
+
+
+def _figures(group: Group, pictures: list[tuple[Drawing, str | None]]) -> str:
+    shown = "".join(
+        f"<figure>{svg}<figcaption>{escape(drawing.caption)}</figcaption></figure>\n"
+        for drawing, svg in pictures
+        if svg is not None
+    )
+    only = [f"{group.slug}-{drawing.name}.png" for drawing, svg in pictures if svg is None]
+    if only:
+        names = ", ".join(f"<code>{escape(name)}</code>" for name in only)
+        shown += f'<p class="faint">Left out to keep the page below 1 MB: {names}.</p>'
+    return f'<h3>Figures</h3><div class="figures">{shown}</div>' if shown else ""
+
+
+def _sample_grids(group: Group) -> str:
+    shown = []
+    for label, run in _runs_with_samples(group):
+        image = _jpeg(Path(run.sample_grid))
+        what = f"{label}, seed {run.seed}"
+        if image is None:
+            shown.append(f"<figure><figcaption>{escape(what)}: not readable</figcaption></figure>")
+            continue
+        data, width, height = image
+        shown.append(
+            f'<figure><img width="{width}" height="{height}" alt="Generated images of '
+            f'{escape(what)}" src="data:image/jpeg;base64,{data}">'
+            f"<figcaption>{escape(what)}</figcaption></figure>"
+        )
+    if not shown:
+        return ""
+    return f'<h3>Generated images</h3><div class="samples">{"".join(shown)}</div>'
+
+
+def _runs_with_samples(group: Group) -> Iterator[tuple[str, RunData]]:
+    """(label, run) per mode: of the lowest seed that all modes have samples of, if there is one."""
+    arms = [row.arm for row in (group.baseline, *group.rows)]
+    found = [(arm.label, {run.seed: run for run in arm.runs if run.sample_grid}) for arm in arms]
+    found = [(label, runs) for label, runs in found if runs]
+    shared = set.intersection(*(set(runs) for _, runs in found)) if found else set()
+    for label, runs in found:
+        yield label, runs[min(shared or runs)]
+
+
+def _jpeg(path: Path) -> tuple[str, int, int] | None:
+    """(base64, width, height) of the image, made smaller; None if it cannot be read."""
+    from PIL import Image
+
+    try:
+        with Image.open(path) as image:
+            image = image.convert("RGB")
+    except (OSError, ValueError, Image.DecompressionBombError):
+        return None
+    image.thumbnail((_GRID_PIXELS, 4 * _GRID_PIXELS))
+    buffer = io.BytesIO()
+    image.save(buffer, "JPEG", quality=72)
+    return base64.b64encode(buffer.getvalue()).decode(), *image.size

@@ -1,0 +1,247 @@
+"""Our result beside the paper's for the same model, with the scale of both.
+
+The paper's data sets are not those of an embedded run, so a row shows whether the outcome is the
+same one, and says where numbers cannot be compared.
+"""
+
+from dataclasses import dataclass
+from html import escape
+
+from mprun.compare import paper_facts as facts
+from mprun.compare.findings import Comparison, Group, Row, RunData
+from mprun.compare.formatting import difference_text, metric_name, seeds_text, value_text
+from mprun.compare.paper_facts import Claim
+from mprun.markdown_table import markdown_table
+
+HEADER = ["who", "mode", "FP32", "this mode", "difference (+ is worse)", "outcome"]
+_DATA = {
+    "digits": "scikit-learn digits (1,437 training and 360 held-out images of 8x8, enlarged)",
+    "docs_text": "text of CPython's documentation",
+    "synthetic_images": "random images (nothing to learn)",
+    "synthetic_tokens": "random tokens (nothing to learn)",
+}
+_FP16_MODES = ("fp16_naive", "fp16_master", "fp16_master_scaled", "amp")
+
+
+@dataclass(frozen=True, slots=True)
+class PaperLine:
+    """One line of a row's table: the paper's or ours, all as text."""
+
+    who: str
+    mode: str
+    baseline: str
+    value: str
+    difference: str
+    outcome: str
+
+
+@dataclass(frozen=True, slots=True)
+class PaperRow:
+    """One result of the paper beside one group of ours; `source` is empty where it has none."""
+
+    group: str
+    model: str
+    source: str
+    lines: tuple[PaperLine, ...]
+    paper_scale: str
+    our_scale: str
+    reading: str
+
+
+def paper_rows(comparison: Comparison) -> list[PaperRow]:
+    """For each group the paper's result for its model, then for the technique that it tests.
+
+    The four FP16 modes are shown; TF32 and BF16 came after the paper.
+    """
+    rows = []
+    for group in comparison.groups:
+        model = group.keys.get("model.name")
+        if model in facts.OF_MODEL:
+            rows.append(_beside(group, facts.OF_MODEL[model], _FP16_MODES))
+        else:
+            rows.append(_without(group, model))
+        if model is None:
+            continue
+        if model == "conv_autoencoder":
+            rows.append(_beside(group, facts.LOSS_SCALING, _FP16_MODES[1:]))
+        modes = {_mode(row) for row in group.rows}
+        if "fp16_naive" in modes and modes & set(_FP16_MODES[1:3]):
+            rows.append(_beside(group, facts.MASTER_WEIGHTS, _FP16_MODES[:3]))
+    return rows
+
+
+def paper_markdown(rows: list[PaperRow]) -> str:
+    """A section with a table for each row."""
+    parts = []
+    for row in rows:
+        parts.append(f"### {row.group}: {_title(row)}")
+        if row.lines:
+            parts.append(markdown_table(HEADER, [_cells(line) for line in row.lines]))
+        parts.append("\n".join(f"- {name}: {text}" for name, text in _remarks(row)))
+    return "\n\n".join(parts)
+
+
+def paper_html(rows: list[PaperRow]) -> str:
+    """The same as an HTML fragment, every text escaped."""
+    parts = []
+    for row in rows:
+        parts.append(f"<h3>{escape(row.group)}: {escape(_title(row))}</h3>")
+        if row.lines:
+            head = "".join(f"<th>{escape(cell)}</th>" for cell in HEADER)
+            body = "".join(
+                "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in _cells(line)) + "</tr>"
+                for line in row.lines
+            )
+            parts.append(
+                f'<div class="scroll"><table class="paper"><thead><tr>{head}</tr></thead>'
+                f"<tbody>{body}</tbody></table></div>"
+            )
+        items = "".join(f"<li>{escape(name)}: {escape(text)}</li>" for name, text in _remarks(row))
+        parts.append(f"<ul>{items}</ul>")
+    return "\n".join(parts)
+
+
+def _beside(group: Group, claim: Claim, modes: tuple[str, ...]) -> PaperRow:
+    paper = [
+        PaperLine(f"paper: {claim.metric}", r.mode, r.baseline, r.value, r.difference, r.outcome)
+        for r in claim.results
+    ]
+    ours = [_ours(group, row) for row in group.rows if _mode(row) in modes]
+    return PaperRow(
+        group.title,
+        claim.model,
+        claim.source,
+        (*paper, *ours),
+        claim.scale,
+        _our_scale(group),
+        _reading(group, claim, bool(ours)),
+    )
+
+
+def _without(group: Group, model: str | None) -> PaperRow:
+    if model is None:
+        name, reading = "unknown model", "These logs do not say which model they are of."
+    else:
+        name = model
+        reading = f"The paper has no {model.replace('_', ' ')}: there is no row to compare with."
+        if model == "conv_autoencoder":
+            reading += " It stands in for the models whose gradients underflow in FP16 (below)."
+    return PaperRow(group.title, name, "", (), "", _our_scale(group), reading)
+
+
+def _ours(group: Group, row: Row) -> PaperLine:
+    return PaperLine(
+        f"ours: {metric_name(group)}",
+        row.arm.label,
+        value_text(group.baseline.mean),
+        value_text(row.mean),
+        difference_text(group, row.verdict),
+        row.verdict.name,
+    )
+
+
+def _reading(group: Group, claim: Claim, any_ours: bool) -> str:
+    """What the two results beside each other mean, and what they do not."""
+    said = []
+    if not any_ours:
+        said.append("None of the FP16 modes that this result is about was run.")
+    ours = group.keys.get("data.name")
+    if ours in _DATA:
+        said.append(
+            f"Another data set ({ours} instead of {claim.data}): compare the outcomes, the numbers "
+            "say nothing about each other."
+        )
+    else:
+        said.append(f"Numbers compare only if the data are {claim.data}.")
+    if claim.ours_differs:
+        said.append(claim.ours_differs)
+    if claim is facts.BIGLSTM:
+        said += _about_biglstm(group)
+    if claim is facts.DCGAN and group.metric != "sliced_wasserstein":
+        said.append("Losses of a GAN are no outcome; look at the sample grids.")
+    said.append("The paper has one run per result and no interval.")
+    return " ".join(said)
+
+
+def _about_biglstm(group: Group) -> list[str]:
+    said = []
+    size = tuple(
+        group.keys.get(f"model.{name}") for name in ("num_layers", "hidden_size", "projection_size")
+    )
+    if size != (2, 8192, 1024):
+        said.append(f"A smaller relative of bigLSTM ({_lstm(group)}).")
+    if (steps := _steps(group)) is not None and steps < facts.DIVERGES_AFTER:
+        said.append(
+            "The paper's run without loss scaling fails after "
+            f"{facts.DIVERGES_AFTER:,} iterations; {steps:,} steps cannot show that."
+        )
+    return said
+
+
+def _our_scale(group: Group) -> str:
+    keys = group.keys
+    data = _DATA.get(keys.get("data.name"), keys.get("data.name") or "unknown data")
+    if keys.get("data.image_size") is not None:
+        data += f" at {keys['data.image_size']}x{keys['data.image_size']}"
+    if keys.get("data.level") is not None:
+        data += f" ({keys['data.level']} level)"
+    parts = [data]
+    if keys.get("model.name") == "lstm_lm":
+        parts.append(_lstm(group))
+    if (steps := _steps(group)) is not None:
+        parts.append(f"{steps:,} steps{_batch(keys, group.baseline.arm.runs[0])}")
+    seeds = sorted({run.seed for run in group.baseline.arm.runs})
+    parts.append(f"{len(seeds)} FP32 seed{'s' * (len(seeds) != 1)} ({seeds_text(seeds)})")
+    parts += _machine(group)
+    return "; ".join(parts)
+
+
+def _batch(keys: dict, run: RunData) -> str:
+    """ " of 20 x 35 tokens", samples and positions of a step."""
+    size = keys.get("data.batch_size")
+    if size is None:
+        return ""
+    size *= keys.get("train.accumulate") or 1
+    length = keys.get("data.sequence_length")
+    return f" of {size}{f' x {length}' if length else ''} {run.sample}s"
+
+
+def _machine(group: Group) -> list[str]:
+    """The devices of the runs; "CPU, 16-bit products emulated" where that is so."""
+    names = {}  # a dict keeps the order
+    for run in (run for row in (group.baseline, *group.rows) for run in row.arm.runs):
+        name = run.environment.get("gpu") or (run.environment.get("device") or "").upper()
+        emulated = name == "CPU" and run.keys.get("cpu_half", "emulated") == "emulated"
+        names["CPU, 16-bit products emulated" if emulated else name] = None
+    return [name for name in names if name]
+
+
+def _steps(group: Group) -> int | None:
+    """The length of the longest FP32 run, as it was trained."""
+    steps = [run.last_step for run in group.baseline.arm.runs]
+    return max(steps) if steps else None
+
+
+def _lstm(group: Group) -> str:
+    layers, hidden, projection = (
+        group.keys.get(f"model.{name}") for name in ("num_layers", "hidden_size", "projection_size")
+    )
+    return f"{layers} x {hidden} cells" + (f", projection {projection}" if projection else "")
+
+
+def _mode(row: Row) -> str:
+    """The named mode; one with changed fields is "fp16_master+norm_dtype=fp16" in the record."""
+    return row.arm.mode.partition("+")[0]
+
+
+def _title(row: PaperRow) -> str:
+    return f"{row.model}, {row.source} of the paper" if row.source else row.model
+
+
+def _cells(line: PaperLine) -> list[str]:
+    return [line.who, line.mode, line.baseline, line.value, line.difference, line.outcome]
+
+
+def _remarks(row: PaperRow) -> list[tuple[str, str]]:
+    named = [("paper", row.paper_scale), ("ours", row.our_scale), ("reading", row.reading)]
+    return [(name, text) for name, text in named if text]

@@ -1,0 +1,160 @@
+"""What is known about every cell of a sweep: printed line by line, kept up to date in a file."""
+
+import hashlib
+import json
+import math
+import os
+import sys
+import time
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+
+from mprun.markdown_table import markdown_table
+from mprun.sweep.cells import OUTCOMES, Cell, record_of
+from mprun.sweep.outcome import Outcome, last_line
+from mprun.sweep.plan import Plan
+from mprun.table import Run, load_run, outcome_words, short, table
+
+_EVERY_S = 10.0  # at least this often the file shows how far the runs are
+_TAIL_BYTES = 8192  # of metrics.jsonl, for its last record
+
+
+class Board:
+    """The file `sweep-XXXXXXXX.md` in the sweep's root, named after its cells."""
+
+    def __init__(self, planned: Plan, command: str):
+        self.plan, self.command = planned, command
+        names = sorted(self._name(cell) for cell in planned.cells)
+        digest = hashlib.sha256("\n".join(names).encode()).hexdigest()[:8]
+        self.path = planned.root / f"sweep-{digest}.md"
+        self.words: dict[Cell, str] = {}
+        self.since: dict[Cell, float] = {}
+        self.seconds: dict[Cell, float] = {}
+        self.started = _now()
+        self.written = -math.inf
+        self.numbered = 0
+
+    def finished(self, cell: Cell) -> None:
+        """The cell has an outcome that this sweep did not make."""
+        self.numbered += 1
+        self.words[cell] = outcome_words(record_of(cell.directory))
+        self.written = -math.inf
+
+    def started_run(self, cell: Cell) -> None:
+        """A run of the cell starts."""
+        self.numbered += 1
+        self.words[cell], self.since[cell] = "running", time.monotonic()
+        self._say(f"[{self.numbered}/{len(self.plan.cells)}] {cell.directory.name}")
+        self.written = -math.inf
+
+    def queued(self, cell: Cell) -> None:
+        """The cell is in a launcher's queue."""
+        self.words[cell] = "waiting"
+
+    def in_use(self, cell: Cell) -> None:
+        """Another process has the cell: a second sweep, or a run that a killed sweep left."""
+        words = "in use by another process"
+        if self.words.get(cell) != words:
+            self.words[cell] = words
+            self._say(f"  {cell.directory.name}: {words}; waiting for it")
+
+    def ended(self, cell: Cell, outcome: Outcome) -> None:
+        """An attempt at the cell has ended."""
+        self.words[cell] = outcome.words
+        if cell in self.since:
+            self.seconds[cell] = time.monotonic() - self.since[cell]
+        self._say(f"  {cell.directory.name}: {outcome.words} (exit {outcome.code})")
+        line = last_line(cell)
+        if outcome.code not in (0, 3) and line and line not in outcome.words:
+            self._say(f"    {line}")
+        self.written = -math.inf
+
+    def waits_again(self, cell: Cell) -> None:
+        """The cell goes back to those that wait."""
+        self.words.pop(cell, None)
+        self.numbered -= 1
+
+    def table(self) -> str:
+        """The mode table over all cells that have been started."""
+        return table([run for cell in self.plan.cells if (run := self._run(cell)) is not None])
+
+    def write(self, now: bool = False) -> None:
+        """Rewrite the file if something has happened or its progress is old."""
+        if not now and time.monotonic() - self.written < _EVERY_S:
+            return
+        self.written = time.monotonic()
+        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        # A full disk must not end the runs that need none.
+        with suppress(OSError):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_text(self._text(), encoding="utf-8")
+            os.replace(temporary, self.path)
+
+    def _text(self) -> str:
+        rows = [self._row(cell) for cell in self.plan.cells]
+        header = ["run", "status", "step", "loss", "seconds"]
+        return (
+            f"# Sweep of {len(rows)} runs\n\n    {self.command}\n\n"
+            f"started {self.started}, updated {_now()}\n\n"
+            f"{markdown_table(header, rows)}\n\n{self.table()}\n"
+        )
+
+    def _row(self, cell: Cell) -> list[str]:
+        record = record_of(cell.directory) or {}
+        newest = _last_record(cell.directory / "metrics.jsonl")
+        step = record.get("last_step") or newest.get("step")
+        loss = record.get("final", {}).get("loss", newest.get("loss"))
+        seconds = record.get("seconds") if record.get("status") in OUTCOMES else None
+        if seconds is None and self.words.get(cell) == "running":
+            seconds = time.monotonic() - self.since[cell]
+        seconds = self.seconds.get(cell) if seconds is None else seconds
+        return [
+            self._name(cell),
+            short(self._status(cell, record), 120),
+            "" if step is None else f"{step}/{record.get('steps', '?')}",
+            "" if loss is None else f"{float(loss):.4f}",
+            "" if seconds is None else f"{seconds:.0f}",
+        ]
+
+    def _status(self, cell: Cell, record: dict) -> str:
+        if cell in self.words:
+            return self.words[cell]
+        return outcome_words(record) if record.get("status") in OUTCOMES else "waiting"
+
+    def _run(self, cell: Cell) -> Run | None:
+        words = self.words.get(cell)
+        if (cell.directory / "run.json").is_file() and record_of(cell.directory) is not None:
+            return load_run(cell.directory, self.plan.swept)
+        if words is None or not words.startswith(("failed", "killed", "hung")):
+            return None
+        return Run.without_record(
+            cell.overrides, self.plan.swept, cell.mode, cell.scaler, cell.seed, words
+        )
+
+    def _name(self, cell: Cell) -> str:
+        return cell.directory.relative_to(self.plan.root).as_posix()
+
+    def _say(self, line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+
+def _last_record(path: Path) -> dict:
+    """The last whole record of a metrics.jsonl, from its end; {} if there is none."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(0, file.tell() - _TAIL_BYTES))
+            lines = file.read().splitlines()
+    except OSError:
+        return {}
+    for line in reversed(lines):
+        with suppress(ValueError):
+            record = json.loads(line)
+            if isinstance(record, dict):
+                return record
+    return {}
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

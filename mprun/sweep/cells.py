@@ -1,0 +1,126 @@
+"""A cell and what its directory says: finished, in use, to be continued, or to be put aside."""
+
+import fcntl
+import time
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from mprun.errors import BadInput, Damaged
+from mprun.record.run_directory import locked, read_json
+
+OUTCOMES = ("done", "diverged")
+# A directory that has no lock file yet may belong to a run that made it a moment ago.
+_CLAIM_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One run of a sweep: its overrides, its place, and what identifies it in the table."""
+
+    overrides: tuple[str, ...]
+    directory: Path
+    config_hash: str
+    mode: str
+    scaler: str
+    seed: int
+
+    @property
+    def log(self) -> Path:
+        """What its process prints, until it ends: its directory is not there from the start."""
+        return self.directory.with_name(f".{self.directory.name}.log")
+
+
+class State(Enum):
+    """What is to be done about a cell."""
+
+    NEW = "new"
+    IN_USE = "in use"
+    FINISHED = "finished"
+    RESUMABLE = "resumable"
+    ABANDONED = "abandoned"
+
+
+def look(cell: Cell) -> State:
+    """The state of a cell on disk.
+
+    Raises BadInput if its place is taken by something else.
+    """
+    if not cell.directory.exists():
+        return State.NEW
+    if not cell.directory.is_dir():
+        raise BadInput(f"{cell.directory}: is not a folder; use name= for a sweep of its own")
+    # In this order: a run that ends in between has let go of its lock after its last record.
+    in_use = _in_use(cell.directory)
+    record = record_of(cell.directory)
+    if record is not None and record.get("config_hash") != cell.config_hash:
+        raise BadInput(
+            f"{cell.directory}: holds a run of another configuration; use name= for "
+            "a sweep of its own"
+        )
+    if in_use:
+        return State.IN_USE
+    if record is None:
+        return State.ABANDONED
+    if record["status"] in OUTCOMES:
+        return State.FINISHED
+    # Still "running" although nobody is at it: the machine or the whole sweep was killed.
+    interrupted = record["status"] in ("preempted", "running")
+    if interrupted and any(cell.directory.glob("checkpoints/step-*")):
+        return State.RESUMABLE
+    return State.ABANDONED
+
+
+def record_of(directory: Path) -> dict | None:
+    """run.json, or None if there is none that can be read."""
+    try:
+        record = read_json(directory / "run.json")
+    except (FileNotFoundError, Damaged):
+        return None
+    return record if isinstance(record, dict) and "status" in record else None
+
+
+def put_aside(cell: Cell) -> None:
+    """Keep what an interrupted or failed attempt left, under another name.
+
+    Raises BadInput if another process is at it.
+    """
+    keep_log(cell)
+    if not cell.directory.exists():
+        return
+    with locked(cell.directory):
+        record = record_of(cell.directory)
+        if record is not None and record["status"] in OUTCOMES:
+            return
+        for number in range(1, 10_000):
+            aside = cell.directory.with_name(f"{cell.directory.name}.attempt{number}")
+            if not aside.exists():
+                cell.directory.rename(aside)
+                return
+
+
+def keep_log(cell: Cell) -> None:
+    """Move what the process of a cell printed into the run directory, if it made one."""
+    if not cell.log.is_file() or not cell.directory.is_dir():
+        return
+    kept = cell.directory / "console.log"
+    if not kept.exists():
+        cell.log.rename(kept)
+        return
+    with open(kept, "ab") as file:
+        file.write(cell.log.read_bytes())
+    cell.log.unlink()
+
+
+def _in_use(directory: Path) -> bool:
+    try:
+        with open(directory / ".lock", "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return False
+    except FileNotFoundError:
+        try:
+            return time.time() - directory.stat().st_mtime < _CLAIM_S
+        except FileNotFoundError:  # put aside by another sweep
+            return True
+    except BlockingIOError:
+        return True

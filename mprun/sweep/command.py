@@ -1,0 +1,185 @@
+"""The loop of a sweep: start what waits, watch what runs, stop when asked."""
+
+import os
+import shlex
+import sys
+import time
+from collections import deque
+from pathlib import Path
+
+from mprun.sweep.attempt import Attempt
+from mprun.sweep.batch import Batch, Job
+from mprun.sweep.board import Board
+from mprun.sweep.cells import Cell, State, look
+from mprun.sweep.outcome import exit_code
+from mprun.sweep.plan import Plan, plan
+from mprun.sweep.stop import StopRequest
+
+STALL_AFTER_S = 1800.0
+_POLL_S = 0.05
+_LOOK_AGAIN_S = 1.0  # at cells that another process has
+
+
+def sweep(
+    overrides: list[str],
+    config_dir: str | None = None,
+    jobs: int = 1,
+    stall_after: float = STALL_AFTER_S,
+) -> int:
+    """Run all cells, `jobs` at a time; prints the table. 0 if every cell has an outcome.
+
+    stall_after: seconds without a heartbeat after which a run is killed; 0: never.
+    """
+    planned = plan(overrides, config_dir)
+    waiting = [cell for cell in planned.cells if look(cell) is not State.FINISHED]
+    finished = len(planned.cells) - len(waiting)
+    print(
+        f"sweep of {len(planned.cells)} runs in {planned.root}"
+        + (f", {finished} finished already" if finished else ""),
+        file=sys.stderr,
+    )
+    board = Board(planned, shlex.join(["mprun", "-m", *overrides]))
+    board.numbered = finished
+    with StopRequest() as stop:
+        loop = _Loop(planned, jobs, stall_after, board, stop)
+        codes = loop.run(waiting)
+    board.write(now=True)
+    print(board.table())
+    print(f"sweep: {planned.root}")
+    return stop.exit_code if stop.reason is not None else exit_code(codes)
+
+
+class _Loop:
+    """Starts attempts while there is room for them, until every cell has had one."""
+
+    def __init__(
+        self, planned: Plan, jobs: int, stall_after: float, board: Board, stop: StopRequest
+    ):
+        self.plan, self.jobs, self.stall_after = planned, jobs, stall_after
+        self.board, self.stop = board, stop
+        self.waiting: deque[Cell] = deque()
+        self.running: list[Attempt | Job] = []
+        self.codes: list[int] = []
+        self.look_again = 0.0
+        self.told = False
+        # With one run at a time its progress is shown as it comes.
+        self.console = _Console() if jobs == 1 and not planned.launcher else None
+
+    def run(self, cells: list[Cell]) -> list[int]:
+        """The exit codes of all attempts."""
+        self.waiting.extend(cells)
+        try:
+            while self.waiting or self.running:
+                if self.stop.reason is not None:
+                    self._end_all()
+                elif self.waiting and time.monotonic() >= self.look_again:
+                    self._start()
+                self._collect()
+                self.board.write()
+                time.sleep(_POLL_S)
+        except BaseException:
+            for attempt in self.running:
+                attempt.stop()
+            raise
+        return self.codes
+
+    def _start(self) -> None:
+        room = self._room()
+        if room < 1:
+            return
+        ready = []
+        for cell in list(self.waiting):
+            if len(ready) >= room:
+                break
+            state = look(cell)
+            if state is State.IN_USE:
+                self.board.in_use(cell)
+                continue
+            self.waiting.remove(cell)
+            if state is State.FINISHED:
+                self.board.finished(cell)
+            else:
+                ready.append(cell)
+        if not ready:
+            self.look_again = time.monotonic() + _LOOK_AGAIN_S
+        elif self.plan.launcher:
+            self.running = Batch(self.plan, ready, self.stall_after).jobs
+            for cell in ready:
+                self.board.queued(cell)
+        else:
+            for cell in ready:
+                self.board.started_run(cell)
+                self.running.append(Attempt(cell, self.plan.config_dir, self.stall_after))
+
+    def _room(self) -> int:
+        if self.plan.launcher:
+            return 0 if self.running else len(self.waiting)
+        return self.jobs - len(self.running)
+
+    def _collect(self) -> None:
+        for attempt in list(self.running):
+            cell = attempt.cell
+            if self.console is not None:
+                self.console.follow(cell.log)
+            if attempt.begun and self.board.words.get(cell) == "waiting":
+                self.board.started_run(cell)
+            outcome = attempt.poll()
+            if outcome is None:
+                continue
+            self.running.remove(attempt)
+            if self.console is not None:
+                self.console.close()
+            if not outcome.again:
+                self.codes.append(outcome.code)
+                self.board.ended(cell, outcome)
+            else:
+                self.board.waits_again(cell)
+                self.waiting.append(cell)
+
+    def _end_all(self) -> None:
+        self.waiting.clear()
+        if not self.told:
+            self.told = True
+            print(
+                f"mprun: {self.stop.reason}: stopping {len(self.running)} runs at their next step"
+                " (Ctrl-C again: kill them)",
+                file=sys.stderr,
+            )
+        for attempt in self.running:
+            if self.stop.insisted:
+                attempt.kill()
+            else:
+                attempt.stop()
+
+
+class _Console:
+    """Copies what one run prints to stderr while it grows."""
+
+    def __init__(self):
+        self.file = None
+
+    def follow(self, path: Path) -> None:
+        if self.file is None or not _same(self.file, path):
+            self.close()
+            try:
+                self.file = open(path, "rb")  # noqa: SIM115 - until the run has ended
+            except FileNotFoundError:
+                return
+        self._copy()
+
+    def close(self) -> None:
+        if self.file is not None:
+            self._copy()
+            self.file.close()
+            self.file = None
+
+    def _copy(self) -> None:
+        sys.stderr.write(self.file.read().decode("utf-8", "replace"))
+        sys.stderr.flush()
+
+
+def _same(file, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
+    except FileNotFoundError:
+        return True

@@ -1,0 +1,73 @@
+"""Which runs a sweep consists of: composed, checked and named before anything is written."""
+
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+from mprun.config.compose import compose_config, hydra_session
+from mprun.config.diagnose import group_options
+from mprun.config.overrides import parse_overrides, split_launcher, sweep_values
+from mprun.errors import BadInput
+from mprun.record.run_directory import config_hash, run_name
+from mprun.sweep.cells import Cell
+from mprun.sweep.launcher import checked_launcher
+
+_NOT_SWEPT = ("output_dir", "resume")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A sweep before it starts.
+
+    root: the folder that holds all cells. swept: keys with several values. launcher: overrides of
+    Hydra's launcher, empty if this process starts the runs itself.
+    """
+
+    cells: tuple[Cell, ...]
+    root: Path
+    swept: frozenset[str]
+    config_dir: str | None
+    launcher: tuple[str, ...]
+
+
+def plan(overrides: list[str], config_dir: str | None) -> Plan:
+    """Every cell, composed and checked; writes nothing.
+
+    A cell lies where a single run of the same configuration would, with the keys in its name that
+    only a sweep puts there: a finished one counts. Raises BadInput if one of them cannot run.
+    """
+    launcher, overrides = split_launcher(overrides)
+    launcher = checked_launcher(launcher)
+    parsed = parse_overrides(overrides)
+    swept = frozenset(o.key_or_group for o in parsed if o.is_sweep_override())
+    if any(o.key_or_group in _NOT_SWEPT for o in parsed):
+        raise BadInput("output_dir, resume: not with -m; each run of a sweep has its own directory")
+    if "output_root" in swept:
+        raise BadInput("output_root: one value; all runs of a sweep are in one folder")
+    with hydra_session(config_dir):
+        values = [
+            sweep_values(o, group_options(o.key_or_group)) if o.is_sweep_override() else [text]
+            for o, text in zip(parsed, overrides, strict=True)
+        ]
+    composed = [compose_config(combination, config_dir) for combination in product(*values)]
+    output_root = Path(composed[0].config.output_root)
+    cells = []
+    for one in composed:
+        plain = one.as_dict()
+        folder, name = run_name(plain, one.choices, one.overrides, swept)
+        cells.append(
+            Cell(
+                one.overrides,
+                output_root / folder / name,
+                config_hash(plain),
+                mode=str(one.choices["precision"]),
+                scaler=one.config.scaler.name,
+                seed=one.config.seed,
+            )
+        )
+    directories = {cell.directory for cell in cells}
+    if len(directories) < len(cells):
+        raise BadInput("-m: two runs of the sweep are the same; leave out the repeated value")
+    parents = {directory.parent for directory in directories}
+    root = parents.pop() if len(parents) == 1 else output_root
+    return Plan(tuple(cells), root, swept, config_dir, launcher)

@@ -1,0 +1,307 @@
+"""Intervals by hand and against scipy.stats; every row of the verdict table at its boundary."""
+
+import math
+import random
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from mprun.compare.equivalence import (
+    Interval,
+    Unit,
+    decide,
+    decimals_for,
+    paired_interval,
+    seeds_needed,
+    sentence,
+    t_quantile,
+    too_few_sentence,
+    welch_interval,
+)
+
+PERCENT = Unit(100.0, " %")  # of a baseline mean of 1
+OPPOSITE = {
+    "matches": "matches",
+    "inconclusive": "inconclusive",
+    "worse": "better",
+    "better": "worse",
+    "likely worse": "likely better",
+    "likely better": "likely worse",
+}
+
+
+def interval(low: float, high: float, n: int = 5) -> Interval:
+    middle = (low + high) / 2
+    return Interval(middle, low, high, 0.9, "paired", (n, n), (1.0, 0.0), False)
+
+
+def test_paired_by_hand():
+    # Differences 3, 1, 5: mean 3, deviations 0, -2, 2, variance 8 / 2 = 4, s = 2.
+    # t(0.95, 2) = 2.91999 (table); h = 2.91999 * 2 / sqrt(3) = 3.37171.
+    found = paired_interval([13.0, 21.0, 45.0], [10.0, 20.0, 40.0])
+    assert found.difference == 3.0
+    assert found.variances == (4.0, 0.0)
+    assert found.low == pytest.approx(3 - 3.37171, abs=1e-4)  # the table has six digits
+    assert found.high == pytest.approx(3 + 3.37171, abs=1e-4)
+    assert (found.level, found.method, found.counts) == (0.9, "paired", (3, 3))
+
+
+def test_welch_by_hand():
+    # Means 5 and 2, variances 1 and 1 over 3 each: standard error sqrt(1/3 + 1/3) = 0.816497,
+    # degrees (2/3)^2 / ((1/3)^2/2 + (1/3)^2/2) = 4, t(0.95, 4) = 2.13185; h = 1.74064.
+    found = welch_interval([4.0, 5.0, 6.0], [1.0, 3.0, 2.0])
+    assert found.difference == 3.0
+    assert found.low == pytest.approx(3 - 1.74064, abs=1e-4)
+    assert found.high == pytest.approx(3 + 1.74064, abs=1e-4)
+
+
+def test_alpha_sets_the_level():
+    found = paired_interval([1.0, 2.0, 4.0], [0.0, 0.0, 0.0], alpha=0.025)
+    # t(0.975, 2) = 4.30265; variance of 1, 2, 4 is 7/3.
+    assert found.high - found.difference == pytest.approx(4.30265 * math.sqrt(7 / 9), abs=1e-4)
+    assert found.level == 0.95
+
+
+values = st.floats(-1e3, 1e3).map(lambda x: round(x, 6))
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(values, values), min_size=3, max_size=12), st.sampled_from([0.05, 0.02]))
+def test_paired_equals_scipy(pairs, alpha):
+    own, base = (list(arm) for arm in zip(*pairs, strict=True))
+    differences = [a - b for a, b in pairs]
+    assume(max(differences) - min(differences) > 1e-3)  # scipy warns of cancellation below
+    expected = stats.ttest_rel(own, base).confidence_interval(1 - 2 * alpha)
+    found = paired_interval(own, base, alpha)
+    # float64: about 16 digits, less a few in a difference of numbers up to 1,000.
+    assert found.low == pytest.approx(expected.low, rel=1e-9, abs=1e-9)
+    assert found.high == pytest.approx(expected.high, rel=1e-9, abs=1e-9)
+
+
+arms = st.lists(values, min_size=3, max_size=12)
+
+
+@settings(deadline=None)
+@given(arms, arms, st.sampled_from([0.05, 0.02]))
+def test_welch_equals_scipy(own, base, alpha):
+    assume(max(own) - min(own) > 1e-3 and max(base) - min(base) > 1e-3)
+    expected = stats.ttest_ind(own, base, equal_var=False).confidence_interval(1 - 2 * alpha)
+    found = welch_interval(own, base, alpha)
+    assert found.low == pytest.approx(expected.low, rel=1e-9, abs=1e-9)
+    assert found.high == pytest.approx(expected.high, rel=1e-9, abs=1e-9)
+
+
+def test_an_arm_without_variance_leaves_the_other_ones_degrees_of_freedom():
+    found = welch_interval([1.0, 1.0, 1.0], [0.0, 2.0, 4.0])
+    # Only the baseline varies: variance 4, degrees 2.
+    assert found.high - found.difference == pytest.approx(
+        t_quantile(0.05, 2) * math.sqrt(4 / 3), rel=1e-12
+    )
+
+
+@pytest.mark.parametrize("estimate", [paired_interval, welch_interval])
+def test_one_value_has_no_interval(estimate):
+    with pytest.raises(ValueError, match="1 values: an interval needs at least 2"):
+        estimate([1.0], [1.0])
+
+
+def test_pairs_need_partners():
+    with pytest.raises(ValueError, match="zip"):
+        paired_interval([1.0, 2.0, 3.0], [1.0, 2.0])
+
+
+BELOW = math.nextafter(1.0, 0.0)  # the largest double below a margin of 1
+ABOVE_ZERO = math.nextafter(0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "name"),
+    [
+        (-BELOW, BELOW, "matches"),
+        (-1.0, 0.5, "inconclusive"),  # the margin itself is not inside
+        (-0.5, 1.0, "inconclusive"),
+        (0.5, 0.6, "matches"),  # off zero and yet inside
+        (1.0, 3.0, "worse"),
+        (BELOW, 3.0, "likely worse"),
+        (ABOVE_ZERO, 1.0, "likely worse"),
+        (0.0, 1.0, "inconclusive"),
+        (-3.0, -1.0, "better"),
+        (-3.0, -BELOW, "likely better"),
+        (-1.0, -ABOVE_ZERO, "likely better"),
+        (-1.0, 0.0, "inconclusive"),
+        (-2.0, 2.0, "inconclusive"),
+        (-math.inf, math.inf, "inconclusive"),
+    ],
+)
+def test_verdict_table(low, high, name):
+    assert decide(interval(low, high), 1.0) == name
+
+
+@pytest.mark.parametrize("counts", [(2, 2), (2, 9), (9, 2)])
+def test_two_seeds_decide_nothing(counts):
+    own, base = [0.0] * counts[0], [5.0] * counts[1]
+    assert decide(welch_interval(own, base), 1.0) == "inconclusive"
+
+
+@pytest.mark.parametrize("margin", [0.0, -1.0, math.nan, math.inf])
+def test_a_margin_is_positive(margin):
+    with pytest.raises(ValueError, match="must be above 0"):
+        decide(interval(-1, 1), margin)
+
+
+def test_constant_offset_has_no_width_and_follows_the_table():
+    # Halves and quarters are exact in binary, so that the differences are equal to the last bit.
+    base = [1.0, 2.0, 4.0]
+    for offset, name in ((0.25, "matches"), (0.5, "worse"), (-0.5, "better"), (-0.25, "matches")):
+        found = paired_interval([value + offset for value in base], base)
+        assert (found.low, found.high) == (offset, offset)
+        assert decide(found, 0.5) == name
+        assert not found.identical
+
+
+def test_equal_values_are_identical_though_their_mean_rounds():
+    # 0.1 + 0.1 + 0.1 is not 0.3 in binary; equal values must have no variance all the same.
+    runs = [0.1, 0.1, 0.1]
+    assert welch_interval(runs, runs).identical
+    pairs = paired_interval([0.3, 0.1, 0.7], [0.3, 0.1, 0.7])
+    assert pairs.identical
+    assert (pairs.low, pairs.high) == (0.0, 0.0)
+    assert decide(pairs, 0.01) == "matches"
+
+
+def test_equal_means_are_not_identical_values():
+    assert not paired_interval([1.0, 2.0, 3.0], [3.0, 2.0, 1.0]).identical
+    assert not welch_interval([1.0, 2.0, 3.0], [3.0, 2.0, 1.0]).identical
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(values, values), min_size=3, max_size=10), st.floats(1e-3, 1e3))
+def test_exchanging_the_arms_turns_the_verdict(pairs, margin):
+    own, base = (list(arm) for arm in zip(*pairs, strict=True))
+    for estimate in (paired_interval, welch_interval):
+        there, back = estimate(own, base), estimate(base, own)
+        assert (there.low, there.high) == (-back.high, -back.low)
+        assert decide(there, margin) == OPPOSITE[decide(back, margin)]
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(values, values), min_size=3, max_size=10), st.randoms())
+def test_the_order_of_pairs_changes_nothing(pairs, generator: random.Random):
+    shuffled = list(pairs)
+    generator.shuffle(shuffled)
+    # math.fsum rounds once, whatever the order: equal to the last bit.
+    assert paired_interval(*zip(*pairs, strict=True)) == paired_interval(
+        *zip(*shuffled, strict=True)
+    )
+
+
+def needed(n: int, difference: float, s: float, margin: float) -> int | None:
+    found = Interval(difference, -9, 9, 0.9, "paired", (n, n), (s**2, 0.0), False)
+    return seeds_needed(found, margin)
+
+
+def test_seeds_needed_by_hand():
+    # Difference 0, s = margin: t(0.95, m - 1) <= sqrt(m). m = 4: 2.353 > 2; m = 5: 2.132 < 2.236.
+    assert needed(3, 0.0, 1.0, 1.0) == 2
+    # Difference of half the margin, s half of it: the same inequality.
+    assert needed(3, 0.5, 0.5, 1.0) == 2
+    # Outside, half of the difference is allowed: t / sqrt(m) <= 0.5 for s = 2 = difference.
+    # m = 12: 1.796 / 3.464 = 0.518; m = 13: 1.782 / 3.606 = 0.494.
+    assert needed(3, 2.0, 2.0, 1.0) == 10
+    assert needed(12, 2.0, 2.0, 1.0) == 1
+    assert needed(2, 0.0, 1.0, 1.0) == 1  # to three
+
+
+def test_seeds_out_of_reach():
+    # t(0.95, 49) / sqrt(50) = 1.677 / 7.071 = 0.2371 is the narrowest that 50 seeds get.
+    assert needed(3, 0.0, 1 / 0.2370, 1.0) is None
+    assert needed(3, 0.0, 1 / 0.2372, 1.0) == 47
+    assert needed(3, 0.0, math.inf, 1.0) is None
+
+
+def test_seeds_needed_by_welch():
+    def of(counts):
+        return seeds_needed(Interval(0.0, -9, 9, 0.9, "Welch", counts, (1.0, 1.0), False), 1.0)
+
+    # t(0.95, 2m - 2) sqrt(2 / m) <= 1. m = 6: 1.812 * 0.577 = 1.046; m = 7: 1.782 * 0.535 = 0.953.
+    assert of((3, 3)) == 4
+    # A baseline of 10 stays at 10; 5 of the mode: standard error sqrt(1/5 + 1/10) = 0.548, degrees
+    # 0.3^2 / (0.2^2 / 4 + 0.1^2 / 9) = 8.1, t = 1.857 (8 degrees: 1.860; 9: 1.833), h = 1.017.
+    # 6: sqrt(1/6 + 1/10) = 0.516, degrees 10.6, t = 1.80, h = 0.93.
+    assert of((3, 10)) == 3
+
+
+@pytest.mark.parametrize(
+    ("margin", "decimals"), [(1.0, 2), (0.5, 2), (10.0, 1), (250.0, 0), (0.1, 3), (0.02, 3)]
+)
+def test_decimals(margin, decimals):
+    assert decimals_for(margin) == decimals
+
+
+def said(low: float, high: float, margin: float = 0.01, unit: Unit = PERCENT) -> str:
+    found = interval(low, high)
+    return sentence(decide(found, margin), found, margin, unit)
+
+
+def test_sentences():
+    assert said(-0.002, 0.006) == (
+        "matches FP32: difference +0.20 % (90 % CI -0.20 to +0.60 %) is inside the margin of "
+        "±1.00 %, 5 seeds, paired."
+    )
+    assert said(0.002, 0.006).endswith(
+        "A small consistent difference exists: 0 is outside the interval."
+    )
+    assert said(-0.006, -0.002).endswith("0 is outside the interval.")
+    assert said(0.012, 0.016) == (
+        "worse than FP32 by at least 1.20 %: difference +1.40 % (90 % CI +1.20 to +1.60 %), "
+        "outside the margin of ±1.00 %, 5 seeds, paired."
+    )
+    assert said(-0.016, -0.012) == (
+        "better than FP32 by at least 1.20 %: difference -1.40 % (90 % CI -1.60 to -1.20 %), "
+        "outside the margin of ±1.00 %, 5 seeds, paired; check for a difference other than "
+        "precision."
+    )
+    assert said(0.002, 0.016) == (
+        "likely worse than FP32: difference +0.90 % (90 % CI +0.20 to +1.60 %) is above zero but "
+        "may be within the margin of ±1.00 %, 5 seeds, paired."
+    )
+    assert "is below zero but may be within" in said(-0.016, -0.002)
+
+
+def test_sentence_of_an_inconclusive_interval():
+    found = paired_interval([1.0, -1.0, 0.0], [0.0, 0.0, 0.0])  # s = 1, so that m = 5 suffices
+    assert sentence("inconclusive", found, 1.0, Unit(1.0, "")) == (
+        "inconclusive: needs about 2 more seeds; difference +0.00 (90 % CI -1.69 to +1.69) "
+        "includes zero and reaches the margin of ±1.00, 3 seeds, paired."
+    )
+    assert "not reachable with more seeds (needs over 50)" in sentence(
+        "inconclusive", found, 0.1, Unit(1.0, "")
+    )
+    assert sentence("inconclusive", found, 1.0, Unit(1.0, ""), remedy="wait").startswith(
+        "inconclusive: wait; "
+    )
+
+
+def test_sentence_of_an_accuracy_says_which_way_is_worse():
+    text = said(-0.1, 0.3, margin=0.5, unit=Unit(1.0, " points", turned=True))
+    assert text.startswith(
+        "matches FP32: difference +0.10 points (90 % CI -0.10 to +0.30 points; positive is worse)"
+    )
+
+
+def test_sentence_of_identical_runs_and_of_another_baseline():
+    same = paired_interval([1.0, 2.0, 3.0], [1.0, 2.0, 3.0])
+    assert sentence("matches", same, 0.01, PERCENT, "amp") == (
+        "matches amp (identical): every run ended with the same value, 3 seeds, paired."
+    )
+
+
+def test_sentence_of_too_few_seeds():
+    assert too_few_sentence(0, 3, None, None, None) == (
+        "inconclusive: needs at least 3 seeds (has 0)."
+    )
+    assert too_few_sentence(2, 3, 0.004, 0.01, PERCENT) == (
+        "inconclusive: needs at least 3 seeds (has 2). Difference so far: +0.40 %."
+    )

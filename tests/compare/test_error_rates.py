@@ -1,0 +1,84 @@
+"""The promised error rates, by the simulation of benchmarks/error_rates.py."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FEW, MANY = 2_000, 20_000
+
+
+@pytest.fixture
+def rates(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    from error_rates import rates
+
+    return rates
+
+
+def above(rate: float, draws: int) -> float:
+    """A rate that so many draws stay below but once in 30,000 times (four standard errors)."""
+    return rate + 4 * math.sqrt(rate * (1 - rate) / draws)
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        {"counts": (5, 5)},
+        {"counts": (5, 5), "paired": False},
+        {"counts": (10, 10), "looks": (3, 5, 10)},
+        {"counts": (10, 10), "looks": (3, 5, 10), "paired": False},
+    ],
+    ids=["paired", "Welch", "looks", "looks by Welch"],
+)
+def test_a_difference_of_the_margin_rarely_matches(rates, way):
+    assert rates(1, 0.004, draws=FEW, **way)["matches"] < above(0.05, FEW)
+
+
+@pytest.mark.parametrize("looks", [(), (3, 5, 10)], ids=["fixed", "looks"])
+def test_equal_modes_are_rarely_called_worse_or_better(rates, looks):
+    found = rates(0, 0.01, (10, 10), FEW, looks=looks)
+    assert found["worse"] + found["likely worse"] < above(0.05, FEW)
+    assert found["better"] + found["likely better"] < above(0.05, FEW)
+
+
+def test_naive_looks_do_break_the_rate(rates):
+    # What --looks is for; were this to pass without it, the tests above would show nothing.
+    found = rates(1, 0.004, (10, 10), FEW, looks=(3, 5, 10), naive=True)
+    assert found["matches"] > above(0.05, FEW)
+
+
+def test_equal_modes_mostly_match(rates):
+    assert rates(0, 0.004, (5, 5), FEW)["matches"] > 1 - above(0.05, FEW)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sd", [0.002, 0.004, 0.006, 0.01])
+@pytest.mark.parametrize("looks", [(), (3, 5, 10)], ids=["fixed", "looks"])
+def test_false_matches_at_full_size(rates, sd, looks):
+    assert rates(1, sd, (10, 10), MANY, looks=looks)["matches"] <= 0.055
+
+
+@pytest.mark.slow
+def test_true_matches_at_full_size(rates):
+    assert rates(0, 0.004, (5, 5), MANY)["matches"] >= 0.95
+
+
+def test_the_committed_results_keep_what_is_promised():
+    results = json.loads((ROOT / "docs" / "error_rates.json").read_text(encoding="utf-8"))
+    assert results["draws"] == MANY
+    assert results["summary"]["false_matches_normal"] <= 0.055
+    assert results["summary"]["false_claims_when_equal_normal"] <= 0.055
+    assert results["summary"]["matches_when_equal_sd_0.4_n_5"] >= 0.95
+
+
+def test_the_committed_document_is_made_of_the_committed_results(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    from error_rates_document import document, summary
+
+    results = json.loads((ROOT / "docs" / "error_rates.json").read_text(encoding="utf-8"))
+    assert results["summary"] == summary(results)
+    text = (ROOT / "docs" / "error_rates.md").read_text(encoding="utf-8")
+    assert text == document(results)

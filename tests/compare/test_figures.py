@@ -1,0 +1,5 @@
+from .made_comparison import comparison
+
+
+def test_a():
+    assert comparison()

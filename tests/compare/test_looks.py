@@ -1,0 +1,81 @@
+"""The stricter alpha of planned looks, against published constants and a simulation of its own."""
+
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from mprun.compare.looks import DRAWS, checked_looks, nominal_alpha, smallest_p_values
+
+# Standard error of the level that the calibration reaches, and of its alpha near `alpha`.
+LEVEL_ERROR = math.sqrt(0.05 * 0.95 / DRAWS)
+
+
+@pytest.mark.parametrize(
+    ("looks", "words"),
+    [
+        ([], "two or more"),
+        ([5], "looks 5: must be two or more"),
+        ([2, 5], "the first must be at least 3"),
+        ([0, 5], "the first must be at least 3"),
+        ([3, 3], "looks 3,3: must ascend"),
+        ([5, 3], "must ascend"),
+        ([3, 10, 5], "must ascend"),
+    ],
+)
+def test_looks_that_are_none(looks, words):
+    with pytest.raises(ValueError, match=words):
+        checked_looks(looks)
+    with pytest.raises(ValueError, match=words):
+        nominal_alpha(tuple(looks))
+
+
+def test_looks_that_are_some():
+    assert checked_looks([3, 5, 10]) == (3, 5, 10)
+
+
+@pytest.mark.parametrize(("count", "constant"), [(2, 1.875), (3, 1.992), (5, 2.122)])
+def test_pocock_constants(count, constant):
+    """Equal groups so large that t is normal: Jennison and Turnbull (2000), table 2.1, alpha 0.1.
+
+    That table is two-sided; crossing both sides is too rare to matter. The constants have three
+    decimals: half a unit of the last is about 0.000035 of alpha here. One standard error of the
+    simulated alpha is at most LEVEL_ERROR, because alpha moves slower than the level does.
+    """
+    looks = tuple(10_000 * (index + 1) for index in range(count))
+    assert nominal_alpha(looks) == pytest.approx(stats.norm.sf(constant), abs=4 * LEVEL_ERROR)
+
+
+@pytest.mark.parametrize("looks", [(3, 5, 10), (3, 4), (4, 6, 7, 12)])
+def test_level_recomputed_seed_by_seed(looks):
+    """Another generator, raw values instead of blocks, scipy's t test: the level is 5 %."""
+    draws = 60_000
+    values = np.random.default_rng(12345).standard_normal((draws, looks[-1]))
+    alpha = nominal_alpha(looks)
+    crossed = np.zeros(draws, dtype=bool)
+    for look in looks:
+        test = stats.ttest_1samp(values[:, :look], 0.0, axis=1, alternative="less")
+        crossed |= test.pvalue <= alpha
+    error = math.hypot(math.sqrt(0.05 * 0.95 / draws), LEVEL_ERROR)
+    assert abs(crossed.mean() - 0.05) < 4 * error
+
+
+def test_one_look_alone_is_an_ordinary_test():
+    smallest = smallest_p_values((6,), 100_000, np.random.default_rng(7))
+    # A p-value is uniform: largest distance to it, Kolmogorov's bound at a chance of 1e-4.
+    assert stats.kstest(smallest, "uniform").pvalue > 1e-4
+
+
+def test_more_looks_are_stricter():
+    alphas = [nominal_alpha(looks) for looks in ((3, 10), (3, 5, 10), (3, 5, 7, 10))]
+    assert 0.05 > alphas[0] > alphas[1] > alphas[2] > 0.05 / 4  # never below Bonferroni's
+
+
+def test_the_alpha_does_not_change_from_call_to_call():
+    first = nominal_alpha((3, 5, 10))
+    nominal_alpha.cache_clear()
+    assert nominal_alpha((3, 5, 10)) == first
+    other = nominal_alpha((3, 5, 10), seed=1)
+    assert other != first
+    assert other == pytest.approx(first, abs=4 * math.sqrt(2) * LEVEL_ERROR)

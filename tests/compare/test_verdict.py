@@ -1,0 +1,456 @@
+"""From made runs to a verdict: curves of every kind, pairing, margins, looks."""
+
+import math
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mprun.compare.findings import Arm
+from mprun.compare.looks import nominal_alpha
+from mprun.compare.verdict import judge, outcomes, pairing
+from mprun.errors import BadInput
+
+from .made_runs import made_arm, made_run
+
+LOSS = {"metric": "loss", "higher_is_better": False, "relative": True, "margin_setting": 0.01}
+TOP1 = {"metric": "top1", "higher_is_better": True, "relative": False, "margin_setting": 0.5}
+# Seeds differ by tens of percent, so that a test which did not pair would see nothing.
+FP32 = {0: 2.0, 1: 1.0, 2: 3.0, 3: 2.5, 4: 1.5}  # mean 2: the margin of 1 % is 0.02
+JITTER = {0: 0.004, 1: -0.004, 2: 0.002, 3: -0.002, 4: 0.0}  # s = sqrt(4e-5 / 4) = 0.00316
+
+
+def shifted(by: float, of: dict[int, float] = FP32) -> Arm:
+    return made_arm({seed: value + by + JITTER[seed] for seed, value in of.items()}, mode="amp")
+
+
+def verdict_of(own: Arm, base: Arm, question=LOSS, **more):
+    return judge(own, base, **question, **more)[0]
+
+
+# h = t(0.95, 4) * 0.00316 / sqrt(5) = 2.132 * 0.001414 = 0.003015, margin 0.02.
+@pytest.mark.parametrize(
+    ("shift", "name"),
+    [
+        (0.0, "matches"),
+        (0.0169, "matches"),  # high 0.0199
+        (0.0171, "likely worse"),  # high 0.0201
+        (0.0229, "likely worse"),  # low 0.0199
+        (0.0231, "worse"),  # low 0.0201
+        (-0.0169, "matches"),
+        (-0.0171, "likely better"),
+        (-0.0231, "better"),
+        (5.0, "worse"),
+    ],
+)
+def test_shifted_curves(shift, name):
+    verdict = verdict_of(shifted(shift), made_arm(FP32))
+    assert verdict.name == name
+    assert verdict.method == "paired"
+    assert verdict.margin == pytest.approx(0.02, rel=1e-12)
+    assert verdict.difference == pytest.approx(shift, abs=1e-12)
+    assert verdict.high - verdict.low == pytest.approx(2 * 0.003015, abs=2e-6)
+    assert verdict.seeds == verdict.baseline_seeds == [0, 1, 2, 3, 4]
+    assert verdict.sentence.startswith(name)
+
+
+def test_equal_curves():
+    verdict = verdict_of(made_arm(FP32, mode="amp"), made_arm(FP32))
+    assert verdict.name == "matches"
+    assert "(identical)" in verdict.sentence
+
+
+def test_noisy_curves():
+    own = made_arm({0: 2.3, 1: 0.8, 2: 3.1, 3: 2.2, 4: 1.6}, mode="amp")
+    verdict = verdict_of(own, made_arm(FP32))
+    assert verdict.name == "inconclusive"
+    assert verdict.needed is None  # differences of a tenth, a margin of a hundredth
+    assert "not reachable" in verdict.sentence
+    # Variance (0.09 + 0.04 + 0.01 + 0.09 + 0.01) / 4 = 0.06; margin 0.2 of 2. t s / sqrt(m):
+    # 6 seeds 2.015 * 0.1 = 0.2015, 7 seeds 1.943 * 0.0926 = 0.18.
+    verdict = verdict_of(own, made_arm(FP32), LOSS | {"margin_setting": 0.1})
+    assert (verdict.name, verdict.needed) == ("inconclusive", 2)
+    assert verdict.sentence.startswith("inconclusive: needs about 2 more seeds; difference")
+
+
+def test_short_curves_are_refused_by_name():
+    base = made_arm(FP32)
+    own = shifted(0.0)
+    own.runs[3] = made_run(3, 2.5, mode="amp", steps=[50])
+    with pytest.raises(BadInput, match=r"runs/amp/s3: evaluated last at step 50, runs/fp32/s0 at"):
+        verdict_of(own, base)
+
+
+def test_an_arm_of_another_length_is_refused():
+    own = made_arm(FP32, mode="amp", steps=[2_000_000])
+    with pytest.raises(BadInput, match="at step 2000000, .* at step 100: must be the same"):
+        verdict_of(own, made_arm(FP32))
+
+
+def test_evaluations_at_other_steps_within_the_window_are_refused():
+    own = made_arm(FP32, mode="amp")
+    base = made_arm(FP32)
+    for arm, first in ((own, 100), (base, 200)):
+        arm.runs = [made_run(seed, 9.0, 2.0, steps=[first, 300]) for seed in FP32]
+    assert verdict_of(own, base).name == "matches"  # of the last evaluation alone
+    with pytest.raises(BadInput, match="at step 100, 300, .* at step 200, 300"):
+        verdict_of(own, base, window=2)
+
+
+def test_nan_is_a_divergence():
+    own = shifted(0.0)
+    own.runs[2].evals["loss"][-1] = math.nan
+    verdict, found = judge(own, made_arm(FP32), **LOSS)
+    assert verdict.name == "diverged"
+    assert verdict.sentence == (
+        "diverged in 1 of 5 runs (first at step 100: non-finite loss in an evaluation). "
+        "FP32 diverged in 0 of 5."
+    )
+    assert math.isnan(found[2].value)
+    assert (found[2].diverged, found[2].step) == ("non-finite loss in an evaluation", 100)
+    assert found[1].value == pytest.approx(0.996)
+
+
+def test_diverged_runs_need_no_evaluation_and_no_length():
+    own = shifted(0.0)
+    for seed, step in ((1, 70), (4, 30)):
+        own.runs[seed] = made_run(
+            seed, mode="amp", status="diverged", cause="non-finite loss", last_step=step
+        )
+    verdict = verdict_of(own, made_arm(FP32))
+    assert verdict.sentence == (
+        "diverged in 2 of 5 runs (first at step 30: non-finite loss). FP32 diverged in 0 of 5."
+    )
+    assert verdict.difference is None
+    assert verdict.seeds == [0, 1, 2, 3, 4]
+
+
+def test_one_diverged_run_of_one_is_enough():
+    own = made_arm({0: 2.0}, mode="fp16_naive", nonfinite_step=3)
+    assert verdict_of(own, made_arm(FP32)).name == "diverged"
+
+
+def test_a_baseline_that_diverged_is_none():
+    base = made_arm(FP32)
+    base.runs[0].nonfinite_step = 17
+    verdict = verdict_of(shifted(0.0), base)
+    assert verdict.name == "invalid baseline"
+    assert verdict.sentence == (
+        "FP32 itself diverged in 1 of 5 runs (first at step 17: non-finite loss); fix the recipe "
+        "first. This mode diverged in 0 of 5 runs."
+    )
+
+
+def test_learning_nothing_is_a_divergence_whatever_the_metric():
+    base = made_arm(FP32, train=[2.0] * 20 + [1.0] * 80)
+    stuck = made_arm(FP32, mode="fp16_naive", train=[2.0] * 100)
+    assert verdict_of(stuck, base).name == "diverged"
+    assert verdict_of(stuck, base, gan=True).name == "not assessed"
+
+
+def test_empty_curves():
+    own = shifted(0.0)
+    own.runs[1] = made_run(1, mode="amp")
+    with pytest.raises(BadInput, match="runs/amp/s1: compare.metric=loss: the run has no evalua"):
+        verdict_of(own, made_arm(FP32))
+    own.runs[1].evals = {"step": np.empty(0), "updates": np.empty(0)}
+    with pytest.raises(BadInput, match=r"not in its evaluations; must be one of \(none\)"):
+        verdict_of(own, made_arm(FP32))
+
+
+def test_a_metric_that_was_not_recorded():
+    with pytest.raises(
+        BadInput,
+        match="runs/amp/s0: compare.metric=top1: not in its evaluations; must be one of loss$",
+    ):
+        verdict_of(shifted(0.0), made_arm(FP32), TOP1)
+
+
+def test_a_run_that_did_not_end_is_a_missing_seed():
+    own = shifted(0.0)
+    for run, status in zip(own.runs, ("failed", "preempted", "running"), strict=False):
+        run.status = status
+        run.evals["loss"][-1] = math.nan  # whatever it wrote
+    verdict, found = judge(own, made_arm(FP32), **LOSS)
+    assert [outcome.seed for outcome in found] == [3, 4]
+    assert verdict.name == "inconclusive"
+    assert verdict.needed == 1
+    # Differences -0.002 and 0 of a baseline whose seeds 3 and 4 have mean 2.
+    assert verdict.sentence == (
+        "inconclusive: needs at least 3 seeds (has 2). Difference so far: -0.05 %. "
+        "Left out, having no partner: seeds 0, 1, 2 of FP32."
+    )
+
+
+def test_without_any_run():
+    verdict = verdict_of(Arm("amp", "amp", []), made_arm(FP32))
+    assert (verdict.name, verdict.needed, verdict.difference) == ("inconclusive", 3, None)
+    assert verdict_of(shifted(0.0), Arm("fp32", "fp32", [])).name == "inconclusive"
+
+
+@pytest.mark.parametrize(
+    ("own", "base", "expected"),
+    [
+        ([0, 1, 2], [0, 1, 2], ("paired", [0, 1, 2], [0, 1, 2])),
+        ([2, 1, 0, 7], [0, 1, 2, 9], ("paired", [0, 1, 2], [0, 1, 2])),
+        ([0, 1], [2, 1, 0], ("paired", [0, 1], [0, 1])),  # contained
+        ([0, 1, 2], [1], ("paired", [1], [1])),
+        ([0, 1, 2], [1, 2, 3], ("Welch", [0, 1, 2], [1, 2, 3])),  # two shared, neither contained
+        ([7, 5, 6], [0, 1, 2, 3], ("Welch", [5, 6, 7], [0, 1, 2, 3])),
+        ([], [0, 1], ("paired", [], [])),
+    ],
+)
+def test_pairing(own, base, expected):
+    assert pairing(own, base) == expected
+
+
+def test_extra_seeds_are_left_out_and_named():
+    base = made_arm(FP32 | {5: 1000.0, 6: 1000.0})
+    own = shifted(0.0)
+    own.runs.append(made_run(9, 77.0, mode="amp"))
+    verdict = verdict_of(own, base)
+    assert verdict.name == "matches"
+    assert verdict.margin == pytest.approx(0.02)  # of the seeds that were used
+    assert verdict.sentence.endswith(
+        " Left out, having no partner: seed 9 of this mode; seeds 5, 6 of FP32."
+    )
+
+
+def test_other_seeds_are_tested_by_welch():
+    base = made_arm({0: 2.00, 1: 2.01, 2: 1.99})  # variance 1e-4
+    own = made_arm({5: 2.00, 6: 2.01, 7: 1.99}, mode="fp32")
+    verdict = verdict_of(own, base)
+    # Welch with 4 degrees: h = 2.13185 * sqrt(2e-4 / 3) = 0.017406, margin 0.02.
+    assert verdict.name == "matches"
+    assert verdict.method == "Welch"
+    assert verdict.high == pytest.approx(0.017406, abs=1e-6)
+    assert verdict.sentence.endswith("3 and 3 seeds.")
+    assert (verdict.seeds, verdict.baseline_seeds) == ([5, 6, 7], [0, 1, 2])
+
+
+def test_accuracy_is_turned_and_in_points():
+    base = made_arm({0: 90.0, 1: 91.0, 2: 92.0}, metric="top1")
+    # Differences turned: 0.7, 0.6, 0.8; s = 0.1, h = 2.92 * 0.1 / sqrt(3) = 0.1686: low 0.531.
+    own = made_arm({0: 89.3, 1: 90.4, 2: 91.2}, mode="amp", metric="top1")
+    verdict, found = judge(own, base, **TOP1)
+    assert verdict.name == "worse"
+    assert verdict.difference == pytest.approx(0.7)
+    assert verdict.margin == 0.5
+    assert [outcome.value for outcome in found] == [89.3, 90.4, 91.2]  # as recorded
+    assert verdict.sentence == (
+        "worse than FP32 by at least 0.53 points: difference +0.70 points (90 % CI +0.53 to +0.87 "
+        "points; positive is worse), outside the margin of ±0.50 points, 3 seeds, paired."
+    )
+
+
+def test_perplexity_is_judged_as_its_logarithm():
+    losses = {0: 4.0, 1: 4.1, 2: 3.9}  # nats; mean 4, margin 0.04
+    base = made_arm({s: math.exp(v) for s, v in losses.items()}, metric="perplexity")
+    own = made_arm({s: math.exp(v + 0.05) for s, v in losses.items()}, "amp", metric="perplexity")
+    verdict, found = judge(own, base, **(LOSS | {"metric": "perplexity"}))
+    assert verdict.name == "worse"
+    assert verdict.difference == pytest.approx(0.05, abs=1e-12)
+    assert verdict.margin == pytest.approx(0.04, abs=1e-12)
+    assert found[0].value == math.exp(4.05)
+    assert "difference +1.25 %" in verdict.sentence  # 0.05 of 4
+
+
+def test_a_perplexity_must_be_positive():
+    own = made_arm({0: 0.0}, "amp", metric="perplexity")
+    with pytest.raises(BadInput, match="perplexity must be above 0"):
+        verdict_of(own, own, LOSS | {"metric": "perplexity"})
+
+
+def test_window():
+    base = made_arm({})
+    base.runs = [made_run(seed, 100.0, 1.0, 2.0, 6.0) for seed in range(3)]
+    (first, *_) = outcomes(base, base, metric="loss", window=1, gan=False)
+    assert first.value == 6.0
+    (first, *_) = outcomes(base, base, metric="loss", window=3, gan=False)
+    assert first.value == 3.0
+    with pytest.raises(BadInput, match="compare.window=5: must be at most the 4 evaluations"):
+        outcomes(base, base, metric="loss", window=5, gan=False)
+
+
+def test_window_of_perplexity_is_the_mean_loss():
+    base = made_arm({})
+    base.runs = [made_run(0, 2.0, 8.0, metric="perplexity")]
+    (found,) = outcomes(base, base, metric="perplexity", window=2, gan=False)
+    assert found.value == pytest.approx(4.0, rel=1e-15)  # sqrt(2 * 8), not 5
+
+
+def test_nan_before_the_window_is_no_outcome():
+    base = made_arm({})
+    base.runs = [made_run(0, math.nan, 8.0)]
+    assert outcomes(base, base, metric="loss", window=1, gan=False)[0].value == 8.0
+    (found,) = outcomes(base, base, metric="loss", window=2, gan=False)
+    assert (found.diverged, found.step) == ("non-finite loss in an evaluation", 100)
+
+
+def test_foreign_logs_average_their_last_tenth():
+    base = made_arm({})
+    values = [float(index) for index in range(1, 41)]
+    base.runs = [made_run(0, *values, foreign=True)]
+    # A tenth of 40 is 4: the mean of 37, 38, 39, 40. The window does not matter.
+    assert outcomes(base, base, metric="loss", window=1, gan=False)[0].value == 38.5
+    base.runs = [made_run(0, 1.0, 2.0, foreign=True)]
+    assert outcomes(base, base, metric="loss", window=1, gan=False)[0].value == 1.5
+    with pytest.raises(BadInput, match="--tag=val/loss: not in its evaluations"):
+        outcomes(base, base, metric="val/loss", window=1, gan=False)
+
+
+def test_foreign_logs_of_another_length_are_refused():
+    base, own = made_arm({}), made_arm({}, mode="amp")
+    base.runs = [made_run(seed, *[1.0] * 30, foreign=True) for seed in range(3)]
+    own.runs = [made_run(seed, *[1.0] * 20, mode="amp", foreign=True) for seed in range(3)]
+    with pytest.raises(BadInput, match="at step 2000, runs/fp32/s0 at step 3000"):
+        verdict_of(own, base)
+
+
+def test_a_relative_margin_around_zero():
+    base = made_arm({0: 1.0, 1: -1.0, 2: 0.0})
+    with pytest.raises(BadInput, match="compare.margin=0.01: is relative to the mean loss of FP32"):
+        verdict_of(made_arm({0: 1.0, 1: -1.0, 2: 0.0}, mode="amp"), base)
+
+
+def test_a_negative_mean_has_a_positive_margin():
+    base = made_arm({0: -2.0, 1: -2.0, 2: -2.0})
+    verdict = verdict_of(made_arm({0: -1.0, 1: -1.1, 2: -0.9}, mode="amp"), base)
+    assert (verdict.name, verdict.margin) == ("worse", 0.02)
+    assert "difference +50.00 %" in verdict.sentence
+
+
+@pytest.mark.parametrize("metric", ["loss", "d_loss", "g_loss"])
+def test_gan_losses_are_not_assessed(metric):
+    question = LOSS | {"metric": metric}
+    arm = made_arm(FP32, metric=metric)
+    verdict = verdict_of(arm, arm, question, gan=True)
+    assert verdict.name == "not assessed"
+    assert f"the {metric} of a GAN" in verdict.sentence
+    assert verdict_of(arm, arm, question, gan=False).name == "matches"
+
+
+def test_a_sample_metric_of_a_gan_is_assessed():
+    question = LOSS | {"metric": "sliced_wasserstein"}
+    arm = made_arm(FP32, metric="sliced_wasserstein")
+    assert verdict_of(arm, arm, question, gan=True).name == "matches"
+
+
+def test_a_diverged_gan_is_diverged():
+    own = made_arm(FP32, mode="fp16_naive", nonfinite_step=9)
+    assert verdict_of(own, made_arm(FP32), gan=True).name == "diverged"
+
+
+def test_the_baseline_is_called_by_its_name():
+    base = made_arm(FP32, mode="amp")
+    assert verdict_of(shifted(0.0), base).sentence.startswith("matches amp: ")
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.randoms(), st.sampled_from([0.0, 0.0171, 0.0231, -0.0231]))
+def test_the_order_of_runs_changes_nothing(generator: random.Random, shift):
+    own, base = shifted(shift), made_arm(FP32)
+    expected = judge(own, base, **LOSS)
+    generator.shuffle(own.runs)
+    generator.shuffle(base.runs)
+    assert judge(own, base, **LOSS) == expected
+
+
+TEN = {seed: 2.0 for seed in range(10)}
+
+
+def differing(*differences: float) -> Arm:
+    """An arm whose seeds 0, 1, ... differ from a baseline of 2 by these."""
+    return made_arm({s: 2.0 + d for s, d in enumerate(differences)}, mode="amp")
+
+
+def test_looks_need_the_first_number_of_seeds():
+    verdict = verdict_of(shifted(0.0), made_arm(FP32), looks=[8, 10])
+    assert (verdict.name, verdict.needed, verdict.look) == ("inconclusive", 3, None)
+    assert verdict.sentence.startswith("inconclusive: needs at least 8 seeds (has 5).")
+
+
+def test_the_first_conclusive_look_stands():
+    # Seeds 0 to 2 hardly differ; the later ones would say worse.
+    own = differing(0.001, -0.001, 0.0, *[0.5] * 7)
+    verdict = verdict_of(own, made_arm(TEN), looks=[3, 5, 10])
+    assert (verdict.name, verdict.look, verdict.needed) == ("matches", 3, None)
+    assert verdict.seeds == [0, 1, 2]
+    assert verdict.level == pytest.approx(1 - 2 * nominal_alpha((3, 5, 10)))
+    assert verdict.sentence.endswith(
+        " Look at 3 seeds of the plan 3, 5, 10; it stands, 7 seeds not used."
+    )
+    # Without looks all seeds count.
+    assert verdict_of(own, made_arm(TEN)).name != "matches"
+
+
+def test_seeds_between_looks_wait():
+    wide = (0.03, -0.03, 0.0)
+    verdict = verdict_of(differing(*wide, 9.0), made_arm(TEN), looks=[3, 5, 10])
+    assert (verdict.name, verdict.look, verdict.needed) == ("inconclusive", 3, 1)
+    assert verdict.seeds == [0, 1, 2]
+    assert verdict.sentence.startswith("inconclusive: wait for the look at 5 seeds; difference ")
+    assert (
+        " Look at 3 seeds of the plan 3, 5, 10; the next needs 1 seed more, 1 seed waiting for it."
+        in verdict.sentence
+    )
+    verdict = verdict_of(differing(*wide), made_arm(TEN), looks=[3, 5, 10])
+    assert verdict.needed == 2
+    assert "; the next needs 2 seeds more. Left out" in verdict.sentence
+
+
+def test_a_later_look_decides():
+    own = differing(0.03, -0.03, 0.0, 0.001, -0.001, *[0.0] * 5)
+    verdict = verdict_of(own, made_arm(TEN), looks=[3, 10])
+    # Variance 2 * (0.03^2 + 0.001^2) / 9 = 2.0e-4; half width near 2.4 * 0.0045 = 0.011 < 0.02.
+    assert (verdict.name, verdict.look) == ("matches", 10)
+    assert verdict.sentence.endswith(" Look at 10 seeds of the plan 3, 10.")
+
+
+def test_likely_worse_is_not_conclusive_at_a_look():
+    # At 3 seeds: mean 0.02, s = 0.005, h = t * 0.005 / sqrt(3) with t near 4.6 (2 degrees, 2.3 %):
+    # 0.013, so the interval is (0.007, 0.033): likely worse. At 6 the rest makes it worse.
+    own = differing(0.015, 0.02, 0.025, *[0.1] * 3)
+    three, six = (
+        verdict_of(
+            differing(*[r.evals["loss"][0] - 2.0 for r in own.runs[:n]]),
+            made_arm(TEN),
+            looks=[3, 6],
+        )
+        for n in (3, 6)
+    )
+    assert (three.name, three.look, three.needed) == ("likely worse", 3, 3)
+    assert six.look == 6
+
+
+def test_after_the_last_look_nothing_is_promised():
+    wide = [0.05, -0.05] * 5
+    verdict = verdict_of(differing(*wide), made_arm(TEN), looks=[3, 5])
+    assert (verdict.name, verdict.look, verdict.needed) == ("inconclusive", 5, None)
+    assert verdict.sentence.startswith("inconclusive: this was the last look; ")
+    assert verdict.sentence.endswith(
+        " Look at 5 seeds of the plan 3, 5; 5 seeds beyond it not used."
+    )
+
+
+def test_looks_are_stricter_than_a_fixed_test():
+    # Half width just inside the margin at 5 %, so outside it at the nominal alpha.
+    own = differing(0.0105, -0.0105, 0.0)  # h = 2.92 * 0.0105 / sqrt(3) = 0.0177 < 0.02
+    base = made_arm({seed: 2.0 for seed in range(3)})
+    assert verdict_of(own, base).name == "matches"
+    assert verdict_of(own, base, looks=[3, 5]).name == "inconclusive"
+
+
+def test_looks_at_other_seeds_take_the_first_of_both_arms():
+    base = made_arm({seed: 2.0 + JITTER[seed % 5] for seed in range(10)})
+    own = made_arm({20 + seed: 2.0 + JITTER[seed] for seed in range(4)}, mode="amp")
+    verdict = verdict_of(own, base, looks=[3, 5, 10])
+    assert (verdict.method, verdict.look) == ("Welch", 3)
+    assert (verdict.seeds, verdict.baseline_seeds) == ([20, 21, 22], [0, 1, 2])
+
+
+def test_looks_that_are_none():
+    with pytest.raises(ValueError, match="must ascend"):
+        verdict_of(shifted(0.0), made_arm(FP32), looks=[5, 3])

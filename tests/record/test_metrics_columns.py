@@ -1,0 +1,310 @@
+"""Scanning a metrics.jsonl gives exactly what parsing every line gives; damage is told."""
+
+import dataclasses
+import json
+import math
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from mprun.errors import Damaged
+from mprun.record import metrics_scan
+from mprun.record.metrics import MetricsFile
+from mprun.record.metrics_block import Unscannable, leading_integers
+from mprun.record.metrics_columns import ParsedRecords, _columns, read_columns
+from mprun.record.metrics_scan import ScannedRecords
+
+
+def write(path, records):
+    file = MetricsFile(path)
+    for record in records:
+        file.write(record)
+    file.close()
+
+
+def train(step, skipped=0, loss=1.0, scale=1.0, **extra):
+    return {
+        "split": "train",
+        "step": step,
+        "updates": step - skipped,
+        "skipped": skipped,
+        "epoch": step / 8,
+        "loss": loss,
+        "loss_scale": scale,
+        "lr": 0.1,
+        **extra,
+    }
+
+
+def evaluation(step, skipped=0, **metrics):
+    head = {"split": "eval", "step": step, "updates": step - skipped, "skipped": skipped}
+    return head | {"epoch": step / 8, **metrics, "seconds": 0.25}
+
+
+def assert_equal(a, b):
+    for field in dataclasses.fields(a):
+        one, other = getattr(a, field.name), getattr(b, field.name)
+        if isinstance(one, dict):
+            assert list(one) == list(other), field.name
+            for key in one:
+                np.testing.assert_array_equal(one[key], other[key], err_msg=key, strict=True)
+        else:
+            np.testing.assert_array_equal(one, other, err_msg=field.name)
+
+
+def parsed(path):
+    return _columns(path, ParsedRecords(path, path.read_bytes()))
+
+
+def scanned(path):
+    return _columns(path, ScannedRecords(path.read_bytes()))
+
+
+numbers = st.one_of(st.floats(), st.integers(-(10**9), 10**9))
+scales = st.one_of(st.sampled_from([1.0, 2.0**16, 2.0**-14, 1.1754943508222875e-38, 128]), numbers)
+EXTRAS = ("grad_norm", "samples_per_s", "d_loss", "g_loss_scale", "a_scale", "NaNs")
+
+
+@st.composite
+def files(draw):
+    """Records as a trainer may write them, over several digit lengths of the step."""
+    records, step, skipped = [], draw(st.sampled_from([0, 7, 95, 99_990, 9_999_990])), 0
+    skipped = draw(st.sampled_from([0, 0, 8, 999]))
+    has_scale = draw(st.booleans())
+    constant = draw(st.booleans())
+    step = max(step, skipped)
+    scale = draw(scales)
+    for _ in range(draw(st.integers(0, 15))):
+        step += draw(st.sampled_from([1, 1, 1, 2, 9]))
+        skipped += draw(st.sampled_from([0, 0, 1]))
+        scale = scale if constant else draw(scales)
+        extra = draw(st.dictionaries(st.sampled_from(EXTRAS), st.one_of(numbers, st.none())))
+        record = train(step, skipped, draw(numbers), scale, **extra)
+        if not has_scale:
+            del record["loss_scale"]
+        if draw(st.sampled_from([True, True, True, False])):
+            records.append(record)
+        if draw(st.sampled_from([True, False, False])):
+            metrics = draw(
+                st.dictionaries(st.sampled_from(["loss", "top1", "loss_scale"]), numbers)
+            )
+            records.append(evaluation(step, skipped, **metrics))
+    return records
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    records=files(), tail=st.sampled_from(["", "torn", "no newline"]), block=st.integers(1, 3000)
+)
+def test_scanning_equals_parsing(tmp_path_factory, records, tail, block):
+    path = tmp_path_factory.mktemp("m") / "metrics.jsonl"
+    write(path, records)
+    whole = path.read_bytes()
+    if tail == "torn":
+        path.write_bytes(whole + b'{"split": "train", "step": 99')
+    elif tail == "no newline":
+        path.write_bytes(whole[:-1])
+    before, metrics_scan._BLOCK_BYTES = metrics_scan._BLOCK_BYTES, block
+    try:
+        assert_equal(scanned(path), parsed(path))
+    finally:
+        metrics_scan._BLOCK_BYTES = before
+
+
+@settings(max_examples=50, deadline=None)
+@given(records=files(), order=st.permutations(list(train(1))), where=st.integers(0, 14))
+def test_another_order_of_the_keys_is_read_all_the_same(tmp_path_factory, records, order, where):
+    assume(len(records) > where)
+    folder = tmp_path_factory.mktemp("m")
+    write(folder / "usual.jsonl", records)
+    moved = {key: records[where][key] for key in order if key in records[where]}
+    records[where] = moved | records[where]
+    write(folder / "other.jsonl", records)
+    usual, other = read_columns(folder / "usual.jsonl"), read_columns(folder / "other.jsonl")
+    for one, two in ((usual.evals, other.evals), (usual.train, other.train)):
+        assert one.keys() == two.keys()
+        for key in one:
+            np.testing.assert_array_equal(one[key], two[key])
+    np.testing.assert_array_equal(usual.last_losses, other.last_losses)
+    assert usual.scale_range == other.scale_range
+    assert usual.nonfinite_step == other.nonfinite_step
+
+
+@settings(max_examples=150, deadline=None)
+@given(records=files(), at=st.integers(0), byte=st.integers(0, 255))
+def test_a_changed_byte_is_told_or_read_as_json_reads_it(tmp_path_factory, records, at, byte):
+    """Of the exact values none may come from misread text; json itself is the reference."""
+    assume(records)
+    path = tmp_path_factory.mktemp("m") / "metrics.jsonl"
+    write(path, records)
+    data = bytearray(path.read_bytes())
+    data[at % len(data)] = byte
+    path.write_bytes(data)
+    try:
+        expected = parsed(path)
+    except Damaged:
+        expected = None
+    try:
+        found = scanned(path)
+    except (Unscannable, Damaged):
+        return  # read_columns parses or tells it
+    if expected is not None:
+        assert found.records == expected.records
+        np.testing.assert_array_equal(found.skip_steps, expected.skip_steps)
+        np.testing.assert_array_equal(found.last_losses, expected.last_losses)
+        assert found.scale_range == expected.scale_range
+
+
+def test_what_the_columns_hold(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    records = [train(s, loss=10.0 - s, grad_norm=s / 2) for s in range(1, 21)]
+    # Updates 31, 32, 33 and 40 are skipped; 32 has a loss that is not finite.
+    for step, skipped, loss, scale in [
+        (30, 0, 2.0, 65536.0),
+        (31, 1, 2.0, 65536.0),
+        (32, 2, math.inf, 32768.0),
+        (33, 3, 2.0, 16384.0),
+        (40, 4, 2.0, 8192.0),
+        (50, 4, 1.5, 131072.0),
+        (60, 4, 1.25, 131072.0),
+    ]:
+        records.append(train(step, skipped, loss, scale))
+    records.insert(22, evaluation(30, loss=3.0, top1=50.0))
+    records.append(evaluation(60, 4, loss=2.0, top1=75.0))
+    write(path, records)
+    columns = read_columns(path)
+    assert columns.records == 27 and columns.last_step == 60 and columns.skipped == 4
+    assert columns.first_losses.tolist() == [10.0 - s for s in range(1, 21)]
+    assert columns.last_losses.tolist() == [2.0, 1.5, 1.25]  # ceil(27 / 10) records
+    assert columns.skip_steps.tolist() == [31, 32, 33, 40]
+    assert columns.longest_skip_streak == 3
+    assert columns.scale_range == (1.0, 131072.0)
+    assert columns.nonfinite_step is None  # step 32 was skipped
+    assert {k: v.tolist() for k, v in columns.evals.items()} == {
+        "step": [30, 60],
+        "updates": [30, 56],
+        "loss": [3.0, 2.0],
+        "top1": [50.0, 75.0],
+    }
+    assert list(columns.train)[:3] == ["step", "updates", "skipped"]
+    assert columns.train["loss"].tolist() == [r["loss"] for r in records if r["split"] == "train"]
+    grad_norm = columns.train["grad_norm"]
+    assert (
+        grad_norm[:20].tolist() == [s / 2 for s in range(1, 21)] and np.isnan(grad_norm[20:]).all()
+    )
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_non_finite_loss_counts_only_where_the_update_was_applied(tmp_path, value):
+    path = tmp_path / "metrics.jsonl"
+    records = [train(1), train(2, 1, value), train(3, 1), train(4, 1, value), train(5, 1, value)]
+    write(path, records)
+    assert read_columns(path).nonfinite_step == 4
+
+
+def test_first_losses_end_where_a_step_is_missing(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write(path, [train(s, loss=s) for s in (1, 2, 3, 5, 6)])
+    assert read_columns(path).first_losses.tolist() == [1.0, 2.0, 3.0]
+    write(tmp_path / "late.jsonl", [train(s) for s in (10, 20)])
+    assert read_columns(tmp_path / "late.jsonl").first_losses.tolist() == []
+
+
+def test_no_records_and_evaluations_alone(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b"")
+    empty = read_columns(path)
+    assert empty.records == 0 and empty.scale_range is None and empty.last_losses.size == 0
+    assert empty.evals["step"].size == 0 and empty.train["step"].size == 0
+    path.write_bytes(b'{"split": "tr')  # killed in its first line
+    assert_equal(read_columns(path), empty)
+    write(tmp_path / "evals.jsonl", [evaluation(5, loss=1.0), evaluation(10, loss=0.5)])
+    columns = read_columns(tmp_path / "evals.jsonl")
+    assert columns.evals["loss"].tolist() == [1.0, 0.5] and columns.last_step == 10
+
+
+def test_many_records_are_thinned_for_drawing_and_nothing_else(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    skips = [s // 2 for s in range(1, 12_001)]  # every second update
+    write(path, [train(s, k, loss=s, scale=2.0 ** (s % 7)) for s, k in enumerate(skips, 1)])
+    columns = read_columns(path)
+    assert_equal(columns, parsed(path))
+    steps = columns.train["step"]
+    assert len(steps) == 1000 and (steps[0], steps[-1]) == (1, 12_000)
+    assert columns.train["loss"].tolist() == steps.tolist()
+    # Evenly: 11,999 / 999 = 12.01 apart, rounded.
+    assert set(np.diff(steps)) <= {11.0, 12.0, 13.0}
+    assert len(columns.skip_steps) == 2000 and columns.skipped == 6000
+    assert columns.longest_skip_streak == 1 and columns.scale_range == (1.0, 64.0)
+    assert columns.last_losses.tolist() == list(range(10_801, 12_001))
+
+
+def test_damage_is_told_with_the_line(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    records = [train(s) for s in range(1, 6)] + [evaluation(5, loss=1.0), train(6)]
+    write(path, records)
+    whole = path.read_bytes()
+    for old, new, line in (
+        (b'"step": 2', b'"step"; 2', 2),
+        (b'"step": 3', b'"step": -3', 3),
+        (b'"step": 3', b'"step": 1', 3),
+        (b'"step": 3', b'"step": 3.5', 3),
+        (b'"skipped": 0, "epoch": 0.5', b'"skipped": null, "epoch": 0.5', 4),
+        (b'"loss": 1.0, "loss_scale": 1.0, "lr": 0.1}\n{"split": "eval"', b'\n{"split": "eval"', 5),
+        (b'{"split": "eval", "step": 5', b'{"split": "eval", "stop": 5', 6),
+        (b'"loss": 1.0, "seconds"', b'"loss": 1.0, seconds', 6),
+        (b'{"split": "train", "step": 1,', b'[{"split": "train", "step": 1,', 1),
+    ):
+        assert whole.count(old) >= 1
+        path.write_bytes(whole.replace(old, new, 1))
+        with pytest.raises(Damaged, match=f"{path}: line {line}\\b"):
+            read_columns(path)
+    path.write_bytes(whole.replace(b'"loss": 1.0, "loss_scale"', b'"loss": null, "loss_scale"'))
+    with pytest.raises(Damaged, match="line 1: loss is None"):
+        read_columns(path)
+
+
+def test_a_file_from_elsewhere_is_parsed(tmp_path):
+    """Blank lines, other spaces, other splits and CRLF line ends mean the same to json."""
+    path, other = tmp_path / "metrics.jsonl", tmp_path / "other.jsonl"
+    records = [train(s, loss=s / 3) for s in range(1, 30)] + [evaluation(29, loss=2.0)]
+    write(path, records)
+    lines = [json.dumps(record, separators=(",", ":")) for record in records]
+    lines.insert(7, '{"split":"test","loss":0}')
+    other.write_bytes("\r\n\n".join([*lines, ""]).encode())
+    with pytest.raises(Unscannable):
+        ScannedRecords(other.read_bytes())
+    assert_equal(read_columns(path), read_columns(other))
+
+
+@pytest.mark.parametrize("key", ['x"loss', 'x"loss_scale'])
+def test_a_key_that_ends_like_another_is_not_taken_for_it(tmp_path, key):
+    path = tmp_path / "metrics.jsonl"
+    write(path, [{**train(1), key: math.inf}, {**train(2), key: math.inf}])
+    columns = read_columns(path)
+    assert columns.nonfinite_step is None and columns.scale_range == (1.0, 1.0)
+    assert columns.train[key].tolist() == [math.inf, math.inf]
+
+
+def test_integers_are_cut_out_of_words():
+    texts = [
+        b'0, "upda',
+        b'7, "upda',
+        b'10}\n{"sp',
+        b"99999999",
+        b"12345678",
+        b"1000000,",
+        b', "updat',
+    ]
+    words = np.frombuffer(b"".join(texts), dtype="<u8")
+    values, lengths = leading_integers(words)
+    assert values.tolist() == [0, 7, 10, 99999999, 12345678, 1000000, 0]
+    assert lengths.tolist() == [1, 1, 2, 8, 8, 7, 0]
+    # Any byte may follow the digits, also one above 127.
+    after = np.frombuffer(
+        b"".join(b"42" + bytes([b, 255 - b]) + b"9999" for b in range(256)), "<u8"
+    )
+    expected = [(42, 2) if not 48 <= b < 58 else (420 + b - 48, 3) for b in range(256)]
+    assert list(zip(*(part.tolist() for part in leading_integers(after)), strict=True)) == expected
