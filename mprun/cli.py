@@ -118,7 +118,7 @@ def _dispatch(arguments: list[str]) -> int:
         return sweep(
             options.overrides,
             options.config_dir,
-            jobs=int(options.jobs or 1),
+            jobs=None if options.jobs is None else int(options.jobs),
             stall_after=float(options.stall_after or STALL_AFTER_S),
         )
     for override in options.overrides:
@@ -177,11 +177,22 @@ def _split_options(arguments: list[str]) -> _Options:
             options.overrides.append(argument)
     if (resolve or options.package) and options.cfg is None:
         raise BadInput("--resolve, --package: only with --cfg")
-    if not options.jobs.isdecimal() or not 1 <= int(options.jobs[:9]) <= 1024:
-        raise BadInput(f"-j {options.jobs}: must be a number of processes from 1 to 1024")
-    if options.jobs != "1" and not options.multirun:
-        raise BadInput(f"-j {options.jobs}: only a sweep (-m) runs several processes")
+    _check_sweep_options(options)
     return options
+
+
+def _check_sweep_options(options: _Options) -> None:
+    jobs, stall_after = options.jobs, options.stall_after
+    if jobs is not None:
+        if not jobs.isdecimal() or not 1 <= int(jobs[:9]) <= 1024:
+            raise BadInput(f"-j {jobs}: must be a number of processes from 1 to 1024")
+        if not options.multirun:
+            raise BadInput(f"-j {jobs}: only a sweep (-m) runs several processes")
+    if stall_after is not None:
+        if not stall_after.isdecimal() or int(stall_after[:12]) > 10**9:
+            raise BadInput(f"--stall-after {stall_after}: must be seconds >= 0 (0: never)")
+        if not options.multirun:
+            raise BadInput(f"--stall-after {stall_after}: only a sweep (-m) watches its runs")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,11 @@ mprun: what does lower precision do to a training run, compared with FP32?
 Use
   mprun                                     one short run on embedded data
   mprun model=resnet50 precision=amp        choose group=option, set key=value
-  mprun -m precision=fp32,amp seed=0,1,2    sweep: one process per run (-j N: N at a time)
+  mprun -m precision=fp32,amp seed=0,1,2    sweep: one process per run; again: what is missing
+    -j N                                    N runs at a time (1)
+    --stall-after SECONDS                   kill a run without progress (1800; 0: never)
+    hydra/launcher=joblib|submitit_local|submitit_slurm   Hydra's launcher instead of -j
+    hydra.launcher.KEY=VALUE                n_jobs (joblib), timeout_min, partition, ... (submitit)
   mprun resume=outputs/RUN                  continue a run from its last checkpoint
   mprun --config-dir DIR model=mine         options of your own from DIR/model/mine.yaml
   mprun --cfg job model=dcgan               print the whole configuration, run nothing

@@ -13,6 +13,7 @@ from mprun.interruption import Interruption
 from mprun.learning_rate import LearningRate
 from mprun.record import memory
 from mprun.record.console import Progress
+from mprun.record.heartbeat import Heartbeat
 from mprun.record.metrics import MetricsFile, TensorBoardView
 from mprun.record.sample_grid import write_sample_grid
 from mprun.trace import StepRow, Trace
@@ -52,6 +53,7 @@ def train(
     rate = built.rate
     recorder = _Recorder(directory, built, rate, trace, start)
     outcome = Outcome("done", start, skipped=skipped)
+    heartbeat = Heartbeat(directory)
 
     def save(step: int) -> None:
         state = {
@@ -68,6 +70,7 @@ def train(
     memory.reset_peak(device)
     try:
         for index in range(start, built.steps):
+            heartbeat.beat()
             step, last = index + 1, index + 1 == built.steps
             logging = due(step, every.log_every) or last
             saving = due(step, every.checkpoint_every) or (last and every.checkpoint_every > 0)
@@ -92,7 +95,9 @@ def train(
             if evaluating:
                 # Of training alone: evaluation holds an FP32 model beside it.
                 outcome.peak = memory.higher(outcome.peak, device)
+                heartbeat.beat()
                 outcome.final = recorder.evaluate(step)
+                heartbeat.beat()
                 memory.reset_peak(device)
                 if not all(math.isfinite(value) for value in outcome.final.values()):
                     outcome.status, outcome.cause = "diverged", "non-finite evaluation loss"

@@ -45,6 +45,7 @@ SETTINGS = {
     "ytick.labelsize": 8.5,
     "legend.fontsize": 8.5,
     "svg.fonttype": "none",
+    "text.parse_math": False,  # a label may hold a dollar sign
 }
 
 
@@ -96,6 +97,8 @@ def panel(title: str, height: float, entries: list | None = None, note: str = ""
 
 def line_entry(label: str, style: Style) -> Line2D:
     """A legend entry that looks like the curve."""
+    # matplotlib takes a label that starts with an underscore for no label.
+    label = f" {label}" if label.startswith("_") else label
     return Line2D([], [], color=style.colour, linestyle=style.linestyle, linewidth=2, label=label)
 
 
@@ -120,6 +123,11 @@ def rows_panel(title: str, labels: list[str], xlabel: str, note: str = ""):
             0.004, row + 0.24, label, transform=axes.get_yaxis_transform(), va="center", zorder=5
         )
     return figure, axes, [row + 0.68 for row in range(len(labels))]
+
+
+def thousands(value: float, _=None) -> str:
+    """Tick label with the thousands separated; for `FuncFormatter`."""
+    return f"{value:,.0f}" if value == round(value) else f"{value:g}"
 
 
 def _columns(labels: list[str]) -> int:

@@ -5,7 +5,8 @@ import math
 import numpy as np
 
 from mprun.compare.canvas import GREY, Drawing, rows_panel
-from mprun.compare.figures_curves import evaluation, loss_scale, training_loss
+from mprun.compare.figures_curves import evaluation, training_loss
+from mprun.compare.figures_scale import loss_scale
 from mprun.compare.findings import Group, Row
 from mprun.compare.formatting import (
     answer,
@@ -92,7 +93,11 @@ def intervals(group: Group, styles: dict[str, Style]) -> Drawing | None:
 
 def throughput(group: Group, styles: dict[str, Style]) -> Drawing | None:
     """Samples per second of each mode."""
-    rows = [row for row in (group.baseline, *group.rows) if row.samples_per_s]
+    rows = [
+        row
+        for row in (group.baseline, *group.rows)
+        if row.samples_per_s and math.isfinite(row.samples_per_s)
+    ]
     if not rows:
         return None
     sample = rows[0].arm.runs[0].sample

@@ -1,16 +1,15 @@
-"""Curves of a group: training loss, evaluation metric and loss scale of every mode."""
+"""Curves of a group: training loss and evaluation metric, mean and seed band of every mode."""
 
 import numpy as np
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FuncFormatter
 
-from mprun.compare.canvas import Drawing, line_entry, mark_entry, panel
+from mprun.compare.canvas import Drawing, line_entry, mark_entry, panel, thousands
 from mprun.compare.findings import Group, Row, RunData
 from mprun.compare.palette import Style
-from mprun.compare.seed_bands import Band, Curve, band, grid
+from mprun.compare.seed_bands import Band, Curve, band, curve, grid
 
 _HEIGHT = 2.5  # inches
 _NOTE = "Band: min to max over seeds; not the test."
-_SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def training_loss(group: Group, styles: dict[str, Style], axis: str, points: int):
@@ -19,7 +18,7 @@ def training_loss(group: Group, styles: dict[str, Style], axis: str, points: int
     return _curves(
         group,
         styles,
-        {id(run): _of(run.train, axis, "loss") for run in _runs(group)},
+        {id(run): curve(run.train, axis, "loss") for run in _runs(group)},
         points,
         name={"step": "loss-steps", "updates": "loss-updates"}[axis],
         title=f"Training loss over {words}s" if axis == "step" else f"Training loss over {words}",
@@ -31,7 +30,7 @@ def training_loss(group: Group, styles: dict[str, Style], axis: str, points: int
 
 def evaluation(group: Group, styles: dict[str, Style], metric: str, points: int):
     """A metric of the evaluations over steps; None unless some run has two of them."""
-    curves = {id(run): _of(run.evals, "step", metric) for run in _runs(group)}
+    curves = {id(run): curve(run.evals, "step", metric) for run in _runs(group)}
     if max((len(x) for x, _ in curves.values()), default=0) < 2:
         return None
     return _curves(
@@ -46,68 +45,6 @@ def evaluation(group: Group, styles: dict[str, Style], metric: str, points: int)
         axis="step",
         markers=True,
     )
-
-
-def loss_scale(group: Group, styles: dict[str, Style], points: int):
-    """The loss scale of one seed per mode and its skipped updates; None if no mode scales."""
-    traces = [(row, _scaling_run(row)) for row in (group.baseline, *group.rows)]
-    traces = [(row, run) for row, run in traces if run is not None]
-    if not traces:
-        return None
-    entries = [line_entry(row.arm.label, styles[row.arm.label]) for row, _ in traces]
-    entries.append(mark_entry("skipped update (a row per mode)", "|"))
-    figure, axes = panel("Loss scale", 1.9, entries)
-    for layer, (row, run) in enumerate(traces):
-        width = 1.5 + 1.4 * (len(traces) - 1 - layer)  # equal traces stay visible below each other
-        style = styles[row.arm.label]
-        step, scale = _of(run.train, "step", "loss_scale")
-        keep = np.isfinite(scale) & (scale > 0)
-        step, power = _corners(step[keep], np.log2(scale[keep]), points)
-        axes.plot(
-            step,
-            power,
-            color=style.colour,
-            linestyle=style.linestyle,
-            linewidth=width,
-            drawstyle="steps-post",
-        )
-    _skip_rows(axes, traces, styles)
-    axes.yaxis.set_major_formatter(
-        FuncFormatter(lambda value, _: "2" + f"{value:.0f}".translate(_SUPERSCRIPT))
-    )
-    axes.xaxis.set_major_formatter(FuncFormatter(_thousands))
-    axes.set(xlabel="step", ylabel="loss scale")
-    axes.grid()
-    which = ", ".join(f"{row.arm.label} seed {run.seed}" for row, run in traces)
-    skipped = ", ".join(f"{row.arm.label} {row.skipped}" for row, _ in traces)
-    return Drawing(
-        "loss-scale",
-        f"One run per mode ({which}). Skipped updates over all seeds: {skipped}.",
-        f"Loss scale over steps of {which}. Skipped updates over all seeds: {skipped}.",
-        figure,
-    )
-
-
-def _skip_rows(axes, traces: list[tuple[Row, RunData]], styles: dict[str, Style]) -> None:
-    """Below the traces one row per mode with a tick at each skipped update."""
-    axes.margins(0.03, 0.08)
-    low, high = axes.get_ylim()
-    low = min(low, high - 2)
-    ticks = MaxNLocator(nbins=6, integer=True).tick_values(low, high)
-    axes.set_yticks([tick for tick in ticks if low <= tick <= high])
-    share = 0.09 * len(traces)
-    axes.set_ylim(low - share / (1 - share) * (high - low), high)
-    for number, (row, run) in enumerate(traces):
-        skips = _every(np.asarray(run.skip_steps, float), 200)
-        axes.plot(
-            skips,
-            np.full(len(skips), 0.09 * (len(traces) - number) - 0.045),
-            "|",
-            color=styles[row.arm.label].colour,
-            markersize=8,
-            markeredgewidth=1.2,
-            transform=axes.get_xaxis_transform(),
-        )
 
 
 def _curves(
@@ -158,7 +95,7 @@ def _curves(
             clip_on=False,
         )
     axes.margins(x=0.02)
-    axes.xaxis.set_major_formatter(FuncFormatter(_thousands))
+    axes.xaxis.set_major_formatter(FuncFormatter(thousands))
     axes.set(xlabel=xlabel, ylabel=f"{ylabel} (log scale)" if logarithmic else ylabel)
     axes.grid()
     words = "; ".join(f"{row.arm.label} {_course(b)}" for row, b in order)
@@ -228,7 +165,7 @@ def _ends(row: Row, curves: dict[int, Curve], axis: str) -> list[tuple[Row, floa
             continue
         at = steps[run.seed] if steps[run.seed] is not None else run.last_step
         if axis == "updates":
-            step, updates = _of(run.train, "step", "updates")
+            step, updates = curve(run.train, "step", "updates")
             at = float(np.interp(at, step, updates)) if len(step) else np.nan
         if np.isfinite(at):
             found.append((row, float(at), float(y[finite][-1])))
@@ -240,40 +177,8 @@ def _course(b: Band) -> str:
     return f"from {known[0]:.3g} to {known[-1]:.3g}"
 
 
-def _of(columns: dict[str, np.ndarray], x: str, y: str) -> Curve:
-    """Two columns as float64, empty where one is missing."""
-    if x not in columns or y not in columns:
-        return np.empty(0), np.empty(0)
-    return np.asarray(columns[x], float), np.asarray(columns[y], float)
-
-
 def _runs(group: Group) -> list[RunData]:
     return [run for row in (group.baseline, *group.rows) for run in row.arm.runs]
-
-
-def _scaling_run(row: Row) -> RunData | None:
-    """The run of the lowest seed that scaled its loss and recorded it."""
-    for run in sorted(row.arm.runs, key=lambda run: run.seed):
-        if run.scale_range is not None and len(_of(run.train, "step", "loss_scale")[0]):
-            return run
-    return None
-
-
-def _corners(x: np.ndarray, y: np.ndarray, points: int) -> tuple[np.ndarray, np.ndarray]:
-    """What a step curve needs: its ends and the places where it changes."""
-    if len(x) > 2:
-        keep = np.ones(len(x), bool)
-        keep[1:-1] = y[1:-1] != y[:-2]
-        x, y = x[keep], y[keep]
-    chosen = _every(np.arange(len(x)), 2 * points)
-    return x[chosen], y[chosen]
-
-
-def _every(values: np.ndarray, most: int) -> np.ndarray:
-    """At most `most` of the values, equally spaced, first and last among them."""
-    if len(values) <= most:
-        return values
-    return values[np.linspace(0, len(values) - 1, most).astype(int)]
 
 
 def _sparse(limits: tuple[float, float]):
@@ -285,10 +190,6 @@ def _sparse(limits: tuple[float, float]):
         return f"{value:g}" if few and first in "25" else ""
 
     return text
-
-
-def _thousands(value: float, _) -> str:
-    return f"{value:,.0f}" if value == round(value) else f"{value:g}"
 
 
 def _file_safe(text: str) -> str:

@@ -16,6 +16,16 @@ def value_text(value: float | None) -> str:
     return f"{value:.4g}" if math.isfinite(value) else str(value)
 
 
+def mean_text(row: Row) -> str:
+    """The mean, and of how many runs if some diverged: "0.5052 (2 of 5)"."""
+    text, ended = value_text(row.mean), sum(outcome.diverged is None for outcome in row.outcomes)
+    return (
+        text
+        if not text or ended == len(row.outcomes)
+        else f"{text} ({ended} of {len(row.outcomes)})"
+    )
+
+
 def unit(group: Group) -> str:
     """Of the differences that `scaled` gives: "%", "points" or nothing."""
     if group.relative:

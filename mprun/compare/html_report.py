@@ -6,6 +6,7 @@ fewer points, then figures are left to the PNG files, until the page is below 1 
 
 import base64
 import io
+import warnings
 from collections.abc import Iterator
 from html import escape
 from pathlib import Path
@@ -33,7 +34,9 @@ def write_report(comparison: Comparison, folder: Path) -> Path:
     """
     folder.mkdir(parents=True, exist_ok=True)
     styles = styles_of(comparison)
-    with settings():
+    with settings(), warnings.catch_warnings():
+        # A label in a script that the PNG's font lacks; the page itself shows it.
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         page = _fitting(comparison, styles, folder)
     path = folder / "report.html"
     path.write_text(page, encoding="utf-8")

@@ -13,6 +13,7 @@ from mprun.compare.formatting import (
     difference_text,
     level_text,
     margin_text,
+    mean_text,
     metric_name,
     ratio_text,
     scale_text,
@@ -215,18 +216,15 @@ def _cells(group: Group, row: Row, own: bool) -> list[str]:
         seeds = seeds_text(outcome.seed for outcome in row.outcomes)
     else:
         shown = f'<span class="verdict">{_mark(verdict.name)} {escape(verdict.name)}</span>'
-        difference = escape(difference_text(group, verdict)).replace(
-            " (", '<br><span class="nowrap faint">(', 1
-        )
-        difference += "</span>" if "<br>" in difference else ""
+        difference = _two_lines(difference_text(group, verdict))
         seeds = seeds_text(verdict.seeds or [outcome.seed for outcome in row.outcomes])
     return [
         shown,
-        _mean(row),
+        _two_lines(mean_text(row)),
         difference,
         seeds,
         count_text(row.skipped),
-        _POWER.sub(r"\1<sup>\2</sup>", escape(scale_text(row.scale_range))),
+        _scales(row),
         f"{count_text(row.samples_per_s)}/s"
         if own and row.samples_per_s
         else ratio_text(row.speedup),
@@ -239,11 +237,15 @@ def _speed(row: Row) -> str:
     return f"{count_text(row.samples_per_s)}/s" if row.samples_per_s else ""
 
 
-def _mean(row: Row) -> str:
-    text, ended = value_text(row.mean), sum(outcome.diverged is None for outcome in row.outcomes)
-    if not text or ended == len(row.outcomes):
-        return text
-    return f'{text}<br><span class="faint">{ended} of {len(row.outcomes)} runs</span>'
+def _scales(row: Row) -> str:
+    text = _POWER.sub(r"\1<sup>\2</sup>", escape(scale_text(row.scale_range)))
+    return f'<span class="nowrap">{text}</span>' if text else ""
+
+
+def _two_lines(text: str) -> str:
+    """What stands in brackets goes below, in a fainter colour."""
+    first, bracket, rest = escape(text).partition(" (")
+    return f'{first}<br><span class="nowrap faint">({rest}</span>' if bracket else first
 
 
 def _outcome(outcome) -> str:

@@ -57,7 +57,7 @@ def styles(labels: Iterable[str]) -> dict[str, Style]:
     """A style per label: a known mode has its own colour, another label the next free one.
 
     Free are the colours of known modes that are not among the labels. When none is left the
-    colours start again with another line style, so that 36 labels can be told apart.
+    colours start again with another line style, so that 33 labels can be told apart.
     """
     labels = list(dict.fromkeys(labels))
     chosen = {label: Style(_OF_MODE[label]) for label in labels if label in _OF_MODE}

@@ -21,8 +21,14 @@ class Band:
 def grid(curves: list[Curve], points: int) -> np.ndarray:
     """The x of the curves, or `points` equally spaced ones where there are more than that."""
     known = [x[np.isfinite(x)] for x, _ in curves]
-    every = np.unique(np.concatenate(known)) if known else np.empty(0)
-    return every if len(every) <= points else np.linspace(every[0], every[-1], points)
+    known = [x for x in known if len(x)]
+    if not known:
+        return np.empty(0)
+    if max(len(x) for x in known) <= points:
+        every = np.unique(np.concatenate(known))
+        if len(every) <= points:
+            return every
+    return np.linspace(min(x.min() for x in known), max(x.max() for x in known), points)
 
 
 def band(curves: list[Curve], x: np.ndarray) -> Band:
@@ -56,3 +62,15 @@ def on_grid(x: np.ndarray, y: np.ndarray, points: np.ndarray) -> np.ndarray:
     return np.interp(
         points, points[filled], total[filled] / count[filled], left=np.nan, right=np.nan
     )
+
+
+def curve(columns: dict[str, np.ndarray], x: str, y: str) -> Curve:
+    """Two columns as float64, empty where one is missing; y without infinities and giants.
+
+    A loss can reach 1e300 before it is no number; twice that is more than an axis can have.
+    """
+    if x not in columns or y not in columns:
+        return np.empty(0), np.empty(0)
+    values = np.asarray(columns[y], float)
+    values = np.where(np.isfinite(values), np.clip(values, -1e30, 1e30), np.nan)
+    return np.asarray(columns[x], float), values

@@ -41,8 +41,8 @@ class MetricsColumns:
     nonfinite_step: int | None  # first step with a non-finite loss whose update was applied
 
 
-def read_columns(path: Path) -> MetricsColumns:
-    """Read a metrics.jsonl; a torn last line is left out.
+def read_columns(path: Path, missing_ok: bool = False) -> MetricsColumns:
+    """Read a metrics.jsonl; a torn last line is left out. `missing_ok`: no file is an empty one.
 
     A file as `MetricsFile` writes it is scanned: only the lines that are shown are parsed, and of
     the others the few columns that are needed are cut out. Any other file of JSON lines is parsed
@@ -53,7 +53,7 @@ def read_columns(path: Path) -> MetricsColumns:
     reads: beginning and end of each line, its step, updates, skipped and loss_scale, and all of
     the lines that it parses.
     """
-    data = path.read_bytes()
+    data = b"" if missing_ok and not path.exists() else path.read_bytes()
     try:
         return _columns(path, ScannedRecords(data))
     except Unscannable:

@@ -72,9 +72,7 @@ class Attempt:
             arguments = [*self.cell.overrides, f"output_dir={quoted(self.cell.directory)}"]
             if self.config_dir is not None:
                 arguments += ["--config-dir", self.config_dir]
-        self.process = CellProcess(
-            arguments, self.cell.directory, self.cell.log, self.stall_after
-        )
+        self.process = CellProcess(arguments, self.cell.directory, self.cell.log, self.stall_after)
 
     def _refused(self, ended: Ended) -> bool:
         """Whether the run could not be continued: other torch, no whole checkpoint, ..."""

@@ -10,23 +10,23 @@ The launcher blocks while its jobs run, and prints, so that it has a process of 
 """
 
 import fcntl
-import json
 import os
 import signal
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
-from pathlib import Path
 
 from mprun.errors import RESOURCE
 from mprun.record.run_directory import read_json, write_json
 from mprun.sweep.cells import Cell, State, look, record_of
+from mprun.sweep.launcher import ChosenLauncher
 from mprun.sweep.outcome import Outcome, settle
 from mprun.sweep.plan import Plan
 from mprun.sweep.processes import Ended
+
+_CLOSE_S = 60.0  # a launcher has nothing left to do by then
 
 
 class Batch:
@@ -45,13 +45,13 @@ class Batch:
         write_json(
             self.folder / "jobs.json",
             {
-                "launcher": list(launcher),
+                "launcher": list(launcher.overrides),
                 "cells": [asdict(cell) | {"directory": str(cell.directory)} for cell in cells],
                 "config_dir": planned.config_dir,
                 "stall_after": stall_after,
                 "working_folder": os.getcwd(),
                 # On a cluster a lock need not be seen from another machine.
-                "ends_with_sweep": "hydra/launcher=submitit_slurm" not in launcher,
+                "ends_with_sweep": launcher.name != "submitit_slurm",
                 "visible_devices": _visible_devices(launcher),
             },
         )
@@ -81,6 +81,15 @@ class Batch:
             return False
         self.alive.close()
         return True
+
+    def close(self) -> None:
+        """Let the launcher put away its own things; all jobs have ended."""
+        try:
+            self.driver.wait(timeout=_CLOSE_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            self.driver.wait()
+        self.alive.close()
 
     def last_line(self) -> str:
         """What the launcher printed last."""
@@ -132,13 +141,13 @@ class Job:
         return Outcome(f"failed: {cause}", RESOURCE, again=launched)
 
 
-def _visible_devices(launcher: tuple[str, ...]) -> str | None:
+def _visible_devices(launcher: ChosenLauncher) -> str | None:
     """CUDA_VISIBLE_DEVICES for the runs, if the launcher's own is not to be used.
 
     submitit_local hides every GPU unless it is told a number of them: device=auto would silently
     be the CPU.
     """
-    asked = any(text.lstrip("+").startswith("hydra.launcher.gpus_per_node=") for text in launcher)
-    if "hydra/launcher=submitit_local" not in launcher or asked:
+    asked = any(o.startswith("hydra.launcher.gpus_per_node=") for o in launcher.overrides)
+    if launcher.name != "submitit_local" or asked:
         return None
     return os.environ.get("CUDA_VISIBLE_DEVICES", "all")

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from pathlib import Path
 
+from mprun.errors import BadInput
 from mprun.sweep.attempt import Attempt
 from mprun.sweep.batch import Batch, Job
 from mprun.sweep.board import Board
@@ -23,14 +24,16 @@ _LOOK_AGAIN_S = 1.0  # at cells that another process has
 def sweep(
     overrides: list[str],
     config_dir: str | None = None,
-    jobs: int = 1,
+    jobs: int | None = None,
     stall_after: float = STALL_AFTER_S,
 ) -> int:
-    """Run all cells, `jobs` at a time; prints the table. 0 if every cell has an outcome.
+    """Run all cells, `jobs` (None: 1) at a time; prints the table. 0 if every cell has an outcome.
 
     stall_after: seconds without a heartbeat after which a run is killed; 0: never.
     """
     planned = plan(overrides, config_dir)
+    if planned.launcher and jobs is not None:
+        raise BadInput(f"-j {jobs}: not with a launcher, which has a number of its own")
     waiting = [cell for cell in planned.cells if look(cell) is not State.FINISHED]
     finished = len(planned.cells) - len(waiting)
     print(
@@ -41,7 +44,7 @@ def sweep(
     board = Board(planned, shlex.join(["mprun", "-m", *overrides]))
     board.numbered = finished
     with StopRequest() as stop:
-        loop = _Loop(planned, jobs, stall_after, board, stop)
+        loop = _Loop(planned, jobs or 1, stall_after, board, stop)
         codes = loop.run(waiting)
     board.write(now=True)
     print(board.table())
@@ -62,6 +65,7 @@ class _Loop:
         self.codes: list[int] = []
         self.look_again = 0.0
         self.told = False
+        self.batch: Batch | None = None
         # With one run at a time its progress is shown as it comes.
         self.console = _Console() if jobs == 1 and not planned.launcher else None
 
@@ -103,7 +107,8 @@ class _Loop:
         if not ready:
             self.look_again = time.monotonic() + _LOOK_AGAIN_S
         elif self.plan.launcher:
-            self.running = Batch(self.plan, ready, self.stall_after).jobs
+            self.batch = Batch(self.plan, ready, self.stall_after)
+            self.running = list(self.batch.jobs)
             for cell in ready:
                 self.board.queued(cell)
         else:
@@ -127,6 +132,8 @@ class _Loop:
             if outcome is None:
                 continue
             self.running.remove(attempt)
+            if self.batch is not None and not self.running:
+                self.batch.close()
             if self.console is not None:
                 self.console.close()
             if not outcome.again:

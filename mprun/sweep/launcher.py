@@ -7,6 +7,7 @@ Source: https://hydra.cc/docs/plugins/joblib_launcher/, .../submitit_launcher/.
 
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from hydra import compose
 from hydra._internal.callbacks import Callbacks
@@ -30,13 +31,21 @@ _QUIET = ("hydra/job_logging=disabled", "hydra.output_subdir=null", "hydra.sweep
 _FIXED = ("_target_", "submitit_folder", "tasks_per_node", "nodes")
 
 
-def checked_launcher(overrides: list[str]) -> tuple[str, ...]:
-    """`overrides`, if they choose and set a launcher that is installed here; () if there are none.
+@dataclass(frozen=True, slots=True)
+class ChosenLauncher:
+    """One of LAUNCHERS with the overrides that choose and set it."""
+
+    name: str
+    overrides: tuple[str, ...]
+
+
+def checked_launcher(overrides: list[str]) -> ChosenLauncher | None:
+    """The launcher that `overrides` choose and set, installed here; None if there are none.
 
     Raises BadInput.
     """
     if not overrides:
-        return ()
+        return None
     chosen = {}
     for text in overrides:
         key, value = _parsed(text)
@@ -61,7 +70,7 @@ def checked_launcher(overrides: list[str]) -> tuple[str, ...]:
         _check_values(overrides)
     if launcher == "submitit_slurm" and shutil.which("sbatch") is None:
         raise BadInput("hydra/launcher=submitit_slurm: no sbatch here; run it where SLURM is")
-    return tuple(overrides)
+    return ChosenLauncher(launcher, tuple(overrides))
 
 
 def launch(overrides: list[str], folder: str, runs: int, run: Callable[[DictConfig], None]) -> None:
@@ -86,7 +95,8 @@ def _parsed(text: str) -> tuple[str, object]:
         value = override.value()
     except Exception:  # not only Hydra's own: int() refuses 4,300 digits
         raise BadInput(f"'{printable(text)}': not of the form key=value") from None
-    if override.is_sweep_override() or override.is_delete() or override.package or "${" in text:
+    plain = text.startswith("hydra") and override.package is None and "${" not in text
+    if not plain or override.is_sweep_override():
         raise BadInput(f"{printable(text)}: a launcher's key takes one plain value")
     return override.key_or_group, value
 

@@ -10,7 +10,7 @@ from mprun.config.overrides import parse_overrides, split_launcher, sweep_values
 from mprun.errors import BadInput
 from mprun.record.run_directory import config_hash, run_name
 from mprun.sweep.cells import Cell
-from mprun.sweep.launcher import checked_launcher
+from mprun.sweep.launcher import ChosenLauncher, checked_launcher
 
 _NOT_SWEPT = ("output_dir", "resume")
 
@@ -19,15 +19,15 @@ _NOT_SWEPT = ("output_dir", "resume")
 class Plan:
     """A sweep before it starts.
 
-    root: the folder that holds all cells. swept: keys with several values. launcher: overrides of
-    Hydra's launcher, empty if this process starts the runs itself.
+    root: the folder that holds all cells. swept: keys with several values. launcher: Hydra's, None
+    if this process starts the runs itself.
     """
 
     cells: tuple[Cell, ...]
     root: Path
     swept: frozenset[str]
     config_dir: str | None
-    launcher: tuple[str, ...]
+    launcher: ChosenLauncher | None
 
 
 def plan(overrides: list[str], config_dir: str | None) -> Plan:
@@ -36,8 +36,8 @@ def plan(overrides: list[str], config_dir: str | None) -> Plan:
     A cell lies where a single run of the same configuration would, with the keys in its name that
     only a sweep puts there: a finished one counts. Raises BadInput if one of them cannot run.
     """
-    launcher, overrides = split_launcher(overrides)
-    launcher = checked_launcher(launcher)
+    of_launcher, overrides = split_launcher(overrides)
+    launcher = checked_launcher(of_launcher)
     parsed = parse_overrides(overrides)
     swept = frozenset(o.key_or_group for o in parsed if o.is_sweep_override())
     if any(o.key_or_group in _NOT_SWEPT for o in parsed):

@@ -1,5 +1,240 @@
-from .made_comparison import comparison
+"""What the curves, bars and intervals show, read back from the matplotlib objects."""
+
+import re
+import time
+import xml.etree.ElementTree as ET
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from matplotlib.colors import to_hex
+
+from mprun.compare.canvas import settings
+from mprun.compare.figures import group_figures
+from mprun.compare.findings import Verdict
+from mprun.compare.inline_svg import inline_svg
+from mprun.compare.palette import INK, styles
+from mprun.compare.seed_bands import band, grid
+
+from .made_comparison import gan_group, group, row, run
 
 
-def test_a():
-    assert comparison()
+@pytest.fixture(autouse=True)
+def drawing_settings():
+    with settings():
+        yield
+
+
+def drawn(a_group, points=240):
+    labels = [r.arm.label for r in (a_group.baseline, *a_group.rows)]
+    return {d.name: d for d in group_figures(a_group, styles(labels), points)}
+
+
+def test_band_is_mean_and_extremes_of_the_seeds_that_still_run():
+    x = np.arange(4.0)
+    curves = [(x, np.array([1.0, 2, 3, 4])), (x[:2], np.array([3.0, 6]))]
+    b = band(curves, grid(curves, 10))
+    np.testing.assert_array_equal(b.x, x)
+    np.testing.assert_array_equal(b.mean, [2, 4, 3, 4])
+    np.testing.assert_array_equal(b.low, [1, 2, 3, 4])
+    np.testing.assert_array_equal(b.high, [3, 6, 3, 4])
+
+
+def test_more_records_than_points_become_the_means_of_the_nearest():
+    x = np.arange(1.0, 9)
+    curves = [(x, x * 10)]
+    b = band(curves, grid(curves, 2))  # points 1 and 8; the middle is 4.5
+    np.testing.assert_array_equal(b.x, [1, 8])
+    np.testing.assert_array_equal(b.mean, [25, 65])  # of 10 to 40 and of 50 to 80
+
+
+def test_a_record_that_is_not_finite_is_bridged_and_nothing_is_made_up_outside():
+    x = np.arange(5.0)
+    y = np.array([np.nan, 1, np.inf, 3, np.nan])
+    np.testing.assert_array_equal(band([(x, y)], x).mean, [np.nan, 1, 2, 3, np.nan])
+
+
+def test_bands_of_nothing_are_empty():
+    empty = (np.empty(0), np.empty(0))
+    assert len(band([empty], grid([empty], 5)).mean) == 0
+    assert np.isnan(band([empty], np.arange(3.0)).mean).all()
+
+
+def test_every_figure_of_a_full_group():
+    assert list(drawn(group())) == [
+        "intervals",
+        "loss-steps",
+        "loss-updates",
+        "eval-loss",
+        "loss-scale",
+        "throughput",
+        "memory",
+    ]
+
+
+def test_losses_of_a_gan_get_curves_but_no_intervals(tmp_path):
+    names = list(drawn(gan_group(tmp_path)))
+    assert names[:4] == ["loss-steps", "loss-updates", "eval-d_loss", "eval-g_loss"]
+    assert "intervals" not in names
+
+
+def test_fp32_is_black_and_on_top():
+    (axes,) = drawn(group())["loss-steps"].figure.axes
+    lines = [line for line in axes.lines if line.get_marker() in ("None", None)]
+    assert [to_hex(line.get_color()) for line in lines].count(INK) == 1
+    top = max(lines, key=lambda line: line.get_zorder())
+    assert to_hex(top.get_color()) == INK
+
+
+def test_curves_are_thinned_by_averaging():
+    one = group(steps=5000)
+    drawing = drawn(one, points=100)["loss-steps"]
+    (axes,) = drawing.figure.axes
+    fp32 = max(axes.lines, key=lambda line: line.get_zorder() * (line.get_marker() != "x"))
+    assert len(fp32.get_xdata()) == 100
+    assert "100 points, each the mean of about 50 records" in drawing.caption
+    # Between the ends each point stands for the records that are nearer to it than to its
+    # neighbours, so the curve's mean over them is the mean of the records.
+    losses = np.mean([run.train["loss"] for run in one.baseline.arm.runs], axis=0)
+    step, middle = np.arange(1, 5001), fp32.get_xdata()[50]
+    own = losses[abs(step - middle) < 4999 / 99 / 2]
+    np.testing.assert_allclose(fp32.get_ydata()[50], own.mean(), rtol=1e-12)
+
+
+def test_a_cross_where_each_run_died():
+    steps = 1200
+    (axes,) = drawn(group(steps=steps))["loss-steps"].figure.axes
+    crosses = [line.get_xdata()[0] for line in axes.lines if line.get_marker() == "x"]
+    assert crosses == [steps // 3 + 50 * seed for seed in (0, 2, 4)]
+    low, high = axes.get_ylim()
+    heights = [line.get_ydata()[0] for line in axes.lines if line.get_marker() == "x"]
+    assert all(low < y < high for y in heights)
+
+
+def test_updates_axis_ends_earlier_by_the_skipped_updates():
+    scaled = row([run("amp", 0), run("amp", 1)], Verdict("inconclusive", "."))
+    one = replace(group(), rows=[scaled])
+    figures = drawn(one)
+    ends = {}
+    for name in ("loss-steps", "loss-updates"):
+        (axes,) = figures[name].figure.axes
+        amp = min(axes.lines, key=lambda line: line.get_zorder())
+        ends[name] = amp.get_xdata()[-1]
+    assert ends["loss-steps"] == 2000
+    assert 1980 <= ends["loss-updates"] <= 1995  # five skipped; a point every 2000/239 updates
+
+
+def test_intervals_lie_where_the_verdict_says():
+    (axes,) = drawn(group())["intervals"].figure.axes
+    dots = [line.get_xdata()[0] for line in axes.lines if line.get_marker() == "o"]
+    np.testing.assert_allclose(dots, [0.6, 0.12])  # percent; fp16_master's +40 % is outside
+    lines = [line.get_xdata() for line in axes.lines if len(line.get_xdata()) == 2]
+    np.testing.assert_allclose(lines, [[-0.6, 1.8], [-0.31, 0.55]])
+    assert [line.get_marker() for line in axes.lines].count(">") == 1
+    shaded = axes.patches[0].get_bbox()
+    assert (shaded.x0, shaded.x1) == (-1, 1)
+
+
+def test_points_of_accuracy_are_not_turned_into_percent():
+    one = group()
+    verdict = Verdict("matches", ".", "paired", [0], [0], 0.2, -0.1, 0.45, margin=0.5)
+    one = replace(
+        one,
+        metric="top1",
+        relative=False,
+        margin_setting=0.5,
+        higher_is_better=True,
+        rows=[replace(one.rows[3], verdict=verdict)],
+    )
+    (axes,) = drawn(one)["intervals"].figure.axes
+    assert [line.get_xdata()[0] for line in axes.lines if line.get_marker() == "o"] == [0.2]
+    assert axes.get_xlabel() == "difference in points, worse →"
+
+
+def test_the_scale_is_drawn_as_a_power_and_skips_at_their_steps():
+    (axes,) = drawn(group())["loss-scale"].figure.axes
+    traces = [line for line in axes.lines if line.get_drawstyle() == "steps-post"]
+    assert [line.get_ydata()[-1] for line in traces] == [16, 15]
+    rows = [line.get_xdata() for line in axes.lines if line.get_marker() == "|"]
+    np.testing.assert_array_equal(rows, [[1, 2, 3, 4, 900]] * 2)
+
+
+def test_no_scale_figure_where_nothing_scales():
+    one = group()
+    assert "loss-scale" not in drawn(replace(one, rows=one.rows[:2]))
+
+
+def broken(a_run, **columns):
+    return replace(a_run, train=a_run.train | columns)
+
+
+@pytest.mark.parametrize("case", ["empty", "all NaN", "constant", "zero", "giant", "one", "bare"])
+def test_odd_records_are_drawn_without_an_error(case):
+    base = run("fp32", 0)
+    count = len(base.train["step"])
+    runs = {
+        "empty": replace(base, train={k: v[:0] for k, v in base.train.items()}),
+        "all NaN": broken(base, loss=np.full(count, np.nan)),
+        "constant": broken(base, loss=np.full(count, 0.7)),
+        "zero": broken(base, loss=np.zeros(count)),
+        "giant": broken(base, loss=np.geomspace(1, 1e305, count)),
+        "one": replace(base, train={k: v[:1] for k, v in base.train.items()}),
+        "bare": replace(base, train={}, evals={}, samples_per_s=None, peak_bytes=None),
+    }
+    one = group(steps=400)
+    one = replace(
+        one, baseline=replace(one.baseline, arm=replace(one.baseline.arm, runs=[runs[case]]))
+    )
+    assert group_figures(one, styles(r.arm.label for r in (one.baseline, *one.rows)))
+    alone = replace(one, rows=[])
+    for d in group_figures(alone, styles(["fp32"])):
+        d.figure.canvas.draw()
+
+
+@pytest.mark.parametrize("label", ["_hidden", "cost $x$ and $", "a" * 90, "<b>&\"'"])
+def test_any_label_is_drawn_as_it_is(label):
+    one = group(steps=400)
+    arm = replace(one.rows[0].arm, label=label)
+    one = replace(one, rows=[replace(one.rows[0], arm=arm)])
+    svg = inline_svg(drawn(one)["loss-steps"].figure, "x", "y")
+    texts = [node.text or "" for node in ET.fromstring(svg).iter() if node.tag.endswith("text")]
+    assert label in [text.strip() for text in texts]
+
+
+def test_known_modes_keep_their_colours_and_33_labels_can_be_told_apart():
+    assert styles(["amp"])["amp"] == styles(["fp32", "fp16_naive", "amp"])["amp"]
+    labels = ["fp32", "amp", *(f"amp optim.lr={i}" for i in range(31))]
+    assert len(set(styles(labels).values())) == 33
+
+
+def test_inline_svg_has_no_foreign_ids_sizes_or_rules_and_is_valid():
+    figures = drawn(group())
+    first = inline_svg(figures["loss-steps"].figure, "a", 'says "x" & 0.123')
+    second = inline_svg(figures["loss-updates"].figure, "b", "y")
+    ids = [set(re.findall(r' id="([^"]+)"', text)) for text in (first, second)]
+    assert ids[0] and not ids[0] & ids[1]
+    for text in (first, second):
+        root = ET.fromstring(text)
+        assert root.get("role") == "img" and root.get("width") is None
+        references = {a or b for a, b in re.findall(r'url\(#([^)]+)\)|href="#([^"]+)"', text)}
+        assert references == set(re.findall(r' id="([^"]+)"', text))
+        assert "<style" not in text and "<metadata" not in text and INK not in text
+    assert ET.fromstring(first).get("aria-label") == 'says "x" & 0.123'
+
+
+def test_the_words_in_a_figure_keep_their_digits():
+    text = inline_svg(drawn(group())["intervals"].figure, "a", "b")
+    assert "+0.60 % (-0.60 to +1.80)" in text
+
+
+@pytest.mark.slow
+def test_the_figures_of_six_modes_and_twenty_seeds_are_made_in_two_seconds():
+    one = group(seeds=20)
+    extra = row([run("bf16_master", s) for s in range(20)], one.rows[3].verdict)
+    one = replace(one, rows=[*one.rows, extra])
+    drawn(one)  # the first drawing of a process loads the fonts
+    started = time.process_time()
+    for name, drawing in drawn(one).items():
+        inline_svg(drawing.figure, name, "x")
+        drawing.figure.canvas.draw()
+    assert time.process_time() - started < 4  # twice the aim: the machine may be shared

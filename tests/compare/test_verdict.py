@@ -3,14 +3,12 @@
 import math
 import random
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mprun.compare.findings import Arm
-from mprun.compare.looks import nominal_alpha
-from mprun.compare.verdict import judge, outcomes, pairing
+from mprun.compare.verdict import judge, pairing
 from mprun.errors import BadInput
 
 from .made_runs import made_arm, made_run
@@ -150,24 +148,6 @@ def test_learning_nothing_is_a_divergence_whatever_the_metric():
     assert verdict_of(stuck, base, gan=True).name == "not assessed"
 
 
-def test_empty_curves():
-    own = shifted(0.0)
-    own.runs[1] = made_run(1, mode="amp")
-    with pytest.raises(BadInput, match="runs/amp/s1: compare.metric=loss: the run has no evalua"):
-        verdict_of(own, made_arm(FP32))
-    own.runs[1].evals = {"step": np.empty(0), "updates": np.empty(0)}
-    with pytest.raises(BadInput, match=r"not in its evaluations; must be one of \(none\)"):
-        verdict_of(own, made_arm(FP32))
-
-
-def test_a_metric_that_was_not_recorded():
-    with pytest.raises(
-        BadInput,
-        match="runs/amp/s0: compare.metric=top1: not in its evaluations; must be one of loss$",
-    ):
-        verdict_of(shifted(0.0), made_arm(FP32), TOP1)
-
-
 def test_a_run_that_did_not_end_is_a_missing_seed():
     own = shifted(0.0)
     for run, status in zip(own.runs, ("failed", "preempted", "running"), strict=False):
@@ -257,50 +237,6 @@ def test_perplexity_is_judged_as_its_logarithm():
     assert "difference +1.25 %" in verdict.sentence  # 0.05 of 4
 
 
-def test_a_perplexity_must_be_positive():
-    own = made_arm({0: 0.0}, "amp", metric="perplexity")
-    with pytest.raises(BadInput, match="perplexity must be above 0"):
-        verdict_of(own, own, LOSS | {"metric": "perplexity"})
-
-
-def test_window():
-    base = made_arm({})
-    base.runs = [made_run(seed, 100.0, 1.0, 2.0, 6.0) for seed in range(3)]
-    (first, *_) = outcomes(base, base, metric="loss", window=1, gan=False)
-    assert first.value == 6.0
-    (first, *_) = outcomes(base, base, metric="loss", window=3, gan=False)
-    assert first.value == 3.0
-    with pytest.raises(BadInput, match="compare.window=5: must be at most the 4 evaluations"):
-        outcomes(base, base, metric="loss", window=5, gan=False)
-
-
-def test_window_of_perplexity_is_the_mean_loss():
-    base = made_arm({})
-    base.runs = [made_run(0, 2.0, 8.0, metric="perplexity")]
-    (found,) = outcomes(base, base, metric="perplexity", window=2, gan=False)
-    assert found.value == pytest.approx(4.0, rel=1e-15)  # sqrt(2 * 8), not 5
-
-
-def test_nan_before_the_window_is_no_outcome():
-    base = made_arm({})
-    base.runs = [made_run(0, math.nan, 8.0)]
-    assert outcomes(base, base, metric="loss", window=1, gan=False)[0].value == 8.0
-    (found,) = outcomes(base, base, metric="loss", window=2, gan=False)
-    assert (found.diverged, found.step) == ("non-finite loss in an evaluation", 100)
-
-
-def test_foreign_logs_average_their_last_tenth():
-    base = made_arm({})
-    values = [float(index) for index in range(1, 41)]
-    base.runs = [made_run(0, *values, foreign=True)]
-    # A tenth of 40 is 4: the mean of 37, 38, 39, 40. The window does not matter.
-    assert outcomes(base, base, metric="loss", window=1, gan=False)[0].value == 38.5
-    base.runs = [made_run(0, 1.0, 2.0, foreign=True)]
-    assert outcomes(base, base, metric="loss", window=1, gan=False)[0].value == 1.5
-    with pytest.raises(BadInput, match="--tag=val/loss: not in its evaluations"):
-        outcomes(base, base, metric="val/loss", window=1, gan=False)
-
-
 def test_foreign_logs_of_another_length_are_refused():
     base, own = made_arm({}), made_arm({}, mode="amp")
     base.runs = [made_run(seed, *[1.0] * 30, foreign=True) for seed in range(3)]
@@ -356,101 +292,3 @@ def test_the_order_of_runs_changes_nothing(generator: random.Random, shift):
     generator.shuffle(own.runs)
     generator.shuffle(base.runs)
     assert judge(own, base, **LOSS) == expected
-
-
-TEN = {seed: 2.0 for seed in range(10)}
-
-
-def differing(*differences: float) -> Arm:
-    """An arm whose seeds 0, 1, ... differ from a baseline of 2 by these."""
-    return made_arm({s: 2.0 + d for s, d in enumerate(differences)}, mode="amp")
-
-
-def test_looks_need_the_first_number_of_seeds():
-    verdict = verdict_of(shifted(0.0), made_arm(FP32), looks=[8, 10])
-    assert (verdict.name, verdict.needed, verdict.look) == ("inconclusive", 3, None)
-    assert verdict.sentence.startswith("inconclusive: needs at least 8 seeds (has 5).")
-
-
-def test_the_first_conclusive_look_stands():
-    # Seeds 0 to 2 hardly differ; the later ones would say worse.
-    own = differing(0.001, -0.001, 0.0, *[0.5] * 7)
-    verdict = verdict_of(own, made_arm(TEN), looks=[3, 5, 10])
-    assert (verdict.name, verdict.look, verdict.needed) == ("matches", 3, None)
-    assert verdict.seeds == [0, 1, 2]
-    assert verdict.level == pytest.approx(1 - 2 * nominal_alpha((3, 5, 10)))
-    assert verdict.sentence.endswith(
-        " Look at 3 seeds of the plan 3, 5, 10; it stands, 7 seeds not used."
-    )
-    # Without looks all seeds count.
-    assert verdict_of(own, made_arm(TEN)).name != "matches"
-
-
-def test_seeds_between_looks_wait():
-    wide = (0.03, -0.03, 0.0)
-    verdict = verdict_of(differing(*wide, 9.0), made_arm(TEN), looks=[3, 5, 10])
-    assert (verdict.name, verdict.look, verdict.needed) == ("inconclusive", 3, 1)
-    assert verdict.seeds == [0, 1, 2]
-    assert verdict.sentence.startswith("inconclusive: wait for the look at 5 seeds; difference ")
-    assert (
-        " Look at 3 seeds of the plan 3, 5, 10; the next needs 1 seed more, 1 seed waiting for it."
-        in verdict.sentence
-    )
-    verdict = verdict_of(differing(*wide), made_arm(TEN), looks=[3, 5, 10])
-    assert verdict.needed == 2
-    assert "; the next needs 2 seeds more. Left out" in verdict.sentence
-
-
-def test_a_later_look_decides():
-    own = differing(0.03, -0.03, 0.0, 0.001, -0.001, *[0.0] * 5)
-    verdict = verdict_of(own, made_arm(TEN), looks=[3, 10])
-    # Variance 2 * (0.03^2 + 0.001^2) / 9 = 2.0e-4; half width near 2.4 * 0.0045 = 0.011 < 0.02.
-    assert (verdict.name, verdict.look) == ("matches", 10)
-    assert verdict.sentence.endswith(" Look at 10 seeds of the plan 3, 10.")
-
-
-def test_likely_worse_is_not_conclusive_at_a_look():
-    # At 3 seeds: mean 0.02, s = 0.005, h = t * 0.005 / sqrt(3) with t near 4.6 (2 degrees, 2.3 %):
-    # 0.013, so the interval is (0.007, 0.033): likely worse. At 6 the rest makes it worse.
-    own = differing(0.015, 0.02, 0.025, *[0.1] * 3)
-    three, six = (
-        verdict_of(
-            differing(*[r.evals["loss"][0] - 2.0 for r in own.runs[:n]]),
-            made_arm(TEN),
-            looks=[3, 6],
-        )
-        for n in (3, 6)
-    )
-    assert (three.name, three.look, three.needed) == ("likely worse", 3, 3)
-    assert six.look == 6
-
-
-def test_after_the_last_look_nothing_is_promised():
-    wide = [0.05, -0.05] * 5
-    verdict = verdict_of(differing(*wide), made_arm(TEN), looks=[3, 5])
-    assert (verdict.name, verdict.look, verdict.needed) == ("inconclusive", 5, None)
-    assert verdict.sentence.startswith("inconclusive: this was the last look; ")
-    assert verdict.sentence.endswith(
-        " Look at 5 seeds of the plan 3, 5; 5 seeds beyond it not used."
-    )
-
-
-def test_looks_are_stricter_than_a_fixed_test():
-    # Half width just inside the margin at 5 %, so outside it at the nominal alpha.
-    own = differing(0.0105, -0.0105, 0.0)  # h = 2.92 * 0.0105 / sqrt(3) = 0.0177 < 0.02
-    base = made_arm({seed: 2.0 for seed in range(3)})
-    assert verdict_of(own, base).name == "matches"
-    assert verdict_of(own, base, looks=[3, 5]).name == "inconclusive"
-
-
-def test_looks_at_other_seeds_take_the_first_of_both_arms():
-    base = made_arm({seed: 2.0 + JITTER[seed % 5] for seed in range(10)})
-    own = made_arm({20 + seed: 2.0 + JITTER[seed] for seed in range(4)}, mode="amp")
-    verdict = verdict_of(own, base, looks=[3, 5, 10])
-    assert (verdict.method, verdict.look) == ("Welch", 3)
-    assert (verdict.seeds, verdict.baseline_seeds) == ([20, 21, 22], [0, 1, 2])
-
-
-def test_looks_that_are_none():
-    with pytest.raises(ValueError, match="must ascend"):
-        verdict_of(shifted(0.0), made_arm(FP32), looks=[5, 3])

@@ -94,7 +94,7 @@ def files(draw):
     return records
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
     records=files(), tail=st.sampled_from(["", "torn", "no newline"]), block=st.integers(1, 3000)
 )
@@ -113,7 +113,7 @@ def test_scanning_equals_parsing(tmp_path_factory, records, tail, block):
         metrics_scan._BLOCK_BYTES = before
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(records=files(), order=st.permutations(list(train(1))), where=st.integers(0, 14))
 def test_another_order_of_the_keys_is_read_all_the_same(tmp_path_factory, records, order, where):
     assume(len(records) > where)
@@ -132,7 +132,7 @@ def test_another_order_of_the_keys_is_read_all_the_same(tmp_path_factory, record
     assert usual.nonfinite_step == other.nonfinite_step
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(records=files(), at=st.integers(0), byte=st.integers(0, 255))
 def test_a_changed_byte_is_told_or_read_as_json_reads_it(tmp_path_factory, records, at, byte):
     """Of the exact values none may come from misread text; json itself is the reference."""

@@ -1,0 +1,197 @@
+"""Find run directories and read what a comparison needs of each: run.json and metrics.jsonl."""
+
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from mprun.compare.findings import RunData
+from mprun.errors import BadInput, Damaged
+from mprun.record.metrics_columns import read_columns
+from mprun.record.run_directory import read_json
+
+OUTCOMES = ("done", "diverged")
+# What `mprun compare --tensorboard` writes beside the runs.
+SUMMARY_FOLDER = "_summary"
+
+
+def load_runs(
+    paths: Sequence[str | Path], baseline: Path | None = None
+) -> tuple[list[RunData], list[str]]:
+    """Every run at or below the paths (and `baseline`), once each, and notes on what is left out.
+
+    A path is a run directory or a folder that is searched to any depth, links included. Hidden
+    folders, `_summary` and what a sweep put aside (`RUN.attemptN` beside `RUN`) are not searched.
+    Of several runs with the same configuration and seed the first one that has an outcome counts
+    (`first_with_outcome`); runs below `baseline` and the others are told apart for that.
+
+    Raises BadInput for a path that does not exist or holds no run that can be compared, Damaged
+    for a run.json or metrics.jsonl that cannot be read.
+    """
+    side = None if baseline is None else baseline.resolve()
+    found: dict[Path, Path] = {}  # resolved -> as given
+    for path in [Path(path) for path in paths] + ([] if baseline is None else [baseline]):
+        directories = list(run_directories(path))
+        if not directories:
+            raise BadInput(
+                f"{path}: no run there; give a run directory or a folder that holds runs"
+            )
+        for directory in directories:
+            found.setdefault(directory.resolve(), directory)
+    runs, notes, sides = [], [], {}
+    for resolved, directory in found.items():
+        record = _read_record(directory)
+        if "config" not in record:
+            notes.append(
+                f"{directory}: left out, recorded by an older mprun (its run.json has no "
+                "configuration)"
+            )
+            continue
+        runs.append(load_run(directory, record))
+        sides[str(directory)] = side is not None and resolved.is_relative_to(side)
+    if not runs:
+        raise BadInput(notes[0])
+    kept, more = first_with_outcome(
+        runs, lambda run: (run.config_hash, run.seed, sides[run.path]), "configuration and seed"
+    )
+    return kept, notes + more
+
+
+def run_directories(path: Path) -> Iterator[Path]:
+    """The run directories at or below `path`, sorted; BadInput if it does not exist."""
+    if not path.exists():
+        raise BadInput(f"{path}: no such file or directory")
+    if not path.is_dir():
+        raise BadInput(f"{path}: not a folder; give a run directory or a folder that holds runs")
+    yield from _search(path, set())
+
+
+def _search(folder: Path, above: set[Path]) -> Iterator[Path]:
+    resolved = folder.resolve()
+    if resolved in above:
+        return  # a link back up
+    if (folder / "run.json").is_file():
+        yield folder
+        return
+    try:
+        with os.scandir(folder) as entries:
+            names = {entry.name for entry in entries if entry.is_dir()}
+    except PermissionError as error:
+        raise BadInput(f"{folder}: cannot be read ({error.strerror})") from None
+    for name in sorted(names, key=natural_order):
+        aside = re.fullmatch(r"(.+)\.attempt\d+", name)
+        if name.startswith(".") or name == SUMMARY_FOLDER or (aside and aside[1] in names):
+            continue
+        yield from _search(folder / name, above | {resolved})
+
+
+def natural_order(name: str) -> list:
+    """Sort key by which s2 comes before s10."""
+    return [
+        (int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)
+    ]
+
+
+def load_run(directory: Path, record: dict[str, Any]) -> RunData:
+    """Read one run directory; `record` is the content of its run.json."""
+    metrics = directory / "metrics.jsonl"
+    ended = record.get("status") in OUTCOMES
+    if ended and not metrics.exists():
+        raise Damaged(f"{metrics}: missing, though the run is recorded as {record['status']}")
+    try:
+        columns = read_columns(metrics, missing_ok=True)
+    except OSError as error:
+        raise BadInput(f"{metrics}: cannot be read ({error.strerror})") from None
+    try:
+        precision, environment = record["precision"], record["environment"]
+        memory, throughput = record.get("memory", {}), record.get("throughput", {})
+        has_scale = precision["scaler"] != "none"
+        return RunData(
+            path=str(directory),
+            mode=precision["mode"],
+            scaler=precision["scaler"],
+            seed=record["seed"],
+            status=record["status"],
+            cause=record.get("cause"),
+            last_step=record.get("last_step", columns.last_step),
+            evals=columns.evals,
+            train=columns.train,
+            first_losses=columns.first_losses,
+            last_losses=columns.last_losses,
+            skipped=record.get("skipped", columns.skipped),
+            skip_steps=columns.skip_steps,
+            longest_skip_streak=columns.longest_skip_streak,
+            scale_range=columns.scale_range if has_scale else None,
+            nonfinite_step=columns.nonfinite_step,
+            keys=flat(record["config"]),
+            choices=record["choices"],
+            config_hash=record["config_hash"],
+            created=record["created"],
+            sample=record.get("sample", "sample"),
+            samples_per_s=throughput.get("samples_per_s"),
+            peak_bytes=memory.get("peak_bytes"),
+            memory_measure=memory.get("measure", ""),
+            saved_bytes=memory.get("saved_for_backward_bytes"),
+            flags=precision.get("flags", {}),
+            environment=environment,
+            sample_grid=_newest_samples(directory),
+        )
+    except KeyError as error:
+        raise Damaged(f"{directory / 'run.json'}: no {error.args[0]!r}") from None
+    except (TypeError, AttributeError) as error:
+        raise Damaged(f"{directory / 'run.json'}: not the record of a run ({error})") from None
+
+
+def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one: {"optim": {"lr": 0.1}} becomes {"optim.lr": 0.1}."""
+    keys = {}
+    for key, value in config.items():
+        if isinstance(value, dict) and value:
+            keys |= flat(value, f"{prefix}{key}.")
+        else:
+            keys[f"{prefix}{key}"] = value
+    return keys
+
+
+def first_with_outcome(runs: Iterable[RunData], same, what: str) -> tuple[list[RunData], list[str]]:
+    """One run for each value of the key function `same`, and a note for each that is left out.
+
+    The first one (by its time of creation) that is done or diverged counts, so that nobody can
+    pick the best of several; where none has an outcome, the newest one. `what` names the key.
+    """
+    alike: dict[Any, list[RunData]] = {}
+    for run in runs:
+        alike.setdefault(same(run), []).append(run)
+    kept, notes = [], []
+    for several in alike.values():
+        several.sort(key=lambda run: (run.created, run.path))
+        chosen = next((run for run in several if run.status in OUTCOMES), several[-1])
+        kept.append(chosen)
+        notes += [
+            f"{run.path}: left out ({run.status}), same {what} as {chosen.path}; the first run "
+            "with an outcome counts"
+            for run in several
+            if run is not chosen
+        ]
+    return kept, notes
+
+
+def _read_record(directory: Path) -> dict[str, Any]:
+    try:
+        record = read_json(directory / "run.json")
+    except OSError as error:
+        raise BadInput(f"{directory / 'run.json'}: cannot be read ({error.strerror})") from None
+    if not isinstance(record, dict):
+        raise Damaged(f"{directory / 'run.json'}: not a JSON object")
+    return record
+
+
+def _newest_samples(directory: Path) -> str | None:
+    """Path of samples/step-NNNNNNNN.png with the highest step."""
+    grids = sorted(
+        path
+        for path in (directory / "samples").glob("step-*.png")
+        if re.fullmatch(r"step-\d+\.png", path.name)
+    )
+    return str(max(grids, key=lambda path: int(path.stem[5:]))) if grids else None

@@ -1,0 +1,252 @@
+"""report.html as a file: what it says, what it needs, how large it is."""
+
+import base64
+import io
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+from PIL import Image
+
+from mprun.compare.findings import VERDICTS, Comparison
+from mprun.compare.html_report import LIMIT, write_report
+from mprun.compare.palette import MARKS
+
+from .made_comparison import comparison, gan_group, group, write_grid
+
+VOID = {"meta", "br", "wbr", "img"}
+
+
+class Page(HTMLParser):
+    """Text by tag, attributes of every element, and a check that every element is closed."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.open: list[str] = []
+        self.elements: list[tuple[str, dict]] = []
+        self.texts: list[tuple[str, str]] = []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        self.elements.append((tag, dict(attributes)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.elements.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.texts.append((self.open[-1] if self.open else "", data))
+
+    def all(self, tag: str) -> list[dict]:
+        return [attributes for name, attributes in self.elements if name == tag]
+
+    @property
+    def words(self) -> str:
+        return " ".join(" ".join(data for tag, data in self.texts if tag != "style").split())
+
+
+def written(a_comparison: Comparison, folder) -> tuple[str, Page]:
+    text = write_report(a_comparison, folder).read_text(encoding="utf-8")
+    return text, Page(text)
+
+
+def test_the_answers_come_first_then_table_sentences_and_figures(tmp_path):
+    _, page = written(comparison(), tmp_path)
+    order = [
+        "resnet50-digits_32: does lower precision match FP32?",
+        "fp16_naive diverged in 3 of 5 runs.",
+        "amp matches FP32.",
+        "positive is worse",
+        "worse than FP32 by at least 38.1 %.",
+        "Matches = interval inside the shaded margin",
+        "Training loss over steps",
+        "Training loss over applied updates",
+        "Evaluation: loss",
+        "Loss scale",
+        "Throughput",
+        "Peak memory",
+        "Outcome per seed",
+        "How the verdict is made",
+        "Configuration",
+        "Environment",
+    ]
+    places = [page.words.index(text) for text in order]
+    assert places == sorted(places)
+
+
+def test_the_table_has_the_numbers_of_each_mode(tmp_path):
+    text, _ = written(comparison(), tmp_path)
+    table = re.search(r'<table class="verdicts">.*?</table>', text, re.DOTALL)[0]
+    rows = re.findall(r"<tr.*?</tr>", table, re.DOTALL)
+    assert len(rows) == 1 + 5
+    amp = re.sub(r"<[^>]+>", " ", rows[5]).split()
+    assert " ".join(amp).startswith("amp ✓ matches 0.3049 +0.12 % (-0.31 to +0.55) 0-4 25")
+    assert " ".join(amp).endswith("0.76x 0.75x 0.55x")
+    assert "fp16_ naive ✗ diverged 0.5052 (2 of 5)" in " ".join(
+        re.sub(r"<[^>]+>", " ", rows[2]).split()
+    )
+
+
+def test_the_page_needs_nothing_but_itself(tmp_path):
+    text, page = written(comparison(group(), gan_group(tmp_path)), tmp_path / "out")
+    tags = {name for name, _ in page.elements}
+    assert not tags & {"script", "link", "iframe", "object", "embed", "base", "form"}
+    sources = [
+        a[key] for _, a in page.elements for key in ("src", "href", "xlink:href") if key in a
+    ]
+    assert all(source.startswith(("#", "data:image/jpeg;base64,")) for source in sources)
+    assert "@import" not in text and set(re.findall(r"url\((.)", text)) <= {"#"}
+    assert not any(name.startswith("on") for _, a in page.elements for name in a)
+
+
+def test_ids_are_unique_and_every_figure_can_be_read_out(tmp_path):
+    _, page = written(comparison(group(), replace(group(), slug="other")), tmp_path)
+    ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    figures = page.all("svg")
+    assert len(figures) == 14
+    assert all(svg["role"] == "img" and svg["aria-label"] for svg in figures)
+
+
+def test_every_configuration_value_is_escaped(tmp_path):
+    evil = "<script>alert(1)</script>\"'&"
+    one = group(steps=400)
+    run = one.rows[0].arm.runs[0]
+    for target in (run.keys, run.environment, run.flags, one.keys):
+        target[evil] = evil
+    arm = replace(one.rows[0].arm, label=evil, notes=[evil], differs={evil: (evil, evil)})
+    outcome = replace(one.rows[0].outcomes[0], diverged=evil)
+    verdict = replace(one.rows[0].verdict, sentence=evil)
+    one.rows[0] = replace(one.rows[0], arm=arm, outcomes=[outcome], verdict=verdict, notes=[evil])
+    one = replace(one, title=evil, metric=evil, notes=[evil])
+    made = replace(comparison(one), stamps=[evil], not_compared=[evil], created=evil, version=evil)
+    text, page = written(made, tmp_path)
+    assert "<script" not in text and not page.all("script")
+    assert page.words.count("<script>alert(1)</script>") >= 10
+
+
+def test_the_same_comparison_gives_the_same_files(tmp_path):
+    for name in ("a", "b"):
+        write_report(comparison(group(steps=400)), tmp_path / name)
+    files = sorted(path.name for path in (tmp_path / "a").iterdir())
+    assert files == sorted(path.name for path in (tmp_path / "b").iterdir())
+    assert {"report.html", "resnet50-digits_32-loss-steps.png"} <= set(files)
+    for name in files:
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
+def test_stamps_and_what_was_left_out_are_told(tmp_path):
+    made = comparison(
+        stamps=["--allow optim.lr"], not_compared=["x/amp-s0: no FP32 run"], looks=[3, 5, 10]
+    )
+    _, page = written(made, tmp_path)
+    before_the_table = page.words.split("positive is worse")[0]
+    assert "Not the comparison that the runs were set up for: --allow optim.lr" in before_the_table
+    assert "x/amp-s0: no FP32 run" in page.words
+    assert "Planned at 3, 5, 10 seeds" in page.words
+
+
+def test_a_cpu_is_named_as_such_and_a_gpu_is_not(tmp_path):
+    one = group(steps=400)
+    _, page = written(comparison(one), tmp_path / "cpu")
+    assert "says nothing about a GPU" in page.words
+    assert "The resident set is that of the whole process" in page.words
+    for row in (one.baseline, *one.rows):
+        for run in row.arm.runs:
+            run.environment["device"], run.memory_measure = "cuda", "CUDA allocated"
+    _, page = written(comparison(one), tmp_path / "cuda")
+    assert "says nothing about a GPU" not in page.words
+    assert "measured as: CUDA allocated" in page.words
+
+
+def test_a_run_on_another_machine_is_named(tmp_path):
+    one = group(steps=400)
+    one.rows[3].arm.runs[0].environment["cpu"] = "Another CPU"
+    _, page = written(comparison(one), tmp_path)
+    assert "Not the same in all runs: cpu : Example CPU @ 2.00GHz" in page.words
+    assert "Another CPU (amp)" in page.words
+
+
+def test_grids_of_the_same_seed_stand_side_by_side(tmp_path):
+    one = gan_group(tmp_path)
+    one.rows[0].arm.runs[0].sample_grid = None  # seed 0 is not in every mode
+    _, page = written(comparison(one), tmp_path / "out")
+    images = page.all("img")
+    assert [image["alt"] for image in images] == [
+        f"Generated images of {mode}, seed 1" for mode in ("fp32", "fp16_master_scaled", "amp")
+    ]
+    data = base64.b64decode(images[0]["src"].partition(",")[2])
+    with Image.open(io.BytesIO(data)) as shown:
+        assert shown.format == "JPEG" and shown.size == (360, 360)
+    assert "without a metric of the samples there is no verdict" in page.words
+
+
+def test_a_grid_that_cannot_be_read_is_told(tmp_path):
+    one = gan_group(tmp_path, seeds=1)
+    (tmp_path / "amp-0.png").write_bytes(b"no image")
+    _, page = written(comparison(one), tmp_path / "out")
+    assert len(page.all("img")) == 2
+    assert "amp, seed 0: not readable" in page.words
+
+
+def test_five_modes_and_twenty_seeds_stay_below_a_megabyte(tmp_path):
+    text, page = written(comparison(group(seeds=20)), tmp_path)
+    assert len(text.encode()) < LIMIT and len(page.all("svg")) == 7
+
+
+def test_several_groups_get_fewer_points_but_all_their_figures(tmp_path):
+    groups = [replace(group(3, 800), slug=f"g{i}", title=f"g{i}") for i in range(8)]
+    text, page = written(comparison(*groups), tmp_path)
+    assert len(text.encode()) < LIMIT and len(page.all("svg")) == 8 * 7
+    assert "8 configurations" in page.words
+
+
+@pytest.mark.slow
+def test_forty_groups_keep_the_decision_and_name_the_files_of_the_rest(tmp_path):
+    groups = [replace(group(3, 400), slug=f"g{i}", title=f"g{i}") for i in range(40)]
+    text, page = written(comparison(*groups), tmp_path)
+    assert len(text.encode()) < LIMIT
+    shown = [svg["aria-label"].split(",")[0] for svg in page.all("svg")]
+    assert shown.count("Interval plot") == 40
+    assert "g39-loss-scale.png" in page.words and (tmp_path / "g39-loss-scale.png").is_file()
+
+
+def test_nothing_to_compare_is_still_a_page(tmp_path):
+    _, page = written(Comparison([], not_compared=["x: no FP32 run"]), tmp_path)
+    assert "Nothing was compared." in page.words and "x: no FP32 run" in page.words
+
+
+def test_a_baseline_alone_is_still_a_page(tmp_path):
+    _, page = written(comparison(replace(group(steps=400), rows=[])), tmp_path)
+    assert "fp32 baseline" in page.words
+
+
+def test_every_verdict_has_its_own_mark_and_words():
+    assert set(MARKS) == set(VERDICTS)
+
+
+@pytest.mark.parametrize("name", VERDICTS)
+def test_every_verdict_gives_an_answer(name, tmp_path):
+    one = group(seeds=3, steps=400)
+    one = replace(one, rows=[replace(one.rows[3], verdict=replace(one.rows[3].verdict, name=name))])
+    _, page = written(comparison(one), tmp_path)
+    first = page.words.split("?", 1)[1].split("mode verdict")[0]
+    assert "amp" in first and ("FP32" in first or "amp" in first)
+
+
+def test_figures_beside_the_page_are_images_of_a_readable_size(tmp_path):
+    write_report(comparison(group(steps=400)), tmp_path)
+    for path in tmp_path.glob("*.png"):
+        with Image.open(path) as image:
+            assert image.width == 800 and image.height > 200
+
+
+def test_write_grid_makes_an_image(tmp_path):
+    with Image.open(write_grid(tmp_path / "x.png", 0)) as image:
+        assert image.size == (512, 512)

@@ -1,0 +1,117 @@
+"""Verdicts at planned looks: which look decides, and what waits."""
+
+import pytest
+
+from mprun.compare.findings import Arm, Verdict
+from mprun.compare.looks import nominal_alpha
+from mprun.compare.verdict import judge
+
+from .made_runs import made_arm
+
+JITTER = (0.004, -0.004, 0.002, -0.002, 0.0)
+
+
+def verdict_of(own: Arm, base: Arm, looks=()) -> Verdict:
+    """With a margin of 1 % of the baseline's mean, which is 2: 0.02."""
+    return judge(
+        own,
+        base,
+        metric="loss",
+        higher_is_better=False,
+        relative=True,
+        margin_setting=0.01,
+        looks=looks,
+    )[0]
+
+
+TEN = {seed: 2.0 for seed in range(10)}
+
+
+def differing(*differences: float) -> Arm:
+    """An arm whose seeds 0, 1, ... differ from a baseline of 2 by these."""
+    return made_arm({s: 2.0 + d for s, d in enumerate(differences)}, mode="amp")
+
+
+def test_looks_need_the_first_number_of_seeds():
+    verdict = verdict_of(differing(*JITTER), made_arm(TEN), looks=[8, 10])
+    assert (verdict.name, verdict.needed, verdict.look) == ("inconclusive", 3, None)
+    assert verdict.sentence.startswith("inconclusive: needs at least 8 seeds (has 5).")
+
+
+def test_the_first_conclusive_look_stands():
+    # Seeds 0 to 2 hardly differ; the later ones would say worse.
+    own = differing(0.001, -0.001, 0.0, *[0.5] * 7)
+    verdict = verdict_of(own, made_arm(TEN), looks=[3, 5, 10])
+    assert (verdict.name, verdict.look, verdict.needed) == ("matches", 3, None)
+    assert verdict.seeds == [0, 1, 2]
+    assert verdict.level == pytest.approx(1 - 2 * nominal_alpha((3, 5, 10)))
+    assert verdict.sentence.endswith(
+        " Look at 3 seeds of the plan 3, 5, 10; it stands, 7 seeds not used."
+    )
+    # Without looks all seeds count.
+    assert verdict_of(own, made_arm(TEN)).name != "matches"
+
+
+def test_seeds_between_looks_wait():
+    wide = (0.03, -0.03, 0.0)
+    verdict = verdict_of(differing(*wide, 9.0), made_arm(TEN), looks=[3, 5, 10])
+    assert (verdict.name, verdict.look, verdict.needed) == ("inconclusive", 3, 1)
+    assert verdict.seeds == [0, 1, 2]
+    assert verdict.sentence.startswith("inconclusive: wait for the look at 5 seeds; difference ")
+    assert (
+        " Look at 3 seeds of the plan 3, 5, 10; the next needs 1 seed more, 1 seed waiting for it."
+        in verdict.sentence
+    )
+    verdict = verdict_of(differing(*wide), made_arm(TEN), looks=[3, 5, 10])
+    assert verdict.needed == 2
+    assert "; the next needs 2 seeds more. Left out" in verdict.sentence
+
+
+def test_a_later_look_decides():
+    own = differing(0.03, -0.03, 0.0, 0.001, -0.001, *[0.0] * 5)
+    verdict = verdict_of(own, made_arm(TEN), looks=[3, 10])
+    # Variance 2 * (0.03^2 + 0.001^2) / 9 = 2.0e-4; half width near 2.4 * 0.0045 = 0.011 < 0.02.
+    assert (verdict.name, verdict.look) == ("matches", 10)
+    assert verdict.sentence.endswith(" Look at 10 seeds of the plan 3, 10.")
+
+
+def test_likely_worse_is_not_conclusive_at_a_look():
+    # At 3 seeds: mean 0.02, s = 0.005, h = t * 0.005 / sqrt(3) with t near 4.6 (2 degrees, 2.3 %):
+    # 0.013, so the interval is (0.007, 0.033).
+    found = (0.015, 0.02, 0.025)
+    verdict = verdict_of(differing(*found), made_arm(TEN), looks=[3, 10])
+    assert (verdict.name, verdict.look, verdict.needed) == ("likely worse", 3, 7)
+    # At 10 seeds: mean 0.034, s = 0.0102, h = t * 0.0102 / sqrt(10) with t near 2.3: low 0.026.
+    verdict = verdict_of(differing(*found, *[0.04] * 7), made_arm(TEN), looks=[3, 10])
+    assert (verdict.name, verdict.look, verdict.needed) == ("worse", 10, None)
+
+
+def test_after_the_last_look_nothing_is_promised():
+    wide = [0.05, -0.05] * 5
+    verdict = verdict_of(differing(*wide), made_arm(TEN), looks=[3, 5])
+    assert (verdict.name, verdict.look, verdict.needed) == ("inconclusive", 5, None)
+    assert verdict.sentence.startswith("inconclusive: this was the last look; ")
+    assert verdict.sentence.endswith(
+        " Look at 5 seeds of the plan 3, 5; 5 seeds beyond it not used."
+    )
+
+
+def test_looks_are_stricter_than_a_fixed_test():
+    # Half width just inside the margin at 5 %, so outside it at the nominal alpha.
+    own = differing(0.0105, -0.0105, 0.0)  # h = 2.92 * 0.0105 / sqrt(3) = 0.0177 < 0.02
+    base = made_arm({seed: 2.0 for seed in range(3)})
+    assert verdict_of(own, base).name == "matches"
+    assert verdict_of(own, base, looks=[3, 5]).name == "inconclusive"
+
+
+def test_looks_at_other_seeds_take_the_first_of_both_arms():
+    base = made_arm({seed: 2.0 + JITTER[seed % 5] for seed in range(10)})
+    own = made_arm({20 + seed: 2.0 + JITTER[seed] for seed in range(4)}, mode="amp")
+    verdict = verdict_of(own, base, looks=[3, 5, 10])
+    assert (verdict.method, verdict.look) == ("Welch", 3)
+    assert (verdict.seeds, verdict.baseline_seeds) == ([20, 21, 22], [0, 1, 2])
+
+
+def test_looks_that_are_none():
+    with pytest.raises(ValueError, match="must ascend"):
+        verdict_of(differing(*JITTER), made_arm(TEN), looks=[5, 3])

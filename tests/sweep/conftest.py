@@ -1,0 +1,123 @@
+"""Sweeps of tiny runs, and what happens to their processes from outside."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mprun.cli import main
+from mprun.record.metrics import read_metrics
+
+TINY = [
+    "device=cpu",
+    "threads=1",
+    "model=conv_autoencoder",
+    "data.image_size=32",
+    "data.batch_size=16",
+    "model.width=2",
+    "model.code_size=4",
+]
+_TIMING = {"samples_per_s", "seconds"}
+
+
+@pytest.fixture
+def tiny() -> list[str]:
+    """Overrides of a model of a few ms a step."""
+    return list(TINY)
+
+
+@pytest.fixture
+def start_sweep():
+    """``start_sweep(arguments, cwd)``: `mprun -m` as a process of its own; killed at the end."""
+    started = []
+
+    def start(arguments: list[str], cwd: Path) -> subprocess.Popen:
+        number = len(started)
+        with open(cwd / f"out{number}", "wb") as out, open(cwd / f"err{number}", "wb") as err:
+            command = [sys.executable, "-m", "mprun", "-m", *arguments]
+            process = subprocess.Popen(
+                command, cwd=cwd, stdout=out, stderr=err, start_new_session=True
+            )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+
+
+@pytest.fixture
+def same_as_single(tmp_path):
+    """``same_as_single(directory)``: assert that a cell has the records of a run by itself."""
+
+    def compare(directory: Path) -> None:
+        record = json.loads((directory / "run.json").read_text())
+        single = tmp_path / "single" / directory.name
+        overrides = [o for o in record["overrides"] if not o.startswith("output_dir=")]
+        main([*overrides, f"output_dir='{single}'"])
+        expected = json.loads((single / "run.json").read_text())
+        for key in ("status", "final", "last_step", "skipped", "config_hash"):
+            assert record[key] == expected[key], (directory.name, key)
+        assert numbers(directory) == numbers(single), directory.name
+
+    return compare
+
+
+def numbers(directory: Path) -> list[dict]:
+    """The records of a run without its clock; NaN as text, so that it equals itself."""
+    return [
+        {key: repr(value) for key, value in record.items() if key not in _TIMING}
+        for record in read_metrics(directory / "metrics.jsonl")
+    ]
+
+
+@pytest.fixture
+def held_at_first_step():
+    """``held_at_first_step(directory)``: the id of the cell's process, stopped in its training.
+
+    Waits for the process, then lets it go on for moments until its run.json is there.
+    """
+
+    def hold(directory: Path) -> int:
+        process = wait_for(lambda: process_of(directory))
+        os.kill(process, signal.SIGSTOP)
+        while not (directory / "run.json").exists():
+            os.kill(process, signal.SIGCONT)
+            time.sleep(0.02)
+            os.kill(process, signal.SIGSTOP)
+        return process
+
+    return hold
+
+
+def wait_for(found, seconds: float = 120.0):
+    """What `found()` gives as soon as it is true."""
+    end = time.monotonic() + seconds
+    while not (value := found()):
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.01)
+    return value
+
+
+def process_of(directory: Path) -> int | None:
+    """The process whose command line names the run directory."""
+    pattern = re.compile(re.escape(str(directory)) + r"(?!\w)")
+    for path in Path("/proc").iterdir():
+        if not path.name.isdecimal() or int(path.name) == os.getpid():
+            continue
+        try:
+            words = (path / "cmdline").read_bytes().decode().split("\0")
+        except OSError:
+            continue
+        own = [w for w in words if w.startswith(("output_dir=", "resume="))]
+        if any(pattern.search(word) for word in own):
+            return int(path.name)
+    return None
