@@ -1,12 +1,13 @@
 """What the sliced Wasserstein distance of DCGAN's samples is worth, on the digits.
 
-    python benchmarks/sample_metric.py [--size 32] [--steps 300] [--seeds 3] [--json FILE]
+    python benchmarks/sample_metric.py [--part sets|gan|choices] [--size 32] [--points 0,100,300]
+        [--seeds 3] [--json FILE]
 
-Prints the distance of the held-out digits to training digits (the floor: equally many images of
-the same distribution), to damaged copies of themselves, and to DCGAN's samples at three points of
-a short FP32 training for several seeds, with the standard deviation over seeds; then what the
-choice of patches and directions does, and what an evaluation costs. docs/sample_metric.md quotes
-it. Some four minutes on one core.
+sets: the distance of the held-out digits to training digits (the floor: equally many images of the
+same distribution) and to damaged copies of themselves. gan: to DCGAN's samples after each of
+--points steps of FP32 training, with the standard deviation over seeds of the last point and of
+the mean of the last five. choices: what the numbers of patches and directions do, and what an
+evaluation costs. docs/sample_metric.md quotes it. Some four minutes on one core, all parts.
 """
 
 import argparse
@@ -84,65 +85,76 @@ def gan_distances(size: int, points: list[int], seed: int) -> list[float]:
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--size", type=int, default=32)
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    size = options.size
-    real, train, _, _ = digits(size)
-    distance = SampleDistance(size, 3, "cpu")
-    results: dict = {"size": size, "sets": {}, "gan": {}, "choices": {}}
-
+def measure_sets(size: int) -> dict:
+    real, _, _, _ = digits(size)
+    distance, found = SampleDistance(size, 3, "cpu"), {}
     print(f"{size}x{size}: distance to the 360 held-out digits, mean (levels, finest first)")
     for name, images in image_sets(size).items():
         levels = distance.by_level([real], [images])
         mean = statistics.fmean(levels)
-        results["sets"][name] = {"mean": mean, "levels": levels}
+        found[name] = {"mean": mean, "levels": levels}
         print(f"  {name:50} {mean:8.4f}   {' '.join(f'{v:.4f}' for v in levels)}", flush=True)
+    return found
 
-    points = sorted({0, options.steps // 3, options.steps})
-    print(f"DCGAN, FP32, after {points} steps")
-    ends = []
-    for seed in range(options.seeds):
+
+def measure_gan(size: int, points: list[int], seeds: int) -> dict:
+    print(f"{size}x{size}: DCGAN, FP32, after {points} steps")
+    found = {}
+    for seed in range(seeds):
         started = time.perf_counter()
-        values = gan_distances(size, points, seed)
-        ends.append(values[-1])
-        results["gan"][seed] = dict(zip(points, values, strict=True))
+        found[seed] = gan_distances(size, points, seed)
         seconds = time.perf_counter() - started
-        print(
-            f"  seed {seed}: {' '.join(f'{v:.4f}' for v in values)}  ({seconds:.0f} s)", flush=True
-        )
-    if len(ends) > 1:
-        mean, deviation = statistics.fmean(ends), statistics.stdev(ends)
-        results["gan"]["end"] = {"mean": mean, "seed_sd": deviation}
-        print(
-            f"  at the end: mean {mean:.4f}, sd over seeds {deviation:.4f} "
-            f"({100 * deviation / mean:.1f} %)"
-        )
+        shown = " ".join(f"{v:.4f}" for v in found[seed])
+        print(f"  seed {seed}: {shown}  ({seconds:.0f} s)", flush=True)
+    for last in (1, 5):
+        if len(points) > last and seeds > 1:
+            ends = [statistics.fmean(values[-last:]) for values in found.values()]
+            mean, deviation = statistics.fmean(ends), statistics.stdev(ends)
+            print(
+                f"  mean of the last {last}: {mean:.4f}, sd over seeds {deviation:.4f} "
+                f"({100 * deviation / mean:.1f} %)"
+            )
+    return found
 
+
+def measure_choices(size: int) -> dict:
     print("patches x directions: floor and one class over 4 draws of them, mean +- sd, seconds")
+    real, train, _, _ = digits(size)
     one = image_sets(size)["one class only (3)"]
+    found = {}
     for patches, directions in ((128, 512), (64, 128), (16, 64)):
-        draws = range(4) if patches < 128 else range(2)
         rows, started = [], time.perf_counter()
-        for draw in draws:
-            own = SampleDistance(size, 3, "cpu", patches=patches, directions=directions, seed=draw)
+        for seed in range(4):
+            own = SampleDistance(size, 3, "cpu", patches=patches, directions=directions, seed=seed)
             rows.append([own([real], [images]) for images in (train[:360], one)])
         seconds = (time.perf_counter() - started) / (2 * len(rows))
-        floor, mode = zip(*rows, strict=True)
+        found[f"{patches} x {directions}"] = {"rows": rows, "seconds": seconds}
         text = "  ".join(
-            f"{statistics.fmean(v):.4f} +- {statistics.stdev(v):.4f}" for v in (floor, mode)
+            f"{statistics.fmean(v):.4f} +- {statistics.stdev(v):.4f}"
+            for v in zip(*rows, strict=True)
         )
-        results["choices"][f"{patches} x {directions}"] = {
-            "floor": floor,
-            "one class": mode,
-            "seconds": seconds,
-        }
         print(f"  {patches:4} x {directions:3}:  {text}  {seconds:.2f} s", flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--part", choices=("sets", "gan", "choices"), action="append")
+    parser.add_argument("--size", type=int, default=32)
+    parser.add_argument("--points", default="0,100,300")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    parts = options.part or ["sets", "gan", "choices"]
+    results: dict = {"size": options.size}
+    if "sets" in parts:
+        results["sets"] = measure_sets(options.size)
+    if "gan" in parts:
+        points = sorted({int(point) for point in options.points.split(",")})
+        results["gan"] = measure_gan(options.size, points, options.seeds)
+    if "choices" in parts:
+        results["choices"] = measure_choices(options.size)
     if options.json:
         options.json.write_text(json.dumps(results, indent=1))
 

@@ -141,4 +141,3 @@ def _check_first_steps(row: Row, baseline: Arm) -> None:
             f"already {100 * row.first_steps:.0f} % from the baseline's loss within the first 20 "
             "steps at equal seeds: look for a wrong cast, scale or setting"
         )
-

@@ -51,9 +51,9 @@ def cells_of(
             if k not in own and k not in NO_KEYS and k not in ignored
         }
         plain_fp32 = run.mode == "fp32" and run.scaler == "none"
-        if plain_fp32:
-            own.pop("cpu_half", None)  # computes nothing in 16 bits
-        key = (run.mode, run.scaler, canonical(own), canonical(shared), given)
+        # FP32 computes nothing in 16 bits: there such a key makes no arm.
+        telling = {k: v for k, v in own.items() if not (plain_fp32 and k in _ARM_KEYS)}
+        key = (run.mode, run.scaler, canonical(telling), canonical(shared), given)
         cell = cells.setdefault(key, Cell([], shared, own, given or plain_fp32, given))
         cell.runs.append(run)
     return list(cells.values())

@@ -99,17 +99,18 @@ def main(arguments: list[str]) -> int:
 def compare(options: Options) -> Comparison:
     """Read, group and judge; writes nothing. BadInput where nothing can be compared."""
     if options.tag is None:
-        runs, notes = load_runs(options.paths)
+        runs, notes = load_runs(options.paths, options.baseline)
+        protos, refused = group_runs(
+            runs,
+            allow=options.allow,
+            baseline_path=options.baseline,
+            judged_otherwise=options.metric is not None or options.margin is not None,
+        )
     else:
         from mprun.compare.foreign import load_foreign
 
-        runs, notes = load_foreign(options.paths, options.tag)
-    protos, refused = group_runs(
-        runs,
-        allow=options.allow,
-        baseline_path=options.baseline,
-        judged_otherwise=options.metric is not None or options.margin is not None,
-    )
+        foreign, notes = load_foreign(options.paths, options.tag)
+        protos, refused = [foreign], []
     if not protos:
         raise BadInput(refused[0] if refused else f"{options.paths[0]}: no runs to compare")
     groups = [
@@ -208,6 +209,8 @@ def parse(arguments: list[str]) -> Options:
         raise BadInput("--json, --markdown: give one of the two")
     if given.higher_is_better and given.tag is None:
         raise BadInput("--higher-is-better: only with --tag; a run of mprun knows its metrics")
+    if given.higher_is_better and given.margin is None:
+        raise BadInput("--higher-is-better: needs --margin, in the unit of the tag")
     if given.tag is not None and (given.baseline or given.allow or given.metric):
         raise BadInput("--tag: foreign logs have no --baseline, --allow or --metric")
     return Options(

@@ -129,7 +129,7 @@ def _baseline(family: list[Cell], allow: Sequence[str]) -> Cell | None:
 
 def _group(baseline: Cell, family: list[Cell]) -> ProtoGroup:
     others = [cell for cell in family if cell is not baseline]
-    arms = [_arm(cell, baseline, family) for cell in sorted(others, key=_rank)]
+    arms = [_arm(cell, baseline, family) for cell in _ordered(baseline, others)]
     own = _arm(baseline, baseline, family)
     every = [run for cell in family for run in cell.runs]
     common = {
@@ -142,11 +142,16 @@ def _group(baseline: Cell, family: list[Cell]) -> ProtoGroup:
     return ProtoGroup(_title(baseline.first), "", own, arms, common, notes)
 
 
-def _rank(cell: Cell) -> tuple[int, str]:
-    """Modes in the order in which the configuration lists them."""
-    mode = cell.first.mode
-    name = mode.partition("+")[0]
-    return MODES.index(name) if name in MODES else len(MODES), mode
+def _ordered(baseline: Cell, others: list[Cell]) -> list[Cell]:
+    """Modes in the order in which the configuration lists them, exact matches first."""
+
+    def rank(cell: Cell) -> tuple[int, str, int]:
+        mode = cell.first.mode
+        name = mode.partition("+")[0]
+        place = MODES.index(name) if name in MODES else len(MODES)
+        return place, mode, len(differences(baseline, cell))
+
+    return sorted(others, key=rank)
 
 
 def _arm(cell: Cell, baseline: Cell, rivals: list[Cell]) -> Arm:

@@ -22,9 +22,22 @@ from mprun.compare.palette import Style, styles_of
 
 LIMIT = 1_000_000  # bytes of report.html
 _DPI = 160
-_POINTS = (240, 120, 60, 30)  # of a curve; the first that fits
+_POINTS = 240  # of a curve, in the PNG files and on a page with room
 _GRID_PIXELS = 360  # width of an embedded sample grid
-_MAIN = ("intervals", "loss-steps")  # figures that a page of many groups keeps longest
+# (points of a curve, figures shown or None for all): the first that fits is taken.
+_MAIN = ("intervals", "loss-steps")
+_LEVELS = (
+    (_POINTS, None),
+    (120, None),
+    (60, None),
+    (30, None),
+    (60, _MAIN),
+    (30, _MAIN),
+    (30, _MAIN[:1]),
+    (30, ()),
+)
+
+Pictures = list[tuple[Drawing, str | None]]  # with its inline SVG, None where there is no room
 
 
 def write_report(comparison: Comparison, folder: Path) -> Path:
@@ -37,57 +50,56 @@ def write_report(comparison: Comparison, folder: Path) -> Path:
     with settings(), warnings.catch_warnings():
         # A label in a script that the PNG's font lacks; the page itself shows it.
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
-        page = _fitting(comparison, styles, folder)
+        for group in comparison.groups:
+            _write_pngs(group, styles, folder)
+        page = _fitting(comparison, styles)
     path = folder / "report.html"
     path.write_text(page, encoding="utf-8")
     return path
 
 
-def _fitting(comparison: Comparison, styles: dict[str, Style], folder: Path) -> str:
-    """The page with as many points and figures as there is room for; PNG files on the way."""
-    pictures = _pictures(comparison, styles, folder, _POINTS[0])
-    page = _page(comparison, styles, pictures)
-    for points in _POINTS[1:]:
+def _write_pngs(group: Group, styles: dict[str, Style], folder: Path) -> None:
+    for drawing in group_figures(group, styles, _POINTS):
+        path = folder / f"{group.slug}-{drawing.name}.png"
+        # matplotlib would write its own version into the file, which says nothing of the runs.
+        drawing.figure.savefig(path, dpi=_DPI, metadata={"Software": None})
+
+
+def _fitting(comparison: Comparison, styles: dict[str, Style]) -> str:
+    """The page with as many points and figures as there is room for."""
+    groups = comparison.groups
+    for points, kept in _LEVELS:
+        samples = kept is None
+        if len(groups) > 1:  # what one group takes tells that all would be too much
+            one = _pictures(groups[0], styles, points, kept)
+            if len(groups) * len(_group(comparison, groups[0], styles, one, samples)) > LIMIT:
+                continue
+        pictures = [_pictures(group, styles, points, kept) for group in groups]
+        page = _page(comparison, styles, pictures, samples)
         if len(page.encode()) < LIMIT:
             return page
-        pictures = _pictures(comparison, styles, None, points)
-        page = _page(comparison, styles, pictures)
-    for kept in (_MAIN, _MAIN[:1], ()):
-        if len(page.encode()) < LIMIT:
-            return page
-        pictures = [[(d, svg if d.name in kept else None) for d, svg in own] for own in pictures]
-        page = _page(comparison, styles, pictures, samples=False)
-    if len(page.encode()) < LIMIT:
-        return page
+    pictures = [_pictures(group, styles, *_LEVELS[-1]) for group in groups]
     return _page(comparison, styles, pictures, samples=False, details=False)
 
 
 def _pictures(
-    comparison: Comparison, styles: dict[str, Style], folder: Path | None, points: int
-) -> list[list[tuple[Drawing, str | None]]]:
-    """(drawing, its inline SVG) of every group; PNG files into `folder` if one is given."""
-    found = []
-    for group in comparison.groups:
-        own = []
-        for drawing in group_figures(group, styles, points):
-            name = f"{group.slug}-{drawing.name}"
+    group: Group, styles: dict[str, Style], points: int, kept: tuple[str, ...] | None
+) -> Pictures:
+    found: Pictures = []
+    for drawing in group_figures(group, styles, points):
+        name, svg = f"{group.slug}-{drawing.name}", None
+        if kept is None or drawing.name in kept:
             with matplotlib.rc_context({"svg.hashsalt": name}):
-                own.append((drawing, inline_svg(drawing.figure, name, drawing.label)))
-            if folder is not None:
-                # Software: matplotlib would write its version, which says nothing of the runs.
-                drawing.figure.savefig(
-                    folder / f"{name}.png", dpi=_DPI, metadata={"Software": None}
-                )
-        found.append(own)
+                svg = inline_svg(drawing.figure, name, drawing.label)
+        found.append((drawing, svg))
     return found
 
 
 def _page(
     comparison: Comparison,
     styles: dict[str, Style],
-    pictures: list[list[tuple[Drawing, str | None]]],
-    *,
-    samples: bool = True,
+    pictures: list[Pictures],
+    samples: bool,
     details: bool = True,
 ) -> str:
     groups = comparison.groups
@@ -134,9 +146,9 @@ def _group(
     comparison: Comparison,
     group: Group,
     styles: dict[str, Style],
-    pictures: list[tuple[Drawing, str | None]],
+    pictures: Pictures,
     samples: bool,
-    details: bool,
+    details: bool = True,
 ) -> str:
     heading = f"<h2>{escape(group.title)}</h2>" if len(comparison.groups) > 1 else ""
     parts = [
@@ -160,7 +172,7 @@ def _group(
     return f'<section class="group" id="{escape(group.slug)}">{"".join(parts)}</section>\n'
 
 
-def _figures(group: Group, pictures: list[tuple[Drawing, str | None]]) -> str:
+def _figures(group: Group, pictures: Pictures) -> str:
     shown = "".join(
         f"<figure>{svg}<figcaption>{escape(drawing.caption)}</figcaption></figure>\n"
         for drawing, svg in pictures

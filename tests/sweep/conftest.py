@@ -91,15 +91,20 @@ def held_at_first_step():
         os.kill(process, signal.SIGSTOP)
         while not (directory / "run.json").exists():
             os.kill(process, signal.SIGCONT)
-            time.sleep(0.02)
+            time.sleep(0.05)
             os.kill(process, signal.SIGSTOP)
         return process
 
     return hold
 
 
-def wait_for(found, seconds: float = 120.0):
-    """What `found()` gives as soon as it is true."""
+@pytest.fixture(name="wait_for")
+def wait_for_fixture():
+    """``wait_for(found)``: what ``found()`` gives as soon as it is true."""
+    return wait_for
+
+
+def wait_for(found, seconds: float = 180.0):
     end = time.monotonic() + seconds
     while not (value := found()):
         assert time.monotonic() < end, "waited in vain"

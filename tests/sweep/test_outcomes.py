@@ -9,16 +9,26 @@ import pytest
 
 from mprun.cli import main
 from mprun.sweep import processes
+from mprun.sweep.attempt import Attempt
+from mprun.sweep.outcome import Outcome
+from mprun.sweep.plan import plan
 
-# Until the first heartbeat it must be longer than a process takes to start on a busy machine.
-STALL_AFTER_S = 20
+# Longer than a process takes to start on a busy machine: that counts as no progress, too.
+STALL_AFTER_S = 60
+KILLED = "killed by SIGKILL"
+FAILED = "failed: FileExistsError: [Errno 17] File exists: "
+HUNG = f"hung: no progress for {STALL_AFTER_S} s, killed"
+DIVERGED = "diverged at step 2"
 
 
 @pytest.fixture
 def sabotaged(tmp_path, tiny, held_at_first_step, monkeypatch):
-    """Sweep over learning rates while three of the runs are harmed; (exit code, cell by rate)."""
+    """Sweep over learning rates while some of the runs are harmed: (exit code, cells, arguments).
 
-    def run(rates: list[str], hung: str, killed: str, failing: str):
+    The 1st is killed, the 2nd fails, the 3rd hangs if `hang` says so, the last diverges by itself.
+    """
+
+    def run(rates: list[str], hang: bool):
         monkeypatch.setattr(processes, "GRACE_S", 1.0)
         folder = tmp_path / "runs" / "conv_autoencoder-digits_gray_64"
         length = ["train.steps=150", "train.checkpoint_every=50", "name=x"]
@@ -28,18 +38,18 @@ def sabotaged(tmp_path, tiny, held_at_first_step, monkeypatch):
             texts = [*tiny[3:], *length[:1], f"optim.lr={rate}", "x-s0"]
             return folder / "-".join(["fp32", *texts])
 
-        def kill():
-            os.kill(held_at_first_step(cell(killed)), signal.SIGKILL)
+        def kill(directory):
+            os.kill(held_at_first_step(directory), signal.SIGKILL)
 
-        def fail():
-            process = held_at_first_step(cell(failing))
-            (cell(failing) / "checkpoints").write_text("in the way")
+        def fail(directory):
+            process = held_at_first_step(directory)
+            (directory / "checkpoints").write_text("in the way")
             os.kill(process, signal.SIGCONT)
 
-        def hang():
-            held_at_first_step(cell(hung))
-
-        harms = [threading.Thread(target=harm) for harm in (kill, fail, hang)]
+        harms = [
+            threading.Thread(target=harm, args=[cell(rate)])
+            for harm, rate in zip((kill, fail, held_at_first_step)[: 2 + hang], rates, strict=False)
+        ]
         for harm in harms:
             harm.start()
         swept = f"optim.lr={','.join(rates)}"
@@ -51,20 +61,16 @@ def sabotaged(tmp_path, tiny, held_at_first_step, monkeypatch):
     return run
 
 
-def check(code, cells, rates, printed, same_as_single):
-    """Expect that the 1st rate hung, the 2nd was killed, the 3rd failed, the last diverged."""
-    words = {
-        rates[0]: f"hung: no progress for {STALL_AFTER_S} s, killed",
-        rates[1]: "killed by SIGKILL",
-        rates[2]: "failed: FileExistsError: [Errno 17] File exists: ",
-        rates[-1]: "diverged at step 2",
-    }
-    status = {rates[0]: "failed", rates[1]: "failed", rates[2]: "failed", rates[-1]: "diverged"}
+def check(code, cells, words, printed, same_as_single):
+    """Expect `words` (rate -> how its run ended; else done) in every record and table."""
+    rates = list(cells)
     [file] = cells[rates[0]].parent.glob("sweep-*.md")
     lines = file.read_text().splitlines()
     for rate, directory in cells.items():
         record = json.loads((directory / "run.json").read_text())
-        assert record["status"] == status.get(rate, "done"), rate
+        ended = words.get(rate, "done").split()[0]
+        status = {"killed": "failed", "failed:": "failed", "hung:": "failed"}.get(ended, ended)
+        assert record["status"] == status, rate
         # One line in the file, one row in the printed table.
         [line] = [line for line in lines if line.startswith(f"| {directory.name} ")]
         assert line.split("|")[2].strip().startswith(words.get(rate, "done")), rate
@@ -72,21 +78,34 @@ def check(code, cells, rates, printed, same_as_single):
         assert words.get(rate, "done") in row, rate
         if record["status"] == "done":
             same_as_single(directory)
-    # Lost workers are the worst that happened; a divergence is a result.
+    # A lost worker is the worst that happened; a divergence is a result.
     assert code == 5
 
 
 def test_the_rest_goes_on(sabotaged, same_as_single, capfd):
-    rates = ["0.001", "0.002", "0.003", "0.004", "1e30"]
-    code, cells, _ = sabotaged(rates, *rates[:3])
-    check(code, cells, rates, capfd.readouterr().out, same_as_single)
+    rates = ["0.001", "0.002", "0.003", "1e+30"]
+    code, cells, _ = sabotaged(rates, hang=False)
+    words = dict(zip(rates, [KILLED, FAILED], strict=False)) | {rates[-1]: DIVERGED}
+    check(code, cells, words, capfd.readouterr().out, same_as_single)
+
+
+def test_a_hang_is_killed_even_before_the_first_step(tmp_path, tiny, wait_for, monkeypatch):
+    monkeypatch.setattr(processes, "GRACE_S", 0.5)
+    monkeypatch.chdir(tmp_path)
+    [cell, _] = plan([*tiny, "seed=0,1"], None).cells
+    attempt = Attempt(cell, None, stall_after=1.0)
+    os.kill(attempt.process.process.pid, signal.SIGSTOP)
+    outcome = wait_for(attempt.poll)
+    assert outcome == Outcome("hung: no progress for 1 s, killed", code=5)
+    assert not cell.directory.exists()
 
 
 @pytest.mark.slow
 def test_twelve_cells_and_the_same_command_again(sabotaged, same_as_single, capfd):
-    rates = [*(f"0.00{n}" for n in range(1, 10)), "0.01", "0.02", "1e30"]
-    code, cells, arguments = sabotaged(rates, *rates[:3])
-    check(code, cells, rates, capfd.readouterr().out, same_as_single)
+    rates = [*(f"0.00{n}" for n in range(1, 10)), "0.01", "0.02", "1e+30"]
+    code, cells, arguments = sabotaged(rates, hang=True)
+    words = dict(zip(rates, [KILLED, FAILED, HUNG], strict=False)) | {rates[-1]: DIVERGED}
+    check(code, cells, words, capfd.readouterr().out, same_as_single)
 
     before = {r: (d / "metrics.jsonl").stat().st_mtime_ns for r, d in cells.items()}
     assert main(["-m", *arguments, "-j", "2"]) == 0

@@ -1,0 +1,100 @@
+"""Run directories made by hand: run.json and metrics.jsonl as mprun writes them."""
+
+import copy
+import json
+from pathlib import Path
+
+from mprun.record.metrics import MetricsFile
+from mprun.record.run_directory import config_hash
+
+CONFIG = {
+    "model": {"name": "lstm_lm", "hidden_size": 64},
+    "data": {"name": "docs_text", "batch_size": 20},
+    "optim": {"name": "sgd", "lr": 0.1, "betas": None},
+    "precision": {"name": "fp32", "autocast_dtype": None, "fp32_math": "ieee", "overrides": {}},
+    "scaler": {"name": "none", "kind": "none", "scale": None, "init_scale": None},
+    "train": {"steps": 40, "log_every": 10, "checkpoint_every": 0, "keep_checkpoints": 2},
+    "compare": {"metric": "loss", "margin": 0.01, "window": 1},
+    "seed": 0,
+    "device": "auto",
+    "cpu_half": "emulated",
+    "name": None,
+    "output_root": "outputs",
+    "output_dir": None,
+    "resume": None,
+}
+MODES = {"amp": {"autocast_dtype": "fp16"}, "amp_bf16": {"autocast_dtype": "bf16"}}
+SCALERS = {
+    "none": {"kind": "none"},
+    "static": {"kind": "static", "scale": 128.0},
+    "dynamic": {"kind": "dynamic", "init_scale": 65536.0},
+}
+ENVIRONMENT = {
+    "mprun": "0.1.0",
+    "commit": "a" * 40,
+    "dirty": False,
+    "packages": {"torch": "2.15.0"},
+    "cpu": "EPYC",
+    "device": "cpu",
+}
+FLAGS = {"cuda.matmul.fp32_precision": "ieee", "cudnn.benchmark": True}
+
+
+def write_run(
+    directory: Path,
+    mode: str = "fp32",
+    seed: int = 0,
+    *,
+    scaler: str | None = None,
+    overrides: dict | None = None,
+    final: float = 1.0,
+    status: str = "done",
+    environment: dict | None = None,
+    flags: dict | None = None,
+    **record,
+) -> Path:
+    """Write one run; `overrides`: "optim.lr" -> value. `record`: other keys of run.json."""
+    scaler = scaler or ("dynamic" if mode == "amp" else "none")
+    config = copy.deepcopy(CONFIG)
+    config["seed"] = seed
+    config["precision"] |= {"name": mode, **MODES.get(mode, {})}
+    config["scaler"] |= {"name": scaler, **SCALERS[scaler]}
+    for key, value in (overrides or {}).items():
+        *groups, last = key.split(".")
+        place = config
+        for group in groups:
+            place = place[group]
+        place[last] = value
+    content = {
+        "status": status,
+        "choices": {"experiment": None, "model": "lstm_lm", "data": "docs_words"},
+        "overrides": [],
+        "config": config,
+        "config_hash": config_hash(config),
+        "created": "2026-11-20T10:00:00+00:00",
+        "seed": seed,
+        "sample": "token",
+        "precision": {"mode": mode, "scaler": scaler, "flags": FLAGS | (flags or {})},
+        "environment": ENVIRONMENT | (environment or {}),
+    }
+    if status in ("done", "diverged"):
+        content |= {
+            "cause": None if status == "done" else "non-finite loss",
+            "last_step": 40,
+            "skipped": 0,
+            "throughput": {"samples_per_s": 1000.0 + seed},
+            "memory": {"peak_bytes": 10, "measure": "process resident set"},
+        }
+    directory.mkdir(parents=True)
+    (directory / "run.json").write_text(json.dumps(content | record))
+    write_metrics(directory / "metrics.jsonl", final)
+    return directory
+
+
+def write_metrics(path: Path, final: float) -> None:
+    file = MetricsFile(path)
+    for step in (*range(1, 21), 30, 40):
+        head = {"step": step, "updates": step, "skipped": 0, "epoch": step / 40}
+        file.write({"split": "train", **head, "loss": final + 1 / step, "loss_scale": 1.0})
+    file.write({"split": "eval", **head, "loss": final, "perplexity": 2.0, "seconds": 0.1})
+    file.close()

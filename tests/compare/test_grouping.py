@@ -1,0 +1,314 @@
+"""Which runs are compared with which, what the arms are called, and what is refused."""
+
+import pytest
+
+from mprun.compare.grouping import group_runs
+from mprun.compare.load import load_runs
+from mprun.errors import BadInput
+
+from .run_folders import write_run
+
+
+def grouped(folder, baseline=None, **options):
+    runs, notes = load_runs([folder], baseline)
+    assert notes == []
+    return group_runs(runs, baseline_path=baseline, **options)
+
+
+def labels(group):
+    return [arm.label for arm in (group.baseline, *group.arms)]
+
+
+def seeds(arm):
+    return [run.seed for run in arm.runs]
+
+
+def test_modes_and_seeds_make_one_group(tmp_path):
+    for seed in (2, 0, 1):
+        write_run(tmp_path / f"amp-s{seed}", "amp", seed)
+        write_run(tmp_path / f"fp32-s{seed}", "fp32", seed)
+    for seed in (5, 7):
+        write_run(tmp_path / f"bf16-s{seed}", "amp_bf16", seed)
+    [group], lines = grouped(tmp_path)
+    assert lines == [] and group.notes == []
+    assert group.title == group.slug == "lstm_lm-docs_words"
+    assert labels(group) == ["fp32", "amp", "amp_bf16"]
+    assert [seeds(arm) for arm in (group.baseline, *group.arms)] == [[0, 1, 2], [0, 1, 2], [5, 7]]
+    amp = group.arms[0]
+    assert amp.differs == {
+        "precision.name": ("fp32", "amp"),
+        "precision.autocast_dtype": (None, "fp16"),
+        "scaler.name": ("none", "dynamic"),
+        "scaler.kind": ("none", "dynamic"),
+        "scaler.init_scale": (None, 65536.0),
+    }
+    assert group.baseline.differs == {}
+    assert group.keys["optim.lr"] == 0.1 and group.keys["compare.margin"] == 0.01
+    assert group.keys["precision.fp32_math"] == "ieee"
+    assert not {"seed", "name", "output_root", "train.log_every", "precision.name"} & set(
+        group.keys
+    )
+
+
+def test_what_changes_no_number_separates_no_runs(tmp_path):
+    write_run(tmp_path / "a")
+    changed = {
+        "name": "x",
+        "output_root": "elsewhere",
+        "train.log_every": 1,
+        "train.checkpoint_every": 5,
+    }
+    write_run(tmp_path / "b", "amp", overrides=changed)
+    write_run(tmp_path / "c", seed=1, overrides={"cpu_half": "native"})  # FP32: no 16-bit products
+    [group], lines = grouped(tmp_path)
+    assert labels(group) == ["fp32", "amp"] and seeds(group.baseline) == [0, 1] and lines == []
+
+
+def test_other_configurations_are_other_groups(tmp_path):
+    for name, lr in (("a", 0.05), ("b", 0.1)):
+        for mode in ("fp32", "amp"):
+            write_run(tmp_path / f"{name}-{mode}", mode, overrides={"optim.lr": lr})
+    groups, lines = grouped(tmp_path)
+    assert lines == []
+    assert [g.title for g in groups] == [
+        "lstm_lm-docs_words optim.lr=0.05",
+        "lstm_lm-docs_words optim.lr=0.1",
+    ]
+    assert [g.slug for g in groups] == [
+        "lstm_lm-docs_words-optim.lr-0.05",
+        "lstm_lm-docs_words-optim.lr-0.1",
+    ]
+    assert all(g.baseline.runs[0].keys["optim.lr"] == g.keys["optim.lr"] for g in groups)
+
+
+def test_the_title_is_the_experiment(tmp_path):
+    choices = {"experiment": "quickstart_underflow", "model": "conv_autoencoder", "data": "d"}
+    for mode in ("fp32", "amp"):
+        write_run(tmp_path / mode, mode, choices=choices)
+    [group], _ = grouped(tmp_path)
+    assert group.title == "quickstart_underflow"
+
+
+def test_scaler_settings_make_arms_that_say_in_what_they_differ(tmp_path):
+    write_run(tmp_path / "fp32")
+    write_run(tmp_path / "dynamic", "amp")
+    for scale in (8.0, 128.0):
+        overrides = {"scaler.scale": scale}
+        write_run(tmp_path / f"static-{scale:g}", "amp", scaler="static", overrides=overrides)
+    write_run(tmp_path / "fp32-scaled", "fp32", scaler="static")
+    write_run(tmp_path / "native", "amp_bf16", overrides={"cpu_half": "native"})
+    [group], lines = grouped(tmp_path)
+    assert lines == []
+    assert labels(group) == [
+        "fp32",
+        "fp32 (static)",
+        "amp",
+        "amp (static scale=8)",
+        "amp (static scale=128)",
+        "amp_bf16",
+    ]
+    assert group.arms[-1].differs["cpu_half"] == ("emulated", "native")
+
+
+def test_settings_of_the_usual_scaler_are_named_where_they_vary(tmp_path):
+    write_run(tmp_path / "fp32")
+    write_run(tmp_path / "a", "amp")
+    write_run(tmp_path / "b", "amp", overrides={"scaler.init_scale": 1024.0})
+    write_run(tmp_path / "c", "amp", overrides={"cpu_half": "native"})
+    [group], _ = grouped(tmp_path)
+    assert labels(group)[1:] == [
+        "amp (dynamic cpu_half=emulated init_scale=65536)",
+        "amp (dynamic cpu_half=emulated init_scale=1024)",
+        "amp (dynamic cpu_half=native init_scale=65536)",
+    ]
+
+
+def test_a_mode_with_an_override_is_no_baseline(tmp_path):
+    write_run(tmp_path / "a", "fp32", precision={"mode": "fp32+head=fp16", "scaler": "none"})
+    write_run(tmp_path / "b", "amp")
+    groups, [line] = grouped(tmp_path)
+    assert groups == []
+    assert line == (
+        f"lstm_lm-docs_words: fp32+head=fp16, amp (2 runs, e.g. {tmp_path / 'a'}): not compared, "
+        "no FP32 runs (precision=fp32, scaler=none) were given"
+    )
+
+
+def test_a_configuration_without_baseline_names_the_nearest_one(tmp_path):
+    far = {"optim.lr": 0.5, "data.batch_size": 40, "train.steps": 9, "device": "cuda"}
+    write_run(tmp_path / "far", overrides=far)
+    write_run(tmp_path / "near", overrides={"optim.lr": 0.2})
+    write_run(tmp_path / "amp", "amp", overrides={"data.batch_size": 40})
+    groups, lines = grouped(tmp_path)
+    assert groups == []
+    assert lines[0] == (
+        f"lstm_lm-docs_words: amp (1 run, e.g. {tmp_path / 'amp'}): not compared, no FP32 runs of "
+        f"this configuration; the nearest ones ({tmp_path / 'near'}) differ in "
+        "data.batch_size (20, here 40), optim.lr (0.2, here 0.1); run it with precision=fp32, or "
+        "compare all the same with --allow data.batch_size,optim.lr"
+    )
+    assert [line.partition(":")[2] for line in lines[1:]] == [
+        f" fp32 alone (1 run, e.g. {tmp_path / name}): nothing to compare it with"
+        for name in ("far", "near")
+    ]
+
+
+def test_a_wholly_other_configuration_gets_no_hint_to_allow_it(tmp_path):
+    write_run(tmp_path / "fp32")
+    keys = ("model.hidden_size", "data.batch_size", "optim.lr", "train.steps", "compare.window")
+    overrides = dict.fromkeys(keys, 7) | {"model.name": "other"}
+    write_run(tmp_path / "amp", "amp", overrides=overrides)
+    _, lines = grouped(tmp_path)
+    assert lines[0].endswith("and 1 more keys; run it with precision=fp32")
+
+
+def test_allowed_keys_join_the_group_and_show_in_the_label(tmp_path):
+    for seed in (0, 1):
+        write_run(tmp_path / f"fp32-s{seed}", seed=seed)
+        write_run(tmp_path / f"amp-s{seed}", "amp", seed)
+        write_run(tmp_path / f"amp-slow-s{seed}", "amp", seed, overrides={"optim.lr": 0.05})
+    write_run(tmp_path / "slow", overrides={"optim.lr": 0.02})
+    groups, lines = grouped(tmp_path)
+    assert len(groups) == 1 and labels(groups[0]) == ["fp32", "amp"] and len(lines) == 2
+    [group], lines = grouped(tmp_path, allow=("optim.lr",))
+    assert lines == []
+    # The baseline is the FP32 configuration that most runs of other modes agree with.
+    assert labels(group) == ["fp32", "fp32 optim.lr=0.02", "amp", "amp optim.lr=0.05"]
+    assert group.baseline.runs[0].keys["optim.lr"] == 0.1
+    assert group.arms[2].differs["optim.lr"] == (0.1, 0.05)
+    assert "optim.lr" not in group.keys and group.title == "lstm_lm-docs_words"
+    # A group of keys at once.
+    assert labels(grouped(tmp_path, allow=("optim",))[0][0]) == labels(group)
+
+
+def test_two_possible_baselines_are_refused_until_one_is_given(tmp_path):
+    for name, lr in (("a", 0.05), ("b", 0.1)):
+        for mode in ("fp32", "amp"):
+            write_run(tmp_path / name / mode, mode, overrides={"optim.lr": lr})
+    with pytest.raises(BadInput) as refused:
+        grouped(tmp_path, allow=("optim.lr",))
+    assert str(refused.value) == (
+        f"--allow optim.lr: {tmp_path / 'a' / 'fp32'} and {tmp_path / 'b' / 'fp32'} could both be "
+        "the baseline (they differ in optim.lr (0.05, here 0.1)); say which with --baseline PATH"
+    )
+    [group], _ = grouped(tmp_path, tmp_path / "b" / "fp32", allow=("optim.lr",))
+    assert labels(group) == ["fp32", "fp32 optim.lr=0.05", "amp", "amp optim.lr=0.05"]
+    assert group.baseline.runs[0].keys["optim.lr"] == 0.1
+
+
+def test_an_allowed_key_that_no_run_has_is_bad_input(tmp_path):
+    write_run(tmp_path / "fp32")
+    with pytest.raises(BadInput, match="--allow optim.lrr: no run .*; did you mean 'optim.lr'"):
+        grouped(tmp_path, allow=("optim.lrr",))
+    with pytest.raises(BadInput, match="--allow opt: no run has this key"):
+        grouped(tmp_path, allow=("opt",))
+
+
+def test_a_given_baseline_may_be_any_mode_even_fp32_against_fp32(tmp_path):
+    for seed in range(3):
+        write_run(tmp_path / "old" / f"fp32-s{seed}", seed=seed)
+        write_run(tmp_path / "new" / f"fp32-s{seed}", seed=seed)
+        write_run(tmp_path / "new" / f"amp-s{seed}", "amp", seed)
+        write_run(tmp_path / "amp" / f"amp-s{seed}", "amp", seed)
+    [group], lines = grouped(tmp_path / "new", tmp_path / "old")
+    assert labels(group) == ["fp32", "fp32 (other)", "amp"] and lines == []
+    assert [run.path for run in group.baseline.runs] == [
+        str(tmp_path / "old" / f"fp32-s{seed}") for seed in range(3)
+    ]
+    assert seeds(group.arms[0]) == [0, 1, 2]
+    [group], _ = grouped(tmp_path / "new", tmp_path / "amp")
+    assert labels(group) == ["amp", "fp32", "amp (other)"]
+    # A folder that is no single arm is refused.
+    with pytest.raises(BadInput, match="--baseline: .*precision.name .*give one configuration"):
+        grouped(tmp_path / "old", tmp_path / "new")
+
+
+def test_runs_without_an_outcome_are_named(tmp_path):
+    for seed in range(3):
+        write_run(tmp_path / f"fp32-s{seed}", seed=seed)
+    write_run(tmp_path / "amp-s0", "amp", 0)
+    write_run(tmp_path / "amp-s1", "amp", 1, status="diverged")
+    write_run(tmp_path / "amp-s2", "amp", 2, status="failed", cause="OutOfMemory: no\nmore")
+    write_run(tmp_path / "amp-s3", "amp", 3, status="preempted", cause="SIGTERM")
+    write_run(tmp_path / "bf16-s0", "amp_bf16", 0, status="running")
+    [group], _ = grouped(tmp_path)
+    amp, bf16 = group.arms
+    assert seeds(amp) == [0, 1]
+    assert amp.notes == ["seed 2: failed (OutOfMemory: no)", "seed 3: preempted (SIGTERM)"]
+    assert bf16.runs == [] and bf16.notes == ["seed 0: running"]
+
+
+def test_a_baseline_without_an_outcome_compares_nothing(tmp_path):
+    write_run(tmp_path / "fp32", status="failed", cause="full disk")
+    write_run(tmp_path / "amp", "amp")
+    groups, [line] = grouped(tmp_path)
+    assert groups == []
+    assert line == (
+        "lstm_lm-docs_words: not compared, the baseline fp32 has no run with an outcome "
+        "(seed 0: failed (full disk))"
+    )
+
+
+def test_margins_that_differ_are_not_compared_unless_the_command_line_gives_one(tmp_path):
+    write_run(tmp_path / "fp32")
+    write_run(tmp_path / "amp", "amp", overrides={"compare.margin": 0.05})
+    groups, lines = grouped(tmp_path)
+    assert groups == [] and "compare.margin (0.01, here 0.05)" in lines[0]
+    [group], lines = grouped(tmp_path, judged_otherwise=True)
+    assert labels(group) == ["fp32", "amp"] and lines == []
+    assert "compare.margin" not in group.keys and group.keys["compare.metric"] == "loss"
+    # Over how many evaluations an outcome is taken, no option says.
+    write_run(tmp_path / "bf16", "amp_bf16", overrides={"compare.window": 3})
+    [group], [line] = grouped(tmp_path, judged_otherwise=True)
+    assert "compare.window (1, here 3)" in line
+
+
+def test_of_one_seed_twice_in_an_arm_the_first_counts(tmp_path):
+    write_run(tmp_path / "a", created="2026-11-20T12:00:00+00:00")
+    native = {"cpu_half": "native"}
+    write_run(tmp_path / "b", created="2026-11-20T11:00:00+00:00", overrides=native)
+    write_run(tmp_path / "c", "amp")
+    [group], _ = grouped(tmp_path)
+    assert [run.path for run in group.baseline.runs] == [str(tmp_path / "b")]
+    [note] = group.baseline.notes
+    assert note.startswith(f"{tmp_path / 'a'}: left out (done), same arm and seed as")
+
+
+def test_environments_that_differ_are_noted(tmp_path):
+    write_run(tmp_path / "fp32")
+    write_run(
+        tmp_path / "amp",
+        "amp",
+        environment={"packages": {"torch": "2.14.0"}, "device": "cuda", "gpu": "H200"},
+    )
+    write_run(tmp_path / "bf16", "amp_bf16", environment={"commit": "b" * 40, "dirty": True})
+    [group], _ = grouped(tmp_path)
+    assert group.notes == [
+        "torch differs: 2.15.0 (fp32, amp_bf16); 2.14.0 (amp)",
+        "device differs: EPYC (cpu) (fp32, amp_bf16); H200 (cuda) (amp)",
+        "commit of mprun differs: aaaaaaaaaaaa (fp32, amp); bbbbbbbbbbbb (amp_bf16)",
+        "recorded with uncommitted changes to mprun: amp_bf16; their code may differ",
+    ]
+
+
+def test_a_baseline_with_tf32_on_is_noted(tmp_path):
+    write_run(tmp_path / "fp32", flags={"cudnn.conv.fp32_precision": "tf32"})
+    write_run(tmp_path / "amp", "amp")
+    [group], _ = grouped(tmp_path)
+    assert group.notes == [
+        "the baseline fp32 did not compute FP32 products in full FP32: cudnn.conv tf32"
+    ]
+
+
+def test_slugs_are_unique_and_safe(tmp_path):
+    for experiment in ("a b", "a/b", "A-b"):
+        for mode in ("fp32", "amp"):
+            number = len(list(tmp_path.iterdir()))
+            write_run(
+                tmp_path / str(number),
+                mode,
+                choices={"experiment": experiment},
+                overrides={"optim.lr": number // 2 + 1.0},
+            )
+    groups, _ = grouped(tmp_path)
+    assert [group.slug for group in groups] == ["a-b", "a-b-2", "A-b-3"]

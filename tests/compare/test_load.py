@@ -1,0 +1,207 @@
+"""Finding run directories and reading them: what counts, what is left out, what is told."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from mprun.compare.load import flat, load_runs, natural_order
+from mprun.errors import BadInput, Damaged
+
+from .run_folders import write_metrics, write_run
+
+
+def seeds(runs):
+    return [(run.mode, run.seed) for run in runs]
+
+
+def test_a_run_as_it_was_recorded(tmp_path):
+    folder = write_run(tmp_path / "amp-s3", "amp", 3, final=2.0)
+    (folder / "samples").mkdir()
+    for name in ("step-00000010.png", "step-00000200.png", "step-x.png"):
+        (folder / "samples" / name).write_bytes(b"")
+    [run], notes = load_runs([folder])
+    assert notes == []
+    assert (run.path, run.mode, run.scaler, run.seed) == (str(folder), "amp", "dynamic", 3)
+    assert (run.status, run.cause, run.last_step, run.skipped) == ("done", None, 40, 0)
+    assert run.evals["step"].tolist() == [40] and run.evals["loss"].tolist() == [2.0]
+    assert run.first_losses.tolist() == [2.0 + 1 / step for step in range(1, 21)]
+    assert run.last_losses.tolist() == [2.0 + 1 / 20, 2.0 + 1 / 30, 2.0 + 1 / 40]  # of 22
+    assert run.scale_range == (1.0, 1.0) and run.nonfinite_step is None
+    assert run.keys["optim.lr"] == 0.1 and run.keys["precision.overrides"] == {}
+    assert run.choices["model"] == "lstm_lm" and run.sample == "token"
+    assert (run.samples_per_s, run.peak_bytes, run.saved_bytes) == (1003.0, 10, None)
+    assert run.environment["packages"] == {"torch": "2.15.0"} and not run.foreign
+    assert run.sample_grid == str(folder / "samples" / "step-00000200.png")
+
+
+def test_without_a_scaler_there_is_no_scale_range(tmp_path):
+    [run], _ = load_runs([write_run(tmp_path / "run")])
+    assert run.scale_range is None and run.sample_grid is None
+
+
+def test_a_folder_is_searched_to_any_depth_in_natural_order(tmp_path):
+    for seed in (10, 2, 1):
+        write_run(tmp_path / "a" / "b" / f"fp32-s{seed}", seed=seed)
+    write_run(tmp_path / "amp-s0", "amp")
+    write_run(tmp_path / ".hidden" / "x", seed=20)
+    write_run(tmp_path / "_summary" / "x", seed=21)
+    write_run(tmp_path / "a" / "b" / "fp32-s1" / "inside", seed=22)  # of a run directory
+    (tmp_path / "a" / "empty").mkdir()
+    runs, notes = load_runs([tmp_path])
+    assert seeds(runs) == [("fp32", 1), ("fp32", 2), ("fp32", 10), ("amp", 0)] and notes == []
+
+
+def test_links_are_followed_but_not_in_a_circle(tmp_path):
+    write_run(tmp_path / "elsewhere" / "fp32-s0")
+    runs = tmp_path / "outputs"
+    write_run(runs / "fp32-s1", seed=1)
+    os.symlink(tmp_path / "elsewhere", runs / "more")
+    os.symlink(runs, runs / "round")
+    os.symlink(tmp_path, runs / "up")
+    found, notes = load_runs([runs])
+    assert sorted(seeds(found)) == [("fp32", 0), ("fp32", 1)] and notes == []
+
+
+def test_the_same_run_given_twice_counts_once(tmp_path, monkeypatch):
+    write_run(tmp_path / "out" / "fp32-s0")
+    monkeypatch.chdir(tmp_path)
+    runs, notes = load_runs(["out", "out/fp32-s0", tmp_path / "out" / ".." / "out"])
+    assert [run.path for run in runs] == ["out/fp32-s0"] and notes == []
+
+
+def test_what_a_sweep_put_aside_is_not_searched(tmp_path):
+    write_run(tmp_path / "fp32-s0", final=1.0)
+    aside = write_run(tmp_path / "fp32-s0.attempt1", final=5.0)
+    orphan = write_run(tmp_path / "amp-s0.attempt1", "amp")
+    runs, notes = load_runs([tmp_path])
+    assert [run.path for run in runs] == [str(orphan), str(tmp_path / "fp32-s0")] and notes == []
+    [run], _ = load_runs([aside])  # asked for by name
+    assert run.path == str(aside)
+
+
+def test_of_equal_configuration_and_seed_the_first_with_an_outcome_counts(tmp_path):
+    def at(minute):
+        return f"2026-11-20T10:{minute:02d}:00+00:00"
+
+    write_run(tmp_path / "a", final=0.1, created=at(30))  # the best one, but the third
+    write_run(tmp_path / "b", final=0.3, created=at(10), status="failed")
+    write_run(tmp_path / "c", final=0.2, created=at(20), status="diverged")
+    write_run(tmp_path / "d", seed=1, final=0.2, created=at(40))
+    runs, notes = load_runs([tmp_path])
+    assert [run.path for run in runs] == [str(tmp_path / "c"), str(tmp_path / "d")]
+    assert len(notes) == 2
+    assert notes[0].startswith(f"{tmp_path / 'b'}: left out (failed)")
+    assert notes[1].startswith(f"{tmp_path / 'a'}: left out (done)")
+    assert all(str(tmp_path / "c") in note for note in notes)
+
+
+def test_of_several_without_an_outcome_the_newest_counts(tmp_path):
+    write_run(tmp_path / "a", status="failed", created="2026-11-20T10:00:00+00:00")
+    write_run(tmp_path / "b", status="running", created="2026-11-20T11:00:00+00:00")
+    runs, notes = load_runs([tmp_path])
+    assert [run.status for run in runs] == ["running"] and len(notes) == 1
+
+
+def test_runs_of_a_given_baseline_are_told_apart_from_equal_others(tmp_path):
+    write_run(tmp_path / "old" / "fp32-s0")
+    write_run(tmp_path / "new" / "fp32-s0")
+    runs, notes = load_runs([tmp_path / "new"], baseline=tmp_path / "old")
+    assert [run.path for run in runs] == [
+        str(tmp_path / "new" / "fp32-s0"),
+        str(tmp_path / "old" / "fp32-s0"),
+    ]
+    assert notes == []
+    runs, notes = load_runs([tmp_path / "new", tmp_path / "old"])
+    assert len(runs) == 1 and len(notes) == 1
+
+
+def test_a_run_that_has_not_recorded_yet_is_read(tmp_path):
+    folder = write_run(tmp_path / "run", status="running")
+    (folder / "metrics.jsonl").unlink()
+    [run], _ = load_runs([folder])
+    assert run.last_step == 0 and run.evals["step"].size == 0
+    folder = write_run(tmp_path / "ended", seed=1)
+    (folder / "metrics.jsonl").unlink()
+    with pytest.raises(Damaged, match="metrics.jsonl: missing, though the run is recorded as done"):
+        load_runs([folder])
+
+
+def test_a_run_without_its_configuration_is_left_out_and_named(tmp_path):
+    old = write_run(tmp_path / "old")
+    record = json.loads((old / "run.json").read_text())
+    del record["config"]
+    (old / "run.json").write_text(json.dumps(record))
+    write_run(tmp_path / "new")
+    runs, [note] = load_runs([tmp_path])
+    assert [run.path for run in runs] == [str(tmp_path / "new")]
+    assert note.startswith(f"{old}: left out, recorded by an older mprun")
+    with pytest.raises(BadInput, match=f"{old}: left out, recorded by an older mprun"):
+        load_runs([old])
+
+
+def test_what_is_no_run_is_bad_input(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("")
+    for name, reason in (
+        ("nowhere", "no such file or directory"),
+        ("empty", "no run there"),
+        ("file", "not a folder"),
+    ):
+        with pytest.raises(BadInput, match=f"{tmp_path / name}: {reason}"):
+            load_runs([tmp_path / name])
+    write_run(tmp_path / "run")
+    with pytest.raises(BadInput, match="nowhere"):
+        load_runs([tmp_path / "run", tmp_path / "nowhere"])
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", '{"config": {}}', '{"config": 3, "status": "done"}', "\xff"]
+)
+def test_a_damaged_record_is_told_with_its_path(tmp_path, content):
+    folder = write_run(tmp_path / "run")
+    (folder / "run.json").write_bytes(content.encode("latin-1"))
+    with pytest.raises(Damaged, match="run/run.json: "):
+        load_runs([tmp_path])
+
+
+def test_damaged_metrics_are_told_with_path_and_line(tmp_path):
+    folder = write_run(tmp_path / "run")
+    text = (folder / "metrics.jsonl").read_text()
+    (folder / "metrics.jsonl").write_text(text.replace('"step": 3,', '"step"; 3,'))
+    with pytest.raises(Damaged, match="metrics.jsonl: line 3"):
+        load_runs([tmp_path])
+
+
+def test_a_torn_last_line_of_a_killed_run_is_left_out(tmp_path):
+    folder = write_run(tmp_path / "run", status="running")
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write('{"split": "train", "step": 50, "upd')
+    [run], _ = load_runs([folder])
+    assert run.last_step == 40
+    (folder / "metrics.jsonl").unlink()
+    write_metrics(folder / "metrics.jsonl", 3.0)
+    assert load_runs([folder])[0][0].evals["loss"].tolist() == [3.0]
+
+
+def test_names_and_keys():
+    assert sorted(["s10", "s2", "s1", "a", "10", "9"], key=natural_order) == [
+        "9",
+        "10",
+        "a",
+        "s1",
+        "s2",
+        "s10",
+    ]
+    assert flat({"a": {"b": {"c": 1}, "d": {}}, "e": [1]}) == {"a.b.c": 1, "a.d": {}, "e": [1]}
+
+
+def test_reading_loads_no_torch():
+    program = (
+        "import sys, mprun.compare.load, mprun.compare.grouping, mprun.compare.foreign; "
+        "assert not {'torch', 'tensorboard', 'sklearn', 'scipy'} & set(sys.modules)"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr

@@ -1,0 +1,76 @@
+"""compare.metric, compare.margin, compare.window: what is filled in, and what is refused."""
+
+import pytest
+import yaml
+
+from mprun.config.compose import compose_config, config_from_record
+from mprun.errors import BadInput
+from mprun.record.run_directory import config_hash
+
+
+@pytest.mark.parametrize(
+    ("overrides", "margin"),
+    [
+        (["model=lstm_lm"], 0.01),
+        (["model=lstm_lm", "compare.metric=perplexity"], 0.01),
+        (["model=conv_autoencoder"], 0.01),
+        (["model=dcgan", "compare.metric=g_loss"], 0.01),
+        (["model=dcgan", "compare.metric=sliced_wasserstein"], 0.1),
+        (["model=resnet50", "compare.metric=top1"], 1.0),  # digits: 360 images
+        (["model=resnet50", "data=synthetic_images", "compare.metric=top1"], 0.5),
+        (["model=alexnet", "compare.metric=top5"], 1.0),
+        (["model=resnet50", "compare.metric=top1", "compare.margin=0.3"], 0.3),
+        (["experiment=quickstart_underflow"], 0.01),
+        (["experiment=quickstart_lost_updates"], 0.01),
+    ],
+)
+def test_the_record_holds_the_number(overrides, margin):
+    composed = compose_config(overrides)
+    assert composed.as_dict()["compare"]["margin"] == margin
+    assert composed.config.compare.window == 1
+
+
+def test_a_default_that_is_spelled_out_is_the_same_run():
+    given = ["model=resnet50", "compare.metric=top1"]
+    hashes = {
+        config_hash(compose_config([*given, *more]).as_dict())
+        for more in ([], ["compare.margin=null"], ["compare.margin=1"])
+    }
+    assert len(hashes) == 1
+    other = compose_config([*given, "compare.margin=2"]).as_dict()
+    assert config_hash(other) not in hashes
+
+
+def test_a_record_without_the_number_gets_it_too():
+    composed = compose_config(["model=resnet50", "compare.metric=top1"])
+    plain = yaml.safe_load(yaml.safe_dump(composed.as_dict()))
+    plain["compare"] = {"metric": "top1", "margin": None}
+    assert config_from_record(plain) == composed.config
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ("compare.margin=-1", "compare.margin=-1.0|> 0"),
+        ("compare.margin=inf", "compare.margin=inf|finite"),
+        ("compare.window=0", "compare.window=0|>= 1"),
+        ("compare.window=2", "compare.window=2|train.eval_every=0|1 to 1"),
+        ("compare.window=4 train.steps=5 train.eval_every=2", "compare.window=4|1 to 3"),
+        ("model=dcgan compare.metric=top1", "compare.metric=top1|sliced_wasserstein"),
+        ("model=resnet50 compare.metric=sliced_wasserstein", "sliced_wasserstein|top5"),
+    ],
+)
+def test_what_cannot_be_is_told_in_one_line(overrides, words):
+    with pytest.raises(BadInput) as told:
+        compose_config(overrides.split())
+    assert "\n" not in str(told.value)
+    for word in words.split("|"):
+        assert word in str(told.value)
+
+
+def test_a_window_that_the_run_has():
+    # Steps 2, 4 and the last one, 5.
+    config = compose_config(["compare.window=3", "train.steps=5", "train.eval_every=2"]).config
+    assert config.compare.window == 3
+    # With epochs the number of steps is known only when the data are.
+    assert compose_config(["compare.window=3", "train.epochs=2"]).config.compare.window == 3

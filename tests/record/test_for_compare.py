@@ -1,0 +1,237 @@
+"""What a comparison needs of a run: its configuration, the first steps, the step it died at."""
+
+import json
+import math
+import shutil
+
+import pytest
+import torch
+import yaml
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from mprun.cli import main
+from mprun.config.compose import compose_config
+from mprun.record.metrics import read_metrics
+from mprun.record.run_directory import config_hash
+from mprun.record.sample_grid import write_sample_grid
+from mprun.train import EARLY_STEPS
+
+LM = [
+    "device=cpu",
+    "threads=1",
+    "model=lstm_lm",
+    "model.hidden_size=16",
+    "model.embedding_size=16",
+    "data.vocab_limit=100",
+    "data.batch_size=4",
+    "data.sequence_length=5",
+]
+GAN = [
+    "device=cpu",
+    "threads=1",
+    "model=dcgan",
+    "data=synthetic_images",
+    "data.value_range=tanh",
+    "data.image_size=32",
+    "data.train_size=64",
+    "data.eval_size=16",
+    "data.batch_size=8",
+    "model.latent_size=8",
+    "model.generator_width=4",
+    "model.discriminator_width=4",
+    "train.steps=6",
+    "train.eval_every=2",
+]
+
+
+def run(directory, *overrides) -> int:
+    return main([*overrides, f"output_dir='{directory}'"])
+
+
+def record_of(directory) -> dict:
+    return json.loads((directory / "run.json").read_text())
+
+
+def train_records(directory) -> list[dict]:
+    return [r for r in read_metrics(directory / "metrics.jsonl") if r["split"] == "train"]
+
+
+def test_run_json_holds_the_configuration_of_config_yaml_also_after_a_resume(tmp_path):
+    directory = tmp_path / "run"
+    overrides = [*LM, "train.steps=3", "train.checkpoint_every=3", "precision=amp"]
+    assert run(directory, *overrides) == 0
+    composed = compose_config([*overrides, f"output_dir='{directory}'"])
+    record = record_of(directory)
+    assert record["config"] == composed.as_dict()
+    assert record["config"] == yaml.safe_load((directory / "config.yaml").read_text())
+    assert record["config"]["compare"] == {"metric": "loss", "margin": 0.01, "window": 1}
+    assert main([f"resume={directory}", "train.steps=5", "train.log_every=7"]) == 0
+    record = record_of(directory)
+    train = record["config"]["train"]
+    assert (train["steps"], train["log_every"]) == (5, 7)
+    assert record["config"] == yaml.safe_load((directory / "config.yaml").read_text())
+    assert record["config_hash"] == config_hash(record["config"])
+
+
+def test_a_record_from_before_a_setting_gets_the_setting_when_it_is_resumed(tmp_path):
+    directory = tmp_path / "run"
+    assert run(directory, *LM, "train.steps=2", "train.checkpoint_every=2") == 0
+    plain = yaml.safe_load((directory / "config.yaml").read_text())
+    del plain["compare"]["window"]
+    (directory / "config.yaml").write_text(yaml.safe_dump(plain))
+    assert main([f"resume={directory}", "train.steps=3"]) == 0
+    record = record_of(directory)
+    assert record["config"]["compare"]["window"] == 1
+    assert record["config"] == yaml.safe_load((directory / "config.yaml").read_text())
+    assert record["config_hash"] == config_hash(record["config"])
+
+
+def test_what_a_comparison_reads_beside_the_metrics(tmp_path):
+    directory = tmp_path / "run"
+    assert run(directory, *LM, "train.steps=4", "precision=amp", "scaler.init_scale=64") == 0
+    record = record_of(directory)
+    assert record["choices"]["model"] == "lstm_lm" and record["sample"] == "token"
+    assert (record["precision"]["mode"], record["precision"]["scaler"]) == ("amp", "dynamic")
+    assert record["precision"]["flags"]["cuda.matmul.fp32_precision"] == "ieee"
+    assert record["environment"]["device"] == "cpu" and record["environment"]["cpu"]
+    assert record["throughput"]["samples_per_s"] > 0
+    assert record["memory"]["peak_bytes"] > 0 and record["memory"]["measure"]
+    assert record["memory"]["saved_for_backward_bytes"] > 0
+    for key in ("created", "ended", "seed", "status", "cause", "last_step", "skipped"):
+        assert key in record, key
+
+
+def test_the_first_twenty_steps_are_recorded_whatever_log_every_says(tmp_path):
+    few, every = tmp_path / "few", tmp_path / "every"
+    # Overflows at first, so that skipped updates lie among the first steps.
+    scaled = [*LM, "precision=amp", "scaler.init_scale=16777216", "train.steps=30"]
+    assert run(few, *scaled, "train.log_every=25") == 0
+    assert run(every, *scaled, "train.log_every=1") == 0
+    records, all_records = train_records(few), train_records(every)
+    assert EARLY_STEPS == 20
+    assert [r["step"] for r in records] == [*range(1, 21), 25, 30]
+    assert records[0]["skipped"] == 1
+    shown = {r["step"]: r for r in all_records}
+    for record in records:
+        same = ("step", "updates", "skipped", "epoch", "loss", "loss_scale", "lr")
+        assert [record[key] for key in same] == [shown[record["step"]][key] for key in same]
+    # What costs a look at the clock or a norm is measured at log steps only, as before.
+    full = [r["step"] for r in records if "samples_per_s" in r]
+    assert full == [r["step"] for r in records if "grad_norm" in r] == [25, 30]
+    # Two windows of the throughput, of which the first is left out: one flush per log step.
+    assert record_of(few)["throughput"]["windows"] == 1
+    view = EventAccumulator(str(few), size_guidance={"scalars": 0})
+    view.Reload()
+    assert [p.step for p in view.Scalars("train/loss")] == [r["step"] for r in records]
+
+
+def test_the_first_steps_are_whole_after_a_resume_among_them(tmp_path):
+    directory = tmp_path / "run"
+    common = [*LM, "train.log_every=9", "train.checkpoint_every=4"]
+    assert run(directory, *common, "train.steps=12") == 0
+    shutil.rmtree(directory / "checkpoints" / "step-00000012")
+    assert main([f"resume={directory}", "train.steps=23"]) == 0
+    steps = [r["step"] for r in train_records(directory)]
+    assert steps == [*range(1, 21), 23]
+
+
+def test_a_run_that_dies_before_its_first_log_line_says_where(tmp_path):
+    """Adam's eps is 0 in FP16: NaN in the second loss."""
+    directory = tmp_path / "run"
+    overrides = [
+        "device=cpu",
+        "threads=1",
+        "model=conv_autoencoder",
+        "data.image_size=32",
+        "data.batch_size=16",
+        "model.width=2",
+        "model.code_size=4",
+        "precision=fp16_naive",
+        "train.steps=30",
+        "train.log_every=1000",
+    ]
+    assert run(directory, *overrides) == 3
+    first, second = train_records(directory)
+    assert (first["step"], second["step"]) == (1, 2)
+    assert math.isfinite(first["loss"]) and not math.isfinite(second["loss"])
+    assert record_of(directory)["last_step"] == 2
+
+
+def test_a_late_death_between_two_log_lines_has_a_record(tmp_path):
+    """Weight decay beyond stability: weights grow by a factor of 4 a step, until FP32 ends."""
+    directory = tmp_path / "run"
+    overrides = ["optim=sgd_plain", "optim.lr=1", "optim.weight_decay=5", "train.clip_norm=null"]
+    assert run(directory, *LM, *overrides, "train.steps=99", "train.log_every=1000") == 3
+    records, died = train_records(directory), record_of(directory)["last_step"]
+    # 4^64 is 2^128, where FP32 ends; weights start near 0.1 and the loss adds some.
+    assert 55 < died < 75
+    assert [r["step"] for r in records] == [*range(1, 21), died]
+    assert not math.isfinite(records[-1]["loss"])
+    assert record_of(directory)["status"] == "diverged"
+
+
+@pytest.fixture(scope="module")
+def gan(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("gan") / "run"
+    assert run(directory, *GAN, "train.checkpoint_every=3") == 0
+    return directory
+
+
+def grids(directory) -> list[str]:
+    return sorted(path.name for path in (directory / "samples").iterdir())
+
+
+def test_each_evaluation_of_a_gan_leaves_a_grid(gan):
+    assert grids(gan) == [f"step-{step:08}.png" for step in (2, 4, 6)]
+    with Image.open(gan / "samples" / "step-00000006.png") as image:
+        # 8 by 8 images of 32 px with borders of 2 px between and around them.
+        assert image.size == (8 * 34 + 2, 8 * 34 + 2) and image.mode == "RGB"
+        pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
+    view = EventAccumulator(str(gan))
+    view.Reload()
+    shown = view.Images("eval/samples")
+    assert [image.step for image in shown] == [2, 4, 6]
+    (gan / "shown.png").write_bytes(shown[-1].encoded_image_string)
+    with Image.open(gan / "shown.png") as image:
+        same = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
+    (gan / "shown.png").unlink()
+    # TensorBoard cuts off what the file rounds: at most one step of 256.
+    assert (pixels.int() - same.int()).abs().max() <= 1
+    assert pixels.float().std() > 1
+
+
+def test_a_resumed_gan_has_no_grid_from_a_future_that_was_not(gan, tmp_path):
+    directory = tmp_path / "run"
+    shutil.copytree(gan, directory)
+    shutil.rmtree(directory / "checkpoints" / "step-00000006")
+    kept = (directory / "samples" / "step-00000004.png").read_bytes()
+    assert main([f"resume={directory}", "train.steps=5"]) == 0
+    assert grids(directory) == [f"step-{step:08}.png" for step in (2, 4, 5)]
+    # Made again from step 3 on, bit for bit.
+    assert (directory / "samples" / "step-00000004.png").read_bytes() == kept
+
+
+def test_other_models_have_no_grids(tmp_path):
+    assert run(tmp_path / "run", *LM, "train.steps=1") == 0
+    assert not (tmp_path / "run" / "samples").exists()
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_a_grid_is_rounded_and_whole(tmp_path, channels):
+    images = torch.zeros(3, channels, 4, 4)
+    images[1] = 127.4 / 255
+    images[2] = 127.6 / 255
+    path = write_sample_grid(tmp_path, 7, images)
+    assert path.name == "step-00000007.png" and grids(tmp_path) == [path.name]
+    with Image.open(path) as image:
+        values = [image.getpixel((4 + 6 * index, 4)) for index in range(3)]
+    assert values == [(0, 0, 0), (127, 127, 127), (128, 128, 128)]
+
+
+def test_samples_that_are_not_finite_are_black(build_run):
+    task = build_run(*GAN).task
+    assert task.samples().std() > 0
+    with torch.no_grad():
+        next(iter(task.g.model.parameters())).fill_(float("nan"))
+    assert torch.equal(task.samples(), torch.zeros(64, 3, 32, 32))

@@ -1,0 +1,137 @@
+"""A sweep that is killed, interrupted or doubled loses nothing and runs nothing twice."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import time
+
+import pytest
+
+from mprun.cli import main
+from mprun.sweep.plan import plan
+
+# Long enough that a process is met in its training, with checkpoints on the way.
+LENGTH = ["train.steps=800", "train.checkpoint_every=100", "train.log_every=50"]
+LM = [
+    "device=cpu",
+    "threads=1",
+    "model=lstm_lm",
+    "model.hidden_size=32",
+    "model.embedding_size=32",
+    "model.dropout=0.5",
+    "data.vocab_limit=100",
+    "data.batch_size=4",
+    "data.sequence_length=5",
+]
+GAN = [
+    "device=cpu",
+    "threads=1",
+    "model=dcgan",
+    "data.image_size=32",
+    "data.batch_size=8",
+    "model.latent_size=8",
+    "model.generator_width=4",
+    "model.discriminator_width=4",
+]
+CODES = {signal.SIGKILL: -9, signal.SIGINT: 130, signal.SIGTERM: 75, signal.SIGHUP: 75}
+
+
+@pytest.fixture
+def restarted(tmp_path, start_sweep, wait_for, same_as_single, monkeypatch):
+    """Run a sweep, end it by each of `signals` while it trains, run it again until it is done."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(arguments: list[str], signals: list[int], seed: int) -> list[dict]:
+        """run.json of every cell."""
+        chance = random.Random(seed)
+        cells = plan(arguments, None).cells
+        ever = set()  # directories that held a run, whatever they are called now
+
+        def training() -> bool:
+            present = [cell for cell in cells if (cell.directory / "run.json").exists()]
+            ever.update(cell.directory.stat().st_ino for cell in present)
+            return any(
+                json.loads((cell.directory / "run.json").read_text())["status"] == "running"
+                and (cell.directory / "metrics.jsonl").exists()
+                for cell in present
+            )
+
+        for number in signals:
+            process = start_sweep([*arguments, "-j", "2"], tmp_path)
+            wait_for(lambda process=process: training() or process.poll() is not None)
+            time.sleep(chance.uniform(0, 2))
+            training()
+            process.send_signal(number)
+            assert process.wait() in (CODES[number], 0)
+        assert start_sweep([*arguments, "-j", "2"], tmp_path).wait() == 0
+        left = {path.stat().st_ino for path in cells[0].directory.parent.iterdir()}
+        assert ever <= left
+        for cell in cells:
+            same_as_single(cell.directory)
+            # Nothing is left beside the runs; what a run printed is with it.
+            assert (cell.directory / "console.log").is_file() and not cell.log.exists()
+        return [json.loads((cell.directory / "run.json").read_text()) for cell in cells]
+
+    return run
+
+
+def test_killed_and_interrupted_it_goes_on_where_it_was(restarted, tiny):
+    records = restarted([*tiny, *LENGTH, "seed=0,1"], [signal.SIGKILL, signal.SIGINT], seed=0)
+    # Continued rather than started over: the same directory, another attempt.
+    assert max(record["attempts"] for record in records) > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["autoencoder", "lm", "gan"])
+def test_eight_kills_at_random_moments(restarted, tiny, kind):
+    own = {"autoencoder": tiny, "lm": LM, "gan": GAN}[kind]
+    length = ["train.steps=400", *LENGTH[1:]] if kind == "gan" else LENGTH
+    arguments = [*own, *length, "precision=fp32,fp16_master_scaled", "seed=0,1,2"]
+    kills = [signal.SIGKILL, signal.SIGINT, signal.SIGKILL, signal.SIGTERM] * 2
+    records = restarted(arguments, kills, seed=1)
+    assert sum(record["attempts"] for record in records) > len(records)
+
+
+@pytest.mark.slow
+def test_two_sweeps_at_once_share_the_cells(tmp_path, tiny, start_sweep, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    arguments = [*tiny, *LENGTH, "precision=fp32,fp16_naive", "seed=0,1"]
+    both = [start_sweep(arguments, tmp_path) for _ in range(2)]
+    assert [sweep.wait() for sweep in both] == [0, 0]
+    cells = plan(arguments, None).cells
+    names = {cell.directory.name for cell in cells}
+    assert {p.name for p in cells[0].directory.parent.iterdir() if p.is_dir()} == names
+    records = [json.loads((cell.directory / "run.json").read_text()) for cell in cells]
+    assert [record["attempts"] for record in records] == [1] * 4
+    assert (tmp_path / "out0").read_text() == (tmp_path / "out1").read_text()
+
+
+def test_a_damaged_checkpoint_is_put_aside_and_started_over(
+    tmp_path, tiny, same_as_single, monkeypatch, capfd
+):
+    monkeypatch.chdir(tmp_path)
+    arguments = [*tiny, "train.steps=20", "train.checkpoint_every=10", "seed=0,1"]
+    cells = plan(arguments, None).cells
+    for cell in cells:
+        assert main([*cell.overrides, f"output_dir='{cell.directory}'"]) == 0
+    interrupted = cells[0].directory
+    record = json.loads((interrupted / "run.json").read_text())
+    (interrupted / "run.json").write_text(json.dumps(record | {"status": "preempted"}))
+    for state in interrupted.glob("checkpoints/*/state.pt"):
+        state.write_bytes(state.read_bytes()[:-1])
+    before = (cells[1].directory / "run.json").stat().st_mtime_ns
+
+    assert main(["-m", *arguments]) == 0
+    assert "1 finished already" in capfd.readouterr().err
+    aside = interrupted.with_name(f"{interrupted.name}.attempt1")
+    assert json.loads((aside / "run.json").read_text())["status"] == "preempted"
+    assert "no whole checkpoint left" in (aside / "console.log").read_text()
+    same_as_single(interrupted)
+    assert (cells[1].directory / "run.json").stat().st_mtime_ns == before
+    # A directory that holds another run is never put aside.
+    shutil.rmtree(interrupted)
+    os.rename(cells[1].directory, interrupted)
+    assert main(["-m", *arguments]) == 2
+    assert "another configuration" in capfd.readouterr().err
