@@ -108,7 +108,7 @@ def _judge(folder: Path, truth: Truth) -> int:
     if ended.returncode != 0:
         print(f"BROKEN  {truth.name}: exit {ended.returncode}: {ended.stderr.strip()}")
         return 1
-    [row] = json.loads(ended.stdout)["groups"][0]["rows"]
+    [row] = json.loads(ended.stdout)["groups"][0]["modes"]
     verdict = row["verdict"]
     wrong = verdict["name"] in truth.never
     print(f"{'BROKEN' if wrong else 'ok':7} {truth.name}: {verdict['name']}: {verdict['sentence']}")

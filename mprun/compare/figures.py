@@ -34,10 +34,11 @@ def group_figures(group: Group, styles: dict[str, Style], points: int = 240) -> 
     metrics = [group.metric]
     if group.metric != "sliced_wasserstein" or _is_gan(group):
         metrics += [name for name in ("d_loss", "g_loss") if name != group.metric]
+    # A foreign log has one tag and no count of updates; its curve is that of the metric below.
+    axes = () if all(run.foreign for run in group.baseline.arm.runs) else ("step", "updates")
     drawings = [
         intervals(group, styles),
-        training_loss(group, styles, "step", points),
-        training_loss(group, styles, "updates", points),
+        *(training_loss(group, styles, axis, points) for axis in axes),
         *(evaluation(group, styles, metric, points) for metric in metrics),
         loss_scale(group, styles, points),
         throughput(group, styles),

@@ -20,7 +20,7 @@ from mprun.compare.load import natural_order
 from mprun.errors import BadInput
 
 _BASELINES = ("fp32", "baseline")
-_DRAWN = 1000
+_DRAWN = 500
 
 
 def load_foreign(specs: Sequence[str], tag: str) -> tuple[ProtoGroup, list[str]]:

@@ -40,10 +40,11 @@ _LEVELS = (
 Pictures = list[tuple[Drawing, str | None]]  # with its inline SVG, None where there is no room
 
 
-def write_report(comparison: Comparison, folder: Path) -> Path:
+def write_report(comparison: Comparison, folder: Path, beside_paper: str = "") -> Path:
     """Write report.html and `<slug>-<figure>.png` into `folder`; return the page's path.
 
-    The same comparison gives the same bytes.
+    beside_paper: an HTML fragment that follows the groups, from `paper.paper_html`. The same
+    comparison gives the same bytes.
     """
     folder.mkdir(parents=True, exist_ok=True)
     styles = styles_of(comparison)
@@ -52,7 +53,7 @@ def write_report(comparison: Comparison, folder: Path) -> Path:
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         for group in comparison.groups:
             _write_pngs(group, styles, folder)
-        page = _fitting(comparison, styles)
+        page = _fitting(comparison, styles, beside_paper)
     path = folder / "report.html"
     path.write_text(page, encoding="utf-8")
     return path
@@ -65,7 +66,7 @@ def _write_pngs(group: Group, styles: dict[str, Style], folder: Path) -> None:
         drawing.figure.savefig(path, dpi=_DPI, metadata={"Software": None})
 
 
-def _fitting(comparison: Comparison, styles: dict[str, Style]) -> str:
+def _fitting(comparison: Comparison, styles: dict[str, Style], beside_paper: str) -> str:
     """The page with as many points and figures as there is room for."""
     groups = comparison.groups
     for points, kept in _LEVELS:
@@ -75,11 +76,11 @@ def _fitting(comparison: Comparison, styles: dict[str, Style]) -> str:
             if len(groups) * len(_group(comparison, groups[0], styles, one, samples)) > LIMIT:
                 continue
         pictures = [_pictures(group, styles, points, kept) for group in groups]
-        page = _page(comparison, styles, pictures, samples)
+        page = _page(comparison, styles, pictures, beside_paper, samples)
         if len(page.encode()) < LIMIT:
             return page
     pictures = [_pictures(group, styles, *_LEVELS[-1]) for group in groups]
-    return _page(comparison, styles, pictures, samples=False, details=False)
+    return _page(comparison, styles, pictures, beside_paper, samples=False, details=False)
 
 
 def _pictures(
@@ -99,6 +100,7 @@ def _page(
     comparison: Comparison,
     styles: dict[str, Style],
     pictures: list[Pictures],
+    beside_paper: str,
     samples: bool,
     details: bool = True,
 ) -> str:
@@ -121,6 +123,7 @@ def _page(
     )
     left_out = "".join(f"<li>{escape(line)}</li>" for line in comparison.not_compared)
     left_out = f"<h3>Not compared</h3><ul>{left_out}</ul>" if left_out else ""
+    paper = f'<section class="group"><h2>Beside the paper</h2>{beside_paper}</section>'
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -134,7 +137,7 @@ def _page(
 </head>
 <body>
 <header>{"".join(top)}</header>
-<main>{body}{left_out}</main>
+<main>{body}{paper if beside_paper else ""}{left_out}</main>
 <footer>mprun {escape(comparison.version)}, compared {escape(comparison.created)}.
 This page needs no network and no script; its figures lie beside it as PNG files.</footer>
 </body>

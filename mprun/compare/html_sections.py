@@ -4,6 +4,7 @@ import re
 from html import escape
 from typing import Any
 
+from mprun.compare.equivalence import ALPHA
 from mprun.compare.findings import Comparison, Group, Row
 from mprun.compare.formatting import (
     answer,
@@ -125,30 +126,37 @@ def method(comparison: Comparison, group: Group) -> str:
         if group.metric == "perplexity"
         else ""
     )
-    paragraphs = [
-        f"<b>Outcome.</b> Of each run: {escape(metric_name(group))} of the final evaluation"
+    foreign = any(run.foreign for run in group.baseline.arm.runs)
+    outcome = (
+        f"the mean of the last tenth of the values of {escape(group.metric)}, at least three."
+        if foreign
+        else f"{escape(metric_name(group))} of the final evaluation"
         f"{'s' if group.window > 1 else ''}, in FP32 arithmetic in every mode unless its "
-        f"configuration says otherwise.{log}{turned}",
+        "configuration says otherwise."
+    )
+    progress = (
+        f", or if its smoothed training loss made less than 10 % of {base}'s progress (no GAN)"
+    )
+    overall = f"{100 * ALPHA:g} %"
+    paragraphs = [
+        f"<b>Outcome.</b> Of each run: {outcome}{log}{turned}",
         "<b>Divergence first.</b> A run diverged if a loss at an applied step was not finite, if "
-        "more than 50 updates in a row were skipped, or if its smoothed training loss made less "
-        f"than 10 % of {base}'s progress.",
-        f"<b>Equivalence test.</b> Two one-sided tests (TOST) at α = {comparison.alpha:g} each"
+        f"more than 50 updates in a row were skipped{'' if foreign else progress}.",
+        f"<b>Equivalence test.</b> Two one-sided tests (TOST) at α = {comparison.alpha:.3g} each"
         f"{f', {how}' if how else ''}: a mode matches if the {level_text(group)} confidence "
         f"interval of its difference lies inside ±{margin}, worse if all of it lies above, likely "
         "worse if it lies above zero. Failing to find a difference is never a match. Fewer than "
         "3 seeds give no verdict.",
         f"<b>Margin.</b> ±{margin}, fixed in the configuration before the runs unless a note at "
         "the top says otherwise.",
-        "<b>Several modes.</b> Each row has its own error rate of "
-        f"{100 * comparison.alpha:g} %; nothing is corrected for the number of rows. The bands in "
-        "the figures are no test.",
+        f"<b>Several modes.</b> Each row has its own error rate of {overall}; nothing is corrected "
+        "for the number of rows. The bands in the figures are no test.",
     ]
     if comparison.looks:
         looks = ", ".join(str(look) for look in comparison.looks)
         paragraphs.append(
-            f"<b>Looks.</b> Planned at {looks} seeds; the level of each look is lowered so that "
-            f"the error rate over all of them stays {100 * comparison.alpha:g} %, which widens "
-            "the intervals."
+            f"<b>Looks.</b> Planned at {looks} seeds; α of each look is lowered so that the error "
+            f"rate over all of them stays {overall}, which widens the intervals."
         )
     if any(row.verdict.name == "not assessed" for row in group.rows):
         paragraphs.append(

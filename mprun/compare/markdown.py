@@ -33,7 +33,7 @@ def markdown(comparison: Comparison) -> str:
         parts.append("## Not compared")
         parts.append("\n".join(f"- {_plain(line)}" for line in comparison.not_compared))
     parts.append(f"mprun {comparison.version}, compared {comparison.created}.")
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(parts)
 
 
 def group_markdown(comparison: Comparison, group: Group) -> str:
@@ -74,6 +74,8 @@ def console(comparison: Comparison) -> str:
         header = ["verdict", "mode", group.metric, "difference", "seeds", "skipped"]
         header += ["scale", "speed", "memory"]
         rows = [_cells(group, row)[: len(header)] for row in (group.baseline, *group.rows)]
+        for cells in rows:  # the sentence tells how many runs diverged; a line has no room
+            cells[2] = cells[2].partition(" (")[0]
         lines = [f"{group.title}", _wrapped("  ", _judged(comparison, group)), ""]
         lines += _aligned(header, rows)
         lines.append("")

@@ -86,6 +86,12 @@ class Block:
         return values, at + digits
 
     def _scale_texts(self) -> set[bytes]:
+        first = self._first_scale()
+        if first is not None:
+            # A scale seldom changes, and counting one text costs half of looking at every value.
+            end = self.begin + len(self.bytes)
+            if self.data.count(_SCALE + first, self.begin, end) == len(self.starts):
+                return {first[:-1]}
         # Its underscore is the rarest byte of the key; "_s" is rarer still.
         at = np.flatnonzero(self.bytes == ord("_"))
         at = at[self.bytes[at + 1] == ord("s")] - _SCALE.index(b"_")
@@ -104,6 +110,14 @@ class Block:
                 (at[changes] + self.begin).tolist(), self.ends[changes].tolist(), strict=True
             )
         }
+
+    def _first_scale(self) -> bytes | None:
+        """The value in the first train record with the comma behind it, or None."""
+        if not len(self.starts):
+            return None
+        at = self.data.find(_SCALE, self.starts[0], self.ends[0])
+        comma = self.data.find(b",", at, self.ends[0])
+        return self.data[at + len(_SCALE) : comma + 1] if 0 <= at < comma else None
 
     def _changes(self, at: np.ndarray) -> np.ndarray:
         """Indices of the values that may differ from the one before: few, as a rule."""

@@ -12,7 +12,7 @@ from mprun.errors import Damaged
 from mprun.record.metrics_block import Unscannable
 from mprun.record.metrics_scan import ScannedRecords, is_count, number, value_range
 
-DRAWN_RECORDS = 1000
+DRAWN_RECORDS = 500
 DRAWN_SKIPS = 2000
 FIRST_STEPS = 20
 # Of an evaluation's record: what is no metric.
@@ -24,7 +24,7 @@ class MetricsColumns:
     """What a comparison needs of one metrics.jsonl; counts, ranges and steps are exact.
 
     evals: column -> float64 [evaluations]: "step", "updates", then the metrics.
-    train: column -> float64 [at most 1,000], evenly thinned, the first and last record included:
+    train: column -> float64 [at most 500], evenly thinned, the first and last record included:
     "step", "updates", "skipped", then whatever was recorded. NaN where a record lacks a column.
     """
 

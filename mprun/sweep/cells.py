@@ -7,7 +7,7 @@ from enum import Enum
 from pathlib import Path
 
 from mprun.errors import BadInput, Damaged
-from mprun.record.run_directory import locked, read_json
+from mprun.record.run_directory import locked, read_json, write_json
 
 OUTCOMES = ("done", "diverged")
 # A directory that has no lock file yet may belong to a run that made it a moment ago.
@@ -92,6 +92,10 @@ def put_aside(cell: Cell) -> None:
         record = record_of(cell.directory)
         if record is not None and record["status"] in OUTCOMES:
             return
+        if record is not None and record["status"] == "running":
+            # Its sweep, which would have said so, was killed with it.
+            cause = {"status": "failed", "cause": "killed by an unknown cause"}
+            write_json(cell.directory / "run.json", record | cause)
         for number in range(1, 10_000):
             aside = cell.directory.with_name(f"{cell.directory.name}.attempt{number}")
             if not aside.exists():

@@ -39,7 +39,7 @@ _CHUNK = 32
 class SampleDistance:
     """Sliced Wasserstein distance of images [n, channels, size, size] to real ones.
 
-    image_size: pixels, at least 16 and divisible by 2 down to the coarsest level; ValueError else.
+    image_size: pixels, at least 16 (ValueError otherwise); the pyramid halves it while it is even.
     Draws its positions and directions from a generator of its own: the global random state is
     neither read nor changed.
     """

@@ -127,7 +127,7 @@ def test_a_damaged_checkpoint_is_put_aside_and_started_over(
     assert "1 finished already" in capfd.readouterr().err
     aside = interrupted.with_name(f"{interrupted.name}.attempt1")
     assert json.loads((aside / "run.json").read_text())["status"] == "preempted"
-    assert "no whole checkpoint left" in (aside / "console.log").read_text()
+    assert "does not match its manifest" in (aside / "console.log").read_text()
     same_as_single(interrupted)
     assert (cells[1].directory / "run.json").stat().st_mtime_ns == before
     # A directory that holds another run is never put aside.

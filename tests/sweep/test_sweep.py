@@ -25,7 +25,8 @@ def test_a_sweep_ends_with_a_table_and_runs_only_what_is_missing(tmp_path, monke
     printed = capfd.readouterr()
     [last] = [line for line in printed.out.splitlines() if line.startswith("sweep: ")]
     root = tmp_path / last.removeprefix("sweep: ")
-    cells = {path.name: path for path in root.iterdir()}
+    [file] = root.glob("*.md")
+    cells = {path.name: path for path in root.iterdir() if path != file}
     assert len(cells) == 4
     records = {name: json.loads((p / "run.json").read_text()) for name, p in cells.items()}
     status = {(r["precision"]["mode"], json.dumps(r["status"])) for r in records.values()}
@@ -35,6 +36,10 @@ def test_a_sweep_ends_with_a_table_and_runs_only_what_is_missing(tmp_path, monke
     assert [line.split()[1] for line in table] == ["mode", "fp32", "fp16_naive"]
     assert "diverged at step" in table[2] and "baseline" in table[1]
     assert all((path / "console.log").is_file() for path in cells.values())
+    # The file holds one line a run and the printed table.
+    text = file.read_text()
+    assert all(f"| {name} " in text for name in cells) and all(line in text for line in table)
+    assert f"mprun -m {' '.join(TINY)}" in text
 
     # One run was killed: only this one runs again.
     killed = next(n for n, r in records.items() if r["status"] == "done")
@@ -49,7 +54,7 @@ def test_a_sweep_ends_with_a_table_and_runs_only_what_is_missing(tmp_path, monke
         assert again == (name == killed), name
     # What the killed attempt left is kept beside the new one.
     aside = json.loads((root / f"{killed}.attempt1" / "run.json").read_text())
-    assert aside["status"] == "running"
+    assert (aside["status"], aside["cause"]) == ("failed", "killed by an unknown cause")
     # The same configuration gives the same bits in the second attempt.
     assert json.loads((cells[killed] / "run.json").read_text())["final"] == record["final"]
 
@@ -59,21 +64,3 @@ def test_a_sweep_ends_with_a_table_and_runs_only_what_is_missing(tmp_path, monke
     assert main(SWEEP) == 2
     printed = capfd.readouterr()
     assert "name=" in printed.err and printed.out == ""
-
-
-def test_the_plan_names_every_cell_apart(tmp_path, monkeypatch):
-    from mprun.sweep import _plan
-
-    monkeypatch.chdir(tmp_path)
-    swept = ["model=lstm_lm,dcgan", "precision=glob(fp16*)", "seed=range(0,2)"]
-    cells, root = _plan(swept, None)
-    assert len(cells) == len({cell.directory for cell in cells}) == 2 * 3 * 2
-    assert len({cell.config_hash for cell in cells}) == len(cells)
-    folders = {cell.directory.parent.name for cell in cells}
-    assert folders == {"lstm_lm-docs_words", "dcgan-digits_gan"}
-    assert {cell.directory.parent.parent for cell in cells} == {root}
-    # One model and data set: the folder of the single runs is the folder of the sweep.
-    same, root = _plan(swept[1:], None)
-    assert {cell.directory.parent for cell in same} == {root}
-    assert {cell.directory for cell in same} <= {cell.directory for cell in cells}
-    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,133 @@
+"""report.md, the console and results.json."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from mprun.compare.findings import Comparison, Verdict
+from mprun.compare.formatting import (
+    difference_text,
+    level_text,
+    margin_text,
+    scale_text,
+    seeds_text,
+    value_text,
+)
+from mprun.compare.markdown import console, markdown
+from mprun.compare.results import results
+from mprun.markdown_table import markdown_table
+
+from .made_comparison import comparison, gan_group, group
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("grids")
+    return comparison(
+        group(steps=400),
+        gan_group(folder),
+        stamps=["--allow optim.lr"],
+        not_compared=["x/amp-s0: no FP32 run"],
+        looks=[3, 5],
+    )
+
+
+def test_report_md_has_a_table_sentences_notes_and_stamps(made):
+    text = markdown(made)
+    assert text.index("--allow optim.lr") < text.index("## resnet50-digits_32")
+    assert "- **amp**: matches FP32: difference +0.12 %" in text
+    assert "- fp16_master_scaled: seed 3: failed (out of memory)" in text
+    assert "Looks planned at 3, 5 seeds." in text
+    assert text.index("## dcgan-digits_gan") < text.index("- x/amp-s0: no FP32 run")
+    table = [line for line in text.splitlines() if line.startswith("|")][:7]
+    assert len({line.count("|") for line in table}) == 1
+    amp = [cell.strip() for cell in table[6].strip("|").split("|")]
+    assert amp[:2] == ["matches", "amp"] and amp[3] == "+0.12 % (-0.31 to +0.55)"
+
+
+def test_markup_in_labels_and_notes_is_escaped():
+    one = group(seeds=3, steps=400)
+    one.rows[0].arm.label = "a|b<i>*x*"
+    one.notes = ["line one\nline two `x`"]
+    text = markdown(comparison(one))
+    assert "a\\|b\\<i>\\*x\\*" in text
+    assert "- line one line two \\`x\\`" in text
+
+
+def test_the_console_puts_the_verdict_first_in_aligned_columns(made):
+    lines = console(made).splitlines()
+    assert max(map(len, lines)) <= 120
+    start = next(i for i, line in enumerate(lines) if line.startswith("  verdict"))
+    table = lines[start : start + 6]
+    assert [line.split()[0] for line in table] == [
+        "verdict",
+        "baseline",
+        "diverged",
+        "worse",
+        "inconclusive",
+        "matches",
+    ]
+    column = table[0].index("mode")
+    assert [line[column:].split()[0] for line in table[1:]] == [
+        "fp32",
+        "fp16_naive",
+        "fp16_master",
+        "fp16_master_scaled",
+        "amp",
+    ]
+    text = " ".join(" ".join(lines).split())
+    assert "amp: matches FP32: difference +0.12 %" in text
+    assert text.index("--allow optim.lr") < text.index("resnet50-digits_32")
+
+
+def test_an_empty_comparison_says_so():
+    assert console(Comparison([])) == "nothing was compared"
+    assert markdown(Comparison([])).startswith("# ")
+
+
+def test_results_are_plain_json_with_the_numbers_of_the_findings(made):
+    text = json.dumps(results(made), allow_nan=False)
+    content = json.loads(text)
+    one = content["groups"][0]
+    assert one["margin"] == 0.01 and one["baseline"]["verdict"] is None
+    amp = one["modes"][3]
+    assert amp["label"] == "amp" and amp["verdict"]["name"] == "matches"
+    assert amp["verdict"]["shown"] == pytest.approx(
+        {"unit": "%", "difference": 0.12, "low": -0.31, "high": 0.55, "margin": 1.0}
+    )
+    assert amp["runs"] == [f"outputs/made/amp-s{seed}" for seed in range(5)]
+    naive = one["modes"][0]
+    assert naive["outcomes"][0]["value"] == "nan" and naive["outcomes"][0]["step"] == 133
+    assert amp["scale_range"] == [2.0**11, 2.0**14]
+    assert "train" not in text.replace("train.steps", "")
+
+
+def shown(verdict: Verdict, **changes) -> str:
+    return difference_text(replace(group(seeds=3, steps=400), **changes), verdict)
+
+
+def test_differences_have_the_unit_and_the_digits_of_the_margin():
+    # Margin 1 % of the baseline is 0.003, so the baseline's mean is 0.3.
+    relative = Verdict("matches", ".", difference=0.0006, low=-0.0003, high=0.0015, margin=0.003)
+    assert shown(relative) == "+0.20 % (-0.10 to +0.50)"
+    points = Verdict("matches", ".", difference=0.2, low=-0.1, high=0.45, margin=0.5)
+    changes = {"metric": "top1", "relative": False, "margin_setting": 0.5}
+    assert shown(points, **changes) == "+0.20 points (-0.10 to +0.45)"
+    assert shown(replace(points, low=None, high=None), **changes) == "+0.20 points"
+    assert shown(Verdict("diverged", ".")) == ""
+
+
+def test_small_texts():
+    assert seeds_text([2, 0, 1, 5, 7, 8]) == "0-2, 5, 7-8"
+    assert scale_text((2.0**9, 2.0**16)) == "2^9 to 2^16"
+    assert scale_text((128.0, 128.0)) == "2^7"
+    assert scale_text((1.0, 3000.0)) == "1 to 3000"
+    assert value_text(float("nan")) == "nan" and value_text(0.123456) == "0.1235"
+    assert margin_text(group(seeds=3, steps=400)) == "1 % of FP32's mean"
+    assert level_text(group(seeds=3, steps=400)) == "90 %"
+
+
+def test_a_bar_in_a_cell_stays_one_cell():
+    lines = markdown_table(["a"], [["x|y"]]).splitlines()
+    assert lines == ["| a    |", "|------|", "| x\\|y |"]

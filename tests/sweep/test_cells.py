@@ -1,0 +1,215 @@
+"""What a directory says about its cell, and what a sweep makes of it: no run is started here."""
+
+import fcntl
+import json
+import signal
+import threading
+import time
+
+import pytest
+
+from mprun.cli import main
+from mprun.errors import BadInput
+from mprun.record.heartbeat import Heartbeat, Pulse
+from mprun.record.run_directory import locked, write_json
+from mprun.sweep.cells import State, look, put_aside, record_of
+from mprun.sweep.outcome import Outcome, exit_code, settle
+from mprun.sweep.plan import plan
+from mprun.sweep.processes import Ended
+
+RECORD = {
+    "seed": 0,
+    "sample": "image",
+    "overrides": ["seed=0"],
+    "precision": {"mode": "fp32", "scaler": "none"},
+    "attempts": 1,
+    "steps": 20,
+}
+
+
+@pytest.fixture
+def cell(tmp_path, tiny, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return plan([*tiny, "seed=0"], None).cells[0]
+
+
+def put(cell, **record):
+    cell.directory.mkdir(parents=True, exist_ok=True)
+    (cell.directory / ".lock").touch()
+    content = RECORD | {"config_hash": cell.config_hash, "status": "running"} | record
+    write_json(cell.directory / "run.json", content)
+
+
+@pytest.mark.parametrize(
+    ("status", "checkpoint", "expected"),
+    [
+        ("done", True, State.FINISHED),
+        ("diverged", False, State.FINISHED),
+        ("preempted", True, State.RESUMABLE),
+        ("preempted", False, State.ABANDONED),
+        ("running", True, State.RESUMABLE),  # the machine stopped
+        ("running", False, State.ABANDONED),
+        ("failed", True, State.ABANDONED),
+    ],
+)
+def test_the_state_of_a_cell(cell, status, checkpoint, expected):
+    assert look(cell) is State.NEW
+    put(cell, status=status)
+    if checkpoint:
+        (cell.directory / "checkpoints" / "step-00000010").mkdir(parents=True)
+    assert look(cell) is expected
+    with locked(cell.directory):
+        assert look(cell) is State.IN_USE
+    assert look(cell) is expected
+
+
+def test_a_directory_just_claimed_is_in_use(cell):
+    cell.directory.mkdir(parents=True)
+    assert look(cell) is State.IN_USE  # no lock yet
+    (cell.directory / ".lock").touch()
+    assert look(cell) is State.ABANDONED
+
+
+def test_what_is_no_run_of_this_cell(cell):
+    put(cell, config_hash="0")
+    with pytest.raises(BadInput, match="another configuration; use name="):
+        look(cell)
+    (cell.directory / "run.json").write_text("{")
+    assert look(cell) is State.ABANDONED
+    put_aside(cell)
+    cell.directory.write_text("a file")
+    with pytest.raises(BadInput, match="not a folder"):
+        look(cell)
+
+
+def test_attempts_are_kept_under_numbers(cell):
+    for number in (1, 2):
+        put(cell, status="failed", cause=str(number))
+        cell.log.write_text(f"printed {number}\n")
+        put_aside(cell)
+        aside = cell.directory.with_name(f"{cell.directory.name}.attempt{number}")
+        assert record_of(aside)["cause"] == (aside / "console.log").read_text().split()[1]
+    # Finished in the meantime: stays.
+    put(cell, status="done")
+    put_aside(cell)
+    assert cell.directory.is_dir()
+    with locked(cell.directory), pytest.raises(BadInput, match="in use"):
+        put_aside(cell)
+
+
+def test_a_lock_on_a_moved_directory_is_none(cell, monkeypatch):
+    put(cell)
+    flock = fcntl.flock
+
+    def moved_in_between(file, operation):
+        cell.directory.rename(cell.directory.with_name("moved"))
+        put(cell)
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", moved_in_between)
+    with pytest.raises(BadInput, match="in use"), locked(cell.directory):
+        pass
+    assert (cell.directory.parent / "moved" / "run.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("ended", "printed", "outcome"),
+    [
+        (Ended(-9), "step 3/20", Outcome("killed by SIGKILL", 5)),
+        (Ended(-11), "", Outcome("killed by SIGSEGV", 5)),
+        (Ended(-15), "", Outcome("stopped before its first step", 5)),
+        (Ended(-9, hung_s=30.0), "", Outcome("hung: no progress for 30 s, killed", 5)),
+        (Ended(2), "x\nmprun: data.root=a: no", Outcome("failed: data.root=a: no", 2)),
+        (Ended(5), "mprun: out of memory: 9 GB", Outcome("failed: out of memory: 9 GB", 5)),
+        (
+            Ended(1),
+            "Traceback ...\nKeyError: 'x'\nmprun: this is a bug in mprun",
+            Outcome("failed: KeyError: 'x'", 1),
+        ),
+        (Ended(7), "", Outcome("failed: exit code 7", 7)),
+    ],
+)
+def test_the_end_of_a_process_in_words(cell, ended, printed, outcome):
+    cell.log.parent.mkdir(parents=True)
+    cell.log.write_text(printed)
+    assert settle(cell, ended, attempts_before=0) == outcome
+    # The same with a record that still says `running`: it says how the run ended from now on.
+    put(cell)
+    if ended.code == -signal.SIGTERM:
+        assert settle(cell, ended, attempts_before=0) == Outcome("preempted", 75)
+        assert record_of(cell.directory)["cause"] == "SIGTERM"
+        return
+    assert settle(cell, ended, attempts_before=0) == outcome
+    record = record_of(cell.directory)
+    assert record["status"] == "failed" and record["ended"]
+    assert outcome.words.removeprefix("failed: ") == record["cause"]
+
+
+def test_a_record_is_believed_where_it_is_complete(cell):
+    put(cell, status="failed", cause="RuntimeError: no")
+    assert settle(cell, Ended(1), 0) == Outcome("failed: RuntimeError: no", 1)
+    put(cell, status="diverged", last_step=12)
+    assert settle(cell, Ended(3), 0) == Outcome("diverged at step 12", 3)
+    put(cell, status="done")
+    assert settle(cell, Ended(0), 0) == Outcome("done", 0)
+    put(cell, status="preempted", cause="SIGTERM")
+    assert settle(cell, Ended(75), 0) == Outcome("preempted", 75)
+    # A hang that ended with a checkpoint after all can be continued, and says that it hung.
+    words = "hung: no progress for 30 s, stopped"
+    assert settle(cell, Ended(75, hung_s=30.0), 0) == Outcome(words, 75)
+    assert record_of(cell.directory)["status"] == "preempted"
+    # A continuation that wrote nothing ended by itself.
+    cell.log.write_text("mprun: out of memory: 9 GB\n")
+    assert settle(cell, Ended(5), attempts_before=1) == Outcome("failed: out of memory: 9 GB", 5)
+    # Somebody else's by now.
+    put(cell, status="running")
+    with locked(cell.directory):
+        assert settle(cell, Ended(-9), 0).again
+
+
+@pytest.mark.parametrize(
+    ("codes", "expected"),
+    [([], 0), ([0, 3, 0], 0), ([0, 2, 5], 5), ([75, 2], 2), ([75, 3], 75), ([5, 1, 4], 1)],
+)
+def test_the_worst_code_is_the_sweeps(codes, expected):
+    assert exit_code(codes) == expected
+
+
+def test_a_heartbeat_is_seen_from_outside(tmp_path, monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    heart, pulse = Heartbeat(tmp_path), Pulse(tmp_path)
+    now[0] += 30
+    assert pulse.silent_s() == 30  # since its start: there has been none yet
+    heart.beat()
+    assert pulse.silent_s() == 0
+    now[0] += 1
+    stamp = (tmp_path / ".lock").stat().st_mtime_ns
+    heart.beat()  # too early to cost a system call
+    assert (tmp_path / ".lock").stat().st_mtime_ns == stamp
+    assert pulse.silent_s() == 1
+    now[0] += 1
+    time.sleep(0.02)  # longer than the clock of the file system takes from tick to tick
+    heart.beat()
+    assert pulse.silent_s() == 0
+
+
+def test_a_cell_of_another_process_is_waited_for(cell, capfd):
+    put(cell)
+    lock = locked(cell.directory)
+    lock.__enter__()
+
+    def finish():
+        put(cell, status="done", final={"loss": 0.5}, last_step=20)
+        lock.__exit__()
+
+    timer = threading.Timer(1.5, finish)
+    timer.start()
+    assert main(["-m", *cell.overrides]) == 0
+    printed = capfd.readouterr()
+    assert "in use by another process; waiting for it" in printed.err
+    assert "0.5000" in printed.out
+    assert json.loads((cell.directory / "run.json").read_text())["attempts"] == 1
+    [file] = cell.directory.parent.glob("sweep-*.md")
+    [row] = [r for r in file.read_text().splitlines() if r.startswith(f"| {cell.directory.name}")]
+    assert [text.strip() for text in row.split("|")[2:5]] == ["done", "20/20", "0.5000"]
