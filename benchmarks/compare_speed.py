@@ -4,8 +4,7 @@
 
 Writes 2 GB of runs into a temporary folder (deleted afterwards) and times, on one core: `load`,
 reading and grouping in a process of its own, or `command`, `python -m mprun compare` from start to
-report. Peak memory is that process's resident set. Targets: 10 s and 1 GiB for the command; loading
-takes at most half of the time and 300 MB.
+report. Peak memory is that process's resident set. Targets for the command: 10 s and 1 GiB.
 """
 
 import argparse

@@ -36,7 +36,8 @@ def assess(
     if margin is None:
         configured = keys.get("compare.metric") == metric
         data = keys.get("data.name")
-        margin = keys["compare.margin"] if configured else default_margin(metric, data)
+        margin = keys.get("compare.margin") if configured else None
+        margin = default_margin(metric, data) if margin is None else margin
     window = keys.get("compare.window", 1)
     gan = keys.get("model.name") == "dcgan"
     base = outcomes(proto.baseline, proto.baseline, metric=metric, window=window, gan=gan)
@@ -88,7 +89,6 @@ def _row(arm: Arm, baseline: Arm, verdict: Verdict, own: list[Outcome]) -> Row:
         peak_bytes=_largest_peak(ended),
         memory_ratio=_ratio(_largest_peak, ended, baseline.runs),
         saved_ratio=_ratio(_largest_saved, ended, baseline.runs),
-        notes=list(arm.notes),
     )
 
 

@@ -13,7 +13,7 @@ from matplotlib.lines import Line2D
 from mprun.compare.palette import INK, Style
 
 _WIDTH, _LEFT, _RIGHT = 5.0, 0.62, 0.14  # inches; text of 9 points stays 10 pixels at 400 wide
-_TOP, _BOTTOM, _LINE = 0.36, 0.5, 0.168
+_TOP, _BOTTOM, _LINE = 0.41, 0.5, 0.168
 GREY = "#8a8a8a"
 
 # In force while figures are made and written; the caller's own settings come back afterwards.
@@ -24,6 +24,7 @@ SETTINGS = {
     "axes.titlesize": 10,
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",
+    "axes.titlepad": 10,
     "axes.labelsize": 9,
     "axes.edgecolor": GREY,
     "axes.labelcolor": INK,

@@ -9,8 +9,8 @@ from typing import Any
 from mprun.compare.findings import RunData
 from mprun.record.run_directory import NOT_HASHED, NOT_HASHED_TRAIN
 
-# Keys that neither change a number nor separate runs.
-NO_KEYS = ("seed", *NOT_HASHED, *(f"train.{key}" for key in NOT_HASHED_TRAIN))
+# Keys, and groups of keys, that neither change a number nor separate runs.
+_NO_KEYS = ("seed", *NOT_HASHED, *(f"train.{key}" for key in NOT_HASHED_TRAIN))
 # Keys that may differ inside a group: they make an arm.
 _ARM_PREFIXES = ("precision.", "scaler.")
 _ARM_KEYS = ("cpu_half",)  # how 16-bit products are computed where there is no GPU
@@ -48,7 +48,7 @@ def cells_of(
         shared = {
             k: v
             for k, v in run.keys.items()
-            if k not in own and k not in NO_KEYS and k not in ignored
+            if k not in own and not is_no_key(k) and k not in ignored
         }
         plain_fp32 = run.mode == "fp32" and run.scaler == "none"
         # FP32 computes nothing in 16 bits: there such a key makes no arm.
@@ -112,6 +112,11 @@ def differences(one: Cell, other: Cell, arm_keys: bool = False) -> dict[str, tup
         for key in dict.fromkeys([*first, *second])
     }
     return {key: pair for key, pair in pairs.items() if not same(*pair)}
+
+
+def is_no_key(key: str) -> bool:
+    """Whether runs that differ in `key` alone are the same experiment."""
+    return key in _NO_KEYS or key.partition(".")[0] in _NO_KEYS
 
 
 def pairs_text(differences: dict[str, tuple[Any, Any]]) -> str:

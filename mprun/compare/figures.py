@@ -104,7 +104,7 @@ def throughput(group: Group, styles: dict[str, Style]) -> Drawing | None:
     sample = rows[0].arm.runs[0].sample
     texts = [
         f"{row.arm.label}: {count_text(row.samples_per_s)} {sample}s/s"
-        + (f", {ratio_text(row.speedup)}" if row.speedup else "")
+        + (f", {ratio_text(row.speedup)}" if row.speedup and row is not group.baseline else "")
         for row in rows
     ]
     figure = _bars(
@@ -129,8 +129,7 @@ def memory(group: Group, styles: dict[str, Style]) -> Drawing | None:
         return None
     texts = [
         f"{row.arm.label}: {bytes_text(row.peak_bytes)}"
-        + (f", {ratio_text(row.memory_ratio)}" if row.memory_ratio else "")
-        + (f"; for backward {ratio_text(row.saved_ratio)}" if row.saved_ratio else "")
+        + ("" if row is group.baseline else _memory_ratios(row))
         for row in rows
     ]
     figure = _bars(
@@ -146,6 +145,11 @@ def memory(group: Group, styles: dict[str, Style]) -> Drawing | None:
             "temporary FP32 copies are in it."
         )
     return Drawing("memory", caption, "Peak memory. " + "; ".join(texts) + ".", figure)
+
+
+def _memory_ratios(row: Row) -> str:
+    text = f", {ratio_text(row.memory_ratio)}" if row.memory_ratio else ""
+    return text + (f"; for backward {ratio_text(row.saved_ratio)}" if row.saved_ratio else "")
 
 
 def on_cpu(group: Group) -> bool:

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from mprun.compare.cells import (
-    NO_KEYS,
     Cell,
     arm_label,
     canonical,
     cells_of,
     differences,
+    is_no_key,
     of_arm,
     pairs_text,
     same,
@@ -135,7 +135,7 @@ def _group(baseline: Cell, family: list[Cell]) -> ProtoGroup:
     common = {
         key: value
         for key, value in baseline.first.keys.items()
-        if key not in NO_KEYS
+        if not is_no_key(key)
         and all(key in run.keys and same(run.keys[key], value) for run in every)
     }
     notes = group_notes(own, arms)
@@ -189,13 +189,14 @@ def _why_not(cell: Cell, baselines: list[Cell]) -> str:
         return f"{what}: not compared, no FP32 runs (precision=fp32, scaler=none) were given"
     best = min(baselines, key=lambda baseline: len(differences(baseline, cell)))
     found = differences(best, cell)
+    # The keys first: as an error this line is cut in the middle.
     line = (
-        f"{what}: not compared, no FP32 runs of this configuration; the nearest ones "
-        f"({best.first.path}) differ in {pairs_text(found)}; run it with precision=fp32"
+        f"{pairs_text(found)}: not as in the nearest FP32 runs ({best.first.path}), so not "
+        f"compared: {what}; run it with precision=fp32"
     )
     if len(found) > _MOST_KEYS_ALLOWED:
         return line
-    return f"{line}, or compare all the same with --allow {','.join(found)}"
+    return f"{line}, or --allow {','.join(found)}"
 
 
 def _only_baseline(cell: Cell) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import matplotlib
 
+from mprun.compare import html_background as background
 from mprun.compare import html_sections as sections
 from mprun.compare.canvas import Drawing, settings
 from mprun.compare.figures import group_figures
@@ -166,11 +167,11 @@ def _group(
             "<h3>Outcome per seed</h3>",
             sections.seed_table(group, styles),
             "<h3>How the verdict is made</h3>",
-            sections.method(comparison, group),
+            background.method(comparison, group),
             "<h3>Configuration</h3>",
-            sections.configuration(group),
+            background.configuration(group),
             "<h3>Environment</h3>",
-            sections.environment(group),
+            background.environment(group),
         ]
     return f'<section class="group" id="{escape(group.slug)}">{"".join(parts)}</section>\n'
 

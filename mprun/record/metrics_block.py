@@ -86,15 +86,17 @@ class Block:
         return values, at + digits
 
     def _scale_texts(self) -> set[bytes]:
-        first = self._first_scale()
-        if first is not None:
+        first = self._scale_text(0)
+        if first is not None and first == self._scale_text(-1):
             # A scale seldom changes, and counting one text costs half of looking at every value.
             end = self.begin + len(self.bytes)
             if self.data.count(_SCALE + first, self.begin, end) == len(self.starts):
                 return {first[:-1]}
-        # Its underscore is the rarest byte of the key; "_s" is rarer still.
-        at = np.flatnonzero(self.bytes == ord("_"))
-        at = at[self.bytes[at + 1] == ord("s")] - _SCALE.index(b"_")
+        # "s_s" is rare, and looking for it byte by byte is cheap.
+        marked = self.bytes[1:-1] == ord("_")
+        marked &= self.bytes[:-2] == ord("s")
+        marked &= self.bytes[2:] == ord("s")
+        at = np.flatnonzero(marked) - _SCALE.index(b"s_s")
         at = at[(at >= 0) & (at + len(_SCALE) <= len(self.bytes))]
         at = at[self._are(at, _SCALE)] + len(_SCALE)
         inside, owner = self._owners(at)
@@ -111,12 +113,12 @@ class Block:
             )
         }
 
-    def _first_scale(self) -> bytes | None:
-        """The value in the first train record with the comma behind it, or None."""
+    def _scale_text(self, index: int) -> bytes | None:
+        """The value in a train record with the comma behind it, or None."""
         if not len(self.starts):
             return None
-        at = self.data.find(_SCALE, self.starts[0], self.ends[0])
-        comma = self.data.find(b",", at, self.ends[0])
+        at = self.data.find(_SCALE, self.starts[index], self.ends[index])
+        comma = self.data.find(b",", at, self.ends[index])
         return self.data[at + len(_SCALE) : comma + 1] if 0 <= at < comma else None
 
     def _changes(self, at: np.ndarray) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,9 @@ import numpy as np
 from mprun.record.metrics_block import LOSS, Block, Unscannable, value_text
 
 _BLOCK_BYTES = 2**20
+# One match a line at most: it takes the rest of the line with it. As many matches as lines are
+# therefore one in each.
+_FIRST_LOSS = re.compile(LOSS + rb"([^,}\n]*)[^\n]*")
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -47,15 +51,22 @@ class ScannedRecords:
                 raise Unscannable("an evaluation without its step")
 
     def losses(self, indices: np.ndarray) -> np.ndarray:
-        """float64 [len(indices)], the losses of these train records."""
-        texts = []
-        starts, ends = self.starts[indices].tolist(), self.ends[indices].tolist()
-        for start, end in zip(starts, ends, strict=True):
-            at = self.data.find(LOSS, start, end)
-            if at < 0:
-                raise Unscannable("no loss")
-            texts.append(value_text(self.data, at + len(LOSS), end))
-        return _numbers(texts)
+        """float64 [len(indices)], the losses of these train records; the indices are a range."""
+        if not len(indices):
+            return np.empty(0)
+        lines = self.lines[indices] - self.lines[indices[0]]
+        region = self.data[self.starts[indices[0]] : self.ends[indices[-1]]]
+        texts = _FIRST_LOSS.findall(region)
+        if len(texts) == lines[-1] + 1:  # evaluations between them have a loss as well
+            return _numbers([texts[line] for line in lines.tolist()])
+        return _numbers([self._loss_text(index) for index in indices.tolist()])
+
+    def _loss_text(self, index: int) -> bytes:
+        start, end = int(self.starts[index]), int(self.ends[index])
+        at = self.data.find(LOSS, start, end)
+        if at < 0:
+            raise Unscannable("no loss")
+        return value_text(self.data, at + len(LOSS), end)
 
     def parsed(self, indices: np.ndarray) -> list[dict[str, Any]]:
         """These train records."""

@@ -112,8 +112,11 @@ def row(runs: list[RunData], verdict: Verdict, label=None, **more) -> Row:
     finite = [o.value for o in outcomes if o.diverged is None]
     scales = [r.scale_range for r in runs if r.scale_range]
     speed = float(np.median([r.samples_per_s for r in runs]))
+    own = {k: v for k, v in runs[0].keys.items() if k.startswith(("precision.", "scaler."))}
+    base = _PRECISION["fp32"]
+    differs = {k: (base.get(k), v) for k, v in own.items() if base.get(k) != v}
     return Row(
-        arm=Arm(label or runs[0].mode, runs[0].mode, runs),
+        arm=Arm(label or runs[0].mode, runs[0].mode, runs, differs),
         verdict=verdict,
         outcomes=outcomes,
         mean=float(np.mean(finite)) if finite else None,

@@ -142,10 +142,9 @@ def test_a_configuration_without_baseline_names_the_nearest_one(tmp_path):
     groups, lines = grouped(tmp_path)
     assert groups == []
     assert lines[0] == (
-        f"lstm_lm-docs_words: amp (1 run, e.g. {tmp_path / 'amp'}): not compared, no FP32 runs of "
-        f"this configuration; the nearest ones ({tmp_path / 'near'}) differ in "
-        "data.batch_size (20, here 40), optim.lr (0.2, here 0.1); run it with precision=fp32, or "
-        "compare all the same with --allow data.batch_size,optim.lr"
+        "data.batch_size (20, here 40), optim.lr (0.2, here 0.1): not as in the nearest FP32 runs "
+        f"({tmp_path / 'near'}), so not compared: lstm_lm-docs_words: amp (1 run, e.g. "
+        f"{tmp_path / 'amp'}); run it with precision=fp32, or --allow data.batch_size,optim.lr"
     )
     assert [line.partition(":")[2] for line in lines[1:]] == [
         f" fp32 alone (1 run, e.g. {tmp_path / name}): nothing to compare it with"
@@ -159,7 +158,8 @@ def test_a_wholly_other_configuration_gets_no_hint_to_allow_it(tmp_path):
     overrides = dict.fromkeys(keys, 7) | {"model.name": "other"}
     write_run(tmp_path / "amp", "amp", overrides=overrides)
     _, lines = grouped(tmp_path)
-    assert lines[0].endswith("and 1 more keys; run it with precision=fp32")
+    assert " and 1 more keys: not as in" in lines[0]
+    assert lines[0].endswith("; run it with precision=fp32")
 
 
 def test_allowed_keys_join_the_group_and_show_in_the_label(tmp_path):

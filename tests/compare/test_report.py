@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 import pytest
 from PIL import Image
 
-from mprun.compare.findings import VERDICTS, Comparison
+from mprun.compare.findings import VERDICTS, Arm, Comparison, Row, Verdict
 from mprun.compare.formatting import answer
 from mprun.compare.html_report import LIMIT, write_report
 from mprun.compare.palette import MARKS
@@ -170,6 +170,52 @@ def test_a_cpu_is_named_as_such_and_a_gpu_is_not(usual, tmp_path):
     _, page = written(comparison(one), tmp_path)
     assert "says nothing about a GPU" not in page.words
     assert "measured as: CUDA allocated" in page.words
+
+
+def test_what_differs_from_the_baseline_is_listed_per_mode(usual):
+    words = usual[1].words
+    assert "fp16_naive : precision.param_dtype=fp16 (FP32: fp32 )" in words
+    assert "amp : precision.autocast_dtype=fp16 (FP32: null ), scaler.kind=dynamic" in words
+
+
+def test_a_mode_whose_runs_all_failed_has_a_row_and_no_curve(tmp_path):
+    one = group(seeds=3, steps=400)
+    arm = Arm("amp", "amp", [], notes=["seed 0: failed (out of memory)"])
+    empty = Row(arm, Verdict("inconclusive", "needs at least 3 seeds (has 0).", needed=3), [])
+    _, page = written(comparison(replace(one, rows=[empty])), tmp_path)
+    assert "amp is undecided: it needs about 3 more seeds." in page.words
+    assert "seed 0: failed (out of memory)" in page.words
+
+
+def test_a_foreign_log_is_told_as_what_it_is(tmp_path):
+    one = group(seeds=3, steps=400)
+    for row in (one.baseline, *one.rows):
+        for run in row.arm.runs:
+            run.foreign, run.keys, run.environment, run.flags = True, {}, {}, {}
+            run.evals["train/loss"] = run.evals["loss"]
+    one = replace(one, metric="train/loss", keys={})
+    _, page = written(comparison(one), tmp_path)
+    assert "mean of the last tenth of the values of train/loss" in page.words
+    assert "progress" not in page.words and "Not recorded." in page.words
+    assert "Training loss over" not in page.words
+    assert (tmp_path / f"{one.slug}-eval-train_loss.png").is_file()
+
+
+def test_planned_looks_are_explained_with_both_error_rates(tmp_path):
+    made = replace(comparison(group(seeds=3, steps=400)), looks=[3, 5, 10], alpha=0.0263)
+    _, page = written(made, tmp_path)
+    assert "at α = 0.0263 each" in page.words
+    assert "the error rate over all of them stays 5 %" in page.words
+
+
+def test_a_fragment_about_the_paper_follows_the_groups(tmp_path):
+    made = comparison(group(seeds=3, steps=400), not_compared=["x: no FP32 run"])
+    path = write_report(made, tmp_path, beside_paper="<p>the paper has 75.9 %</p>")
+    page = Page(path.read_text(encoding="utf-8"))
+    places = [
+        page.words.index(t) for t in ("Environment", "Beside the paper the paper", "x: no FP32")
+    ]
+    assert places == sorted(places)
 
 
 def test_a_run_on_another_machine_is_named(tmp_path):

@@ -1,0 +1,164 @@
+"""What a histogram over binary exponents says about FP16, on the host; imports no torch.
+
+A value m * 2^e (1 <= m < 2) is kept as its exponent e and the class of its mantissa m:
+
+    class 0: m == 1                        2^-25 rounds to 0, everything above it to 2^-24 or more
+    class 1: 1 < m < 2 - 2^-10
+    class 2: 2 - 2^-10 <= m < 2 - 2^-11    in [2^-15, 2^-14) rounds up to the smallest normal
+    class 3: m >= 2 - 2^-11                in [2^15, 2^16) is 65520 or more: rounds to infinity
+
+That is all it takes to know exactly what FP16 (round to nearest, ties to even) makes of a value
+times 2^k, for every integer k: below exponent -25 it is 0, at -25 class 0 is 0; up to -15 it is
+subnormal but for classes 2 and 3 at -15; at 15 class 3 is infinite, above 15 everything is.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+LOWEST, HIGHEST = -149, 127  # exponents of FP32, subnormals by their true exponent
+CLASSES = 4
+# Bin 0: zeros. Bins 4 * (e + 150) + class: values. Then infinities in one bin and NaN in three.
+_FIRST = CLASSES
+_INFINITE = CLASSES * (HIGHEST - LOWEST + 2)
+BINS = _INFINITE + CLASSES
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """Parts (0 to 1) of the non-zero finite values that FP16 turns into something else.
+
+    underflow: rounded to zero; subnormal: not zero, below 2^-14; overflow: rounded to infinity.
+    """
+
+    underflow: float
+    subnormal: float
+    overflow: float
+
+
+class ExponentCounts:
+    """A histogram of values over binary exponents and mantissa classes.
+
+    bins: int64 [BINS] as `exponent_counts` makes them; ValueError for another shape.
+    """
+
+    __slots__ = ("bins",)
+
+    def __init__(self, bins: np.ndarray | None = None):
+        bins = np.zeros(BINS, np.int64) if bins is None else np.asarray(bins, np.int64)
+        if bins.shape != (BINS,):
+            raise ValueError(f"bins of shape {bins.shape}: must be ({BINS},)")
+        # NaN of any mantissa are one kind, so that equal histograms have equal bins.
+        nan = bins[_INFINITE + 1 :].sum()
+        self.bins = np.concatenate([bins[: _INFINITE + 1], [nan, 0, 0]])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ExponentCounts) and bool((self.bins == other.bins).all())
+
+    __hash__ = None
+
+    @property
+    def total(self) -> int:
+        """All elements, zeros, infinities and NaN included."""
+        return int(self.bins.sum())
+
+    @property
+    def zeros(self) -> int:
+        return int(self.bins[:_FIRST].sum())
+
+    @property
+    def inf(self) -> int:
+        return int(self.bins[_INFINITE])
+
+    @property
+    def nan(self) -> int:
+        return int(self.bins[_INFINITE + 1 :].sum())
+
+    @property
+    def nonzero(self) -> int:
+        """Finite elements that are not zero: what the shares are parts of."""
+        return int(self.bins[_FIRST:_INFINITE].sum())
+
+    def by_class(self) -> np.ndarray:
+        """Non-zero finite elements, int64 [277, 4]: row e + 149 for exponent e, column class."""
+        return self.bins[_FIRST:_INFINITE].reshape(-1, CLASSES)
+
+    def by_exponent(self) -> dict[int, int]:
+        """Exponent -> how many, ascending, without exponents that do not occur."""
+        counts = self.by_class().sum(axis=1)
+        return {int(i) + LOWEST: int(counts[i]) for i in np.flatnonzero(counts)}
+
+    @property
+    def amax_exponent(self) -> int | None:
+        """Exponent of the largest finite element; None if none is non-zero."""
+        rows = np.flatnonzero(self.by_class().any(axis=1))
+        return int(rows[-1]) + LOWEST if len(rows) else None
+
+    @property
+    def headroom(self) -> int | None:
+        """The largest k for which no finite element times 2^k overflows FP16; negative if one does.
+
+        None if no finite element is non-zero.
+        """
+        exponent = self.amax_exponent
+        if exponent is None:
+            return None
+        # From 65520 = 2^15 * (2 - 2^-11) on, rounding gives infinity, not 65504.
+        rounds_up = self.by_class()[exponent - LOWEST, 3] > 0
+        return 15 - exponent - int(rounds_up)
+
+    def shares(self, log2_scale: int = 0, format: str = "fp16") -> Shares:
+        """What rounding to `format` does to the elements times 2^log2_scale.
+
+        log2_scale: an integer, further to the scale that the elements were measured with. Exact.
+        format: "fp16"; ValueError otherwise, and for a scale that is no integer.
+        """
+        if format != "fp16":
+            raise ValueError(f"format={format!r}: must be 'fp16'")
+        if int(log2_scale) != log2_scale:
+            raise ValueError(f"log2_scale={log2_scale!r}: must be an integer")
+        counts, total = self.by_class(), self.nonzero
+        if not total:
+            return Shares(0.0, 0.0, 0.0)
+        exponents = np.arange(LOWEST, HIGHEST + 1) + int(log2_scale)
+        underflow = counts[exponents < -25].sum() + counts[exponents == -25, 0].sum()
+        below_normal = counts[exponents < -15].sum() + counts[exponents == -15, :2].sum()
+        overflow = counts[exponents > 15].sum() + counts[exponents == 15, 3].sum()
+        return Shares(
+            int(underflow) / total, int(below_normal - underflow) / total, int(overflow) / total
+        )
+
+    def merge(self, other: "ExponentCounts") -> "ExponentCounts":
+        """The histogram of the elements of both."""
+        return ExponentCounts(self.bins + other.bins)
+
+    def to_json(self) -> dict:
+        """Plain values: zeros, inf, nan, and per class the counts by exponent that are not 0."""
+        counts = self.by_class()
+        return {
+            "zeros": self.zeros,
+            "inf": self.inf,
+            "nan": self.nan,
+            "classes": [
+                {str(int(i) + LOWEST): int(column[i]) for i in np.flatnonzero(column)}
+                for column in counts.T
+            ],
+        }
+
+    @classmethod
+    def from_json(cls, content: Mapping) -> "ExponentCounts":
+        """The inverse of `to_json`; KeyError, TypeError or ValueError for anything else."""
+        bins = np.zeros(BINS, np.int64)
+        bins[0] = content["zeros"]
+        bins[_INFINITE], bins[_INFINITE + 1] = content["inf"], content["nan"]
+        if len(content["classes"]) != CLASSES:
+            raise ValueError(f"{len(content['classes'])} classes: must be {CLASSES}")
+        for number, counts in enumerate(content["classes"]):
+            for exponent, count in counts.items():
+                if not LOWEST <= int(exponent) <= HIGHEST:
+                    raise ValueError(f"exponent {exponent}: must be {LOWEST} to {HIGHEST}")
+                bins[CLASSES * (int(exponent) - LOWEST + 1) + number] = count
+        if (bins < 0).any():
+            raise ValueError("a negative count")
+        return cls(bins)
