@@ -125,7 +125,8 @@ def compare(options: Options) -> Comparison:
     ]
     return Comparison(
         groups=groups,
-        not_compared=[*refused, *notes],
+        not_compared=refused,
+        notes=notes,
         stamps=_stamps(options, groups),
         looks=options.looks,
         alpha=nominal_alpha(tuple(options.looks)) if options.looks else ALPHA,
@@ -185,6 +186,8 @@ def _write(comparison: Comparison, options: Options, folder: Path) -> Path:
 
 def _all_match(comparison: Comparison) -> bool:
     rows = [row for group in comparison.groups for row in group.rows]
+    if comparison.not_compared:
+        return False
     return bool(rows) and all(row.verdict.name == "matches" for row in rows)
 
 

@@ -144,6 +144,7 @@ class Comparison:
 
     groups: list[Group]
     not_compared: list[str] = field(default_factory=list)  # one line each, with the reason
+    notes: list[str] = field(default_factory=list)  # runs left out of the reading, one line each
     stamps: list[str] = field(default_factory=list)  # what was allowed or changed afterwards
     looks: list[int] = field(default_factory=list)
     alpha: float = 0.05  # one-sided, per look

@@ -109,7 +109,7 @@ def _single_events(clean: np.ndarray, overflow: np.ndarray) -> np.ndarray:
             else:
                 seen = 0.0
         elif np.isfinite(high):
-            seen = max(low, min(seen, high))
+            seen = max(low, seen if seen < high else 0.0)
         else:
             seen = max(low, seen)
     return single
