@@ -16,7 +16,7 @@ from mprun.compare.grouping import group_runs
 from mprun.compare.load import load_runs
 from mprun.compare.looks import nominal_alpha
 from mprun.compare.markdown import console, markdown
-from mprun.compare.paper import paper_markdown, paper_rows
+from mprun.compare.paper import paper_html, paper_markdown, paper_rows
 from mprun.compare.results import results
 from mprun.errors import DIVERGED, DONE, BadInput
 
@@ -174,7 +174,10 @@ def _write(comparison: Comparison, options: Options, folder: Path) -> Path:
     if folder.is_dir() and any(folder.iterdir()) and not (folder / "results.json").is_file():
         raise BadInput(f"--out {folder}: holds other files; choose an empty or a new folder")
     folder.mkdir(parents=True, exist_ok=True)
-    report = write_report(comparison, folder)
+    for figure in folder.glob("*.png"):  # of an earlier comparison, perhaps of other groups
+        figure.unlink()
+    beside_paper = paper_html(paper_rows(comparison)) if options.paper else ""
+    report = write_report(comparison, folder, beside_paper)
     text = markdown(comparison)
     if options.paper:
         text += "\n" + paper_markdown(paper_rows(comparison))

@@ -124,6 +124,8 @@ def _page(
     )
     left_out = "".join(f"<li>{escape(line)}</li>" for line in comparison.not_compared)
     left_out = f"<h3>Not compared</h3><ul>{left_out}</ul>" if left_out else ""
+    notes = "".join(f"<li>{escape(line)}</li>" for line in comparison.notes)
+    left_out += f"<h3>Notes</h3><ul>{notes}</ul>" if notes else ""
     paper = f'<section class="group"><h2>Beside the paper</h2>{beside_paper}</section>'
     return f"""<!doctype html>
 <html lang="en">

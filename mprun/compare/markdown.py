@@ -32,6 +32,9 @@ def markdown(comparison: Comparison) -> str:
     if comparison.not_compared:
         parts.append("## Not compared")
         parts.append("\n".join(f"- {_plain(line)}" for line in comparison.not_compared))
+    if comparison.notes:
+        parts.append("## Notes")
+        parts.append("\n".join(f"- {_plain(line)}" for line in comparison.notes))
     parts.append(f"mprun {comparison.version}, compared {comparison.created}.")
     return "\n\n".join(parts)
 
@@ -85,6 +88,8 @@ def console(comparison: Comparison) -> str:
     if comparison.not_compared:
         lines = ["not compared:", *(_wrapped("  ", line) for line in comparison.not_compared)]
         parts.append("\n".join(lines))
+    if comparison.notes:
+        parts.append("\n".join(_wrapped("", f"note: {line}") for line in comparison.notes))
     return "\n\n".join(parts) if parts else "nothing was compared"
 
 

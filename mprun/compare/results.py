@@ -12,7 +12,7 @@ def results(comparison: Comparison) -> dict[str, Any]:
     """Plain values that JSON can hold; a number that is not finite is "nan", "inf" or "-inf".
 
     Top: format (1), version, created, alpha (one-sided, per row), looks, stamps (what was allowed
-    or changed after the runs), not_compared (one line each), groups.
+    or changed after the runs), not_compared and notes (one line each), groups.
 
     Group: title, slug, metric, higher_is_better, margin (relative to the baseline's mean if
     `relative`, else in the metric's unit), window (evaluations averaged), notes, keys (what all
@@ -38,6 +38,7 @@ def results(comparison: Comparison) -> dict[str, Any]:
             "looks": comparison.looks,
             "stamps": comparison.stamps,
             "not_compared": comparison.not_compared,
+            "notes": comparison.notes,
             "groups": [_group(group) for group in comparison.groups],
         }
     )

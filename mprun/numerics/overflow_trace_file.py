@@ -92,9 +92,7 @@ def _notes(has: set[str], missing: int) -> list[str]:
     return notes
 
 
-def _grad_max(
-    given: np.ndarray, limit: np.ndarray | None, notes: list[str]
-) -> np.ndarray | None:
+def _grad_max(given: np.ndarray, limit: np.ndarray | None, notes: list[str]) -> np.ndarray | None:
     if np.isfinite(given).all():
         return given
     if limit is None or not (np.isfinite(limit) & (limit > 0)).all():

@@ -1,17 +1,17 @@
 """The overflow trace of a recorded run: its skipped updates, its scales and its probes."""
 
-import math
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from mprun.errors import BadInput, Damaged
 from mprun.numerics.overflow_trace import OverflowTrace, trace_from_bounds
+from mprun.numerics.scaler_replay import replay
 from mprun.precision import LossScale
 from mprun.record.metrics import read_metrics
+
 
 def run_trace(directory: Path, record: dict[str, Any], own: LossScale) -> OverflowTrace:
     """The trace of a run directory; `record` is its run.json, `own` a fresh scale as it had.
@@ -32,7 +32,7 @@ def run_trace(directory: Path, record: dict[str, Any], own: LossScale) -> Overfl
             f"{directory}: scaler.per={record['config']['scaler']['per']} records the overflows of "
             "several scales as one; use a run with scaler.per=shared"
         )
-    rows = [row for row in read_metrics(path) if row["split"] == "train"] if path.exists() else []
+    rows = _train_rows(path)
     if not rows:
         raise BadInput(f"{directory}: no step recorded yet")
     skipped = _skipped_steps(path, rows)
@@ -44,6 +44,17 @@ def run_trace(directory: Path, record: dict[str, Any], own: LossScale) -> Overfl
     overflow = np.where(overflowed, scales, np.inf)
     notes.insert(0, f"known: {last} steps, {len(skipped)} skipped, each at the run's own scale")
     return trace_from_bounds(1, clean, overflow, None, notes)
+
+
+def _train_rows(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    rows = [row for row in read_metrics(path) if row.get("split") == "train"]
+    for row in rows:
+        whole = isinstance(row.get("step"), int) and isinstance(row.get("skipped"), int)
+        if not whole or row["step"] < 1 or not isinstance(row.get("loss_scale"), float | int):
+            raise Damaged(f"{path}: a record without step, skipped or loss_scale: {row}"[:150])
+    return rows
 
 
 def _skipped_steps(path: Path, rows: list[dict[str, Any]]) -> set[int]:
@@ -68,35 +79,34 @@ def _scales(
     recorded = np.full(last, np.nan)
     for row in rows:
         recorded[row["step"] - 1] = row["loss_scale"]
-    if not own.needs_grad_max:
-        found = _by_own_rule(skipped, last, own)
-        given = ~np.isnan(recorded)
-        wrong = np.flatnonzero(found[given] != recorded[given])
-        if not len(wrong):
-            return found, []
-        step = int(np.flatnonzero(given)[wrong[0]]) + 1
-        note = (
-            f"recorded scales are not those of the run's rule from step {step} on: between "
-            "records only scales that did not change are known"
-        )
-    else:
-        note = "logmax: the scale of a step between two records is known only where it stood still"
+    if own.needs_grad_max:
+        return recorded, ["logmax moves at every step: known are the steps with a record alone"]
+    found = _by_own_rule(skipped, last, own)
+    given = np.flatnonzero(~np.isnan(recorded))
+    wrong = given[found[given] != recorded[given]]
+    if not len(wrong):
+        return found, []
+    note = (
+        f"the recorded scale of step {wrong[0] + 1} is not that of the run's own rule; between two "
+        "records the scale is known where both have the same"
+    )
     return _between_records(recorded), [note]
 
 
 def _by_own_rule(skipped: set[int], last: int, own: LossScale) -> np.ndarray:
-    scales, one = np.empty(last), torch.ones(())
-    with torch.no_grad():
-        for step in range(1, last + 1):
-            scales[step - 1] = own.scale.item()
-            if step in skipped:
-                own.record(one)
-            own.update()
+    """float64 [last]: the scales of `own` when exactly the steps in `skipped` overflow."""
+    clean, overflow = np.full(last, np.inf), np.full(last, np.inf)
+    at = np.array(sorted(skipped), np.int64) - 1
+    clean[at], overflow[at] = 0.0, 0.0
+    found = replay(own, trace_from_bounds(1, clean, overflow), stop_at_collapse=False)
+    scales = np.empty(last)
+    for (step, scale), (after, _) in pairwise([*found.changes, (last + 1, 0.0)]):
+        scales[step - 1 : after - 1] = scale
     return scales
 
 
 def _between_records(recorded: np.ndarray) -> np.ndarray:
-    """Between two records with the same scale that scale, elsewhere NaN."""
+    """Between two records with the same scale that scale (a change back shows as a skip)."""
     scales = recorded.copy()
     for a, b in pairwise(np.flatnonzero(~np.isnan(recorded)).tolist()):
         if recorded[a] == recorded[b]:

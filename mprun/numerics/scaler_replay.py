@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from mprun.numerics.overflow_trace import OverflowTrace
-from mprun.precision import DynamicLossScale, LossScale, LogMaxLossScale
+from mprun.precision import DynamicLossScale, LogMaxLossScale, LossScale
 
 
 @dataclass(slots=True)
@@ -38,7 +38,7 @@ class Replay:
     skipped_known: int = 0
 
 
-def replay(scale: LossScale, trace: OverflowTrace) -> Replay:
+def replay(scale: LossScale, trace: OverflowTrace, stop_at_collapse: bool = True) -> Replay:
     """Run a fresh CPU loss scale (not `none`) over the trace, to its end or its collapse.
 
     ValueError for a logmax scale on a trace without `grad_max`. A stretch of clean steps in which
@@ -51,7 +51,7 @@ def replay(scale: LossScale, trace: OverflowTrace) -> Replay:
     counts, known_skips = np.zeros(3, np.int64), 0
     one = torch.ones(())
     with torch.no_grad():
-        while index < len(trace) and result.collapsed_at is None:
+        while index < len(trace) and not (stop_at_collapse and result.collapsed_at):
             value = scale.scale.item()
             if not result.changes or result.changes[-1][1] != value:
                 result.changes.append((trace.first_step + index, value))
@@ -62,7 +62,7 @@ def replay(scale: LossScale, trace: OverflowTrace) -> Replay:
                 scale.update()
                 found = trace.evidence(value, index, index + 1)
                 known_skips += int(found[0])
-                if bool(scale.collapsed()):
+                if result.collapsed_at is None and bool(scale.collapsed()):
                     result.collapsed_at = trace.first_step + index
                 taken = 1
             else:
@@ -72,7 +72,11 @@ def replay(scale: LossScale, trace: OverflowTrace) -> Replay:
             index += taken
     used = [value for _, value in result.changes]
     result.lowest, result.highest = min(used), max(used)
-    result.skipped, result.final, result.steps = np.array(skipped, np.int64), scale.scale.item(), index
+    result.skipped, result.final, result.steps = (
+        np.array(skipped, np.int64),
+        scale.scale.item(),
+        index,
+    )
     result.known, result.assumed, result.unknown = counts.tolist()
     result.skipped_known = known_skips
     return result
@@ -95,9 +99,7 @@ def _clean_steps(scale: LossScale, trace: OverflowTrace, index: int, end: int) -
     return 1 + ahead
 
 
-def _record(
-    scale: LossScale, trace: OverflowTrace, index: int, found_inf: torch.Tensor
-) -> None:
+def _record(scale: LossScale, trace: OverflowTrace, index: int, found_inf: torch.Tensor) -> None:
     largest = None
     if scale.needs_grad_max:
         largest = torch.tensor(trace.grad_max[index], dtype=torch.float32)

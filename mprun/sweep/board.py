@@ -33,19 +33,18 @@ class Board:
         self.seconds: dict[Cell, float] = {}
         self.started = _now()
         self.written = -math.inf
-        self.numbered = 0
+        self.numbers: dict[Cell, int] = {}  # in the order in which cells finish or start
 
     def finished(self, cell: Cell) -> None:
         """The cell has an outcome that this sweep did not make."""
-        self.numbered += 1
+        self._number(cell)
         self.words[cell] = outcome_words(record_of(cell.directory))
         self.written = -math.inf
 
     def started_run(self, cell: Cell) -> None:
         """A run of the cell starts."""
-        self.numbered += 1
         self.words[cell], self.since[cell] = "running", time.monotonic()
-        self._say(f"[{self.numbered}/{len(self.plan.cells)}] {cell.directory.name}")
+        self._say(f"[{self._number(cell)}/{len(self.plan.cells)}] {cell.directory.name}")
         self.written = -math.inf
 
     def queued(self, cell: Cell) -> None:
@@ -73,7 +72,6 @@ class Board:
     def waits_again(self, cell: Cell) -> None:
         """The cell goes back to those that wait."""
         self.words.pop(cell, None)
-        self.numbered -= 1
 
     def table(self) -> str:
         """The mode table over all cells that have been started."""
@@ -134,6 +132,9 @@ class Board:
 
     def _name(self, cell: Cell) -> str:
         return cell.directory.relative_to(self.plan.root).as_posix()
+
+    def _number(self, cell: Cell) -> int:
+        return self.numbers.setdefault(cell, len(self.numbers) + 1)
 
     def _say(self, line: str) -> None:
         print(line, file=sys.stderr, flush=True)

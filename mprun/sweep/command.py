@@ -34,15 +34,17 @@ def sweep(
     planned = plan(overrides, config_dir)
     if planned.launcher and jobs is not None:
         raise BadInput(f"-j {jobs}: not with a launcher, which has a number of its own")
-    waiting = [cell for cell in planned.cells if look(cell) is not State.FINISHED]
-    finished = len(planned.cells) - len(waiting)
+    states = {cell: look(cell) for cell in planned.cells}
+    finished = [cell for cell, state in states.items() if state is State.FINISHED]
+    waiting = [cell for cell in planned.cells if states[cell] is not State.FINISHED]
     print(
         f"sweep of {len(planned.cells)} runs in {planned.root}"
-        + (f", {finished} finished already" if finished else ""),
+        + (f", {len(finished)} finished already" if finished else ""),
         file=sys.stderr,
     )
     board = Board(planned, shlex.join(["mprun", "-m", *overrides]))
-    board.numbered = finished
+    for cell in finished:
+        board.finished(cell)
     with StopRequest() as stop:
         loop = _Loop(planned, jobs or 1, stall_after, board, stop)
         codes = loop.run(waiting)

@@ -51,7 +51,7 @@ def offenders(part: str, forbidden: tuple[str, ...]) -> list[tuple[str, str]]:
         ("record", "models data tasks config run train build checkpoint"),
         ("checkpoint.py", "models data tasks config precision run train record build"),
         ("table.py", "models data tasks config precision run train build checkpoint"),
-        ("sweep.py", "models data tasks precision run train build checkpoint"),
+        ("sweep", "models data tasks precision run train build checkpoint"),
     ],
 )
 def test_direction(part, forbidden):
@@ -64,7 +64,7 @@ def test_no_torch_where_bad_input_is_found():
         "cli.py",
         "help.py",
         "inspection.py",
-        "sweep.py",
+        "sweep",
         "table.py",
         "errors.py",
     ):

@@ -5,6 +5,7 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import time
 
 import pytest
@@ -81,6 +82,27 @@ def test_killed_and_interrupted_it_goes_on_where_it_was(restarted, tiny):
     records = restarted([*tiny, *LENGTH, "seed=0,1"], [signal.SIGKILL, signal.SIGINT], seed=0)
     # Continued rather than started over: the same directory, another attempt.
     assert max(record["attempts"] for record in records) > 1
+
+
+def test_ctrl_c_twice_kills_what_does_not_end(
+    tmp_path, tiny, start_sweep, held_at_first_step, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    arguments = [*tiny, *LENGTH, "seed=0"]
+    [cell] = plan(arguments, None).cells
+    sweep = start_sweep(arguments, tmp_path)
+    process = held_at_first_step(cell.directory)  # it cannot answer a request to stop
+    sweep.send_signal(signal.SIGINT)
+    with pytest.raises(subprocess.TimeoutExpired):
+        sweep.wait(timeout=1)
+    sweep.send_signal(signal.SIGINT)
+    assert sweep.wait(timeout=10) == 130
+    with pytest.raises(ProcessLookupError):
+        os.kill(process, 0)
+    record = json.loads((cell.directory / "run.json").read_text())
+    assert (record["status"], record["cause"]) == ("failed", "killed by SIGKILL")
+    assert "SIGINT: stopping 1 runs" in (tmp_path / "err0").read_text()
+    assert (tmp_path / "out0").read_text().splitlines()[-1].startswith("sweep: ")
 
 
 @pytest.mark.slow
