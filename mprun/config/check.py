@@ -70,6 +70,7 @@ def _containers(config: RunConfig) -> None:
         ("precision.overrides", config.precision.overrides, dict),
         ("optim.betas", config.optim.betas, list | None),
         ("optim.milestones", config.optim.milestones, list),
+        ("numerics.modules", config.numerics.modules, list),
     ):
         if not isinstance(value, kind):
             raise BadInput(f"{key}={value}: must be a {'mapping' if kind is dict else 'list'}")

@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from mprun.config.check import check
 from mprun.config.diagnose import COMPOSITION_ERRORS, diagnose
-from mprun.config.margin import default_margin
+from mprun.config.margin import default_margin, default_metric
 from mprun.config.overrides import MAPPING, parse_overrides
 from mprun.config.schema import RunConfig, register_schemas
 from mprun.errors import BadInput
@@ -70,7 +70,7 @@ def compose_config(overrides: Iterable[str], config_dir: str | None = None) -> C
             raise BadInput(diagnose(parsed, error)) from None
     choices = {key: value for key, value in choices.items() if not key.startswith("hydra")}
     _length_as_given(config, {override.key_or_group for override in parsed})
-    _fill_margin(config)
+    _fill_compare(config)
     check(config)
     return Composed(config, choices, overrides)
 
@@ -83,8 +83,10 @@ def _length_as_given(config: RunConfig, given: set[str]) -> None:
         config.train.epochs = None
 
 
-def _fill_margin(config: RunConfig) -> None:
-    """Put the number into the record: a default that changes later must not move a verdict."""
+def _fill_compare(config: RunConfig) -> None:
+    """Put metric and margin into the record: a default that changes later must not move a verdict."""
+    if config.compare.metric is None:
+        config.compare.metric = default_metric(config.model.name)
     if config.compare.margin is None:
         config.compare.margin = default_margin(config.compare.metric, config.data.name)
 
@@ -106,7 +108,7 @@ def config_from_record(record: dict) -> RunConfig:
         key = getattr(error, "full_key", None)
         where = f"config.yaml: {key}" if key else "config.yaml"
         raise BadInput(f"{where} does not fit this version of mprun: {reason}") from None
-    _fill_margin(config)
+    _fill_compare(config)
     check(config)
     return config
 

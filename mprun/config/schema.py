@@ -223,11 +223,26 @@ class TrainConfig:
 class CompareConfig:
     """What a verdict is about; fixed before the runs."""
 
-    metric: str = "loss"  # of the evaluation: loss, top1, perplexity, sliced_wasserstein (dcgan)
+    # Of the evaluation: loss, top1, perplexity, sliced_wasserstein (dcgan). null: top1 for
+    # classifiers, else loss. This and the margin are filled in when the configuration is composed.
+    metric: str | None = None
     # Relative to the FP32 mean (0.01: 1 %); top1 and top5: percentage points. null: the default
-    # of the metric (mprun.config.margin), filled in when the configuration is composed.
+    # of the metric (mprun.config.margin).
     margin: float | None = ranged(None, above=0.0)
     window: int = ranged(1, at_least=1)  # last evaluations, averaged into the outcome of a run
+
+
+@dataclass(slots=True)
+class NumericsConfig:
+    """What is measured beside the training; none of it changes a number of the run."""
+
+    enabled: bool = False
+    every: int = ranged(100, at_least=1)  # probe the steps divisible by this
+    # Module-name patterns, as in precision.overrides; none: all modules without modules inside.
+    modules: list[str] = field(default_factory=list)
+    # Also compute the steps divisible by this in FP32, from the same weights; 0: never.
+    shadow_every: int = ranged(0, at_least=0)
+    keep_failure: bool = True  # keep what a replay of the failing step needs
 
 
 @dataclass(slots=True)
@@ -241,6 +256,7 @@ class RunConfig:
     scaler: ScalerConfig = field(default_factory=ScalerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     compare: CompareConfig = field(default_factory=CompareConfig)
+    numerics: NumericsConfig = field(default_factory=NumericsConfig)
     seed: int = ranged(0, at_least=0, below=2**63)
     device: str = one_of("auto", "auto", "cuda", "cpu")
     cpu_half: str = one_of("emulated", "emulated", "native")  # 16-bit products on a CPU

@@ -48,15 +48,15 @@ class OverflowTrace:
             start, width = start + width, 2 * width
         return len(self)
 
-    def evidence(self, scale: float, start: int, stop: int) -> np.ndarray:
-        """int64 [3]: of the steps [start, stop) at `scale`, how many are known, assumed, unknown.
+    def decided(self, scales: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(known, likely): bool [m]: what the trace says of its first m steps at `scales` [m].
 
-        known: the step itself shows whether it overflows; assumed: other steps do; unknown: none.
+        known: the step itself shows whether it overflows; likely: it does or other steps do.
         """
-        steps = slice(start, stop)
-        known = (scale <= self.clean[steps]) | (scale >= self.overflow[steps])
-        likely = (scale <= self.likely_clean[steps]) | (scale >= self.likely_overflow[steps])
-        return np.array([known.sum(), (likely & ~known).sum(), (~likely & ~known).sum()])
+        steps = slice(len(scales))
+        known = (scales <= self.clean[steps]) | (scales >= self.overflow[steps])
+        likely = (scales <= self.likely_clean[steps]) | (scales >= self.likely_overflow[steps])
+        return known, known | likely
 
 
 def trace_from_bounds(
@@ -87,12 +87,10 @@ def carry(clean: np.ndarray, overflow: np.ndarray) -> tuple[np.ndarray, np.ndarr
     back = _walk(clean, overflow, carried, range(len(clean) - 1, -1, -1))
     likely_overflow = np.where(np.isinf(ahead[1]), back[1], ahead[1])
     likely_clean = np.where(ahead[0] == 0, back[0], ahead[0])
-    # What a step shows of itself comes before what its neighbours show.
-    likely_overflow = np.where(likely_overflow <= clean, np.inf, likely_overflow)
-    likely_clean = np.where(likely_clean >= overflow, 0.0, likely_clean)
     likely_overflow = np.minimum(likely_overflow, overflow)
     likely_clean = np.maximum(likely_clean, clean)
-    return np.where(likely_clean >= likely_overflow, clean, likely_clean), likely_overflow
+    # A clean bound of later steps does not reach past an overflow bound of earlier ones.
+    return np.where(likely_clean < likely_overflow, likely_clean, clean), likely_overflow
 
 
 def _single_events(clean: np.ndarray, overflow: np.ndarray) -> np.ndarray:
@@ -133,6 +131,7 @@ def _walk(
                 low.append(lows[index])
             if highs[index] < (high[-1] if high else np.inf):
                 high.append(highs[index])
-        likely_clean[index] = low[-1] if low else 0.0
-        likely_overflow[index] = high[-1] if high else np.inf
+        # What a step shows of itself comes before what other steps show.
+        likely_clean[index] = max((b for b in low if b < highs[index]), default=0.0)
+        likely_overflow[index] = min((b for b in high if b > lows[index]), default=np.inf)
     return likely_clean, likely_overflow

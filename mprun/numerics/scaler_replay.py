@@ -45,58 +45,45 @@ def replay(scale: LossScale, trace: OverflowTrace, stop_at_collapse: bool = True
     nothing but the counters moves is one update and an addition to them, so that 100,000 steps take
     a tenth of a second; logmax, which moves at every step, takes some 10 seconds.
     """
-    if isinstance(scale, LogMaxLossScale) and trace.grad_max is None:
+    if scale.needs_grad_max and trace.grad_max is None:
         raise ValueError("logmax needs the largest gradient magnitude of every step")
     result, skipped, index = Replay(), [], 0
-    counts, known_skips = np.zeros(3, np.int64), 0
-    one = torch.ones(())
+    overflow = trace.likely_overflow.tolist()
+    one, zero = torch.ones(()), torch.zeros(())
     with torch.no_grad():
         while index < len(trace) and not (stop_at_collapse and result.collapsed_at):
             value = scale.scale.item()
             if not result.changes or result.changes[-1][1] != value:
                 result.changes.append((trace.first_step + index, value))
-            end = trace.next_overflow(value, index)
-            if end == index:
-                skipped.append(trace.first_step + index)
-                _record(scale, trace, index, one)
+            if value < overflow[index]:
+                _record(scale, trace, index, zero)
                 scale.update()
-                found = trace.evidence(value, index, index + 1)
-                known_skips += int(found[0])
-                if result.collapsed_at is None and bool(scale.collapsed()):
-                    result.collapsed_at = trace.first_step + index
-                taken = 1
-            else:
-                taken = _clean_steps(scale, trace, index, end)
-                found = trace.evidence(value, index, index + taken)
-            counts += found
-            index += taken
-    used = [value for _, value in result.changes]
-    result.lowest, result.highest = min(used), max(used)
-    result.skipped, result.final, result.steps = (
-        np.array(skipped, np.int64),
-        scale.scale.item(),
-        index,
-    )
-    result.known, result.assumed, result.unknown = counts.tolist()
-    result.skipped_known = known_skips
+                index += 1
+                if scale.scale.item() == value:
+                    index += _count_clean_steps(scale, trace.next_overflow(value, index) - index)
+                continue
+            skipped.append(index)
+            _record(scale, trace, index, one)
+            scale.update()
+            if result.collapsed_at is None and bool(scale.collapsed()):
+                result.collapsed_at = trace.first_step + index
+            index += 1
+    result.final, result.steps = scale.scale.item(), index
+    _sum_up(result, trace, np.array(skipped, np.int64))
     return result
 
 
-def _clean_steps(scale: LossScale, trace: OverflowTrace, index: int, end: int) -> int:
-    """Clean updates from `index` on, none at or after `end` and none after the scale moved."""
-    before = scale.scale.item()
-    _record(scale, trace, index, torch.zeros(()))
-    scale.update()
-    ahead = end - index - 1
-    if isinstance(scale, LogMaxLossScale) or scale.scale.item() != before or ahead == 0:
-        return 1
+def _count_clean_steps(scale: LossScale, most: int) -> int:
+    """Let the scale pass clean steps at which its rule only counts, `most` at most; how many."""
+    if isinstance(scale, LogMaxLossScale):
+        return 0
     if isinstance(scale, DynamicLossScale):
-        # Up to the step before the one that grows a clean step only counts; growth is an update.
-        ahead = min(ahead, scale.growth_interval - 1 - int(scale.growth_tracker))
-        scale.growth_tracker.add_(ahead)
+        # All but the step that grows.
+        most = min(most, scale.growth_interval - 1 - int(scale.growth_tracker))
+        scale.growth_tracker.add_(most)
         if scale.tolerance > 0:
-            scale.steps_since_rescale.add_(ahead)
-    return 1 + ahead
+            scale.steps_since_rescale.add_(most)
+    return most
 
 
 def _record(scale: LossScale, trace: OverflowTrace, index: int, found_inf: torch.Tensor) -> None:
@@ -104,3 +91,15 @@ def _record(scale: LossScale, trace: OverflowTrace, index: int, found_inf: torch
     if scale.needs_grad_max:
         largest = torch.tensor(trace.grad_max[index], dtype=torch.float32)
     scale.record(found_inf, largest)
+
+
+def _sum_up(result: Replay, trace: OverflowTrace, skipped: np.ndarray) -> None:
+    result.skipped = skipped + trace.first_step
+    starts = np.array([step for step, _ in result.changes]) - trace.first_step
+    values = np.array([value for _, value in result.changes])
+    result.lowest, result.highest = float(values.min()), float(values.max())
+    used = np.repeat(values, np.diff(starts, append=result.steps))
+    known, likely = trace.decided(used)
+    result.known, result.unknown = int(known.sum()), int((~likely).sum())
+    result.assumed = result.steps - result.known - result.unknown
+    result.skipped_known = int(known[skipped].sum())

@@ -27,6 +27,7 @@ SCALERS = (
     "logmax",
 )
 OWN = "this run's own"
+MOST_CHANGES = 5000  # of one scaler in the JSON; logmax changes at every step
 _USAGE = f"""\
 mprun scaler-replay TRACE [scaler.KEY=VALUE...] : what every loss scaler would have done
 
@@ -228,7 +229,8 @@ def _as_json(path: Path, trace, replays: dict, left_out: dict[str, str]) -> dict
                 "skipped": len(found.skipped),
                 "skipped_known": found.skipped_known,
                 "skip_steps": found.skipped.tolist(),
-                "scale_changes": [[step, scale] for step, scale in found.changes],
+                "scale_changes": [list(change) for change in found.changes[:MOST_CHANGES]],
+                "scale_changes_left_out": max(0, len(found.changes) - MOST_CHANGES),
                 "final_scale": found.final,
                 "min_scale": found.lowest,
                 "max_scale": found.highest,

@@ -42,7 +42,7 @@ def _figure(replays: dict[str, Replay], trace: OverflowTrace):
             color=looks[name].colour,
             linestyle=looks[name].linestyle,
             # The first is the widest, so that equal scales stay visible below each other.
-            linewidth=1.3 + 0.4 * (len(replays) - 1 - layer),
+            linewidth=1.2 + 2.4 * (1 - (layer + 1) / len(replays)),
             drawstyle="steps-post",
         )
         if found.collapsed_at is not None:

@@ -15,7 +15,7 @@ import yaml
 from mprun.errors import BadInput, Damaged, MprunError, Resource
 
 # Keys that change neither the numbers of a run nor what it computes.
-NOT_HASHED = ("name", "output_root", "output_dir", "resume")
+NOT_HASHED = ("name", "output_root", "output_dir", "resume", "numerics")
 NOT_HASHED_TRAIN = ("log_every", "checkpoint_every", "keep_checkpoints")
 # Keys that the path always shows, in a form of its own.
 _IN_PATH = {"model", "data", "experiment", "precision", "seed", "name"}
@@ -29,6 +29,12 @@ _NOT_IN_NAME = {
     "train.log_every",
     "train.checkpoint_every",
     "train.keep_checkpoints",
+    "numerics",
+    "numerics.enabled",
+    "numerics.every",
+    "numerics.modules",
+    "numerics.shadow_every",
+    "numerics.keep_failure",
 }
 _LONGEST = 200  # of a part of the path; file systems take 255 bytes
 

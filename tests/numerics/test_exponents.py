@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from mprun.numerics.exponents import BINS, ExponentCounts, exponent_counts
+from mprun.numerics.exponents import BINS, ExponentCounts, counts_of_each, exponent_counts
 
 F16_MAX = 65504.0
 
@@ -131,6 +131,20 @@ def test_shape_layout_and_size_do_not_matter():
     halves = counted(values[..., ::2]).merge(counted(values[..., 1::2]))
     assert counts == halves
     assert counted(values[0]) != counts
+
+
+def test_several_tensors_at_once_and_one_by_one():
+    """Small ones share their operations, large ones are cut, and dtypes may differ."""
+    generator = torch.Generator().manual_seed(2)
+    shapes = [(3,), (), (40, 50), (70_000,), (0,), (8, 3, 5, 5), (2**18 + 3,), (9,)]
+    tensors = [torch.randn(shape, generator=generator) * 1e-5 for shape in shapes]
+    tensors[2], tensors[7] = tensors[2].half(), tensors[7].bfloat16()
+    tensors[5] = tensors[5].to(memory_format=torch.channels_last)
+    rows = counts_of_each(tensors)
+    assert rows.shape == (len(shapes), BINS)
+    for row, tensor in zip(rows, tensors, strict=True):
+        assert torch.equal(row, exponent_counts(tensor))
+        assert row.sum() == tensor.numel()
 
 
 def test_shifting_the_values_shifts_the_histogram():

@@ -128,6 +128,8 @@ def test_a_worker_that_dies_takes_no_other_cell_with_it(
 def test_options_that_do_not_go_together(capsys, tmp_path):
     for arguments, message in (
         (["-m", "seed=0,1", *JOBLIB, "-j", "2"], "-j 2: not with a launcher"),
+        (["-m", *JOBLIB[:1], "hydra.launcher.n_jobs=x"], "hydra.launcher.n_jobs=x: Value 'x'"),
+        (["-m", *JOBLIB[:1], "hydra.launcher.n_job=2"], "hydra.launcher.n_job=2: Key 'n_job'"),
         (JOBLIB[:1], "hydra/launcher: only a sweep (-m) has a launcher"),
         (["hydra.launcher.n_jobs=2"], "hydra.launcher.n_jobs: only a sweep (-m)"),
         (["--stall-after", "5"], "--stall-after 5: only a sweep (-m)"),

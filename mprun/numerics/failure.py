@@ -1,0 +1,206 @@
+"""What a run keeps so that its failure can be replayed: the state before the step that went wrong.
+
+A divergence is noticed only when the loop looks at the losses, up to `train.log_every` steps late,
+and by then the weights are NaN. So a copy of the state is kept from time to time, on the device;
+when the run has diverged it goes back to that copy, trains again up to the step that went wrong
+and saves what that step started from. No step waits for any of this.
+"""
+
+import shutil
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from mprun import checkpoint
+from mprun.numerics.replay import (
+    Snapshot,
+    Steps,
+    all_finite,
+    batches_of,
+    buffers,
+    carried,
+    same_loss,
+    size_of,
+    weights,
+)
+
+LARGEST_STATE = 2**30  # bytes; a larger state would take memory that the run may need
+# A copy is taken at most once a second, and only after 200 times as long as the last one took:
+# at most 0.5 % of the time of a run.
+SHORTEST_PAUSE_S = 1.0
+PAUSE_FACTOR = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Suspect:
+    """What the loop saw when it ended a run as diverged.
+
+    kind: "loss" (not finite although the update was applied), "collapse" (of the loss scale) or
+    "evaluation" (its loss is not finite). step: the step that is to be replayed at the latest: of
+    the loss; of the first skip in the last row of skips at which the scale was as low as at its
+    end; of the evaluation.
+    """
+
+    kind: str
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What was kept of a failure.
+
+    kind: as in `Suspect`, or "state": weights or carried LSTM state became non-finite in a step
+    whose own loss was finite. step: from 1, the one that went wrong. replayed_from: steps done when
+    the copy was taken; replayed: steps trained again, the bad one among them; compared: how many
+    of them have a recorded loss; first_difference: the first whose loss has other bits, or None.
+    reason: why nothing was kept, or None. folder: relative to the run directory.
+    """
+
+    kind: str
+    step: int
+    replayed_from: int | None = None
+    replayed: int = 0
+    compared: int = 0
+    first_difference: int | None = None
+    folder: str | None = None
+    reason: str | None = None
+
+    def as_dict(self) -> dict:
+        return asdict(self)
+
+
+def suspect(cause: str, last_step: int, rows: list[Mapping]) -> Suspect:
+    """From a run's recorded cause of divergence, its last step and its newest rows.
+
+    rows: mappings with step, loss_scale and found_inf, oldest first.
+    """
+    if "evaluation" in cause:
+        return Suspect("evaluation", last_step)
+    if "collapsed" not in cause:
+        return Suspect("loss", last_step)
+    step, floor = last_step, None
+    for row in reversed(rows):
+        if row["step"] > last_step:
+            continue
+        floor = row["loss_scale"] if floor is None else floor
+        if row["step"] < step - 1 or not row["found_inf"] or row["loss_scale"] != floor:
+            break
+        step = row["step"]
+    return Suspect("collapse", step)
+
+
+def failure_folder(directory: Path) -> Path:
+    """Where a run keeps the state before its bad step, in the form of a checkpoint."""
+    return directory / "numerics" / "failure"
+
+
+def forget_failure(directory: Path) -> None:
+    """Remove what an earlier attempt of this run left."""
+    shutil.rmtree(failure_folder(directory), ignore_errors=True)
+    for name in ("post-mortem.json", "post-mortem.md"):
+        (directory / "numerics" / name).unlink(missing_ok=True)
+
+
+class FailureKeeper:
+    """Keeps copies of the state of a built run (`mprun.build.Built`) while it trains.
+
+    bytes: device memory of the copy, for whoever measures the peak; 0 where none is kept, because
+    the state is larger than LARGEST_STATE or than an eighth of a GPU's free memory. `explain`
+    trains such a run again from its newest checkpoint.
+    """
+
+    def __init__(self, built):
+        self.built = built
+        self.snapshot = Snapshot(built.task, built.device)
+        self.bytes = 0
+        self._due = 0.0
+        size = size_of(built.task.state_dict())
+        room = LARGEST_STATE
+        if built.device.type == "cuda":
+            room = min(room, torch.cuda.mem_get_info(built.device)[0] // 8)
+        self.reason = None
+        if size > room:
+            self.reason = f"a copy of the state takes {size / 2**20:.0f} MiB, more than is spared"
+
+    def keep(self, step: int, skipped: int, *, healthy: bool = True) -> None:
+        """Copy the state after `step` steps if it is time; to be called where the loop waits anyway.
+
+        healthy: whether the last step had its update. Within a row of skipped updates nothing is
+        copied, so that the copy lies before the first of them; nor once a weight is not finite.
+        """
+        started = time.perf_counter()
+        if self.reason is not None or not healthy or started < self._due:
+            return
+        if not all_finite(weights(self.built.task).values()):
+            return
+        self.snapshot.take(step, skipped)
+        self.bytes = self.snapshot.bytes
+        took = time.perf_counter() - started
+        self._due = started + max(SHORTEST_PAUSE_S, PAUSE_FACTOR * took)
+
+    def record(self, directory: Path, found: Suspect, losses: Mapping[int, float]) -> Kept:
+        """Rewind, train again to the step that went wrong, and save the state before it.
+
+        losses: recorded losses by step, to compare with. Saves task state, random states, step and
+        the batch of that step below `failure_folder`. Leaves the task in some later state: only
+        for a run that has ended. Raises Resource where the disk is full.
+        """
+        if self.snapshot.step is None:
+            return Kept(found.kind, found.step, reason=self.reason or "no copy of the state")
+        if self.snapshot.step > found.step - (found.kind != "evaluation"):
+            return Kept(found.kind, found.step, reason="the copy is younger than the failure")
+        # What is trained again is no part of the run's own count of emulated operations.
+        counts = [(e.rerouted, Counter(e.rerouted)) for e in self.built.arithmetic.emulations]
+        try:
+            return self._rewind(directory, found, losses)
+        finally:
+            for counter, before in counts:
+                counter.clear()
+                counter.update(before)
+
+    def _rewind(self, directory: Path, found: Suspect, losses: Mapping[int, float]) -> Kept:
+        task, kept = self.built.task, self.snapshot
+        kept.restore()
+        origin, kind, compared, different = kept.step, found.kind, 0, None
+        steps = Steps(self.built, kept.step, kept.skipped)
+        while steps.step < found.step:
+            kept.take(steps.step, int(steps.skipped))
+            row = steps.advance()
+            if row.step in losses:
+                compared += 1
+                if different is None and not same_loss(row.loss, losses[row.step]):
+                    different = row.step
+            if self._went_wrong(found.kind) or row.diverged:
+                if row.step < found.step or kind == "evaluation":
+                    kind = "loss" if row.diverged else "state"
+                break
+        else:
+            if kind == "evaluation":
+                kept.take(steps.step, int(steps.skipped))
+        state = kept.content()
+        step = state["step"] if kind == "evaluation" else state["step"] + 1
+        batch = None if kind == "evaluation" else batches_of(task, state["step"])
+        folder = failure_folder(directory)
+        folder.parent.mkdir(exist_ok=True)
+        state |= {"kind": kind, "batch": batch}
+        path = checkpoint.save(folder, state["step"], state, keep=1)
+        return Kept(
+            kind,
+            step,
+            origin,
+            steps.step - origin,
+            compared,
+            different,
+            str(path.relative_to(directory)),
+        )
+
+    def _went_wrong(self, kind: str) -> bool:
+        task = self.built.task
+        tensors = [*weights(task).values(), *carried(task).values()]
+        if kind == "evaluation":
+            tensors += buffers(task).values()
+        return not all_finite(tensors)

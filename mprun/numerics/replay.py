@@ -1,0 +1,240 @@
+"""A run's steps outside the loop that records them: to rewind, to reproduce, to try something else.
+
+On a CPU a replayed step is bit-equal to the recorded one; on a GPU some kernels add up in another
+order, so whoever replays compares the losses and says whether they are the same.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
+
+from mprun import checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """One replayed step as numbers, the fields of `mprun.trace.StepRow` that a replay needs."""
+
+    step: int
+    loss: float
+    loss_scale: float
+    found_inf: bool
+
+    @property
+    def diverged(self) -> bool:
+        """A loss that is not finite although its update was applied."""
+        return not self.found_inf and not math.isfinite(self.loss)
+
+
+class Steps:
+    """Trains a built run (`mprun.build.Built`) one step at a time; waits for the device each time.
+
+    step: steps done so far. skipped: how many of them had a skipped update, int64, 0-dim.
+    metrics: what the last step returned, still on the device.
+    """
+
+    def __init__(self, built, step: int, skipped: int):
+        self.built, self.step = built, step
+        self.skipped = torch.full((), skipped, dtype=torch.int64, device=built.device)
+        self.metrics: dict[str, Tensor] = {}
+
+    def advance(self) -> Replayed:
+        """Train the next step exactly as the training loop does."""
+        self.built.rate.apply(self.step, self.skipped)
+        self.metrics = metrics = self.built.task.train_step(self.step)
+        self.step += 1
+        found_inf = metrics.get("found_inf")
+        if found_inf is not None:
+            self.skipped.add_(found_inf.to(torch.int64))
+        return Replayed(
+            self.step,
+            float(metrics["loss"]),
+            float(metrics["loss_scale"]),
+            found_inf is not None and bool(found_inf != 0),
+        )
+
+
+class KeptBatch:
+    """A data source in which the batches of one step are those that were kept with the state.
+
+    batches: one per micro-batch of step `step` (from 0). Everything else is the source's own.
+    """
+
+    def __init__(self, source, step: int, batches: list[tuple[Tensor, ...]], device: torch.device):
+        self._source, self._first = source, step * len(batches)
+        self._batches = [tuple(part.to(device) for part in batch) for batch in batches]
+
+    def train_batch(self, index: int) -> tuple[Tensor, ...]:
+        place = index - self._first
+        if 0 <= place < len(self._batches):
+            return self._batches[place]
+        return self._source.train_batch(index)
+
+    def __getattr__(self, name: str):
+        return getattr(self._source, name)
+
+
+def batches_of(task, step: int) -> list[tuple[Tensor, ...]]:
+    """The micro-batches that `step` (from 0) trains on."""
+    count = task.samples_per_step // task.data.samples_per_batch
+    return [task.data.train_batch(step * count + index) for index in range(count)]
+
+
+def restore(built, kept: dict) -> Steps:
+    """Put a kept state (`FailureKeeper.record`) into a run just built; what trains on from there.
+
+    Raises ValueError where the state is of another model or precision mode.
+    """
+    built.task.load_state_dict(kept["task"])
+    return resume_from(built, kept)
+
+
+def resume_from(built, kept: dict) -> Steps:
+    """Batches and random states of a kept state; the task's own state is already in place."""
+    if kept["batch"] is not None:
+        built.task.data = KeptBatch(built.task.data, kept["step"], kept["batch"], built.device)
+    random = kept["random"]
+    if built.device.type == "cuda" and "cuda" not in random:
+        random = random | {"cuda": torch.cuda.get_rng_state(built.device)}
+    checkpoint.restore_random_states(random, built.device)
+    return Steps(built, kept["step"], kept["skipped"])
+
+
+def same_loss(a: float, b: float) -> bool:
+    """Bit-equal, all NaN counting as one value."""
+    return a == b or (math.isnan(a) and math.isnan(b))
+
+
+def weights(task) -> dict[str, Tensor]:
+    """Master weights and parameters by name; with several learners their name comes first."""
+    several, found = len(task.learners) > 1, {}
+    for learner_name, learner in task.learners.items():
+        prefix = f"{learner_name}." if several else ""
+        masters = learner.optimizer.masters
+        for name, parameter in learner.model.named_parameters():
+            found[prefix + name] = parameter.detach()
+            if name in masters:
+                found[f"master of {prefix}{name}"] = masters[name].detach()
+    return found
+
+
+def buffers(task) -> dict[str, Tensor]:
+    """Running statistics by name."""
+    several, found = len(task.learners) > 1, {}
+    for learner_name, learner in task.learners.items():
+        prefix = f"{learner_name}." if several else ""
+        for name, buffer in learner.model.named_buffers():
+            found[prefix + name] = buffer
+    return found
+
+
+def carried(task) -> dict[str, Tensor]:
+    """The state that a language model carries from batch to batch."""
+    hidden = task.state_dict().get("hidden")
+    return {} if hidden is None else {"LSTM state h": hidden[0], "LSTM state c": hidden[1]}
+
+
+def optimizer_state(task) -> dict[str, Tensor]:
+    """Momentum and the like, "exp_avg_sq of decoder.weight"."""
+    several, found = len(task.learners) > 1, {}
+    for learner_name, learner in task.learners.items():
+        prefix, optimizer = f"{learner_name}." if several else "", learner.optimizer
+        for name, updated in zip(optimizer.names, optimizer.updated, strict=True):
+            for key, value in optimizer.inner.state[updated].items():
+                if isinstance(value, Tensor) and value.dim():
+                    found[f"{key} of {prefix}{name}"] = value
+    return found
+
+
+@torch.no_grad()
+def all_finite(tensors: Iterable[Tensor]) -> bool:
+    """Whether every value is finite, all tensors on one device; waits for it once.
+
+    By sums first: a sum in float32 passes on every infinity and NaN and takes a fifth of the time
+    of any other test; where it only overflowed itself, the values are looked at.
+    """
+    tensors = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.numel()]
+    if not tensors:
+        return True
+    sums = torch.stack([tensor.sum(dtype=torch.float32) for tensor in tensors])
+    if bool(torch.isfinite(sums).all()):
+        return True
+    return not nonfinite(dict(enumerate(tensors)))
+
+
+@torch.no_grad()
+def nonfinite(named: dict) -> dict[str, str]:
+    """Name -> "3 of 400 values are NaN" of every tensor that holds a value that is not finite."""
+    found = {}
+    for name, tensor in named.items():
+        if not tensor.is_floating_point():
+            continue
+        bad = int((~torch.isfinite(tensor)).sum())
+        if bad:
+            kind = "NaN" if bool(torch.isnan(tensor).any()) else "infinite"
+            found[name] = f"{bad} of {tensor.numel()} values are {kind}"
+    return found
+
+
+class Snapshot:
+    """A copy, on their device, of all tensors that the next step depends on; memory is reused."""
+
+    def __init__(self, task, device: torch.device):
+        self.task, self.device = task, device
+        self.step: int | None = None
+        self.skipped = 0
+        self._state: dict = {}
+        self._random: dict = {}
+
+    @property
+    def bytes(self) -> int:
+        """What the copy holds."""
+        return size_of(self._state)
+
+    @torch.no_grad()
+    def take(self, step: int, skipped: int) -> None:
+        """Remember the state after `step` steps, `skipped` of them without an update."""
+        new, form = tree_flatten(self.task.state_dict())
+        old, old_form = tree_flatten(self._state)
+        fits = form == old_form and all(map(_alike, old, new))
+        if fits:
+            for target, source in zip(old, new, strict=True):
+                if isinstance(target, Tensor):
+                    target.copy_(source)
+        else:
+            self._state = form.unflatten([_cloned(leaf) for leaf in new])
+        self._random = checkpoint.random_states(self.device)
+        self.step, self.skipped = step, skipped
+
+    def restore(self) -> None:
+        """Put the task and the random generators back to where they were."""
+        self.task.load_state_dict(self._state)
+        checkpoint.restore_random_states(self._random, self.device)
+
+    def content(self) -> dict:
+        """In the form of a checkpoint; its tensors are those that the next `take` overwrites."""
+        return {
+            "task": self._state,
+            "step": self.step,
+            "skipped": self.skipped,
+            "random": self._random,
+        }
+
+
+def size_of(state: dict) -> int:
+    """Bytes of all tensors in a nested state."""
+    return sum(leaf.nbytes for leaf in tree_flatten(state)[0] if isinstance(leaf, Tensor))
+
+
+def _alike(old, new) -> bool:
+    if isinstance(old, Tensor) and isinstance(new, Tensor):
+        return (old.shape, old.dtype, old.device) == (new.shape, new.dtype, new.device)
+    return type(old) is type(new) and old == new
+
+
+def _cloned(leaf):
+    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
