@@ -12,7 +12,7 @@ from mprun.sweep.attempt import Attempt
 from mprun.sweep.batch import Batch, Job
 from mprun.sweep.board import Board
 from mprun.sweep.cells import Cell, State, look
-from mprun.sweep.outcome import exit_code
+from mprun.sweep.outcome import exit_code, failed_elsewhere
 from mprun.sweep.plan import Plan, plan
 from mprun.sweep.stop import StopRequest
 
@@ -42,7 +42,10 @@ def sweep(
         + (f", {len(finished)} finished already" if finished else ""),
         file=sys.stderr,
     )
-    board = Board(planned, shlex.join(["mprun", "-m", *overrides]))
+    command = ["mprun", "-m", *overrides]
+    command += [] if jobs is None else ["-j", str(jobs)]
+    command += [] if config_dir is None else ["--config-dir", config_dir]
+    board = Board(planned, shlex.join(command))
     for cell in finished:
         board.finished(cell)
     with StopRequest() as stop:
@@ -67,6 +70,7 @@ class _Loop:
         self.codes: list[int] = []
         self.look_again = 0.0
         self.told = False
+        self.elsewhere: set[Cell] = set()  # cells that another process has had
         self.batch: Batch | None = None
         # With one run at a time its progress is shown as it comes.
         self.console = _Console() if jobs == 1 and not planned.launcher else None
@@ -100,10 +104,16 @@ class _Loop:
             state = look(cell)
             if state is State.IN_USE:
                 self.board.in_use(cell)
+                self.elsewhere.add(cell)
                 continue
             self.waiting.remove(cell)
+            outcome = failed_elsewhere(cell) if cell in self.elsewhere else None
             if state is State.FINISHED:
                 self.board.finished(cell)
+            elif outcome is not None:
+                # The other sweep's attempt counts: it would fail here as well.
+                self.codes.append(outcome.code)
+                self.board.ended(cell, outcome)
             else:
                 ready.append(cell)
         if not ready:

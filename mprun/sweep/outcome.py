@@ -68,6 +68,15 @@ def settle(cell: Cell, ended: Ended, attempts_before: int) -> Outcome:
     return Outcome(outcome_words(record), code)
 
 
+def failed_elsewhere(cell: Cell) -> Outcome | None:
+    """The outcome of a cell that another process had, if it failed there; None otherwise."""
+    record = record_of(cell.directory)
+    if record is None or record["status"] != "failed":
+        return None
+    words = outcome_words(record)
+    return Outcome(words, BUG if words.startswith("failed") else RESOURCE)
+
+
 def _corrected(cell: Cell, ended: Ended) -> dict:
     record = record_of(cell.directory)
     words = _without_record(cell, ended)

@@ -194,22 +194,30 @@ def test_a_heartbeat_is_seen_from_outside(tmp_path, monkeypatch):
     assert pulse.silent_s() == 0
 
 
-def test_a_cell_of_another_process_is_waited_for(cell, capfd):
+@pytest.mark.parametrize(
+    ("record", "code", "words"),
+    [
+        ({"status": "done", "final": {"loss": 0.5}}, 0, "done"),
+        ({"status": "failed", "cause": "killed by SIGKILL"}, 5, "killed by SIGKILL"),
+        ({"status": "failed", "cause": "ValueError: x"}, 1, "failed: ValueError: x"),
+    ],
+)
+def test_a_cell_of_another_process_is_waited_for(cell, record, code, words, capfd):
     put(cell)
     lock = locked(cell.directory)
     lock.__enter__()
 
     def finish():
-        put(cell, status="done", final={"loss": 0.5}, last_step=20)
+        put(cell, last_step=20, **record)
         lock.__exit__()
 
     timer = threading.Timer(1.5, finish)
     timer.start()
-    assert main(["-m", *cell.overrides]) == 0
+    assert main(["-m", *cell.overrides]) == code
     printed = capfd.readouterr()
     assert "in use by another process; waiting for it" in printed.err
-    assert "0.5000" in printed.out
+    assert words in printed.out
     assert json.loads((cell.directory / "run.json").read_text())["attempts"] == 1
     [file] = cell.directory.parent.glob("sweep-*.md")
     [row] = [r for r in file.read_text().splitlines() if r.startswith(f"| {cell.directory.name}")]
-    assert [text.strip() for text in row.split("|")[2:5]] == ["done", "20/20", "0.5000"]
+    assert [text.strip() for text in row.split("|")[2:4]] == [words, "20/20"]
