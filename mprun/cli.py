@@ -17,6 +17,10 @@ from mprun.errors import BUG, DONE, INTERRUPTED, RESOURCE, BadInput, MprunError
 # verb -> (module with `main(arguments) -> exit code`, what the verb does)
 VERBS = {
     "compare": ("mprun.compare.command", "finished runs: a verdict per precision mode, a report"),
+    "scaler-replay": (
+        "mprun.numerics.scaler_replay_command",
+        "what every loss scaler would have done on a run's overflows",
+    ),
     "doctor": ("mprun.doctor", "the machine: devices, kernels, flags, what will be emulated"),
 }
 # Options with a value, by every spelling.

@@ -37,7 +37,7 @@ Keys (key=value; --cfg job prints all of them)
   scaler.scale  scaler.init_scale  scaler.growth_factor  scaler.backoff_factor
   scaler.growth_interval  scaler.hysteresis  scaler.min_scale  scaler.max_scale
   scaler.max_consecutive_skips  scaler.per=shared|optimizer|loss
-  compare.metric  compare.margin
+  compare.metric  compare.margin  compare.window
 
 Exit codes: 0 done, 1 a bug, 2 bad input, 3 diverged, 4 damaged data or checkpoint,
 5 resource, 75 preempted (resumable), 130 interrupted. Results: tensorboard --logdir outputs
@@ -48,7 +48,7 @@ GROUPS = ("model", "data", "optim", "precision", "scaler", "train", "experiment"
 def help_text(verbs: dict[str, str]) -> str:
     """The help page; `verbs`: verb -> what it does."""
     return _USE.format(
-        verbs="\n".join(f"  mprun {verb:<12} {what}" for verb, what in verbs.items()),
+        verbs="\n".join(f"  mprun {verb:<14} {what}" for verb, what in verbs.items()),
         groups="\n".join(_group(name) for name in GROUPS),
     )
 

@@ -11,6 +11,7 @@ import yaml
 from mprun import checkpoint
 from mprun.config.compose import config_from_record
 from mprun.errors import BadInput, Damaged
+from mprun.numerics.probe_record import drop_later_probes
 from mprun.record.metrics import truncate_metrics
 from mprun.record.run_directory import (
     config_hash,
@@ -75,6 +76,7 @@ def resume(composed_overrides: tuple[str, ...], path: str) -> int:
         checkpoint.restore_random_states(state["random"], device)
         truncate_metrics(directory / "metrics.jsonl", step)
         drop_later_grids(directory, step)
+        drop_later_probes(directory, step)
         write_config(directory, plain)
         return attempt(directory, config, built, record, first_step=step, skipped=state["skipped"])
 

@@ -19,6 +19,7 @@ from mprun.config.compose import Composed
 from mprun.config.schema import RunConfig
 from mprun.errors import INTERRUPTED, STATUS_EXIT_CODE, BadInput, MprunError, Resource
 from mprun.interruption import Interruption
+from mprun.numerics.selection import chosen_modules
 from mprun.precision import pin_math_flags
 from mprun.record.environment import effective_dtypes, environment, flags
 from mprun.record.metrics import TensorBoardView
@@ -75,7 +76,10 @@ def prepare(config: RunConfig, device: torch.device, threads: int | None) -> Bui
     # torch says that its CPU library has no LSTM with projection; ours is emulated or slower.
     warnings.filterwarnings("ignore", message="LSTM with projections")
     with _memory_as_resource():
-        return build(config, device)
+        built = build(config, device)
+    if config.numerics.enabled:
+        chosen_modules(built.task.learners, config.numerics.modules)
+    return built
 
 
 def attempt(
@@ -168,6 +172,7 @@ def _result(outcome: Outcome, built: Built, seconds: float) -> dict:
             "sample": built.task.sample,
         },
         "memory": {**outcome.peak, "saved_for_backward_bytes": outcome.saved_for_backward_bytes},
+        **outcome.first_step,
         "emulated": built.arithmetic.rerouted(),
         "seconds": round(seconds, 3),
         "ended": _now(),

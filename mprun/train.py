@@ -4,6 +4,7 @@ import math
 import statistics
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from mprun import checkpoint
@@ -11,6 +12,10 @@ from mprun.build import Built
 from mprun.config.schema import RunConfig
 from mprun.interruption import Interruption
 from mprun.learning_rate import LearningRate
+from mprun.numerics.failure import FailureKeeper, forget_failure, report_failure
+from mprun.numerics.operations import FirstStep
+from mprun.numerics.post_mortem import History
+from mprun.numerics.probing import Probing
 from mprun.record import memory
 from mprun.record.console import Progress
 from mprun.record.heartbeat import Heartbeat
@@ -35,6 +40,7 @@ class Outcome:
     samples_per_s: float | None = None
     windows: int = 0
     saved_for_backward_bytes: int | None = None
+    first_step: dict = field(default_factory=dict)
     peak: dict = field(default_factory=dict)
 
 
@@ -67,6 +73,30 @@ def train(
     def due(step: int, interval: int) -> bool:
         return interval > 0 and step % interval == 0
 
+    def take_step(index: int, measure: bool) -> dict:
+        if index > start:
+            return task.train_step(index, measure=measure)
+        with FirstStep(task, built.policy, config.precision.overrides, index + 1) as first:
+            metrics = task.train_step(index, measure=measure)
+        outcome.saved_for_backward_bytes = first.saved.bytes
+        outcome.first_step = first.record()
+        recorder.progress.note(first.summary(device.type))
+        return metrics
+
+    numerics, probing = config.numerics, None
+    if numerics.enabled:
+        probing = Probing(
+            task,
+            directory,
+            recorder.board.writer,
+            every=numerics.every,
+            patterns=numerics.modules,
+            shadow_every=numerics.shadow_every,
+        )
+    forget_failure(directory)
+    keeper = FailureKeeper(built) if config.numerics.keep_failure else None
+    if keeper is not None:
+        keeper.keep(start, skipped)
     memory.reset_peak(device)
     try:
         for index in range(start, built.steps):
@@ -76,12 +106,10 @@ def train(
             saving = due(step, every.checkpoint_every) or (last and every.checkpoint_every > 0)
             evaluating = due(step, every.eval_every) or last
             rate.apply(index, trace.skipped)
-            if index == start:
-                with memory.SavedForBackward(task.learners.values()) as saved:
-                    metrics = task.train_step(index, measure=logging)
-                outcome.saved_for_backward_bytes = saved.bytes
+            if probing is not None and probing.due(step):
+                metrics = probing.watch(step, index, partial(take_step, index, logging))
             else:
-                metrics = task.train_step(index, measure=logging)
+                metrics = take_step(index, logging)
             trace.add(step, metrics)
             outcome.step = step
 
@@ -92,6 +120,9 @@ def train(
                     outcome.status = "diverged"
                     outcome.step = recorder.diverged_at
                     break
+                if keeper is not None:
+                    healthy = not recorder.history.rows[-1]["found_inf"]
+                    keeper.keep(step, trace.host_skipped, healthy=healthy)
             if evaluating:
                 # Of training alone: evaluation holds an FP32 model beside it.
                 outcome.peak = memory.higher(outcome.peak, device)
@@ -112,7 +143,15 @@ def train(
         recorder.close()
     outcome.skipped = trace.host_skipped
     outcome.peak = memory.higher(outcome.peak, device)
+    if keeper is not None and device.type == "cuda":
+        # What a mode needs, not what is kept beside it.
+        outcome.peak = outcome.peak | {"peak_bytes": outcome.peak["peak_bytes"] - keeper.bytes}
     outcome.samples_per_s, outcome.windows = recorder.throughput()
+    if outcome.status == "diverged":
+        rows = recorder.history.up_to(outcome.step)
+        report_failure(
+            keeper, directory, outcome.cause, outcome.step, rows, scaler_kind=config.scaler.kind
+        )
     return outcome
 
 
@@ -125,6 +164,7 @@ class _Recorder:
         self.metrics = MetricsFile(directory / "metrics.jsonl")
         self.board = TensorBoardView(directory, purge_step=start + 1 if start else None)
         self.progress = Progress(built.steps, built.task.sample)
+        self.history = History()
         self.speeds: list[float] = []
         self.diverged_at = start
         self.restart_clock()
@@ -136,6 +176,7 @@ class _Recorder:
     def flush(self, logged: bool) -> str | None:
         """Write what the device has gathered; the cause of a divergence, or None."""
         rows, metrics = self.trace.flush()
+        self.history.add(rows, metrics)
         now = time.perf_counter()
         speed = len(rows) * self.task.samples_per_step / (now - self.clock) if rows else None
         self.clock = now

@@ -16,6 +16,8 @@ from pathlib import Path
 import torch
 
 from mprun import checkpoint
+from mprun.errors import MprunError
+from mprun.numerics.post_mortem import write_post_mortem
 from mprun.numerics.replay import (
     Snapshot,
     Steps,
@@ -103,6 +105,32 @@ def forget_failure(directory: Path) -> None:
     shutil.rmtree(failure_folder(directory), ignore_errors=True)
     for name in ("post-mortem.json", "post-mortem.md"):
         (directory / "numerics" / name).unlink(missing_ok=True)
+
+
+def report_failure(
+    keeper: "FailureKeeper | None",
+    directory: Path,
+    cause: str,
+    step: int,
+    rows: list[dict],
+    *,
+    scaler_kind: str,
+) -> None:
+    """Keep what can be kept of a run that ended as diverged, and write its post-mortem.
+
+    keeper: None where `numerics.keep_failure` is off. step, rows: where the run ended, and its last
+    steps (`post_mortem.History`). What goes wrong here is told in the post-mortem: the run itself
+    has ended as it has.
+    """
+    found = suspect(cause, step, rows)
+    kept = Kept(found.kind, found.step, reason="numerics.keep_failure=false")
+    if keeper is not None:
+        try:
+            kept = keeper.record(directory, found, {row["step"]: row["loss"] for row in rows})
+        except (MprunError, RuntimeError, OSError) as error:
+            reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            kept = Kept(found.kind, found.step, reason=reason)
+    write_post_mortem(directory, cause, step, rows, scaler_kind, kept.as_dict())
 
 
 class FailureKeeper:

@@ -206,6 +206,7 @@ class Snapshot:
                 if isinstance(target, Tensor):
                     target.copy_(source)
         else:
+            old, self._state = [], {}  # freed before the new copy takes memory
             self._state = form.unflatten([_cloned(leaf) for leaf in new])
         self._random = checkpoint.random_states(self.device)
         self.step, self.skipped = step, skipped

@@ -14,6 +14,9 @@ class SavedForBackward(torch.autograd.graph.saved_tensors_hooks):
     and, under autocast, the 16-bit copies of the weights, which it keeps as well. Where a step
     has several backward passes, memory that a later pass reuses counts once. The hooks hand every
     tensor through unchanged, so the step computes what it would anyway.
+
+    weight_copies: (address, bytes) of storages that are casts of parameters. Whoever sees the casts
+    happen adds them; what is saved there counts as a copy of a weight, not as an activation.
     """
 
     def __init__(self, learners):
@@ -22,7 +25,8 @@ class SavedForBackward(torch.autograd.graph.saved_tensors_hooks):
             for learner in learners
             for tensor in (*learner.model.parameters(), *learner.model.buffers())
         }
-        self.storages: dict[int, int] = {}
+        self.weight_copies: set[tuple[int, int]] = set()
+        self.storages: dict[int, tuple[str, str, int]] = {}
         super().__init__(self._count, lambda tensor: tensor)
 
     def __enter__(self) -> "SavedForBackward":
@@ -31,14 +35,72 @@ class SavedForBackward(torch.autograd.graph.saved_tensors_hooks):
 
     def _count(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self.excluded:
-            self.storages[storage.data_ptr()] = storage.nbytes()
+        address, size = storage.data_ptr(), storage.nbytes()
+        if address not in self.excluded:
+            kind = "weight_copies" if (address, size) in self.weight_copies else "activations"
+            self.storages[address] = (kind, _dtype_name(tensor), size)
         return tensor
 
     @property
     def bytes(self) -> int:
-        """Bytes seen so far."""
-        return sum(self.storages.values())
+        """Bytes seen so far, of activations and copies of weights."""
+        return sum(size for _, _, size in self.storages.values())
+
+    def by_kind(self) -> dict[str, dict[str, int]]:
+        """ "activations" and, if there were any, "weight_copies": dtype -> bytes."""
+        kinds: dict[str, dict[str, int]] = {"activations": {}}
+        for kind, dtype, size in self.storages.values():
+            sizes = kinds.setdefault(kind, {})
+            sizes[dtype] = sizes.get(dtype, 0) + size
+        return kinds
+
+
+def memory_by_kind(learners) -> dict[str, dict[str, int]]:
+    """Kind -> dtype -> bytes of what the learners hold after a step; each storage once.
+
+    parameters, master_weights (where they are copies), gradients (as backward makes them),
+    gradients_in_update (where they are cast for unscaling and the update), optimizer_state and
+    buffers (norm statistics). Kinds that a run does not have are left out.
+    """
+    found: dict[str, list[Tensor]] = {
+        "parameters": [],
+        "master_weights": [],
+        "gradients": [],
+        "gradients_in_update": [],
+        "optimizer_state": [],
+        "buffers": [],
+    }
+    for learner in learners:
+        optimizer = learner.optimizer
+        found["parameters"] += learner.model.parameters()
+        found["master_weights"] += optimizer.masters.values()
+        for own, updated in zip(optimizer.parameters, optimizer.updated, strict=True):
+            if updated.grad is not None:
+                # A gradient has shape and dtype of its tensor: torch allows no other.
+                found["gradients"].append(own)
+                if updated.grad.dtype is not own.dtype:
+                    found["gradients_in_update"].append(updated.grad)
+        for state in optimizer.inner.state.values():
+            found["optimizer_state"] += [v for v in state.values() if isinstance(v, Tensor)]
+        found["buffers"] += learner.model.buffers()
+    kinds = {kind: _bytes_by_dtype(tensors) for kind, tensors in found.items()}
+    return {kind: sizes for kind, sizes in kinds.items() if sizes}
+
+
+def _bytes_by_dtype(tensors: list[Tensor]) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    seen = set()
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in seen and storage.nbytes():
+            seen.add(storage.data_ptr())
+            name = _dtype_name(tensor)
+            sizes[name] = sizes.get(name, 0) + storage.nbytes()
+    return sizes
+
+
+def _dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def reset_peak(device: torch.device) -> None:

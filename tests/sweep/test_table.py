@@ -2,10 +2,10 @@
 
 import json
 
-from mprun.table import load_run, table
+from mprun.table import Run, load_run, table
 
 
-def run(folder, mode, seed, loss, **more):
+def run(folder, mode, seed, loss, swept=(), **more):
     record = {
         "status": "done",
         "seed": seed,
@@ -25,7 +25,7 @@ def run(folder, mode, seed, loss, **more):
     path = folder / f"{mode}-{seed}-{len(list(folder.iterdir()))}"
     path.mkdir()
     (path / "run.json").write_text(json.dumps(record))
-    return load_run(path)
+    return load_run(path, swept)
 
 
 def rows(runs) -> dict[str, dict[str, str]]:
@@ -120,6 +120,47 @@ def test_what_else_is_swept_separates_groups_with_baselines_of_their_own(tmp_pat
     found = rows(runs)
     assert found["amp optim.lr=0.1"]["vs FP32"] == "+50.00 %"
     assert found["amp optim.lr=0.2"]["vs FP32"] == "+0.00 %"
+
+
+def test_every_way_to_end_is_said_in_words(tmp_path):
+    ends = {
+        "amp": {"status": "failed", "cause": "RuntimeError: a\n| b"},
+        "bf16_naive": {"status": "failed", "cause": "killed by SIGKILL"},
+        "bf16_master": {"status": "failed", "cause": "hung: no progress for 9 s, killed"},
+        "amp_bf16": {"status": "preempted", "cause": "hung: no progress for 9 s, stopped"},
+        "tf32": {"status": "preempted", "cause": "SIGTERM"},
+    }
+    runs = [run(tmp_path, mode, 0, 0, final={}, **end) for mode, end in ends.items()]
+    runs.append(run(tmp_path, "fp32", 0, 2.0))
+    words = "failed: out of memory: " + "9" * 200
+    runs.append(Run.without_record(["seed=1"], (), "fp32", "none", 1, words))
+    text = table(runs).splitlines()
+    status = {line.split()[1]: line for line in text if line.startswith("| ")}
+    assert "| failed: RuntimeError: a \\| b " in status["amp"]
+    assert "| killed by SIGKILL " in status["bf16_naive"]
+    assert "| hung: no progress for 9 s, killed " in status["bf16_master"]
+    assert "| hung: no progress for 9 s, stopped " in status["amp_bf16"]
+    assert "| preempted " in status["tf32"]
+    assert "| 1 done, 1 failed: out of memory: 999" in status["fp32"]
+    assert max(map(len, text)) < 300
+
+
+def test_incidental_keys_separate_where_they_are_swept(tmp_path):
+    def four(swept):
+        return [
+            run(tmp_path, mode, 0, loss, swept, overrides=["model=x", f"precision={mode}", device])
+            for mode, loss in (("fp32", 2.0), ("amp", 3.0))
+            for device in ("device=cpu", "device=cuda")
+        ]
+
+    assert list(rows(four(()))) == ["fp32", "amp"]
+    # What all rows have in common is not repeated in each of them.
+    assert list(rows(four(("device",)))) == [
+        "fp32 device=cpu",
+        "amp device=cpu",
+        "fp32 device=cuda",
+        "amp device=cuda",
+    ]
 
 
 def test_no_run():

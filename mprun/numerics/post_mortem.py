@@ -1,0 +1,210 @@
+"""The last steps of a run that diverged, in numbers and in words; needs no torch.
+
+Files: numerics/post-mortem.json and .md in the run directory. A few skipped updates while a dynamic
+scale settles are normal and called so; a row of skips at the floor is called a collapse.
+"""
+
+import json
+import math
+import os
+from collections import deque
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from mprun.errors import Damaged
+from mprun.markdown_table import markdown_table
+from mprun.record.run_directory import write_json
+
+LAST = 50  # steps
+# A loss that grew by this factor before it ended is called exploding.
+EXPLOSION = 10.0
+_FILE = Path("numerics") / "post-mortem.json"
+
+
+class History:
+    """The newest LAST steps of a run, on the host.
+
+    rows: {"step", "loss", "loss_scale", "found_inf", "skipped"}, and every recorded metric whose
+    name ends in grad_norm; oldest first.
+    """
+
+    def __init__(self):
+        self.rows: deque[dict] = deque(maxlen=LAST)
+
+    def add(self, rows: Iterable, metrics: Mapping[str, float]) -> None:
+        """Add `mprun.trace.StepRow`s; `metrics`: those of the newest step, by name."""
+        for row in rows:
+            self.rows.append(
+                {
+                    "step": row.step,
+                    "loss": row.loss,
+                    "loss_scale": row.loss_scale,
+                    "found_inf": bool(row.found_inf),
+                    "skipped": row.skipped,
+                }
+            )
+        if self.rows:
+            norms = {name: value for name, value in metrics.items() if name.endswith("grad_norm")}
+            self.rows[-1] |= norms
+
+    def up_to(self, step: int) -> list[dict]:
+        """The rows up to and with `step`."""
+        return [row for row in self.rows if row["step"] <= step]
+
+
+def explosion(rows: list[Mapping]) -> tuple[float, int] | None:
+    """(factor, steps): how the finite losses grew up to the last one; None below EXPLOSION.
+
+    Compared with the lowest loss of the rows. steps: since the loss was last within twice that.
+    """
+    losses = [
+        (row["step"], row["loss"])
+        for row in rows
+        if math.isfinite(row["loss"]) and not row["found_inf"]
+    ]
+    lowest = min((loss for _, loss in losses), default=0.0)
+    if lowest <= 0 or losses[-1][1] < EXPLOSION * lowest:
+        return None
+    calm = [step for step, loss in losses if loss <= 2 * lowest]
+    return losses[-1][1] / lowest, losses[-1][0] - calm[-1]
+
+
+def classify(cause: str, rows: list[Mapping], scaler_kind: str, bad_step: int) -> list[str]:
+    """What happened, in one line each; the first says what ended the run.
+
+    rows: of the last steps, oldest first (`History`). scaler_kind: "none", "static", "dynamic" or
+    "logmax". bad_step: the step that went wrong, where it is known, else the last one.
+    """
+    streak = _trailing_skips(rows)
+    before = rows[: len(rows) - streak] if "collapsed" in cause else rows
+    if "collapsed" in cause:
+        floor = rows[-1]["loss_scale"] if rows else math.nan
+        count = max(streak, _number_in(cause))
+        lines = [f"collapse: {count} skips in a row at the floor (loss scale {power(floor)})"]
+    elif "evaluation" in cause:
+        lines = ["non-finite loss in an evaluation"]
+    else:
+        lines = ["non-finite loss at an applied step"]
+        if rows and bad_step < rows[-1]["step"]:
+            late = rows[-1]["step"]
+            lines = [f"non-finite loss at an applied step ({late}); the cause is step {bad_step}"]
+    grown = explosion([row for row in before if row["step"] <= max(bad_step, 1)])
+    if grown is not None:
+        factor, steps = grown
+        lines.append(f"exploding loss: grew by {factor:.3g} in {steps} steps before")
+    skips = [row for row in before if row["found_inf"]]
+    if skips:
+        lines.append(_skips_in_words(before, len(skips), scaler_kind))
+    return lines
+
+
+def write_post_mortem(
+    directory: Path, cause: str, step: int, rows: list[dict], scaler_kind: str, kept: dict
+) -> list[str]:
+    """Write both files below `directory`; returns the classification.
+
+    step: at which the run ended. kept: `mprun.numerics.failure.Kept.as_dict()`.
+    """
+    lines = classify(cause, rows, scaler_kind, kept["step"])
+    content = {
+        "cause": cause,
+        "step": step,
+        "classification": lines,
+        "failure": kept,
+        "rows": [{name: _plain(value) for name, value in row.items()} for row in rows],
+    }
+    folder = (directory / _FILE).parent
+    folder.mkdir(exist_ok=True)
+    write_json(directory / _FILE, content)
+    _write(folder / "post-mortem.md", _markdown(content, rows))
+    return lines
+
+
+def read_post_mortem(directory: Path) -> dict | None:
+    """The post-mortem of a run, its numbers as floats; None if it has none, Damaged if torn."""
+    path = directory / _FILE
+    if not path.is_file():
+        return None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        content["rows"] = [
+            {name: float(value) if isinstance(value, str) else value for name, value in row.items()}
+            for row in content["rows"]
+        ]
+        content["cause"], content["step"], content["failure"]["step"], content["classification"]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Damaged(f"{path}: not a post-mortem ({error})") from None
+    return content
+
+
+def power(value: float) -> str:
+    """A positive number as a power of two: "2^15.9", "2^16", "0", "inf", "nan"."""
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
+    exponent = math.log2(abs(value))
+    return f"2^{round(exponent)}" if exponent == round(exponent) else f"2^{exponent:.1f}"
+
+
+def _skips_in_words(rows: list[Mapping], count: int, scaler_kind: str) -> str:
+    updates = "1 skipped update" if count == 1 else f"{count} skipped updates"
+    if scaler_kind == "static":
+        return f"{updates} before: the static loss scale is too large for some batches"
+    scales = [row["loss_scale"] for row in rows]
+    grew = any(later > sooner for sooner, later in zip(scales, scales[1:], strict=False))
+    if grew:
+        return f"{updates} before: dynamic scaling looking for the largest scale: normal"
+    return f"{updates} before: warm-up skips of dynamic scaling: normal"
+
+
+def _trailing_skips(rows: list[Mapping]) -> int:
+    count = 0
+    for row in reversed(rows):
+        if not row["found_inf"]:
+            break
+        count += 1
+    return count
+
+
+def _number_in(cause: str) -> int:
+    numbers = [int(word) for word in cause.split() if word.isdigit()]
+    return numbers[0] if numbers else 0
+
+
+def _markdown(content: dict, rows: list[dict]) -> str:
+    kept = content["failure"]
+    lines = [f"# Post-mortem: {content['cause']} (step {content['step']})", ""]
+    lines += [f"- {line}" for line in content["classification"]]
+    if kept["folder"] is None:
+        lines.append(f"- State before step {kept['step']}: not kept ({kept['reason']}).")
+    else:
+        same = "the same losses, bit for bit"
+        if kept["first_difference"] is not None:
+            same = f"another loss from step {kept['first_difference']} on"
+        elif not kept["compared"]:
+            same = "no recorded loss to compare with"
+        lines.append(
+            f"- State before step {kept['step']}: `{kept['folder']}` (trained again from step "
+            f"{kept['replayed_from']}: {same})."
+        )
+    lines += ["", "`mprun explain` on this directory replays that step and looks for the cause.", ""]
+    norms = sorted({name for row in rows for name in row if name.endswith("grad_norm")})
+    header, table = ["step", "loss", "loss scale", "skipped", *norms], []
+    for row in rows:
+        measured = [f"{row[name]:.4g}" if name in row else "" for name in norms]
+        skipped = "skipped" if row["found_inf"] else ""
+        table.append(
+            [str(row["step"]), f"{row['loss']:.6g}", power(row["loss_scale"]), skipped, *measured]
+        )
+    return "\n".join(lines) + "\n" + markdown_table(header, table) + "\n"
+
+
+def _plain(value):
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+def _write(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)

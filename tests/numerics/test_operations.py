@@ -1,0 +1,335 @@
+"""What ran at step 1: expectations written by hand from each mode's definition."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from mprun.numerics.operation_summary import lines
+from mprun.numerics.operations import FirstStep
+from mprun.precision import (
+    Arithmetic,
+    DynamicLossScale,
+    MixedPrecisionOptimizer,
+    cast_model,
+    get_policy,
+)
+from mprun.tasks.learner import Learner
+
+BATCH, CHANNELS, SIZE, WIDTH, CLASSES = 4, 3, 8, 6, 10
+CONVOLUTION_FLOPS = 2 * BATCH * WIDTH * SIZE * SIZE * CHANNELS * 9
+LINEAR_FLOPS = 2 * BATCH * CLASSES * WIDTH
+
+
+class ConvNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(CHANNELS, WIDTH, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(WIDTH)
+        self.output = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x):
+        return self.output(F.relu(self.norm(self.conv(x))).mean((2, 3)))
+
+
+class SmallTask:
+    """The smallest task: one batch, cross-entropy in loss_dtype, a dynamic scale."""
+
+    def __init__(self, mode, overrides=None, forced_fp32=False, native=False):
+        torch.manual_seed(0)
+        self.policy = get_policy(mode)
+        dtypes = {
+            k: {"fp32": torch.float32, "fp16": torch.float16}[v]
+            for k, v in (overrides or {}).items()
+        }
+        device = torch.device("cpu")
+        cast = cast_model(ConvNet(), self.policy, dtypes)
+        self.arithmetic = Arithmetic(self.policy, device, native=native, overrides=dtypes.values())
+        self.scale = DynamicLossScale(1024.0)
+        optimizer = MixedPrecisionOptimizer(
+            cast,
+            lambda named: (
+                torch.optim.SGD([p for _, p in named], lr=0.1, momentum=0.9, fused=True)
+                if self.policy.master_dtype
+                else torch.optim.SGD([p for _, p in named], lr=0.1, momentum=0.9, foreach=True)
+            ),
+            self.scale,
+        )
+        self.learners = {"model": Learner(cast, optimizer, ConvNet)}
+        self.forced_fp32 = forced_fp32
+        self.inputs = torch.randn(BATCH, CHANNELS, SIZE, SIZE)
+        self.labels = torch.arange(BATCH)
+
+    def train_step(self, step):
+        learner = self.learners["model"]
+        learner.optimizer.zero_grad()
+        with self.arithmetic:
+            with self.arithmetic.autocast():
+                logits = learner.model(self.policy.cast_inputs(self.inputs))
+            logits = logits.to(self.policy.loss_dtype)
+            if self.forced_fp32:
+                logits = logits @ torch.eye(CLASSES)
+            loss = F.cross_entropy(logits, self.labels)
+            learner.optimizer.backward(loss)
+        learner.optimizer.step()
+        self.scale.update()
+        return loss.detach()
+
+
+def watched(mode, overrides=None, **arguments):
+    task = SmallTask(mode, overrides, **arguments)
+    with FirstStep(task, task.policy, overrides or {}) as first:
+        task.train_step(0)
+    return first
+
+
+def dtypes_of(first, *names):
+    """(operation, phase) -> dtypes, of the operations named."""
+    found = {}
+    for row in first.operations()["rows"]:
+        if row["operation"] in names:
+            found.setdefault((row["operation"], row["phase"]), set()).add(row["dtype"])
+    return found
+
+
+PRODUCTS = ("convolution", "convolution_backward", "addmm", "mm")
+
+
+def all_products(dtype):
+    return {
+        ("convolution", "forward"): {dtype},
+        ("addmm", "forward"): {dtype},
+        ("convolution_backward", "backward"): {dtype},
+        ("mm", "backward"): {dtype},
+    }
+
+
+# mode: (products, batch norm, relu, log softmax, update)
+EXPECTED = {
+    "fp32": ("fp32", "fp32", "fp32", "fp32", "_fused_sgd_ fp32"),
+    # Norm layers keep FP32 parameters and statistics, so their kernel reads FP16 and FP32.
+    "fp16_master": ("emulated fp16", "fp16+fp32", "fp16", "fp32", "_fused_sgd_ fp32"),
+    "fp16_master_scaled": ("emulated fp16", "fp16+fp32", "fp16", "fp32", "_fused_sgd_ fp32"),
+    "fp16_naive": ("emulated fp16", "fp16", "fp16", "fp32", "_foreach_add_ fp16"),
+    # torch.autocast: convolution and linear on its FP16 list, batch norm and relu unlisted.
+    "amp": ("emulated fp16", "fp16+fp32", "fp16", "fp32", "_fused_sgd_ fp32"),
+    "bf16_master": ("emulated bf16", "bf16+fp32", "bf16", "fp32", "_fused_sgd_ fp32"),
+    "amp_bf16": ("emulated bf16", "bf16+fp32", "bf16", "fp32", "_fused_sgd_ fp32"),
+    "bf16_naive": ("emulated bf16", "bf16", "bf16", "fp32", "_foreach_add_ bf16"),
+}
+
+
+@pytest.mark.parametrize("mode", EXPECTED)
+def test_every_mode_runs_what_its_definition_says(mode):
+    first = watched(mode)
+    product, norm, relu, softmax, update = EXPECTED[mode]
+    assert dtypes_of(first, *PRODUCTS) == all_products(product)
+    assert dtypes_of(first, "native_batch_norm") == {("native_batch_norm", "forward"): {norm}}
+    assert dtypes_of(first, "relu") == {("relu", "forward"): {relu}}
+    assert dtypes_of(first, "_log_softmax") == {("_log_softmax", "forward"): {softmax}}
+    name, dtype = update.split()
+    assert dtypes_of(first, name)[name, "update"] == {dtype}
+    assert first.not_in_16_bits() == []
+
+
+def test_calls_elements_and_flops_by_hand():
+    rows = {
+        (row["operation"], row["phase"]): row for row in watched("fp16_master").operations()["rows"]
+    }
+    convolution = rows["convolution", "forward"]
+    assert convolution["calls"] == 1
+    assert convolution["elements"] == BATCH * WIDTH * SIZE * SIZE
+    assert convolution["flops"] == CONVOLUTION_FLOPS
+    assert rows["addmm", "forward"]["flops"] == LINEAR_FLOPS
+    # Of the convolution only the gradient of the weight: the images need none.
+    assert rows["convolution_backward", "backward"]["flops"] == CONVOLUTION_FLOPS
+    # Of the linear layer both.
+    assert rows["mm", "backward"]["calls"] == 2
+    assert rows["mm", "backward"]["flops"] == 2 * LINEAR_FLOPS
+
+
+def test_native_kernels_are_not_called_emulated():
+    assert dtypes_of(watched("bf16_master", native=True), *PRODUCTS) == all_products("bf16")
+
+
+def test_an_override_keeps_a_module_in_fp32_and_is_not_warned_of():
+    first = watched("fp16_master", {"output": "fp32"})
+    expected = all_products("emulated fp16")
+    expected["addmm", "forward"] = expected["mm", "backward"] = {"fp32"}
+    assert dtypes_of(first, *PRODUCTS) == expected
+    assert first.not_in_16_bits() == []
+
+
+def test_under_autocast_an_override_does_the_same():
+    first = watched("amp", {"conv": "fp32"})
+    expected = all_products("emulated fp16")
+    expected["convolution", "forward"] = expected["convolution_backward", "backward"] = {"fp32"}
+    assert dtypes_of(first, *PRODUCTS) == expected
+    assert first.not_in_16_bits() == []
+
+
+def test_an_fp32_product_that_nobody_asked_for_is_named():
+    first = watched("fp16_master", forced_fp32=True)
+    assert first.not_in_16_bits() == ["mm in the step itself"]
+    text = first.summary("cpu").splitlines()
+    assert len(text) <= 10
+    assert text[-1].endswith(
+        "FP32 products that fp16_master did not ask for: mm in the step itself"
+    )
+
+
+def test_a_module_in_fp32_by_mistake_is_named():
+    task = SmallTask("amp")
+    output = task.learners["model"].model.output
+    forward = output.forward
+
+    def without_autocast(x):
+        with torch.autocast("cpu", enabled=False):
+            return forward(x.float())
+
+    output.forward = without_autocast
+    with FirstStep(task, task.policy, {}) as first:
+        task.train_step(0)
+    assert first.not_in_16_bits() == ["addmm in output"]
+
+
+def test_memory_by_kind_by_hand():
+    weights = WIDTH * CHANNELS * 9 + CLASSES * WIDTH + CLASSES  # 16-bit in fp16_master
+    norm = 2 * WIDTH
+    memory = watched("fp16_master").memory()
+    assert memory["parameters"] == {"float16": 2 * weights, "float32": 4 * norm}
+    assert memory["master_weights"] == {"float32": 4 * weights}
+    assert memory["gradients"] == memory["parameters"]
+    assert memory["gradients_in_update"] == {"float32": 4 * weights}
+    assert memory["optimizer_state"] == {"float32": 4 * (weights + norm)}
+    # Running mean and variance, and the counter of batches.
+    assert memory["buffers"] == {"float32": 4 * 2 * WIDTH, "int64": 8}
+    assert "weight_copies" not in memory
+    # Saved: the images, the output of the convolution and of relu (batch norm's own output is not
+    # needed), the mean over pixels: FP16. FP32: batch statistics, the log-softmax.
+    maps = BATCH * WIDTH * SIZE * SIZE
+    assert memory["activations"]["float16"] == 2 * (
+        BATCH * CHANNELS * SIZE * SIZE + 2 * maps + BATCH * WIDTH
+    )
+    assert memory["activations"]["float32"] >= 4 * (norm + BATCH * CLASSES)
+
+
+def test_autocast_copies_of_weights_are_told_from_activations():
+    memory = watched("amp").memory()
+    # Convolution and linear are cast, the batch norm is not; a bias is not needed for backward.
+    assert memory["weight_copies"] == {"float16": 2 * (WIDTH * CHANNELS * 9 + CLASSES * WIDTH)}
+    assert "master_weights" not in memory and "gradients_in_update" not in memory
+
+
+def test_fp32_has_no_16_bit_memory():
+    memory = watched("fp32").memory()
+    assert {dtype for sizes in memory.values() for dtype in sizes} <= {"float32", "int64"}
+
+
+MODELS = {
+    "resnet50": ["model=resnet50", "data.batch_size=4"],
+    "lstm_lm": ["model=lstm_lm", "data=synthetic_tokens", "data.batch_size=4"],
+    "dcgan": [
+        "model=dcgan",
+        "data.batch_size=2",
+        "data.image_size=32",
+        "model.generator_width=16",
+        "model.discriminator_width=16",
+    ],
+}
+RECURRENT = {"fp32": "mkldnn_rnn_layer", "amp": "lstm", "fp16_master_scaled": "lstm"}
+
+
+@pytest.mark.parametrize("mode", RECURRENT)
+@pytest.mark.parametrize("model", MODELS)
+def test_watching_changes_no_bit(build_run, model, mode):
+    results = []
+    # At the default scale of 2^16 the first updates would be skipped.
+    scale = [] if mode == "fp32" else ["scaler.init_scale=16"]
+    for watch in (False, True):
+        built = build_run(*MODELS[model], f"precision={mode}", *scale)
+        if watch:
+            with FirstStep(built.task, built.policy, {}):
+                losses = [built.task.train_step(0, measure=True)]
+        else:
+            losses = [built.task.train_step(0, measure=True)]
+        losses += [built.task.train_step(step, measure=True) for step in (1, 2)]
+        results.append((losses, copy.deepcopy(built.task.state_dict()), torch.get_rng_state()))
+    (losses, state, random), (watched_losses, watched_state, watched_random) = results
+    assert torch.equal(random, watched_random)
+    assert not any(row["found_inf"] for row in losses if "found_inf" in row)
+    assert assert_same(losses, watched_losses) > 5
+    assert assert_same(state, watched_state) > 10
+
+
+def assert_same(one, other) -> int:
+    """Bit-equal trees; the number of tensors compared."""
+    if isinstance(one, torch.Tensor):
+        assert torch.equal(one, other)
+        return 1
+    if isinstance(one, dict):
+        assert one.keys() == other.keys()
+        return sum(assert_same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        assert len(one) == len(other)
+        return sum(assert_same(a, b) for a, b in zip(one, other, strict=True))
+    assert one == other
+    return 0
+
+
+@pytest.mark.parametrize("mode", RECURRENT)
+def test_a_fused_recurrent_layer_is_counted_as_one_product(build_run, mode):
+    built = build_run(*MODELS["lstm_lm"], "data.sequence_length=5", f"precision={mode}")
+    with FirstStep(built.task, built.policy, {}) as first:
+        built.task.train_step(0)
+    rows = {(r["operation"], r["phase"]): r for r in first.operations()["rows"]}
+    name, lstm = RECURRENT[mode], built.task.learner.model.lstm
+    positions = 4 * 5
+    per_position = sum(w.numel() for w in lstm.parameters() if w.dim() == 2)
+    forward = rows[name, "forward"]
+    assert forward["calls"] == lstm.num_layers
+    assert forward["flops"] == 2 * positions * per_position
+    backward = rows[name + ("_backward" if mode == "fp32" else ""), "backward"]
+    assert backward["flops"] == 2 * forward["flops"]
+    assert forward["dtype"] == ("fp32" if mode == "fp32" else "emulated fp16")
+
+
+@pytest.mark.parametrize("mode", ["fp32", "fp16_naive", "amp", "fp16_master_scaled"])
+def test_the_console_gets_at_most_ten_lines(mode):
+    first = watched(mode)
+    text = first.summary("cpu").splitlines()
+    assert len(text) <= 10
+    product = EXPECTED[mode][0]
+    assert text[0] == f"step 1 of {mode} on cpu ran in:"
+    assert text[1].startswith(f"  products {product} 100 % of ")
+    assert any("flags    FP32 products ieee" in line for line in text)
+
+
+def test_the_flags_of_a_gpu_that_matter():
+    flags = {
+        "cuda.matmul.fp32_precision": "ieee",
+        "cudnn.conv.fp32_precision": "tf32",
+        "cudnn.rnn.fp32_precision": "ieee",
+        "cuda.matmul.allow_fp16_reduced_precision_reduction": True,
+        "cudnn.benchmark": True,
+        "deterministic_algorithms": False,
+    }
+    text = "\n".join(lines({"step": 1, "rows": [], "not_in_16_bits": []}, {}, flags, "amp", "cuda"))
+    assert "cuda.matmul ieee, cudnn.conv tf32, cudnn.rnn ieee" in text
+    assert "16-bit products reduced in 16 bits" in text
+    assert "cudnn.benchmark on, deterministic off" in text
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["fp32", "tf32", "amp", "fp16_master_scaled"])
+@pytest.mark.parametrize("model", MODELS)
+def test_on_cuda_the_backward_thread_is_seen_and_no_step_waits(build_run, model, mode):
+    built = build_run(*MODELS[model], f"precision={mode}", device="cuda")
+    with FirstStep(built.task, built.policy, {}) as first:
+        built.task.train_step(0)
+    found = {(row["phase"], row["dtype"]) for row in first.operations()["rows"] if row.get("flops")}
+    dtype = mode if mode in ("fp32", "tf32") else "fp16"
+    assert found == {("forward", dtype), ("backward", dtype)}
+    assert first.not_in_16_bits() == []
