@@ -17,6 +17,7 @@ from mprun.errors import BUG, DONE, INTERRUPTED, RESOURCE, BadInput, MprunError
 # verb -> (module with `main(arguments) -> exit code`, what the verb does)
 VERBS = {
     "compare": ("mprun.compare.command", "finished runs: a verdict per precision mode, a report"),
+    "explain": ("mprun.numerics.explain_command", "a run that diverged: its cause, what cures it"),
     "scaler-replay": (
         "mprun.numerics.scaler_replay_command",
         "what every loss scaler would have done on a run's overflows",

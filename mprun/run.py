@@ -137,6 +137,8 @@ def attempt(
         _write_hyperparameters(directory, config, record)
     if outcome.cause:
         print(f"mprun: {outcome.status} at step {outcome.step}: {outcome.cause}", file=sys.stderr)
+    if outcome.status == "diverged":
+        print(f"mprun: its cause: mprun explain {directory}", file=sys.stderr)
     print(f"run: {directory}")
     if outcome.status == "preempted" and outcome.cause == "SIGINT":
         return INTERRUPTED

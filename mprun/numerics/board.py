@@ -36,7 +36,7 @@ def _scalars(measured: LearnerProbe):
         total = measured.total(kind)
         if total is not None:
             for name, stats in {"total": total, **measured.tensors[kind]}.items():
-                shares, headroom = stats.counts.shares(), stats.counts.headroom
+                shares, headroom = stats.counts.shares(), stats.headroom
                 yield f"{kind}_underflow", name, shares.underflow
                 yield f"{kind}_overflow", name, shares.overflow
                 yield f"{kind}_zeros", name, stats.counts.zeros / stats.counts.total

@@ -128,7 +128,8 @@ def in_words(finding: Finding) -> list[str]:
     if finding.event is None:
         if not finding.reproduced:
             return ["not found: the replayed step does not fail again"]
-        return ["not found: no operation was seen to make a value that is not finite"]
+        where = "".join(f"; {name} {text}" for name, text in finding.details.items())
+        return [f"not found: no operation made a value that is not finite{where}"]
     event = finding.event
     dtype = _dtype(event.dtype)
     where = f"{_PHASES[event.phase]}, {place_of(event)}: {event.operation}"
@@ -153,6 +154,11 @@ def reason_of(event: Event) -> str:
             return "division by zero: the optimizer's denominator and its eps round to 0"
         return "division by zero"
     limit = torch.finfo(event.dtype).max
+    if event.phase == UPDATE and event.operation == "_foreach_copy_":
+        return (
+            f"overflow: the master weight, {power(event.largest_input)}, does not fit "
+            f"{_dtype(event.dtype)}, which ends at {power(limit)}"
+        )
     wide = event.would_be
     if wide is not None and math.isfinite(wide) and wide > limit:
         return (
@@ -193,6 +199,8 @@ def _find_in_evaluation(steps: Steps, step: int) -> Finding:
     if not reproduced:
         return finding
     event = _first(seen, {event.order for event in seen.events})
+    # Of finite losses a metric may still be infinite: perplexity from a loss of 710 on.
+    finding.details = {name: f"{value:g}" for name, value in values.items()}
     if before:
         finding.verdict, finding.details = "earlier", before
     elif statistics:

@@ -65,10 +65,13 @@ class Origin:
     limit: float | None = None
 
 
-def changes(config: dict, finding: Finding, options: dict[str, dict]) -> list[Change]:
+def changes(
+    config: dict, finding: Finding, options: dict[str, dict], *, exploding: bool = False
+) -> list[Change]:
     """What to try, smallest change first; only what differs from the run and has to do with it.
 
     config: the run's, as plain values. options: the `scaler` group's none, static and dynamic.
+    exploding: whether the loss grew before the bad step.
     """
     found: list[Change] = []
 
@@ -98,8 +101,9 @@ def changes(config: dict, finding: Finding, options: dict[str, dict]) -> list[Ch
     if precision["master_dtype"] is None:
         masters = {"master_dtype": "fp32", "grad_dtype": "fp32"}
         add("precision.master_dtype=fp32", "precision.grad_dtype=fp32", precision=masters)
-    lr = float(f"{optim['lr'] * 0.1:.6g}")
-    add(f"optim.lr={lr:g}", optim={"lr": lr})
+    for factor in (0.1, 0.01, 0.001) if phase == UPDATE or exploding else (0.1,):
+        lr = float(f"{optim['lr'] * factor:.6g}")
+        add(f"optim.lr={lr:g}", optim={"lr": lr})
     none = options["none"]
     if precision["name"] in _BF16:
         name = _BF16[precision["name"]]
@@ -155,6 +159,9 @@ def survives(steps: Steps, origin: Origin) -> tuple[bool, str]:
             break
         if row.step >= end + PATIENCE or not built.rate.constant:
             return False, f"{skipped} updates skipped, still at loss scale {power(row.loss_scale)}"
+    scale = next(iter(task.loss_scales.values()))
+    if skipped and scale.kind == "static":
+        return False, f"{skipped} updates skipped at the static loss scale {power(row.loss_scale)}"
     if origin.limit is not None and row.loss > origin.limit:
         return False, f"finite, but the loss is {row.loss:.4g} at step {row.step}"
     note = f", {skipped} skipped, loss scale then {power(row.loss_scale)}" if skipped else ""

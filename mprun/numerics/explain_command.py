@@ -16,7 +16,7 @@ from mprun.numerics import cures
 from mprun.numerics.culprit import Finding, find_culprit, in_words, reason_of
 from mprun.numerics.failure import FailureKeeper, failure_folder, report_failure
 from mprun.numerics.observation import Largest
-from mprun.numerics.post_mortem import explosion, power, read_post_mortem
+from mprun.numerics.post_mortem import LAST, explosion, power, read_post_mortem
 from mprun.numerics.replay import Steps, all_finite, restore, same_loss, weights
 from mprun.precision import DTYPE_NAMES
 from mprun.record.metrics import read_metrics
@@ -205,7 +205,7 @@ def as_text(explanation: Explanation) -> list[str]:
 def _of_exception(directory: Path, cause: str) -> Explanation:
     replay = "not replayed: the run ended with an exception"
     if cause.startswith("IndexError"):
-        replay += "; an index in the batch is outside the table it selects from (embedding, classes)"
+        replay += "; an index in the batch is outside the table it selects from (an embedding)"
     return Explanation(
         str(directory), "failed", cause, [f"exception: {cause}"], replay, None, [], None, None
     )
@@ -261,15 +261,14 @@ def _train_again(directory: Path, record: dict, plain: dict, build) -> None:
             built, step, skipped = build(plain), 0, 0
     keeper = FailureKeeper(built)
     keeper.snapshot.take(step, skipped)
-    rows = _rows(directory)
-    scaler = plain["scaler"]["kind"]
-    last = record["last_step"]
-    report_failure(keeper, directory, record["cause"], last, rows, scaler_kind=scaler)
+    rows = [row for row in _rows(directory) if row["step"] <= record["last_step"]]
+    scaler, last = plain["scaler"]["kind"], record["last_step"]
+    report_failure(keeper, directory, record["cause"], last, rows[-LAST:], scaler_kind=scaler)
 
 
 def _rows(directory: Path) -> list[dict]:
     """The recorded training steps, in the form of `post_mortem.History`."""
-    rows, skipped, step = [], 0, 0
+    rows, skipped = [], 0
     for record in read_metrics(directory / "metrics.jsonl"):
         if record["split"] != "train":
             continue
@@ -278,7 +277,7 @@ def _rows(directory: Path) -> list[dict]:
         row["found_inf"] = record["skipped"] > skipped
         row |= {name: value for name, value in record.items() if name.endswith("grad_norm")}
         rows.append(row)
-        skipped, step = record["skipped"], record["step"]
+        skipped = record["skipped"]
     return rows
 
 
@@ -297,9 +296,8 @@ def _replay_in_words(kept: dict, finding: Finding, post_mortem: dict | None, not
     failure = post_mortem["failure"] if post_mortem else {}
     if failure.get("compared"):
         different = failure["first_difference"]
-        text += ", its losses " + (
-            "bit-equal to the run's" if different is None else f"other than the run's from {different}"
-        )
+        same = "bit-equal to the run's"
+        text += f", its losses {same if different is None else f'other from step {different} on'}"
     return text
 
 
@@ -310,13 +308,14 @@ def _try_all(build, plain: dict, kept: dict, finding: Finding, directory: Path):
     if finding.kind == "evaluation":
         return []
     before = [row for row in rows if row["step"] <= finding.step]
-    if explosion(before) is not None and _start_leads_there(build, plain, origin, rows):
+    exploding = explosion(before[-LAST:]) is not None
+    if exploding and _start_leads_there(build, plain, origin, rows):
         origin = cures.Origin(kept, finding.step, from_start=True, limit=origin.limit)
     options = {
         name: compose_config([f"scaler={name}"]).as_dict()["scaler"]
         for name in ("none", "static", "dynamic")
     }
-    found = cures.changes(plain, finding, options)
+    found = cures.changes(plain, finding, options, exploding=exploding)
     return [cures.try_change(build, change, origin) for change in found]
 
 

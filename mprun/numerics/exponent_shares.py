@@ -58,6 +58,9 @@ class ExponentCounts:
 
     __hash__ = None
 
+    def __repr__(self) -> str:
+        return f"ExponentCounts.from_json({self.to_json()})"
+
     @property
     def total(self) -> int:
         """All elements, zeros, infinities and NaN included."""

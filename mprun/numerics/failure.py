@@ -155,7 +155,7 @@ class FailureKeeper:
             self.reason = f"a copy of the state takes {size / 2**20:.0f} MiB, more than is spared"
 
     def keep(self, step: int, skipped: int, *, healthy: bool = True) -> None:
-        """Copy the state after `step` steps if it is time; to be called where the loop waits anyway.
+        """Copy the state after `step` steps if it is time; to be called where the loop waits.
 
         healthy: whether the last step had its update. Within a row of skipped updates nothing is
         copied, so that the copy lies before the first of them; nor once a weight is not finite.
@@ -163,7 +163,8 @@ class FailureKeeper:
         started = time.perf_counter()
         if self.reason is not None or not healthy or started < self._due:
             return
-        if not all_finite(weights(self.built.task).values()):
+        first = self.snapshot.step is None  # without any copy there would be nothing to explain
+        if not first and not all_finite(weights(self.built.task).values()):
             return
         self.snapshot.take(step, skipped)
         self.bytes = self.snapshot.bytes

@@ -228,10 +228,12 @@ class Observation:
             given = _Inputs()
             for tensor in (*_floats(inputs), *module.parameters(recurse=False)):
                 given.add(self._input(tensor.detach(), False))
+            passed = given.sources
             if given.finite and not any(self.events[index].seen for index in sources):
                 event = self._event(FORWARD, path, type(module).__name__, "output", bad[0], given)
-                for tensor in bad:
-                    self._taint(tensor, {event.order})
+                passed = {event.order}
+            for tensor in bad:
+                self._taint(tensor, passed)
 
     def _look_at_node(self, name: str, path: str):
         def look(gradients, outputs) -> None:
@@ -277,12 +279,12 @@ class Observation:
         self._propagated |= phase == BACKWARD
         with _disable_current_modes():
             if groups is None:
-                outputs = [(None, tensor) for tensor in _floats(result)]
+                outputs = list(enumerate(_floats(result)))
             else:
                 outputs = [
                     (index, tensor)
                     for index, tensor, _, _, written in _tensors(func, args, kwargs)
-                    if written and tensor.is_floating_point()
+                    if written and _has_values(tensor)
                 ]
             for place, (index, tensor) in enumerate(outputs):
                 self._note_largest(phase, where, tensor)
@@ -326,7 +328,7 @@ class Observation:
         self._taint(tensor, sources)
 
     def _input(self, tensor: Tensor, singular: bool) -> _Inputs:
-        if not tensor.is_floating_point() or not tensor.numel():
+        if not _has_values(tensor):
             return _Inputs()
         largest = _largest(tensor)
         finite = math.isfinite(largest)
@@ -361,8 +363,6 @@ class Observation:
         self._tainted[_place(tensor)] = (tensor.detach(), known | sources)
 
     def _note_largest(self, phase: str, where: str, tensor: Tensor) -> None:
-        if not tensor.numel():
-            return
         value = _largest(tensor)
         known = self.ramp.get((phase, where))
         if known is None:
@@ -456,10 +456,14 @@ def _is_view(func: OpOverload) -> bool:
 
 
 def _floats(tree) -> list[Tensor]:
-    leaves = tree_leaves(tree)
-    return [
-        leaf.detach() for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()
-    ]
+    return [leaf.detach() for leaf in tree_leaves(tree) if _has_values(leaf)]
+
+
+def _has_values(leaf) -> bool:
+    """Whether it is a tensor of numbers that can overflow (on the meta device there are none)."""
+    if not isinstance(leaf, Tensor) or leaf.is_meta:
+        return False
+    return leaf.is_floating_point() and leaf.numel() > 0
 
 
 def _place(tensor: Tensor) -> int:
@@ -468,7 +472,7 @@ def _place(tensor: Tensor) -> int:
 
 def _largest(tensor: Tensor) -> float:
     """Largest absolute value, NaN if there is one."""
-    return float(tensor.abs().amax()) if tensor.numel() else 0.0
+    return float(tensor.abs().amax())
 
 
 def _largest_finite(tensor: Tensor) -> float:

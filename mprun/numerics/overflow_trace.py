@@ -5,6 +5,7 @@ has a limit, and overflows at every scale above it. A recorded run shows one sid
 a skipped update at scale S says "below S", a clean step at scale S says "S or above".
 """
 
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 
 import numpy as np
@@ -65,9 +66,15 @@ def trace_from_bounds(
     overflow: np.ndarray,
     grad_max: np.ndarray | None = None,
     notes: list[str] | None = None,
+    probably_clean: np.ndarray | None = None,
 ) -> OverflowTrace:
-    """A trace from what each step shows of itself; see `OverflowTrace` and `carry`."""
-    likely_clean, likely_overflow = carry(clean, overflow)
+    """A trace from what each step shows of itself; see `OverflowTrace` and `carry`.
+
+    probably_clean: float64 [n], as `clean`, but taken for likely alone; 0 where there is no word.
+    """
+    low = clean if probably_clean is None else np.maximum(clean, probably_clean)
+    low = np.where(low < overflow, low, clean)
+    likely_clean, likely_overflow = carry(low, overflow)
     return OverflowTrace(
         first_step, clean, overflow, likely_clean, likely_overflow, grad_max, notes or []
     )
@@ -77,19 +84,18 @@ def carry(clean: np.ndarray, overflow: np.ndarray) -> tuple[np.ndarray, np.ndarr
     """(likely_clean, likely_overflow): each step's own bounds and the tightest of other steps.
 
     clean, overflow: float64 [n] as in `OverflowTrace`. A bound is carried forward until a later
-    step contradicts it, then the next looser one that nothing contradicts is carried. Before the
-    first overflow the bound is carried backward by the same rule. An overflow at a scale that had
-    been clean before, with a clean step next, is an event of that step alone and not carried: one
-    odd batch says nothing of its neighbours.
+    step contradicts it, then the next looser one that nothing contradicts is carried. Where there
+    is none yet the bound is carried backward from later steps, by the same rule. An overflow at a
+    scale that had been clean before, with a clean step next, is an event of that step alone and
+    not carried: one odd batch says nothing of its neighbours.
     """
     carried = ~_single_events(clean, overflow)
     ahead = _walk(clean, overflow, carried, range(len(clean)))
     back = _walk(clean, overflow, carried, range(len(clean) - 1, -1, -1))
     likely_overflow = np.where(np.isinf(ahead[1]), back[1], ahead[1])
-    likely_clean = np.where(ahead[0] == 0, back[0], ahead[0])
     likely_overflow = np.minimum(likely_overflow, overflow)
+    likely_clean = np.where(back[0] < likely_overflow, np.maximum(ahead[0], back[0]), ahead[0])
     likely_clean = np.maximum(likely_clean, clean)
-    # A clean bound of later steps does not reach past an overflow bound of earlier ones.
     return np.where(likely_clean < likely_overflow, likely_clean, clean), likely_overflow
 
 
@@ -120,18 +126,24 @@ def _walk(
     likely_clean, likely_overflow = np.zeros(len(clean)), np.full(len(clean), np.inf)
     lows, highs, counts = clean.tolist(), overflow.tolist(), carried.tolist()
     low: list[float] = []  # ascending, all below all of `high`
-    high: list[float] = []  # descending: the tightest comes last in both
+    high: list[float] = []  # ascending
     for index in order:
         if counts[index]:
-            while high and high[-1] <= lows[index]:
-                high.pop()
-            while low and low[-1] >= highs[index]:
-                low.pop()
-            if lows[index] > (low[-1] if low else 0.0):
-                low.append(lows[index])
-            if highs[index] < (high[-1] if high else np.inf):
-                high.append(highs[index])
+            del high[: bisect_right(high, lows[index])]
+            del low[bisect_left(low, highs[index]) :]
+            if lows[index] > 0:
+                _insert(low, lows[index])
+            if highs[index] < np.inf:
+                _insert(high, highs[index])
         # What a step shows of itself comes before what other steps show.
-        likely_clean[index] = max((b for b in low if b < highs[index]), default=0.0)
-        likely_overflow[index] = min((b for b in high if b > lows[index]), default=np.inf)
+        below = bisect_left(low, highs[index])
+        above = bisect_right(high, lows[index])
+        likely_clean[index] = low[below - 1] if below else 0.0
+        likely_overflow[index] = high[above] if above < len(high) else np.inf
     return likely_clean, likely_overflow
+
+
+def _insert(ascending: list[float], value: float) -> None:
+    at = bisect_left(ascending, value)
+    if at == len(ascending) or ascending[at] != value:
+        ascending.insert(at, value)

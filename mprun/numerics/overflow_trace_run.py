@@ -8,6 +8,7 @@ import numpy as np
 
 from mprun.errors import BadInput, Damaged
 from mprun.numerics.overflow_trace import OverflowTrace, trace_from_bounds
+from mprun.numerics.overflow_trace_probes import probed_bounds
 from mprun.numerics.scaler_replay import replay
 from mprun.precision import LossScale
 from mprun.record.metrics import read_metrics
@@ -18,32 +19,48 @@ def run_trace(directory: Path, record: dict[str, Any], own: LossScale) -> Overfl
 
     Every skipped update is recorded with its scale. Of the clean steps most are not recorded; their
     scale is found by running `own` over the skips, which must agree with every recorded scale.
-    Raises BadInput for a run that skips nothing by its rule, or several scales in one (their
-    overflows are recorded together); Damaged for records that contradict each other.
+    Probes show how far the gradients were from overflow: for other scales than the run's own.
+    Raises BadInput for a run that skips nothing by its rule and has no probes, or that has several
+    scales (their overflows are recorded together); Damaged for records that contradict each other.
     """
     path = directory / "metrics.jsonl"
-    if not own.skips_nonfinite:
+    per = record["config"]["scaler"].get("per", "shared")
+    if per != "shared":
         raise BadInput(
-            f"{directory}: scaler=none skips nothing, so its overflows are not recorded; "
-            "use a run with another scaler"
-        )
-    if record["config"]["scaler"].get("per", "shared") != "shared":
-        raise BadInput(
-            f"{directory}: scaler.per={record['config']['scaler']['per']} records the overflows of "
-            "several scales as one; use a run with scaler.per=shared"
+            f"{directory}: scaler.per={per} records the overflows of several scales as one; "
+            "use a run with scaler.per=shared"
         )
     rows = _train_rows(path)
     if not rows:
         raise BadInput(f"{directory}: no step recorded yet")
-    skipped = _skipped_steps(path, rows)
     last = rows[-1]["step"]
-    scales, notes = _scales(rows, skipped, last, own)
-    overflowed = np.zeros(last, bool)
-    overflowed[np.array(sorted(skipped), np.int64) - 1] = True
-    clean = np.where(overflowed | np.isnan(scales), 0.0, scales)
-    overflow = np.where(overflowed, scales, np.inf)
-    notes.insert(0, f"known: {last} steps, {len(skipped)} skipped, each at the run's own scale")
-    return trace_from_bounds(1, clean, overflow, None, notes)
+    skips = own.skips_nonfinite
+    probably_clean, probed, grad_max, probes = probed_bounds(directory, last, not skips)
+    if not skips and not probes:
+        raise BadInput(
+            f"{directory}: scaler=none skips nothing, so its overflows are not recorded; use a run "
+            "with another scaler, or with numerics=on"
+        )
+    if skips:
+        skipped = _skipped_steps(path, rows)
+        scales, notes = _scales(rows, skipped, last, own)
+        overflowed = np.zeros(last, bool)
+        overflowed[np.array(sorted(skipped), np.int64) - 1] = True
+        clean = np.where(overflowed | np.isnan(scales), 0.0, scales)
+        overflow = np.where(overflowed, scales, np.inf)
+        notes.insert(0, f"known: {last} steps, {len(skipped)} skipped, each at the run's own scale")
+        overflow = np.where((probed > clean) & (probed < overflow), probed, overflow)
+    else:
+        clean, overflow = np.zeros(last), probed
+        notes = [f"{last} steps without a scaler; what its gradients would do in FP16 is assumed"]
+    if probes:
+        notes.append(
+            f"{probes} probes show the scale from which on a probed gradient overflows; gradients "
+            "inside kernels may overflow below it"
+        )
+    if grad_max is not None:
+        notes.append("largest gradient for logmax: of the nearest probe before each step")
+    return trace_from_bounds(1, clean, overflow, grad_max, notes, probably_clean)
 
 
 def _train_rows(path: Path) -> list[dict[str, Any]]:

@@ -186,7 +186,11 @@ def _markdown(content: dict, rows: list[dict]) -> str:
             f"- State before step {kept['step']}: `{kept['folder']}` (trained again from step "
             f"{kept['replayed_from']}: {same})."
         )
-    lines += ["", "`mprun explain` on this directory replays that step and looks for the cause.", ""]
+    lines += [
+        "",
+        "`mprun explain` on this directory replays that step and looks for the cause.",
+        "",
+    ]
     norms = sorted({name for row in rows for name in row if name.endswith("grad_norm")})
     header, table = ["step", "loss", "loss scale", "skipped", *norms], []
     for row in rows:

@@ -18,7 +18,7 @@ from mprun.numerics.exponents import BINS
 from mprun.numerics.lost_updates import LostUpdates, lost_updates_of_each, read_counts
 from mprun.numerics.probe_record import KINDS, LearnerProbe, TensorStats
 from mprun.numerics.selection import Chosen, owner
-from mprun.numerics.tally import Tally
+from mprun.numerics.tally import Tally, largest, sampled, sampling_stride
 from mprun.precision import DTYPE_NAMES
 
 _OUTCOMES = 16  # of an update, see lost_updates
@@ -31,14 +31,16 @@ class Probe:
             metrics = task.train_step(index)
         learners, (loss,) = probe.read([metrics["loss"]])
 
-    chosen: the modules to measure, from `chosen_modules`. Costs, while it lasts, a copy of the
-    weights, 4 bytes a weight for the updates and two to three training steps of time.
+    chosen: the modules to measure, from `chosen_modules`. Of tensors of more than 2^19 values a
+    part is counted (`sampling_stride`). Costs two to three training steps of time and a copy of the
+    weights that are counted.
     """
 
     def __init__(self, task, chosen: Chosen):
         self.task, self.chosen = task, chosen
         self.tally = Tally()
-        self.before: dict[str, list[Tensor]] = {}
+        # Of each parameter its module, values before the step, their stride, and the tensor itself.
+        self.before: dict[str, list[tuple[str, Tensor, int, Tensor]]] = {}
         self.lost: dict[tuple[str, str], Tensor] = {}
         self._handles: list = []
 
@@ -46,7 +48,7 @@ class Probe:
     def __enter__(self) -> "Probe":
         for name, learner in self.task.learners.items():
             optimizer = learner.optimizer
-            self.before[name] = [updated.detach().clone() for updated in optimizer.updated]
+            self._keep_weights(name)
             for module_name, module in self.chosen[name].items():
                 hook = partial(self._on_output, name, module_name)
                 self._handles.append(module.register_forward_hook(hook))
@@ -85,23 +87,28 @@ class Probe:
             self.tally.add(key, gradient)
 
     @torch.no_grad()
-    def _count_updates(self, name: str) -> None:
-        optimizer, chosen = self.task.learners[name].optimizer, self.chosen[name]
-        modules, before, updates = [], [], []
-        for parameter, old, new in zip(
-            optimizer.names, self.before.pop(name), optimizer.updated, strict=True
-        ):
-            module = owner(parameter, chosen)
+    def _keep_weights(self, name: str) -> None:
+        optimizer = self.task.learners[name].optimizer
+        self.before[name] = []
+        for parameter, updated in zip(optimizer.names, optimizer.updated, strict=True):
+            module = owner(parameter, self.chosen[name])
             if module is not None:
-                modules.append(module)
-                before.append(old)
-                updates.append(new.detach().float() - old.float())
-        for module, old, update in zip(modules, before, updates, strict=True):
-            self.tally.add((name, "weights", module), old, keep=True)
-            self.tally.add((name, "updates", module), update, keep=True)
-        if modules:
-            for module, counts in zip(modules, lost_updates_of_each(before, updates), strict=True):
-                self.lost[name, module] = self.lost.get((name, module), 0) + counts
+                stride = sampling_stride(updated)
+                values = sampled(updated, stride).clone()
+                self.tally.add_sample((name, "weights", module), values, stride, largest(updated))
+                self.before[name].append((module, values, stride, updated))
+
+    @torch.no_grad()
+    def _count_updates(self, name: str) -> None:
+        kept, updates = self.before.pop(name), []
+        for module, old, stride, updated in kept:
+            update = sampled(updated, stride).float() - old.float()
+            self.tally.add_sample((name, "updates", module), update, stride, largest(update))
+            updates.append(update)
+        if kept:
+            outcomes = lost_updates_of_each([old for _, old, _, _ in kept], updates)
+            for (module, _, stride, _), counts in zip(kept, outcomes, strict=True):
+                self.lost[name, module] = self.lost.get((name, module), 0) + counts * stride
 
     def read(self, scalars: Sequence[Tensor]) -> tuple[dict[str, LearnerProbe], list[float]]:
         """(learner -> what was measured in it, `scalars` as floats).
@@ -122,7 +129,9 @@ class Probe:
         outcomes = packed[end:lost_end].reshape(-1, _OUTCOMES)
         values = packed[lost_end:].view("float64").tolist()
         stats = {
-            key: TensorStats(ExponentCounts(row), amax, _names(self.tally.dtypes[key]))
+            key: TensorStats(
+                ExponentCounts(row), amax, _names(self.tally.dtypes[key]), self.tally.strides[key]
+            )
             for key, row, amax in zip(keys, rows, values, strict=False)
         }
         lost = {key: read_counts(row) for key, row in zip(self.lost, outcomes, strict=True)}

@@ -24,10 +24,15 @@ A probe has tensors and no shadow, a shadow step the reverse, a step that is bot
                             loss scale, in the dtype of the parameter
     updates                 weights after the step minus weights before it, in FP32
 
-A histogram is {dtype, amax, zeros, inf, nan, classes}: dtype the names of the tensors' dtypes,
-joined by "+"; amax the largest absolute value, infinite or NaN if a value is; classes four mappings
-from binary exponent to count, one per mantissa class (`exponent_shares`). Sums over modules are not
-stored. Numbers that are not finite are the strings "NaN", "Infinity" and "-Infinity".
+A histogram is {dtype, stride, amax, zeros, inf, nan, classes}: dtype the names of the tensors'
+dtypes, joined by "+"; amax the largest absolute value, infinite or NaN if a value is; classes four
+mappings from binary exponent to count, one per mantissa class (`exponent_shares`). Sums over
+modules are not stored. Numbers that are not finite are the strings "NaN", "Infinity", "-Infinity".
+
+Of tensors with more than 2^19 values every stride-th one is counted, as often as the stride, so
+that sums over modules weigh each with its size; stride is the largest of the tensors, 1 if all
+values were counted. amax is over all values whatever the stride, but for updates, which are formed
+for the counted weights alone. lost_updates have the stride of the weights.
 """
 
 import json
@@ -50,18 +55,33 @@ _NAME = re.compile(r"step-(\d{8,})\.json$")
 
 @dataclass(frozen=True, slots=True)
 class TensorStats:
-    """All elements of one kind in one module, or in several: histogram, largest value, dtypes."""
+    """All elements of one kind in one module, or in several; the fields are those of the file."""
 
     counts: ExponentCounts
     amax: float
     dtype: str
+    stride: int = 1
+
+    @property
+    def headroom(self) -> int | None:
+        """The largest k for which nothing here overflows FP16 when multiplied by 2^k.
+
+        From amax, so that it holds for values that were not counted, too. Where a value is not
+        finite, of the counted finite ones; None if there is none but zero.
+        """
+        if not self.amax or not math.isfinite(self.amax):
+            return self.counts.headroom
+        mantissa, exponent = math.frexp(self.amax)  # mantissa below 1
+        # From 65520 = 2^16 * (1 - 2^-12) on FP16 rounds to infinity.
+        return 16 - exponent - (mantissa >= 1 - 2.0**-12)
 
     def merge(self, other: "TensorStats") -> "TensorStats":
         """The elements of both; a NaN stays."""
         larger = max(self.amax, other.amax)
         amax = math.nan if math.isnan(self.amax + other.amax) else larger
         dtypes = sorted({*self.dtype.split("+"), *other.dtype.split("+")})
-        return TensorStats(self.counts.merge(other.counts), amax, "+".join(dtypes))
+        stride = max(self.stride, other.stride)
+        return TensorStats(self.counts.merge(other.counts), amax, "+".join(dtypes), stride)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,10 +162,9 @@ def write_probe(run_dir: Path, record: ProbeRecord) -> Path:
     folder.mkdir(exist_ok=True)
     path = folder / f"step-{record.step:08}.json"
     temporary = folder / f".{path.name}.{os.getpid()}"
-    with open(temporary, "w", encoding="utf-8") as file:
-        # In one line: with indentation Python's encoder takes ten times as long.
-        json.dump(_to_json(record), file, allow_nan=False, separators=(",", ":"))
-        file.write("\n")
+    # In one line and at once: only so the encoder is the one written in C, ten times as fast.
+    text = json.dumps(_to_json(record), allow_nan=False, separators=(",", ":"))
+    temporary.write_text(text + "\n", encoding="utf-8")
     os.replace(temporary, path)
     return path
 
@@ -197,7 +216,10 @@ def _learner(content: Mapping) -> LearnerProbe:
         tensors={
             kind: {
                 module: TensorStats(
-                    ExponentCounts.from_json(stats), float(stats["amax"]), stats["dtype"]
+                    ExponentCounts.from_json(stats),
+                    float(stats["amax"]),
+                    stats["dtype"],
+                    int(stats["stride"]),
                 )
                 for module, stats in modules.items()
             }
@@ -243,6 +265,7 @@ def _learner_to_json(learner: LearnerProbe) -> dict:
             kind: {
                 module: {
                     "dtype": stats.dtype,
+                    "stride": stats.stride,
                     "amax": _number(stats.amax),
                     **stats.counts.to_json(),
                 }

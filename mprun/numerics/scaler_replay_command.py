@@ -115,7 +115,7 @@ def _read(path: Path):
         scale = build_loss_scale(own, _cpu())
     except (KeyError, TypeError, ValueError):
         raise BadInput(f"{path}: recorded by another mprun (run.json: config.scaler)") from None
-    return run_trace(path, record, scale), own
+    return run_trace(path, record, scale), own if scale.skips_nonfinite else None
 
 
 def _cpu():
@@ -128,10 +128,11 @@ def _configs(names: list[str], settings: list[str]) -> dict[str, ScalerConfig]:
     """The configuration of each scaler, checked as for a run, with the settings that it has."""
     configs, used = {}, set()
     for name in names:
-        kind = compose_config([f"scaler={name}"]).config.scaler.kind
-        own = [text for text in settings if _key(text) in SCALER_FIELDS[kind]]
-        used.update(own)
-        configs[name] = compose_config([f"scaler={name}", *own]).config.scaler
+        configs[name] = compose_config([f"scaler={name}"]).config.scaler
+        own = [text for text in settings if _key(text) in SCALER_FIELDS[configs[name].kind]]
+        if own:
+            used.update(own)
+            configs[name] = compose_config([f"scaler={name}", *own]).config.scaler
     for text in settings:
         if text not in used:
             known = sorted(set().union(*SCALER_FIELDS.values()))
@@ -153,7 +154,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--out")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--no-files", action="store_true")
-    given = parser.parse_args(arguments)
+    given = parser.parse_intermixed_args(arguments)
     given.settings = [word for word in given.words if word.startswith("scaler.") and "=" in word]
     traces = [word for word in given.words if word not in given.settings]
     if len(traces) != 1:

@@ -1,12 +1,14 @@
 """What ran at step 1: expectations written by hand from each mode's definition."""
 
 import copy
+import json
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from mprun.cli import main
 from mprun.numerics.operation_summary import lines
 from mprun.numerics.operations import FirstStep
 from mprun.precision import (
@@ -243,7 +245,9 @@ RECURRENT = {"fp32": "mkldnn_rnn_layer", "amp": "lstm", "fp16_master_scaled": "l
 
 
 @pytest.mark.parametrize("mode", RECURRENT)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "model", ["lstm_lm", "dcgan", pytest.param("resnet50", marks=pytest.mark.slow)]
+)
 def test_watching_changes_no_bit(build_run, model, mode):
     results = []
     # At the default scale of 2^16 the first updates would be skipped.
@@ -322,10 +326,32 @@ def test_the_flags_of_a_gpu_that_matter():
     assert "cudnn.benchmark on, deterministic off" in text
 
 
+def test_a_run_records_its_first_step_and_says_it_once(tmp_path, capsys):
+    run = tmp_path / "run"
+    settings = ["precision=fp16_master", "train.steps=3", "device=cpu", f"output_dir={run}"]
+    assert main([*MODELS["lstm_lm"], *settings]) == 0
+    error = capsys.readouterr().err
+    assert error.count("step 1 of fp16_master on cpu ran in:") == 1
+    record = json.loads((run / "run.json").read_text(encoding="utf-8"))
+    assert record["operations"]["step"] == 1
+    # Every call that the emulation took over is in the table; the run took three steps.
+    rows = record["operations"]["rows"]
+    emulated = {
+        f"{row['phase']} {row['operation']}": 3 * row["calls"]
+        for row in rows
+        if row["dtype"] == "emulated fp16"
+    }
+    assert emulated == record["emulated"]
+    memory = record["memory_by_kind"]
+    kept = sum(memory["activations"].values()) + sum(memory.get("weight_copies", {}).values())
+    assert kept == record["memory"]["saved_for_backward_bytes"]
+    assert memory["master_weights"].keys() == {"float32"}
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["fp32", "tf32", "amp", "fp16_master_scaled"])
 @pytest.mark.parametrize("model", MODELS)
-def test_on_cuda_the_backward_thread_is_seen_and_no_step_waits(build_run, model, mode):
+def test_on_cuda_the_backward_threads_are_seen(build_run, model, mode):
     built = build_run(*MODELS[model], f"precision={mode}", device="cuda")
     with FirstStep(built.task, built.policy, {}) as first:
         built.task.train_step(0)

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import time
+from functools import partial
 
 import pytest
 
@@ -59,9 +60,13 @@ def restarted(tmp_path, start_sweep, wait_for, same_as_single, monkeypatch):
                 for cell in present
             )
 
-        for number in signals:
+        def begun(process, printed) -> bool:
+            # Its own runs: those of the sweep before may still write their checkpoints.
+            return process.poll() is not None or ("\n[" in printed.read_text() and training())
+
+        for count, number in enumerate(signals):
             process = start_sweep([*arguments, "-j", "2"], tmp_path)
-            wait_for(lambda process=process: training() or process.poll() is not None)
+            wait_for(partial(begun, process, tmp_path / f"err{count}"))
             time.sleep(chance.uniform(0, 2))
             training()
             process.send_signal(number)

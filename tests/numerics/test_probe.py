@@ -1,0 +1,441 @@
+"""Probes see what a step computes, and change nothing of it."""
+
+import math
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
+
+from mprun.cli import main
+from mprun.compare.cells import is_no_key
+from mprun.config.compose import compose_config
+from mprun.errors import BadInput
+from mprun.numerics.exponents import ExponentCounts, exponent_counts
+from mprun.numerics.lost_updates import lost_updates, read_counts
+from mprun.numerics.probe import Probe
+from mprun.numerics.probe_record import KINDS, read_probes
+from mprun.numerics.selection import chosen_modules, owner
+from mprun.precision import Arithmetic, MixedPrecisionOptimizer, cast_model, get_policy
+from mprun.precision.loss_scale import NoLossScale
+from mprun.record.metrics import read_metrics
+from mprun.record.run_directory import config_hash, run_name
+from mprun.tasks import Classification, Learner
+
+from .small_runs import SMALL, assert_same_state, watched_steps
+
+MODES = ("fp32", "fp16_master_scaled", "amp")
+# The two with more than 20 million parameters take seconds a step.
+LARGE = {(model, mode) for model in ("alexnet", "resnet50") for mode in MODES}
+CASES = [
+    pytest.param(
+        model,
+        mode,
+        marks=pytest.mark.slow if (model, mode) in LARGE - {("resnet50", "amp")} else (),
+    )
+    for model in SMALL
+    for mode in MODES
+]
+
+
+def counted(*tensors) -> ExponentCounts:
+    counts = sum(exponent_counts(tensor.detach()) for tensor in tensors)
+    return ExponentCounts(counts.numpy())
+
+
+def probed(task, step=0, patterns=()):
+    with Probe(task, chosen_modules(task.learners, patterns)) as probe:
+        metrics = task.train_step(step)
+    learners, (loss,) = probe.read([metrics["loss"]])
+    assert loss == metrics["loss"].item()
+    return learners
+
+
+@pytest.mark.parametrize(("model", "mode"), CASES)
+def test_a_probed_and_shadowed_run_is_bit_equal_to_one_without(build_run, tmp_path, model, mode):
+    """Losses, gradient norms, scales, weights, masters, optimizer state, statistics, random state.
+
+    Dropout and the GAN's codes make the random state count; the clipped run covers clipping.
+    """
+    runs, steps = [], 2 if (model, mode) == ("resnet50", "amp") else 4
+    for every in (0, 2):
+        built = build_run(*SMALL[model], f"precision={mode}")
+        losses = watched_steps(built, tmp_path, steps, every, shadow_every=every)
+        runs.append((losses, built.task.state_dict(), torch.get_rng_state()))
+        runs[-1] += (built.arithmetic.rerouted(),)
+    assert torch.equal(runs[0][0].view(torch.int32), runs[1][0].view(torch.int32))
+    assert_same_state(runs[0][1], runs[1][1])
+    assert torch.equal(runs[0][2], runs[1][2])
+    assert runs[0][3] == runs[1][3]
+    assert [record.step for record in read_probes(tmp_path)] == list(range(2, steps + 1, 2))
+
+
+@pytest.mark.parametrize("mode", ["fp32", "fp16_naive", "fp16_master_scaled", "bf16_naive", "amp"])
+def test_what_is_counted_is_what_the_step_computed(build_run, mode):
+    """Against tensors kept by hand: outputs by retain_grad, weights and gradients by copies."""
+    built = build_run(*SMALL["conv_autoencoder"], f"precision={mode}", "train.accumulate=1")
+    twin = build_run(*SMALL["conv_autoencoder"], f"precision={mode}", "train.accumulate=1")
+    own = probed(built.task)["model"]
+
+    model, optimizer = twin.task.learner.model, twin.task.learner.optimizer
+    outputs, gradients = {}, {}
+    chosen = chosen_modules(twin.task.learners, [])["model"]
+    for name, module in chosen.items():
+
+        def keep(module, inputs, output, name=name):
+            output.retain_grad()
+            outputs[name] = (output, output.detach().clone())
+
+        module.register_forward_hook(keep)
+    for name, parameter in model.named_parameters():
+
+        def keep_gradient(gradient, name=name):
+            gradients[name] = gradient.clone()
+
+        parameter.register_hook(keep_gradient)
+    before = {name: p.detach().clone() for name, p in zip_names(optimizer)}
+    twin.task.train_step(0)
+    after = {name: p.detach().clone() for name, p in zip_names(optimizer)}
+
+    assert own.tensors.keys() == set(KINDS)
+    for name, (output, value) in outputs.items():
+        stats = own.tensors["activations"][name]
+        assert stats.counts == counted(value)
+        assert stats.amax == value.float().abs().max().item()
+        assert (
+            stats.dtype
+            == {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}[
+                str(value.dtype).removeprefix("torch.")
+            ]
+        )
+        assert own.tensors["activation_gradients"][name].counts == counted(output.grad)
+    owners = {name: owner(name, chosen) for name in before}
+    assert set(owners.values()) == own.tensors["weights"].keys() == own.lost_updates.keys()
+    for module in own.tensors["weights"]:
+        mine = [name for name in before if owners[name] == module]
+        assert len(mine) == 2  # weight and bias
+        updates = [after[name].float() - before[name].float() for name in mine]
+        for kind, tensors in (
+            ("weights", [before[name] for name in mine]),
+            ("weight_gradients", [gradients[name] for name in mine]),
+            ("updates", updates),
+        ):
+            assert own.tensors[kind][module].counts == counted(*tensors), kind
+        flat = [torch.cat([t.flatten().float() for t in ts]) for ts in ([before[n] for n in mine],)]
+        expected = lost_updates(flat[0], torch.cat([u.flatten() for u in updates]))
+        assert own.lost_updates[module] == read_counts(expected.tolist())
+    total = own.total("weights").counts
+    assert total == counted(*before.values())
+    assert own.total_lost().total == total.total
+
+
+def zip_names(optimizer):
+    return zip(optimizer.names, optimizer.updated, strict=True)
+
+
+class Blobs:
+    """Labelled points; the smallest data source that a classification task takes."""
+
+    samples_per_batch, batches_per_epoch = 6, 10
+
+    def train_batch(self, index):
+        generator = torch.Generator().manual_seed(index)
+        return torch.randn(6, 5, generator=generator), torch.arange(6) % 3
+
+
+def classifier(inplace: bool) -> Classification:
+    """Linear, ReLU used twice, and a sum in place, as in a residual block."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 8), nn.ReLU(inplace), nn.Linear(8, 8), nn.Linear(8, 3))
+    model.forward = lambda x: _forward(model, x, inplace)
+    policy = get_policy("fp32")
+    cast = cast_model(model, policy)
+    scale = NoLossScale()
+    optimizer = MixedPrecisionOptimizer(
+        cast, lambda named: torch.optim.SGD([p for _, p in named], 0.1), scale
+    )
+    arithmetic = Arithmetic(policy, torch.device("cpu"))
+    learner = Learner(cast, optimizer, lambda: model)
+    return Classification(learner, Blobs(), policy, arithmetic, scale)
+
+
+def _forward(model, x, inplace):
+    first, relu, second, last = model
+    hidden = relu(first(x))
+    out = second(hidden)
+    if inplace:
+        out += hidden
+    else:
+        out = out + hidden
+    return last(relu(out))
+
+
+def test_operations_in_place_hide_nothing():
+    """The same counts as with operations that leave their inputs alone: before, not after them."""
+    plain, inplace = (probed(classifier(inplace))["model"] for inplace in (False, True))
+    assert plain == inplace
+    # ReLU ran twice: 2 * 6 * 8 values. What goes into it has negative values, so it is smaller.
+    assert plain.tensors["activations"]["1"].counts.total == 96
+    assert plain.tensors["activations"]["1"].counts.zeros > 0
+    assert plain.tensors["activations"]["0"].counts.zeros == 0
+
+
+def test_of_a_large_weight_a_part_is_counted(build_run):
+    """512 x 2080 = 1,064,960 values: every 3rd, because 3 divides neither size."""
+    overrides = [*SMALL["lstm_lm"], "model.hidden_size=512", "data.vocab_size=2080"]
+    own = probed(build_run(*overrides).task)["model"]
+    twin = build_run(*overrides).task  # seeded anew
+    output = twin.learner.model.output
+    before = output.weight.detach().flatten()[::3].clone(), output.bias.detach().clone()
+    twin.train_step(0)
+    weights = own.tensors["weights"]["output"]
+    assert weights.stride == own.tensors["weight_gradients"]["output"].stride == 3
+    expected = exponent_counts(before[0]) * 3 + exponent_counts(before[1])
+    assert weights.counts == ExponentCounts(expected.numpy())
+    after = output.weight.detach().flatten()[::3], output.bias.detach()
+    expected = [
+        lost_updates(old, new - old) * weight
+        for old, new, weight in zip(before, after, (3, 1), strict=True)
+    ]
+    assert own.lost_updates["output"] == read_counts(sum(expected).tolist())
+    assert own.lost_updates["output"].total == own.tensors["updates"]["output"].counts.total
+    assert own.tensors["weights"]["embedding"].stride == 1
+
+
+def test_accumulated_micro_batches_are_merged(build_run):
+    one = probed(build_run(*SMALL["conv_autoencoder"], "train.accumulate=1").task)["model"]
+    three = probed(build_run(*SMALL["conv_autoencoder"], "train.accumulate=3").task)["model"]
+    for kind, times in zip(KINDS, (1, 3, 3, 3, 1), strict=True):
+        assert three.total(kind).counts.total == times * one.total(kind).counts.total, kind
+
+
+def test_every_call_of_a_gans_networks_counts(build_run):
+    """D sees real, fake and, for G's loss, fake again, without weight gradients; G runs once."""
+    built = build_run(*SMALL["dcgan"])
+    learners = probed(built.task)
+    generator, discriminator = learners["generator"], learners["discriminator"]
+    first = "layers.conv0"
+    assert discriminator.tensors["activations"][first].counts.total == 3 * 4 * 8 * 16 * 16
+    assert discriminator.tensors["activation_gradients"][first].counts.total == 3 * 4 * 8 * 16 * 16
+    assert discriminator.tensors["weight_gradients"][first].counts.total == 2 * 8 * 3 * 4 * 4
+    assert discriminator.tensors["weights"][first].counts.total == 8 * 3 * 4 * 4
+    for kind in KINDS:
+        assert (
+            generator.tensors[kind].keys()
+            <= chosen_modules(built.task.learners, [])["generator"].keys()
+        )
+    images = generator.tensors["activations"]["layers.tanh"].counts
+    assert images.total == generator.tensors["activation_gradients"]["layers.tanh"].counts.total
+    assert images.total == 4 * 3 * 32 * 32
+
+
+def test_an_lstm_counts_outputs_and_states(build_run):
+    own = probed(build_run(*SMALL["lstm_lm"]).task)["model"]
+    # outputs [5, 4, 16], h and c [2, 4, 16]; only the outputs have gradients
+    assert own.tensors["activations"]["lstm"].counts.total == 5 * 4 * 16 + 2 * 2 * 4 * 16
+    assert own.tensors["activation_gradients"]["lstm"].counts.total == 5 * 4 * 16
+    assert own.tensors["weights"]["lstm"].counts.total == sum(
+        4 * 16 * (inputs + 16 + 2) for inputs in (12, 16)
+    )
+
+
+def test_a_larger_loss_scale_shifts_gradients_and_nothing_else(build_run):
+    """FP32 multiplies by 2^10 exactly."""
+    runs = [
+        probed(build_run(*SMALL["conv_autoencoder"], "scaler=static", f"scaler.scale={2**k}").task)[
+            "model"
+        ]
+        for k in (3, 13)
+    ]
+    for kind in KINDS:
+        low, high = (run.total(kind).counts.by_exponent() for run in runs)
+        shift = 10 if kind in ("activation_gradients", "weight_gradients") else 0
+        assert high == {exponent + shift: count for exponent, count in low.items()}, kind
+
+
+def test_a_skipped_step_says_so(build_run, tmp_path):
+    overrides = [*SMALL["conv_autoencoder"], "precision=fp16_master_scaled", "scaler=static"]
+    built = build_run(*overrides, "scaler.scale=1073741824")
+    watched_steps(built, tmp_path, 1, every=1)
+    [record] = read_probes(tmp_path)
+    assert record.skipped and record.log2_loss_scale == {"loss_scale": 30.0}
+    own = record.learners["model"]
+    assert own.loss_scales == ("loss_scale",)
+    assert own.total("weight_gradients").counts.inf > 0
+    assert not math.isfinite(own.total("weight_gradients").amax)
+    assert own.total_lost().zero == own.total_lost().total
+    assert own.shadow is None and record.loss is None
+
+
+def test_scales_of_a_gan_by_loss(build_run, tmp_path):
+    built = build_run(*SMALL["dcgan"], "precision=fp16_master_scaled", "scaler.per=loss")
+    watched_steps(built, tmp_path, 1, every=1)
+    [record] = read_probes(tmp_path)
+    names = ("loss_scale", "loss_scale_fake", "loss_scale_generator")
+    assert record.log2_loss_scale == dict.fromkeys(names, 16.0)
+    assert record.learners["discriminator"].loss_scales == names[:2]
+    assert record.learners["generator"].loss_scales == names[2:]
+
+
+def test_no_hook_is_left_and_none_exists_between_probes(build_run, tmp_path):
+    built = build_run(*SMALL["dcgan"])
+
+    def hooks():
+        models = [learner.model for learner in built.task.learners.values()]
+        inner = [learner.optimizer.inner for learner in built.task.learners.values()]
+        return (
+            [module for model in models for module in model.modules() if module._forward_hooks]
+            + [p for model in models for p in model.parameters() if p._backward_hooks]
+            + [optimizer for optimizer in inner if optimizer._optimizer_step_pre_hooks]
+        )
+
+    seen = []
+    handle = built.task.g.model.register_forward_pre_hook(lambda *_: seen.append(len(hooks())))
+    watched_steps(built, tmp_path, 4, every=3, shadow_every=3)
+    handle.remove()
+    assert seen[:2] == [0, 0] and seen[2] > 0 and seen[3:] == [0]
+    assert hooks() == []
+
+
+def test_hooks_go_when_a_step_fails(build_run):
+    task = build_run(*SMALL["conv_autoencoder"]).task
+    chosen = chosen_modules(task.learners, [])
+    with pytest.raises(ValueError, match="index"), Probe(task, chosen):
+        task.train_step(-1)
+    assert not any(module._forward_hooks for module in task.learner.model.modules())
+
+
+def test_modules_by_pattern(build_run):
+    task = build_run(*SMALL["conv_autoencoder"]).task
+    chosen = chosen_modules(task.learners, ["encoder", "encoder.*conv1"])["model"]
+    assert list(chosen) == ["encoder", "encoder.layers.conv1"]
+    assert owner("encoder.layers.conv1.weight", chosen) == "encoder.layers.conv1"
+    assert owner("encoder.layers.conv0.weight", chosen) == "encoder"
+    assert owner("decoder.layers.conv0.weight", chosen) is None
+    own = probed(task, patterns=["encoder"])["model"]
+    parameters = task.learner.model.encoder.parameters()
+    assert own.total("weights").counts.total == sum(p.numel() for p in parameters)
+    assert own.tensors["activations"]["encoder"].counts.total == 2 * 4 * 32
+    default = chosen_modules(task.learners, [])["model"]
+    assert default.keys() == {
+        name for name, m in task.learner.model.named_modules() if not list(m.children())
+    }
+
+
+def test_a_pattern_that_fits_no_module_is_refused_before_anything_is_written(tmp_path, capsys):
+    path = tmp_path / "run"
+    arguments = [*SMALL["dcgan"], "numerics=on", f"output_dir={path}", "device=cpu"]
+    assert main([*arguments, "numerics.modules=[layers.conv9]"]) == 2
+    assert "numerics.modules=layers.conv9: matches no module; some" in capsys.readouterr().err
+    assert not path.exists()
+
+
+def test_a_pattern_may_fit_one_network_of_two(build_run):
+    task = build_run(*SMALL["dcgan"]).task
+    chosen = chosen_modules(task.learners, ["layers.tanh"])
+    assert (list(chosen["generator"]), list(chosen["discriminator"])) == (["layers.tanh"], [])
+    learners = probed(task, patterns=["layers.tanh"])
+    assert learners["discriminator"].total("weights") is None
+    assert learners["generator"].total("activations").counts.total == 4 * 3 * 32 * 32
+    with pytest.raises(BadInput, match="layers.tan:"):
+        chosen_modules(task.learners, ["layers.tan"])
+
+
+TINY = ["device=cpu", "threads=1", *SMALL["lstm_lm"], "precision=amp", "train.steps=6"]
+
+
+def test_a_whole_run_with_probes_has_the_same_records(tmp_path):
+    plain, probed_run = tmp_path / "plain", tmp_path / "probed"
+    assert main([*TINY, f"output_dir={plain}"]) == 0
+    on = ["numerics=on", "numerics.every=2", "numerics.shadow_every=3"]
+    assert main([*TINY, *on, f"output_dir={probed_run}"]) == 0
+    timings = {"samples_per_s", "seconds"}
+    one, other = (
+        [
+            {k: v for k, v in r.items() if k not in timings}
+            for r in read_metrics(d / "metrics.jsonl")
+        ]
+        for d in (plain, probed_run)
+    )
+    assert one == other
+    assert not (plain / "numerics").exists()
+    records = read_probes(probed_run)
+    assert [record.step for record in records] == [2, 3, 4, 6]
+    assert [bool(r.learners["model"].tensors) for r in records] == [True, False, True, True]
+    assert [r.learners["model"].shadow is not None for r in records] == [False, True, False, True]
+
+
+def test_tensorboard_shows_histograms_and_scalars(build_run, tmp_path):
+    built = build_run(*SMALL["lstm_lm"])
+    watched_steps(built, tmp_path, 2, every=2, shadow_every=2)
+    [record] = read_probes(tmp_path)
+    own = record.learners["model"]
+    events = EventAccumulator(str(tmp_path)).Reload()
+    tags = events.Tags()
+    assert set(tags["histograms"]) == {f"exponents/{kind}" for kind in KINDS}
+    [event] = events.Histograms("exponents/weights")
+    by_exponent = own.total("weights").counts.by_exponent()
+    assert event.step == 2 and event.histogram_value.num == sum(by_exponent.values())
+    found = dict(zip(event.histogram_value.bucket_limit, event.histogram_value.bucket, strict=True))
+    assert {limit - 1: n for limit, n in found.items() if n} == by_exponent
+
+    def scalar(tag):
+        [value] = events.Scalars(tag)
+        return np.float32(value.value)
+
+    lost = own.lost_updates["lstm"]
+    assert scalar("lost_updates_bf16/lstm") == np.float32(lost.share("bf16"))
+    weights = own.tensors["weights"]["lstm"]
+    assert scalar("weights_log2_amax/lstm") == np.float32(math.log2(weights.amax))
+    assert scalar("weights_headroom/total") == own.total("weights").counts.headroom
+    shares = own.total("updates").counts.shares()
+    assert scalar("updates_underflow/total") == np.float32(shares.underflow)
+    assert scalar("shadow_cosine/total") == np.float32(own.total_agreement().cosine)
+
+
+def test_numerics_belongs_neither_to_the_hash_nor_to_the_name_nor_to_a_comparison():
+    plain = compose_config([])
+    given = ("numerics=on", "numerics.every=7", "numerics.modules=[lstm]")
+    probed_run = compose_config(given)
+    assert probed_run.config.numerics.enabled and not plain.config.numerics.enabled
+    assert config_hash(plain.as_dict()) == config_hash(probed_run.as_dict())
+    names = [run_name(c.as_dict(), c.choices, c.overrides) for c in (plain, probed_run)]
+    assert names[0] == names[1]
+    assert all(is_no_key(f"numerics.{key}") for key in ("enabled", "every", "modules"))
+
+
+def test_a_resumed_run_writes_its_later_probes_again(tmp_path):
+    path = tmp_path / "run"
+    arguments = [*TINY, "numerics=on", "numerics.every=1", f"output_dir={path}"]
+    assert main([*arguments, "train.checkpoint_every=2", "train.steps=5"]) == 0
+    files = sorted((path / "numerics").iterdir())
+    contents = [file.read_text() for file in files]
+    shutil.rmtree(path / "checkpoints" / "step-00000005")
+    files[4].write_text("of an attempt that is taken back")
+    files[4].with_name("step-00000009.json").write_text("of the same")
+    assert main([f"resume={path}"]) == 0  # from step 4
+    assert sorted((path / "numerics").iterdir()) == files
+    assert [file.read_text() for file in files] == contents
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["fp32", "fp16_master_scaled", "amp"])
+@pytest.mark.parametrize("model", ["resnet50", "lstm_lm", "dcgan", "conv_autoencoder"])
+def test_on_a_gpu_a_probe_waits_only_when_it_is_read(build_run, model, mode):
+    task = build_run(*SMALL[model], f"precision={mode}", device="cuda").task
+    chosen = chosen_modules(task.learners, [])
+    task.train_step(0)
+    with Probe(task, chosen):
+        task.train_step(1)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with Probe(task, chosen) as probe:
+            metrics = task.train_step(2)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    learners, _ = probe.read([metrics["loss"]])
+    for own in learners.values():
+        assert own.total("weights").counts.total == own.total_lost().total > 0
