@@ -17,6 +17,7 @@ from mprun.errors import BUG, DONE, INTERRUPTED, RESOURCE, BadInput, MprunError
 # verb -> (module with `main(arguments) -> exit code`, what the verb does)
 VERBS = {
     "compare": ("mprun.compare.command", "finished runs: a verdict per precision mode, a report"),
+    "advise": ("mprun.numerics.advise_command", "what FP16 needs: masters, scale, FP32 modules"),
     "explain": ("mprun.numerics.explain_command", "a run that diverged: its cause, what cures it"),
     "scaler-replay": (
         "mprun.numerics.scaler_replay_command",

@@ -11,6 +11,7 @@ from mprun.compare.grouping import ProtoGroup
 from mprun.compare.outcome import ENDED, outcomes
 from mprun.compare.verdict import judge
 from mprun.config.margin import ACCURACIES, default_margin
+from mprun.errors import BadInput
 
 # Same-seed losses of a correct mode stay within about 1 % for 20 steps (measured on one small
 # model); an error in a cast or in unscaling shows here first. A warning, never a verdict.
@@ -38,6 +39,10 @@ def assess(
         data = keys.get("data.name")
         margin = keys.get("compare.margin") if configured else None
         margin = default_margin(metric, data) if margin is None else margin
+    if metric is None or (not foreign and "compare.window" not in keys):
+        raise BadInput("compare.metric, compare.window: the runs differ in it; give --metric")
+    if not accuracy and margin >= 0.5:
+        raise BadInput(f"margin {margin:g}: is relative, 0.01 means 1 %; must be below 0.5")
     window = keys.get("compare.window", 1)
     gan = keys.get("model.name") == "dcgan"
     base = outcomes(proto.baseline, proto.baseline, metric=metric, window=window, gan=gan)
@@ -54,6 +59,12 @@ def assess(
         window=window,
         notes=list(proto.notes),
     )
+    samples = keys.get("data.eval_samples")
+    if accuracy and samples and 100 / samples > margin / 2:
+        group.notes.append(
+            f"one evaluated sample is {100 / samples:.2g} points, too coarse for a margin of "
+            f"{margin:g}: matches by rounding are likely; evaluate on more samples"
+        )
     for arm in proto.arms:
         verdict, own = judge(
             arm,
@@ -76,7 +87,9 @@ def assess(
 def _row(arm: Arm, baseline: Arm, verdict: Verdict, own: list[Outcome]) -> Row:
     ended = [run for run in arm.runs if run.status in ENDED]
     ranges = [run.scale_range for run in ended if run.scale_range is not None]
-    finite = [outcome.value for outcome in own if math.isfinite(outcome.value)]
+    # The seeds that were compared, so that means and difference agree.
+    used = set(verdict.seeds) or {outcome.seed for outcome in own}
+    finite = [o.value for o in own if math.isfinite(o.value) and o.seed in used]
     return Row(
         arm=arm,
         verdict=verdict,
@@ -122,11 +135,14 @@ def _largest_saved(runs: list[RunData]) -> int | None:
 def _check_first_steps(row: Row, baseline: Arm) -> None:
     """Median |loss / FP32 loss - 1| over steps 1 to 20, same seed, then over seeds."""
     others = {run.seed: run.first_losses for run in baseline.runs}
+    skipped = {run.seed: run.skip_steps[:1] for run in baseline.runs}
     medians = []
     for run in row.arm.runs:
         own, other = run.first_losses, others.get(run.seed, np.empty(0))
         count = min(len(own), len(other))
-        if count < 2 or run.foreign:
+        skips = [*run.skip_steps[:1], *skipped.get(run.seed, ())]
+        # After a skipped update equal steps are not equal numbers of updates.
+        if count < 2 or run.foreign or any(step <= count for step in skips):
             continue
         with np.errstate(all="ignore"):
             distance = np.abs(own[:count] / other[:count] - 1)

@@ -11,7 +11,7 @@ from pathlib import Path
 from mprun import __version__
 from mprun.compare.assess import assess
 from mprun.compare.equivalence import ALPHA
-from mprun.compare.findings import Comparison, Group
+from mprun.compare.findings import Comparison, RunData
 from mprun.compare.grouping import group_runs
 from mprun.compare.load import load_runs
 from mprun.compare.looks import nominal_alpha
@@ -107,27 +107,34 @@ def compare(options: Options) -> Comparison:
             judged_otherwise=options.metric is not None or options.margin is not None,
         )
     else:
-        from mprun.compare.foreign import load_foreign
+        from mprun.compare.foreign import load_foreign, refuse_same_logs
 
         foreign, notes = load_foreign(options.paths, options.tag)
-        protos, refused = [foreign], []
+        refuse_same_logs(foreign)
+        protos, refused, runs = [foreign], [], foreign.baseline.runs
     if not protos:
         raise BadInput(refused[0] if refused else f"{options.paths[0]}: no runs to compare")
-    groups = [
-        assess(
-            proto,
-            metric=options.metric or options.tag,
-            margin=options.margin,
-            looks=options.looks,
-            higher_is_better=options.higher_is_better,
-        )
-        for proto in protos
-    ]
+    groups = []
+    for proto in protos:
+        try:
+            group = assess(
+                proto,
+                metric=options.metric or options.tag,
+                margin=options.margin,
+                looks=options.looks,
+                higher_is_better=options.higher_is_better,
+            )
+        except BadInput as error:  # of one group: the others are compared all the same
+            refused.append(f"{error} ({proto.title}: not compared)")
+        else:
+            groups.append(group)
+    if not groups:
+        raise BadInput(refused[-1].removesuffix(f" ({protos[-1].title}: not compared)"))
     return Comparison(
         groups=groups,
         not_compared=refused,
         notes=notes,
-        stamps=_stamps(options, groups),
+        stamps=_stamps(options, runs),
         looks=options.looks,
         alpha=nominal_alpha(tuple(options.looks)) if options.looks else ALPHA,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -135,16 +142,19 @@ def compare(options: Options) -> Comparison:
     )
 
 
-def _stamps(options: Options, groups: list[Group]) -> list[str]:
+def _stamps(options: Options, runs: list[RunData]) -> list[str]:
     """What the reader must know of how the comparison was asked for."""
     stamps = []
     if options.allow:
         stamps.append(f"--allow {','.join(options.allow)}: runs that differ in more than precision")
     for name, given in (("metric", options.metric), ("margin", options.margin)):
-        configured = {group.keys.get(f"compare.{name}") for group in groups} - {None}
+        configured = {run.keys.get(f"compare.{name}") for run in runs} - {None}
         if given is not None and configured - {given}:
             before = ", ".join(str(value) for value in sorted(configured, key=str))
             stamps.append(f"--{name} {given}: chosen after the runs, which say {before}")
+    if options.tag is not None:
+        told = "the default of 1 %" if options.margin is None else f"--margin {options.margin:g}"
+        stamps.append(f"foreign logs name no margin: {told} was taken when they were compared")
     if options.baseline is not None:
         stamps.append(f"--baseline {options.baseline}: chosen on the command line")
     return stamps
@@ -157,8 +167,8 @@ def _beside(options: Options) -> Path:
     common = Path(os.path.commonpath([path.resolve() for path in paths]))
     if not common.is_dir() or (common / "run.json").exists():
         common = common.parent
-    elif options.tag is not None and len(paths) == 1:
-        common = common.parent
+    elif common == Path(common.anchor):
+        common = Path.cwd()
     try:
         return common.relative_to(Path.cwd())
     except ValueError:
@@ -171,26 +181,50 @@ def _write(comparison: Comparison, options: Options, folder: Path) -> Path:
 
     if folder.exists() and not folder.is_dir():
         raise BadInput(f"--out {folder}: must be a folder")
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / "results.json").is_file():
-        raise BadInput(f"--out {folder}: holds other files; choose an empty or a new folder")
-    folder.mkdir(parents=True, exist_ok=True)
-    for figure in folder.glob("*.png"):  # of an earlier comparison, perhaps of other groups
-        figure.unlink()
+    earlier = _earlier_figures(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadInput(f"--out {folder}: cannot be made ({error.strerror})") from None
+    for name in earlier:  # perhaps of other groups
+        (folder / name).unlink(missing_ok=True)
     beside_paper = paper_html(paper_rows(comparison)) if options.paper else ""
     report = write_report(comparison, folder, beside_paper)
     text = markdown(comparison)
     if options.paper:
         text += "\n" + paper_markdown(paper_rows(comparison))
     (folder / "report.md").write_text(text + "\n", encoding="utf-8")
-    found = json.dumps(results(comparison), indent=1, allow_nan=False)
+    figures = sorted(path.name for path in folder.glob("*.png"))
+    content = results(comparison) | {"figures": figures}
+    found = json.dumps(content, indent=1, allow_nan=False)
     (folder / "results.json").write_text(found + "\n", encoding="utf-8")
     return report
+
+
+def _earlier_figures(folder: Path) -> list[str]:
+    """Names of the figures of an earlier comparison in `folder`; BadInput if it is no such folder.
+
+    Nothing but what results.json lists is ever deleted.
+    """
+    if not folder.is_dir() or not any(folder.iterdir()):
+        return []
+    try:
+        content = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+        ours = content["format"] == 1 and (folder / "report.html").is_file()
+        names = [name for name in content["figures"] if Path(name).name == name]
+    except (OSError, ValueError, KeyError, TypeError):
+        ours = False
+    if not ours:
+        raise BadInput(f"--out {folder}: holds other files; choose an empty or a new folder")
+    return names
 
 
 def _all_match(comparison: Comparison) -> bool:
     rows = [row for group in comparison.groups for row in group.rows]
     if comparison.not_compared:
         return False
+    if any(row.arm.missing for row in rows):
+        return False  # a crash is no accident until its cause is known
     return bool(rows) and all(row.verdict.name == "matches" for row in rows)
 
 

@@ -32,6 +32,33 @@ def divergences(
     return [_failed_itself(run) or (None if gan else _learned_nothing(run, finals)) for run in runs]
 
 
+def baseline_progress(baseline: Sequence[RunData], metric: str, *, gan: bool) -> str | None:
+    """Why agreement with this baseline would say nothing: it learned next to nothing itself.
+
+    The mean loss over the first 10 steps must exceed that over the last tenth of the records by
+    twice the standard error of the two, taken from the scatter of single losses. For a GAN, whose
+    losses say nothing, the metric must improve by a tenth from the first to the last evaluation.
+    None where it learned, or where the records cannot tell.
+    """
+    runs = [run for run in baseline if not run.foreign]
+    if gan:
+        curves = [run.evals.get(metric, np.empty(0)) for run in runs]
+        pairs = [(curve[0], curve[-1]) for curve in curves if len(curve) > 1]
+        if len(pairs) < len(runs) or not pairs:
+            return None
+        start, end = np.mean(pairs, axis=0).tolist()
+        return None if end < 0.9 * start else f"{metric} {start:.4g} to {end:.4g}"
+    starts = [_finite_mean(run.first_losses[:10]) for run in runs]
+    ends = [_finite_mean(run.last_losses) for run in runs]
+    if not runs or None in starts or None in ends:
+        return None
+    start, end = sum(starts) / len(runs), sum(ends) / len(runs)
+    count = min(min(run.first_losses[:10].size, run.last_losses.size) for run in runs)
+    if start - end > 2 * _scatter(runs) * (2 / count) ** 0.5:
+        return None
+    return f"training loss {start:.4g} to {end:.4g}"
+
+
 def _failed_itself(run: RunData) -> tuple[str, int | None] | None:
     """Rules (a) and (b)."""
     if run.status == "diverged":

@@ -68,6 +68,7 @@ class Arm:
     runs: list[RunData]
     differs: dict[str, tuple[Any, Any]] = field(default_factory=dict)  # key -> (baseline's, own)
     notes: list[str] = field(default_factory=list)  # "seed 3: failed (out of memory)"
+    missing: list[int] = field(default_factory=list)  # seeds whose run has no outcome
 
 
 @dataclass(slots=True)

@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 
 from mprun.compare.findings import Arm, RunData
-from mprun.compare.foreign_files import is_events, read_csv, read_events
+from mprun.compare.foreign_files import is_events, names_no_tag, read_csv, read_events
 from mprun.compare.grouping import ProtoGroup
-from mprun.compare.load import natural_order
+from mprun.compare.load import SUMMARY_FOLDER, natural_order
 from mprun.errors import BadInput
 
 _BASELINES = ("fp32", "baseline")
@@ -42,7 +42,12 @@ def load_foreign(specs: Sequence[str], tag: str) -> tuple[ProtoGroup, list[str]]
         paths[label] = [run for part in listed.split(",") for run in _runs_at(Path(part))]
     if len(paths) < 2:
         raise BadInput(f"{specs[0]}: needs a baseline and at least one other LABEL=PATH")
-    notes = []
+    notes = [
+        f"{path}: names no tag; its column Value is taken for {tag}"
+        for runs in paths.values()
+        for path in runs
+        if names_no_tag(path, tag)
+    ]
     arms = {
         label: Arm(label, label, [_load(path, tag, label, i, notes) for i, path in enumerate(runs)])
         for label, runs in paths.items()
@@ -53,6 +58,17 @@ def load_foreign(specs: Sequence[str], tag: str) -> tuple[ProtoGroup, list[str]]
     notes.append("foreign logs: runs are paired by their position in the list, not by seed")
     others = [arm for label, arm in arms.items() if label != baseline]
     return ProtoGroup(tag, "foreign", arms[baseline], others, {}, notes), []
+
+
+def refuse_same_logs(group: ProtoGroup) -> None:
+    """BadInput where one log stands for several runs: it would match itself."""
+    seen = set()
+    for arm in (group.baseline, *group.arms):
+        for run in arm.runs:
+            path = Path(run.path).resolve()
+            if path in seen:
+                raise BadInput(f"{run.path}: listed twice; every path must be another run")
+            seen.add(path)
 
 
 def _baseline(labels: list[str]) -> str:
@@ -82,7 +98,11 @@ def _search(path: Path, above: set[Path]) -> list[Path]:
     if any(is_events(entry) for entry in entries):
         return [path]
     tables = [entry for entry in entries if entry.suffix.lower() == ".csv" and entry.is_file()]
-    folders = [entry for entry in entries if entry.is_dir() and not entry.name.startswith(".")]
+    folders = [
+        entry
+        for entry in entries
+        if entry.is_dir() and not entry.name.startswith(".") and entry.name != SUMMARY_FOLDER
+    ]
     return tables or [run for entry in folders for run in _search(entry, above | {resolved})]
 
 

@@ -84,6 +84,16 @@ def read_csv(path: Path, tag: str) -> tuple[np.ndarray, np.ndarray]:
     return steps, values
 
 
+def names_no_tag(path: Path, tag: str) -> bool:
+    """Whether `read_csv` would take the column `Value` of a file that does not name its tag."""
+    if is_events(path) or not path.is_file():
+        return False
+    with open(path, encoding="utf-8-sig", errors="replace", newline="") as file:
+        header = next(csv.reader(file), [])
+    named = tag in header or any(name.endswith(f" - {tag}") for name in header)
+    return "Value" in header and not named and "-tag-" not in path.name
+
+
 def _step_column(path: Path, header: list[str]) -> int:
     for name in _STEP_COLUMNS:
         if name in header:
@@ -100,6 +110,10 @@ def _value_column(path: Path, header: list[str], tag: str) -> int:
     if exported:
         return header.index(exported[0])
     if "Value" in header:
+        # TensorBoard's export is called run-NAME-tag-TAG.csv, with "/" as "_".
+        _, told, rest = path.stem.partition("-tag-")
+        if told and rest != tag.replace("/", "_"):
+            raise BadInput(f"{path}: --tag {tag}: the file is an export of the tag {rest}")
         return header.index("Value")
     raise _no_tag(path, tag, [name for name in header if name not in _STEP_COLUMNS])
 

@@ -67,6 +67,7 @@ def _machine(environment: dict[str, Any]) -> str:
 
 
 _MUST_AGREE = {
+    "Python": lambda environment: ".".join(str(environment.get("python")).split(".")[:2]),
     "torch": _packages("torch"),
     "device": _machine,
     "mprun": lambda environment: environment.get("mprun", "unknown"),

@@ -98,6 +98,8 @@ def _check_allowed(allow: Sequence[str], runs: Sequence[RunData]) -> None:
     for one in allow:
         if not any(_matches(key, (one,)) for key in known):
             raise BadInput(f"--allow {one}: no run has this key{nearest(one, known)}")
+        if is_no_key(one) or of_arm(one) or of_arm(f"{one}."):
+            raise BadInput(f"--allow {one}: may differ anyway; leave it out")
 
 
 def _baseline(family: list[Cell], allow: Sequence[str]) -> Cell | None:
@@ -170,6 +172,7 @@ def _arm(cell: Cell, baseline: Cell, rivals: list[Cell]) -> Arm:
         runs=ended,
         differs=differs,
         notes=missing_seeds(runs) + notes,
+        missing=[run.seed for run in runs if run.status not in OUTCOMES],
     )
 
 
@@ -180,6 +183,10 @@ def _by_configuration(cells: Iterable[Cell]) -> list[Cell]:
         one = merged.setdefault(canonical(cell.shared), Cell([], cell.shared, {}))
         one.runs += cell.runs
     return list(merged.values())
+
+
+# Runs of another length or judged otherwise cannot be compared, whatever is allowed.
+_NEVER_ALLOWED = ("train.steps", "train.epochs", "compare.metric", "compare.window")
 
 
 def _why_not(cell: Cell, baselines: list[Cell]) -> str:
@@ -194,7 +201,7 @@ def _why_not(cell: Cell, baselines: list[Cell]) -> str:
         f"{pairs_text(found)}: not as in the nearest FP32 runs ({best.first.path}), so not "
         f"compared: {what}; run it with precision=fp32"
     )
-    if len(found) > _MOST_KEYS_ALLOWED:
+    if len(found) > _MOST_KEYS_ALLOWED or any(key in _NEVER_ALLOWED for key in found):
         return line
     return f"{line}, or --allow {','.join(found)}"
 

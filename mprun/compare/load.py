@@ -103,8 +103,14 @@ def load_run(directory: Path, record: dict[str, Any]) -> RunData:
         columns = read_columns(metrics, missing_ok=True)
     except OSError as error:
         raise BadInput(f"{metrics}: cannot be read ({error.strerror})") from None
+    if ended and columns.last_step < record.get("last_step", 0):
+        raise Damaged(
+            f"{metrics}: ends at step {columns.last_step}, the run at {record['last_step']}"
+        )
     try:
         precision, environment = record["precision"], record["environment"]
+        if type(record["seed"]) is not int or not isinstance(environment, dict):
+            raise TypeError("seed must be an integer, environment a mapping")
         memory, throughput = record.get("memory", {}), record.get("throughput", {})
         has_scale = precision["scaler"] != "none"
         return RunData(
@@ -124,7 +130,7 @@ def load_run(directory: Path, record: dict[str, Any]) -> RunData:
             longest_skip_streak=columns.longest_skip_streak,
             scale_range=columns.scale_range if has_scale else None,
             nonfinite_step=columns.nonfinite_step,
-            keys=flat(record["config"]),
+            keys=flat(record["config"]) | _data_keys(record),
             choices=record["choices"],
             config_hash=record["config_hash"],
             created=record["created"],
@@ -141,6 +147,12 @@ def load_run(directory: Path, record: dict[str, Any]) -> RunData:
         raise Damaged(f"{directory / 'run.json'}: no {error.args[0]!r}") from None
     except (TypeError, AttributeError) as error:
         raise Damaged(f"{directory / 'run.json'}: not the record of a run ({error})") from None
+
+
+def _data_keys(record: dict[str, Any]) -> dict[str, Any]:
+    """Hash and size of the data's content as keys: equal names do not make equal data."""
+    data = record.get("data") or {}
+    return {f"data.{key}": data[key] for key in ("sha256", "eval_samples") if key in data}
 
 
 def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -2,10 +2,13 @@
 
 import math
 
+import numpy as np
+
 from mprun.compare.divergence import divergences
 from mprun.compare.findings import Arm, Outcome, RunData
 from mprun.errors import BadInput
 
+_LARGEST = 1e100  # beyond, sums of squares overflow: as good as infinite
 ENDED = ("done", "diverged")  # a run that failed, was preempted or still runs is no outcome
 
 
@@ -16,8 +19,8 @@ def outcomes(arm: Arm, baseline: Arm, *, metric: str, window: int, gan: bool) ->
     geometric mean, the exponential of the mean loss; of a foreign log the mean over the last
     max(3, 10 %) values. A value that is not finite counts as diverged. BadInput: see `judge`.
     """
-    runs = _ended(arm)
-    reasons = divergences(runs, _ended(baseline), gan=gan)
+    runs = ended_runs(arm)
+    reasons = divergences(runs, ended_runs(baseline), gan=gan)
     found = []
     for run, reason in zip(runs, reasons, strict=True):
         if reason is None:
@@ -30,11 +33,12 @@ def outcomes(arm: Arm, baseline: Arm, *, metric: str, window: int, gan: bool) ->
 def refuse_other_lengths(arm: Arm, baseline: Arm, window: int) -> None:
     """BadInput unless all ended runs were evaluated last at the same steps.
 
-    Runs of another length are another experiment, even where the configurations agree. For runs
-    none of which diverged.
+    Runs of another length are another experiment, even where the configurations agree. Foreign
+    logs must end at the same step and average over the same stretch, but for one interval. For
+    runs none of which diverged.
     """
     expected = None
-    for run in _ended(baseline) + _ended(arm):
+    for run in ended_runs(baseline) + ended_runs(arm):
         # Foreign logs may be spaced otherwise; where they end must agree all the same.
         steps = run.evals["step"][-(1 if run.foreign else window) :].tolist()
         if expected is None:
@@ -45,9 +49,23 @@ def refuse_other_lengths(arm: Arm, baseline: Arm, window: int) -> None:
                 f"{_steps_text(expected)}: must be the same, runs of different length are not "
                 "compared"
             )
+        if run.foreign:
+            _refuse_other_stretch(run, first)
 
 
-def _ended(arm: Arm) -> list[RunData]:
+def _refuse_other_stretch(run: RunData, first: RunData) -> None:
+    stretches = [one.evals["step"][-_width(one, 1) :] for one in (run, first)]
+    interval = max(float(np.diff(steps).max(initial=0.0)) for steps in stretches)
+    starts = [float(steps[0]) for steps in stretches]
+    if abs(starts[0] - starts[1]) > interval:
+        raise BadInput(
+            f"{run.path}: its last tenth begins at step {starts[0]:.0f}, that of {first.path} at "
+            f"{starts[1]:.0f}: must be the same; log at equal intervals"
+        )
+
+
+def ended_runs(arm: Arm) -> list[RunData]:
+    """The runs of `arm` that have an outcome, seeds ascending."""
     return sorted((run for run in arm.runs if run.status in ENDED), key=lambda run: run.seed)
 
 
@@ -67,7 +85,7 @@ def _outcome(run: RunData, metric: str, window: int) -> Outcome:
         )
     last = column[-width:].tolist()
     for value, step in zip(last, run.evals["step"][-width:].tolist(), strict=True):
-        if not math.isfinite(value):
+        if not abs(value) < _LARGEST:  # NaN too
             return Outcome(run.seed, math.nan, f"non-finite {metric} in an evaluation", int(step))
     if metric == "perplexity" and min(last) <= 0:
         raise BadInput(f"{asked}: is {min(last):g}; a perplexity must be above 0")

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 from mprun.compare import equivalence
 from mprun.compare import looks as planned
+from mprun.compare.divergence import baseline_progress
 from mprun.compare.equivalence import FEWEST_SEEDS, Unit
 from mprun.compare.findings import Arm, Outcome, Verdict
-from mprun.compare.outcome import outcomes, refuse_other_lengths
+from mprun.compare.outcome import ended_runs, outcomes, refuse_other_lengths
 from mprun.errors import BadInput
 
 GAN_LOSSES = ("loss", "d_loss", "g_loss")
@@ -72,15 +73,26 @@ def judge(
     """
     own = outcomes(arm, baseline, metric=metric, window=window, gan=gan)
     base = outcomes(baseline, baseline, metric=metric, window=window, gan=gan)
-    reference = "FP32" if baseline.mode == "fp32" else baseline.label
+    reference = "FP32" if baseline.label == "fp32" else baseline.label
     verdict = _diverged(own, base, reference)
     if verdict is None and gan and metric in GAN_LOSSES:
         verdict = Verdict(
             "not assessed",
-            f"not assessed: the {metric} of a GAN does not measure the quality of its samples.",
+            f"not assessed: the {metric} of a GAN does not measure the quality of its samples; "
+            "runs with compare.metric=sliced_wasserstein are judged (docs/sample_metric.md).",
             seeds=[outcome.seed for outcome in own],
             baseline_seeds=[outcome.seed for outcome in base],
         )
+    if verdict is None:
+        unlearned = baseline_progress(ended_runs(baseline), metric, gan=gan)
+        if unlearned is not None:
+            verdict = Verdict(
+                "invalid baseline",
+                f"{reference} itself learned next to nothing ({unlearned}): agreement would say "
+                "nothing; train longer or fix the recipe.",
+                seeds=[outcome.seed for outcome in own],
+                baseline_seeds=[outcome.seed for outcome in base],
+            )
     if verdict is None:
         refuse_other_lengths(arm, baseline, window)
         question = _Question(metric, higher_is_better, relative, margin_setting, reference)
@@ -167,7 +179,14 @@ def _margin_and_unit(base: list[float], question: _Question) -> tuple[float, Uni
 def _at_all_seeds(values: _Values, question: _Question) -> Verdict:
     if min(len(values.own), len(values.base)) < FEWEST_SEEDS:
         return _too_few(values, question, FEWEST_SEEDS)
-    return _tested(values, question, equivalence.ALPHA)
+    verdict = _tested(values, question, equivalence.ALPHA)
+    if verdict.needed:
+        total = min(len(values.own), len(values.base)) + verdict.needed
+        verdict.sentence += (
+            f" Then test with --looks {len(values.own)},{total}: a second test without it raises "
+            "the error rate above 5 %."
+        )
+    return verdict
 
 
 def _at_looks(values: _Values, question: _Question, looks: Sequence[int]) -> Verdict:

@@ -4,6 +4,7 @@ import os
 
 from mprun.config import schema
 from mprun.config.field_rules import violations
+from mprun.config.margin import ACCURACIES
 from mprun.config.schema import DTYPES, RunConfig
 from mprun.errors import BadInput
 
@@ -60,7 +61,17 @@ def check(config: RunConfig) -> None:
     _containers(config)
     for line in violations(config):
         raise BadInput(line)
-    for rule in (_names, _data_fits_model, _optim, _scaler, _precision, _train, _compare, _paths):
+    for rule in (
+        _names,
+        _data_fits_model,
+        _optim,
+        _scaler,
+        _precision,
+        _train,
+        _compare,
+        _numerics,
+        _paths,
+    ):
         rule(config)
 
 
@@ -230,6 +241,12 @@ def _compare(config: RunConfig) -> None:
             f"compare.metric={config.compare.metric}: must be one of "
             f"{', '.join(allowed)} for {config.model.name}"
         )
+    margin, accuracy = config.compare.margin, config.compare.metric in ACCURACIES
+    if margin is not None and margin >= 0.5 and not accuracy:
+        raise BadInput(
+            f"compare.margin={margin:g}: is relative to the FP32 mean, 0.01 means 1 %; must be "
+            "below 0.5"
+        )
     train, window = config.train, config.compare.window
     if train.steps is not None and window > 1:
         # The last step is always evaluated.
@@ -239,6 +256,12 @@ def _compare(config: RunConfig) -> None:
                 f"compare.window={window}: a run of {train.steps} steps with train.eval_every="
                 f"{train.eval_every} has {evaluations} (allowed: 1 to {evaluations})"
             )
+
+
+def _numerics(config: RunConfig) -> None:
+    numerics = config.numerics
+    if numerics.shadow_every and not numerics.enabled:
+        raise BadInput(f"numerics.shadow_every={numerics.shadow_every}: needs numerics=on")
 
 
 def _paths(config: RunConfig) -> None:

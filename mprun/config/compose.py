@@ -84,7 +84,7 @@ def _length_as_given(config: RunConfig, given: set[str]) -> None:
 
 
 def _fill_compare(config: RunConfig) -> None:
-    """Put metric and margin into the record: a default that changes later must not move a verdict."""
+    """Put metric and margin into the record: a later default must not move a verdict."""
     if config.compare.metric is None:
         config.compare.metric = default_metric(config.model.name)
     if config.compare.margin is None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from mprun.numerics.observation import (
+from mprun.numerics.events import (
     BACKWARD,
     FORWARD,
     INPUT,
@@ -14,8 +14,8 @@ from mprun.numerics.observation import (
     UPDATE,
     Event,
     Largest,
-    Observation,
 )
+from mprun.numerics.observation import Observation
 from mprun.numerics.post_mortem import power
 from mprun.numerics.replay import (
     Steps,
@@ -242,15 +242,11 @@ def _first(seen: Observation, sources: set[int]) -> Event | None:
 
 
 def _up_to(seen: Observation, event: Event) -> list[Largest]:
-    """The largest values in order of execution, the culprit's module last."""
-    found = []
-    for largest in seen.ramp.values():
-        if largest.phase not in (FORWARD, LOSS, BACKWARD):
-            continue
-        found.append(largest)
-        if (largest.phase, largest.module) == (event.phase, event.module):
-            break
-    return found
+    """The largest values when the culprit appeared, in order of execution, its own module last."""
+    ramp = seen.ramps[event.order] if event.order < len(seen.ramps) else list(seen.ramp.values())
+    found = [one for one in ramp if one.phase in (FORWARD, LOSS, BACKWARD)]
+    own = [one for one in found if (one.phase, one.module) == (event.phase, event.module)]
+    return [one for one in found if one not in own] + own
 
 
 def _dtype(dtype: torch.dtype) -> str:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mprun.errors import BadInput, MprunError
 from mprun.numerics.culprit import Finding, reason_of
-from mprun.numerics.observation import BACKWARD, UNSCALE, UPDATE
+from mprun.numerics.events import BACKWARD, UNSCALE, UPDATE
 from mprun.numerics.post_mortem import EXPLOSION, power
 from mprun.numerics.replay import (
     KeptBatch,
@@ -85,10 +85,14 @@ def changes(
     precision, scaler, optim = config["precision"], config["scaler"], config["optim"]
     half = precision["autocast_dtype"] or precision["param_dtype"]
     phase = finding.event.phase if finding.event is not None else None
-    if half != "fp32":
-        for module in _modules(config, finding):
-            kept = {**precision["overrides"], module: "fp32"}
-            add(f"precision.overrides.{module}=fp32", precision={"overrides": kept})
+    modules = _modules(config, finding) if half != "fp32" else []
+
+    def add_in_fp32(module: str) -> None:
+        kept = {**precision["overrides"], module: "fp32"}
+        add(f"precision.overrides.{module}=fp32", precision={"overrides": kept})
+
+    for module in modules[:1]:
+        add_in_fp32(module)
     for key in ("norm_dtype", "loss_dtype"):
         if precision[key] != "fp32":
             add(f"precision.{key}=fp32", precision={key: "fp32"})
@@ -101,6 +105,8 @@ def changes(
     if precision["master_dtype"] is None:
         masters = {"master_dtype": "fp32", "grad_dtype": "fp32"}
         add("precision.master_dtype=fp32", "precision.grad_dtype=fp32", precision=masters)
+    for module in modules[1:]:
+        add_in_fp32(module)
     for factor in (0.1, 0.01, 0.001) if phase == UPDATE or exploding else (0.1,):
         lr = float(f"{optim['lr'] * factor:.6g}")
         add(f"optim.lr={lr:g}", optim={"lr": lr})
@@ -228,20 +234,25 @@ def _add_scales(add, scaler: dict, finding: Finding, phase: str | None, options:
     if kind == "static" and scaled:
         for exponent in lower:
             scale = scaler["scale"] * 2.0**-exponent
-            add(f"scaler.scale={scale:g}", scaler={"scale": scale})
+            add(f"scaler.scale={_typed(scale)}", scaler={"scale": scale})
     elif kind == "none" and scaled:
         for exponent in lower:
             scale = 2.0**-exponent
             static = options["static"] | {"scale": scale}
-            add("scaler=static", f"scaler.scale={scale:g}", scaler=static)
+            add("scaler=static", f"scaler.scale={_typed(scale)}", scaler=static)
     elif kind == "none" and phase == UPDATE and "zero" in reason_of(event):
         static = options["static"] | {"scale": 1024.0}
         add("scaler=static", "scaler.scale=1024", scaler=static)
     if kind == "dynamic" and finding.kind == "collapse":
         floor = max(scaler["min_scale"] * 2.0**-12, 2.0**-126)
-        add(f"scaler.min_scale={floor:g}", scaler={"min_scale": floor})
+        add(f"scaler.min_scale={_typed(floor)}", scaler={"min_scale": floor})
     if kind != "dynamic":
         add("scaler=dynamic", scaler=options["dynamic"])
+
+
+def _typed(number: float) -> str:
+    """All digits, so that what is typed is what was tried."""
+    return repr(number).removesuffix(".0")
 
 
 def limit_of(first_loss: float | None) -> float | None:

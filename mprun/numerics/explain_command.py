@@ -4,22 +4,18 @@ import json
 import math
 import shlex
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from mprun import checkpoint
 from mprun.config.compose import compose_config, config_from_record
 from mprun.errors import DONE, BadInput, Damaged
 from mprun.numerics import cures
-from mprun.numerics.culprit import Finding, find_culprit, in_words, reason_of
-from mprun.numerics.failure import FailureKeeper, failure_folder, report_failure
-from mprun.numerics.observation import Largest
-from mprun.numerics.post_mortem import LAST, explosion, power, read_post_mortem
+from mprun.numerics.culprit import Finding, find_culprit
+from mprun.numerics.explanation import Explanation, as_dict, as_text
+from mprun.numerics.kept_state import kept_state, recorded_rows
+from mprun.numerics.post_mortem import LAST, explosion, read_post_mortem
 from mprun.numerics.replay import Steps, all_finite, restore, same_loss, weights
-from mprun.precision import DTYPE_NAMES
-from mprun.record.metrics import read_metrics
 from mprun.record.run_directory import read_config, read_json
 from mprun.run import prepare, resolve_device
 
@@ -40,30 +36,9 @@ Exit codes: 0 explained, or not found and said so; 2 bad input (the run did not 
 4 damaged record.
 """
 CPU = torch.device("cpu")
-RAMP = 12  # modules printed before the culprit
-_OUTSIDE = {"forward": "(the model itself)", "loss": "(the loss)", "backward": "(no module)"}
 # A run whose loss exploded was damaged long before its last step: changes are tried from its start
 # if it gets to the bad step within this time.
 LONGEST_CONTROL_S = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class Explanation:
-    """What is known of a run that did not end well.
-
-    finding, tried, smallest: None and empty for a run that failed with an exception.
-    classification: of the post-mortem. replay: one line about the replayed step.
-    """
-
-    run: str
-    status: str
-    cause: str
-    classification: list[str]
-    replay: str
-    finding: Finding | None
-    tried: list[cures.Tried]
-    smallest: cures.Tried | None
-    command: str | None
 
 
 def main(arguments: list[str]) -> int:
@@ -103,103 +78,19 @@ def explain(directory: Path, *, with_cures: bool = True) -> Explanation:
     def build(config: dict):
         return prepare(config_from_record(config), device, threads)
 
-    kept = _kept_state(directory, record, plain, build)
+    kept = kept_state(directory, record, plain, build)
     post_mortem = read_post_mortem(directory)
     lines = post_mortem["classification"] if post_mortem else []
     finding = _find(build, plain, kept)
     replay = _replay_in_words(kept, finding, post_mortem, note)
-    tried: list[cures.Tried] = []
+    tried, from_start = [], False
     if with_cures and finding.reproduced and finding.verdict in ("operation", "not found"):
-        tried = _try_all(build, plain, kept, finding, directory)
+        tried, from_start = _try_all(build, plain, kept, finding, directory)
     smallest = next((one for one in tried if one.cures), None)
     command = None if smallest is None else _command(record, smallest)
     return Explanation(
-        str(directory), status, cause, lines, replay, finding, tried, smallest, command
+        str(directory), status, cause, lines, replay, finding, tried, from_start, smallest, command
     )
-
-
-def as_dict(explanation: Explanation) -> dict:
-    """As plain values, non-finite numbers as text."""
-    finding = explanation.finding
-    content = {
-        "run": explanation.run,
-        "status": explanation.status,
-        "cause": explanation.cause,
-        "classification": explanation.classification,
-        "replay": explanation.replay,
-        "verdict": "exception" if finding is None else finding.verdict,
-        "tried": [
-            {"change": list(one.overrides), "cures": one.cures, "result": one.result}
-            for one in explanation.tried
-        ],
-        "smallest_cure": None if explanation.smallest is None else explanation.smallest.overrides,
-        "command": explanation.command,
-    }
-    if finding is None:
-        return content
-    content |= {
-        "step": finding.step,
-        "kind": finding.kind,
-        "reproduced": finding.reproduced,
-        "in_words": in_words(finding),
-        "details": finding.details,
-        "weights": finding.weights,
-        "culprit": None,
-        "ramp": [
-            {
-                "phase": one.phase,
-                "module": one.module,
-                "largest": _plain(one.value),
-                "dtype": _name(one.dtype),
-            }
-            for one in finding.ramp
-        ],
-    }
-    event = finding.event
-    if event is not None:
-        content["culprit"] = {
-            "phase": event.phase,
-            "module": event.module,
-            "operation": event.operation,
-            "tensor": event.tensor,
-            "dtype": _name(event.dtype),
-            "result": event.result,
-            "count": event.count,
-            "of": event.of,
-            "largest_input": _plain(event.largest_input),
-            "in_fp32": _plain(event.would_be),
-            "reason": reason_of(event),
-        }
-    return content
-
-
-def as_text(explanation: Explanation) -> list[str]:
-    """As lines for the console."""
-    lines = [f"run       {explanation.run}: {explanation.status}: {explanation.cause}"]
-    lines += [f"          {line}" for line in explanation.classification]
-    finding = explanation.finding
-    lines.append(f"replay    {explanation.replay}")
-    if finding is None:
-        return lines
-    words = in_words(finding)
-    lines.append(f"culprit   {words[0]}")
-    lines += [f"          {line}" for line in words[1:]]
-    if finding.ramp:
-        lines += ["ramp      largest absolute values up to there (FP16 ends at 65504, 2^16)"]
-        lines += [f"          {line}" for line in _ramp(finding.ramp)]
-    if not explanation.tried:
-        return lines
-    width = max(len(" ".join(one.overrides)) for one in explanation.tried)
-    lines.append("tried     on that step and five more")
-    for one in explanation.tried:
-        verdict = {True: "cures", False: "does not cure", None: "-"}[one.cures]
-        lines.append(f"          {' '.join(one.overrides):<{width}}  {verdict:<13}  {one.result}")
-    if explanation.smallest is None:
-        lines.append("cure      none of these")
-    else:
-        lines.append(f"cure      {' '.join(explanation.smallest.overrides)} (the smallest of them)")
-        lines.append(f"          {explanation.command}")
-    return lines
 
 
 def _of_exception(directory: Path, cause: str) -> Explanation:
@@ -207,7 +98,16 @@ def _of_exception(directory: Path, cause: str) -> Explanation:
     if cause.startswith("IndexError"):
         replay += "; an index in the batch is outside the table it selects from (an embedding)"
     return Explanation(
-        str(directory), "failed", cause, [f"exception: {cause}"], replay, None, [], None, None
+        str(directory),
+        "failed",
+        cause,
+        [f"exception: {cause}"],
+        replay,
+        None,
+        [],
+        False,
+        None,
+        None,
     )
 
 
@@ -234,53 +134,6 @@ def _device(record: dict) -> tuple[torch.device, str]:
     return resolve_device(name), ""
 
 
-def _kept_state(directory: Path, record: dict, plain: dict, build) -> dict:
-    """The state before the bad step; found by training again where the run kept none."""
-    folder = failure_folder(directory)
-    if not folder.is_dir():
-        _train_again(directory, record, plain, build)
-    if not folder.is_dir():
-        reason = read_post_mortem(directory)["failure"]["reason"]
-        raise BadInput(f"explain {directory}: no state before the bad step ({reason})")
-    _, kept, _ = checkpoint.load_newest(folder, CPU)
-    if not {"task", "step", "skipped", "random", "kind", "batch"} <= kept.keys():
-        raise Damaged(f"{folder}: not the state before a bad step")
-    return kept
-
-
-def _train_again(directory: Path, record: dict, plain: dict, build) -> None:
-    """From the newest checkpoint whose weights are finite, or the start, to the bad step."""
-    built, step, skipped = build(plain), 0, 0
-    if (directory / "checkpoints").is_dir():
-        step, state, _ = checkpoint.load_newest(directory / "checkpoints", CPU)
-        built.task.load_state_dict(state["task"])
-        skipped = state["skipped"]
-        if all_finite(weights(built.task).values()):
-            checkpoint.restore_random_states(state["random"], built.device)
-        else:
-            built, step, skipped = build(plain), 0, 0
-    keeper = FailureKeeper(built)
-    keeper.snapshot.take(step, skipped)
-    rows = [row for row in _rows(directory) if row["step"] <= record["last_step"]]
-    scaler, last = plain["scaler"]["kind"], record["last_step"]
-    report_failure(keeper, directory, record["cause"], last, rows[-LAST:], scaler_kind=scaler)
-
-
-def _rows(directory: Path) -> list[dict]:
-    """The recorded training steps, in the form of `post_mortem.History`."""
-    rows, skipped = [], 0
-    for record in read_metrics(directory / "metrics.jsonl"):
-        if record["split"] != "train":
-            continue
-        # Every step with a skipped update has a record, so a higher count is this step's own.
-        row = {name: record[name] for name in ("step", "loss", "loss_scale", "skipped")}
-        row["found_inf"] = record["skipped"] > skipped
-        row |= {name: value for name, value in record.items() if name.endswith("grad_norm")}
-        rows.append(row)
-        skipped = record["skipped"]
-    return rows
-
-
 def _find(build, plain: dict, kept: dict) -> Finding:
     try:
         steps = restore(build(plain), kept)
@@ -301,28 +154,44 @@ def _replay_in_words(kept: dict, finding: Finding, post_mortem: dict | None, not
     return text
 
 
-def _try_all(build, plain: dict, kept: dict, finding: Finding, directory: Path):
-    rows = _rows(directory)
+def _try_all(
+    build, plain: dict, kept: dict, finding: Finding, directory: Path
+) -> tuple[list[cures.Tried], bool]:
+    """What became of each change, and whether they were tried from the start of the run.
+
+    From there where the loss had grown before the bad step, or where nothing cures that step: the
+    run was damaged earlier.
+    """
+    if finding.kind == "evaluation":
+        return [], False
+    rows = recorded_rows(directory)
     first = next((row["loss"] for row in rows if row["step"] == 1), None)
     origin = cures.Origin(kept, finding.step, limit=cures.limit_of(first))
-    if finding.kind == "evaluation":
-        return []
-    before = [row for row in rows if row["step"] <= finding.step]
-    exploding = explosion(before[-LAST:]) is not None
-    if exploding and _start_leads_there(build, plain, origin, rows):
-        origin = cures.Origin(kept, finding.step, from_start=True, limit=origin.limit)
+    start = cures.Origin(kept, finding.step, from_start=True, limit=origin.limit)
     options = {
         name: compose_config([f"scaler={name}"]).as_dict()["scaler"]
         for name in ("none", "static", "dynamic")
     }
-    found = cures.changes(plain, finding, options, exploding=exploding)
-    return [cures.try_change(build, change, origin) for change in found]
+
+    def try_from(place: cures.Origin, exploding: bool) -> list[cures.Tried]:
+        found = cures.changes(plain, finding, options, exploding=exploding)
+        return [cures.try_change(build, change, place) for change in found]
+
+    before = [row for row in rows if row["step"] <= finding.step]
+    exploding = explosion(before[-LAST:]) is not None
+    if exploding and _start_leads_there(build, plain, start, rows):
+        return try_from(start, exploding), True
+    tried = try_from(origin, exploding)
+    cured = any(one.cures for one in tried)
+    if not cured and finding.step > 1 and _start_leads_there(build, plain, start, rows):
+        return try_from(start, True), True
+    return tried, False
 
 
 def _start_leads_there(build, plain: dict, origin: cures.Origin, rows: list[dict]) -> bool:
     """Whether the run trained from its start, unchanged, gives its losses and the same failure."""
     losses = {row["step"]: row["loss"] for row in rows}
-    steps: Steps = cures.start_from(build(plain), cures.Origin(origin.kept, 0, from_start=True))
+    steps: Steps = cures.start_from(build(plain), origin)
     ends = time.perf_counter() + LONGEST_CONTROL_S
     while steps.step < origin.bad_step and time.perf_counter() < ends:
         row = steps.advance()
@@ -347,28 +216,3 @@ def _command(record: dict, smallest: cures.Tried) -> str:
         )
     ]
     return shlex.join(["mprun", *own, *smallest.overrides])
-
-
-def _ramp(ramp: list[Largest]) -> list[str]:
-    shown = ramp[-RAMP - 1 :]
-    rows = [
-        (one.phase, one.module or _OUTSIDE[one.phase], power(one.value), _name(one.dtype))
-        for one in shown
-    ]
-    widths = [max(len(row[i]) for row in rows) for i in range(3)]
-    lines = []
-    for row, one in zip(rows, shown, strict=True):
-        cells = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False))
-        beyond = not one.value <= torch.finfo(torch.float16).max
-        lines.append(f"{cells}  {row[3]}{'  beyond FP16' if beyond else ''}")
-    if len(ramp) > len(shown):
-        lines.insert(0, f"... {len(ramp) - len(shown)} before")
-    return lines
-
-
-def _name(dtype: torch.dtype) -> str:
-    return DTYPE_NAMES.get(dtype, str(dtype).removeprefix("torch."))
-
-
-def _plain(value: float | None):
-    return str(value) if value is not None and not math.isfinite(value) else value

@@ -8,8 +8,8 @@ whose inputs were finite and whose output was not. The step computes what it com
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -22,82 +22,31 @@ from torch.nn.modules.module import (
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-# Where a step is: the batch is cast, modules run, the loss is computed, its gradients propagated,
-# gradients are unscaled, weights updated.
-INPUT, FORWARD, LOSS, BACKWARD, UNSCALE, UPDATE = (
-    "input",
-    "forward",
-    "loss",
-    "backward",
-    "unscale",
-    "update",
+from mprun.numerics.events import (
+    BACKWARD,
+    FORWARD,
+    INPUT,
+    LOSS,
+    UNSCALE,
+    UPDATE,
+    Event,
+    Largest,
 )
-# Their results are memory that nobody has written yet.
-_UNWRITTEN = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_"}
-# In-place operations that do not read what they overwrite.
-_OVERWRITING = {"copy_", "_foreach_copy_", "fill_", "zero_", "_foreach_zero_", "normal_"} | {
-    "uniform_",
-    "bernoulli_",
-    "random_",
-    "set_",
-}
-# Argument that is divided by, or whose logarithm is taken.
-_SINGULAR_AT_ZERO = {
-    "div": 1,
-    "div_": 1,
-    "_foreach_div": 1,
-    "_foreach_div_": 1,
-    "true_divide": 1,
-    "addcdiv": 2,
-    "addcdiv_": 2,
-    "_foreach_addcdiv": 2,
-    "_foreach_addcdiv_": 2,
-    "reciprocal": 0,
-    "_foreach_reciprocal": 0,
-    "rsqrt": 0,
-    "pow": 0,
-    "log": 0,
-    "log2": 0,
-    "log10": 0,
-}
+from mprun.numerics.operands import (
+    UNWRITTEN,
+    floats,
+    has_values,
+    in_fp32,
+    is_view,
+    largest_finite_of,
+    largest_of,
+    operands,
+    per_entry,
+    storage_of,
+)
+
 _MARK = "mprun.module"
-
-
-@dataclass(slots=True)
-class Event:
-    """A value that is not finite appeared (`seen`), or was met without its origin.
-
-    order: of appearance. phase: one of this module's. module: path, "" for the model itself.
-    operation: name of the ATen operation, or what stands for a kernel that cannot be looked into.
-    tensor: what of it, "output", or a weight's name. dtype: of the result. result: "infinity" or
-    "NaN". count, of: how many of its values. largest_input: largest finite absolute value read.
-    would_be: largest value of the same operation on the same inputs in FP32, where it can be run.
-    at_zero: the operation divides by, or takes the logarithm of, a tensor that holds a zero.
-    """
-
-    order: int
-    phase: str
-    module: str
-    operation: str
-    tensor: str
-    dtype: torch.dtype
-    result: str
-    count: int
-    of: int
-    seen: bool
-    largest_input: float = 0.0
-    would_be: float | None = None
-    at_zero: bool = False
-
-
-@dataclass(slots=True)
-class Largest:
-    """The largest absolute value that a module computed in one phase, and in which dtype."""
-
-    phase: str
-    module: str
-    value: float
-    dtype: torch.dtype
+_RAMPS = 50  # events that have one of their own
 
 
 @dataclass(slots=True)
@@ -119,13 +68,15 @@ class _Inputs:
 class Observation:
     """Watches what runs inside the block on the task of a built run (`mprun.build.Built`).
 
-    events: in order of appearance. ramp: by (phase, module), in order of execution.
+    events: in order of appearance. ramp: by (phase, module), in order of execution. ramps: what it
+    was when each of the first events appeared.
     """
 
     def __init__(self, built):
         self.built = built
         self.events: list[Event] = []
         self.ramp: dict[tuple[str, str], Largest] = {}
+        self.ramps: list[list[Largest]] = []
         self.reached: dict[str, set[int]] = {}
         self._tainted: dict[int, tuple[Tensor, set[int]]] = {}
         self._paths: dict[int, str] = {}
@@ -137,7 +88,7 @@ class Observation:
         self._inner, self._outer = _Watch(self, inner=True), _Watch(self, inner=False)
         several = len(built.task.learners) > 1
         for learner_name, learner in built.task.learners.items():
-            self._name(learner, f"{learner_name}." if several else "", learner_name)
+            self._name(learner, f"{learner_name}." if several else "")
 
     def __enter__(self) -> "Observation":
         arithmetic = self.built.arithmetic
@@ -160,7 +111,7 @@ class Observation:
         """Orders of the events that the non-finite values in `tensors` come from."""
         found = set()
         for tensor in tensors:
-            found |= self._tainted.get(_place(tensor), (None, set()))[1]
+            found |= self._tainted.get(storage_of(tensor), (None, set()))[1]
         return found
 
     @property
@@ -174,7 +125,7 @@ class Observation:
             return UNSCALE if self._inner.active else UPDATE
         return LOSS if self._forwarded else INPUT
 
-    def _name(self, learner, prefix: str, learner_name: str) -> None:
+    def _name(self, learner, prefix: str) -> None:
         for name, module in learner.model.named_modules():
             self._paths[id(module)] = prefix + name if name else prefix.rstrip(".")
         optimizer = learner.optimizer
@@ -221,12 +172,12 @@ class Observation:
         if any(module.children()):
             return
         with _disable_current_modes():
-            bad = [t for t in _floats(outputs) if not math.isfinite(_largest(t))]
+            bad = [t for t in floats(outputs) if not math.isfinite(largest_of(t))]
             if not bad:
                 return
             sources = self.sources_of(bad)
             given = _Inputs()
-            for tensor in (*_floats(inputs), *module.parameters(recurse=False)):
+            for tensor in (*floats(inputs), *module.parameters(recurse=False)):
                 given.add(self._input(tensor.detach(), False))
             passed = given.sources
             if given.finite and not any(self.events[index].seen for index in sources):
@@ -238,11 +189,11 @@ class Observation:
     def _look_at_node(self, name: str, path: str):
         def look(gradients, outputs) -> None:
             with _disable_current_modes():
-                bad = [t for t in _floats(gradients) if not math.isfinite(_largest(t))]
+                bad = [t for t in floats(gradients) if not math.isfinite(largest_of(t))]
                 given = _Inputs()
-                for tensor in _floats(outputs):
+                for tensor in floats(outputs):
                     given.add(self._input(tensor, False))
-                for tensor in _floats(gradients):
+                for tensor in floats(gradients):
                     self._note_largest(BACKWARD, path, tensor)
                 if not bad:
                     return
@@ -258,57 +209,54 @@ class Observation:
 
     # Operations
 
-    def before(self, func: OpOverload, args, kwargs) -> "list[tuple] | None":
-        """What an operation that writes in place was given; None for one that does not."""
+    def before(self, func: OpOverload, args, kwargs) -> dict[int | None, _Inputs] | None:
+        """What an operation that writes in place is given; None for one that does not."""
         if not func._schema.is_mutable:
             return None
-        groups: dict[int | None, _Inputs] = {}
         with _disable_current_modes():
-            for index, tensor, is_input, singular, _ in _tensors(func, args, kwargs):
-                if is_input:
-                    given = self._input(tensor, singular)
-                    groups.setdefault(index, _Inputs()).add(given)
-        return groups
+            return self._given(func, args, kwargs)
 
     def after(self, func: OpOverload, args, kwargs, result, groups) -> None:
-        """Look at what an operation has computed."""
+        """Look at what an operation has computed. groups: what `before` returned."""
         name = func._schema.name.removeprefix("aten::")
-        if name in _UNWRITTEN or _is_view(func):
+        if name in UNWRITTEN or is_view(func):
             return
         phase, where = self.phase, self._module_now()
         self._propagated |= phase == BACKWARD
         with _disable_current_modes():
             if groups is None:
-                outputs = list(enumerate(_floats(result)))
+                outputs = list(enumerate(floats(result)))
             else:
                 outputs = [
-                    (index, tensor)
-                    for index, tensor, _, _, written in _tensors(func, args, kwargs)
-                    if written and _has_values(tensor)
+                    (operand.index, operand.tensor)
+                    for operand in operands(func, args, kwargs)
+                    if operand.written and has_values(operand.tensor)
                 ]
             for place, (index, tensor) in enumerate(outputs):
                 self._note_largest(phase, where, tensor)
-                if math.isfinite(_largest(tensor)):
+                if math.isfinite(largest_of(tensor)):
                     continue
                 if groups is None:
                     groups = self._given(func, args, kwargs)
-                given = self._group(groups, index if _per_entry(name) else None)
+                given = self._group(groups, index if per_entry(name) else None)
                 if not given.finite:
-                    self._pass_on(phase, where, name, tensor, given, place)
+                    self._pass_on(phase, where, name, tensor, given)
                     continue
-                label = self._label(tensor, func, args, kwargs, index, place, phase)
+                label = self._label(tensor, func, args, kwargs, index, phase)
                 event = self._event(phase, where, name, label, tensor, given)
                 if not func._schema.is_mutable:
-                    event.would_be = _in_fp32(func, args, kwargs, place)
+                    event.would_be = in_fp32(func, args, kwargs, place)
                 self._taint(tensor, {event.order})
                 if phase == FORWARD:
                     self._of_module.setdefault(where, set()).add(event.order)
 
-    def _given(self, func, args, kwargs) -> dict:
+    def _given(self, func, args, kwargs) -> dict[int | None, _Inputs]:
+        """What an operation reads, by the place in its lists; None: what is in no list."""
         groups: dict[int | None, _Inputs] = {}
-        for index, tensor, is_input, singular, _ in _tensors(func, args, kwargs):
-            if is_input:
-                groups.setdefault(index, _Inputs()).add(self._input(tensor, singular))
+        for operand in operands(func, args, kwargs):
+            if operand.read:
+                given = self._input(operand.tensor, operand.singular_at_zero)
+                groups.setdefault(operand.index, _Inputs()).add(given)
         return groups
 
     def _group(self, groups: dict, index: int | None) -> _Inputs:
@@ -318,7 +266,7 @@ class Observation:
                 total.add(given)
         return total
 
-    def _pass_on(self, phase, where, name, tensor, given, place) -> None:
+    def _pass_on(self, phase, where, name, tensor, given) -> None:
         sources = given.sources
         if not sources:
             event = self._event(phase, where, name, "output", tensor, given)
@@ -328,13 +276,13 @@ class Observation:
         self._taint(tensor, sources)
 
     def _input(self, tensor: Tensor, singular: bool) -> _Inputs:
-        if not _has_values(tensor):
+        if not has_values(tensor):
             return _Inputs()
-        largest = _largest(tensor)
+        largest = largest_of(tensor)
         finite = math.isfinite(largest)
         sources = set() if finite else self.sources_of([tensor])
         at_zero = singular and bool((tensor == 0).any())
-        return _Inputs(finite, largest if finite else _largest_finite(tensor), at_zero, sources)
+        return _Inputs(finite, largest if finite else largest_finite_of(tensor), at_zero, sources)
 
     def _event(self, phase, module, operation, label, tensor: Tensor, given: _Inputs) -> Event:
         bad = int((~torch.isfinite(tensor)).sum())
@@ -354,16 +302,18 @@ class Observation:
             at_zero=given.at_zero,
         )
         self.events.append(event)
+        if len(self.ramps) < _RAMPS:
+            self.ramps.append([replace(largest) for largest in self.ramp.values()])
         self.reached.setdefault(phase, set()).add(event.order)
         return event
 
     def _taint(self, tensor: Tensor, sources: set[int]) -> None:
         # Held, so that no other tensor comes to lie at the same place.
-        known = self._tainted.get(_place(tensor), (None, set()))[1]
-        self._tainted[_place(tensor)] = (tensor.detach(), known | sources)
+        known = self._tainted.get(storage_of(tensor), (None, set()))[1]
+        self._tainted[storage_of(tensor)] = (tensor.detach(), known | sources)
 
     def _note_largest(self, phase: str, where: str, tensor: Tensor) -> None:
-        value = _largest(tensor)
+        value = largest_of(tensor)
         known = self.ramp.get((phase, where))
         if known is None:
             self.ramp[phase, where] = Largest(phase, where, value, tensor.dtype)
@@ -380,13 +330,12 @@ class Observation:
             return self._stack[-1]
         return ""
 
-    def _label(self, tensor, func, args, kwargs, index, place, phase) -> str:
+    def _label(self, tensor, func, args, kwargs, index, phase) -> str:
+        """The name of the weight or optimizer state that this is, or that it is computed with."""
         label = self._labels.get(tensor.data_ptr())
         if label is None and index is not None:
-            for other, candidate, _, _, _ in _tensors(func, args, kwargs):
-                if other == index and candidate.data_ptr() in self._labels:
-                    label = self._labels[candidate.data_ptr()]
-                    break
+            beside = (o.tensor.data_ptr() for o in operands(func, args, kwargs) if o.index == index)
+            label = next((self._labels[place] for place in beside if place in self._labels), None)
         if label is not None:
             return label
         return "gradient" if phase in (BACKWARD, UNSCALE) else "output"
@@ -420,82 +369,3 @@ class _Watch(TorchDispatchMode):
             result = func(*args, **kwargs)
             self.observation.after(func, args, kwargs, result, groups)
             return result
-
-
-def _tensors(func, args, kwargs) -> Iterator[tuple[int | None, Tensor, bool, bool, bool]]:
-    """(place in its list, tensor, is read, singular at zero, is written) of every argument."""
-    name = func._schema.name.removeprefix("aten::")
-    singular = _SINGULAR_AT_ZERO.get(name)
-    for position, argument in enumerate(func._schema.arguments):
-        if position < len(args):
-            value = args[position]
-        elif argument.name in kwargs:
-            value = kwargs[argument.name]
-        else:
-            continue
-        written = argument.alias_info is not None and argument.alias_info.is_write
-        read = not (written and (name in _OVERWRITING or argument.kwarg_only))
-        if isinstance(value, Tensor):
-            yield None, value, read, position == singular, written
-        elif isinstance(value, (list, tuple)):
-            for index, entry in enumerate(value):
-                if isinstance(entry, Tensor):
-                    yield index, entry, read, position == singular, written
-
-
-def _per_entry(name: str) -> bool:
-    """Whether entry i of the lists that an operation takes has to do with entry i only."""
-    return name.startswith(("_foreach_", "_fused_", "_amp_foreach_"))
-
-
-def _is_view(func: OpOverload) -> bool:
-    returns = func._schema.returns
-    return bool(returns) and all(
-        value.alias_info is not None and not value.alias_info.is_write for value in returns
-    )
-
-
-def _floats(tree) -> list[Tensor]:
-    return [leaf.detach() for leaf in tree_leaves(tree) if _has_values(leaf)]
-
-
-def _has_values(leaf) -> bool:
-    """Whether it is a tensor of numbers that can overflow (on the meta device there are none)."""
-    if not isinstance(leaf, Tensor) or leaf.is_meta:
-        return False
-    return leaf.is_floating_point() and leaf.numel() > 0
-
-
-def _place(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
-def _largest(tensor: Tensor) -> float:
-    """Largest absolute value, NaN if there is one."""
-    return float(tensor.abs().amax())
-
-
-def _largest_finite(tensor: Tensor) -> float:
-    return _largest(torch.where(torch.isfinite(tensor), tensor, 0))
-
-
-def _in_fp32(func, args, kwargs, place: int) -> float | None:
-    """The largest absolute value of the same operation on the same inputs in FP32."""
-
-    def widened(value):
-        if isinstance(value, Tensor) and value.is_floating_point():
-            return value.float()
-        if isinstance(value, (list, tuple)):
-            return type(value)(widened(entry) for entry in value)
-        if value is torch.float16 or value is torch.bfloat16:
-            return torch.float32
-        return value
-
-    if torch.Tag.nondeterministic_seeded in func.tags:
-        return None  # would draw the step's random numbers a second time
-    try:
-        result = func(*map(widened, args), **{name: widened(v) for name, v in kwargs.items()})
-    except (RuntimeError, NotImplementedError, TypeError):
-        return None  # kernels that demand a 16-bit argument
-    found = _floats(result)
-    return _largest(found[place]) if place < len(found) else None

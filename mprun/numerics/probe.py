@@ -31,8 +31,8 @@ class Probe:
             metrics = task.train_step(index)
         learners, (loss,) = probe.read([metrics["loss"]])
 
-    chosen: the modules to measure, from `chosen_modules`. Of tensors of more than 2^19 values a
-    part is counted (`sampling_stride`). Costs two to three training steps of time and a copy of the
+    chosen: the modules to measure, from `chosen_modules`. Of tensors of more than 2^18 values a
+    part is counted (`sampling_stride`). Costs about two training steps of time and a copy of the
     weights that are counted.
     """
 

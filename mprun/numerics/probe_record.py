@@ -29,7 +29,7 @@ dtypes, joined by "+"; amax the largest absolute value, infinite or NaN if a val
 mappings from binary exponent to count, one per mantissa class (`exponent_shares`). Sums over
 modules are not stored. Numbers that are not finite are the strings "NaN", "Infinity", "-Infinity".
 
-Of tensors with more than 2^19 values every stride-th one is counted, as often as the stride, so
+Of tensors with more than 2^18 values every stride-th one is counted, as often as the stride, so
 that sums over modules weigh each with its size; stride is the largest of the tensors, 1 if all
 values were counted. amax is over all values whatever the stride, but for updates, which are formed
 for the counted weights alone. lost_updates have the stride of the weights.

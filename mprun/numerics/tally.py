@@ -9,13 +9,13 @@ from torch import Tensor
 from mprun.numerics.exponents import chunk_size, counts_of_each
 
 COUNTED = (torch.float32, torch.float16, torch.bfloat16)
-# Of a larger tensor every stride-th value is counted, which keeps a probe of any model at two to
-# three training steps. A share is then known to 0.0007 (one standard deviation of an even share).
-SAMPLED_FROM = 1 << 19
+# Of a larger tensor every stride-th value is counted, which keeps a probe at about two training
+# steps or less. A share of it is then known to 0.001 (one standard deviation of an even share).
+SAMPLED_FROM = 1 << 18
 
 
 def sampling_stride(tensor: Tensor) -> int:
-    """1 up to 2^19 values, else the smallest that leaves no more and has no factor of a dimension.
+    """1 up to 2^18 values, else the smallest that leaves no more and has no factor of a dimension.
 
     With a common factor the same few channels would be met again and again.
     """

@@ -33,7 +33,7 @@ def run(folder, *overrides, plant=None, steps=6):
     if plant is not None:
         plant(built)
     directory = folder / "run"
-    directory.mkdir()
+    directory.mkdir(exist_ok=True)
     write_config(directory, composed.as_dict())
     record = {
         "status": "running",

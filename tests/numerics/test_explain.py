@@ -11,7 +11,9 @@ from torch import nn
 from mprun import models
 from mprun.cli import main
 from mprun.errors import BadInput
-from mprun.numerics.explain_command import as_dict, as_text, explain
+from mprun.numerics.explain_command import explain
+from mprun.numerics.explanation import as_dict, as_text
+from mprun.numerics.post_mortem import read_post_mortem
 from mprun.record.run_directory import read_json
 
 from .failing_runs import (
@@ -454,6 +456,20 @@ def test_an_exploding_learning_rate(explained):
     assert {one.overrides: one.cures for one in found.tried}[("precision=fp32",)] is False
 
 
+def test_where_nothing_cures_the_step_changes_are_tried_from_the_start(explained):
+    # The first update makes the weights so large that the second step is beyond help, and a
+    # thousandth of the rate is still too much.
+    found = explained(
+        *LM, "precision=fp16_master", "optim=sgd_plain", "optim.lr=3e5", cures=True, steps=4
+    )
+    assert found.finding.step > 1 and found.from_start
+    tried = {one.overrides[0]: one.cures for one in found.tried}
+    assert [tried[f"optim.lr={lr}"] for lr in (30000, 3000, 300)] == [False] * 3
+    assert found.smallest is None
+    text = "\n".join(as_text(found))
+    assert "from the start of the run" in text and "cure      none of these" in text
+
+
 # What is no culprit
 
 
@@ -480,7 +496,7 @@ def test_what_does_not_come_back_is_not_found(explained, monkeypatch):
     found = explained(*LM, "precision=fp16_master", *SGD, cures=True)
     assert (found.finding.verdict, found.finding.reproduced) == ("not found", False)
     assert found.tried == [] and "does not fail again" in "\n".join(as_text(found))
-    assert "other than the run's from 4" in found.replay
+    assert "its losses other from step 4 on" in found.replay
 
 
 def test_a_perplexity_beyond_float64_is_no_operation_s_fault(explained):
@@ -489,6 +505,22 @@ def test_a_perplexity_beyond_float64_is_no_operation_s_fault(explained):
     found = explained(*LM, "precision=fp32", *SGD, "optim.lr=1e-9", plant=plant)
     assert found.finding.verdict == "not found"
     assert "perplexity inf" in as_text(found)[3]
+
+
+class OnlyInEvaluation(nn.Module):
+    """Overflows, even in FP32, where it does not train."""
+
+    def forward(self, x):
+        return x if self.training else (x.abs() + 1e3).exp()
+
+
+def test_an_evaluation_that_overflows(explained, monkeypatch):
+    replace_in_lm(monkeypatch, OnlyInEvaluation)
+    found = explained(*LM, "precision=fp16_master", *SGD)
+    assert (found.finding.kind, found.finding.step) == ("evaluation", 6)
+    event = found.finding.event
+    assert (event.phase, event.module, event.operation) == ("forward", "dropout", "exp")
+    assert event.dtype is torch.float32 and found.finding.reproduced
 
 
 def test_skips_while_the_scale_settles_are_called_normal(tmp_path):
@@ -510,6 +542,24 @@ def test_without_a_kept_state_the_run_is_trained_again(tmp_path):
     found = explain(directory, with_cures=False)
     assert culprit(found)[2] == "_foreach_addcdiv_"
     assert (directory / "numerics" / "failure" / "step-00000000").is_dir()
+
+
+def test_it_is_trained_again_from_the_newest_checkpoint_that_is_whole(tmp_path):
+    arguments = (*LM, "precision=fp16_master", "optim=sgd_plain", "numerics.keep_failure=false")
+    directory, code = run(
+        tmp_path,
+        *arguments,
+        "optim.lr=0.2",
+        "optim.weight_decay=15",
+        "train.checkpoint_every=5",
+        steps=60,
+    )
+    assert code == 3
+    found = explain(directory, with_cures=False)
+    assert found.finding.verdict == "operation" and found.finding.reproduced
+    failure = read_post_mortem(directory)["failure"]
+    assert failure["replayed_from"] % 5 == 0 and failure["replayed_from"] >= 5
+    assert failure["first_difference"] is None and failure["compared"] > 0
 
 
 def test_the_verb_prints_text_and_json(tmp_path, capsys):

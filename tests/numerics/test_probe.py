@@ -183,21 +183,21 @@ def test_operations_in_place_hide_nothing():
 
 
 def test_of_a_large_weight_a_part_is_counted(build_run):
-    """512 x 2080 = 1,064,960 values: every 3rd, because 3 divides neither size."""
+    """512 x 2080 = 1,064,960 values: every 7th, because 5 divides 2080."""
     overrides = [*SMALL["lstm_lm"], "model.hidden_size=512", "data.vocab_size=2080"]
     own = probed(build_run(*overrides).task)["model"]
     twin = build_run(*overrides).task  # seeded anew
     output = twin.learner.model.output
-    before = output.weight.detach().flatten()[::3].clone(), output.bias.detach().clone()
+    before = output.weight.detach().flatten()[::7].clone(), output.bias.detach().clone()
     twin.train_step(0)
     weights = own.tensors["weights"]["output"]
-    assert weights.stride == own.tensors["weight_gradients"]["output"].stride == 3
-    expected = exponent_counts(before[0]) * 3 + exponent_counts(before[1])
+    assert weights.stride == own.tensors["weight_gradients"]["output"].stride == 7
+    expected = exponent_counts(before[0]) * 7 + exponent_counts(before[1])
     assert weights.counts == ExponentCounts(expected.numpy())
-    after = output.weight.detach().flatten()[::3], output.bias.detach()
+    after = output.weight.detach().flatten()[::7], output.bias.detach()
     expected = [
         lost_updates(old, new - old) * weight
-        for old, new, weight in zip(before, after, (3, 1), strict=True)
+        for old, new, weight in zip(before, after, (7, 1), strict=True)
     ]
     assert own.lost_updates["output"] == read_counts(sum(expected).tolist())
     assert own.lost_updates["output"].total == own.tensors["updates"]["output"].counts.total
@@ -404,6 +404,12 @@ def test_numerics_belongs_neither_to_the_hash_nor_to_the_name_nor_to_a_compariso
     names = [run_name(c.as_dict(), c.choices, c.overrides) for c in (plain, probed_run)]
     assert names[0] == names[1]
     assert all(is_no_key(f"numerics.{key}") for key in ("enabled", "every", "modules"))
+
+
+def test_a_shadow_needs_numerics_on():
+    with pytest.raises(BadInput, match="numerics.shadow_every=5: needs numerics=on"):
+        compose_config(["numerics.shadow_every=5"])
+    assert compose_config(["numerics=on", "numerics.shadow_every=5"]).config.numerics.every == 100
 
 
 def test_a_resumed_run_writes_its_later_probes_again(tmp_path):

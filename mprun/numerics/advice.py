@@ -1,0 +1,219 @@
+"""From the probes of a run to what FP16 needs: master weights, a loss scale, modules in FP32.
+
+Micikevicius et al., arXiv 1710.03740, section 3: master weights (3.1) where updates round away in
+FP16 weights, loss scaling (3.2) where gradients underflow, FP32 where values exceed FP16's range.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from mprun.errors import BadInput
+from mprun.numerics.advice_findings import (
+    Advice,
+    Evidence,
+    KeepFp32,
+    LossScaling,
+    MasterWeights,
+    Underflow,
+    Worst,
+)
+from mprun.numerics.gradient_range import Gradients, scale_range
+from mprun.numerics.keep_fp32 import Named, modules_in_fp32, notes_on_naive
+from mprun.numerics.lost_update_shares import FORMATS, LostUpdates
+from mprun.numerics.probe_record import ProbeRecord
+from mprun.numerics.shapes import IdleShape, Layout
+
+# A lost update is lost again at the next step as long as weight, gradient and rate are alike: such
+# weights stand still, which no later step averages out. From one weight in a hundred on that is
+# called needing master weights.
+LOST_THRESHOLD = 0.01
+# Smaller modules are judged within the total alone: single weights would decide.
+FEWEST_UPDATES = 1000
+# Powers of two between the recommended scale and the first overflow seen: gradients of later steps
+# and those inside a module (an LSTM's gates) are seen by no probe.
+SCALE_HEADROOM = 2
+GRADIENT_KINDS = ("activation_gradients", "weight_gradients")
+
+
+def advise(
+    records: Sequence[ProbeRecord],
+    layout: Layout,
+    idle: list[IdleShape],
+    config,
+    rates: Sequence[float],
+    *,
+    share: float,
+) -> Advice:
+    """Advice from the probes of one run.
+
+    config: of the run. rates: its learning rate by update. share: underflow share to stay at or
+    below. Raises BadInput if no probe can be used.
+    """
+    used = [r for r in records if not r.skipped and any(o.tensors for o in r.learners.values())]
+    if not used:
+        raise BadInput("no probe with tensors and without a skipped update (numerics=on)")
+    several = len(layout.leaves) > 1
+
+    def named(learner: str, module: str) -> str:
+        return f"{learner}: {module}" if several else module
+
+    masters = _master_weights(used, named)
+    gradients = {kind: _gradients(used, kind, layout) for kind in GRADIENT_KINDS}
+    scaling = _loss_scaling(gradients, share, named)
+    keep, largest = modules_in_fp32(used, layout, named)
+    modes = _modes(scaling, keep)
+    probed = [rates[min(r.step, len(rates)) - 1] for r in used]
+    evidence = Evidence(
+        steps=[r.step for r in used],
+        left_out=[r.step for r in records if r.skipped],
+        of_steps=len(rates),
+        lr=(min(probed), max(probed)),
+        schedule_lr=(min(rates), max(rates)),
+        formats=_formats(used),
+        problems=_problems(used, gradients, named),
+    )
+    notes = notes_on_naive(used, layout, config.optim, named)
+    return Advice(evidence, masters, scaling, keep, largest, notes, idle, **modes)
+
+
+def _master_weights(used: Sequence[ProbeRecord], named: Named) -> MasterWeights:
+    by_module: dict[str, LostUpdates] = {}
+    for record in used:
+        for learner, own in record.learners.items():
+            for module, lost in own.lost_updates.items():
+                key = named(learner, module)
+                by_module[key] = by_module.get(key, LostUpdates()).merge(lost)
+    total = LostUpdates()
+    for lost in by_module.values():
+        total = total.merge(lost)
+    large = {name: lost for name, lost in by_module.items() if lost.nonzero >= FEWEST_UPDATES}
+    worst = {
+        format: _worst((name, lost.share(format)) for name, lost in large.items())
+        for format in FORMATS
+    }
+    shares = {format: total.share(format) for format in FORMATS}
+    highest = max(shares["fp16"], worst["fp16"].share if worst["fp16"] else 0.0)
+    zero = total.zero / total.total if total.total else 0.0
+    return MasterWeights(highest > LOST_THRESHOLD, LOST_THRESHOLD, shares, worst, zero)
+
+
+def _gradients(used: Sequence[ProbeRecord], kind: str, layout: Layout) -> dict:
+    """(learner, module) -> Gradients, without weights that every advised mode keeps in FP32."""
+    found: dict[tuple[str, str], Gradients] = {}
+    for record in used:
+        for learner, own in record.learners.items():
+            scales = [record.log2_loss_scale[name] for name in own.loss_scales] or [0.0]
+            for module, stats in own.tensors.get(kind, {}).items():
+                if kind == "weight_gradients" and (learner, module) in layout.norms:
+                    continue
+                found.setdefault((learner, module), Gradients()).add(stats, scales)
+    return found
+
+
+def _loss_scaling(gradients: dict[str, dict], share: float, named: Named) -> LossScaling:
+    totals = {kind: _total(by_module.values()) for kind, by_module in gradients.items()}
+    found = scale_range(totals.values(), share, SCALE_HEADROOM)
+    recommended = 0 if found is None else found.recommended
+    kinds = []
+    for kind, total in totals.items():
+        large = {
+            named(*key): own
+            for key, own in gradients[kind].items()
+            if own.nonzero >= FEWEST_UPDATES
+        }
+        kinds.append(
+            Underflow(
+                kind,
+                total.zero_share,
+                total.underflow(0),
+                total.underflow_of_sum(0),
+                _worst((name, own.underflow(0)) for name, own in large.items()),
+                total.underflow(recommended),
+                total.underflow_of_sum(recommended),
+                _worst((name, own.underflow(recommended)) for name, own in large.items()),
+                total.lowest(share),
+            )
+        )
+    limited_by = min(
+        (
+            (own.highest(), kind, named(*key), own.largest)
+            for kind, by_module in gradients.items()
+            for key, own in by_module.items()
+            if own.highest() is not None
+        ),
+        default=None,
+    )
+    needed = found is not None and (found.lowest > 0 or found.highest < 0)
+    return LossScaling(needed, found, kinds, None if limited_by is None else limited_by[1:])
+
+
+def _modes(scaling: LossScaling, keep: list[KeepFp32]) -> dict[str, list[str]]:
+    """The four lists of overrides of `Advice`."""
+    patterns = list(dict.fromkeys(pattern for one in keep for pattern in one.patterns))
+    kept = [f"precision.overrides.{pattern}=fp32" for pattern in patterns]
+    amp = any(one.needs_amp for one in keep)
+    unscaled = ["precision=amp", "scaler=none"] if amp else ["precision=fp16_master"]
+    scaled = "precision=amp" if amp else "precision=fp16_master_scaled"
+    static, dynamic = [], []
+    if scaling.range is not None:
+        power = scaling.range.recommended
+        static = [scaled, "scaler=static", f"scaler.scale={2.0**power:.17g}", *kept]
+        dynamic = [
+            scaled,
+            "scaler=dynamic",
+            f"scaler.init_scale={2.0**power:.17g}",
+            f"scaler.growth_interval={scaling.growth_interval}",
+        ]
+        if power > 20:  # the ceiling of scaler=dynamic is 2^24
+            dynamic.append(f"scaler.max_scale={2.0 ** (power + 4):.17g}")
+        if power < -10:  # its floor is 2^-14
+            dynamic.append(f"scaler.min_scale={2.0 ** (power - 4):.17g}")
+        dynamic += kept
+    return {
+        "overrides": static if scaling.needed else [*unscaled, *kept],
+        "static": static,
+        "dynamic": dynamic,
+        "unscaled": unscaled,
+    }
+
+
+def _formats(used: Sequence[ProbeRecord]) -> list[str]:
+    names = {
+        name
+        for record in used
+        for own in record.learners.values()
+        for kind in GRADIENT_KINDS
+        for stats in own.tensors.get(kind, {}).values()
+        for name in stats.dtype.split("+")
+    }
+    return sorted(names)
+
+
+def _problems(used: Sequence[ProbeRecord], gradients: dict[str, dict], named: Named) -> list[str]:
+    problems = []
+    formats = set(_formats(used)) - {"fp32"}
+    if formats:
+        problems.append(
+            f"measured in {', '.join(sorted(formats))}: gradients that had already become zero "
+            "count as zeros; advise on the configuration itself measures in FP32"
+        )
+    for kind, by_module in gradients.items():
+        bad = [named(*key) for key, own in by_module.items() if not own.finite]
+        if bad:
+            problems.append(f"{_words(kind)} of {', '.join(bad[:3])} are not finite at any scale")
+    return problems
+
+
+def _words(kind: str) -> str:
+    return kind.replace("_", " ")
+
+
+def _total(parts: Iterable[Gradients]) -> Gradients:
+    total = Gradients()
+    for part in parts:
+        total.merge(part)
+    return total
+
+
+def _worst(shares: Iterable[tuple[str, float]]) -> Worst | None:
+    name, share = max(shares, key=lambda item: item[1], default=(None, 0.0))
+    return None if name is None else Worst(name, share)

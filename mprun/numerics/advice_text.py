@@ -1,0 +1,169 @@
+"""An advice as about 25 lines of text."""
+
+import shlex
+
+from mprun.numerics.advice_findings import Advice, IdleShape, MasterWeights, Underflow, Worst
+from mprun.numerics.shapes import MULTIPLE
+
+_SHAPES = 6  # lines of sizes, the rest is counted
+_WORDS = {
+    "activation_gradients": "activation gradients",
+    "weight_gradients": "weight gradients",
+}
+
+
+def as_text(advice: Advice) -> list[str]:
+    """As lines for the console, without the check and the last line."""
+    lines = _evidence(advice)
+    lines += _masters(advice.master_weights)
+    lines += _scaling(advice)
+    lines += _fp32(advice)
+    lines += _shapes(advice.idle_shapes)
+    return [*lines, "use it", f"  {advice.command}"]
+
+
+def check_as_text(check: dict) -> list[str]:
+    """What `advise_check.check` found, as lines."""
+    lines = [
+        f"check: {check['seeds']} seeds of {check['steps']} steps beside FP32 "
+        f"({check['metric']} {check['baseline']:.5g}); brief, and no word on a whole run"
+    ]
+    for arm in check["arms"]:
+        lines.append(f"  {arm['name']}: {arm['overrides']}")
+        lines.append(
+            f"    {_difference(arm['difference_percent'])}, {arm['skipped']} skipped updates"
+        )
+        lines.append(f"    {arm['verdict']}")
+    return [*lines, f"  for the report: mprun compare {shlex.quote(check['folder'])}"]
+
+
+def _difference(percent: float | None) -> str:
+    if percent is None:
+        return "no final value"
+    return "within 0.01 % of FP32" if abs(percent) < 0.01 else f"{percent:+.2f} % from FP32"
+
+
+def _evidence(advice: Advice) -> list[str]:
+    found = advice.evidence
+    formats = "+".join(found.formats).upper() or "no gradients"
+    lines = [
+        f"advice for FP16: {len(found.steps)} probes in {formats}, steps {found.steps[0]} to "
+        f"{found.steps[-1]} of {found.of_steps}, learning rate {_span(found.lr)}"
+    ]
+    if found.schedule_lr[0] < found.lr[0]:
+        lines.append(
+            f"  the schedule goes down to {found.schedule_lr[0]:g}: more updates are lost there"
+        )
+    if found.left_out:
+        lines.append(f"  {len(found.left_out)} probes of skipped updates left out")
+    return lines + [f"  doubtful: {problem}" for problem in found.problems]
+
+
+def _masters(found: MasterWeights) -> list[str]:
+    needed = "needed" if found.needed else "not needed at this learning rate"
+    lines = [f"1 master weights: {needed}"]
+    for format in ("fp16", "bf16"):
+        lines.append(
+            f"  {format.upper()} weights would lose {_percent(found.share[format])} of the "
+            f"non-zero updates{_worst(found.worst[format])}"
+        )
+    lines.append(
+        f"  needed above {_percent(found.threshold)}, in total or in one module: weights that lose "
+        f"their updates stand still"
+    )
+    lines.append(f"  updates that are zero in FP32 too, not counted: {_percent(found.zero_share)}")
+    return lines
+
+
+def _scaling(advice: Advice) -> list[str]:
+    found, scales = advice.loss_scaling, advice.loss_scaling.range
+    if scales is None:
+        return ["2 loss scaling: cannot be told, every gradient was zero"]
+    needed = "needed" if found.needed else "not needed, scale 1 is in the range"
+    lines = [f"2 loss scaling: {needed}"]
+    for one in found.kinds:
+        lines += _underflow(one, scales.share)
+    kind, module, largest = found.limited_by
+    overflow = (
+        f"overflow from 2^{scales.highest + 1} on ({_WORDS[kind]} of {module}, {largest:.3g})"
+    )
+    share, spare = _percent(scales.share), f"{scales.headroom} powers of two to spare"
+    if scales.fits:
+        lines.append(f"  static scales 2^{scales.lowest} to 2^{scales.top}: at most {share} lost,")
+        lines.append(f"    {spare}; {overflow}")
+    else:
+        lines.append(f"  no static scale loses at most {share} with {spare}:")
+        lines.append(f"    that takes 2^{scales.lowest} or more; {overflow}")
+        lines.append("    what is left underflows in FP16; BF16 has the range (bf16_master)")
+    left = max(found.kinds, key=lambda one: one.lost_recommended)
+    lines.append(
+        f"  recommended 2^{scales.recommended} = {2.0**scales.recommended:g}: leaves "
+        f"{_percent(left.lost_recommended)} of {_WORDS[left.kind]}"
+        f"{_worst(left.worst_recommended)}"
+    )
+    lines.append(f"  dynamic instead: {' '.join(advice.dynamic[1:4])}")
+    return lines
+
+
+def _underflow(kind: Underflow, share: float) -> list[str]:
+    enough = "" if kind.lowest is None else f"; 2^{kind.lowest} brings it to {_percent(share)}"
+    return [
+        f"  {_WORDS[kind.kind]}: {_percent(kind.lost)} of the non-zero underflow at scale 1"
+        f"{_worst(kind.worst)}",
+        f"    ({_percent(kind.lost_sum)} of their sum){enough}; true zeros, which no scale "
+        f"changes: {_percent(kind.zero_share)}",
+    ]
+
+
+def _fp32(advice: Advice) -> list[str]:
+    lines = []
+    if advice.keep_fp32:
+        lines.append("3 keep in FP32")
+        for one in advice.keep_fp32:
+            values = " ".join(f"precision.overrides.{p}=fp32" for p in one.patterns)
+            lines.append(f"  {one.module}: {one.reason}")
+            lines.append(f"    {values}{' (precision=amp)' if one.needs_amp else ''}")
+    else:
+        largest = advice.largest_activation
+        of = "" if largest is None else f"; largest activation {largest[1]:.3g} in {largest[0]}"
+        lines.append(f"3 keep in FP32: norm layers, loss and softmax, as the modes do{of}")
+    return lines + [f"  {note}" for note in advice.notes]
+
+
+def _shapes(found: list[IdleShape]) -> list[str]:
+    if not found:
+        return [f"4 shapes for Tensor Cores: all sizes are multiples of {MULTIPLE}"]
+    odd = sum(not shape.usual for shape in found)
+    usual = f"{len(found) - odd} as usual" if odd < len(found) else ""
+    changeable = f"{odd} to look at" if odd else ""
+    count = ", ".join(part for part in (changeable, usual) if part)
+    lines = [f"4 shapes for Tensor Cores, sizes that are no multiple of {MULTIPLE}: {count}"]
+    for shape in sorted(found, key=lambda shape: shape.usual)[:_SHAPES]:
+        module = f"{shape.module}: " if shape.module else ""
+        end = " (usual)" if shape.usual else ""
+        end = f" -> {shape.remedy}" if shape.remedy else end
+        lines.append(f"  {module}{shape.dimension} {shape.size}{end}")
+    more = len(found) - _SHAPES
+    return [*lines, f"  and {more} more (--json)"] if more > 0 else lines
+
+
+def _percent(share: float) -> str:
+    value = 100 * share
+    if value in (0.0, 100.0):
+        return f"{value:.0f} %"
+    if value < 0.001:
+        return "below 0.001 %"
+    if value > 99.9:
+        return "above 99.9 %"
+    return f"{value:.2g} %" if value < 10 else f"{value:.3g} %"
+
+
+def _worst(worst: Worst | None) -> str:
+    if worst is None or worst.share == 0:
+        return ""
+    return f" (worst: {worst.module} {_percent(worst.share)})"
+
+
+def _span(values: tuple[float, float]) -> str:
+    low, high = values
+    return f"{low:g}" if low == high else f"{low:g} to {high:g}"

@@ -1,0 +1,135 @@
+"""What an ATen operation reads and writes, and how large that is."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_leaves
+
+# Their results are memory that nobody has written yet.
+UNWRITTEN = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_"}
+# In-place operations that do not read what they overwrite.
+_OVERWRITING = {"copy_", "_foreach_copy_", "fill_", "zero_", "_foreach_zero_", "normal_"} | {
+    "uniform_",
+    "bernoulli_",
+    "random_",
+    "set_",
+}
+# Argument that is divided by, or whose logarithm is taken.
+_SINGULAR_AT_ZERO = {
+    "div": 1,
+    "div_": 1,
+    "_foreach_div": 1,
+    "_foreach_div_": 1,
+    "true_divide": 1,
+    "addcdiv": 2,
+    "addcdiv_": 2,
+    "_foreach_addcdiv": 2,
+    "_foreach_addcdiv_": 2,
+    "reciprocal": 0,
+    "_foreach_reciprocal": 0,
+    "rsqrt": 0,
+    "pow": 0,
+    "log": 0,
+    "log2": 0,
+    "log10": 0,
+}
+
+
+class Operand(NamedTuple):
+    """One tensor argument. index: its place in the list that it is passed in, None outside lists.
+
+    read, written: a tensor that is only overwritten is not read. singular_at_zero: the operation
+    divides by it, or takes its logarithm.
+    """
+
+    index: int | None
+    tensor: Tensor
+    read: bool
+    written: bool
+    singular_at_zero: bool
+
+
+def operands(func: OpOverload, args, kwargs) -> Iterator[Operand]:
+    """Every tensor argument of a call, in the order of the operation's schema."""
+    name = func._schema.name.removeprefix("aten::")
+    singular = _SINGULAR_AT_ZERO.get(name)
+    for position, argument in enumerate(func._schema.arguments):
+        if position < len(args):
+            value = args[position]
+        elif argument.name in kwargs:
+            value = kwargs[argument.name]
+        else:
+            continue
+        written = argument.alias_info is not None and argument.alias_info.is_write
+        read = not (written and (name in _OVERWRITING or argument.kwarg_only))
+        if isinstance(value, Tensor):
+            yield Operand(None, value, read, written, position == singular)
+        elif isinstance(value, (list, tuple)):
+            for index, entry in enumerate(value):
+                if isinstance(entry, Tensor):
+                    yield Operand(index, entry, read, written, position == singular)
+
+
+def per_entry(name: str) -> bool:
+    """Whether entry i of the lists that an operation takes has to do with entry i only."""
+    return name.startswith(("_foreach_", "_fused_", "_amp_foreach_"))
+
+
+def is_view(func: OpOverload) -> bool:
+    """Whether its results are its arguments' memory under another shape."""
+    returns = func._schema.returns
+    return bool(returns) and all(
+        value.alias_info is not None and not value.alias_info.is_write for value in returns
+    )
+
+
+def floats(tree) -> list[Tensor]:
+    """The floating-point tensors in nested lists, tuples and dicts, detached."""
+    return [leaf.detach() for leaf in tree_leaves(tree) if has_values(leaf)]
+
+
+def has_values(leaf) -> bool:
+    """Whether it is a tensor of numbers that can overflow (on the meta device there are none)."""
+    if not isinstance(leaf, Tensor) or leaf.is_meta:
+        return False
+    return leaf.is_floating_point() and leaf.numel() > 0
+
+
+def storage_of(tensor: Tensor) -> int:
+    """What tells tensors in other memory apart; views share it."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def largest_of(tensor: Tensor) -> float:
+    """Largest absolute value, NaN if there is one."""
+    return float(tensor.abs().amax())
+
+
+def largest_finite_of(tensor: Tensor) -> float:
+    """Largest absolute value of those that are finite, 0 if none is."""
+    return largest_of(torch.where(torch.isfinite(tensor), tensor, 0))
+
+
+def in_fp32(func, args, kwargs, place: int) -> float | None:
+    """The largest absolute value of the same operation on the same inputs in FP32."""
+
+    def widened(value):
+        if isinstance(value, Tensor) and value.is_floating_point():
+            return value.float()
+        if isinstance(value, (list, tuple)):
+            return type(value)(widened(entry) for entry in value)
+        if value is torch.float16 or value is torch.bfloat16:
+            return torch.float32
+        return value
+
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        return None  # would draw the step's random numbers a second time
+    try:
+        result = func(*map(widened, args), **{name: widened(v) for name, v in kwargs.items()})
+    except (RuntimeError, NotImplementedError, TypeError):
+        return None  # kernels that demand a 16-bit argument
+    found = floats(result)
+    return largest_of(found[place]) if place < len(found) else None

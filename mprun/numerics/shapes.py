@@ -1,0 +1,144 @@
+"""Sizes of a model: which of them leave Tensor Cores idle, and what lies next to what.
+
+Tensor Cores take FP16 operands in multiples of 8: channels of convolutions, features of linear
+layers, hidden and input sizes and the batch of recurrent ones, the vocabulary (NVIDIA, "Training
+With Mixed Precision"; cuBLAS from 11 and cuDNN from 7.6.3 pad odd sizes themselves, at a cost).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+from mprun.precision.casting import NORM_LAYERS
+
+MULTIPLE = 8
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_PRODUCTS = (nn.Linear, nn.RNNBase, *_CONVOLUTIONS, *_TRANSPOSED)
+
+
+@dataclass(frozen=True, slots=True)
+class IdleShape:
+    """One size that is no multiple of 8.
+
+    module: its name, "" for the batch. usual: as in every network of this kind (image channels).
+    remedy: an override that makes it a multiple, None if no key does.
+    """
+
+    module: str
+    dimension: str
+    size: int
+    usual: bool = False
+    remedy: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Modules without modules inside, by learner, in the order of the model's definition.
+
+    leaves: learner -> names. norms and products: (learner, name) of norm layers, and of linear,
+    recurrent and convolution layers.
+    """
+
+    leaves: dict[str, tuple[str, ...]]
+    norms: frozenset[tuple[str, str]]
+    products: frozenset[tuple[str, str]]
+
+
+def layout(task) -> Layout:
+    """The layout of all models of a task."""
+    found = [(learner, name, module) for learner, name, module in _leaves(task)]
+    return Layout(
+        {
+            label: tuple(name for learner, name, _ in found if learner == label)
+            for label in task.learners
+        },
+        frozenset((label, name) for label, name, m in found if isinstance(m, NORM_LAYERS)),
+        frozenset((label, name) for label, name, m in found if isinstance(m, _PRODUCTS)),
+    )
+
+
+def idle_shapes(task, config) -> list[IdleShape]:
+    """Every size of `task` that is no multiple of 8; `config`: the run's, for the remedies."""
+    found = []
+    several = len(task.learners) > 1
+    for label, learner in task.learners.items():
+        modules = [(name, m) for name, m in learner.model.named_modules() if name]
+        convolutions = [m for _, m in modules if isinstance(m, _CONVOLUTIONS + _TRANSPOSED)]
+        last = next((m for _, m in reversed(modules) if isinstance(m, _PRODUCTS)), None)
+        for name, module in modules:
+            for dimension, size in _sizes(module):
+                if size % MULTIPLE:
+                    usual = _of_images(module, dimension, size, convolutions, last)
+                    remedy = None if usual else _remedy(config, module, size, module is last)
+                    named = f"{label}: {name}" if several else name
+                    found.append(IdleShape(named, dimension, size, usual, remedy))
+    batch = config.data.batch_size
+    rows = [
+        type(m).__name__
+        for learner in task.learners.values()
+        for m in learner.model.modules()
+        if isinstance(m, (nn.Linear, nn.RNNBase))
+    ]
+    if rows and batch % MULTIPLE:
+        remedy = f"data.batch_size={_padded(batch)}"
+        kinds = " and ".join(dict.fromkeys(rows))
+        found.append(IdleShape("", f"batch size of {kinds}", batch, remedy=remedy))
+    return found
+
+
+def _leaves(task) -> Iterator[tuple[str, str, nn.Module]]:
+    for label, learner in task.learners.items():
+        for name, module in learner.model.named_modules():
+            if name and not any(module.children()):
+                yield label, name, module
+
+
+def _sizes(module: nn.Module) -> list[tuple[str, int]]:
+    match module:
+        case nn.Linear():
+            return [
+                ("input features", module.in_features),
+                ("output features", module.out_features),
+            ]
+        case nn.RNNBase():
+            sizes = [("input size", module.input_size), ("hidden size", module.hidden_size)]
+            return sizes + ([("projection size", module.proj_size)] if module.proj_size else [])
+    if isinstance(module, _CONVOLUTIONS + _TRANSPOSED):
+        # Each group is a product of its own.
+        per_group = "" if module.groups == 1 else " per group"
+        return [
+            (f"input channels{per_group}", module.in_channels // module.groups),
+            (f"output channels{per_group}", module.out_channels // module.groups),
+        ]
+    return []
+
+
+def _of_images(module, dimension: str, size: int, convolutions: list, last) -> bool:
+    """Whether these are the channels of images, or the one logit of a discriminator."""
+    if size not in (1, 3) or module not in convolutions:
+        return False
+    first_input = dimension == "input channels" and module is convolutions[0]
+    return first_input or (dimension == "output channels" and module is last)
+
+
+def _remedy(config, module: nn.Module, size: int, is_last: bool) -> str | None:
+    """The override that pads this size, where the configuration has one."""
+    model = config.model
+    if model.name == "lstm_lm":
+        return f"model.pad_to_multiple={MULTIPLE}"
+    if model.name in ("alexnet", "resnet50"):
+        return f"model.num_classes={_padded(size)}" if is_last else None
+    for key in ("latent_size", "code_size"):
+        if getattr(model, key, None) == size:
+            return f"model.{key}={_padded(size)}"
+    for key in ("width", "generator_width", "discriminator_width"):
+        width = getattr(model, key, None)
+        if width is not None and width % MULTIPLE and size % width == 0:
+            return f"model.{key}={_padded(width)}"
+    return None
+
+
+def _padded(size: int) -> int:
+    return -(-size // MULTIPLE) * MULTIPLE

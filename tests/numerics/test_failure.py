@@ -1,0 +1,237 @@
+"""What a run keeps of its failure: the state before the bad step, bit for bit, and nothing else."""
+
+import json
+
+import pytest
+import torch
+
+from mprun import checkpoint
+from mprun.errors import Damaged
+from mprun.numerics import failure
+from mprun.numerics.explain_command import explain
+from mprun.numerics.failure import FailureKeeper, Suspect, suspect
+from mprun.numerics.post_mortem import read_post_mortem
+from mprun.numerics.replay import all_finite, nonfinite
+from mprun.record.run_directory import read_json
+
+from .failing_runs import AUTOENCODER, CPU, GAN, LM, run, set_weight, with_data
+
+BAD = 8  # the step whose batch is NaN, from 1; losses are looked at after steps 5 and 10
+MODES = ["fp32", "fp16_naive", "fp16_master", "fp16_master_scaled", "amp", "bf16_master"]
+
+
+def nan_images(index, batch):
+    return (batch[0] * float("nan") if index == BAD - 1 else batch[0]), batch[1]
+
+
+def flattened(state):
+    return torch.utils._pytree.tree_leaves_with_path(state)
+
+
+def assert_same_state(one, other):
+    one, other = dict(flattened(one)), dict(flattened(other))
+    assert one.keys() == other.keys() and len(one) > 5
+    for path, value in one.items():
+        if isinstance(value, torch.Tensor):
+            assert value.dtype is other[path].dtype
+            assert torch.equal(value.nan_to_num(), other[path].nan_to_num()), path
+            assert torch.equal(value.isnan(), other[path].isnan()), path
+        else:
+            assert value == other[path], path
+
+
+def kept_state(directory):
+    return checkpoint.load_newest(directory / "numerics" / "failure", CPU)[:2]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("model", ["autoencoder", "gan"])
+def test_the_kept_state_is_the_one_before_the_bad_step(tmp_path, model, mode):
+    overrides = AUTOENCODER if model == "autoencoder" else GAN
+    scaler = ["scaler=none"] if mode in ("fp16_master_scaled", "amp") else []
+    arguments = [*overrides, f"precision={mode}", *scaler, "optim=sgd", "train.log_every=5"]
+    directory, code = run(tmp_path, *arguments, plant=with_data(nan_images), steps=20)
+    assert code == 3
+    kept = read_post_mortem(directory)["failure"]
+    assert (kept["kind"], kept["step"]) == ("loss", BAD)
+    # From the copy at the start, or, where five steps took a second, from that after step 5.
+    assert kept["replayed_from"] in (0, 5)
+    assert kept["replayed"] == kept["compared"] == BAD - kept["replayed_from"]
+    assert kept["first_difference"] is None
+    step, state = kept_state(directory)
+    assert (step, state["step"], state["kind"]) == (BAD - 1, BAD - 1, "loss")
+    [(images, _)] = state["batch"]
+    assert images.isnan().all()
+
+    # Independent: the same run without the bad batch, stopped before it, saves a checkpoint.
+    (tmp_path / "other").mkdir()
+    saving = f"train.checkpoint_every={BAD - 1}"
+    other, _ = run(tmp_path / "other", *arguments, saving, steps=BAD - 1)
+    _, expected, _ = checkpoint.load_newest(other / "checkpoints", CPU)
+    assert_same_state(state["task"], expected["task"])
+    for generator in ("python", "torch"):
+        assert_same_or_equal(state["random"][generator], expected["random"][generator])
+
+
+def assert_same_or_equal(one, other):
+    assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+def test_dropout_and_carried_state_come_back(tmp_path):
+    # The loss explodes after some 20 steps; each drew random numbers and carried a state.
+    arguments = [*LM, "model.dropout=0.3", "precision=fp16_master", "optim=sgd_plain"]
+    directory, code = run(tmp_path, *arguments, "optim.lr=0.2", "optim.weight_decay=15", steps=60)
+    assert code == 3
+    kept = read_post_mortem(directory)["failure"]
+    assert kept["first_difference"] is None and kept["compared"] >= 5
+    _, state = kept_state(directory)
+    assert state["task"]["hidden"] is not None
+
+
+def test_keeping_changes_no_number_of_the_run(tmp_path):
+    def records(folder, keep):
+        folder.mkdir()
+        arguments = [*LM, "model.dropout=0.3", "precision=amp", "train.checkpoint_every=12"]
+        switch = f"numerics.keep_failure={keep}"
+        directory, _ = run(folder, *arguments, "optim=sgd", switch, "train.log_every=3", steps=12)
+        lines = (directory / "metrics.jsonl").read_text().splitlines()
+        rows = [json.loads(line) for line in lines]
+        for row in rows:
+            row.pop("samples_per_s", None), row.pop("seconds", None)
+        _, state, _ = checkpoint.load_newest(directory / "checkpoints", CPU)
+        return rows, state["task"]
+
+    with_copy, without = records(tmp_path / "a", "true"), records(tmp_path / "b", "false")
+    assert with_copy[0] == without[0]
+    assert_same_state(with_copy[1], without[1])
+
+
+def test_what_is_trained_again_is_not_counted(tmp_path):
+    def emulated(folder, keep):
+        folder.mkdir()
+        arguments = [*AUTOENCODER, "precision=fp16_master", "optim=sgd", "train.log_every=5"]
+        plant = with_data(nan_images)
+        switch = f"numerics.keep_failure={keep}"
+        directory, _ = run(folder, *arguments, switch, plant=plant, steps=20)
+        return read_json(directory / "run.json")["emulated"]
+
+    kept = emulated(tmp_path / "a", "true")
+    assert kept and kept == emulated(tmp_path / "b", "false")
+
+
+def test_off_means_nothing_is_kept_but_the_post_mortem(tmp_path):
+    directory, code = run(
+        tmp_path, *LM, "precision=fp16_naive", "optim=adam", "numerics.keep_failure=false"
+    )
+    assert code == 3 and not (directory / "numerics" / "failure").exists()
+    kept = read_post_mortem(directory)["failure"]
+    assert (kept["folder"], kept["reason"]) == (None, "numerics.keep_failure=false")
+
+
+def test_a_state_that_is_too_large_is_not_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(failure, "LARGEST_STATE", 2**10)
+    directory, code = run(tmp_path, *LM, "precision=fp16_naive", "optim=adam")
+    assert code == 3 and not (directory / "numerics" / "failure").exists()
+    assert "MiB" in read_post_mortem(directory)["failure"]["reason"]
+
+
+def test_a_failing_disk_leaves_the_run_diverged(tmp_path):
+    # A file where the folder of the kept state belongs.
+    (tmp_path / "run" / "numerics").mkdir(parents=True)
+    (tmp_path / "run" / "numerics" / "failure").write_text("in the way")
+    directory, code = run(tmp_path, *LM, "precision=fp16_naive", "optim=adam")
+    assert code == 3 and read_json(directory / "run.json")["status"] == "diverged"
+    assert "FileExistsError" in read_post_mortem(directory)["failure"]["reason"]
+
+
+def test_copies_are_taken_seldom_and_never_within_a_row_of_skips(tmp_path, build_run):
+    built = build_run(*LM, "precision=fp16_master_scaled", "optim=sgd_plain", "numerics=off")
+    keeper = FailureKeeper(built)
+    keeper.keep(0, 0)
+    assert keeper.snapshot.step == 0 and keeper.bytes > 1000
+    keeper.keep(10, 0)
+    assert keeper.snapshot.step == 0  # less than a second later
+    keeper._due = 0.0
+    keeper.keep(20, 3, healthy=False)
+    assert keeper.snapshot.step == 0
+    keeper.keep(30, 3)
+    assert (keeper.snapshot.step, keeper.snapshot.skipped) == (30, 3)
+    keeper._due = 0.0
+    set_weight(built, "output.bias", float("inf"))
+    keeper.keep(40, 3)
+    assert keeper.snapshot.step == 30
+
+
+def test_a_copy_younger_than_the_failure_is_of_no_use(tmp_path, build_run):
+    built = build_run(*LM, "precision=fp32", "optim=sgd_plain")
+    keeper = FailureKeeper(built)
+    keeper.keep(7, 0)
+    kept = keeper.record(tmp_path, Suspect("loss", 7), {})
+    assert kept.folder is None and "younger" in kept.reason
+
+
+@pytest.mark.parametrize(
+    ("cause", "last", "rows", "expected"),
+    [
+        ("non-finite loss", 12, [], Suspect("loss", 12)),
+        ("non-finite evaluation loss", 20, [], Suspect("evaluation", 20)),
+        # Skips from step 4 on, at the floor of 1 from step 6 on.
+        (
+            "loss_scale collapsed: 5 skipped updates in a row at its floor",
+            8,
+            [(3, 4, 0), (4, 4, 1), (5, 2, 1), (6, 1, 1), (7, 1, 1), (8, 1, 1)],
+            Suspect("collapse", 6),
+        ),
+        # A static scale is its own floor; an earlier skip is no part of the row.
+        (
+            "loss_scale collapsed: 2 skipped updates in a row at its floor",
+            8,
+            [(5, 8, 1), (6, 8, 0), (7, 8, 1), (8, 8, 1)],
+            Suspect("collapse", 7),
+        ),
+        # Steps without a record are steps without a skip.
+        (
+            "loss_scale collapsed: 2 skipped updates in a row at its floor",
+            40,
+            [(20, 8, 1), (39, 8, 1), (40, 8, 1)],
+            Suspect("collapse", 39),
+        ),
+    ],
+)
+def test_the_step_to_replay(cause, last, rows, expected):
+    rows = [
+        {"step": step, "loss_scale": float(scale), "found_inf": bool(inf)}
+        for step, scale, inf in rows
+    ]
+    assert suspect(cause, last, rows) == expected
+
+
+def test_a_new_attempt_forgets_the_failure_of_the_last(tmp_path):
+    directory, _ = run(tmp_path, *LM, "precision=fp16_naive", "optim=adam")
+    failure.forget_failure(directory)
+    assert list((directory / "numerics").iterdir()) == []
+    failure.forget_failure(directory)  # nothing there is nothing to do
+
+
+def test_a_damaged_state_is_told(tmp_path):
+    directory, _ = run(tmp_path, *LM, "precision=fp16_naive", "optim=adam")
+    path = directory / "numerics" / "failure" / "step-00000000" / "state.pt"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(Damaged, match="does not match its manifest"):
+        explain(directory)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_finite_or_not(dtype):
+    large = torch.full((3000,), torch.finfo(dtype).max, dtype=dtype)  # its sum is not finite
+    assert all_finite([large, torch.zeros(0), torch.arange(3)])
+    for bad in (float("nan"), float("inf"), float("-inf")):
+        spoilt = torch.ones(4000, dtype=dtype)
+        spoilt[1234] = bad
+        assert not all_finite([large, spoilt])
+        assert not all_finite([torch.cat([spoilt, -spoilt])])  # inf - inf in a sum
+    assert nonfinite({"a": torch.tensor([1.0, float("inf")]), "b": torch.ones(2)}) == {
+        "a": "1 of 2 values are infinite"
+    }
