@@ -38,11 +38,12 @@ Keys (key=value; --cfg job prints all of them)
   scaler.growth_interval  scaler.hysteresis  scaler.min_scale  scaler.max_scale
   scaler.max_consecutive_skips  scaler.per=shared|optimizer|loss
   compare.metric  compare.margin  compare.window
+  numerics.every  numerics.modules  numerics.shadow_every  numerics.keep_failure
 
 Exit codes: 0 done, 1 a bug, 2 bad input, 3 diverged, 4 damaged data or checkpoint,
 5 resource, 75 preempted (resumable), 130 interrupted. Results: tensorboard --logdir outputs
 """
-GROUPS = ("model", "data", "optim", "precision", "scaler", "train", "experiment")
+GROUPS = ("model", "data", "optim", "precision", "scaler", "train", "numerics", "experiment")
 
 
 def help_text(verbs: dict[str, str]) -> str:

@@ -1,0 +1,191 @@
+"""Ways to get a match, or to lose a file, that must not work."""
+
+import json
+
+import pytest
+
+from mprun.cli import main
+from mprun.record.metrics import MetricsFile
+
+from .run_folders import write_run
+
+FINAL = (2.00, 2.02, 1.99)
+
+
+@pytest.fixture
+def study(tmp_path, monkeypatch):
+    """runs/: three seeds of FP32 and of an amp that equals them."""
+    monkeypatch.chdir(tmp_path)
+    for mode in ("fp32", "amp"):
+        for seed, loss in enumerate(FINAL):
+            write_run(tmp_path / f"runs/{mode}-s{seed}", mode, seed, final=loss)
+    return tmp_path / "runs"
+
+
+def verdicts(capsys, *words) -> dict[str, dict]:
+    assert main(["compare", *words, "--json", "--no-report"]) == 0
+    [group] = json.loads(capsys.readouterr().out)["groups"]
+    return {row["label"]: row for row in group["modes"]}
+
+
+def write_losses(path, losses: list[float], evaluation: float) -> None:
+    path.unlink()
+    file = MetricsFile(path)
+    for step, loss in enumerate(losses, start=1):
+        head = {"step": step, "updates": step, "skipped": 0, "epoch": step / 40}
+        file.write({"split": "train", **head, "loss": loss, "loss_scale": 1.0})
+    file.write({"split": "eval", **head, "loss": evaluation, "seconds": 0.1})
+    file.close()
+
+
+def test_the_study_matches_as_it_stands(study, capsys):
+    assert verdicts(capsys, "runs")["amp"]["verdict"]["name"] == "matches"
+    assert main(["compare", "runs", "--check", "--no-report"]) == 0
+
+
+@pytest.mark.parametrize(
+    "losses",
+    [
+        [2.0] * 40,
+        [2.0 + step / 20 for step in range(40)],
+        # Noise of sd 0.41 around a fall of 0.01.
+        [2.0 - step / 4000 + 0.5 * (-1) ** step for step in range(40)],
+    ],
+    ids=["flat", "rising", "noise"],
+)
+def test_equal_to_a_baseline_that_learned_nothing_is_no_match(study, capsys, losses):
+    for path in study.iterdir():
+        write_losses(path / "metrics.jsonl", losses, evaluation=2.0)
+    verdict = verdicts(capsys, "runs")["amp"]["verdict"]
+    assert verdict["name"] == "invalid baseline"
+    assert "learned next to nothing" in verdict["sentence"]
+
+
+def test_other_data_under_the_same_name_is_refused(study, capsys):
+    for path in study.iterdir():
+        record = json.loads((path / "run.json").read_text())
+        record["data"] = {"sha256": path.name[:3]}
+        (path / "run.json").write_text(json.dumps(record))
+    assert main(["compare", "runs"]) == 2
+    assert "data.sha256 (fp3, here amp)" in capsys.readouterr().err
+
+
+def test_a_missing_seed_fails_the_check(study, capsys):
+    write_run(study / "fp32-s3", "fp32", 3, final=2.01)
+    write_run(study / "amp-s3", "amp", 3, final=2.01, status="failed", cause="killed by SIGKILL")
+    row = verdicts(capsys, "runs")["amp"]
+    assert row["verdict"]["name"] == "matches" and row["verdict"]["seeds"] == [0, 1, 2]
+    assert any("seed 3: failed (killed by SIGKILL)" in note for note in row["notes"])
+    assert main(["compare", "runs", "--check", "--no-report"]) == 3
+
+
+def test_means_are_over_the_seeds_that_are_compared(study, capsys):
+    write_run(study / "fp32-s7", "fp32", 7, final=9.0)
+    assert main(["compare", "runs", "--json", "--no-report"]) == 0
+    [group] = json.loads(capsys.readouterr().out)["groups"]
+    assert group["modes"][0]["mean"] == pytest.approx(sum(FINAL) / 3)
+
+
+def test_a_relative_margin_of_1_is_not_one_percent(study, capsys):
+    assert main(["compare", "runs", "--margin", "1"]) == 2
+    assert "0.01 means 1 %" in capsys.readouterr().err
+    assert main(["compare.margin=1"]) == 2
+    assert "0.01 means 1 %" in capsys.readouterr().err
+
+
+def test_a_skipped_warm_up_is_no_warning(study, capsys):
+    for path in study.glob("amp*"):
+        lines = (path / "metrics.jsonl").read_text().splitlines()
+        records = [json.loads(line) for line in lines]
+        for record in records:
+            record |= {"skipped": 1, "updates": record["step"] - 1}
+            if record["split"] == "train":
+                record["loss"] *= 1.5
+        text = "".join(json.dumps(record) + "\n" for record in records)
+        (path / "metrics.jsonl").write_text(text)
+    row = verdicts(capsys, "runs")["amp"]
+    assert row["first_steps"] is None
+    assert not any("first 20 steps" in note for note in row["notes"])
+
+
+def test_one_bad_group_does_not_stop_the_others(study, capsys):
+    for mode in ("fp32", "amp"):
+        for seed in range(3):
+            write_run(study / f"other/{mode}{seed}", mode, seed, overrides={"optim.lr": 0.7})
+    evaluation = study / "other/amp1/metrics.jsonl"
+    lines = evaluation.read_text().splitlines()
+    evaluation.write_text("\n".join(lines[:-1]) + "\n")
+    assert main(["compare", "runs", "--json", "--no-report"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert len(found["groups"]) == 1
+    assert "amp1" in found["not_compared"][0]
+
+
+def test_a_truncated_record_is_damaged(study, capsys):
+    path = study / "amp-s1/metrics.jsonl"
+    path.write_text("\n".join(path.read_text().splitlines()[:5]) + "\n")
+    assert main(["compare", "runs"]) == 4
+    assert "ends at step 5, the run at 40" in capsys.readouterr().err
+
+
+def test_a_folder_with_files_of_the_user_is_left_alone(study, capsys):
+    mine = study.parent / "mine"
+    mine.mkdir()
+    (mine / "results.json").write_text('{"my": 1}')
+    (mine / "precious.png").write_text("P")
+    assert main(["compare", "runs", "--out", "mine"]) == 2
+    assert (mine / "results.json").read_text() == '{"my": 1}'
+    # Beside our own report, too: only figures that results.json lists are replaced.
+    assert main(["compare", "runs", "--out", "ours"]) == 0
+    (study.parent / "ours/precious.png").write_text("P")
+    assert main(["compare", "runs", "--out", "ours"]) == 0
+    assert (study.parent / "ours/precious.png").read_text() == "P"
+
+
+def csv_logs(folder, name: str, every: int, count: int = 3) -> str:
+    """Logs of a falling loss over 1,000 steps; their names with commas between."""
+    names = []
+    for seed in range(count):
+        lines = ["step,loss"]
+        steps = range(every, 1001, every)
+        lines += [f"{step},{(2 + seed / 100) * (1.2 - step / 5000)}" for step in steps]
+        names.append(f"{name}{seed}.csv")
+        (folder / names[-1]).write_text("\n".join(lines) + "\n")
+    return ",".join(names)
+
+
+def test_one_log_cannot_stand_for_several_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    csv_logs(tmp_path, "a", 10)
+    words = ["--tag", "loss", "fp32=a0.csv,a1.csv,a2.csv", "amp=a0.csv,a1.csv,a2.csv"]
+    assert main(["compare", *words]) == 2
+    assert "a0.csv: listed twice" in capsys.readouterr().err
+
+
+def test_logs_of_other_intervals_are_not_averaged_over_other_stretches(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    # The last tenth of 1,000 steps against the last three of five values: from 920 and from 600.
+    dense, sparse = csv_logs(tmp_path, "dense", 10), csv_logs(tmp_path, "sparse", 200)
+    assert main(["compare", "--tag", "loss", f"fp32={sparse}", f"same={dense}"]) == 2
+    assert "equal intervals" in capsys.readouterr().err
+
+
+def test_a_tag_that_is_not_in_the_file_name_is_told(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    words = ["compare", "--tag", "eval/loss", "--no-report"]
+    for name in ("a", "b"):
+        for seed in range(3):
+            text = "Wall time,Step,Value\n" + "".join(f"0,{s},{2 + seed}\n" for s in range(1, 9))
+            (tmp_path / f"run-{name}{seed}-tag-train_loss.csv").write_text(text)
+            (tmp_path / f"{name}{seed}.csv").write_text(text)
+    arms = [
+        f"{label}=" + ",".join(f"run-{label[0]}{seed}-tag-train_loss.csv" for seed in range(3))
+        for label in ("a_base", "b_mode")
+    ]
+    assert main([*words, *arms]) == 2
+    assert "train_loss" in capsys.readouterr().err
+    arms = ["baseline=a0.csv,a1.csv,a2.csv", "b=b0.csv,b1.csv,b2.csv"]
+    assert main([*words, *arms]) == 0
+    assert "its column Value is taken for eval/loss" in capsys.readouterr().out
