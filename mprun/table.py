@@ -116,6 +116,12 @@ _INCIDENTAL = {
     "train.log_every",
     "train.checkpoint_every",
     "train.keep_checkpoints",
+    "numerics",
+    "numerics.enabled",
+    "numerics.every",
+    "numerics.modules",
+    "numerics.shadow_every",
+    "numerics.keep_failure",
 }
 
 

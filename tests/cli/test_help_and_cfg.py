@@ -20,7 +20,7 @@ def test_help_lists_verbs_groups_options_and_keys(capsys):
     text = capsys.readouterr().out
     for verb in VERBS:
         assert f"mprun {verb}" in text
-    for group in ("model", "data", "optim", "precision", "scaler", "train"):
+    for group in ("model", "data", "optim", "precision", "scaler", "train", "numerics"):
         own = text.partition(f"\n  {group}\n")[2]
         for option in (path.stem for path in (conf_dir() / group).glob("*.yaml")):
             assert f"    {option} " in own, (group, option)

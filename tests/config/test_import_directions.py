@@ -52,6 +52,8 @@ def offenders(part: str, forbidden: tuple[str, ...]) -> list[tuple[str, str]]:
         ("checkpoint.py", "models data tasks config precision run train record build"),
         ("table.py", "models data tasks config precision run train build checkpoint"),
         ("sweep", "models data tasks precision run train build checkpoint"),
+        # What a comparison is made of: records, and the names of modes and metrics.
+        ("compare", "models data tasks precision run train build checkpoint sweep numerics"),
     ],
 )
 def test_direction(part, forbidden):
@@ -69,6 +71,10 @@ def test_no_torch_where_bad_input_is_found():
         "errors.py",
     ):
         assert offenders(part, ("torch", "torchvision", "numpy")) == []
+
+
+def test_a_comparison_needs_no_torch():
+    assert offenders("compare", ("torch", "torchvision")) == []
 
 
 def test_only_the_builder_reads_both_configuration_and_parts():

@@ -46,6 +46,9 @@ KEYS = [
     "resume",
     "output_dir",
     "compare",
+    "numerics",
+    "numerics.every",
+    "numerics.modules",
     "device",
 ]
 VALUES = [
