@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mprun.compare.findings import Arm, Group, Outcome, Row, RunData, Verdict
+from mprun.compare.group_notes import post_mortems
 from mprun.compare.grouping import ProtoGroup
 from mprun.compare.outcome import ENDED, outcomes
 from mprun.compare.verdict import judge
@@ -102,6 +103,7 @@ def _row(arm: Arm, baseline: Arm, verdict: Verdict, own: list[Outcome]) -> Row:
         peak_bytes=_largest_peak(ended),
         memory_ratio=_ratio(_largest_peak, ended, baseline.runs),
         saved_ratio=_ratio(_largest_saved, ended, baseline.runs),
+        notes=post_mortems(arm.runs),
     )
 
 

@@ -23,8 +23,9 @@ from mprun.errors import DIVERGED, DONE, BadInput
 _USAGE = """\
 mprun compare PATH... : does each precision mode match FP32?
 
-PATH is a run directory or a folder that holds runs (searched to any depth). Only metrics.jsonl and
-run.json are read. Per mode: a divergence rule, then an equivalence test (paired TOST over seeds)
+PATH is a run directory or a folder that holds runs (searched to any depth). Verdicts rest on
+metrics.jsonl and run.json alone; the report also shows probes (numerics=on). Per mode: a
+divergence rule, then an equivalence test (paired TOST over seeds)
 against the margin that the runs' configuration fixed (compare.metric, compare.margin).
 
 Options

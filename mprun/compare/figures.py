@@ -1,11 +1,13 @@
 """The figures of one group, in the order of the report: the decision first, costs last."""
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
 from mprun.compare.canvas import GREY, Drawing, rows_panel
 from mprun.compare.figures_curves import evaluation, training_loss
+from mprun.compare.figures_numerics import numerics_figures
 from mprun.compare.figures_scale import loss_scale
 from mprun.compare.findings import Group, Row
 from mprun.compare.formatting import (
@@ -21,14 +23,21 @@ from mprun.compare.formatting import (
     unit,
 )
 from mprun.compare.palette import INK, MARKS, Style
+from mprun.compare.probed_modes import ProbedMode
 
 _REACH = 8  # margins that the interval plot shows to either side; further out is an arrow
 
 
-def group_figures(group: Group, styles: dict[str, Style], points: int = 240) -> list[Drawing]:
+def group_figures(
+    group: Group,
+    styles: dict[str, Style],
+    points: int = 240,
+    probes: Sequence[ProbedMode] = (),
+) -> list[Drawing]:
     """All figures that the group has data for; call it inside `canvas.settings()`.
 
     points: how many a curve has at most; 500 are more than a panel of this width can show.
+    probes: what `probed_modes` found in the group.
     """
     points = min(points, 500)
     metrics = [group.metric]
@@ -43,6 +52,7 @@ def group_figures(group: Group, styles: dict[str, Style], points: int = 240) -> 
         loss_scale(group, styles, points),
         throughput(group, styles),
         memory(group, styles),
+        *numerics_figures(list(probes), styles),
     ]
     return [drawing for drawing in drawings if drawing is not None]
 

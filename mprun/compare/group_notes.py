@@ -1,10 +1,13 @@
 """What a reader of a comparison must know beside its numbers: missing runs, other machines."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from mprun.compare.findings import Arm, RunData
 from mprun.compare.load import OUTCOMES
+from mprun.errors import Damaged
+from mprun.numerics.post_mortem import read_post_mortem
 
 
 def missing_seeds(runs: Sequence[RunData]) -> list[str]:
@@ -14,6 +17,23 @@ def missing_seeds(runs: Sequence[RunData]) -> list[str]:
         if run.status not in OUTCOMES:
             cause = (run.cause or "").partition("\n")[0][:120]
             notes.append(f"seed {run.seed}: {run.status}" + (f" ({cause})" if cause else ""))
+    return notes
+
+
+def post_mortems(runs: Sequence[RunData]) -> list[str]:
+    """What ended each diverged run, where it left a post-mortem, and how to find the cause."""
+    notes = []
+    for run in sorted(runs, key=lambda run: run.seed):
+        if run.status != "diverged" or run.foreign:
+            continue
+        try:
+            found = read_post_mortem(Path(run.path))
+        except Damaged as error:  # the verdict does not rest on it
+            notes.append(f"seed {run.seed}: {error}")
+            continue
+        if found is not None:
+            lines = "; ".join(str(line) for line in found["classification"])
+            notes.append(f"seed {run.seed}: {lines}; see mprun explain {run.path}")
     return notes
 
 

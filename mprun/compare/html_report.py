@@ -17,9 +17,12 @@ from mprun.compare import html_background as background
 from mprun.compare import html_sections as sections
 from mprun.compare.canvas import Drawing, settings
 from mprun.compare.figures import group_figures
+from mprun.compare.figures_numerics import PREFIX
 from mprun.compare.findings import Comparison, Group, RunData
 from mprun.compare.inline_svg import inline_svg
+from mprun.compare.numerics_section import numerics_tables
 from mprun.compare.palette import Style, styles_of
+from mprun.compare.probed_modes import ProbedMode, probed_modes
 
 LIMIT = 1_000_000  # bytes of report.html
 _DPI = 160
@@ -39,6 +42,7 @@ _LEVELS = (
 )
 
 Pictures = list[tuple[Drawing, str | None]]  # with its inline SVG, None where there is no room
+Probes = dict[str, list[ProbedMode]]  # slug of a group -> what its probes say
 
 
 def write_report(comparison: Comparison, folder: Path, beside_paper: str = "") -> Path:
@@ -49,46 +53,56 @@ def write_report(comparison: Comparison, folder: Path, beside_paper: str = "") -
     """
     folder.mkdir(parents=True, exist_ok=True)
     styles = styles_of(comparison)
+    probes = {group.slug: probed_modes(group) for group in comparison.groups}
     with settings(), warnings.catch_warnings():
         # A label in a script that the PNG's font lacks; the page itself shows it.
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         for group in comparison.groups:
-            _write_pngs(group, styles, folder)
-        page = _fitting(comparison, styles, beside_paper)
+            _write_pngs(group, styles, probes, folder)
+        page = _fitting(comparison, styles, probes, beside_paper)
     path = folder / "report.html"
     path.write_text(page, encoding="utf-8")
     return path
 
 
-def _write_pngs(group: Group, styles: dict[str, Style], folder: Path) -> None:
-    for drawing in group_figures(group, styles, _POINTS):
+def _write_pngs(group: Group, styles: dict[str, Style], probes: Probes, folder: Path) -> None:
+    for drawing in group_figures(group, styles, _POINTS, probes[group.slug]):
         path = folder / f"{group.slug}-{drawing.name}.png"
         # matplotlib would write its own version into the file, which says nothing of the runs.
         drawing.figure.savefig(path, dpi=_DPI, metadata={"Software": None})
 
 
-def _fitting(comparison: Comparison, styles: dict[str, Style], beside_paper: str) -> str:
+def _fitting(
+    comparison: Comparison, styles: dict[str, Style], probes: Probes, beside_paper: str
+) -> str:
     """The page with as many points and figures as there is room for."""
     groups = comparison.groups
     for points, kept in _LEVELS:
         samples = kept is None
         if len(groups) > 1:  # what one group takes tells that all would be too much
-            one = _pictures(groups[0], styles, points, kept)
-            if len(groups) * len(_group(comparison, groups[0], styles, one, samples)) > LIMIT:
+            one = _pictures(groups[0], styles, probes, points, kept)
+            if (
+                len(groups) * len(_group(comparison, groups[0], styles, probes, one, samples))
+                > LIMIT
+            ):
                 continue
-        pictures = [_pictures(group, styles, points, kept) for group in groups]
-        page = _page(comparison, styles, pictures, beside_paper, samples)
+        pictures = [_pictures(group, styles, probes, points, kept) for group in groups]
+        page = _page(comparison, styles, probes, pictures, beside_paper, samples)
         if len(page.encode()) < LIMIT:
             return page
-    pictures = [_pictures(group, styles, *_LEVELS[-1]) for group in groups]
-    return _page(comparison, styles, pictures, beside_paper, samples=False, details=False)
+    pictures = [_pictures(group, styles, probes, *_LEVELS[-1]) for group in groups]
+    return _page(comparison, styles, probes, pictures, beside_paper, samples=False, details=False)
 
 
 def _pictures(
-    group: Group, styles: dict[str, Style], points: int, kept: tuple[str, ...] | None
+    group: Group,
+    styles: dict[str, Style],
+    probes: Probes,
+    points: int,
+    kept: tuple[str, ...] | None,
 ) -> Pictures:
     found: Pictures = []
-    for drawing in group_figures(group, styles, points):
+    for drawing in group_figures(group, styles, points, probes[group.slug]):
         name, svg = f"{group.slug}-{drawing.name}", None
         if kept is None or drawing.name in kept:
             with matplotlib.rc_context({"svg.hashsalt": name}):
@@ -100,6 +114,7 @@ def _pictures(
 def _page(
     comparison: Comparison,
     styles: dict[str, Style],
+    probes: Probes,
     pictures: list[Pictures],
     beside_paper: str,
     samples: bool,
@@ -119,7 +134,7 @@ def _page(
         top.append("<p>Nothing was compared.</p>")
     top.append(sections.stamps(comparison))
     body = "".join(
-        _group(comparison, group, styles, own, samples, details)
+        _group(comparison, group, styles, probes, own, samples, details)
         for group, own in zip(groups, pictures, strict=True)
     )
     left_out = "".join(f"<li>{escape(line)}</li>" for line in comparison.not_compared)
@@ -152,20 +167,24 @@ def _group(
     comparison: Comparison,
     group: Group,
     styles: dict[str, Style],
+    probes: Probes,
     pictures: Pictures,
     samples: bool,
     details: bool = True,
 ) -> str:
     heading = f"<h2>{escape(group.title)}</h2>" if len(comparison.groups) > 1 else ""
+    numbers = [p for p in pictures if p[0].name.startswith(PREFIX)]
     parts = [
         heading,
         sections.verdict_table(group, styles),
         sections.sentences(group),
-        _figures(group, pictures),
+        _figures(group, "Figures", [p for p in pictures if p not in numbers]),
+        _figures(group, "Numerics: what FP16 can hold", numbers),
         _sample_grids(group) if samples else "",
     ]
     if details:
         parts += [
+            numerics_tables(probes[group.slug], styles),
             "<h3>Outcome per seed</h3>",
             sections.seed_table(group, styles),
             "<h3>How the verdict is made</h3>",
@@ -178,7 +197,7 @@ def _group(
     return f'<section class="group" id="{escape(group.slug)}">{"".join(parts)}</section>\n'
 
 
-def _figures(group: Group, pictures: Pictures) -> str:
+def _figures(group: Group, heading: str, pictures: Pictures) -> str:
     shown = "".join(
         f"<figure>{svg}<figcaption>{escape(drawing.caption)}</figcaption></figure>\n"
         for drawing, svg in pictures
@@ -188,7 +207,7 @@ def _figures(group: Group, pictures: Pictures) -> str:
     if only:
         names = ", ".join(f"<code>{escape(name)}</code>" for name in only)
         shown += f'<p class="faint">Left out to keep the page below 1 MB: {names}.</p>'
-    return f'<h3>Figures</h3><div class="figures">{shown}</div>' if shown else ""
+    return f'<h3>{heading}</h3><div class="figures">{shown}</div>' if shown else ""
 
 
 def _sample_grids(group: Group) -> str:

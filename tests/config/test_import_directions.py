@@ -53,7 +53,7 @@ def offenders(part: str, forbidden: tuple[str, ...]) -> list[tuple[str, str]]:
         ("table.py", "models data tasks config precision run train build checkpoint"),
         ("sweep", "models data tasks precision run train build checkpoint"),
         # What a comparison is made of: records, and the names of modes and metrics.
-        ("compare", "models data tasks precision run train build checkpoint sweep numerics"),
+        ("compare", "models data tasks precision run train build checkpoint sweep"),
     ],
 )
 def test_direction(part, forbidden):
@@ -75,6 +75,16 @@ def test_no_torch_where_bad_input_is_found():
 
 def test_a_comparison_needs_no_torch():
     assert offenders("compare", ("torch", "torchvision")) == []
+
+
+def test_a_comparison_takes_of_numerics_only_what_reads_the_files_of_a_run():
+    readers = {"gradient_range", "lost_update_shares", "post_mortem", "probe_record"}
+    taken = {name.split(".")[2] for _, name in offenders("compare", ("mprun.numerics",))}
+    assert taken == readers
+    imports = "import mprun.compare.command, mprun.compare.html_report"
+    program = f"import sys; {imports}; assert 'torch' not in sys.modules"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_only_the_builder_reads_both_configuration_and_parts():
