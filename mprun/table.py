@@ -133,7 +133,7 @@ def _group(overrides: Iterable[str], swept: Iterable[str]) -> tuple[str, ...]:
 def table(runs: list[Run]) -> str:
     """A Markdown table, one row per mode (and per what else is swept), FP32 first.
 
-    Difference: mean over the seeds that FP32 and the mode share of (loss / FP32 loss - 1).
+    Difference: of the mean losses over the seeds that FP32 and the mode share, as in `compare`.
     """
     if not runs:
         return "no run has started"
@@ -173,12 +173,11 @@ def table(runs: list[Run]) -> str:
 
 def _row(cells: dict[int, Run], seeds: list[int], baseline: dict[int, float], mode: str) -> list:
     losses = [cells[seed].loss for seed in seeds if seed in cells]
-    ratios = [
-        cells[seed].loss / baseline[seed] - 1
-        for seed in seeds
-        if seed in cells and seed in baseline
-    ]
-    difference = "baseline" if mode == "fp32" else _percent(ratios)
+    shared = [seed for seed in seeds if seed in cells and seed in baseline]
+    difference = "baseline"
+    if mode != "fp32":
+        own, base = [cells[seed].loss for seed in shared], [baseline[seed] for seed in shared]
+        difference = _percent(own, base)
     speeds = [run.samples_per_s for run in cells.values() if run.samples_per_s]
     saved = [run.saved_bytes for run in cells.values() if run.saved_bytes]
     peaks = [run.peak_bytes for run in cells.values() if run.peak_bytes]
@@ -209,11 +208,12 @@ def _number(value: float) -> str:
     return f"{value:.4f}" if math.isfinite(value) else str(value)
 
 
-def _percent(ratios: list[float]) -> str:
-    if not ratios:
+def _percent(own: list[float], base: list[float]) -> str:
+    if not own:
         return "no FP32 run"
-    mean = statistics.fmean(ratios)
-    return f"{100 * mean:+.2f} %" if math.isfinite(mean) else "not finite"
+    mean = sum(base)
+    difference = (sum(own) - mean) / mean if mean else math.nan
+    return f"{100 * difference:+.2f} %" if math.isfinite(difference) else "not finite"
 
 
 def _span(steps: list[int]) -> str:

@@ -89,7 +89,10 @@ def _scaling(advice: Advice) -> list[str]:
     )
     share, spare = _percent(scales.share), f"{scales.headroom} powers of two to spare"
     if scales.fits:
-        lines.append(f"  static scales 2^{scales.lowest} to 2^{scales.top}: at most {share} lost,")
+        span = f"s 2^{scales.lowest} to 2^{scales.top}"
+        if scales.lowest == scales.top:
+            span = f" 2^{scales.top} alone"
+        lines.append(f"  static scale{span}: at most {share} lost,")
         lines.append(f"    {spare}; {overflow}")
     else:
         lines.append(f"  no static scale loses at most {share} with {spare}:")

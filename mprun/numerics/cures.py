@@ -3,7 +3,7 @@
 import copy
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from mprun.numerics.replay import (
 )
 from mprun.precision import MODES, NoLossScale
 
+WORSE = 1.5  # times FP32's loss: finite, but no cure
 AFTER = 5  # further steps that a cure must survive
 # A scale that has to settle first may skip so many more.
 PATIENCE = 40
@@ -49,6 +50,7 @@ class Tried:
     overrides: tuple[str, ...]
     cures: bool | None
     result: str
+    loss: float | None = None  # the last one, where all steps were taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,17 +122,34 @@ def changes(
     return found
 
 
+def try_changes(build: Build, changes: list[Change], origin: Origin) -> list[Tried]:
+    """Every change tried, in order; those that end far above FP32 do not cure.
+
+    FP32 altogether, if it is among them, goes first: a run that stays finite but ends above 1.5
+    times the loss of FP32 (or of its own start, where that is larger) has not been cured.
+    """
+    done = {}
+    for change in changes:
+        if change.overrides == ("precision=fp32",):
+            done[change.overrides] = reference = try_change(build, change, origin)
+            if reference.cures and reference.loss is not None:
+                usual = WORSE * max(abs(reference.loss), (origin.limit or 0.0) / EXPLOSION)
+                limit = usual if origin.limit is None else min(usual, origin.limit)
+                origin = replace(origin, limit=limit)
+    return [done.get(one.overrides) or try_change(build, one, origin) for one in changes]
+
+
 def try_change(build: Build, change: Change, origin: Origin) -> Tried:
     """Train the bad step and AFTER more with the change."""
     try:
         built = build(change.config)
         steps = start_from(built, origin)
-        cures, result = survives(steps, origin)
+        cures, result, loss = survives(steps, origin)
     except BadInput as error:
         return Tried(change.overrides, None, f"does not apply: {error}")
     except (MprunError, RuntimeError, ValueError) as error:
         return Tried(change.overrides, None, f"could not run: {str(error).partition(chr(10))[0]}")
-    return Tried(change.overrides, cures, result)
+    return Tried(change.overrides, cures, result, loss)
 
 
 def start_from(built, origin: Origin) -> Steps:
@@ -145,8 +164,8 @@ def start_from(built, origin: Origin) -> Steps:
     return resume_from(built, kept)
 
 
-def survives(steps: Steps, origin: Origin) -> tuple[bool, str]:
-    """Train on to AFTER steps behind the bad one: (whether all went well, what happened)."""
+def survives(steps: Steps, origin: Origin) -> tuple[bool, str, float | None]:
+    """Train to AFTER steps behind the bad one: whether all went well, what happened, the loss."""
     built, task = steps.built, steps.built.task
     end = origin.bad_step + AFTER
     if not built.rate.constant:
@@ -155,23 +174,26 @@ def survives(steps: Steps, origin: Origin) -> tuple[bool, str]:
     while True:
         row = steps.advance()
         if row.diverged:
-            return False, f"loss {row.loss:g} at step {row.step}"
+            return False, f"loss {row.loss:g} at step {row.step}", None
         if not all_finite([*weights(task).values(), *carried(task).values()]):
-            return False, f"weights or LSTM state not finite after step {row.step}"
+            what = "weights or LSTM state" if carried(task) else "weights"
+            return False, f"{what} not finite after step {row.step}", None
         skipped, in_a_row = skipped + row.found_inf, 0 if row.found_inf else in_a_row + 1
         if row.step < end:
             continue
         if in_a_row >= min(3, row.step - origin.bad_step + 1):
             break
         if row.step >= end + PATIENCE or not built.rate.constant:
-            return False, f"{skipped} updates skipped, still at loss scale {power(row.loss_scale)}"
+            text = f"{skipped} updates skipped, still at loss scale {power(row.loss_scale)}"
+            return False, text, row.loss
     scale = next(iter(task.loss_scales.values()))
     if skipped and scale.kind == "static":
-        return False, f"{skipped} updates skipped at the static loss scale {power(row.loss_scale)}"
+        text = f"{skipped} updates skipped at the static loss scale {power(row.loss_scale)}"
+        return False, text, row.loss
     if origin.limit is not None and row.loss > origin.limit:
-        return False, f"finite, but the loss is {row.loss:.4g} at step {row.step}"
+        return False, f"finite, but the loss is {row.loss:.4g} at step {row.step}", row.loss
     note = f", {skipped} skipped, loss scale then {power(row.loss_scale)}" if skipped else ""
-    return True, f"finite up to step {row.step}{note}; loss {row.loss:.4g}"
+    return True, f"finite up to step {row.step}{note}; loss {row.loss:.4g}", row.loss
 
 
 @torch.no_grad()

@@ -175,7 +175,7 @@ def _try_all(
 
     def try_from(place: cures.Origin, exploding: bool) -> list[cures.Tried]:
         found = cures.changes(plain, finding, options, exploding=exploding)
-        return [cures.try_change(build, change, place) for change in found]
+        return cures.try_changes(build, found, place)
 
     before = [row for row in rows if row["step"] <= finding.step]
     exploding = explosion(before[-LAST:]) is not None

@@ -150,13 +150,13 @@ def test_a_static_scale_that_skips_is_no_cure(build_run):
     # 2^24 / 24 overflows in every step; 2^10 / 24 in none.
     static = [*LM, "precision=fp16_master_scaled", "optim=sgd_plain", "scaler=static"]
     origin = Origin({}, bad_step=1)
-    cures, result = survives(Steps(build_run(*static, f"scaler.scale={2**24}"), 0, 0), origin)
+    cures, result, _ = survives(Steps(build_run(*static, f"scaler.scale={2**24}"), 0, 0), origin)
     assert not cures and "skipped" in result
-    cures, result = survives(Steps(build_run(*static, "scaler.scale=1024"), 0, 0), origin)
+    cures, result, _ = survives(Steps(build_run(*static, "scaler.scale=1024"), 0, 0), origin)
     assert cures and result.startswith("finite up to step 6; loss ")
 
 
 def test_a_loss_that_stays_large_is_no_cure(build_run):
     built = build_run(*LM, "precision=fp32", "optim=sgd_plain")
-    cures, result = survives(Steps(built, 0, 0), Origin({}, bad_step=1, limit=3.0))
+    cures, result, _ = survives(Steps(built, 0, 0), Origin({}, bad_step=1, limit=3.0))
     assert not cures and result.startswith("finite, but the loss is 3.")  # log(48) = 3.87
