@@ -194,6 +194,9 @@ def _warn(config: RunConfig, device: torch.device) -> None:
     """Say on stderr what the user may not expect, before step 1."""
     lines = []
     policy, optim, scaler = config.precision, config.optim, config.scaler
+    numerics, steps = config.numerics, config.train.steps
+    if numerics.enabled and steps is not None and numerics.every > steps:
+        lines.append(f"numerics.every={numerics.every}: no step of {steps} will be probed")
     fp16_update = policy.master_dtype is None and policy.param_dtype == "fp16"
     eps = {"adam": 1e-8, "adamw": 1e-8, "adagrad": 1e-10}.get(optim.name)
     eps = optim.eps if optim.eps is not None else eps

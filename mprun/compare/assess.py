@@ -108,7 +108,7 @@ def _row(arm: Arm, baseline: Arm, verdict: Verdict, own: list[Outcome]) -> Row:
 
 
 def _ratio(measure, own: list[RunData], base: list[RunData]) -> float | None:
-    """measure(own) / measure(base) where both ran on the same device and measured the same."""
+    """measure(own) / measure(base) where both ran on the same device and were probed alike."""
     base = [run for run in base if run.status in ENDED]
     if len({_device(run) for run in (*own, *base)}) != 1:
         return None
@@ -118,7 +118,9 @@ def _ratio(measure, own: list[RunData], base: list[RunData]) -> float | None:
 
 def _device(run: RunData) -> tuple:
     found = run.environment
-    return (found.get("device"), found.get("gpu") or found.get("cpu"), found.get("threads"))
+    probed = [run.keys.get(f"numerics.{key}") for key in ("enabled", "every", "shadow_every")]
+    machine = (found.get("device"), found.get("gpu") or found.get("cpu"), found.get("threads"))
+    return (*machine, tuple(probed) if probed[0] else None)
 
 
 def _median_speed(runs: list[RunData]) -> float | None:

@@ -109,7 +109,7 @@ def _scaling(advice: Advice) -> list[str]:
 
 
 def _underflow(kind: Underflow, share: float) -> list[str]:
-    enough = "" if kind.lowest is None else f"; 2^{kind.lowest} brings it to {_percent(share)}"
+    enough = f"; 2^{kind.lowest} brings it to {_percent(share)}" if (kind.lowest or 0) > 0 else ""
     return [
         f"  {_WORDS[kind.kind]}: {_percent(kind.lost)} of the non-zero underflow at scale 1"
         f"{_worst(kind.worst)}",

@@ -21,6 +21,7 @@ from mprun.numerics.advice_findings import Advice
 from mprun.numerics.advice_text import as_text, check_as_text
 from mprun.numerics.probe_record import read_probes
 from mprun.numerics.shapes import idle_shapes, layout
+from mprun.record.metrics import read_metrics
 from mprun.record.run_directory import (
     claim,
     claim_exactly,
@@ -120,7 +121,20 @@ def advise_run(directory: Path, *, share: float = SHARE) -> Advice:
     except BadInput as error:
         raise BadInput(f"advise {directory}: {error}") from None
     command = shlex.join(["mprun", *_own(record.get("overrides", [])), *advice.overrides])
-    return replace(advice, command=command, run=str(directory))
+    notes = [*advice.notes, *_unstable(directory)]
+    return replace(advice, command=command, run=str(directory), notes=notes)
+
+
+def _unstable(directory: Path) -> list[str]:
+    """A note where the measured loss rose, so that the advice fits a recipe that fails anyway."""
+    path = directory / "metrics.jsonl"
+    losses = [row["loss"] for row in read_metrics(path) if row["split"] == "train"]
+    if len(losses) < 2 or losses[-1] <= 1.5 * abs(losses[0]):
+        return []
+    return [
+        f"the loss rose from {losses[0]:.4g} to {losses[-1]:.4g} over the measured steps: the "
+        "advice fits an unstable recipe; mend that first"
+    ]
 
 
 def parse(arguments: list[str]) -> Options:
@@ -181,6 +195,7 @@ def _measure(options: Options, base: list[str]) -> tuple[Path, int]:
     dropped = [o for o in options.overrides if o not in base and o not in place]
     if dropped:
         print(f"mprun: advise measures in FP32, without {' '.join(dropped)}", file=sys.stderr)
+    compose_config(options.overrides, options.config_dir)  # what is dropped must be right too
     composed = compose_config([*base, *place, *_FP32, "numerics=on"], options.config_dir)
     config = composed.config
     built = prepare(config, resolve_device(config.device), config.threads)

@@ -115,7 +115,10 @@ def as_text(explanation: Explanation) -> list[str]:
         verdict = {True: "cures", False: "does not cure", None: "-"}[one.cures]
         lines.append(f"          {' '.join(one.overrides):<{width}}  {verdict:<13}  {one.result}")
     if explanation.smallest is None:
-        lines.append("cure      none of these")
+        fp32 = [one for one in explanation.tried if tuple(one.overrides) == ("precision=fp32",)]
+        fails_too = "; FP32 fails as well: the recipe is at fault, not the precision"
+        without = any(one.cures is False for one in fp32)
+        lines.append(f"cure      none of these{fails_too if without else ''}")
     else:
         lines.append(f"cure      {' '.join(explanation.smallest.overrides)} (the smallest of them)")
         lines.append(f"          {explanation.command}")

@@ -87,12 +87,17 @@ def notes_on_naive(used: Sequence[ProbeRecord], layout: Layout, optim, named: Na
             f"fp16_naive: eps={eps:g} of {optim.name} is 0 in FP16 (2^-25 and below): 0/0 is NaN"
         )
     activations = _values(used, "activations")
+    large = []
     for learner, leaves in layout.leaves.items():
         for before, name in zip(leaves, leaves[1:], strict=False):
             size = _size(activations[learner, before]) if (learner, before) in activations else 0.0
             if (learner, name) in layout.norms and size >= _NORM_INPUT:
-                notes.append(
-                    f"fp16_naive: {named(learner, name)} may overflow in its variance: its input "
-                    f"reaches {size:.4g}, and 256 squared is beyond 65504"
-                )
+                large.append((size, named(learner, name)))
+    if large:
+        size, name = max(large)
+        others = f" and {len(large) - 1} more norm layers" if len(large) > 1 else ""
+        notes.append(
+            f"fp16_naive: {name}{others} may overflow in the variance: its input reaches "
+            f"{size:.4g}, and 256 squared is beyond 65504"
+        )
     return notes

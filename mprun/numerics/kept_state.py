@@ -30,6 +30,8 @@ def kept_state(directory: Path, record: dict, plain: dict, build) -> dict:
 
 def _train_again(directory: Path, record: dict, plain: dict, build) -> None:
     """From the newest checkpoint whose weights are finite, or the start, to the bad step."""
+    if not {"last_step", "cause"} <= record.keys():
+        raise Damaged(f"{directory / 'run.json'}: no last_step or cause; not the record of a run")
     last, built, step, skipped = record["last_step"], build(plain), 0, 0
     folder = directory / "checkpoints"
     if folder.is_dir() and any(folder.iterdir()):

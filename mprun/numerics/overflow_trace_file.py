@@ -15,6 +15,7 @@ from mprun.numerics.overflow_trace import OverflowTrace, trace_from_bounds
 MAX_STEPS = 10_000_000
 _WANTED = "step and found_inf (0 or 1) or limit (largest scale without overflow)"
 _OTHER_NUMBERS = {"Infinity": math.inf, "inf": math.inf, "true": 1.0, "false": 0.0}
+_OTHER_NUMBERS |= {"True": 1.0, "False": 0.0}
 
 
 def read_trace_file(path: Path) -> OverflowTrace:
@@ -104,7 +105,7 @@ def _grad_max(given: np.ndarray, limit: np.ndarray | None, notes: list[str]) -> 
 def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """(line number, values by column)."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
         raise BadInput(f"{path}: not text; give a CSV or JSONL file") from None
     except OSError as error:

@@ -196,7 +196,7 @@ def read_probe(path: Path) -> ProbeRecord:
             loss=float(loss["own"]) if loss else None,
             loss_fp32=float(loss["fp32"]) if loss else None,
         )
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (IsADirectoryError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise Damaged(f"{path}: not a probe record ({reason})") from None
 

@@ -162,7 +162,7 @@ def read_config(directory: Path) -> dict:
     """Read config.yaml as data; tags that would build objects are refused."""
     path = directory / "config.yaml"
     if not path.is_file():
-        raise BadInput(f"resume={directory}: no config.yaml there; give a run directory")
+        raise BadInput(f"{directory}: no config.yaml there; give a run directory")
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, yaml.YAMLError) as error:
