@@ -44,6 +44,8 @@ def resume(composed_overrides: tuple[str, ...], path: str) -> int:
     directory = Path(path)
     if not path or not os.path.isdir(path):
         raise BadInput(f"resume={path}: no such folder")
+    if not (directory / "config.yaml").is_file():
+        raise BadInput(f"resume={path}: no config.yaml there; give a run directory")
     plain = read_config(directory)
     for name in ("run.json", "metrics.jsonl"):
         if not (directory / name).is_file():

@@ -183,7 +183,7 @@ def test_what_breaks_fp16_naive_alone():
     wide = {"features.conv": TensorStats(ExponentCounts(), 300.0, "fp32")}
     eps, variance = advice_from(probe(activations=wide), config=adam).notes
     assert "eps=1e-08 of adam is 0 in FP16" in eps
-    assert "features.norm may overflow in its variance: its input reaches 300" in variance
+    assert "features.norm may overflow in the variance: its input reaches 300" in variance
     larger = SimpleNamespace(optim=SimpleNamespace(name="adam", eps=2.0**-24))
     assert advice_from(probe(**GRADIENTS), config=larger).notes == []
 

@@ -1,0 +1,55 @@
+"""Where FP32 fails as well, no verb may blame FP16 alone; and traces as other tools write them."""
+
+import json
+
+import pytest
+
+from mprun.cli import main
+from mprun.numerics.overflow_trace_file import read_trace_file
+
+SMALL = [
+    "device=cpu",
+    "threads=1",
+    "model=conv_autoencoder",
+    "data.image_size=32",
+    "data.batch_size=8",
+    "model.width=2",
+    "model.code_size=4",
+]
+
+
+def test_advice_from_a_rising_loss_says_so(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    # Plain SGD at this rate, unclipped, moves every weight by far more than its own size.
+    model = ["model=lstm_lm", "model.hidden_size=16", "model.embedding_size=16", "data=docs_chars"]
+    rate = ["optim=sgd_plain", "optim.lr=10000", "train.clip_norm=null", "train.steps=6"]
+    steps = ["--steps", "6", "--every", "2", "--json"]
+    assert main(["advise", *SMALL[:2], *model, *rate, *steps]) == 0
+    printed = capfd.readouterr().out
+    notes = json.loads(printed[printed.index("{") : printed.rindex("}") + 1])["notes"]
+    assert any("unstable recipe" in note for note in notes), notes
+
+
+def test_a_steady_recipe_gets_no_such_note(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    assert main(["advise", *SMALL, "train.steps=6", "--steps", "6", "--every", "2"]) == 0
+    assert "unstable recipe" not in capfd.readouterr().out
+
+
+def test_overrides_that_advise_drops_must_be_right_too(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["advise", *SMALL, "precision=zzz"]) == 2
+    assert "precision=zzz" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("start", ["", "\ufeff"], ids=["plain", "byte order mark"])
+def test_flags_as_python_writes_them(tmp_path, start):
+    path = tmp_path / "trace.csv"
+    path.write_text(f"{start}step,found_inf,loss_scale\n1,True,65536\n2,False,32768\n")
+    trace = read_trace_file(path)
+    plain = tmp_path / "plain.csv"
+    plain.write_text("step,found_inf,loss_scale\n1,1,65536\n2,0,32768\n")
+    expected = read_trace_file(plain)
+    for name in ("clean", "overflow"):
+        assert (getattr(trace, name) == getattr(expected, name)).all()
