@@ -22,7 +22,7 @@ def test_advice_from_a_rising_loss_says_so(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     # Plain SGD at this rate, unclipped, moves every weight by far more than its own size.
     model = ["model=lstm_lm", "model.hidden_size=16", "model.embedding_size=16", "data=docs_chars"]
-    rate = ["optim=sgd_plain", "optim.lr=10000", "train.clip_norm=null", "train.steps=6"]
+    rate = ["optim=sgd_plain", "optim.lr=100", "train.clip_norm=null", "train.steps=6"]
     steps = ["--steps", "6", "--every", "2", "--json"]
     assert main(["advise", *SMALL[:2], *model, *rate, *steps]) == 0
     printed = capfd.readouterr().out
