@@ -8,7 +8,9 @@ from mprun.build.data import build_data
 from mprun.build.precision import policy_from
 from mprun.build.task import build_task
 from mprun.config.schema import MAX_STEPS, LSTMConfig, RunConfig
-from mprun.data import DataError, DigitsImages, DocsText, SyntheticImages, SyntheticTokens
+from mprun.data import DataError
+from mprun.data.errors import DamagedData
+from mprun.data.source import Source
 from mprun.errors import BadInput
 from mprun.learning_rate import LearningRate
 from mprun.precision import DTYPES, Arithmetic, PrecisionPolicy, why_no_lstm, why_unsupported
@@ -21,7 +23,7 @@ class Built:
     """Everything that a run needs and that costs no file."""
 
     task: Classification | LanguageModel | GAN | Reconstruction
-    data: DigitsImages | DocsText | SyntheticImages | SyntheticTokens
+    data: Source
     policy: PrecisionPolicy
     arithmetic: Arithmetic
     device: torch.device
@@ -48,6 +50,8 @@ def build(config: RunConfig, device: torch.device) -> Built:
         raise BadInput(f"precision={policy.name} device={config.device}: {reason}")
     try:
         data = build_data(config.data, config.seed, device)
+    except DamagedData:
+        raise
     except DataError as error:
         raise BadInput(str(error)) from error
     except ValueError as error:

@@ -7,10 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from mprun.compare.findings import RunData
-from mprun.record.run_directory import NOT_HASHED, NOT_HASHED_TRAIN
+from mprun.record.run_directory import NOT_HASHED, NOT_HASHED_DATA, NOT_HASHED_TRAIN
 
 # Keys, and groups of keys, that neither change a number nor separate runs.
-_NO_KEYS = ("seed", *NOT_HASHED, *(f"train.{key}" for key in NOT_HASHED_TRAIN))
+_NO_KEYS = (
+    "seed",
+    *NOT_HASHED,
+    *(f"train.{key}" for key in NOT_HASHED_TRAIN),
+    *(f"data.{key}" for key in NOT_HASHED_DATA),
+)
 # Keys that may differ inside a group: they make an arm.
 _ARM_PREFIXES = ("precision.", "scaler.")
 _ARM_KEYS = ("cpu_half",)  # how 16-bit products are computed where there is no GPU

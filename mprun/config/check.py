@@ -34,26 +34,39 @@ SCALER_FIELDS = {
 }
 # Settings of a scaler that only single presets need; without them the rule is torch's.
 _OPTIONAL_SCALER_FIELDS = {"growth_delay", "refill_on_clean_step", "tolerance", "hold_at_floor"}
+TASKS = {
+    "alexnet": "classification",
+    "resnet50": "classification",
+    "lstm_lm": "language_model",
+    "dcgan": "gan",
+    "conv_autoencoder": "reconstruction",
+}
 _METRICS = {
-    "alexnet": ("loss", "top1", "top5"),
-    "resnet50": ("loss", "top1", "top5"),
-    "lstm_lm": ("loss", "perplexity"),
-    "dcgan": ("loss", "d_loss", "g_loss", "sliced_wasserstein"),
-    "conv_autoencoder": ("loss",),
+    "classification": ("loss", "top1", "top5"),
+    "language_model": ("loss", "perplexity"),
+    "gan": ("loss", "d_loss", "g_loss", "sliced_wasserstein"),
+    "reconstruction": ("loss",),
 }
 _FAMILY = {
-    "alexnet": "images",
-    "resnet50": "images",
-    "lstm_lm": "text",
-    "dcgan": "images",
-    "conv_autoencoder": "images",
+    "classification": "images",
+    "reconstruction": "images",
+    "gan": "images",
+    "language_model": "text",
 }
 _DATA_FAMILY = {
     "digits": "images",
     "synthetic_images": "images",
+    "image_folder": "images",
+    "imagenet": "images",
+    "cifar10": "images",
     "docs_text": "text",
     "synthetic_tokens": "text",
+    "text": "text",
+    "lm1b": "text",
 }
+# Sources that read files below data.root, and sources whose files are decoded on the way.
+_ON_DISK = ("image_folder", "imagenet", "cifar10", "text", "lm1b")
+_WITH_WORKERS = ("image_folder", "imagenet", "custom")
 
 
 def check(config: RunConfig) -> None:
@@ -70,9 +83,18 @@ def check(config: RunConfig) -> None:
         _train,
         _compare,
         _numerics,
+        _images_on_disk,
+        _sampled_softmax,
         _paths,
     ):
         rule(config)
+
+
+def task_of(model: schema.ModelConfig) -> str:
+    """classification, language_model, gan or reconstruction."""
+    if isinstance(model, schema.CustomModelConfig):
+        return model.task
+    return TASKS[model.name]
 
 
 def _containers(config: RunConfig) -> None:
@@ -81,6 +103,8 @@ def _containers(config: RunConfig) -> None:
         ("precision.overrides", config.precision.overrides, dict),
         ("optim.betas", config.optim.betas, list | None),
         ("optim.milestones", config.optim.milestones, list),
+        ("optim.average_modules", config.optim.average_modules, list),
+        ("train.clip_modules", config.train.clip_modules, list),
         ("numerics.modules", config.numerics.modules, list),
     ):
         if not isinstance(value, kind):
@@ -103,10 +127,14 @@ def _is_label(text: str) -> bool:
 
 def _data_fits_model(config: RunConfig) -> None:
     model, data = config.model, config.data
-    wanted, got = _FAMILY[model.name], _DATA_FAMILY[data.name]
+    if data.name == "custom":
+        return  # its factory is asked when it is built
+    wanted, got = _FAMILY[task_of(model)], _DATA_FAMILY[data.name]
     if wanted != got:
         options = ", ".join(name for name, family in _DATA_FAMILY.items() if family == wanted)
         raise BadInput(f"data={data.name}: model {model.name} learns from {wanted}: {options}")
+    if model.name == "custom":
+        return
     if model.name in ("dcgan", "conv_autoencoder"):
         if data.image_size != model.image_size:
             raise BadInput(
@@ -146,6 +174,24 @@ def _optim(config: RunConfig) -> None:
         raise BadInput(f"optim.milestones={list(optim.milestones)}: only schedule=step reads them")
     if optim.schedule == "step" and not optim.milestones:
         raise BadInput("optim.milestones=[]: optim.schedule=step needs at least one")
+    if (optim.constant_epochs is None) == (optim.schedule == "epoch_decay"):
+        raise BadInput(
+            f"optim.constant_epochs={_word(optim.constant_epochs)}: schedule=epoch_decay needs it, "
+            "no other schedule reads it"
+        )
+    if optim.warmup_epochs and optim.warmup_updates:
+        raise BadInput(
+            f"optim.warmup_epochs={optim.warmup_epochs:g} "
+            f"optim.warmup_updates={optim.warmup_updates}: give one of the two"
+        )
+    if optim.average_modules and optim.average_decay is None:
+        raise BadInput(
+            f"optim.average_modules={list(optim.average_modules)}: needs optim.average_decay"
+        )
+    if config.train.clip_modules and config.train.clip_norm is None:
+        raise BadInput(
+            f"train.clip_modules={list(config.train.clip_modules)}: needs train.clip_norm"
+        )
     precision = config.precision
     in_16_bits = precision.master_dtype is None and precision.param_dtype != "fp32"
     if optim.implementation == "fused" and in_16_bits:
@@ -153,6 +199,10 @@ def _optim(config: RunConfig) -> None:
             f"optim.implementation=fused: {config.precision.name} updates in 16 bits operation by "
             "operation; a fused kernel would compute in FP32 (allowed: auto, foreach, loop)"
         )
+
+
+def _word(value: object) -> str:
+    return "null" if value is None else str(value)
 
 
 def _scaler(config: RunConfig) -> None:
@@ -182,7 +232,7 @@ def _scaler(config: RunConfig) -> None:
             )
     if scaler.tolerance and (scaler.hysteresis or 1) > 1:
         raise BadInput(f"scaler.tolerance={scaler.tolerance}: must be 0 with scaler.hysteresis > 1")
-    if scaler.per != "shared" and config.model.name != "dcgan":
+    if scaler.per != "shared" and task_of(config.model) != "gan":
         raise BadInput(
             f"scaler.per={scaler.per}: {config.model.name} has one optimizer and one "
             "loss (allowed: shared)"
@@ -235,7 +285,7 @@ def _train(config: RunConfig) -> None:
 
 
 def _compare(config: RunConfig) -> None:
-    allowed = _METRICS[config.model.name]
+    allowed = _METRICS[task_of(config.model)]
     if config.compare.metric not in allowed:
         raise BadInput(
             f"compare.metric={config.compare.metric}: must be one of "
@@ -265,16 +315,71 @@ def _numerics(config: RunConfig) -> None:
 
 
 def _paths(config: RunConfig) -> None:
-    if config.data.root is not None:
+    data = config.data
+    if data.name in _ON_DISK:
+        if data.root is None:
+            raise BadInput(f"data.root=null: data={data.name} needs the folder of its files")
+        if not os.path.isdir(data.root):
+            raise BadInput(f"data.root={data.root}: no such folder")
+    elif data.root is not None and data.name != "custom":
         # Not Path.exists, which raises for a name that is too long.
-        if not os.path.exists(config.data.root):
-            raise BadInput(f"data.root={config.data.root}: no such folder")
+        if not os.path.exists(data.root):
+            raise BadInput(f"data.root={data.root}: no such folder")
         raise BadInput(
-            f"data.root={config.data.root}: data={config.data.name} is embedded and "
+            f"data.root={data.root}: data={data.name} is embedded and "
             "reads no folder (allowed: null)"
         )
-    if config.data.workers:
+    if data.workers and data.name not in _WITH_WORKERS:
         raise BadInput(
-            f"data.workers={config.data.workers}: data={config.data.name} is held in "
-            "memory and needs no loader process (allowed: 0)"
+            f"data.workers={data.workers}: data={data.name} needs no loader process "
+            "(allowed: 0 or null)"
+        )
+
+
+def _images_on_disk(config: RunConfig) -> None:
+    data = config.data
+    if not isinstance(data, schema.ImageFolderConfig):
+        return
+    if data.layout == "flat":
+        if config.model.name == "custom" or task_of(config.model) == "classification":
+            raise BadInput(
+                f"data.layout=flat: images without labels; a {task_of(config.model)} model "
+                "needs data.layout=classes"
+            )
+    if data.centre_crop is not None and data.augmentation != "centre":
+        raise BadInput(
+            f"data.centre_crop={data.centre_crop}: only data.augmentation=centre reads it"
+        )
+    if data.resize_to is not None and data.augmentation == "centre":
+        raise BadInput(
+            f"data.resize_to={data.resize_to}: data.augmentation=centre resizes to "
+            "data.image_size; use data.centre_crop"
+        )
+    if data.resize_to is not None and data.resize_to < data.image_size:
+        raise BadInput(
+            f"data.resize_to={data.resize_to}: must be >= data.image_size ({data.image_size})"
+        )
+
+
+def _sampled_softmax(config: RunConfig) -> None:
+    model = config.model
+    if not isinstance(model, schema.LSTMConfig):
+        return
+    if model.sampled_softmax is None:
+        if model.embedding_gradient_factor != 1.0:
+            raise BadInput(
+                f"model.embedding_gradient_factor={model.embedding_gradient_factor:g}: only with "
+                "model.sampled_softmax"
+            )
+        return
+    optim = config.optim
+    plain_sgd = optim.name == "sgd" and not optim.momentum and not optim.weight_decay
+    if not plain_sgd and not (optim.name == "adagrad" and not optim.weight_decay):
+        raise BadInput(
+            f"optim={optim.name} model.sampled_softmax={model.sampled_softmax}: rows are updated "
+            "only where used (allowed: adagrad or sgd without momentum, no weight decay)"
+        )
+    if config.train.accumulate != 1:
+        raise BadInput(
+            f"train.accumulate={config.train.accumulate}: must be 1 with model.sampled_softmax"
         )

@@ -19,7 +19,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from mprun.config.check import check
+from mprun.config.check import check, task_of
 from mprun.config.diagnose import COMPOSITION_ERRORS, diagnose
 from mprun.config.margin import default_margin, default_metric
 from mprun.config.overrides import MAPPING, parse_overrides
@@ -86,7 +86,7 @@ def _length_as_given(config: RunConfig, given: set[str]) -> None:
 def _fill_compare(config: RunConfig) -> None:
     """Put metric and margin into the record: a later default must not move a verdict."""
     if config.compare.metric is None:
-        config.compare.metric = default_metric(config.model.name)
+        config.compare.metric = default_metric(task_of(config.model))
     if config.compare.margin is None:
         config.compare.margin = default_margin(config.compare.metric, config.data.name)
 

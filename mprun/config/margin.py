@@ -7,13 +7,13 @@ percentage points for accuracies.
 ACCURACIES = ("top1", "top5")
 
 
-def default_metric(model: str) -> str:
+def default_metric(task: str) -> str:
     """Top-1 accuracy for classifiers, as in table 1 of the paper; else the loss.
 
     A held-out loss of a small classifier varies by a quarter from seed to seed, so that no
     affordable number of seeds decides about 1 % of it.
     """
-    return "top1" if model in ("alexnet", "resnet50") else "loss"
+    return "top1" if task == "classification" else "loss"
 
 
 def default_margin(metric: str, data: str | None) -> float:

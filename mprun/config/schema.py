@@ -58,6 +58,13 @@ class LSTMConfig(ModelConfig):
     init_range: float = ranged(0.1, above=0.0)
     forget_bias: float = ranged(0.0)
     pad_to_multiple: int = ranged(1, at_least=1)  # 8 keeps Tensor Cores busy in FP16
+    # The gradient is that of the mean over tokens, or of the sum over time averaged over streams,
+    # as in the published recipes. The loss that is reported is always the mean.
+    time_reduction: str = one_of("mean", "mean", "sum")
+    # Words drawn per step for a sampled softmax (training only); null: the full softmax.
+    sampled_softmax: int | None = ranged(None, at_least=1)
+    # With sampled_softmax: multiplies the embedding's gradient, as the code behind bigLSTM does.
+    embedding_gradient_factor: float = ranged(1.0, above=0.0)
 
 
 @dataclass(slots=True)
@@ -82,13 +89,27 @@ class ConvAutoencoderConfig(ModelConfig):
 
 
 @dataclass(slots=True)
+class CustomModelConfig(ModelConfig):
+    """The user's own network: `factory` is package.module:function (docs/own_data.md)."""
+
+    name: str = "custom"
+    factory: str = MISSING  # only from the command line or the user's own --config-dir
+    task: str = one_of("classification", "classification", "language_model", "gan")
+    options: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the factory
+    label_smoothing: float = ranged(0.0, at_least=0.0, below=1.0)  # classification
+    latent_size: int = ranged(100, at_least=1)  # gan: length of the generator's codes
+    time_reduction: str = one_of("mean", "mean", "sum")  # language_model
+
+
+@dataclass(slots=True)
 class DataConfig:
     """Base of the data schemas; `name` selects the builder."""
 
     name: str = MISSING
     root: str | None = None  # folder of the data; null for embedded and synthetic sources
     batch_size: int = ranged(32, at_least=1)  # samples per micro-batch
-    workers: int = ranged(0, at_least=0)  # loader processes; embedded data need none
+    # Loader processes; null: as many as pay for files that are decoded on the way, else none.
+    workers: int | None = ranged(None, at_least=0, at_most=256)
 
 
 @dataclass(slots=True)
@@ -137,6 +158,98 @@ class SyntheticTokensConfig(DataConfig):
 
 
 @dataclass(slots=True)
+class ImageFolderConfig(DataConfig):
+    """Image files below `root`, decoded on the way by loader processes.
+
+    root/train and root/val (or valid, validation, test) with one folder per class, or root alone
+    with one folder per class, of which `eval_share` of the files are held out. `layout: flat`
+    takes every image below root, at any depth, without labels (DCGAN).
+    """
+
+    name: str = "image_folder"
+    image_size: int = ranged(224, at_least=8, at_most=1024)
+    channels: int = one_of(3, 1, 3)
+    layout: str = one_of("classes", "classes", "flat")
+    eval_share: float = ranged(0.1, above=0.0, below=1.0)  # where there is one folder only
+    # resized_crop: RandomResizedCrop, evaluation resize and centre crop (PyTorch's ImageNet
+    # script); crop: resize to resize_to x resize_to, random crop (Caffe); centre: the middle of
+    # the image, no random crop.
+    augmentation: str = one_of("resized_crop", "resized_crop", "crop", "centre")
+    flip: bool = True  # mirror half of the training images
+    # Pixels before the crop: of the shorter side (resized_crop), of both (crop). null: 8/7 of
+    # image_size, which is 256 for 224.
+    resize_to: int | None = ranged(None, at_least=8, at_most=2048)
+    centre_crop: int | None = ranged(None, at_least=8, at_most=8192)  # centre: before resizing
+    # standardised: minus the channel means, over the deviations (ImageNet's); mean_subtracted:
+    # 0-255 minus the means (Caffe); tanh: [-1, 1].
+    value_range: str = one_of("standardised", "standardised", "mean_subtracted", "tanh")
+    on_corrupt: str = one_of("stop", "stop", "skip")  # skip: the next readable image, counted
+    prefetch: int = ranged(2, at_least=1, at_most=64)  # batches in flight per loader process
+
+
+@dataclass(slots=True)
+class ImageNetConfig(ImageFolderConfig):
+    """ILSVRC12: 1,000 class folders below root/train and root/val, or the original archives."""
+
+    name: str = "imagenet"
+
+
+@dataclass(slots=True)
+class Cifar10Config(DataConfig):
+    """CIFAR-10 in torchvision's files, the binary ones, or class folders of JPEG or PNG.
+
+    Decoded once and held in memory on the device; other sizes than 32 are resized there.
+    """
+
+    name: str = "cifar10"
+    image_size: int = ranged(32, at_least=8, at_most=512)
+    channels: int = one_of(3, 3)
+    augmentation: str = one_of("padded_crop", "padded_crop", "none")  # 4 pixels, random crop
+    flip: bool = True  # mirror half of the training images
+    value_range: str = one_of("standardised", "standardised", "mean_subtracted", "tanh")
+    train_size: int | None = ranged(None, at_least=1)  # the first of a fixed order; null: all
+    eval_size: int | None = ranged(None, at_least=1)
+
+
+@dataclass(slots=True)
+class TextConfig(DataConfig):
+    """Text files below `root` (train, valid, test), blank-separated words, one vocabulary."""
+
+    name: str = "text"
+    sequence_length: int = ranged(35, at_least=1)  # tokens per step and stream
+    vocab_limit: int | None = ranged(None, at_least=3)  # most frequent words; null: all
+    vocab_multiple: int = ranged(8, at_least=1)  # the vocabulary is padded to a multiple
+    lower: bool = False  # lower-case everything
+    eval_split: str = one_of("valid", "valid", "test")
+    rotate: bool = True  # each epoch starts elsewhere in the text; false: always at its start
+    eval_tokens: int | None = ranged(None, at_least=32)  # first tokens of eval_split; null: all
+    cache: str | None = None  # folder of the encoded text; null: mprun in the user's cache
+
+
+@dataclass(slots=True)
+class Lm1bConfig(DataConfig):
+    """One Billion Word: shards of shuffled sentences and the conventional vocabulary file."""
+
+    name: str = "lm1b"
+    sequence_length: int = ranged(20, at_least=1)
+    vocabulary: str | None = None  # file, one word a line; null: the one below root
+    vocab_multiple: int = ranged(8, at_least=1)
+    eval_split: str = one_of("valid", "valid", "test")
+    eval_tokens: int | None = ranged(None, at_least=32)  # first tokens of eval_split; null: all
+    cache: str | None = None
+
+
+@dataclass(slots=True)
+class CustomDataConfig(DataConfig):
+    """The user's own data: `factory` is package.module:function (docs/own_data.md)."""
+
+    name: str = "custom"
+    factory: str = MISSING  # only from the command line or the user's own --config-dir
+    options: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the factory
+    image_size: int | None = ranged(None, at_least=8)  # where the model asks for it (dcgan)
+
+
+@dataclass(slots=True)
 class OptimConfig:
     """Optimizer and learning-rate schedule; the schedule counts applied updates."""
 
@@ -151,14 +264,24 @@ class OptimConfig:
     eps: float | None = ranged(None, at_least=0.0)  # adam, adamw, adagrad
     initial_accumulator: float | None = ranged(None, at_least=0.0)  # adagrad
     implementation: str = one_of("auto", "auto", "fused", "foreach", "loop")
-    schedule: str = one_of("constant", "constant", "cosine", "linear", "polynomial", "step")
+    schedule: str = one_of(
+        "constant", "constant", "cosine", "linear", "polynomial", "step", "epoch_decay"
+    )
     warmup_updates: int = ranged(0, at_least=0)
+    warmup_epochs: float = ranged(0.0, at_least=0.0)  # instead of warmup_updates
     final_factor: float = ranged(0.0, at_least=0.0, at_most=1.0)  # share of lr at the end
     power: float = ranged(1.0, above=0.0)  # polynomial
     milestones: list[float] = field(  # step: shares of the run at which the rate drops
         default_factory=list, metadata={"bounds": {"above": 0.0, "below": 1.0}}
     )
-    gamma: float = ranged(0.1, above=0.0, below=1.0)  # step: factor of each drop
+    gamma: float = ranged(0.1, above=0.0, below=1.0)  # step, epoch_decay: factor of each drop
+    constant_epochs: float | None = ranged(None, at_least=0.0)  # epoch_decay: before the first drop
+    bias_lr_factor: float = ranged(1.0, above=0.0)  # rate of biases over that of weights
+    decay_bias: bool = True  # weight decay on biases
+    decay_norm: bool = True  # weight decay on the parameters of norm layers
+    # Evaluate an exponential moving average of the weights, per applied update; null: none.
+    average_decay: float | None = ranged(None, above=0.0, below=1.0)
+    average_modules: list[str] = field(default_factory=list)  # module-name patterns; none: all
 
 
 @dataclass(slots=True)
@@ -215,6 +338,7 @@ class TrainConfig:
     checkpoint_every: int = ranged(0, at_least=0)  # 0: only when a signal stops the run
     keep_checkpoints: int = ranged(2, at_least=2)
     clip_norm: float | None = ranged(None, above=0.0)  # global norm of unscaled gradients
+    clip_modules: list[str] = field(default_factory=list)  # module-name patterns; none: all
     accumulate: int = ranged(1, at_least=1)  # micro-batches per step
     eval_arithmetic: str = one_of("fp32", "fp32", "mode")
 
@@ -274,12 +398,19 @@ MODELS: dict[str, type] = {
     "lstm_lm": LSTMConfig,
     "dcgan": DCGANConfig,
     "conv_autoencoder": ConvAutoencoderConfig,
+    "custom": CustomModelConfig,
 }
 DATA: dict[str, type] = {
     "digits": DigitsConfig,
     "docs_text": DocsTextConfig,
     "synthetic_images": SyntheticImagesConfig,
     "synthetic_tokens": SyntheticTokensConfig,
+    "image_folder": ImageFolderConfig,
+    "imagenet": ImageNetConfig,
+    "cifar10": Cifar10Config,
+    "text": TextConfig,
+    "lm1b": Lm1bConfig,
+    "custom": CustomDataConfig,
 }
 MODES = (
     "fp32",

@@ -17,6 +17,8 @@ from mprun.errors import BadInput, Damaged, MprunError, Resource
 # Keys that change neither the numbers of a run nor what it computes.
 NOT_HASHED = ("name", "output_root", "output_dir", "resume", "numerics")
 NOT_HASHED_TRAIN = ("log_every", "checkpoint_every", "keep_checkpoints")
+# Where the data lie and how they are read; what they are, run.json has as a hash of its own.
+NOT_HASHED_DATA = ("root", "workers", "prefetch", "cache", "vocabulary")
 # Keys that the path always shows, in a form of its own.
 _IN_PATH = {"model", "data", "experiment", "precision", "seed", "name"}
 # Overrides that do not describe a run; in its name only where runs are told apart by them.
@@ -29,6 +31,11 @@ _NOT_IN_NAME = {
     "train.log_every",
     "train.checkpoint_every",
     "train.keep_checkpoints",
+    "data.root",
+    "data.workers",
+    "data.prefetch",
+    "data.cache",
+    "data.vocabulary",
     "numerics",
     "numerics.enabled",
     "numerics.every",
@@ -42,8 +49,9 @@ _LONGEST = 200  # of a part of the path; file systems take 255 bytes
 def config_hash(config: dict[str, Any]) -> str:
     """SHA-256 (hex) over everything in the configuration that can change a number."""
     kept = {key: value for key, value in config.items() if key not in NOT_HASHED}
-    train = kept["train"].items()
-    kept["train"] = {key: value for key, value in train if key not in NOT_HASHED_TRAIN}
+    for group, left_out in (("train", NOT_HASHED_TRAIN), ("data", NOT_HASHED_DATA)):
+        values = kept[group].items()
+        kept[group] = {key: value for key, value in values if key not in left_out}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 

@@ -1,0 +1,2 @@
+class Cifar10:
+    pass

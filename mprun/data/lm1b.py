@@ -1,0 +1,2 @@
+class Lm1b:
+    pass
