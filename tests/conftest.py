@@ -7,6 +7,8 @@ from mprun.build import build
 from mprun.config.compose import compose_config
 from mprun.precision import pin_math_flags
 
+from .real_data import unpacked
+
 
 def pytest_configure(config):
     # Threads that outnumber the free cores wait for each other: seconds become minutes.
@@ -42,3 +44,15 @@ def build_run():
     yield make
     # Flags are process-wide: no test may hand its own to the next one.
     pin_math_flags("ieee")
+
+
+@pytest.fixture(scope="session")
+def wikitext_2(tmp_path_factory):
+    """Folder of WikiText-2: wiki.train.tokens, wiki.valid.tokens, wiki.test.tokens."""
+    return unpacked("wikitext-2", tmp_path_factory.getbasetemp())
+
+
+@pytest.fixture(scope="session")
+def cifar10_jpeg(tmp_path_factory):
+    """Folder of CIFAR-10 as 60,000 JPEG files: {train,test}/<class>/NNNN.jpg. Takes 10 s."""
+    return unpacked("cifar10-jpeg", tmp_path_factory.getbasetemp())
