@@ -4,6 +4,10 @@ Exit codes: 0 done, 1 a bug in mprun, 2 bad input, 3 diverged, 4 damaged data or
 5 resource (disk, memory, lost worker), 75 preempted and resumable, 130 interrupted.
 """
 
+import sysconfig
+import traceback
+from pathlib import Path
+
 DONE, BUG, BAD_INPUT, DIVERGED, DAMAGED, RESOURCE, PREEMPTED, INTERRUPTED = (
     0,
     1,
@@ -45,3 +49,22 @@ class Resource(MprunError):
     """The machine ran out of something: disk, memory, a worker process."""
 
     exit_code = RESOURCE
+
+
+def raised(error: BaseException) -> str:
+    """What code that is not mprun's raised, in one line, with the newest line of it on the way.
+
+    Example: "KeyError: 'width' (mynet.py, line 12)".
+    """
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    what = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    if isinstance(error, SyntaxError):
+        return what if "line" in text else f"{what} (line {error.lineno})"
+    installed = map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))
+    foreign = (*installed, str(Path(__file__).parent), "<")
+    own = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(foreign)
+    ]
+    return f"{what} ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else what

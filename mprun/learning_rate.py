@@ -35,9 +35,13 @@ class LearningRate:
                     "optimizers on CUDA; use optim.schedule=constant or scaler=none"
                 )
             self.table = torch.tensor(self.rates, dtype=torch.float32, device=device)
+            # A tensor for each group: groups of one optimizer differ in their rate.
             for optimizer in self.optimizers:
                 for group in optimizer.inner.param_groups:
-                    group["lr"] = self.table[0].clone()
+                    group["lr"] = torch.empty((), dtype=torch.float32, device=device)
+        # Here, because a constant rate is not touched again.
+        for optimizer in self.optimizers:
+            optimizer.set_lr(self.rates[0] if self.table is None else self.table[0])
 
     def apply(self, step: int, skipped: Tensor) -> None:
         """Set the rate for `step` (from 0); `skipped`: int64, 0-dim, skipped updates so far."""

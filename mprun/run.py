@@ -21,6 +21,7 @@ from mprun.errors import INTERRUPTED, STATUS_EXIT_CODE, BadInput, MprunError, Re
 from mprun.interruption import Interruption
 from mprun.numerics.selection import chosen_modules
 from mprun.precision import pin_math_flags
+from mprun.record.data_notes import closed_afterwards, data_bound, replaced, replaced_line
 from mprun.record.environment import effective_dtypes, environment, flags
 from mprun.record.metrics import TensorBoardView
 from mprun.record.run_directory import (
@@ -87,6 +88,7 @@ def attempt(
 ) -> int:
     """Train from `first_step` on and keep run.json true whatever happens; the exit code."""
     started = time.perf_counter()
+    earlier = record.get("data", {})  # of the attempt before this one
     record |= {
         "status": "running",
         "config": asdict(config),
@@ -109,7 +111,7 @@ def attempt(
     write_json(directory / "run.json", record)
     interruption = Interruption()
     try:
-        with interruption:
+        with interruption, closed_afterwards(built.data):
             outcome = train(
                 built,
                 config,
@@ -121,8 +123,10 @@ def attempt(
         _check_honoured(built)
     except BaseException as error:
         record |= {"status": "failed", "cause": f"{type(error).__name__}: {error}", "ended": _now()}
+        record["data"] |= replaced(built.data, earlier)
         with suppress(OSError):  # where the disk is full, the first error is the one to tell
             write_json(directory / "run.json", record)
+        _tell(replaced_line(record["data"]))
         print(f"run: {directory}")
         if config.deterministic and "deterministic" in str(error):
             line = str(error).splitlines()[0]
@@ -132,6 +136,7 @@ def attempt(
         with _memory_as_resource():
             raise
     record |= _result(outcome, built, time.perf_counter() - started)
+    record["data"] |= replaced(built.data, earlier)
     write_json(directory / "run.json", record)
     if outcome.status != "preempted":
         _write_hyperparameters(directory, config, record)
@@ -139,6 +144,7 @@ def attempt(
         print(f"mprun: {outcome.status} at step {outcome.step}: {outcome.cause}", file=sys.stderr)
     if outcome.status == "diverged":
         print(f"mprun: its cause: mprun explain {directory}", file=sys.stderr)
+    _tell(data_bound(built.data, outcome.data_wait), replaced_line(record["data"]))
     print(f"run: {directory}")
     if outcome.status == "preempted" and outcome.cause == "SIGINT":
         return INTERRUPTED
@@ -172,6 +178,7 @@ def _result(outcome: Outcome, built: Built, seconds: float) -> dict:
             "samples_per_s": outcome.samples_per_s,
             "windows": outcome.windows,
             "sample": built.task.sample,
+            **({} if outcome.data_wait is None else {"data_wait": outcome.data_wait}),
         },
         "memory": {**outcome.peak, "saved_for_backward_bytes": outcome.saved_for_backward_bytes},
         **outcome.first_step,
@@ -217,8 +224,13 @@ def _warn(config: RunConfig, device: torch.device) -> None:
             f"no GPU in use: {half} products are "
             f"{how if config.cpu_half == 'emulated' else 'native CPU kernels'}"
         )
+    _tell(*lines)
+
+
+def _tell(*lines: str | None) -> None:
     for line in lines:
-        print(f"mprun: {line}", file=sys.stderr)
+        if line is not None:
+            print(f"mprun: {line}", file=sys.stderr)
 
 
 def resolve_device(name: str) -> torch.device:

@@ -39,6 +39,7 @@ class Outcome:
     final: dict[str, float] = field(default_factory=dict)
     samples_per_s: float | None = None
     windows: int = 0
+    data_wait: float | None = None  # share of the time; None: the source does not read ahead
     saved_for_backward_bytes: int | None = None
     first_step: dict = field(default_factory=dict)
     peak: dict = field(default_factory=dict)
@@ -147,6 +148,7 @@ def train(
         # What a mode needs, not what is kept beside it.
         outcome.peak = outcome.peak | {"peak_bytes": outcome.peak["peak_bytes"] - keeper.bytes}
     outcome.samples_per_s, outcome.windows = recorder.throughput()
+    outcome.data_wait = recorder.data_wait()
     if outcome.status == "diverged":
         rows = recorder.history.up_to(outcome.step)
         report_failure(
@@ -166,11 +168,15 @@ class _Recorder:
         self.progress = Progress(built.steps, built.task.sample)
         self.history = History()
         self.speeds: list[float] = []
+        self.take_wait = getattr(built.data, "take_wait", None)
+        self.waits: list[tuple[float, float]] = []  # seconds waited for data, seconds in all
         self.diverged_at = start
         self.restart_clock()
 
     def restart_clock(self) -> None:
         """Start a new window of the throughput clock (after an evaluation or a checkpoint)."""
+        if self.take_wait is not None:
+            self.take_wait()
         self.clock = time.perf_counter()
 
     def flush(self, logged: bool) -> str | None:
@@ -179,6 +185,10 @@ class _Recorder:
         self.history.add(rows, metrics)
         now = time.perf_counter()
         speed = len(rows) * self.task.samples_per_step / (now - self.clock) if rows else None
+        window = {"samples_per_s": speed}
+        if self.take_wait is not None and rows:
+            self.waits.append((self.take_wait(), now - self.clock))
+            window["data_wait"] = _share(self.waits[-1:])
         self.clock = now
         if speed is not None:
             self.speeds.append(speed)
@@ -186,14 +196,14 @@ class _Recorder:
             newest = row is rows[-1]
             full = newest and (logged or row.diverged)
             if full or row.step <= EARLY_STEPS or row.found_inf or row.diverged:
-                extra = {"samples_per_s": speed, **metrics} if full else {}
+                extra = {**window, **metrics} if full else {}
                 self._write(self._record(row) | extra)
             if row.diverged:
                 self.diverged_at = row.step
                 self.progress.note(f"diverged at step {row.step}: loss {row.loss}")
                 return "non-finite loss"
         if rows and logged:
-            self.progress.show(rows[-1].step, self._record(rows[-1]) | {"samples_per_s": speed})
+            self.progress.show(rows[-1].step, self._record(rows[-1]) | window)
         for name, scale in self.task.loss_scales.items():
             if scale.skips_nonfinite and bool(scale.collapsed()):
                 self.diverged_at = rows[-1].step
@@ -230,6 +240,10 @@ class _Recorder:
         windows = self.speeds[1:] or self.speeds
         return (statistics.median(windows), len(windows)) if windows else (None, 0)
 
+    def data_wait(self) -> float | None:
+        """Share of the time that the device waited for data, over the same windows."""
+        return _share(self.waits[1:] or self.waits) if self.waits else None
+
     def close(self) -> None:
         self.metrics.sync()
         self.metrics.close()
@@ -255,3 +269,9 @@ class _Recorder:
     def _write(self, record: dict) -> None:
         self.metrics.write(record)
         self.board.write(record)
+
+
+def _share(windows: list[tuple[float, float]]) -> float:
+    """Of (seconds waited, seconds in all), at most 1."""
+    waited, seconds = (sum(column) for column in zip(*windows, strict=True))
+    return round(min(1.0, waited / seconds), 4)

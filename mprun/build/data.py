@@ -2,6 +2,7 @@
 
 import torch
 
+from mprun.build.own_data import own_source
 from mprun.config import schema
 from mprun.data import DigitsImages, DocsText, SyntheticImages, SyntheticTokens
 from mprun.data.cifar10 import Cifar10
@@ -102,4 +103,6 @@ def build_data(config: schema.DataConfig, seed: int, device: torch.device) -> So
                 cache=config.cache,
                 **common,
             )
+        case schema.CustomDataConfig():
+            return own_source(config, seed, device)
     raise BadInput(f"data={config.name}: no builder")

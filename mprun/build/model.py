@@ -1,10 +1,12 @@
 """Functions that build the networks of a configuration."""
 
 from collections.abc import Callable
+from functools import partial
 
 from torch import nn
 
 from mprun import models
+from mprun.build.own_model import OwnModel
 from mprun.config import schema
 from mprun.errors import BadInput
 
@@ -12,7 +14,7 @@ from mprun.errors import BadInput
 def model_builder(config: schema.ModelConfig, data) -> Callable[[], nn.Module]:
     """A function that builds the (FP32) model of a configuration with new random weights.
 
-    For DCGAN use `gan_builders`.
+    For a GAN use `gan_builders`.
     """
     match config:
         case schema.AlexNetConfig():
@@ -28,7 +30,7 @@ def model_builder(config: schema.ModelConfig, data) -> Callable[[], nn.Module]:
             def padded(size: int) -> int:
                 return models.pad_to_multiple(size, config.pad_to_multiple)
 
-            return lambda: models.LSTMLanguageModel(
+            sizes = (
                 padded(vocabulary),
                 padded(config.embedding_size),
                 padded(config.hidden_size),
@@ -38,16 +40,29 @@ def model_builder(config: schema.ModelConfig, data) -> Callable[[], nn.Module]:
                 config.init_range,
                 config.forget_bias,
             )
+            if config.sampled_softmax is None:
+                return lambda: models.LSTMLanguageModel(*sizes)
+            return lambda: models.SampledLSTM(
+                *sizes,
+                candidates=config.sampled_softmax,
+                embedding_gradient_factor=config.embedding_gradient_factor,
+            )
         case schema.ConvAutoencoderConfig():
             channels = data.description["channels"]
             return lambda: models.ConvAutoencoder(
                 config.image_size, config.code_size, config.width, channels
             )
+        case schema.CustomModelConfig():
+            return OwnModel(config, data)
     raise BadInput(f"model={config.name}: no builder")
 
 
-def gan_builders(config: schema.DCGANConfig, channels: int):
+def gan_builders(config: schema.DCGANConfig | schema.CustomModelConfig, data):
     """Functions that build generator and discriminator with new random weights."""
+    if isinstance(config, schema.CustomModelConfig):
+        own = OwnModel(config, data)
+        return partial(own.part, 0), partial(own.part, 1)
+    channels = data.description["channels"]
     return (
         lambda: models.Generator(
             config.image_size, config.latent_size, config.generator_width, channels

@@ -1,7 +1,7 @@
 """Policies, loss scales and optimizers from configurations."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mprun.config import schema
 from mprun.config.check import SCALER_FIELDS
@@ -17,6 +17,7 @@ from mprun.precision import (
     build_policy,
 )
 from mprun.precision.inner_optimizer import has_fused_kernel
+from mprun.precision.parameter_groups import norm_parameter_names, parameter_groups
 
 
 def mode_label(config: schema.PrecisionConfig) -> str:
@@ -62,9 +63,16 @@ def build_loss_scale(config: schema.ScalerConfig, device: torch.device) -> LossS
 
 
 def optimizer_maker(
-    config: schema.OptimConfig, policy: PrecisionPolicy, device: torch.device, skips: bool
+    config: schema.OptimConfig,
+    policy: PrecisionPolicy,
+    device: torch.device,
+    skips: bool,
+    module: nn.Module,
 ):
-    """A function from (name, tensor) pairs to a torch optimizer.
+    """A function from the (name, tensor) pairs of `module` to a torch optimizer.
+
+    Biases and the parameters of the module's norm layers get groups of their own where the
+    configuration tells them apart from the weights.
 
     implementation "auto" is the fused kernel, except where the update itself is in 16 bits: a
     fused kernel would compute that in FP32 registers (and torch's fused SGD does not update half
@@ -79,19 +87,26 @@ def optimizer_maker(
             f"optim.implementation=fused: torch {torch.__version__} has no fused "
             f"{config.name} on {device.type} (allowed: auto, foreach, loop)"
         )
+    norm_names = norm_parameter_names(module)
     common = {
-        "lr": config.lr,
-        "weight_decay": config.weight_decay,
         "fused": implementation == "fused",
         "foreach": implementation == "foreach",
     }
 
     def make(named: list[tuple[str, Tensor]]) -> torch.optim.Optimizer:
-        tensors = [tensor for _, tensor in named]
+        groups = parameter_groups(
+            named,
+            norm_names,
+            lr=config.lr,
+            weight_decay=config.weight_decay,
+            bias_lr_factor=config.bias_lr_factor,
+            decay_bias=config.decay_bias,
+            decay_norm=config.decay_norm,
+        )
         match config.name:
             case "sgd":
                 return torch.optim.SGD(
-                    tensors,
+                    groups,
                     momentum=config.momentum or 0.0,
                     nesterov=bool(config.nesterov),
                     **common,
@@ -101,7 +116,7 @@ def optimizer_maker(
                 # Only where needed: the capturable formula rounds differently in 16 bits.
                 capturable = skips and device.type == "cuda" and implementation != "fused"
                 return kind(
-                    tensors,
+                    groups,
                     betas=tuple(config.betas or (0.9, 0.999)),
                     **common,
                     eps=1e-8 if config.eps is None else config.eps,
@@ -109,7 +124,7 @@ def optimizer_maker(
                 )
             case "adagrad":
                 return torch.optim.Adagrad(
-                    tensors,
+                    groups,
                     **common,
                     initial_accumulator_value=config.initial_accumulator or 0.0,
                     eps=1e-10 if config.eps is None else config.eps,

@@ -7,7 +7,7 @@ import torch
 from mprun.build.data import build_data
 from mprun.build.precision import policy_from
 from mprun.build.task import build_task
-from mprun.config.schema import MAX_STEPS, LSTMConfig, RunConfig
+from mprun.config.schema import MAX_STEPS, LSTMConfig, OptimConfig, RunConfig
 from mprun.data import DataError
 from mprun.data.errors import DamagedData
 from mprun.data.source import Source
@@ -74,17 +74,24 @@ def build(config: RunConfig, device: torch.device) -> Built:
                 f"train.epochs={config.train.epochs}: {steps} steps, at most {MAX_STEPS}"
                 " are allowed"
             )
-    optim = config.optim
-    lr = learning_rates(
+    lr = schedule_of(config.optim, steps, task.steps_per_epoch)
+    optimizers = [learner.optimizer for learner in task.learners.values()]
+    rate = LearningRate(lr, optimizers, device)
+    return Built(task, data, policy, arithmetic, device, steps, rate)
+
+
+def schedule_of(optim: OptimConfig, steps: int, steps_per_epoch: int) -> list[float]:
+    """The learning rate of each update of a run of `steps` steps."""
+    return learning_rates(
         optim.lr,
         steps,
         schedule=optim.schedule,
+        steps_per_epoch=steps_per_epoch,
         warmup_updates=optim.warmup_updates,
+        warmup_epochs=optim.warmup_epochs,
         final_factor=optim.final_factor,
         power=optim.power,
         milestones=tuple(optim.milestones),
         gamma=optim.gamma,
+        constant_epochs=optim.constant_epochs or 0.0,
     )
-    optimizers = [learner.optimizer for learner in task.learners.values()]
-    rate = LearningRate(lr, optimizers, device)
-    return Built(task, data, policy, arithmetic, device, steps, rate)

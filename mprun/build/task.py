@@ -2,12 +2,14 @@
 
 from collections.abc import Callable
 from fnmatch import fnmatchcase
+from functools import partial
 
 from torch import nn
 
 from mprun.build.model import gan_builders, model_builder
+from mprun.build.own_code import check_own_data, check_own_network
 from mprun.build.precision import build_loss_scale, optimizer_maker
-from mprun.config import schema
+from mprun.config.check import task_of
 from mprun.config.schema import RunConfig
 from mprun.errors import BadInput
 from mprun.precision import (
@@ -17,6 +19,7 @@ from mprun.precision import (
     MixedPrecisionOptimizer,
     cast_model,
 )
+from mprun.precision.module_patterns import matching_modules
 from mprun.tasks import (
     GAN,
     Classification,
@@ -30,20 +33,24 @@ from mprun.tasks import (
 def build_task(config: RunConfig, data, policy, arithmetic):
     device = arithmetic.device
     overrides = {pattern: DTYPES[d] for pattern, d in config.precision.overrides.items()}
-    make = optimizer_maker(config.optim, policy, device, config.scaler.kind != "none")
+    make = partial(optimizer_maker, config.optim, policy, device, config.scaler.kind != "none")
     train = config.train
     in_mode = train.eval_arithmetic == "mode"
-    if isinstance(config.model, schema.DCGANConfig):
+    check_own_data(config, data, device)
+    if task_of(config.model) == "gan":
         return _build_gan(config, data, policy, arithmetic, overrides, make)
     builder = model_builder(config.model, data)
     scale = build_loss_scale(config.scaler, device)
-    cast = cast_model(_new(builder).to(device), policy, overrides)
+    model = _new(builder).to(device)
+    check_own_network(config, [builder], data, policy, device)
+    cast = cast_model(model, policy, overrides)
     guards = [BatchNormGuard(cast.module)] if scale.skips_nonfinite else []
-    optimizer = MixedPrecisionOptimizer(cast, make, scale, clip_norm=train.clip_norm, guards=guards)
+    (limits,) = _limits(config, [cast.module])
+    optimizer = MixedPrecisionOptimizer(cast, make(cast.module), scale, guards=guards, **limits)
     learner = Learner(cast, optimizer, builder)
     common = {"accumulate": train.accumulate, "eval_in_mode": in_mode}
-    match config.model:
-        case schema.AlexNetConfig() | schema.ResNet50Config():
+    match task_of(config.model):
+        case "classification":
             return Classification(
                 learner,
                 data,
@@ -53,9 +60,18 @@ def build_task(config: RunConfig, data, policy, arithmetic):
                 **common,
                 label_smoothing=config.model.label_smoothing,
             )
-        case schema.LSTMConfig():
-            return LanguageModel(learner, data, policy, arithmetic, scale, **common)
-        case schema.ConvAutoencoderConfig():
+        case "language_model":
+            return LanguageModel(
+                learner,
+                data,
+                policy,
+                arithmetic,
+                scale,
+                **common,
+                sampled=_samples(config),
+                time_reduction=config.model.time_reduction,
+            )
+        case "reconstruction":
             return Reconstruction(learner, data, policy, arithmetic, scale, **common)
     raise BadInput(f"model={config.model.name}: no task")
 
@@ -63,12 +79,13 @@ def build_task(config: RunConfig, data, policy, arithmetic):
 def _build_gan(config: RunConfig, data, policy, arithmetic, overrides, make) -> GAN:
     if config.train.accumulate != 1:
         raise BadInput(
-            f"train.accumulate={config.train.accumulate}: dcgan takes one batch per "
-            "step (allowed: 1)"
+            f"train.accumulate={config.train.accumulate}: {config.model.name} takes one batch "
+            "per step (allowed: 1)"
         )
-    device, clip_norm = arithmetic.device, config.train.clip_norm
-    builders = gan_builders(config.model, data.description["channels"])
+    device = arithmetic.device
+    builders = gan_builders(config.model, data)
     built = [_new(builder).to(device) for builder in builders]
+    check_own_network(config, builders, data, policy, device)
     matching = [_matching(module, overrides) for module in built]
     for pattern in overrides:
         if not any(pattern in own for own in matching):
@@ -89,16 +106,17 @@ def _build_gan(config: RunConfig, data, policy, arithmetic, overrides, make) -> 
             scales = (both := scale(), both, scale())
         case _:
             scales = (scale(), scale(), scale())
+    limits_g, limits_d = _limits(config, [generator.module, discriminator.module])
     guard_g, guard_d = BatchNormGuard(generator.module), BatchNormGuard(discriminator.module)
     learners = (
         Learner(
             generator,
             MixedPrecisionOptimizer(
                 generator,
-                make,
+                make(generator.module),
                 scales[2],
-                clip_norm=clip_norm,
                 guards=[guard_g, guard_d],
+                **limits_g,
             ),
             builders[0],
         ),
@@ -106,10 +124,10 @@ def _build_gan(config: RunConfig, data, policy, arithmetic, overrides, make) -> 
             discriminator,
             MixedPrecisionOptimizer(
                 discriminator,
-                make,
+                make(discriminator.module),
                 scales[:2],
-                clip_norm=clip_norm,
                 guards=[guard_d],
+                **limits_d,
             ),
             builders[1],
         ),
@@ -127,11 +145,51 @@ def _build_gan(config: RunConfig, data, policy, arithmetic, overrides, make) -> 
     )
 
 
+def _samples(config: RunConfig) -> bool:
+    """Whether the softmax is sampled; BadInput for what cannot be measured of such a model."""
+    if getattr(config.model, "sampled_softmax", None) is None:
+        return False
+    if config.numerics.shadow_every:
+        raise BadInput(
+            f"numerics.shadow_every={config.numerics.shadow_every}: must be 0 with "
+            "model.sampled_softmax, whose tables have no second copy for a shadow step"
+        )
+    return True
+
+
+def _limits(config: RunConfig, models: list[nn.Module]) -> list[dict]:
+    """What is clipped and averaged of each model, as arguments of its optimizer.
+
+    A pattern has to match in one of the models at least; a model in which none of several patterns
+    matches is neither clipped nor averaged. ValueError names a pattern without a match.
+    """
+    train, optim = config.train, config.optim
+    found: list[dict] = [{} for _ in models]
+    for what, value, key, patterns in (
+        ("clip", train.clip_norm, "train.clip_modules", train.clip_modules),
+        ("average", optim.average_decay, "optim.average_modules", optim.average_modules),
+    ):
+        if value is None:
+            continue
+        matching = [_matching(model, dict.fromkeys(patterns)) for model in models]
+        for pattern in patterns:
+            if not any(pattern in own for own in matching):
+                matching_modules(models[0], pattern, key)
+        for arguments, own in zip(found, matching, strict=True):
+            if own or not patterns:
+                name = "clip_norm" if what == "clip" else "average_decay"
+                arguments |= {name: value, f"{what}_modules": list(own)}
+    return found
+
+
 def _sample_distance(config: RunConfig, data, device) -> SampleDistance | None:
     """Only for the run that is judged by it: it costs a second or two per evaluation on a CPU."""
     if config.compare.metric != "sliced_wasserstein":
         return None
-    return SampleDistance(config.model.image_size, data.description["channels"], device)
+    size, channels = (data.description.get(key) for key in ("image_size", "channels"))
+    if size is None:
+        raise BadInput(f"compare.metric={config.compare.metric}: needs square images")
+    return SampleDistance(size, channels, device)
 
 
 def _matching(module: nn.Module, overrides: dict) -> dict:

@@ -3,6 +3,7 @@
 import os
 
 from mprun.config import schema
+from mprun.config.factories import check_own_code
 from mprun.config.field_rules import violations
 from mprun.config.margin import ACCURACIES
 from mprun.config.schema import DTYPES, RunConfig
@@ -85,6 +86,7 @@ def check(config: RunConfig) -> None:
         _numerics,
         _images_on_disk,
         _sampled_softmax,
+        check_own_code,
         _paths,
     ):
         rule(config)
@@ -106,6 +108,8 @@ def _containers(config: RunConfig) -> None:
         ("optim.average_modules", config.optim.average_modules, list),
         ("train.clip_modules", config.train.clip_modules, list),
         ("numerics.modules", config.numerics.modules, list),
+        ("data.options", getattr(config.data, "options", {}), dict),
+        ("model.options", getattr(config.model, "options", {}), dict),
     ):
         if not isinstance(value, kind):
             raise BadInput(f"{key}={value}: must be a {'mapping' if kind is dict else 'list'}")

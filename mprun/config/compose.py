@@ -16,13 +16,20 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from mprun.config.check import check, task_of
 from mprun.config.diagnose import COMPOSITION_ERRORS, diagnose
+from mprun.config.factories import (
+    FACTORY_KEYS,
+    NOTHING,
+    Vouched,
+    check_vouched,
+    recorded_factories,
+)
 from mprun.config.margin import default_margin, default_metric
-from mprun.config.overrides import MAPPING, parse_overrides
+from mprun.config.overrides import mapping_of, parse_overrides, printable
 from mprun.config.schema import RunConfig, register_schemas
 from mprun.errors import BadInput
 
@@ -65,6 +72,7 @@ def compose_config(overrides: Iterable[str], config_dir: str | None = None) -> C
             choices = dict(OmegaConf.to_container(composed.hydra.runtime.choices))
             OmegaConf.set_struct(composed, False)
             del composed["hydra"]
+            _factories_given(composed)
             config = OmegaConf.to_object(composed)
         except COMPOSITION_ERRORS as error:
             raise BadInput(diagnose(parsed, error)) from None
@@ -73,6 +81,19 @@ def compose_config(overrides: Iterable[str], config_dir: str | None = None) -> C
     _fill_compare(config)
     check(config)
     return Composed(config, choices, overrides)
+
+
+def _factories_given(composed: DictConfig) -> None:
+    groups = {key: composed[key.partition(".")[0]] for key in FACTORY_KEYS}
+    missing = [
+        key
+        for key, group in groups.items()
+        if isinstance(group, DictConfig) and OmegaConf.is_missing(group, "factory")
+    ]
+    if missing:
+        wanted = " ".join(f"{key}=package.module:function" for key in missing)
+        chosen = " ".join(f"{key.partition('.')[0]}=custom" for key in missing)
+        raise BadInput(f"{chosen}: needs {wanted} (docs/own_data.md)")
 
 
 def _length_as_given(config: RunConfig, given: set[str]) -> None:
@@ -91,13 +112,16 @@ def _fill_compare(config: RunConfig) -> None:
         config.compare.margin = default_margin(config.compare.metric, config.data.name)
 
 
-def config_from_record(record: dict) -> RunConfig:
+def config_from_record(record: dict, given: Vouched = NOTHING) -> RunConfig:
     """Rebuild a RunConfig from the plain values of a run directory's config.yaml.
 
-    Reads data, never code: the same schema and the same checks as for the command line.
+    Reads data, never code: the same schema and the same checks as for the command line, and
+    BadInput for a factory of the record that `given`, from this command's own line, does not name.
     """
     from mprun.config.schema import DATA, MODELS
 
+    check_vouched(recorded_factories(record), given)
+    _no_interpolation(record)
     try:
         root = OmegaConf.structured(RunConfig)
         root.model = OmegaConf.structured(MODELS[record["model"]["name"]])
@@ -113,10 +137,21 @@ def config_from_record(record: dict) -> RunConfig:
     return config
 
 
+def _no_interpolation(value: object, key: str = "config.yaml") -> None:
+    """A record holds values; `${...}` could put this machine's environment among them."""
+    if isinstance(value, str) and "${" in value:
+        raise BadInput(f"{key}={printable(value)}: ${{...}} has no place in the record of a run")
+    pairs = value.items() if isinstance(value, dict) else ()
+    pairs = enumerate(value) if isinstance(value, list) else pairs
+    for name, item in pairs:
+        _no_interpolation(name)
+        _no_interpolation(item, printable(name))
+
+
 def hydra_overrides(overrides: Iterable[str]) -> list[str]:
-    """The overrides as Hydra takes them: an entry of the free-form mapping needs its `++`."""
+    """The overrides as Hydra takes them: an entry of a free-form mapping needs its `++`."""
     return [
-        f"++{o.input_line}" if o.input_line.startswith(MAPPING) else o.input_line
+        f"++{o.input_line.lstrip('+')}" if mapping_of(o.key_or_group) else o.input_line
         for o in parse_overrides(overrides)
     ]
 

@@ -11,8 +11,9 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from mprun.config.factories import FACTORY_KEYS
 from mprun.config.field_rules import nearest
-from mprun.config.overrides import MAPPING, printable
+from mprun.config.overrides import MAPPING, mapping_of, printable
 
 # What Hydra and OmegaConf raise for overrides that do not compose (OSError: names too long).
 COMPOSITION_ERRORS = (
@@ -54,19 +55,26 @@ def diagnose(parsed: list[Override], error: Exception) -> str:
         known = _keys(OmegaConf.to_container(compose("config", overrides=chosen)))
     except COMPOSITION_ERRORS as group_error:
         return _first_line(group_error)
+    # Mandatory ones, so that what is found wrong is the line that is looked at.
+    chosen += [f"{key}=package.module:function" for key in FACTORY_KEYS if key in known]
     for override in parsed:
         key, line = override.key_or_group, override.input_line
         if key in groups:
             continue
-        if key == MAPPING:
+        mapping = mapping_of(key)
+        if mapping is not None:
             line = f"++{line.lstrip('+')}"
-        elif key not in known:
-            return f"{printable(key)}: unknown key{_nearest_key(key, known | groups)}"
+        if (mapping or key) not in known:
+            own = key in FACTORY_KEYS or mapping not in (None, MAPPING)
+            hint = f"; {key.partition('.')[0]}=custom has it" if own else ""
+            return f"{printable(key)}: unknown key{hint or _nearest_key(key, known | groups)}"
         try:
             OmegaConf.to_object(compose("config", overrides=[*chosen, line]))
         except COMPOSITION_ERRORS as own:
             if key == MAPPING:
                 return f"{printable(line.lstrip('+'))}: must map module-name patterns to dtypes"
+            if mapping is not None:
+                return f"{printable(line.lstrip('+'))}: must be {mapping}.NAME=VALUE"
             return f"{printable(line)}: {_first_line(own.__cause__ or own)}"
     return _first_line(error)
 

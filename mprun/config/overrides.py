@@ -10,6 +10,8 @@ from mprun.errors import BadInput
 
 # The mapping from module-name patterns to dtypes: its keys hold dots and stars.
 MAPPING = "precision.overrides"
+# Mappings whose keys no schema knows.
+FREE_MAPPINGS = (MAPPING, "data.options", "model.options")
 # Labels that choose a builder or appear in the record; the option of a group sets them.
 _CHOSEN_BY_GROUP = (
     "model.name",
@@ -38,6 +40,11 @@ def parse_overrides(overrides: Iterable[str]) -> list[Override]:
         _refuse(override, text)
         parsed.append(override)
     return parsed
+
+
+def mapping_of(key: str) -> str | None:
+    """The mapping that `key` is or lies in, None for a key of the schema."""
+    return next((m for m in FREE_MAPPINGS if key == m or key.startswith(f"{m}.")), None)
 
 
 def split_launcher(overrides: Iterable[str]) -> tuple[list[str], list[str]]:

@@ -7,17 +7,21 @@ the index alone, never on earlier calls or global random state. ``eval_batches()
 held-out split in a fixed order. Batches lie on the source's device.
 """
 
+from mprun.data.dataset_source import DatasetSource
 from mprun.data.digits import DigitsImages
 from mprun.data.docs_text import DocsText
 from mprun.data.errors import DataError
 from mprun.data.order import permutation
 from mprun.data.synthetic import SyntheticImages, SyntheticTokens
+from mprun.data.token_source import TokenSource
 
 __all__ = [
     "DataError",
+    "DatasetSource",
     "DigitsImages",
     "DocsText",
     "SyntheticImages",
     "SyntheticTokens",
+    "TokenSource",
     "permutation",
 ]

@@ -2,16 +2,14 @@
 
 import hashlib
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator
 
 import torch
 
 from mprun.data.errors import DataError
 from mprun.data.token_streams import EVAL_STREAMS, TokenBatch, TokenStreams
+from mprun.data.vocabulary import END_OF_LINE, UNKNOWN, build_vocabulary, joined_words
 
-UNKNOWN = "<unk>"
-END_OF_LINE = "<eos>"
 HELD_OUT_SHARE = 0.1
 _WORD = re.compile(r"\w+|[^\w\s]")
 
@@ -102,8 +100,7 @@ class DocsText:
         tokens = [self.vocabulary[i] for i in ids]
         if self.level == "char":
             return "".join(tokens)
-        line_ends = ["\n" if token == END_OF_LINE else token for token in tokens]
-        return " ".join(line_ends).replace(" \n", "\n").replace("\n ", "\n")
+        return joined_words(tokens, END_OF_LINE)
 
     def _encode(self, tokens: Iterable[str]) -> torch.Tensor:
         return torch.tensor([self._ids.get(token, 0) for token in tokens], dtype=torch.int64)
@@ -129,20 +126,6 @@ def split_text(text: str) -> tuple[str, str]:
     position = int(len(text) * (1 - HELD_OUT_SHARE))
     cut = text.find("\n", position) + 1 or position
     return text[:cut], text[cut:]
-
-
-def build_vocabulary(
-    tokens: Iterable[str], special: tuple[str, ...], limit: int | None
-) -> tuple[str, ...]:
-    """``special``, then tokens by falling count, equal counts in alphabetical order.
-
-    At most ``limit`` entries in all, None for no limit.
-    """
-    counts = Counter(tokens)
-    for token in special:
-        counts.pop(token, None)
-    ranked = sorted(counts, key=lambda token: (-counts[token], token))
-    return (*special, *ranked)[:limit]
 
 
 def _split_words(text: str) -> list[str]:

@@ -1,7 +1,7 @@
 """Labelled images held as bytes on the device and turned into float batches there."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -10,6 +10,8 @@ from torch.nn import functional as F
 from mprun.data.order import EpochOrder
 
 ImageBatch = tuple[Tensor, Tensor]
+# (uint8 images [batch, channels, h, w], epoch, position of the first one in the epoch) -> the like.
+Augment = Callable[[Tensor, int, int], Tensor]
 
 
 class ImageStore:
@@ -20,7 +22,9 @@ class ImageStore:
     [batch, channels, image_size, image_size], labels int64 [batch])``: bilinear resize if the
     stored size differs, one channel repeated if more are asked for, and values either
     ``standardised`` (mean 0, standard deviation 1 over the stored training split) or ``tanh``
-    (0 ... maximum mapped to -1 ... 1).
+    (0 ... maximum mapped to -1 ... 1). ``normalisation`` replaces both: (offset, divisor), float32
+    ``[channels, 1, 1]``, to subtract and then to divide by. ``augment`` changes training batches
+    on the device while they are bytes.
     """
 
     def __init__(
@@ -33,14 +37,19 @@ class ImageStore:
         batch_size: int,
         seed: int,
         device: torch.device | str,
-        value_range: str,
+        value_range: str | None,
+        *,
+        normalisation: tuple[Tensor, Tensor] | None = None,
+        augment: Augment | None = None,
     ) -> None:
         stored = train[0].shape[1]
         if image_size < 8:
             raise ValueError(f"image_size={image_size} is not allowed: 8 or more")
         if channels < 1 or channels % stored:
             raise ValueError(f"channels={channels} is not allowed: a multiple of {stored}")
-        if value_range == "standardised":
+        if normalisation is not None:
+            self.offset, self.divisor = (part.to(device) for part in normalisation)
+        elif value_range == "standardised":
             std, mean = torch.std_mean(train[0].double(), correction=0)
             self.offset, self.divisor = float(mean), float(std)
         elif value_range == "tanh":
@@ -56,12 +65,17 @@ class ImageStore:
         self._train = tuple(part.to(device) for part in train)
         self._held_out = tuple(part.to(device) for part in held_out)
         self._image_size, self._channels, self._batch_size = image_size, channels, batch_size
+        self._augment = augment
 
     def train_batch(self, index: int) -> ImageBatch:
         """Batch ``index`` of the run; raises ``ValueError`` if it is negative."""
         picked = self._order.indices(index)
         images, labels = self._train
-        return self._float(images.index_select(0, picked)), labels.index_select(0, picked)
+        batch = images.index_select(0, picked)
+        if self._augment is not None:
+            epoch, number = divmod(index, self.batches_per_epoch)
+            batch = self._augment(batch, epoch, number * self._batch_size)
+        return self._float(batch), labels.index_select(0, picked)
 
     def eval_batches(self) -> Iterator[ImageBatch]:
         """The whole held-out split in its stored order; the last batch may be smaller."""

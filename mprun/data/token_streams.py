@@ -42,20 +42,7 @@ class TokenStreams:
         seed: int,
         device: torch.device | str,
     ) -> None:
-        for name, value in {"batch_size": batch_size, "sequence_length": sequence_length}.items():
-            if value < 1:
-                raise ValueError(f"{name}={value} is not allowed: 1 or more")
-        if seed < 0:
-            raise ValueError(f"seed={seed} is not allowed: 0 or more")
-        if batch_size * sequence_length > len(train):
-            raise ValueError(
-                f"batch_size={batch_size} with sequence_length={sequence_length} is not allowed: "
-                f"their product is at most {len(train)}, the number of training tokens"
-            )
-        if len(held_out) <= EVAL_STREAMS:
-            raise DataError(
-                f"{len(held_out)} held-out tokens are too few: more than {EVAL_STREAMS} are needed"
-            )
+        check_streams(batch_size, sequence_length, seed, len(train), len(held_out))
         self._train, self._seed = train.to(device), seed
         self._batch_size, self._sequence_length = batch_size, sequence_length
         self._stride = len(train) // batch_size
@@ -82,6 +69,26 @@ class TokenStreams:
         """The held-out sequence from its beginning; the last batch may be shorter in time."""
         for start in range(0, len(self._eval_columns) - 1, self._sequence_length):
             yield _chunk(self._eval_columns, start, self._sequence_length)
+
+
+def check_streams(
+    batch_size: int, sequence_length: int, seed: int, train_tokens: int, held_out_tokens: int
+) -> None:
+    """Raise ``ValueError`` for sizes that no streams have, ``DataError`` for too few tokens."""
+    for name, value in {"batch_size": batch_size, "sequence_length": sequence_length}.items():
+        if value < 1:
+            raise ValueError(f"{name}={value} is not allowed: 1 or more")
+    if seed < 0:
+        raise ValueError(f"seed={seed} is not allowed: 0 or more")
+    if batch_size * sequence_length > train_tokens:
+        raise ValueError(
+            f"batch_size={batch_size} with sequence_length={sequence_length} is not allowed: "
+            f"their product is at most {train_tokens}, the number of training tokens"
+        )
+    if held_out_tokens <= EVAL_STREAMS:
+        raise DataError(
+            f"{held_out_tokens} held-out tokens are too few: more than {EVAL_STREAMS} are needed"
+        )
 
 
 def _columns(sequence: Tensor, streams: int, stride: int, length: int) -> Tensor:

@@ -10,6 +10,9 @@ from mprun.models.dcgan import Discriminator, Generator
 from mprun.models.local_response_norm import LocalResponseNorm
 from mprun.models.lstm_lm import SIZES, LSTMLanguageModel, LSTMSize, pad_to_multiple
 from mprun.models.resnet import resnet50
+from mprun.models.row_table import RowTable
+from mprun.models.sampled_lstm import SampledLSTM
+from mprun.models.sampled_softmax import LogUniformSampler, SampledSoftmax
 
 __all__ = [
     "SIZES",
@@ -20,6 +23,10 @@ __all__ = [
     "LSTMLanguageModel",
     "LSTMSize",
     "LocalResponseNorm",
+    "LogUniformSampler",
+    "RowTable",
+    "SampledLSTM",
+    "SampledSoftmax",
     "alexnet",
     "pad_to_multiple",
     "resnet50",

@@ -82,24 +82,8 @@ class LSTMLanguageModel(nn.Module):
         forget_bias: float = 0.0,
     ) -> None:
         super().__init__()
-        counts = {
-            "vocab_size": vocab_size,
-            "embedding_size": embedding_size,
-            "hidden_size": hidden_size,
-            "num_layers": num_layers,
-        }
-        for name, value in counts.items():
-            if value < 1:
-                raise ValueError(f"{name}={value} is not allowed: 1 or more")
-        if not 0 <= projection_size < hidden_size:
-            raise ValueError(
-                f"projection_size={projection_size} is not allowed: 0 for none, "
-                f"else below hidden_size={hidden_size}"
-            )
-        if not 0 <= dropout < 1:
-            raise ValueError(f"dropout={dropout} is not allowed: 0 or more, below 1")
-        if not init_range > 0:
-            raise ValueError(f"init_range={init_range} is not allowed: above 0")
+        check_sizes(vocab_size, embedding_size, hidden_size, num_layers, projection_size)
+        check_values(dropout, init_range)
         self.embedding = nn.Embedding(vocab_size, embedding_size)
         self.dropout = nn.Dropout(dropout)
         self.lstm = nn.LSTM(
@@ -110,16 +94,7 @@ class LSTMLanguageModel(nn.Module):
             dropout=dropout if num_layers > 1 else 0.0,
         )
         self.output = nn.Linear(projection_size or hidden_size, vocab_size)
-        self._initialise(init_range, forget_bias)
-
-    @torch.no_grad()
-    def _initialise(self, init_range: float, forget_bias: float) -> None:
-        for parameter in self.parameters():
-            parameter.uniform_(-init_range, init_range)
-        hidden = self.lstm.hidden_size
-        for layer in range(self.lstm.num_layers):
-            # Gate order in torch is input, forget, cell, output.
-            getattr(self.lstm, f"bias_ih_l{layer}")[hidden : 2 * hidden] += forget_bias
+        initialise(self, init_range, forget_bias)
 
     def initial_state(self, batch_size: int) -> State:
         """Zeros ``(h, c)`` in the LSTM weights' dtype and on their device.
@@ -127,13 +102,57 @@ class LSTMLanguageModel(nn.Module):
         Shapes ``[num_layers, batch_size, projection_size or hidden_size]`` and
         ``[num_layers, batch_size, hidden_size]``.
         """
-        weight = self.lstm.weight_hh_l0
-        layers, hidden = self.lstm.num_layers, self.lstm.hidden_size
-        h = weight.new_zeros(layers, batch_size, self.lstm.proj_size or hidden)
-        return h, weight.new_zeros(layers, batch_size, hidden)
+        return zero_state(self.lstm, batch_size)
 
     def forward(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         if state is None:
             state = self.initial_state(tokens.shape[1])
         outputs, state = self.lstm(self.dropout(self.embedding(tokens)), state)
         return self.output(self.dropout(outputs)), state
+
+
+def check_sizes(
+    vocab_size: int, embedding_size: int, hidden_size: int, num_layers: int, projection_size: int
+) -> None:
+    """ValueError for the first size that is out of range."""
+    counts = {
+        "vocab_size": vocab_size,
+        "embedding_size": embedding_size,
+        "hidden_size": hidden_size,
+        "num_layers": num_layers,
+    }
+    for name, value in counts.items():
+        if value < 1:
+            raise ValueError(f"{name}={value} is not allowed: 1 or more")
+    if not 0 <= projection_size < hidden_size:
+        raise ValueError(
+            f"projection_size={projection_size} is not allowed: 0 for none, "
+            f"else below hidden_size={hidden_size}"
+        )
+
+
+def check_values(dropout: float, init_range: float) -> None:
+    """ValueError for the first value that is out of range."""
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout={dropout} is not allowed: 0 or more, below 1")
+    if not init_range > 0:
+        raise ValueError(f"init_range={init_range} is not allowed: above 0")
+
+
+@torch.no_grad()
+def initialise(model: nn.Module, init_range: float, forget_bias: float) -> None:
+    """Every parameter uniform in +-init_range; forget_bias added for the layers of `model.lstm`."""
+    for parameter in model.parameters():
+        parameter.uniform_(-init_range, init_range)
+    lstm = model.lstm
+    for layer in range(lstm.num_layers):
+        # Gate order in torch is input, forget, cell, output.
+        gates = getattr(lstm, f"bias_ih_l{layer}")
+        gates[lstm.hidden_size : 2 * lstm.hidden_size] += forget_bias
+
+
+def zero_state(lstm: nn.LSTM, batch_size: int) -> State:
+    """Zeros ``(h, c)`` for `lstm`, in its weights' dtype and on their device."""
+    weight, layers, hidden = lstm.weight_hh_l0, lstm.num_layers, lstm.hidden_size
+    h = weight.new_zeros(layers, batch_size, lstm.proj_size or hidden)
+    return h, weight.new_zeros(layers, batch_size, hidden)

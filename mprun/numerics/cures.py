@@ -227,8 +227,9 @@ def _transplant_learner(learner, saved: dict) -> None:
     optimizer = learner.optimizer
     for name, master in optimizer.masters.items():
         master.copy_(masters.get(name, saved["model"][name]))
-    for name, updated in zip(optimizer.names, optimizer.updated, strict=True):
-        own = optimizer.inner.state[updated]
+    for name, average in optimizer.averages.items():
+        average.copy_(saved["optimizer"]["averages"][name])
+    for name, own in optimizer.state_by_name().items():
         for key, value in state[name].items():
             if key in own and isinstance(own[key], Tensor):
                 own[key].copy_(value)

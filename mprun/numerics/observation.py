@@ -135,7 +135,10 @@ class Observation:
             self._labels[own.data_ptr()] = prefix + name
             if updated is not own:
                 self._labels[updated.data_ptr()] = f"master of {prefix}{name}"
-            for key, value in optimizer.inner.state[updated].items():
+        for row in optimizer.rows:
+            self._labels[row.tensor.data_ptr()] = prefix + row.name
+        for name, state in optimizer.state_by_name().items():
+            for key, value in state.items():
                 if isinstance(value, Tensor) and value.dim():
                     self._labels[value.data_ptr()] = f"{key} of {prefix}{name}"
 

@@ -88,6 +88,8 @@ class FirstStep:
             prefix = f"{learner_name}." if len(self.learners) > 1 else ""
             for name, module in learner.model.named_modules():
                 self._hook(f"{prefix}{name}".rstrip("."), name, module)
+                if getattr(module, "computes_in_fp32", False):  # in every mode, by its recipe
+                    self._fp32_patterns.append(name)
         self._before = [Counter(e.rerouted) for e in self.arithmetic.emulations]
         self.task.arithmetic = _WatchedArithmetic(self.arithmetic, self)
         self.saved.__enter__()

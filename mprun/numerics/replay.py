@@ -143,8 +143,8 @@ def optimizer_state(task) -> dict[str, Tensor]:
     several, found = len(task.learners) > 1, {}
     for learner_name, learner in task.learners.items():
         prefix, optimizer = f"{learner_name}." if several else "", learner.optimizer
-        for name, updated in zip(optimizer.names, optimizer.updated, strict=True):
-            for key, value in optimizer.inner.state[updated].items():
+        for name, state in optimizer.state_by_name().items():
+            for key, value in state.items():
                 if isinstance(value, Tensor) and value.dim():
                     found[f"{key} of {prefix}{name}"] = value
     return found

@@ -6,15 +6,15 @@ in another dtype than its neighbours gets a cast in front of and behind its `for
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
-from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.utils._pytree import tree_map
 
+from mprun.precision.module_patterns import matching_modules
 from mprun.precision.policy import PrecisionPolicy
+from mprun.precision.row_updates import row_tables
 
 # _NormBase: batch and instance norm of every dimension.
 NORM_LAYERS = (_NormBase, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.LocalResponseNorm)
@@ -43,14 +43,25 @@ def cast_model(
     inside them, keep their parameters and compute; the last matching pattern counts. Norm layers
     inside follow only an FP32 override. Under autocast parameters stay FP32 and the override
     changes the arithmetic alone. Raises ValueError for a pattern that matches no module.
+
+    A row table (mprun.precision.row_updates) has no copy in a policy with master weights: it stays
+    in FP32, and the rows gathered from it come in the dtype of the parameters.
     """
     chosen = _match(model, overrides or {})
-    originals = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    tables, originals = row_tables(model), {}
+    if policy.master_dtype is not None:
+        originals = {name: parameter.detach() for name, parameter in model.named_parameters()}
     for name, module in model.named_modules():
         dtype = _dtype_of(name, module, policy, chosen)
-        if policy.autocast_dtype is None:
+        if policy.autocast_dtype is not None:
+            continue
+        if name in tables:
+            module.row_dtype = dtype
+        if name not in tables or policy.master_dtype is None:
             _cast_own_tensors(module, dtype)
     for name, module in model.named_modules():
+        if getattr(module, "computes_in_fp32", False):
+            continue  # whatever is around it, and its results are losses
         around = _inherited(_parent(name), chosen) or policy.autocast_dtype or policy.param_dtype
         if name in chosen and chosen[name] is not _inherited(_parent(name), chosen):
             _compute_in(module, chosen[name], around, policy)
@@ -70,31 +81,40 @@ def fp32_copy(
     """A fresh FP32 model with the master weights (where there are some) and buffers of `cast`.
 
     Used for evaluation, so that the metric measures what was learned. Costs the memory of one
-    FP32 model while it is alive.
+    FP32 model while it is alive, without row tables: these are shared with `cast` and must not be
+    written to (rows of a 16-bit table are cast as they are read).
     """
     source = {**dict(cast.module.state_dict()), **masters}
+    # A weight that is used in several places has as many names, and one master copy.
+    names = {id(parameter): name for name, parameter in cast.module.named_parameters()}
+    for name, parameter in cast.module.named_parameters(remove_duplicate=False):
+        source[name] = masters.get(names[id(parameter)], parameter)
     device = next(cast.module.parameters()).device
     with torch.device("meta"):
         model = build_model()
-    model = model.to_empty(device=device)
+    shared = row_tables(cast.module)
+    for name, module in model.named_modules():
+        if name in shared:
+            module.share(shared[name])
+        elif any(tensor.is_meta for tensor in _own_tensors(module)):
+            module.to_empty(device=device, recurse=False)
+        else:  # built with values: buffers outside the state keep theirs
+            module._apply(lambda tensor: tensor.to(device), recurse=False)
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
-            tensor.copy_(source[name])
+            if _parent(name) not in shared:
+                tensor.copy_(source[name])
     return model
 
 
+def _own_tensors(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+
+
 def _match(model: nn.Module, overrides: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
-    names = [name for name, _ in model.named_modules() if name]
     chosen = {}
     for pattern, dtype in overrides.items():
-        matched = [name for name in names if fnmatchcase(name, pattern)]
-        if not matched:
-            close = get_close_matches(pattern, names, n=3, cutoff=0.0)
-            raise ValueError(
-                f"precision.overrides: {pattern!r} matches no module; some modules: "
-                f"{', '.join(close)}"
-            )
-        chosen.update(dict.fromkeys(matched, dtype))
+        chosen.update(dict.fromkeys(matching_modules(model, pattern, "precision.overrides"), dtype))
     return chosen
 
 

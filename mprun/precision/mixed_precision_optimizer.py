@@ -6,6 +6,7 @@
     -> clip by global norm                                     | step()
     -> weight decay and update on the master weights           |
     -> copy the master weights to the model                    |
+    -> move the average of the weights, where there is one     |
 
 Casting comes before dividing by the scale: dividing in FP16 would bring the underflow back.
 Dividing comes before clipping and weight decay, so that no hyper-parameter depends on the scale.
@@ -24,8 +25,12 @@ from torch.optim import Optimizer
 
 from mprun.precision.batch_norm_guard import BatchNormGuard
 from mprun.precision.casting import CastModel
+from mprun.precision.gradient_lists import by_dtype, counted, global_norm, largest
 from mprun.precision.inner_optimizer import initialise_state, step_unless
 from mprun.precision.loss_scale import LossScale, NoLossScale
+from mprun.precision.module_patterns import matching_parameters
+from mprun.precision.row_updates import RowUpdate, row_tables
+from mprun.precision.weight_average import WeightAverage, choose_averaged
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +39,8 @@ class Update:
 
     loss_scale: float32, the scale of the (first) loss of this step.
     found_inf: float32, 1 if the update was skipped; None if the loss scale never skips.
-    grad_norm: float32, global L2 norm of the unscaled gradients before clipping; None if it was
-    neither needed for clipping nor asked for.
+    grad_norm: float32, global L2 norm of the unscaled gradients before clipping, of those that are
+    clipped where `clip_modules` chooses some; None if neither needed for clipping nor asked for.
     """
 
     loss_scale: Tensor
@@ -62,7 +67,15 @@ class MixedPrecisionOptimizer:
         tasks, and it may be shared with other optimizers). The owner calls `update()` on each of
         them once per iteration, after all steps.
     clip_norm: maximum global L2 norm of the unscaled gradients.
+    clip_modules: glob patterns over module names; only the gradients of these modules, and of what
+        is inside them, count in that norm and are clipped. None: all.
     guards: BatchNorm statistics to restore when an update is skipped; saved by `zero_grad`.
+    average_decay, average_modules: keep a WeightAverage of the parameters of these modules (none
+        given: of all), in `averages`.
+
+    Row tables of the model (mprun.precision.row_updates) are updated by the same rule at the rate
+    of weights, in the rows that the step used. Raises ValueError for a pattern that matches no
+    module, for an average of row tables, and for a rule that would move unused rows.
     """
 
     def __init__(
@@ -72,7 +85,10 @@ class MixedPrecisionOptimizer:
         loss_scales: LossScale | Sequence[LossScale] | None = None,
         *,
         clip_norm: float | None = None,
+        clip_modules: Iterable[str] = (),
         guards: Iterable[BatchNormGuard] = (),
+        average_decay: float | None = None,
+        average_modules: Iterable[str] = (),
     ):
         named = [(n, p) for n, p in cast.module.named_parameters() if p.requires_grad]
         device = named[0][1].device
@@ -100,10 +116,25 @@ class MixedPrecisionOptimizer:
         self._masters = [master for own, master in pairs if own is not master]
         self.inner = make_optimizer(list(zip(self.names, self.updated, strict=True)))
         initialise_state(self.inner)
+        self._tables = row_tables(cast.module)
+        self.rows = [
+            RowUpdate(f"{name}.{key}", table, key, self.inner)
+            for name, table in self._tables.items()
+            for key in table.tensors()
+        ]
+        clipped = matching_parameters(cast.module, clip_modules, "train.clip_modules")
+        self._is_clipped = [name in clipped for name in [*self.names, *(r.name for r in self.rows)]]
+        self.average = None
+        if average_decay is not None:
+            weights = dict(zip(self.names, self.updated, strict=True))
+            chosen = choose_averaged(cast.module, weights, average_modules)
+            self.average = WeightAverage(chosen, average_decay)
         # Gradients that need neither cast nor scale stay where autograd accumulates them.
         casts = any(self._dtype_for(u) is not own.dtype for own, u in pairs)
-        self.collects = casts or self.skips
-        self._collected: list[Tensor | None] = [None] * len(named)
+        multiplied = any(row.table.gradient_factor != 1 for row in self.rows)
+        self.collects = casts or self.skips or multiplied
+        # Of the parameters, then of the rows.
+        self._collected: list[Tensor | None] = [None] * len(self._is_clipped)
         self._found_inf = torch.zeros((), device=device)
         self._one = torch.ones((), device=device)
 
@@ -113,24 +144,39 @@ class MixedPrecisionOptimizer:
         pairs = zip(self.names, self.parameters, self.updated, strict=True)
         return {name: master for name, own, master in pairs if own is not master}
 
+    @property
+    def averages(self) -> dict[str, Tensor]:
+        """The averaged weights, FP32, by parameter name; empty without an average."""
+        return {} if self.average is None else self.average.values
+
+    def gradient_dtypes(self) -> dict[str, int]:
+        """Dtype -> number of gradient elements as backward makes them; row tables count whole."""
+        tensors = [(own.dtype, own.numel()) for own in self.parameters]
+        return counted(tensors + [(row.row_dtype, row.tensor.numel()) for row in self.rows])
+
     def update_dtypes(self) -> dict[str, int]:
-        """Dtype -> number of gradient elements as they are unscaled, clipped and accumulated."""
-        counts: dict[str, int] = {}
-        for updated in self.updated:
-            name = str(self._dtype_for(updated)).removeprefix("torch.")
-            counts[name] = counts.get(name, 0) + updated.numel()
-        return counts
+        """The same as they are unscaled, clipped and accumulated."""
+        updated = [*self.updated, *(row.tensor for row in self.rows)]
+        return counted([(self._dtype_for(tensor), tensor.numel()) for tensor in updated])
+
+    def state_by_name(self) -> dict[str, dict]:
+        """The state of the inner optimizer and of the rows by parameter name, as it is in use."""
+        pairs = zip(self.names, self.updated, strict=True)
+        of_parameters = {name: self.inner.state[updated] for name, updated in pairs}
+        return of_parameters | {row.name: row.state for row in self.rows}
 
     def zero_grad(self) -> None:
         """Forget gradients and flags; remember the guarded BatchNorm statistics."""
         for parameter in self.parameters:
             parameter.grad = None
         if self.collects:
-            self._collected = [None] * len(self.parameters)
+            self._collected = [None] * len(self._collected)
             for updated in self.updated:
                 updated.grad = None
         if self.skips:
             self._found_inf.zero_()
+        for table in self._tables.values():
+            table.gathered = None
         for guard in self.guards:
             guard.save()
 
@@ -151,23 +197,30 @@ class MixedPrecisionOptimizer:
 
         measure_norm: compute the gradient norm although nothing is clipped.
         """
-        norm = None
+        norm, gradients = None, self._gradients()
         if self.clip_norm is not None or measure_norm:
-            gradients = [gradient for gradient in self._gradients() if gradient is not None]
-            norm = _global_norm(gradients)
+            pairs = zip(gradients, self._is_clipped, strict=True)
+            chosen = [gradient for gradient, counts in pairs if counts and gradient is not None]
+            norm = global_norm(chosen)
             if self.clip_norm is not None:
-                torch._foreach_mul_(gradients, (self.clip_norm / (norm + 1e-6)).clamp(max=1.0))
+                torch._foreach_mul_(chosen, (self.clip_norm / (norm + 1e-6)).clamp(max=1.0))
         if self.collects:
-            for updated, gradient in zip(self.updated, self._collected, strict=True):
+            for updated, gradient in zip(self.updated, gradients, strict=False):
                 updated.grad = None if gradient is None else gradient.to(updated.dtype)
-        if self.skips:
-            step_unless(self.inner, self._found_inf)
+        found_inf = self._found_inf if self.skips else None
+        if found_inf is not None:
+            step_unless(self.inner, found_inf)
             for guard in self.guards:
-                guard.restore_where(self._found_inf)
+                guard.restore_where(found_inf)
         else:
             self.inner.step()
+        for row, gradient in zip(self.rows, gradients[len(self.names) :], strict=True):
+            if gradient is not None:
+                row.apply(gradient, found_inf)
         if self._copies:
             torch._foreach_copy_(self._copies, self._masters)
+        if self.average is not None:
+            self.average.update(found_inf)
         scale = self.loss_scales[0].scale
         if not self.skips:
             return Update(scale, None, norm)
@@ -175,23 +228,24 @@ class MixedPrecisionOptimizer:
         return Update(scale.clone(), self._found_inf.clone(), norm)
 
     def set_lr(self, lr: float | Tensor) -> None:
-        """Set the learning rate of every group; a tensor is copied on the device."""
+        """Set the rate of every group to `lr` times the group's lr_factor (1 where it has none).
+
+        A tensor is multiplied and copied on the device; each group then needs a tensor of its own.
+        """
         for group in self.inner.param_groups:
+            rate = lr * group.get("lr_factor", 1.0)
             if isinstance(group["lr"], Tensor):
-                group["lr"].copy_(lr)
+                group["lr"].copy_(rate)
             else:
-                group["lr"] = lr
+                group["lr"] = rate
 
     def state_dict(self) -> dict:
         """Master weights and the inner optimizer's state by parameter name, in their own dtypes.
 
-        The model's own parameters belong to the model's state.
+        The model's own parameters, row tables among them, belong to the model's state.
         """
-        state = {
-            name: dict(self.inner.state[updated])
-            for name, updated in zip(self.names, self.updated, strict=True)
-        }
-        return {"masters": self.masters, "state": state}
+        state = {name: dict(own) for name, own in self.state_by_name().items()}
+        return {"masters": self.masters, "state": state, "averages": dict(self.averages)}
 
     @torch.no_grad()
     def load_state_dict(self, saved: dict) -> None:
@@ -200,13 +254,17 @@ class MixedPrecisionOptimizer:
         torch's own Optimizer.load_state_dict casts state to the parameter's dtype and so loses
         FP32 momentum of FP16 parameters; this one copies tensor by tensor.
         """
-        masters = self.masters
-        if saved["masters"].keys() != masters.keys() or saved["state"].keys() != set(self.names):
+        masters, state = self.masters, self.state_by_name()
+        if saved["masters"].keys() != masters.keys() or saved["state"].keys() != state.keys():
             raise ValueError("optimizer state is of another model or precision mode")
+        averages = saved.get("averages", {})
+        if averages.keys() != self.averages.keys():
+            raise ValueError("optimizer state has averages of other weights (optim.average_decay)")
+        for name, average in self.averages.items():
+            _copy_exactly(f"average of {name}", average, averages[name])
         for name, master in masters.items():
             _copy_exactly(f"master weights of {name}", master, saved["masters"][name])
-        for name, updated in zip(self.names, self.updated, strict=True):
-            own = self.inner.state[updated]
+        for name, own in state.items():
             if saved["state"][name].keys() != own.keys():
                 raise ValueError(f"optimizer state of {name} is of another optimizer")
             for key, value in saved["state"][name].items():
@@ -218,13 +276,21 @@ class MixedPrecisionOptimizer:
         for parameter, updated in zip(self.parameters, self.updated, strict=True):
             gradient, parameter.grad = parameter.grad, None
             new.append(None if gradient is None else gradient.to(self._dtype_for(updated)))
+        for row in self.rows:
+            gradient = row.take_gradient()
+            new.append(None if gradient is None else gradient.to(self._dtype_for(row.tensor)))
         found_inf = torch.zeros_like(self._found_inf)
         if scale.skips_nonfinite:
             inverse = scale.inverse()
-            for group in _by_dtype(new):
+            for group in by_dtype(new):
                 torch._amp_foreach_non_finite_check_and_unscale_(group, found_inf, inverse)
-            largest = _largest(new) if scale.needs_grad_max else None
-            scale.record(found_inf, largest)
+            grad_max = largest(new) if scale.needs_grad_max else None
+        multiplied = self._multiply_rows(new)
+        if scale.skips_nonfinite:
+            # A factor can take a 16-bit gradient beyond its format.
+            for group in by_dtype(multiplied):
+                torch._amp_foreach_non_finite_check_and_unscale_(group, found_inf, self._one)
+            scale.record(found_inf, grad_max)
             torch.maximum(self._found_inf, found_inf, out=self._found_inf)
         for index, gradient in enumerate(new):
             if gradient is None:
@@ -234,38 +300,22 @@ class MixedPrecisionOptimizer:
             else:
                 self._collected[index].add_(gradient)
 
+    def _multiply_rows(self, new: list[Tensor | None]) -> list[Tensor]:
+        """Multiply the gradients of row tables by their factors; those that have one."""
+        multiplied = []
+        for row, gradient in zip(self.rows, new[len(self.names) :], strict=True):
+            if gradient is not None and row.table.gradient_factor != 1:
+                multiplied.append(gradient.mul_(row.table.gradient_factor))
+        return multiplied
+
     def _gradients(self) -> list[Tensor | None]:
         if self.collects:
             return self._collected
-        return [parameter.grad for parameter in self.parameters]
+        return [p.grad for p in self.parameters] + [row.gradient for row in self.rows]
 
     def _dtype_for(self, updated: Tensor) -> torch.dtype:
         # Without master weights a parameter that an override keeps in FP32 has FP32 gradients.
         return self.grad_dtype if self.has_masters else updated.dtype
-
-
-def _by_dtype(tensors: Iterable[Tensor | None]) -> list[list[Tensor]]:
-    groups: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in tensors:
-        if tensor is not None:
-            groups.setdefault(tensor.dtype, []).append(tensor)
-    return list(groups.values())
-
-
-def _largest(tensors: Iterable[Tensor | None]) -> Tensor:
-    groups = _by_dtype(tensors)
-    norms = [n.float() for group in groups for n in torch._foreach_norm(group, float("inf"))]
-    return torch.stack(norms).max()
-
-
-def _global_norm(gradients: list[Tensor]) -> Tensor:
-    """L2 norm over all gradients, float32: squares of FP16 values would overflow in FP16."""
-    norms = [
-        norm
-        for group in _by_dtype(gradients)
-        for norm in torch._foreach_norm(group, 2, dtype=torch.float32)
-    ]
-    return torch.linalg.vector_norm(torch.stack(norms), 2)
 
 
 def _copy_exactly(what: str, own: Tensor, saved: Tensor) -> None:

@@ -4,9 +4,14 @@ import sys
 import time
 from typing import TextIO
 
+# A share of the time that is worth a word: below it, no faster loader would show in the run.
+DATA_BOUND = 0.1
+
 
 class Progress:
     """Shows step, loss, scale, skipped updates, throughput and the time left.
+
+    Where more than a tenth of the time went into waiting for data, that share as well.
 
     seconds: least time between two plain lines off a terminal.
     """
@@ -33,6 +38,8 @@ class Progress:
             text += f"  skipped {record['skipped']}"
         if record.get("samples_per_s"):
             text += f"  {record['samples_per_s']:.0f} {self.sample}s/s"
+        if record.get("data_wait", 0) > DATA_BOUND:
+            text += f"  waiting for data {record['data_wait']:.0%}"
         if step > self.first_step:
             left = (now - self.started) / (step - self.first_step) * (self.total - step)
             text += f"  ETA {_clock(left)}"

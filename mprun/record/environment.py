@@ -45,12 +45,12 @@ def effective_dtypes(task) -> dict:
     return {
         name: {
             "parameters": _count(learner.model.parameters()),
-            "gradients": _count(p for p in learner.model.parameters() if p.requires_grad),
+            "gradients": learner.optimizer.gradient_dtypes(),
             "gradients_in_update": learner.optimizer.update_dtypes(),
             "master_weights": _count(learner.optimizer.masters.values()),
             "optimizer_state": _count(
                 value
-                for state in learner.optimizer.inner.state.values()
+                for state in learner.optimizer.state_by_name().values()
                 for value in state.values()
                 if isinstance(value, torch.Tensor) and value.dim()
             ),

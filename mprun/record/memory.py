@@ -59,8 +59,9 @@ def memory_by_kind(learners) -> dict[str, dict[str, int]]:
     """Kind -> dtype -> bytes of what the learners hold after a step; each storage once.
 
     parameters, master_weights (where they are copies), gradients (as backward makes them),
-    gradients_in_update (where they are cast for unscaling and the update), optimizer_state and
-    buffers (norm statistics). Kinds that a run does not have are left out.
+    gradients_in_update (where they are cast for unscaling and the update), optimizer_state,
+    weight_average and buffers (norm statistics). Kinds that a run does not have are left out. Of
+    row tables, gradients are those of the rows that the step used.
     """
     found: dict[str, list[Tensor]] = {
         "parameters": [],
@@ -68,6 +69,7 @@ def memory_by_kind(learners) -> dict[str, dict[str, int]]:
         "gradients": [],
         "gradients_in_update": [],
         "optimizer_state": [],
+        "weight_average": [],
         "buffers": [],
     }
     for learner in learners:
@@ -80,8 +82,12 @@ def memory_by_kind(learners) -> dict[str, dict[str, int]]:
                 found["gradients"].append(own)
                 if updated.grad.dtype is not own.dtype:
                     found["gradients_in_update"].append(updated.grad)
-        for state in optimizer.inner.state.values():
+        for row in optimizer.rows:
+            if row.table.gathered is not None:
+                found["gradients"].append(row.table.gathered.leaves[row.key])
+        for state in optimizer.state_by_name().values():
             found["optimizer_state"] += [v for v in state.values() if isinstance(v, Tensor)]
+        found["weight_average"] += optimizer.averages.values()
         found["buffers"] += learner.model.buffers()
     kinds = {kind: _bytes_by_dtype(tensors) for kind, tensors in found.items()}
     return {kind: sizes for kind, sizes in kinds.items() if sizes}

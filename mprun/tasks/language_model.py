@@ -14,6 +14,14 @@ from mprun.tasks.micro_batches import mean, share
 class LanguageModel:
     """Cross-entropy in nats per token; metrics loss and perplexity.
 
+    sampled: the model returns the losses of the tokens itself, as `SampledLSTM` does: in training
+    from a sample of the words, so that the training loss is lower than the full one; in evaluation
+    over all words.
+    time_reduction: "mean", the gradient is that of the mean over all tokens; "sum", that of the sum
+    over time, averaged over the streams of a batch (sequence_length times as large), as in the
+    published recipes (Zaremba et al., arXiv 1409.2329; the code behind bigLSTM). The loss that is
+    reported is the mean in both.
+
     Truncated backpropagation: the state goes on from batch to batch within an epoch and starts
     from zero in each epoch and in each evaluation (Zaremba et al., arXiv 1409.2329).
     """
@@ -30,10 +38,15 @@ class LanguageModel:
         *,
         accumulate: int = 1,
         eval_in_mode: bool = False,
+        sampled: bool = False,
+        time_reduction: str = "mean",
     ):
+        if time_reduction not in ("mean", "sum"):
+            raise ValueError(f"time_reduction={time_reduction!r}: must be 'mean' or 'sum'")
         self.learner, self.data = learner, data
         self.policy, self.arithmetic, self.loss_scale = policy, arithmetic, loss_scale
         self.accumulate, self.eval_in_mode = accumulate, eval_in_mode
+        self.sampled, self.time_reduction = sampled, time_reduction
         self.learners = {"model": learner}
         self.loss_scales = {"loss_scale": loss_scale}
         self.samples_per_step = data.samples_per_batch * accumulate
@@ -42,7 +55,7 @@ class LanguageModel:
 
     def train_step(self, step: int, measure: bool = False) -> dict[str, Tensor]:
         """One update from `accumulate` consecutive batches; 0-dim device tensors."""
-        optimizer, model = self.learner.optimizer, self.learner.model
+        optimizer = self.learner.optimizer
         optimizer.zero_grad()
         losses, hidden_before = [], self.hidden
         for micro_batch in range(self.accumulate):
@@ -51,11 +64,9 @@ class LanguageModel:
                 self.hidden = hidden_before = None
             tokens, targets = self.data.train_batch(index)
             with self.arithmetic:
-                with self.arithmetic.autocast():
-                    logits, hidden = model(tokens, self.hidden)
-                logits = logits.flatten(0, 1).to(self.policy.loss_dtype)
-                loss = F.cross_entropy(logits, targets.flatten())
-                optimizer.backward(share(loss, self.accumulate))
+                loss, hidden = self._loss(tokens, targets)
+                summed = loss * len(tokens) if self.time_reduction == "sum" else loss
+                optimizer.backward(share(summed, self.accumulate))
             self.hidden = tuple(part.detach() for part in hidden)
             losses.append(loss.detach())
         update = optimizer.step(measure)
@@ -71,15 +82,31 @@ class LanguageModel:
             )
         return {"loss": mean(losses), **update.metrics()}
 
+    def _loss(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """The mean over the tokens, and the state after the last one."""
+        model = self.learner.model
+        if self.sampled:
+            with self.arithmetic.autocast():
+                losses, hidden = model(tokens, targets, self.hidden)
+            return losses.mean(), hidden
+        with self.arithmetic.autocast():
+            logits, hidden = model(tokens, self.hidden)
+        logits = logits.flatten(0, 1).to(self.policy.loss_dtype)
+        return F.cross_entropy(logits, targets.flatten()), hidden
+
     def evaluate(self) -> dict[str, float]:
         """Mean loss per held-out token, state carried through, and its exponential."""
         total = torch.zeros((), dtype=torch.float64, device=self.arithmetic.device)
         count, hidden = 0, None
         with self.learner.evaluating(self.arithmetic, self.eval_in_mode) as model:
             for tokens, targets in self.data.eval_batches():
-                logits, hidden = model(tokens, hidden)
-                logits = logits.flatten(0, 1).float()
-                total += F.cross_entropy(logits, targets.flatten(), reduction="sum")
+                if self.sampled:
+                    losses, hidden = model(tokens, targets, hidden)
+                    total += losses.sum(dtype=torch.float64)
+                else:
+                    logits, hidden = model(tokens, hidden)
+                    logits = logits.flatten(0, 1).float()
+                    total += F.cross_entropy(logits, targets.flatten(), reduction="sum")
                 count += targets.numel()
         loss = total.item() / count
         return {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf}

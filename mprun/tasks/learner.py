@@ -27,21 +27,37 @@ class Learner:
         """The model in eval mode without gradients.
 
         By default the master weights in full FP32 arithmetic, whatever the mode, so that the
-        metric measures what was learned; `in_mode` evaluates in the mode's own arithmetic.
-        Leaves model, flags and random state as they were.
+        metric measures what was learned; `in_mode` evaluates in the mode's own arithmetic. Where
+        weights are averaged their averages take their place. Leaves model, flags and random state
+        as they were.
         """
+        optimizer = self.optimizer
         with torch.no_grad():
             if in_mode:
                 self.model.eval()
                 try:
-                    with arithmetic, arithmetic.autocast():
+                    with self._averaged(), arithmetic, arithmetic.autocast():
                         yield self.model
                 finally:
                     self.model.train()
             else:
                 with ieee_fp32():
-                    copy = fp32_copy(self.build_model, self.cast, self.optimizer.masters)
-                    yield copy.eval()
+                    weights = {**optimizer.masters, **optimizer.averages}
+                    yield fp32_copy(self.build_model, self.cast, weights).eval()
+
+    @contextmanager
+    def _averaged(self) -> Iterator[None]:
+        """Within it the model's own parameters are the averages, rounded to their dtypes."""
+        parameters = dict(self.model.named_parameters())
+        averages = self.optimizer.averages
+        kept = {name: parameters[name].clone() for name in averages}
+        try:
+            for name, average in averages.items():
+                parameters[name].copy_(average)
+            yield
+        finally:
+            for name, value in kept.items():
+                parameters[name].copy_(value)
 
     def state_dict(self) -> dict:
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}

@@ -5,6 +5,7 @@ import yaml
 
 from mprun.build import build_loss_scale, policy_from
 from mprun.config.compose import compose_config, conf_dir, config_from_record
+from mprun.config.factories import vouched
 from mprun.config.schema import MODELS
 from mprun.config.schema import MODES as MODE_NAMES
 from mprun.errors import BadInput
@@ -31,12 +32,15 @@ PAIRS = [
 
 @pytest.mark.parametrize(("model", "precision"), PAIRS)
 def test_every_model_composes_in_every_mode_with_its_own_data(model, precision):
-    composed = compose_config([f"model={model}", f"precision={precision}"])
+    own_code = ["model.factory=a:b", "data.factory=a:b"] if model == "custom" else []
+    overrides = [f"model={model}", f"precision={precision}", *own_code]
+    composed = compose_config(overrides)
     assert composed.config.precision.name == precision
     assert composed.choices["model"] == model
     assert composed.choices["scaler"] == DEFAULT_SCALER.get(precision, "none")
     # What a run directory keeps is enough to rebuild the same configuration.
-    assert config_from_record(yaml.safe_load(yaml.safe_dump(composed.as_dict()))) == composed.config
+    record = yaml.safe_load(yaml.safe_dump(composed.as_dict()))
+    assert config_from_record(record, vouched(own_code)) == composed.config
 
 
 @pytest.mark.parametrize("precision", options("precision"))

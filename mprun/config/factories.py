@@ -1,0 +1,154 @@
+"""Which of the user's own functions a command may call: those that it names itself.
+
+`data.factory` and `model.factory` are code. They count where they stand on the command line of this
+very command or in an option file of the user's own `--config-dir`. The record of a run is text that
+anybody may have written: a name in it is compared with those, and never imported on its own.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mprun.config.overrides import parse_overrides, printable
+from mprun.config.schema import RunConfig
+from mprun.errors import BadInput
+
+FACTORY_KEYS = ("data.factory", "model.factory")
+
+
+@dataclass(frozen=True, slots=True)
+class Vouched:
+    """Names that this command vouches for.
+
+    typed: key -> the name on the command line. files: (key, name) in the option files of
+    `--config-dir`.
+    """
+
+    typed: Mapping[str, str] = field(default_factory=dict)
+    files: frozenset[tuple[str, str]] = frozenset()
+
+
+NOTHING = Vouched()
+
+
+def is_factory(override: str) -> bool:
+    """Whether an override sets the name of a factory."""
+    return override.lstrip("+").partition("=")[0] in FACTORY_KEYS
+
+
+def vouched(overrides: Iterable[str], config_dir: str | None = None) -> Vouched:
+    """What a command line with these overrides and this `--config-dir` vouches for.
+
+    Raises BadInput for a factory that is not of the form key=value or has several values.
+    """
+    typed = {}
+    for override in parse_overrides(filter(is_factory, overrides)):
+        if override.is_sweep_override():
+            raise BadInput(f"{override.input_line}: one value; only a sweep (-m) takes several")
+        name = str(override.value())
+        check_form(override.key_or_group, name)
+        typed[override.key_or_group] = name
+    return Vouched(typed, frozenset() if config_dir is None else frozenset(_in_files(config_dir)))
+
+
+def check_form(key: str, name: object) -> None:
+    """Raise BadInput unless `name` is of the form package.module:function."""
+    text = name if isinstance(name, str) else ""
+    module, colon, function = text.partition(":")
+    parts = [*module.split("."), function]
+    if not colon or not all(part.isidentifier() for part in parts):
+        raise BadInput(f"{key}={printable(name)}: must be of the form package.module:function")
+
+
+def recorded_factories(record: Mapping[str, Any]) -> dict[str, str]:
+    """Key -> name of every factory in plain values of a configuration; BadInput for a bad form."""
+    found = {}
+    for key in FACTORY_KEYS:
+        group = record.get(key.partition(".")[0])
+        if isinstance(group, Mapping) and "factory" in group:
+            check_form(key, group["factory"])
+            found[key] = group["factory"]
+    return found
+
+
+def check_vouched(named: Mapping[str, str], given: Vouched) -> None:
+    """Raise BadInput unless the command vouches for every name that a record holds.
+
+    A name typed for another factory than the recorded one is refused too: the run would not be the
+    same.
+    """
+    for key, name in given.typed.items():
+        if key not in named:
+            raise BadInput(f"{key}={printable(name)}: the run has no {key}; leave it out")
+        if named[key] != name:
+            raise BadInput(
+                f"{key}={printable(name)}: the run was made with {key}={printable(named[key])}"
+            )
+    unknown = {
+        key: name
+        for key, name in named.items()
+        if key not in given.typed and (key, name) not in given.files
+    }
+    if unknown:
+        more = " ".join(f"{key}={printable(name)}" for key, name in unknown.items())
+        raise BadInput(
+            f"{next(iter(unknown))}: the run's record names code, which runs only if you name it "
+            f"too; if it is yours, add {more}"
+        )
+
+
+def check_own_code(config: RunConfig) -> None:
+    """The rules for `custom`: how a factory is named and what its arguments can be."""
+    for group in ("data", "model"):
+        node = getattr(config, group)
+        if node.name != "custom":
+            continue
+        check_form(f"{group}.factory", node.factory)
+        for name, value in node.options.items():
+            if not name.isidentifier() or not _is_plain(value):
+                raise BadInput(
+                    f"{group}.options.{name}={printable(value)}: must be the name of an argument, "
+                    "with a number, text, list or mapping"
+                )
+    model = config.model
+    if model.name == "custom" and model.task != "classification" and model.label_smoothing:
+        raise BadInput(
+            f"model.label_smoothing={model.label_smoothing:g}: must be 0 for "
+            f"model.task={model.task}"
+        )
+
+
+def as_overrides(record: Mapping[str, Any]) -> tuple[str, ...]:
+    """The factories of a configuration as one would type them."""
+    return tuple(f"{key}={name}" for key, name in recorded_factories(record).items())
+
+
+def _is_plain(value: object) -> bool:
+    """Whether a record can hold it and give it back."""
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
+    if isinstance(value, list):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _in_files(config_dir: str) -> Iterable[tuple[str, str]]:
+    folder = Path(config_dir)
+    if not folder.is_dir():
+        raise BadInput(f"--config-dir {config_dir}: no such folder")
+    for path in sorted([*folder.rglob("*.yaml"), *folder.rglob("*.yml")]):
+        try:
+            content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError):
+            continue  # composing says what is wrong with it, where it is chosen
+        if not isinstance(content, dict):
+            continue
+        group = path.relative_to(folder).parts[0]
+        # An option of the group itself, or (experiment) a file that sets the whole tree.
+        for key in FACTORY_KEYS:
+            own = content if key.startswith(f"{group}.") else content.get(key.partition(".")[0])
+            if isinstance(own, dict) and isinstance(own.get("factory"), str):
+                yield key, own["factory"]

@@ -1,0 +1,183 @@
+"""ILSVRC12 read in place from its original archives; nothing is ever extracted."""
+
+import io
+import os
+import re
+import tarfile
+import zlib
+
+import numpy as np
+
+from mprun.data.array_cache import fingerprint, key_of, load_arrays, store_arrays
+from mprun.data.errors import DamagedData
+from mprun.data.image_listing import IMAGE_EXTENSIONS
+from mprun.data.image_split import MAX_FILE_BYTES, ImageSplit, pack_names, printable, too_large
+from mprun.data.tar_members import Member, list_members, member_name
+
+TRAIN, VALIDATION = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"
+DEVKIT_FOLDER = "ILSVRC2012_devkit_t12"
+DEVKIT = f"{DEVKIT_FOLDER}.tar.gz"
+WHERE_FILES_GO = (
+    "put train/ and val/ with 1,000 class folders each there, or the original archives "
+    f"{TRAIN}, {VALIDATION} and {DEVKIT} as they are"
+)
+GROUND_TRUTH, META = "data/ILSVRC2012_validation_ground_truth.txt", "data/meta.mat"
+MAX_DEVKIT_BYTES = 16 * 2**20
+_CLASS_TAR = re.compile(r"n\d{8}\.tar")
+
+
+def has_archive(root: str) -> bool:
+    """Whether one of the two image archives lies in ``root``."""
+    return any(os.path.isfile(os.path.join(root, name)) for name in (TRAIN, VALIDATION))
+
+
+def find_archived_images(root: str) -> tuple[ImageSplit, ImageSplit]:
+    """``(training, validation)`` of the archives in ``root``, each image read at its offset.
+
+    The classes are the WordNet ids that name the members of the training archive, sorted, so that
+    labels are those of ``ImageFolder`` on the extracted archives; validation labels come from the
+    development kit, the archive or the folder of that name in ``root``. The members' places are
+    listed once, which takes half a minute for the 1.3 million of ImageNet and as many random
+    reads, and kept (``mprun.data.array_cache``).
+
+    Raises ``DamagedData`` naming the archive or the member that is missing or cannot be used.
+    """
+    train_path, validation_path = (os.path.join(root, name) for name in (TRAIN, VALIDATION))
+    key = key_of("imagenet", *_fingerprint(train_path), *_fingerprint(validation_path))
+    index = load_arrays(key)
+    if index is None:
+        index = [*_list_train(train_path), *_list_validation(validation_path)]
+        store_arrays(key, index)
+    names, ends, starts, sizes, labels = index[:5]
+    blob = names.tobytes()
+    firsts = np.unique(labels, return_index=True)[1]
+    classes = tuple(
+        blob[ends[first - 1] if first else 0 :].partition(b".tar/")[0].decode() for first in firsts
+    )
+    train = ImageSplit(train_path, blob, ends, sizes, labels, classes, starts)
+
+    names, ends, starts, sizes = index[5:]
+    wnids = _validation_wnids(root)
+    if len(wnids) != len(ends):
+        raise DamagedData(
+            f"{printable(validation_path)}: {len(ends)} images, but {DEVKIT_FOLDER}/{GROUND_TRUTH} "
+            f"has {len(wnids)} lines"
+        )
+    label_of = {wnid: label for label, wnid in enumerate(classes)}
+    unknown = sorted(set(wnids) ^ set(classes))
+    if unknown:
+        raise DamagedData(
+            f"{printable(validation_path)}: class {unknown[0]} has images in one of training and "
+            "validation only"
+        )
+    labels = np.array([label_of[wnid] for wnid in wnids], np.int64)
+    by_class = np.argsort(labels, kind="stable")
+    held_out = ImageSplit(validation_path, names.tobytes(), ends, sizes, labels, classes, starts)
+    return train, _in_order(held_out, by_class)
+
+
+def _fingerprint(path: str) -> tuple[int, int, bytes]:
+    try:
+        return fingerprint(path)
+    except FileNotFoundError:
+        raise DamagedData(f"{printable(path)}: no such file; {WHERE_FILES_GO}") from None
+    except OSError as error:
+        raise DamagedData(f"{printable(path)}: cannot be read: {error.strerror}") from error
+
+
+def _list_train(path: str) -> list[np.ndarray]:
+    """Names ("n01440764.tar/n01440764_18.JPEG"), ends, starts, sizes and labels."""
+    images, labels = [], []
+    for label, archive in enumerate(list_members(path)):
+        if not _CLASS_TAR.fullmatch(archive.name):
+            raise DamagedData(f"{member_name(path, archive)}: not the archive of a class")
+        members = list_members(path, archive)
+        if not members:
+            raise DamagedData(f"{member_name(path, archive)}: an empty class (no images in it)")
+        for name, start, size in members:
+            images.append(_checked(path, Member(f"{archive.name}/{name}", start, size)))
+        labels += [label] * len(members)
+    return [*_columns(images), np.array(labels, np.int64)]
+
+
+def _list_validation(path: str) -> list[np.ndarray]:
+    return _columns([_checked(path, image) for image in list_members(path)])
+
+
+def _checked(path: str, image: Member) -> Member:
+    if os.path.splitext(image.name)[1].lower() not in IMAGE_EXTENSIONS:
+        raise DamagedData(f"{member_name(path, image)}: not an image by its name")
+    if image.size > MAX_FILE_BYTES:
+        raise DamagedData(too_large(member_name(path, image)))
+    if image.size == 0:
+        raise DamagedData(f"{member_name(path, image)}: an empty file (0 bytes)")
+    return image
+
+
+def _columns(images: list[Member]) -> list[np.ndarray]:
+    names, ends = pack_names(os.fsencode(image.name) for image in images)
+    starts = np.array([image.start for image in images], np.int64)
+    sizes = np.array([image.size for image in images], np.int64)
+    return [np.frombuffer(names, np.uint8), ends, starts, sizes]
+
+
+def _in_order(split: ImageSplit, order: np.ndarray) -> ImageSplit:
+    names, ends = pack_names(split.relative_name(i) for i in order)
+    sizes, labels, starts = split.sizes[order], split.labels[order], split.starts[order]
+    return ImageSplit(split.source, names, ends, sizes, labels, split.classes, starts)
+
+
+def _validation_wnids(root: str) -> list[str]:
+    """The class of each validation image in the order of file names."""
+    # Imported here because only archives need it.
+    from scipy.io import loadmat
+
+    ground_truth, meta = _read_devkit(root)
+    where = f"{printable(root)}/{DEVKIT_FOLDER}"
+    try:
+        synsets = loadmat(io.BytesIO(meta), squeeze_me=True)["synsets"]
+        # ILSVRC2012_ID, WNID, words, gloss, num_children: the classes are the leaves.
+        wnids = {int(row[0]): str(row[1]) for row in synsets if int(row[4]) == 0}
+    except Exception as error:
+        # scipy reports a damaged file by a dozen kinds of exceptions.
+        raise DamagedData(f"{where}/{META}: cannot be read as the table of classes") from error
+    try:
+        return [wnids[int(line)] for line in ground_truth.split()]
+    except (ValueError, KeyError) as error:
+        raise DamagedData(f"{where}/{GROUND_TRUTH}: {error} is not the number of a class") from None
+
+
+def _read_devkit(root: str) -> list[bytes]:
+    wanted = (GROUND_TRUTH, META)
+    folder, archive = os.path.join(root, DEVKIT_FOLDER), os.path.join(root, DEVKIT)
+    if os.path.isdir(folder):
+        return [_read_small(os.path.join(folder, name)) for name in wanted]
+    if not os.path.isfile(archive):
+        raise DamagedData(f"{printable(archive)}: no such file; {WHERE_FILES_GO}")
+    found: dict[str, bytes] = {}
+    try:
+        with tarfile.open(archive, "r|gz") as members:
+            for member in members:
+                name = member.name.removeprefix("./").removeprefix(f"{DEVKIT_FOLDER}/")
+                if name not in wanted:
+                    continue
+                if not member.isreg() or member.size > MAX_DEVKIT_BYTES:
+                    raise DamagedData(f"{printable(archive)}:{name}: no regular file of its size")
+                found[name] = members.extractfile(member).read()
+    except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
+        raise DamagedData(f"{printable(archive)}: cannot be read: {error}") from error
+    for name in wanted:
+        if name not in found:
+            raise DamagedData(f"{printable(archive)}:{DEVKIT_FOLDER}/{name}: missing")
+    return [found[name] for name in wanted]
+
+
+def _read_small(path: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            content = file.read(MAX_DEVKIT_BYTES + 1)
+    except OSError as error:
+        raise DamagedData(f"{printable(path)}: cannot be read: {error.strerror}") from error
+    if len(content) > MAX_DEVKIT_BYTES:
+        raise DamagedData(f"{printable(path)}: larger than {MAX_DEVKIT_BYTES // 2**20} MiB")
+    return content

@@ -1,0 +1,269 @@
+"""Loader processes: batches of an `ImageReader` read ahead, in order, by number."""
+
+import atexit
+import itertools
+import os
+import signal
+import time
+import warnings
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterator
+from multiprocessing import active_children, forkserver, get_context, resource_tracker
+from multiprocessing import util as _registers_its_own_exit_first  # noqa: F401
+
+import torch
+from torch.utils.data import DataLoader, get_worker_info
+
+from mprun.data.errors import DamagedData
+from mprun.data.image_reader import ImageReader, ReadBatch
+from mprun.errors import MprunError, Resource
+
+MOST_WORKERS = 16
+# A batch takes seconds; a file system that answers nothing for this long will not.
+STALL_AFTER_S = 300.0
+# How soon a lost process is noticed.
+_LOOK_EVERY_S = 2.0
+# Batches kept to be asked for again; raised to what a caller goes back, up to the second number.
+_KEPT, _KEPT_AT_MOST = 2, 32
+# The parent handles these; a process group gets them all at once.
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+_open: "weakref.WeakSet[BatchLoader]" = weakref.WeakSet()
+
+
+def default_workers(device: torch.device) -> int:
+    """Loader processes where none are asked for, of the cores this process may use.
+
+    On CUDA all of them, up to 16: the host has little else to do. On a CPU training itself needs
+    the cores: one process, or none on a single core.
+    """
+    cores = available_cores()
+    if device.type == "cuda":
+        return min(cores, MOST_WORKERS)
+    return 1 if cores > 1 else 0
+
+
+def available_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class BatchLoader:
+    """Batches of ``reader`` by number, read ahead by ``workers`` processes (0: by the caller).
+
+    The processes stay until ``close()``; each has one torch thread and up to ``prefetch`` batches
+    in flight. Asking for the next number takes the next batch; the last two are kept, so that
+    asking again is free; any other number starts reading there. What a number gives is the same
+    whatever the workers and whatever was asked before.
+
+    ``last``: the number after which there is none (evaluation); None: no end. ``pin_memory``: in
+    page-locked memory. Batches may be handed out more than once: do not write to them.
+
+    ``replaced``: what ``on_corrupt="skip"`` left out so far in the batches asked for, number in the
+    split -> name.
+
+    The processes are started from a fork server, a fresh process of this one's making: a fork of
+    this process would copy CUDA's state and the locks of threads that exist by then (TensorBoard's,
+    OpenMP's), which can hang it and which Python 3.12 warns of. The server imports torch once for
+    all of them. As with every start method but fork, a script that uses this needs the usual
+    ``if __name__ == "__main__":``.
+    """
+
+    def __init__(
+        self,
+        reader: ImageReader,
+        workers: int,
+        prefetch: int = 2,
+        *,
+        last: int | None = None,
+        pin_memory: bool = False,
+        stall_after: float = STALL_AFTER_S,
+    ) -> None:
+        if workers < 0:
+            raise ValueError(f"workers={workers} is not allowed: 0 or more")
+        if prefetch < 1:
+            raise ValueError(f"prefetch={prefetch} is not allowed: 1 or more")
+        self.reader, self.workers, self.last = reader, workers, last
+        self.replaced: dict[int, str] = {}
+        self._prefetch, self._pin_memory = prefetch, pin_memory
+        self._stall_after = stall_after
+        self._recent: OrderedDict[int, ReadBatch] = OrderedDict()
+        self._keep = _KEPT
+        self._numbers = _Numbers(last)
+        self._loader = self._iterator = None
+        self._processes: list = []
+        self._next = -1
+        if workers:
+            start_fork_server()  # it imports torch while the caller builds the model
+
+    def batch(self, number: int) -> ReadBatch:
+        """Batch ``number``; waits until it is read.
+
+        Raises ``DamagedData`` naming a file, ``Resource`` for a lost or stalled process.
+        """
+        if number in self._recent:
+            return self._recent[number]
+        if self.workers:
+            batch = self._from_workers(number)
+        else:
+            batch = self.reader.read(number)
+            if self._pin_memory:
+                batch = batch._replace(
+                    images=batch.images.pin_memory(), labels=batch.labels.pin_memory()
+                )
+        self._count_replaced(batch)
+        self._recent[number] = batch
+        while len(self._recent) > self._keep:
+            self._recent.popitem(last=False)
+        return batch
+
+    def close(self) -> None:
+        """End the processes and forget the batches; a closed loader can be asked again."""
+        self._recent.clear()
+        self._stop()
+
+    def _from_workers(self, number: int) -> ReadBatch:
+        if number != self._next:
+            self._start(number)
+        waiting_since = time.monotonic()
+        while True:
+            try:
+                batch = next(self._iterator)
+            except RuntimeError as error:
+                # torch has no types for these; any other error is one of the reader's own.
+                if "exited unexpectedly" in str(error) or "killed by signal" in str(error):
+                    raise self._lost(str(error)) from None
+                if "timed out" not in str(error):
+                    raise
+                if time.monotonic() - waiting_since > self._stall_after:
+                    self._stop(gently=False)
+                    raise Resource(
+                        f"loader: no batch for {self._stall_after:.0f} s; does the file system of "
+                        f"{self.reader.split.source} still answer?"
+                    ) from None
+            except (ConnectionError, EOFError, FileNotFoundError) as error:
+                # The other end of a batch on its way is gone.
+                raise self._lost(f"{type(error).__name__}: {error}") from None
+            else:
+                break
+        self._next = number + 1
+        if isinstance(batch, Exception):
+            raise batch
+        return ReadBatch(*batch)
+
+    def _start(self, number: int) -> None:
+        if self._next >= 0:
+            self._keep = min(max(self._keep, self._next - number), _KEPT_AT_MOST)
+        self._numbers.first = number
+        if self._loader is not None and self._next == self.last:
+            self._iterator = iter(self._loader)  # the next evaluation: the same processes
+            return
+        self._stop()
+        before = set(active_children())
+        with warnings.catch_warnings():
+            # How many processes there are is the caller's decision.
+            warnings.filterwarnings("ignore", message="This DataLoader will create")
+            self._loader = DataLoader(
+                _Readings(self.reader),
+                batch_size=None,
+                sampler=self._numbers,
+                num_workers=self.workers,
+                prefetch_factor=self._prefetch,
+                collate_fn=_as_it_is,
+                pin_memory=self._pin_memory,
+                timeout=_LOOK_EVERY_S,
+                worker_init_fn=_ignore_signals,
+                multiprocessing_context=get_context("forkserver"),
+                # Its own: torch draws a seed for the workers, and the run's random numbers must not
+                # depend on how often a loader was started.
+                generator=torch.Generator(),
+                persistent_workers=True,
+            )
+            _open.add(self)
+            self._iterator = iter(self._loader)
+        self._processes = [child for child in active_children() if child not in before]
+
+    def _stop(self, *, gently: bool = True) -> None:
+        if not gently:
+            self._kill()
+        # Without a reference left, torch asks the processes to end and waits for them.
+        self._iterator = self._loader = None
+        self._next = -1
+        # They ignore the signal that torch, and at exit Python, sends to what is left.
+        self._kill()
+        self._processes = []
+        _open.discard(self)
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+    def _lost(self, why: str) -> Resource:
+        self._stop(gently=False)
+        return Resource(
+            f"loader: {why}: killed, or out of memory or of shared memory (/dev/shm); fewer "
+            "data.workers or a smaller data.prefetch need less"
+        )
+
+    def _count_replaced(self, batch: ReadBatch) -> None:
+        self.replaced.update(zip(batch.replaced, batch.replaced_names, strict=True))
+        most = self.reader.most_replaced
+        if len(self.replaced) > most:
+            raise DamagedData(
+                f"{batch.replaced_names[-1]}: cannot be used, like {most} others of "
+                f"{len(self.reader.split)}; on_corrupt=skip replaces no more"
+            )
+
+
+def start_fork_server() -> None:
+    """Start the process from which loader processes are forked, if it does not run yet."""
+    resource_tracker.ensure_running()  # it would unblock the signals below
+    # Blocked signals stay blocked in what is started here; those that arrive meanwhile come later.
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        forkserver.set_forkserver_preload(["torch.utils.data", "mprun.data.image_reader"])
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+class _Numbers:
+    """Batch numbers from ``first``, up to ``last`` or for ever."""
+
+    def __init__(self, last: int | None):
+        self.first, self._last = 0, last
+
+    def __iter__(self) -> Iterator[int]:
+        if self._last is None:
+            return itertools.count(self.first)
+        return iter(range(self.first, self._last))
+
+
+class _Readings:
+    """Batches, or the error in place of one: raised in a worker, it would arrive as a traceback."""
+
+    def __init__(self, reader: ImageReader):
+        self._reader = reader
+
+    def __getitem__(self, number: int) -> ReadBatch | Exception:
+        try:
+            return self._reader.read(number, shared=get_worker_info() is not None)
+        except (MprunError, OSError, MemoryError) as error:
+            return error
+
+
+def _as_it_is(batch):
+    return batch
+
+
+def _ignore_signals(worker: int) -> None:
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+@atexit.register  # after torch's and multiprocessing's own, so it runs before them
+def _close_open() -> None:
+    for loader in list(_open):
+        loader.close()

@@ -1,0 +1,171 @@
+"""Encoded text on disk, found again by the content of what it was made from."""
+
+import errno
+import hashlib
+import json
+import os
+import secrets
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+from mprun.data.errors import DamagedData, DataError
+from mprun.errors import Resource
+
+FORMAT = 1
+# Hashing costs about 1 s per GB. Smaller files are hashed at every start, larger ones when their
+# size or times have changed.
+REMEMBERED_ABOVE = 16 << 20
+# Within one tick of the file system's clock a file may change and keep its time.
+_SETTLED_NS = 2_000_000_000
+# A writer that was killed leaves its temporary file behind.
+_ABANDONED_S = 3600
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+
+Key = dict[str, str | int | bool | None]
+
+
+class TokenCache:
+    """Files of int32 tokens (little-endian) or words (UTF-8, one a line), each with a header.
+
+    ``key`` says what an entry was made from (hashes of contents, options); its own hash is the
+    file's name, with ``key["kind"]`` as the ending. The header beside it, JSON, holds the format
+    version, the key, the size and the SHA-256 of the entry. An entry is used if all of these
+    agree. Up to ``REMEMBERED_ABOVE`` bytes the whole entry is hashed each time; a larger one is
+    hashed once and again whenever its size, its modification time or its change time differs: a
+    bit that flips on the disk of such a file is not noticed.
+
+    Entries are written under a temporary name, synced and renamed, the header last. Processes that
+    make the same entry at once replace each other's by equal ones.
+
+    ``folder`` None stands for ``mprun/text`` in $XDG_CACHE_HOME or ~/.cache.
+    """
+
+    def __init__(self, folder: str | Path | None) -> None:
+        if folder is None:
+            base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+            # The XDG base directory specification has relative paths ignored.
+            folder = (base if base.is_absolute() else Path.home() / ".cache") / "mprun" / "text"
+        self.folder = Path(folder)
+
+    def find(self, key: Key) -> Path | None:
+        """The entry of ``key``, or None if there is none or it is damaged (said on stderr)."""
+        path, header = self._path(key), self._header(key)
+        try:
+            size = path.stat().st_size
+            if header is None:
+                return None
+            wanted = {"format": FORMAT, "key": key, "bytes": size}
+            if {name: header.get(name) for name in wanted} == wanted:
+                if header.get("sha256") == self.content_sha256(path):
+                    return path
+        except (OSError, DamagedData):
+            return None
+        print(f"mprun: {path}: damaged, made again", file=sys.stderr)
+        return None
+
+    def store(self, key: Key, blocks: Iterable[np.ndarray | bytes]) -> Path:
+        """Write the entry of ``key``, the ``blocks`` one after the other; its path.
+
+        Raises ``DataError`` for a folder that cannot be written, ``Resource`` where the disk is
+        full; nothing is left behind by these, nor by what ``blocks`` raises.
+        """
+        path = self._path(key)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._remove_abandoned(path)
+            size, sha256 = _write(path, blocks)
+            header = {"format": FORMAT, "key": key, "bytes": size, "sha256": sha256}
+            _write(path.with_suffix(".json"), [json.dumps(header, indent=1).encode()])
+        except OSError as error:
+            reason = f"{self.folder}: {error.strerror}"
+            if error.errno in _FULL:
+                raise Resource(f"data.cache={reason}; encoded text goes there") from error
+            raise DataError(f"data.cache={reason}; name a folder for the encoded text") from error
+        return path
+
+    def content_sha256(self, path: Path) -> str:
+        """SHA-256 (hex) of the file ``path``; ``DamagedData`` if it cannot be read."""
+        try:
+            status = os.stat(path)
+            if status.st_size <= REMEMBERED_ABOVE:
+                return _sha256(path)
+            state = {
+                "path": os.path.realpath(path),
+                "bytes": status.st_size,
+                "modified_ns": status.st_mtime_ns,
+                "changed_ns": status.st_ctime_ns,
+            }
+            name = hashlib.sha256(os.fsencode(state["path"])).hexdigest()[:32]
+            memory = self.folder / "hashes" / f"{name}.json"
+            remembered = _json(memory)
+            if remembered is not None and {**remembered, "sha256": None} == {
+                **state,
+                "sha256": None,
+            }:
+                return remembered["sha256"]
+            sha256 = _sha256(path)
+        except OSError as error:
+            raise DamagedData(f"{path}: {error.strerror}") from error
+        newest = max(status.st_mtime_ns, status.st_ctime_ns)
+        if abs(time.time_ns() - newest) > _SETTLED_NS:
+            try:
+                memory.parent.mkdir(parents=True, exist_ok=True)
+                _write(memory, [json.dumps({**state, "sha256": sha256}, indent=1).encode()])
+            except OSError:
+                pass  # the next start hashes again
+        return sha256
+
+    def _path(self, key: Key) -> Path:
+        canonical = json.dumps({"format": FORMAT, **key}, sort_keys=True)
+        name = hashlib.sha256(canonical.encode()).hexdigest()[:32]
+        return self.folder / f"{name}.{key['kind']}"
+
+    def _header(self, key: Key) -> dict | None:
+        return _json(self._path(key).with_suffix(".json"))
+
+    def _remove_abandoned(self, path: Path) -> None:
+        for left in self.folder.glob(f".{path.stem}.*"):
+            try:
+                if time.time() - left.stat().st_mtime > _ABANDONED_S:
+                    left.unlink()
+            except FileNotFoundError:
+                pass  # another process was faster
+
+
+def _json(path: Path) -> dict | None:
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _write(path: Path, blocks: Iterable[np.ndarray | bytes]) -> tuple[int, str]:
+    """Replace ``path`` by ``blocks`` at once, synced; their size in bytes and SHA-256 (hex)."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    size, digest = 0, hashlib.sha256()
+    try:
+        with open(temporary, "wb") as file:
+            for block in blocks:
+                size += file.write(block)
+                digest.update(block)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    descriptor = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return size, digest.hexdigest()

@@ -1,0 +1,131 @@
+"""Vocabularies: words by falling frequency, and the ids that they stand for."""
+
+import heapq
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
+
+import numpy as np
+
+from mprun.data.errors import DataError
+
+UNKNOWN = "<unk>"
+END_OF_LINE = "<eos>"
+# About 150 bytes of memory each while they are counted and looked up.
+MAX_ENTRIES = 2_000_000
+# Words counted in memory before they go to disk, and files on disk before they are merged.
+MAX_COUNTED = 1_000_000
+MAX_RUNS = 64
+
+
+def build_vocabulary(
+    tokens: Iterable[str], special: tuple[str, ...], limit: int | None
+) -> tuple[str, ...]:
+    """``special``, then tokens by falling count, equal counts in alphabetical order.
+
+    At most ``limit`` entries in all, None for no limit.
+    """
+    return _most_frequent(Counter(tokens).items(), special, limit)
+
+
+def vocabulary_of_blocks(
+    blocks: Iterable[list[str]], special: tuple[str, ...], limit: int | None, folder: Path
+) -> tuple[str, ...]:
+    """``build_vocabulary`` of the words in ``blocks``, in bounded memory.
+
+    More than ``MAX_COUNTED`` different words go sorted to temporary files in ``folder`` and are
+    merged from there. Raises ``DataError`` if without a limit there are more than ``MAX_ENTRIES``.
+    """
+    with tempfile.TemporaryDirectory(prefix=".words-", dir=folder) as scratch:
+        counts = _word_counts(blocks, Path(scratch))
+        if limit is not None:
+            return _most_frequent(counts, special, limit)
+        words = _most_frequent(counts, special, MAX_ENTRIES + 1)
+    if len(words) > MAX_ENTRIES:
+        raise DataError(
+            f"data.vocab_limit=null: the text has more than {MAX_ENTRIES} different words; set it"
+        )
+    return words
+
+
+def word_ids(words: Iterable[str], unknown: str) -> dict[str, int]:
+    """Ids 0, 1, ... of ``words``; any other word looked up gives that of ``unknown``."""
+    ids = _Ids(zip(words, range(2**31)))  # noqa: B905, one is as long as needed
+    ids.unknown = ids[unknown]
+    return ids
+
+
+def encoded_blocks(blocks: Iterable[list[str]], ids: dict[str, int]) -> Iterator[np.ndarray]:
+    """The ids of the words in ``blocks``, little-endian int32 ``[words]``."""
+    for words in blocks:
+        yield np.fromiter(map(ids.__getitem__, words), "<i4", len(words))
+
+
+def joined_words(words: Iterable[str], line_end: str) -> str:
+    """Text: ``words`` joined by blanks, a line break for each ``line_end``."""
+    text = " ".join("\n" if word == line_end else word for word in words)
+    return text.replace(" \n", "\n").replace("\n ", "\n")
+
+
+def read_words(path: Path) -> tuple[str, ...]:
+    """The vocabulary in a cached file, one word a line."""
+    return tuple(path.read_text(encoding="utf-8").split("\n")[:-1])
+
+
+class _Ids(dict):
+    unknown: int
+
+    def __missing__(self, word: str) -> int:
+        return self.unknown
+
+
+def _most_frequent(
+    counts: Iterable[tuple[str, int]], special: tuple[str, ...], limit: int | None
+) -> tuple[str, ...]:
+    others = ((-count, word) for word, count in counts if word not in special)
+    if limit is None:
+        ranked = sorted(others)
+    else:
+        ranked = heapq.nsmallest(limit - len(special), others)
+    return (*special, *(word for _, word in ranked))
+
+
+def _word_counts(blocks: Iterable[list[str]], folder: Path) -> Iterator[tuple[str, int]]:
+    counts: Counter[str] = Counter()
+    runs: list[Path] = []
+    for words in blocks:
+        counts.update(words)
+        if len(counts) > MAX_COUNTED:
+            runs.append(_write_run(sorted(counts.items()), folder))
+            counts.clear()
+        if len(runs) == MAX_RUNS:
+            merged = _write_run(_merged(map(_read_run, runs)), folder)
+            for run in runs:
+                run.unlink()
+            runs = [merged]
+    if not runs:
+        return iter(counts.items())
+    return _merged([*map(_read_run, runs), sorted(counts.items())])
+
+
+def _merged(runs: Iterable[Iterable[tuple[str, int]]]) -> Iterator[tuple[str, int]]:
+    for word, group in groupby(heapq.merge(*runs), key=itemgetter(0)):
+        yield word, sum(count for _, count in group)
+
+
+def _write_run(counts: Iterable[tuple[str, int]], folder: Path) -> Path:
+    descriptor, path = tempfile.mkstemp(dir=folder)
+    with os.fdopen(descriptor, "w", encoding="utf-8", newline="\n") as file:
+        file.writelines(f"{word} {count}\n" for word, count in counts)
+    return Path(path)
+
+
+def _read_run(path: Path) -> Iterator[tuple[str, int]]:
+    with open(path, encoding="utf-8", newline="\n") as file:
+        for line in file:
+            word, count = line.split(" ")
+            yield word, int(count)

@@ -1,0 +1,41 @@
+"""Sums over the gradients of a model, whose dtypes may differ."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+
+def counted(tensors: Iterable[tuple[torch.dtype, int]]) -> dict[str, int]:
+    """Number of elements by name of the dtype, from (dtype, number) pairs."""
+    counts: dict[str, int] = {}
+    for dtype, numel in tensors:
+        name = str(dtype).removeprefix("torch.")
+        counts[name] = counts.get(name, 0) + numel
+    return counts
+
+
+def by_dtype(tensors: Iterable[Tensor | None]) -> list[list[Tensor]]:
+    """Tensors grouped by dtype, None left out: torch's foreach kernels take one dtype at a time."""
+    groups: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor is not None:
+            groups.setdefault(tensor.dtype, []).append(tensor)
+    return list(groups.values())
+
+
+def largest(tensors: Iterable[Tensor | None]) -> Tensor:
+    """Largest magnitude of all, float32, 0-dim."""
+    groups = by_dtype(tensors)
+    norms = [n.float() for group in groups for n in torch._foreach_norm(group, float("inf"))]
+    return torch.stack(norms).max()
+
+
+def global_norm(gradients: list[Tensor]) -> Tensor:
+    """L2 norm over all gradients, float32: squares of FP16 values would overflow in FP16."""
+    norms = [
+        norm
+        for group in by_dtype(gradients)
+        for norm in torch._foreach_norm(group, 2, dtype=torch.float32)
+    ]
+    return torch.linalg.vector_norm(torch.stack(norms), 2)

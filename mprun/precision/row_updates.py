@@ -1,0 +1,139 @@
+"""Adagrad and SGD on the rows of a table that a step used, and on no other.
+
+For the unused rows a dense step of these two optimizers changes nothing, because their gradient is
+zero; for the used ones the formulas, and with `foreach` every rounding, are those of torch.optim.
+So a run with row tables computes what a run with dense tables would, without gradients and
+updates of the size of the vocabulary.
+"""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, Optimizer
+
+
+class Gathered(Protocol):
+    """The rows that a step uses (see mprun.models.row_table.Gathered)."""
+
+    ids: Tensor
+    used: Tensor
+    leaves: Mapping[str, Tensor]
+
+
+class RowTable(Protocol):
+    """What a module has to offer: tables that are no leaves of autograd, and the gathered rows.
+
+    is_row_table marks it. Whoever casts the model sets row_dtype; gradient_factor multiplies the
+    unscaled gradients.
+    """
+
+    is_row_table: bool
+    row_dtype: torch.dtype | None
+    gradient_factor: float
+    gathered: Gathered | None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Parameter name -> table [rows, ...]."""
+        ...
+
+
+def row_tables(model: nn.Module) -> dict[str, RowTable]:
+    """Module name -> row table."""
+    return {name: m for name, m in model.named_modules() if getattr(m, "is_row_table", False)}
+
+
+class RowUpdate:
+    """Updates one tensor of a row table by the rule and with the settings of a torch optimizer.
+
+    name: of the parameter. state: "sum" for Adagrad, of shape and dtype of the tensor; empty for
+    SGD. Raises ValueError for another rule, and for settings that move unused rows as well
+    (momentum, weight decay, lr_decay).
+    """
+
+    def __init__(self, name: str, table: RowTable, key: str, optimizer: Optimizer):
+        _check_rule(optimizer)
+        self.name, self.table, self.key = name, table, key
+        self.tensor = table.tensors()[key]
+        self._optimizer = optimizer
+        self.state: dict[str, Tensor] = {}
+        if isinstance(optimizer, Adagrad):
+            start = optimizer.defaults["initial_accumulator_value"]
+            self.state["sum"] = torch.full_like(self.tensor, start)
+
+    @property
+    def row_dtype(self) -> torch.dtype:
+        """Of gathered rows, and of their gradients as backward makes them."""
+        return self.table.row_dtype or self.tensor.dtype
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """Of the gathered rows [N, ...] in row_dtype, 0 for unused places; None: no gather."""
+        gathered = self.table.gathered
+        return None if gathered is None else gathered.leaves[self.key].grad
+
+    def take_gradient(self) -> Tensor | None:
+        """The gradient, which the rows no longer hold afterwards."""
+        gradient = self.gradient
+        if gradient is not None:
+            self.table.gathered.leaves[self.key].grad = None
+        return gradient
+
+    @torch.no_grad()
+    def apply(self, gradient: Tensor, found_inf: Tensor | None) -> None:
+        """One step on the gathered rows; where `found_inf` (0-dim) is not 0 nothing moves.
+
+        gradient: as of `gradient`, unscaled. All shapes depend on the number of ids alone, nothing
+        waits for the device. Unused places write what the first row writes, to the same row: so
+        index_copy_ is deterministic although its indices repeat.
+        """
+        gathered = self.table.gathered
+        used = gathered.used.view(-1, *[1] * (gradient.dim() - 1))
+        gradient = torch.where(used, gradient, gradient[:1]).to(self.tensor.dtype)
+        rows = self.tensor.index_select(0, gathered.ids)
+        before = {"": rows.clone()} if found_inf is not None else {}
+        state = {}
+        for key, tensor in self.state.items():
+            state[key] = tensor.index_select(0, gathered.ids)
+            if found_inf is not None:
+                before[key] = state[key].clone()
+        self._move(rows, gradient, state)
+        for key, value in {"": rows, **state}.items():
+            if found_inf is not None:
+                value = torch.where(found_inf != 0, before[key], value)
+            target = self.state[key] if key else self.tensor
+            target.index_copy_(0, gathered.ids, value)
+
+    def _move(self, rows: Tensor, gradient: Tensor, state: dict[str, Tensor]) -> None:
+        """In place, in the order of operations of torch.optim's foreach implementations."""
+        group = _group_of_weights(self._optimizer)
+        lr = group["lr"]
+        if isinstance(self._optimizer, SGD):
+            if isinstance(lr, Tensor):
+                rows.sub_(gradient * lr)
+            else:
+                rows.add_(gradient, alpha=-lr)
+            return
+        state["sum"].addcmul_(gradient, gradient, value=1)
+        deviation = state["sum"].sqrt().add_(group["eps"])
+        rows.addcdiv_(gradient * -lr, deviation)
+
+
+def _check_rule(optimizer: Optimizer) -> None:
+    name = type(optimizer).__name__
+    if not isinstance(optimizer, (SGD, Adagrad)):
+        raise ValueError(f"{name}: row tables need Adagrad or SGD, whose unused rows do not move")
+    for setting in ("momentum", "weight_decay", "lr_decay"):
+        for group in optimizer.param_groups:
+            if group.get(setting):
+                raise ValueError(
+                    f"{name}: {setting}={group[setting]:g} would move unused rows of row tables "
+                    "(allowed: 0)"
+                )
+
+
+def _group_of_weights(optimizer: Optimizer) -> dict:
+    """The group whose rate is the plain one: biases may have one of their own."""
+    groups = optimizer.param_groups
+    return next((group for group in groups if group.get("lr_factor", 1.0) == 1.0), groups[0])

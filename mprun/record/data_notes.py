@@ -1,0 +1,56 @@
+"""What is said about a run's data at its end: waiting for them, files that were replaced."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from mprun.record.console import DATA_BOUND
+
+_NAMED, _TOLD = 20, 3  # files in run.json, files on the console
+
+
+@contextmanager
+def closed_afterwards(source) -> Iterator[None]:
+    """End what a data source has started, whatever happens."""
+    try:
+        yield
+    finally:
+        if hasattr(source, "close"):
+            source.close()
+
+
+def data_bound(source, share: float | None) -> str | None:
+    """One line if the device waited for more than a tenth of the time; None otherwise."""
+    if share is None or share <= DATA_BOUND:
+        return None
+    line = f"data-bound: the device waited {100 * share:.0f} % of the time for data"
+    workers = getattr(source, "workers", None)
+    if workers is None:
+        return line
+    cores = len(os.sched_getaffinity(0))
+    return f"{line}; more data.workers (now {workers}, {cores} cores) or smaller files would help"
+
+
+def replaced(source, earlier: dict) -> dict:
+    """What run.json says of files that data.on_corrupt=skip replaced; {} for other sources.
+
+    earlier: the same of the attempt that this one continues. Its files are counted once, as far as
+    their names were kept.
+    """
+    if not hasattr(source, "replaced_record"):
+        return {}
+    now = source.replaced_record()
+    names = [*dict.fromkeys([*earlier.get("replaced_files", []), *now["replaced_files"]])]
+    count = max(now["replaced"], earlier.get("replaced", 0), len(names))
+    return {"replaced": count, "replaced_files": names[:_NAMED]}
+
+
+def replaced_line(data: dict) -> str | None:
+    """One line if files were replaced."""
+    count = data.get("replaced")
+    if not count:
+        return None
+    names = ", ".join(data["replaced_files"][:_TOLD])
+    more = f" and {count - _TOLD} more (run.json)" if count > _TOLD else ""
+    files = "file" if count == 1 else "files"
+    return f"data.on_corrupt=skip: {count} {files} replaced by the next usable one: {names}{more}"

@@ -1,0 +1,64 @@
+"""Small image folders and archives, the same whenever they are made."""
+
+import io
+import tarfile
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+
+def pixels(seed: int, width: int = 12, height: int = 10, channels: int = 3) -> np.ndarray:
+    """A smooth random picture, uint8 [height, width, channels]: JPEG keeps most of it."""
+    random = np.random.Generator(np.random.PCG64(seed))
+    coarse = random.integers(0, 256, (3, 3, channels), dtype=np.uint8)
+    planes = [
+        np.asarray(Image.fromarray(coarse[..., c]).resize((width, height), Image.BILINEAR))
+        for c in range(channels)
+    ]
+    return np.stack(planes, axis=-1)
+
+
+def image(seed: int, mode: str = "RGB", size: tuple[int, int] = (12, 10)) -> Image.Image:
+    return Image.fromarray(pixels(seed, *size)).convert(mode)
+
+
+def encoded(seed: int, format: str = "JPEG", mode: str = "RGB", **options) -> bytes:
+    """An image as the bytes of a file."""
+    size = options.pop("size", (12, 10))
+    stream = io.BytesIO()
+    image(seed, mode, size).save(stream, format, **options)
+    return stream.getvalue()
+
+
+def write(path: Path, content: bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    return path
+
+
+def class_folders(top: Path, counts: dict[str, int], first_seed: int = 0, **options) -> Path:
+    """`top`/<class>/<n>.jpg, `counts[class]` images in each, all of different content."""
+    seed = first_seed
+    for name, count in counts.items():
+        for n in range(count):
+            write(top / name / f"{n:04d}.jpg", encoded(seed, **options))
+            seed += 1
+    return top
+
+
+def split_folders(root: Path, counts: dict[str, int], held_out: str = "val") -> Path:
+    """`root`/train and `root`/<held_out> with the same class folders."""
+    class_folders(root / "train", counts)
+    class_folders(root / held_out, counts, first_seed=1000)
+    return root
+
+
+def tar_bytes(members: dict[str, bytes], mode: str = "w") -> bytes:
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode=mode) as tar:
+        for name, content in members.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            tar.addfile(entry, io.BytesIO(content))
+    return stream.getvalue()

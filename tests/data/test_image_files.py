@@ -1,0 +1,370 @@
+"""Which images are found, with which labels, in which split; and what is refused by name."""
+
+import hashlib
+import os
+import pickle
+import re
+import shutil
+
+import numpy as np
+import pytest
+from torchvision.datasets import ImageFolder
+from torchvision.datasets.folder import IMG_EXTENSIONS
+
+from mprun.data import image_files, image_listing
+from mprun.data.errors import DamagedData
+from mprun.data.image_files import find_images
+
+from .made_images import class_folders, encoded, split_folders, write
+
+
+def find(root, layout="classes", eval_share=0.3, imagenet=False, **options):
+    return find_images(
+        str(root), layout=layout, eval_share=eval_share, imagenet=imagenet, **options
+    )
+
+
+def names(split):
+    return [split.name(i) for i in range(len(split))]
+
+
+def refused(message, root, **options):
+    """The one line of the error, which must hold `message`, literally."""
+    with pytest.raises(DamagedData, match=re.escape(message)) as caught:
+        find(root, **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_extensions_are_those_of_torchvision():
+    assert image_listing.IMAGE_EXTENSIONS == set(IMG_EXTENSIONS)
+
+
+def test_order_and_labels_are_those_of_torchvision(tmp_path):
+    counts = {"zebra": 3, "Ant": 2, "bee 2": 2, "bee": 1, "éclair": 1}
+    split_folders(tmp_path, counts)
+    for path in ("bee/b/1.png", "bee/a/1.JPEG", "bee/a b/1.webp", "bee/a/x/1.tif", "Ant/0.BMP"):
+        write(tmp_path / "train" / path, encoded(7))
+    found = find(tmp_path)
+    for split, folder in ((found.train, "train"), (found.held_out, "val")):
+        expected = ImageFolder(tmp_path / folder)
+        assert list(split.classes) == expected.classes == sorted(counts)
+        assert list(zip(names(split), split.labels.tolist(), strict=True)) == expected.samples
+        assert split.labels.dtype == np.int64
+    assert found.classes == found.train.classes
+    assert found.split_rule == "folders train and val"
+
+
+@pytest.mark.parametrize("present", [("val", "test"), ("valid", "validation", "test"), ("test",)])
+def test_the_first_held_out_folder_counts(tmp_path, present):
+    class_folders(tmp_path / "train", {"a": 1})
+    for name in present:
+        class_folders(tmp_path / name, {"a": 1})
+    found = find(tmp_path)
+    assert names(found.held_out) == [f"{tmp_path}/{present[0]}/a/0000.jpg"]
+
+
+def test_content_is_read_and_a_split_survives_pickling(tmp_path):
+    split_folders(tmp_path, {"a": 2, "b": 2})
+    train = pickle.loads(pickle.dumps(find(tmp_path).train))
+    for i in range(len(train)):
+        with open(train.name(i), "rb") as file:
+            assert train.read(i) == file.read()
+
+
+def test_a_pickled_split_holds_no_object_per_image(tmp_path):
+    root = split_folders(tmp_path, {"a": 60})
+    size = len(pickle.dumps(find(root).train))
+    # 3 arrays of 8 bytes and a name of 16 bytes an image; a str or int object would be more.
+    assert size < 60 * (3 * 8 + len("train/a/0000.jpg")) + 1500
+
+
+def test_one_folder_is_split_by_the_hash_of_paths(tmp_path):
+    class_folders(tmp_path, {"a": 40, "b": 40})
+    found = find(tmp_path, eval_share=0.3)
+
+    def share(path):
+        digest = hashlib.sha256(os.path.relpath(path, tmp_path).encode()).hexdigest()
+        return int(digest[:16], 16) / 2**64
+
+    assert all(share(name) >= 0.3 for name in names(found.train))
+    assert all(share(name) < 0.3 for name in names(found.held_out))
+    assert len(found.train) + len(found.held_out) == 80
+    assert set(found.held_out.labels) == {0, 1}
+    for split in (found.train, found.held_out):
+        assert [os.path.dirname(name)[-1] for name in names(split)] == [
+            "ab"[label] for label in split.labels
+        ]
+
+
+def test_another_file_moves_no_file_between_splits(tmp_path):
+    class_folders(tmp_path, {"a": 30, "b": 30})
+    before = find(tmp_path)
+    for n in range(20):
+        write(tmp_path / "a" / f"new{n}.jpg", encoded(n))
+    os.unlink(before.train.name(3))
+    after = find(tmp_path)
+    assert set(names(before.held_out)) <= set(names(after.held_out))
+    assert set(names(before.train)) - set(names(after.train)) == {before.train.name(3)}
+
+
+def test_every_class_keeps_a_training_image(tmp_path):
+    class_folders(tmp_path, {name: 1 for name in "abcdefgh"} | {"i": 20})
+    found = find(tmp_path, eval_share=0.95)
+    assert set(found.train.labels) == set(range(9))
+    assert len(found.held_out) > 10
+
+
+def test_flat_takes_any_depth_and_has_no_labels(tmp_path):
+    for path in ("1.jpg", "x/2.png", "x/y/z/3.JPG", "b/4.webp"):
+        write(tmp_path / path, encoded(1))
+    write(tmp_path / "list_attr.txt", b"side file")
+    found = find(tmp_path, layout="flat", eval_share=0.5)
+    everything = names(found.train) + names(found.held_out)
+    assert sorted(os.path.relpath(name, tmp_path) for name in everything) == [
+        "1.jpg",
+        "b/4.webp",
+        "x/2.png",
+        "x/y/z/3.JPG",
+    ]
+    assert found.classes == found.train.classes == ()
+    assert not found.train.labels.any() and found.train.labels.dtype == np.int64
+    assert found.ignored == 1
+
+
+def test_flat_uses_split_folders_if_both_exist(tmp_path):
+    write(tmp_path / "train/1.jpg", encoded(1))
+    write(tmp_path / "train/deep/2.jpg", encoded(1))
+    everything = find(tmp_path, layout="flat", eval_share=0.5)
+    assert everything.split_rule.startswith("SHA-256")
+    write(tmp_path / "test/3.jpg", encoded(1))
+    found = find(tmp_path, layout="flat")
+    assert names(found.train) == [f"{tmp_path}/train/1.jpg", f"{tmp_path}/train/deep/2.jpg"]
+    assert names(found.held_out) == [f"{tmp_path}/test/3.jpg"]
+
+
+def test_hidden_and_side_files_are_passed_over(tmp_path):
+    split_folders(tmp_path, {"a": 2})
+    write(tmp_path / "train/a/._0000.jpg", b"macOS")
+    write(tmp_path / "train/a/.hidden.jpg", b"")
+    write(tmp_path / "train/.git/x.jpg", b"")
+    for n, name in enumerate(("labels.csv", "README", "a.xml", "Thumbs.db")):
+        write(tmp_path / ("train/a" if n % 2 else "train") / name, b"text")
+    found = find(tmp_path)
+    assert (len(found.train), found.ignored) == (2, 4)
+    assert found.classes == ("a",)
+
+
+def test_the_hash_is_of_names_and_content_wherever_they_lie(tmp_path):
+    first = split_folders(tmp_path / "one", {"a": 2, "b": 1})
+    second = shutil.copytree(first, tmp_path / "elsewhere" / "two")
+    digest = hashlib.sha256(b"1:a1:b")
+    for path in sorted(path for path in first.rglob("*") if path.is_file()):
+        for part in (os.path.relpath(path, first).encode(), path.read_bytes()):
+            digest.update(b"%d:" % len(part) + part)
+    assert find(first).sha256 == find(second).sha256 == digest.hexdigest()
+    assert find(first).sha256_of == "content"
+    changed = second / "val/b/0000.jpg"
+    changed.write_bytes(changed.read_bytes()[:-1] + b"\0")
+    assert find(second).sha256 != find(first).sha256
+
+
+def test_the_hash_does_not_depend_on_the_share_held_out(tmp_path):
+    class_folders(tmp_path, {"a": 12})
+    assert find(tmp_path, eval_share=0.3).sha256 == find(tmp_path, eval_share=0.6).sha256
+
+
+def test_large_data_are_hashed_by_names_and_sizes(tmp_path, monkeypatch):
+    monkeypatch.setattr(image_files, "CONTENT_HASH_BYTES", 100)
+    root = split_folders(tmp_path, {"a": 1})
+    digest = hashlib.sha256(b"1:a")
+    for name in ("train/a/0000.jpg", "val/a/0000.jpg"):
+        digest.update(b"16:" if name.startswith("t") else b"14:")
+        digest.update(b"%s%d\n" % (name.encode(), (root / name).stat().st_size))
+    found = find(root)
+    assert (found.sha256, found.sha256_of) == (digest.hexdigest(), "names and sizes")
+
+
+def test_links_are_followed_and_loops_end(tmp_path):
+    split_folders(tmp_path / "data", {"a": 1})
+    outside = write(tmp_path / "outside.jpg", encoded(5))
+    class_folders(tmp_path / "far", {"b": 1})
+    (tmp_path / "data/train/a/link.jpg").symlink_to(outside)
+    (tmp_path / "data/train/a/loop").symlink_to(tmp_path / "data/train/a")
+    (tmp_path / "data/train/b").symlink_to(tmp_path / "far/b")
+    (tmp_path / "data/val/b").symlink_to(tmp_path / "far/b")
+    found = find(tmp_path / "data")
+    assert [os.path.relpath(name, tmp_path / "data") for name in names(found.train)] == [
+        "train/a/0000.jpg",
+        "train/a/link.jpg",
+        "train/b/0000.jpg",
+    ]
+    assert found.train.read(1) == outside.read_bytes()
+
+
+def test_names_that_are_no_utf8_or_hold_a_line_break(tmp_path):
+    split_folders(tmp_path, {"a": 1})
+    folder = os.fsencode(tmp_path / "train/a")
+    for name in (b"\xff.jpg", b"two\nlines.jpg"):
+        with open(os.path.join(folder, name), "wb") as file:
+            file.write(encoded(3))
+    train = find(tmp_path).train
+    assert names(train)[1:] == [
+        f"{tmp_path}/train/a/two\\nlines.jpg",
+        f"{tmp_path}/train/a/\\xff.jpg",
+    ]
+    assert train.read(1) == train.read(2) == encoded(3)
+
+
+# What is refused, each time in one line that names the file or folder.
+
+
+def test_images_without_class_folders(tmp_path):
+    write(tmp_path / "1.jpg", encoded(1))
+    refused(
+        f"{tmp_path}: images but no class folders in it; without labels: data.layout=", tmp_path
+    )
+    split_folders(tmp_path / "b", {"x": 1})
+    shutil.rmtree(tmp_path / "b/val/x")
+    write(tmp_path / "b/val/1.jpg", encoded(1))
+    refused(f"{tmp_path}/b/val: images but no class folders", tmp_path / "b")
+
+
+def test_nothing_at_all(tmp_path):
+    refused(f"{tmp_path}: no class folders and no images in it", tmp_path)
+    refused(f"{tmp_path}/: no images in it", tmp_path, layout="flat")
+    refused(f"{tmp_path}/gone: cannot be listed: No such file", tmp_path / "gone")
+
+
+def test_an_image_beside_the_class_folders(tmp_path):
+    split_folders(tmp_path, {"a": 1})
+    write(tmp_path / "train/cover.jpg", encoded(1))
+    refused(f"{tmp_path}/train/cover.jpg: an image beside the class folders", tmp_path)
+
+
+@pytest.mark.parametrize("folder", ["train", "val", "."])
+def test_an_empty_class_folder(tmp_path, folder):
+    if folder == ".":
+        class_folders(tmp_path, {"a": 3})
+    else:
+        split_folders(tmp_path, {"a": 1})
+    write(tmp_path / folder / "empty" / "notes.txt", b"no image")
+    shown = os.path.normpath(f"{tmp_path}/{folder}/empty")
+    refused(f"{shown}: an empty class folder", tmp_path)
+
+
+def test_classes_that_differ_between_the_splits(tmp_path):
+    split_folders(tmp_path, {"a": 1, "b": 1})
+    shutil.rmtree(tmp_path / "val/b")
+    refused(f"{tmp_path}/train/b: a class that is not in {tmp_path}/val", tmp_path)
+    class_folders(tmp_path / "val", {"b": 1, "c": 1, "d": 1})
+    refused(f"{tmp_path}/val/c: a class (and 1 more) that is not in {tmp_path}/train", tmp_path)
+
+
+def test_a_missing_split(tmp_path):
+    class_folders(tmp_path / "train", {"a": 1})
+    message = refused(f"{tmp_path}: has train/ but no held-out split", tmp_path)
+    assert "val/, valid/, validation/, test/" in message
+    (tmp_path / "train").rename(tmp_path / "val")
+    refused(f"{tmp_path}/train: no such folder, but val/ is beside it", tmp_path)
+
+
+def test_too_few_images_to_hold_one_out(tmp_path):
+    class_folders(tmp_path, {"a": 1, "b": 1})
+    refused(f"{tmp_path}: 2 images are too few", tmp_path, eval_share=0.001)
+
+
+def test_an_empty_file(tmp_path):
+    root = split_folders(tmp_path, {"a": 2})
+    write(root / "val/a/0001.jpg", b"")
+    refused(f"{root}/val/a/0001.jpg: an empty file (0 bytes)", root)
+    kept = find(root, on_corrupt="skip")
+    assert len(kept.held_out) == 2
+    with pytest.raises(DamagedData, match="val/a/0001.jpg: an empty file"):
+        kept.held_out.read(1)
+
+
+@pytest.mark.parametrize("name", ["x.gif", "x.jpg.part", "x.npy", "x.heic"])
+def test_a_file_of_unknown_kind(tmp_path, name):
+    split_folders(tmp_path, {"a": 1})
+    write(tmp_path / "train/a" / name, b"?")
+    refused(f"{tmp_path}/train/a/{name}: neither an image of a known format", tmp_path)
+
+
+def test_a_link_to_nothing_and_a_pipe(tmp_path):
+    split_folders(tmp_path, {"a": 1})
+    path = tmp_path / "train/a/x.jpg"
+    path.symlink_to(tmp_path / "nowhere.jpg")
+    refused(f"{path}: a link to nothing", tmp_path)
+    path.unlink()
+    os.mkfifo(path)
+    refused(f"{path}: not a regular file", tmp_path)
+
+
+def test_a_file_too_large_to_be_an_image(tmp_path):
+    split_folders(tmp_path, {"a": 1})
+    os.truncate(tmp_path / "train/a/0000.jpg", 2**28 + 1)  # sparse: takes no room
+    refused(f"{tmp_path}/train/a/0000.jpg: larger than 256 MiB", tmp_path)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads every file")
+def test_an_unreadable_file_and_folder(tmp_path):
+    split_folders(tmp_path, {"a": 1})
+    os.chmod(tmp_path / "train/a/0000.jpg", 0)
+    refused(f"{tmp_path}/train/a/0000.jpg: cannot be read: Permission denied", tmp_path)
+    assert len(find(tmp_path, on_corrupt="skip").train) == 1
+    os.chmod(tmp_path / "train/a", 0)
+    refused(f"{tmp_path}/train/a: cannot be listed: Permission denied", tmp_path)
+    os.chmod(tmp_path / "train/a", 0o700)
+
+
+def test_a_file_that_cannot_be_read(tmp_path):
+    # A folder where the file was: reading fails for every user, root included.
+    train = find(split_folders(tmp_path, {"a": 1})).train
+    os.unlink(train.name(0))
+    os.mkdir(train.name(0))
+    with pytest.raises(DamagedData, match="a/0000.jpg: cannot be read: Is a directory"):
+        train.read(0)
+
+
+def test_files_and_folders_that_vanish(tmp_path):
+    root = split_folders(tmp_path / "data", {"a": 2})
+    train = find(root).train
+    os.unlink(train.name(0))
+    with pytest.raises(DamagedData, match=f"^{root}/train/a/0000.jpg: is gone$"):
+        train.read(0)
+    shutil.rmtree(root)
+    with pytest.raises(DamagedData, match=f"^{root}: is gone$"):
+        train.read(1)
+    assert DamagedData.exit_code == 4
+
+
+def test_arguments():
+    with pytest.raises(ValueError, match="layout='deep' is not allowed"):
+        find(".", layout="deep")
+    with pytest.raises(ValueError, match="eval_share=1 is not allowed"):
+        find(".", eval_share=1)
+    with pytest.raises(ValueError, match="layout='flat' is not allowed: ImageNet"):
+        find(".", layout="flat", imagenet=True)
+
+
+def test_imagenet_needs_a_thousand_classes(tmp_path):
+    message = refused(f"{tmp_path}: no ImageNet here; put train/ and val/", tmp_path, imagenet=True)
+    for archive in ("img_train.tar", "img_val.tar", "devkit_t12.tar.gz"):
+        assert f"ILSVRC2012_{archive}" in message
+    split_folders(tmp_path, {f"n{i:08d}": 1 for i in range(999)})
+    refused(f"{tmp_path}/train: 999 classes, ImageNet has 1000", tmp_path, imagenet=True)
+    for folder in ("train", "val"):
+        class_folders(tmp_path / folder, {"n99999999": 1})
+    found = find(tmp_path, imagenet=True)
+    assert (len(found.classes), len(found.train), len(found.held_out)) == (1000, 1000, 1000)
+
+
+@pytest.mark.slow
+def test_cifar10_as_a_folder(cifar10_jpeg):
+    found = find(cifar10_jpeg)
+    expected = ImageFolder(cifar10_jpeg / "train")
+    assert list(zip(names(found.train), found.train.labels.tolist(), strict=True)) == (
+        expected.samples
+    )
+    assert (len(found.train), len(found.held_out)) == (50_000, 10_000)

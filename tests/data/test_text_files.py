@@ -1,0 +1,63 @@
+"""Which files of a folder are the splits of a text."""
+
+import pytest
+
+from mprun.data.errors import DamagedData
+from mprun.data.text_files import find_text_files
+
+
+def made(folder, *names):
+    for name in names:
+        (folder / name).write_text("a\n")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("train", "valid", "test"),
+    [
+        ("wiki.train.tokens", "wiki.valid.tokens", "wiki.test.tokens"),
+        ("wiki.train.raw", "wiki.valid.raw", "wiki.test.raw"),
+        ("ptb.train.txt", "ptb.valid.txt", "ptb.test.txt"),
+        ("train.txt", "valid.txt", "test.txt"),
+        ("train.tokens", "validation.tokens", "test.tokens"),
+        ("train.txt", "val.txt", "test.txt"),
+        ("train.txt", "dev.txt", "test.txt"),
+    ],
+)
+def test_recognised_names(tmp_path, train, valid, test):
+    made(tmp_path, train, valid, test, "README", "train.json", "ptb.char.train.txt")
+    assert find_text_files(tmp_path, ("train", "valid")) == {
+        "train": tmp_path / train,
+        "valid": tmp_path / valid,
+    }
+    assert find_text_files(str(tmp_path), ("train", "test"))["test"] == tmp_path / test
+
+
+def test_only_the_splits_asked_for_are_needed(tmp_path):
+    made(tmp_path, "train.txt", "test.txt")
+    assert set(find_text_files(tmp_path, ("train", "test"))) == {"train", "test"}
+    with pytest.raises(DamagedData) as caught:
+        find_text_files(tmp_path, ("train", "valid"))
+    assert str(caught.value) == (
+        f"{tmp_path}: no valid split, which is one of wiki.valid.tokens, wiki.valid.raw, "
+        "ptb.valid.txt, valid.txt, valid.tokens (or validation, val, dev for valid); found "
+        "test.txt, train.txt"
+    )
+
+
+def test_what_is_not_clear(tmp_path):
+    with pytest.raises(DamagedData, match="no train split.*; found no file$"):
+        find_text_files(tmp_path, ("train", "valid"))
+    (tmp_path / "train.txt").mkdir()
+    with pytest.raises(DamagedData, match="no train split"):
+        find_text_files(tmp_path, ("train", "valid"))
+    made(tmp_path, "wiki.train.tokens", "ptb.valid.txt")
+    message = "wiki.train.tokens and ptb.valid.txt are named as parts of different texts"
+    with pytest.raises(DamagedData, match=message):
+        find_text_files(tmp_path, ("train", "valid"))
+    made(tmp_path, "wiki.train.raw")
+    message = "several files of the train split, leave one: wiki.train.raw, wiki.train.tokens"
+    with pytest.raises(DamagedData, match=message):
+        find_text_files(tmp_path, ("train", "valid"))
+    with pytest.raises(DamagedData, match="nowhere: No such file or directory"):
+        find_text_files(tmp_path / "nowhere", ("train", "valid"))

@@ -1,0 +1,63 @@
+"""Vocabularies in bounded memory, and ids."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from mprun.data import DataError, vocabulary
+from mprun.data.vocabulary import (
+    build_vocabulary,
+    encoded_blocks,
+    joined_words,
+    vocabulary_of_blocks,
+    word_ids,
+)
+
+SPECIAL = ("<unk>", "<eos>")
+
+
+def blocks_of_words(seed=0, blocks=40, words=500):
+    numbers = np.random.default_rng(seed).zipf(1.3, (blocks, words)) % 5000
+    return [[f"w{n}" for n in row] for row in numbers.tolist()]
+
+
+def test_by_hand(tmp_path):
+    blocks = [["b", "a", "<eos>"], ["c", "a", "b", "d", "<eos>", "<unk>", "<unk>"]]
+    assert vocabulary_of_blocks(blocks, SPECIAL, None, tmp_path) == (*SPECIAL, "a", "b", "c", "d")
+    assert vocabulary_of_blocks(blocks, SPECIAL, 5, tmp_path) == (*SPECIAL, "a", "b", "c")
+
+
+@pytest.mark.parametrize("limit", [None, 3, 100, 10_000])
+def test_counting_on_disk_changes_nothing(tmp_path, monkeypatch, limit):
+    blocks = blocks_of_words()
+    wanted = build_vocabulary((word for block in blocks for word in block), SPECIAL, limit)
+    counts = Counter(word for block in blocks for word in block)
+    ranked = sorted(counts, key=lambda word: (-counts[word], word))
+    assert wanted == (*SPECIAL, *ranked)[:limit]
+    assert vocabulary_of_blocks(blocks, SPECIAL, limit, tmp_path) == wanted
+    # 40 blocks of some 280 words each: files after every block, merged after every third.
+    monkeypatch.setattr(vocabulary, "MAX_COUNTED", 100)
+    monkeypatch.setattr(vocabulary, "MAX_RUNS", 3)
+    assert vocabulary_of_blocks(blocks, SPECIAL, limit, tmp_path) == wanted
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_too_many_words_need_a_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr(vocabulary, "MAX_ENTRIES", 4)
+    assert len(vocabulary_of_blocks([["a", "b"]], SPECIAL, None, tmp_path)) == 4
+    blocks = [["a", "b", "c"]]
+    with pytest.raises(DataError, match=r"data\.vocab_limit=null: .* more than 4 different words"):
+        vocabulary_of_blocks(blocks, SPECIAL, None, tmp_path)
+    assert len(vocabulary_of_blocks(blocks, SPECIAL, 5, tmp_path)) == 5
+
+
+def test_ids_and_back():
+    words = (*SPECIAL, "a", "b")
+    ids = word_ids(words, "<unk>")
+    encoded = list(encoded_blocks([["a", "x", "<eos>"], [], ["b", "<unk>"]], ids))
+    assert [block.tolist() for block in encoded] == [[2, 0, 1], [], [3, 0]]
+    assert all(block.dtype == np.dtype("<i4") for block in encoded)
+    assert "x" not in ids
+    text = ["a", "b", "<eos>", "<eos>", "a", "<eos>"]
+    assert joined_words(text, "<eos>") == "a b\n\na\n"

@@ -1,0 +1,123 @@
+"""Reading words block by block, against reading the file line by line."""
+
+import hashlib
+import tracemalloc
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mprun.data.errors import DamagedData
+from mprun.data.words import LONGEST_WORD, word_blocks
+
+
+def read(path, content: bytes, **options) -> list[str]:
+    path.write_bytes(content)
+    sha256 = hashlib.sha256(content).hexdigest()
+    return [word for words in word_blocks(path, "<eos>", sha256, **options) for word in words]
+
+
+def line_by_line(path) -> list[str]:
+    """As the published recipes read; lines end in LF or CRLF only."""
+    words = []
+    with open(path, encoding="utf-8-sig", newline="\n") as file:
+        for line in file:
+            words += [*line.split(), "<eos>"]
+    return words
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b" a b \n\n c\n", ["a", "b", "<eos>", "<eos>", "c", "<eos>"]),
+        (b"a b", ["a", "b", "<eos>"]),
+        (b"a\n ", ["a", "<eos>", "<eos>"]),
+        (b"a\r\nb\r\n", ["a", "<eos>", "b", "<eos>"]),
+        (b"a\rb\n", ["a", "b", "<eos>"]),
+        (b"\xef\xbb\xbfa\n", ["a", "<eos>"]),
+        ("ä\tö\u00a0ü\n".encode(), ["ä", "ö", "ü", "<eos>"]),
+        (b"a <eos>\n", ["a", "<eos>", "<eos>"]),
+    ],
+)
+def test_words_by_hand(tmp_path, content, words):
+    for block in (3, 5, 1 << 18):
+        assert read(tmp_path / "text", content, block=block) == words
+
+
+@given(
+    st.lists(
+        st.sampled_from(["a", "ß", "日本", "𝄞", " ", "  ", "\t", "\n", "\r\n", "\u3000", "x" * 9])
+    ),
+    st.integers(3, 40),
+)
+def test_any_text_in_any_block_as_line_by_line(tmp_path_factory, pieces, block):
+    path = tmp_path_factory.getbasetemp() / "words"
+    content = ("w " + "".join(pieces)).encode()
+    assert read(path, content, block=block) == line_by_line(path)
+
+
+def test_lower_case_spares_the_marker(tmp_path):
+    content = "The <UNK> ÄRGER\n".encode()
+    assert read(tmp_path / "text", content, lower=True) == ["the", "<unk>", "ärger", "<eos>"]
+    path = tmp_path / "text"
+    sha256 = hashlib.sha256(content).hexdigest()
+    assert list(word_blocks(path, "<S>", sha256, lower=True)) == [["the", "<unk>", "ärger", "<S>"]]
+
+
+@pytest.mark.parametrize("block", [3, 1000, 1 << 18])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "no words, 0 bytes"),
+        (b"\n \n\r\n", "no words, empty lines only"),
+        (b"a b\nc \xff d\n", r"not UTF-8 \(0xff\) at byte 6, line 2"),
+        (b"a\n\nb \xc3", r"not UTF-8 \(0xc3\) at byte 5, line 3"),
+        (b"\xff\xfea\0", r"not UTF-8 \(0xff\) at byte 0, line 1"),
+        (b"\xef\xbb\xbfa\n\xe4 b\n", r"not UTF-8 \(0xe4\) at byte 5, line 2"),
+        (b"a\nb\nc\0d\n", "a NUL byte, no text file at byte 5, line 3"),
+    ],
+)
+def test_what_is_no_text(tmp_path, content, message, block):
+    with pytest.raises(DamagedData, match=f"text: {message}$"):
+        read(tmp_path / "text", content, block=block)
+
+
+@pytest.mark.parametrize("block", [40_000, 1 << 18, 1 << 20])
+@pytest.mark.parametrize("before", [0, 7, 262_000])
+def test_the_longest_word(tmp_path, block, before):
+    start = b"ab " * (before // 3)
+    longest = b"x" * LONGEST_WORD
+    for end in (b"", b"\n", b" y\n"):
+        words = read(tmp_path / "text", start + longest + end, block=block)
+        assert words.count("x" * LONGEST_WORD) == 1
+        message = f"a word of more than 65536 bytes at byte {len(start)}$"
+        with pytest.raises(DamagedData, match=message):
+            read(tmp_path / "text", start + longest + b"x" + end, block=block)
+
+
+def test_one_huge_line_costs_no_memory(tmp_path):
+    path = tmp_path / "line"
+    content = b"seven words of one line without end " * 150_000
+    path.write_bytes(content)
+    sha256 = hashlib.sha256(content).hexdigest()
+    size = len(content)
+    del content
+    tracemalloc.start()
+    count = sum(len(words) for words in word_blocks(path, "<eos>", sha256, block=1 << 16))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert count == 7 * 150_000 + 1
+    # 2^16 bytes hold 12,700 words: objects of 54 bytes and references of 8, two blocks at a time.
+    assert peak < 2e6 < size / 2
+
+
+def test_files_that_are_gone_or_change(tmp_path):
+    path = tmp_path / "text"
+    read(path, b"a b\n")
+    with pytest.raises(DamagedData, match="text: changed while it was read"):
+        list(word_blocks(path, "<eos>", hashlib.sha256(b"a c\n").hexdigest()))
+    path.unlink()
+    with pytest.raises(DamagedData, match="text: No such file or directory"):
+        list(word_blocks(path, "<eos>", ""))
+    with pytest.raises(DamagedData, match="Is a directory"):
+        list(word_blocks(tmp_path, "<eos>", ""))

@@ -1,0 +1,333 @@
+"""Weights, biases and norm layers apart: the same bits as hand-made groups of a torch optimizer."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from mprun.build.precision import optimizer_maker
+from mprun.config.schema import OptimConfig
+from mprun.models import LSTMLanguageModel, resnet50
+from mprun.precision import (
+    MixedPrecisionOptimizer,
+    NoLossScale,
+    StaticLossScale,
+    cast_model,
+    get_policy,
+)
+from mprun.precision.parameter_groups import norm_parameter_names, parameter_groups
+
+CPU = torch.device("cpu")
+SCALE = 2.0**7
+# Four groups at most: weights, biases, norm layers; here all three differ.
+CAFFE = {"bias_lr_factor": 2.0, "decay_bias": False, "decay_norm": False}
+OPTIMIZERS = {
+    "sgd": {"momentum": 0.9, "nesterov": False},
+    "adam": {"betas": [0.9, 0.999], "eps": 1e-8},
+    "adagrad": {"initial_accumulator": 1.0, "eps": 1e-10},
+}
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def optim(name="sgd", **further) -> OptimConfig:
+    return OptimConfig(name, lr=0.05, weight_decay=0.01, **OPTIMIZERS[name], **further)
+
+
+def mixed(config, mode, scale=None):
+    """Our optimizer of a new network in a mode; the network is `.cast.module`."""
+    model = network()
+    cast, scale = cast_model(model, get_policy(mode)), scale or NoLossScale()
+    make = optimizer_maker(config, get_policy(mode), CPU, scale.skips_nonfinite, model)
+    return model, MixedPrecisionOptimizer(cast, make, scale)
+
+
+def inputs(step: int) -> torch.Tensor:
+    return torch.randn(5, 6, generator=torch.Generator().manual_seed(step))
+
+
+def take_step(model, optimizer, step, factor=1.0):
+    optimizer.zero_grad()
+    outputs = model(inputs(step).to(model[0].weight.dtype)).float()
+    optimizer.backward(outputs.square().mean() * factor)
+    return optimizer.step()
+
+
+def by_hand(kind, weights, biases, norms):
+    """torch's optimizer with the three groups that CAFFE describes."""
+    groups = [
+        {"params": weights},
+        {"params": biases, "lr": 0.1, "weight_decay": 0.0},
+        {"params": norms, "weight_decay": 0.0},
+    ]
+    further = {
+        "sgd": {"momentum": 0.9},
+        "adam": {},
+        "adagrad": {"initial_accumulator_value": 1.0},
+    }[kind]
+    made = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adagrad": torch.optim.Adagrad}
+    return made[kind](groups, lr=0.05, weight_decay=0.01, **further)
+
+
+def test_names_of_norm_layers_and_biases():
+    model = nn.ModuleDict(
+        {
+            "lstm": nn.LSTM(2, 2),
+            "norm": nn.LayerNorm(2),
+            "block": nn.Sequential(nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2), nn.GroupNorm(1, 2)),
+            "attention": nn.MultiheadAttention(2, 1),
+            "plain": nn.BatchNorm1d(2, affine=False),
+        }
+    )
+    norms = {"norm.weight", "norm.bias"}
+    norms |= {f"block.{i}.{name}" for i in (1, 2) for name in ("weight", "bias")}
+    assert norm_parameter_names(model) == norms
+    assert norm_parameter_names(nn.BatchNorm1d(3)) == {"weight", "bias"}
+    names = {id(p): name for name, p in model.named_parameters()}
+    groups = parameter_groups(
+        model.named_parameters(), norms, lr=1.0, weight_decay=0.5, bias_lr_factor=3.0
+    )
+    assert [(g["lr"], g["weight_decay"], g["lr_factor"]) for g in groups] == [
+        (1.0, 0.5, 1.0),
+        (3.0, 0.5, 3.0),
+    ]
+    assert {names[id(p)] for p in groups[1]["params"]} == {
+        "lstm.bias_ih_l0",
+        "lstm.bias_hh_l0",
+        "block.0.bias",
+        "attention.in_proj_bias",
+        "attention.out_proj.bias",
+    }
+
+
+def test_resnet50_has_53_norm_layers_and_one_bias():
+    with torch.device("meta"):
+        model = resnet50(1000)
+    norms = norm_parameter_names(model)
+    assert len(norms) == 2 * 53
+    named = list(model.named_parameters())
+    weights, rest = parameter_groups(named, norms, lr=0.256, weight_decay=2**-15, decay_norm=False)
+    assert (weights["weight_decay"], rest["weight_decay"]) == (2**-15, 0.0)
+    # 53 convolutions, and weight and bias of the classifier; the bias decays as in the source.
+    assert (len(weights["params"]), len(rest["params"])) == (53 + 2, 106)
+    assert weights["lr"] == rest["lr"] == 0.256
+    # Two gains and shifts per channel: 26,560 channels in ResNet-50.
+    assert sum(p.numel() for p in rest["params"]) == 2 * 26_560
+
+
+@pytest.mark.parametrize(
+    ("weight_decay", "choice"),
+    [
+        (0.01, {}),
+        (0.0, {"decay_bias": False, "decay_norm": False}),
+    ],
+)
+def test_one_group_in_the_order_of_the_model_where_nothing_differs(weight_decay, choice):
+    model = network()
+    named = list(model.named_parameters())
+    (group,) = parameter_groups(
+        named, norm_parameter_names(model), lr=0.1, weight_decay=weight_decay, **choice
+    )
+    assert all(a is b for a, (_, b) in zip(group.pop("params"), named, strict=True))
+    assert group == {"lr": 0.1, "weight_decay": weight_decay, "lr_factor": 1.0}
+
+
+def test_a_model_without_norm_layers_and_biases_apart_has_two_groups():
+    with torch.device("meta"):
+        model = LSTMLanguageModel(11, 4, 4, 2)
+    named = list(model.named_parameters())
+    groups = parameter_groups(named, set(), lr=1.0, weight_decay=0.1, decay_bias=False)
+    # Embedding, two matrices for each of two layers, output; two biases a layer, output.
+    assert [len(g["params"]) for g in groups] == [6, 5]
+
+
+@pytest.mark.parametrize("implementation", ["fused", "foreach", "loop"])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_fp32_equals_hand_made_groups(kind, implementation):
+    model, optimizer = mixed(optim(kind, implementation=implementation, **CAFFE), "fp32")
+    twin = network()
+    theirs = by_hand(
+        kind,
+        [twin[0].weight, twin[3].weight],
+        [twin[0].bias, twin[3].bias],
+        [twin[1].weight, twin[1].bias],
+    )
+    for group in theirs.param_groups:
+        group["fused"], group["foreach"] = implementation == "fused", implementation == "foreach"
+    for step in range(4):
+        take_step(model, optimizer, step)
+        theirs.zero_grad()
+        twin(inputs(step)).square().mean().backward()
+        theirs.step()
+    for name, tensor in twin.state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor), name
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_fp16_with_master_weights_equals_hand_made_groups_of_masters(kind):
+    model, optimizer = mixed(optim(kind, **CAFFE), "fp16_master_scaled", StaticLossScale(SCALE))
+    twin = network()
+    masters = {name: p.detach().clone() for name, p in twin.named_parameters()}
+    for layer in (twin[0], twin[3]):
+        layer.half()
+    theirs = by_hand(
+        kind,
+        [masters["0.weight"], masters["3.weight"]],
+        [masters["0.bias"], masters["3.bias"]],
+        [masters["1.weight"], masters["1.bias"]],
+    )
+    for group in theirs.param_groups:
+        group["fused"], group["foreach"] = True, False
+    for step in range(4):
+        take_step(model, optimizer, step)
+        twin.zero_grad()
+        (twin(inputs(step).half()).float().square().mean() * SCALE).backward()
+        for name, parameter in twin.named_parameters():
+            masters[name].grad = parameter.grad.float() / SCALE
+        theirs.step()
+        with torch.no_grad():
+            for name, parameter in twin.named_parameters():
+                parameter.copy_(masters[name])
+    assert len(optimizer.inner.param_groups) == 3
+    for name, tensor in twin.state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor), name
+    for name, master in optimizer.masters.items():
+        assert torch.equal(master, masters[name]), name
+
+
+@pytest.mark.parametrize("implementation", ["fused", "foreach", "loop"])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("first", [True, False], ids=["first step", "third step"])
+def test_a_skipped_update_leaves_every_group_as_it_was(kind, implementation, first):
+    config = optim(kind, implementation=implementation, **CAFFE)
+    model, optimizer = mixed(config, "fp16_master_scaled", StaticLossScale(SCALE))
+    for step in range(0 if first else 2):
+        assert take_step(model, optimizer, step).found_inf == 0
+    assert len(optimizer.inner.param_groups) == 3
+    before = tree_map(torch.clone, [optimizer.state_dict(), dict(model.named_parameters())])
+    assert take_step(model, optimizer, 2, factor=float("inf")).found_inf == 1
+    after = [optimizer.state_dict(), dict(model.named_parameters())]
+    pairs = zip(tree_leaves(before), tree_leaves(after), strict=True)
+    assert all(torch.equal(old, new) for old, new in pairs)
+    assert take_step(model, optimizer, 3).found_inf == 0
+    moved = dict(model.named_parameters())
+    # The bias in front of BatchNorm has no gradient.
+    assert not any(torch.equal(moved[n], before[1][n]) for n in ("0.weight", "1.bias", "3.bias"))
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_state_by_name_goes_on_in_a_new_optimizer(kind):
+    model, optimizer = mixed(optim(kind, **CAFFE), "fp16_master_scaled", StaticLossScale(SCALE))
+    for step in range(3):
+        take_step(model, optimizer, step)
+    saved = tree_map(torch.clone, [optimizer.state_dict(), model.state_dict()])
+    assert list(saved[0]["state"]) == [name for name, _ in model.named_parameters()]
+    other, restored = mixed(optim(kind, **CAFFE), "fp16_master_scaled", StaticLossScale(SCALE))
+    other.load_state_dict(saved[1])
+    restored.load_state_dict(saved[0])
+    for step in (3, 4):
+        take_step(model, optimizer, step)
+        take_step(other, restored, step)
+    ours, theirs = model.state_dict(), other.state_dict()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_a_rate_is_set_times_the_factor_of_the_group():
+    _, optimizer = mixed(optim(**CAFFE), "fp32")
+
+    def rates():
+        return [group["lr"] for group in optimizer.inner.param_groups]
+
+    assert rates() == [0.05, 0.1, 0.05]  # weights, biases, norm layers
+    optimizer.set_lr(0.01)
+    assert rates() == [0.01, 0.02, 0.01]
+    # As on CUDA: a rate tensor for each group, and a rate that is a tensor.
+    for group in optimizer.inner.param_groups:
+        group["lr"] = torch.zeros(())
+    held = rates()
+    optimizer.set_lr(torch.tensor(0.3))
+    assert [rate.item() for rate in held] == torch.tensor([0.3, 0.6, 0.3]).tolist()
+    optimizer.set_lr(0.5)
+    assert all(a is b for a, b in zip(rates(), held, strict=True))
+    assert torch.stack(held).tolist() == [0.5, 1.0, 0.5]
+
+
+GROUPED = ["optim.weight_decay=0.1", "optim.bias_lr_factor=2", "optim.decay_norm=false"]
+
+
+def test_both_networks_of_a_gan_have_their_groups(build_run):
+    built = build_run("model=dcgan", "data.image_size=32", *GROUPED, "data.batch_size=2")
+    for learner, norm_layers in (("generator", 3), ("discriminator", 2)):
+        groups = built.task.learners[learner].optimizer.inner.param_groups
+        # 32 px: four convolutions without bias each; BatchNorm's shift is none either.
+        assert [len(group["params"]) for group in groups] == [4, 2 * norm_layers]
+        assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
+
+
+def test_a_schedule_reaches_each_group_with_its_factor(build_run):
+    built = build_run(
+        "model=conv_autoencoder",
+        "data.image_size=32",
+        *GROUPED,
+        "optim.schedule=linear",
+        "train.steps=10",
+    )
+    skipped = torch.full((), 2, dtype=torch.int64)
+    built.rate.apply(5, skipped)  # after two skipped updates: the rate of update 3
+    rates = [group["lr"] for group in built.task.learner.optimizer.inner.param_groups]
+    assert rates == [built.rate.rates[3], 2 * built.rate.rates[3]]
+    assert built.rate.rates[3] == pytest.approx(0.7 * 0.001)
+
+
+def test_a_rate_that_stays_below_the_configured_one_is_used(build_run):
+    """Constant within the run, and yet not optim.lr: two steps into a long warm-up, say."""
+    built = build_run("model=conv_autoencoder", "train.steps=1", "optim.warmup_updates=10")
+    assert built.rate.constant
+    (group,) = built.task.learner.optimizer.inner.param_groups
+    assert group["lr"] == built.rate.at(0, 0) == pytest.approx(0.0001)
+
+
+@pytest.mark.gpu
+def test_on_cuda_each_group_has_its_own_rate_tensor_and_nothing_waits(build_run):
+    built = build_run(
+        "model=conv_autoencoder",
+        "optim=sgd_plain",
+        "data.image_size=32",
+        "data.batch_size=16",
+        "precision=amp",
+        "scaler.init_scale=1024",
+        "optim.schedule=linear",
+        "optim.bias_lr_factor=2",
+        "train.steps=10",
+        device="cuda",
+    )
+    optimizer, table = built.task.learner.optimizer, torch.tensor(built.rate.rates)
+    groups = optimizer.inner.param_groups
+    assert [group["lr_factor"] for group in groups] == [1.0, 2.0]
+    assert [group["lr"].item() for group in groups] == [table[0].item(), 2 * table[0].item()]
+    built.task.train_step(0)  # loads kernels
+    skipped = torch.full((), 2, dtype=torch.int64, device="cuda")
+    before = {name: p.detach().clone() for name, p in built.task.learner.model.named_parameters()}
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        built.rate.apply(5, skipped)
+        metrics = built.task.train_step(1)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert metrics["found_inf"] == 0
+    rates = [group["lr"].item() for group in groups]
+    assert rates == [table[3].item(), 2 * table[3].item()]
+    # Plain SGD: the way of a parameter is its rate times its gradient, within FP32's rounding of
+    # the parameter (half an ulp of values below 1) and of the product.
+    for name, parameter in built.task.learner.model.named_parameters():
+        rate = rates[1] if name.endswith("bias") else rates[0]
+        expected = before[name].double() - rate * parameter_gradient(optimizer, name)
+        assert (parameter.double() - expected).abs().max() <= 2.0**-23, name
+
+
+def parameter_gradient(optimizer, name):
+    return optimizer.updated[optimizer.names.index(name)].grad.double()
