@@ -132,7 +132,7 @@ def _dispatch(arguments: list[str]) -> int:
         if key == "resume" and value != "null":
             from mprun.resume import resume
 
-            return resume(tuple(options.overrides), value)
+            return resume(tuple(options.overrides), value, options.config_dir)
     from mprun.config.compose import compose_config
 
     composed = compose_config(options.overrides, options.config_dir)

@@ -10,6 +10,7 @@ import yaml
 
 from mprun import checkpoint
 from mprun.config.compose import config_from_record
+from mprun.config.factories import is_factory, vouched
 from mprun.errors import BadInput, Damaged
 from mprun.numerics.probe_record import drop_later_probes
 from mprun.record.metrics import truncate_metrics
@@ -36,11 +37,13 @@ RESUMABLE_KEYS = (
 )
 
 
-def resume(composed_overrides: tuple[str, ...], path: str) -> int:
+def resume(composed_overrides: tuple[str, ...], path: str, config_dir: str | None = None) -> int:
     """Continue the run in directory `path` from its newest whole checkpoint; the exit code.
 
-    Only RESUMABLE_KEYS may be given beside it; everything else comes from the run itself.
+    Only RESUMABLE_KEYS may be given beside it; everything else comes from the run itself. The names
+    of the user's own code must be given again: the directory may come from anywhere.
     """
+    given = vouched(composed_overrides, config_dir)
     directory = Path(path)
     if not path or not os.path.isdir(path):
         raise BadInput(f"resume={path}: no such folder")
@@ -53,7 +56,7 @@ def resume(composed_overrides: tuple[str, ...], path: str) -> int:
     with locked(directory):
         record = _recorded(directory)
         plain = _with_overrides(plain, composed_overrides)
-        config = config_from_record(plain)
+        config = config_from_record(plain, given)
         plain = asdict(config)
         device = resolve_device(record["environment"]["device"])
         _check_same_stack(record["environment"])
@@ -109,7 +112,7 @@ def _recorded(directory: Path) -> dict:
 def _with_overrides(plain: dict, overrides: tuple[str, ...]) -> dict:
     for override in overrides:
         key, _, value = override.partition("=")
-        if key.lstrip("+") == "resume":
+        if key.lstrip("+") == "resume" or is_factory(override):
             continue
         if key not in RESUMABLE_KEYS:
             raise BadInput(

@@ -6,12 +6,12 @@ import torch
 from torch import nn
 
 from mprun.build.own_data import check_batches, check_tanh_images
-from mprun.build.own_model import check_forward
+from mprun.build.trial import Trial
 from mprun.config import schema
 from mprun.config.check import task_of
 from mprun.data.sample_random import kept_random_state
 from mprun.errors import BadInput
-from mprun.precision import PrecisionPolicy, why_no_lstm
+from mprun.precision import Arithmetic, why_no_lstm
 
 
 def check_own_data(config: schema.RunConfig, data, device: torch.device) -> None:
@@ -19,7 +19,8 @@ def check_own_data(config: schema.RunConfig, data, device: torch.device) -> None
     if not isinstance(config.data, schema.CustomDataConfig):
         return
     check_batches(config.data, task_of(config.model), data, device)
-    if isinstance(config.model, schema.DCGANConfig | schema.ConvAutoencoderConfig):
+    tanh = isinstance(config.model, schema.DCGANConfig | schema.ConvAutoencoderConfig)
+    if tanh and data.batches_per_epoch:
         check_tanh_images(config.data, config.model.image_size, data)
 
 
@@ -27,13 +28,13 @@ def check_own_network(
     config: schema.RunConfig,
     builders: Sequence[Callable[[], nn.Module]],
     data,
-    policy: PrecisionPolicy,
-    device: torch.device,
+    arithmetic: Arithmetic,
+    overrides: dict[str, torch.dtype],
 ) -> None:
-    """Build the network once more and run it on two samples, where it or its data are the user's.
+    """Build the networks once more and try them, where they or their data are the user's own.
 
-    Costs one construction and two small forward passes, and no random number. The networks of the
-    run have been built. Not for mprun's LSTM, which takes tokens of any data and may be large.
+    Costs one construction and three passes of two samples, and no random number. Those of the run
+    have been built. Not for mprun's LSTM, which takes tokens of any data and may be large.
     """
     own_model = isinstance(config.model, schema.CustomModelConfig)
     own_data = isinstance(config.data, schema.CustomDataConfig)
@@ -44,23 +45,25 @@ def check_own_network(
     name = f"model={config.model.name}"
     with kept_random_state():
         networks = [builder() for builder in builders]
+    policy, device, native = arithmetic.policy, arithmetic.device, config.cpu_half == "native"
     if own_model:
         name = f"model.factory={config.model.factory}"
-        _check_recurrent(name, networks, config, policy, device)
+        if device.type == "cuda" or native:
+            _check_recurrent(f"{name} precision={policy.name}", networks, arithmetic)
     latent_size = getattr(config.model, "latent_size", 0)
-    check_forward(name, task_of(config.model), networks, data, device, latent_size)
+    trial = Trial(name, task_of(config.model), networks, data, device, latent_size)
+    # One of its own: the run's counts what the run computes.
+    own = Arithmetic(policy, device, native=native, overrides=overrides.values())
+    trial.run(policy, own, overrides)
 
 
-def _check_recurrent(
-    name: str, networks: Sequence[nn.Module], config, policy: PrecisionPolicy, device: torch.device
-) -> None:
+def _check_recurrent(name: str, networks: Sequence[nn.Module], arithmetic: Arithmetic) -> None:
     """A mode in which torch's own recurrent layers compute in another dtype is refused."""
-    if device.type == "cpu" and config.cpu_half != "native":
-        return
     # One routine casts all recurrent layers of a GPU; native CPU kernels differ.
-    kind = nn.RNNBase if device.type == "cuda" else nn.LSTM
+    kind = nn.RNNBase if arithmetic.device.type == "cuda" else nn.LSTM
     layers = [m for network in networks for m in network.modules() if isinstance(m, kind)]
     if layers:
-        reason = why_no_lstm(policy, device, any(layer.proj_size for layer in layers))
+        projected = any(layer.proj_size for layer in layers)
+        reason = why_no_lstm(arithmetic.policy, arithmetic.device, projected)
         if reason is not None:
-            raise BadInput(f"{name} precision={policy.name}: {reason}")
+            raise BadInput(f"{name}: {reason}")

@@ -42,7 +42,7 @@ def build_task(config: RunConfig, data, policy, arithmetic):
     builder = model_builder(config.model, data)
     scale = build_loss_scale(config.scaler, device)
     model = _new(builder).to(device)
-    check_own_network(config, [builder], data, policy, device)
+    check_own_network(config, [builder], data, arithmetic, overrides)
     cast = cast_model(model, policy, overrides)
     guards = [BatchNormGuard(cast.module)] if scale.skips_nonfinite else []
     (limits,) = _limits(config, [cast.module])
@@ -85,7 +85,7 @@ def _build_gan(config: RunConfig, data, policy, arithmetic, overrides, make) -> 
     device = arithmetic.device
     builders = gan_builders(config.model, data)
     built = [_new(builder).to(device) for builder in builders]
-    check_own_network(config, builders, data, policy, device)
+    check_own_network(config, builders, data, arithmetic, overrides)
     matching = [_matching(module, overrides) for module in built]
     for pattern in overrides:
         if not any(pattern in own for own in matching):

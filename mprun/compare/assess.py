@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from mprun.compare.cells import is_gan
 from mprun.compare.findings import Arm, Group, Outcome, Row, RunData, Verdict
 from mprun.compare.group_notes import post_mortems
 from mprun.compare.grouping import ProtoGroup
@@ -45,7 +46,7 @@ def assess(
     if not accuracy and margin >= 0.5:
         raise BadInput(f"margin {margin:g}: is relative, 0.01 means 1 %; must be below 0.5")
     window = keys.get("compare.window", 1)
-    gan = keys.get("model.name") == "dcgan"
+    gan = is_gan(keys)
     base = outcomes(proto.baseline, proto.baseline, metric=metric, window=window, gan=gan)
     group = Group(
         title=proto.title,

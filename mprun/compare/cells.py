@@ -119,6 +119,11 @@ def differences(one: Cell, other: Cell, arm_keys: bool = False) -> dict[str, tup
     return {key: pair for key, pair in pairs.items() if not same(*pair)}
 
 
+def is_gan(keys: dict[str, Any]) -> bool:
+    """Whether runs with these keys train a generator against a discriminator."""
+    return keys.get("model.name") == "dcgan" or keys.get("model.task") == "gan"
+
+
 def is_no_key(key: str) -> bool:
     """Whether runs that differ in `key` alone are the same experiment."""
     return key in _NO_KEYS or key.partition(".")[0] in _NO_KEYS

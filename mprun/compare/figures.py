@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mprun.compare.canvas import GREY, Drawing, rows_panel
+from mprun.compare.cells import is_gan
 from mprun.compare.figures_curves import evaluation, training_loss
 from mprun.compare.figures_numerics import numerics_figures
 from mprun.compare.figures_scale import loss_scale
@@ -197,4 +198,4 @@ def _result(group: Group, row: Row) -> str:
 
 
 def _is_gan(group: Group) -> bool:
-    return any(run.keys.get("model.name") == "dcgan" for run in group.baseline.arm.runs)
+    return any(is_gan(run.keys) for run in group.baseline.arm.runs)

@@ -32,6 +32,7 @@ from mprun.errors import BadInput
 
 _MOST_KEYS_ALLOWED = 5  # more than these to allow is another experiment, not worth a hint
 _JUDGED = ("compare.metric", "compare.margin")
+_LEARNED = ("model", "data")
 
 
 @dataclass(slots=True)
@@ -225,11 +226,15 @@ def _count(runs: list[RunData]) -> str:
 
 
 def _title(run: RunData) -> str:
-    """ "quickstart_lost_updates" or "resnet50-digits_32", from the chosen groups."""
+    """ "quickstart_lost_updates" or "resnet50-digits_32", from the chosen groups.
+
+    The user's own code under its own name: "mynet:build-mydata:digits".
+    """
     chosen = run.choices
     if chosen.get("experiment"):
         return str(chosen["experiment"])
-    return f"{chosen.get('model', 'model')}-{chosen.get('data', 'data')}"
+    names = (run.keys.get(f"{group}.factory", chosen.get(group, group)) for group in _LEARNED)
+    return "-".join(map(str, names))
 
 
 def _name(groups: list[ProtoGroup]) -> None:

@@ -6,6 +6,7 @@ Every value is escaped here.
 from html import escape
 from typing import Any
 
+from mprun.compare.cells import is_gan
 from mprun.compare.equivalence import ALPHA
 from mprun.compare.findings import Comparison, Group
 from mprun.compare.formatting import baseline_name, level_text, margin_text, metric_name
@@ -33,7 +34,7 @@ def method(comparison: Comparison, group: Group) -> str:
         f"{'s' if group.window > 1 else ''}, in FP32 arithmetic in every mode unless its "
         "configuration says otherwise."
     )
-    gan = group.keys.get("model.name") == "dcgan"
+    gan = is_gan(group.keys)
     progress = f", or if its smoothed training loss made less than 10 % of {base}'s progress"
     overall = f"{100 * ALPHA:g} %"
     paragraphs = [

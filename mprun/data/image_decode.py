@@ -21,8 +21,8 @@ more than 89,478,485 pixels           refused: Pillow's limit against decompress
 warnings of Pillow                    silent (damaged EXIF data, palette transparency)
 ====================================  ==========================================================
 
-A byte flipped inside JPEG data can decode to wrong pixels without any error, here as in
-torchvision: the format has no checksum. PNG has one per chunk.
+What no error shows, here as in torchvision: flipped bytes that still decode (JPEG has no checksum,
+and Pillow does not read the one of PNG's pixels), and a file cut off behind its last pixel.
 """
 
 import io

@@ -10,13 +10,12 @@ import numpy as np
 from mprun.data.errors import DamagedData
 from mprun.data.image_listing import Listing, list_classes, list_flat
 from mprun.data.image_split import ImageSplit, pack_names, printable
-from mprun.data.imagenet_archives import WHERE_FILES_GO, find_archived_images, has_archive
+from mprun.data.imagenet_archives import CLASSES, WHERE_FILES_GO, find_archived_images, has_archive
 
 __all__ = ["HELD_OUT_FOLDERS", "ImageSplit", "Images", "find_images"]
 
 # The first that exists is the held-out split.
 HELD_OUT_FOLDERS = ("val", "valid", "validation", "test")
-IMAGENET_CLASSES = 1000
 # Up to here the content is hashed; reading more would delay every start of a run.
 CONTENT_HASH_BYTES = 256 * 2**20
 
@@ -97,11 +96,11 @@ def find_images(
         ignored += ignored_too
         _check_same_classes(root, "train", train, held_out_folder, held_out)
         rule = f"folders train and {held_out_folder}"
-    if imagenet and len(train.classes) != IMAGENET_CLASSES:
-        where = os.path.join(root, "train") if train.starts is None else train.source
-        raise DamagedData(
-            f"{printable(where)}: {len(train.classes)} classes, ImageNet has {IMAGENET_CLASSES}"
-        )
+        if imagenet and len(train.classes) != CLASSES:
+            raise DamagedData(
+                f"{printable(os.path.join(root, 'train'))}: {len(train.classes)} classes, "
+                f"ImageNet has {CLASSES}"
+            )
     if whole is None:
         parts = {"train": train, held_out_folder or "val": held_out}
     else:

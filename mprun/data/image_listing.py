@@ -85,7 +85,8 @@ def list_flat(root: str, top: str, keep_damaged: bool) -> Listing:
     listing = Listing()
     _add_tree(listing, root, top, 0, keep_damaged)
     if not listing.names:
-        raise DamagedData(f"{printable(os.path.join(root, top))}: no images in it, at any depth")
+        path = os.path.join(root, top) if top else root
+        raise DamagedData(f"{printable(path)}: no images in it, at any depth")
     return listing
 
 

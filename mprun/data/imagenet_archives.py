@@ -23,6 +23,7 @@ WHERE_FILES_GO = (
 )
 GROUND_TRUTH, META = "data/ILSVRC2012_validation_ground_truth.txt", "data/meta.mat"
 MAX_DEVKIT_BYTES = 16 * 2**20
+CLASSES = 1000
 _CLASS_TAR = re.compile(r"n\d{8}\.tar")
 
 
@@ -54,6 +55,10 @@ def find_archived_images(root: str) -> tuple[ImageSplit, ImageSplit]:
     classes = tuple(
         blob[ends[first - 1] if first else 0 :].partition(b".tar/")[0].decode() for first in firsts
     )
+    if len(classes) != CLASSES:
+        raise DamagedData(
+            f"{printable(train_path)}: {len(classes)} classes, ImageNet has {CLASSES}"
+        )
     train = ImageSplit(train_path, blob, ends, sizes, labels, classes, starts)
 
     names, ends, starts, sizes = index[5:]

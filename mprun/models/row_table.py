@@ -4,7 +4,8 @@ For embedding and softmax of huge vocabularies: with 800,000 words a dense gradi
 has 3.2 GB of zeros, and a dense update rewrites every row of table and optimizer state.
 """
 
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -55,7 +56,7 @@ class RowTable(nn.Module):
         self.gradient_factor = gradient_factor
         self.row_dtype: torch.dtype | None = None
         self.gathered: Gathered | None = None
-        self._gradient_hooks: dict[int, object] = {}
+        self._gradient_hooks: OrderedDict[int, Callable[[Tensor], None]] = OrderedDict()
 
     def tensors(self) -> dict[str, Tensor]:
         """ "weight" [rows, width] and, with a bias, "bias" [rows]."""
@@ -117,7 +118,7 @@ class RowTable(nn.Module):
         """Use the tables of `other` instead of own ones, with rows in FP32."""
         self.weight, self.bias, self.row_dtype = other.weight, other.bias, torch.float32
 
-    def register_gradient_hook(self, hook) -> RemovableHandle:
+    def register_gradient_hook(self, hook: Callable[[Tensor], None]) -> RemovableHandle:
         """Call `hook` with the gradient of the gathered weight rows in each backward pass."""
         handle = RemovableHandle(self._gradient_hooks)
         self._gradient_hooks[handle.id] = hook

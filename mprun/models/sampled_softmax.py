@@ -9,9 +9,9 @@ from torch.nn import functional as F
 from mprun.models.row_table import RowTable
 
 BLOCK = 8192  # words at a time in evaluation
-# For the logits of accidental hits. Finite, so that nothing that looks for infinities finds one;
-# its exponential is 0.
-_NEVER = -1e30
+# Accidental hits lie this far below the target's own logit: exp(-10000) is 0. Not at minus infinity,
+# so that whoever looks for overflows finds none.
+_BELOW = 1e4
 # So late that every word has arrived: -expm1(-P t) is 1 for every P above 1e-10.
 _AFTER_ALL = 1e12
 
@@ -31,8 +31,8 @@ class LogUniformSampler:
     before the `count`-th of them, and that is at t when k was taken. So the sum over the
     candidates of f(k) / (1 - exp(-P(k) t)) is an unbiased estimate of the sum of f over the
     vocabulary (Cohen and Kaplan, "Summarizing data using bottom-k sketches", PODC 2007; Kool et
-    al., arXiv 1903.06059, section 4.2). With the last arrival for T, TensorFlow's is slightly
-    biased; both forms agree for small P(k) and large T.
+    al., arXiv 1903.06059, section 4.2); with the tries up to the last arrival it is an
+    approximation. Both agree for small P(k) and large T.
 
     Time and memory grow with the vocabulary: 3.2 MB and one partial sort of 793,472 numbers a draw.
     """
@@ -114,8 +114,9 @@ class SampledSoftmax(nn.Module):
         others = torch.addmm(
             biases - self.sampler.log_inclusion(candidates, t), hidden, of_candidates.t()
         )
-        others = others.masked_fill(candidates == targets[:, None], _NEVER)
-        logits = torch.cat([own[:, None], others], 1)
+        own = own[:, None]
+        others = torch.where(candidates == targets[:, None], own.detach() - _BELOW, others)
+        logits = torch.cat([own, others], 1)
         return F.cross_entropy(logits, torch.zeros_like(targets), reduction="none")
 
 

@@ -14,6 +14,14 @@ import torch
 
 from mprun.build import Built
 from mprun.config.compose import Composed, compose_config, config_from_record
+from mprun.config.factories import (
+    NOTHING,
+    Vouched,
+    check_vouched,
+    is_factory,
+    recorded_factories,
+    vouched,
+)
 from mprun.config.schema import MAX_STEPS, RunConfig
 from mprun.errors import DIVERGED, DONE, BadInput
 from mprun.numerics.advice import advise
@@ -37,7 +45,8 @@ from mprun.run import attempt, prepare, resolve_device
 
 _USAGE = """\
 mprun advise [key=value ...] : what does FP16 need to train this configuration?
-mprun advise RUN             : the same from the probes of a run (numerics=on)
+mprun advise RUN             : the same from the probes of a run (numerics=on); data.factory=...
+                               and model.factory=... again, where the run has code of your own
 
 Trains the first steps in FP32 with probes, in a run directory of its own (advise-...), and prints
 whether master weights matter, whether loss scaling matters and which scales suit, which modules
@@ -77,6 +86,7 @@ def main(arguments: list[str]) -> int:
         print(_USAGE, end="")
         return DONE
     options = parse(arguments)
+    given = vouched(options.overrides, options.config_dir)
     if options.run is None:
         base = _own(options.overrides)
         directory, code = _measure(options, base)
@@ -88,9 +98,9 @@ def main(arguments: list[str]) -> int:
     else:
         directory = Path(options.run)
         base = _own(_read(directory)[0].get("overrides", []))
-    advice = advise_run(directory, share=options.share)
+    advice = advise_run(directory, share=options.share, given=given)
     if options.check:
-        advice = replace(advice, check=_check(options, advice, base, directory))
+        advice = replace(advice, check=_check(options, given, advice, base, directory))
     if options.json:
         print(json.dumps(advice.as_dict(), indent=1, allow_nan=False))
         return DONE
@@ -99,16 +109,17 @@ def main(arguments: list[str]) -> int:
     return DONE
 
 
-def advise_run(directory: Path, *, share: float = SHARE) -> Advice:
+def advise_run(directory: Path, *, share: float = SHARE, given: Vouched = NOTHING) -> Advice:
     """Advice from the probes of the run in `directory`; share: accepted underflow share.
 
+    given: the names of the user's own code that may be imported; the run's must be among them.
     Raises BadInput for a directory that holds no run or no probe, Damaged for a broken file.
     """
     record, plain = _read(directory)
     probes = read_probes(directory)
     if not probes:
         raise BadInput(f"advise {directory}: no probes there; train it with numerics=on")
-    built, config = _rebuilt(plain)
+    built, config = _rebuilt(plain, given)
     try:
         advice = advise(
             probes,
@@ -159,8 +170,9 @@ def parse(arguments: list[str]) -> Options:
             raise BadInput(f"advise {argument}: a second run directory, takes one")
         else:
             options.run = argument
-    if options.run is not None and options.overrides:
-        raise BadInput(f"advise {options.run} {options.overrides[0]}: a run has its configuration")
+    others = [override for override in options.overrides if not is_factory(override)]
+    if options.run is not None and others:
+        raise BadInput(f"advise {options.run} {others[0]}: a run has its configuration")
     if options.run is not None and options.every is not None:
         raise BadInput(f"--every {options.every}: the probes of {options.run} are what they are")
     if options.run is not None and options.steps is not None and not options.check:
@@ -235,11 +247,16 @@ def _claimed(config: RunConfig, plain: dict, composed: Composed) -> Path:
     return claim(Path(config.output_root) / folder, f"advise-{name}")
 
 
-def _check(options: Options, advice: Advice, base: list[str], directory: Path) -> dict:
+def _check(
+    options: Options, given: Vouched, advice: Advice, base: list[str], directory: Path
+) -> dict:
     from mprun.numerics.advise_check import check
 
-    given = {"seed", "train.steps", "train.epochs", "output_root", "name"}
-    common = [override for override in base if _key(override) not in given]
+    # Of a run these are the overrides of its record, which may name code like its configuration.
+    named = recorded_factories(compose_config(base, options.config_dir).as_dict())
+    check_vouched(named, given)
+    own = {"seed", "train.steps", "train.epochs", "output_root", "name"}
+    common = [override for override in base if _key(override) not in own]
     if options.run is None:
         steps = read_json(directory / "run.json")["steps"]
     else:
@@ -264,9 +281,9 @@ def _read(directory: Path) -> tuple[dict, dict]:
     return read_json(directory / "run.json"), read_config(directory)
 
 
-def _rebuilt(plain: dict) -> tuple[Built, RunConfig]:
+def _rebuilt(plain: dict, given: Vouched) -> tuple[Built, RunConfig]:
     """The run's model, in FP32 and on a CPU, for its sizes and learning rates."""
-    config = config_from_record(plain | {"device": "cpu", "numerics": {}} | _fp32())
+    config = config_from_record(plain | {"device": "cpu", "numerics": {}} | _fp32(), given)
     return prepare(config, torch.device("cpu"), config.threads), config
 
 

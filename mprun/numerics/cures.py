@@ -240,7 +240,9 @@ def _modules(config: dict, finding: Finding) -> list[str]:
     module = finding.module
     if not module:
         return []
-    if config["model"]["name"] == "dcgan":  # overrides name modules inside generator, discriminator
+    model = config["model"]
+    if model["name"] == "dcgan" or model.get("task") == "gan":
+        # Overrides name modules inside generator and discriminator.
         module = module.partition(".")[2]
     around = module.rpartition(".")[0]
     return [name for name in (module, around) if name]

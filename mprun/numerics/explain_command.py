@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from mprun.config.compose import compose_config, config_from_record
+from mprun.config.factories import NOTHING, Vouched, is_factory, vouched
 from mprun.errors import DONE, BadInput, Damaged
 from mprun.numerics import cures
 from mprun.numerics.culprit import Finding, find_culprit
@@ -20,7 +21,8 @@ from mprun.record.run_directory import read_config, read_json
 from mprun.run import prepare, resolve_device
 
 _USAGE = """\
-mprun explain RUN : why did this run diverge, and what is the smallest change that cures it?
+mprun explain RUN [data.factory=... model.factory=...]
+  why did this run diverge, and what is the smallest change that cures it?
 
 RUN is the directory of a run that ended as diverged. The step that went wrong is trained again from
 the state that the run kept (numerics/failure; without it from its newest checkpoint or its start),
@@ -29,8 +31,10 @@ finite and whose output was not, the largest values on the way there, and what b
 that was tried on the same step and five more. The run itself is not changed.
 
 Options
-  --json       everything as JSON
-  --no-cures   only look for the cause
+  --json             everything as JSON
+  --no-cures         only look for the cause
+  --config-dir DIR   options of your own that name the run's data.factory, model.factory
+Your own code (data=custom, model=custom) runs only where you name it as the run did.
 
 Exit codes: 0 explained, or not found and said so; 2 bad input (the run did not diverge);
 4 damaged record.
@@ -46,14 +50,21 @@ def main(arguments: list[str]) -> int:
     if "--help" in arguments or "-h" in arguments:
         print(_USAGE, end="")
         return DONE
+    rest, config_dir = _without_config_dir(arguments)
     known = {"--json", "--no-cures"}
-    for argument in arguments:
+    for argument in rest:
         if argument.startswith("-") and argument not in known:
-            raise BadInput(f"explain {argument}: unknown option (allowed: --json, --no-cures)")
-    paths = [argument for argument in arguments if not argument.startswith("-")]
+            allowed = "--json, --no-cures, --config-dir"
+            raise BadInput(f"explain {argument}: unknown option (allowed: {allowed})")
+    factories = [argument for argument in rest if is_factory(argument)]
+    paths = [a for a in rest if not a.startswith("-") and a not in factories]
     if len(paths) != 1:
         raise BadInput(f"explain: {len(paths)} run directories given, needs one")
-    explanation = explain(Path(paths[0]), with_cures="--no-cures" not in arguments)
+    explanation = explain(
+        Path(paths[0]),
+        with_cures="--no-cures" not in arguments,
+        given=vouched(factories, config_dir),
+    )
     if "--json" in arguments:
         print(json.dumps(as_dict(explanation), indent=1, allow_nan=False))
     else:
@@ -61,8 +72,25 @@ def main(arguments: list[str]) -> int:
     return DONE
 
 
-def explain(directory: Path, *, with_cures: bool = True) -> Explanation:
-    """Explain the run in `directory`; BadInput if it neither diverged nor failed."""
+def _without_config_dir(arguments: list[str]) -> tuple[list[str], str | None]:
+    rest, config_dir = [], None
+    remaining = iter(arguments)
+    for argument in remaining:
+        flag, given, value = argument.partition("=")
+        if flag != "--config-dir":
+            rest.append(argument)
+            continue
+        config_dir = value if given else next(remaining, "")
+        if not config_dir:
+            raise BadInput("--config-dir: needs a folder")
+    return rest, config_dir
+
+
+def explain(directory: Path, *, with_cures: bool = True, given: Vouched = NOTHING) -> Explanation:
+    """Explain the run in `directory`; BadInput if it neither diverged nor failed.
+
+    given: the names of the user's own code that may be imported; the run's must be among them.
+    """
     if not (directory / "run.json").is_file():
         raise BadInput(f"explain {directory}: no run.json there; give a run directory")
     record = read_json(directory / "run.json")
@@ -76,7 +104,7 @@ def explain(directory: Path, *, with_cures: bool = True) -> Explanation:
     device, note = _device(record)
 
     def build(config: dict):
-        return prepare(config_from_record(config), device, threads)
+        return prepare(config_from_record(config, given), device, threads)
 
     kept = kept_state(directory, record, plain, build)
     post_mortem = read_post_mortem(directory)

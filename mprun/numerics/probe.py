@@ -33,7 +33,8 @@ class Probe:
 
     chosen: the modules to measure, from `chosen_modules`. Of tensors of more than 2^18 values a
     part is counted (`sampling_stride`). Costs about two training steps of time and a copy of the
-    weights that are counted.
+    weights that are counted. Of row tables (mprun.precision.row_updates) the gradients of the rows
+    that the step uses are counted, not the weights and their updates.
     """
 
     def __init__(self, task, chosen: Chosen):
@@ -59,6 +60,10 @@ class Probe:
                 if module_name is not None:
                     hook = partial(self._on_gradient, (name, "weight_gradients", module_name))
                     self._handles.append(parameter.register_hook(hook))
+            for table_name, module in optimizer.tables.items():
+                if table_name in self.chosen[name]:
+                    hook = partial(self._on_gradient, (name, "weight_gradients", table_name))
+                    self._handles.append(module.register_gradient_hook(hook))
         return self
 
     def __exit__(self, kind, error, traceback) -> None:

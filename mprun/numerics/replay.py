@@ -134,8 +134,10 @@ def buffers(task) -> dict[str, Tensor]:
 
 def carried(task) -> dict[str, Tensor]:
     """The state that a language model carries from batch to batch."""
-    hidden = task.state_dict().get("hidden")
-    return {} if hidden is None else {"LSTM state h": hidden[0], "LSTM state c": hidden[1]}
+    hidden = task.state_dict().get("hidden") or ()
+    names = "hc" if len(hidden) == 2 else range(len(hidden))
+    kind = "LSTM" if len(hidden) == 2 else "carried"
+    return {f"{kind} state {name}": part for name, part in zip(names, hidden, strict=True)}
 
 
 def optimizer_state(task) -> dict[str, Tensor]:

@@ -116,10 +116,10 @@ class MixedPrecisionOptimizer:
         self._masters = [master for own, master in pairs if own is not master]
         self.inner = make_optimizer(list(zip(self.names, self.updated, strict=True)))
         initialise_state(self.inner)
-        self._tables = row_tables(cast.module)
+        self.tables = row_tables(cast.module)
         self.rows = [
             RowUpdate(f"{name}.{key}", table, key, self.inner)
-            for name, table in self._tables.items()
+            for name, table in self.tables.items()
             for key in table.tensors()
         ]
         clipped = matching_parameters(cast.module, clip_modules, "train.clip_modules")
@@ -175,7 +175,7 @@ class MixedPrecisionOptimizer:
                 updated.grad = None
         if self.skips:
             self._found_inf.zero_()
-        for table in self._tables.values():
+        for table in self.tables.values():
             table.gathered = None
         for guard in self.guards:
             guard.save()

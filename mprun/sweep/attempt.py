@@ -62,7 +62,8 @@ class Attempt:
             keep_log(self.cell)
             self.attempts_before = record_of(self.cell.directory).get("attempts", 0)
             # Not an override that Hydra parses: taken as it is.
-            arguments = [f"resume={self.cell.directory}"]
+            # A record vouches for no code: the sweep's own command line does.
+            arguments = [f"resume={self.cell.directory}", *self.cell.factories]
         else:
             try:
                 put_aside(self.cell)

@@ -24,6 +24,7 @@ class Cell:
     mode: str
     scaler: str
     seed: int
+    factories: tuple[str, ...] = ()  # the user's own code that the sweep names, as overrides
 
     @property
     def log(self) -> Path:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from mprun.config.compose import compose_config, hydra_session
 from mprun.config.diagnose import group_options
+from mprun.config.factories import as_overrides
 from mprun.config.overrides import parse_overrides, split_launcher, sweep_values
 from mprun.errors import BadInput
 from mprun.record.run_directory import config_hash, run_name
@@ -63,6 +64,7 @@ def plan(overrides: list[str], config_dir: str | None) -> Plan:
                 mode=str(one.choices["precision"]),
                 scaler=one.config.scaler.name,
                 seed=one.config.seed,
+                factories=as_overrides(plain),
             )
         )
     directories = {cell.directory for cell in cells}

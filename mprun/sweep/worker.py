@@ -36,7 +36,8 @@ def run_job(folder: Path, number: int) -> None:
     os.chdir(jobs["working_folder"])
     _show_devices(jobs["visible_devices"])
     fields = jobs["cells"][number]
-    exact = {"overrides": tuple(fields["overrides"]), "directory": Path(fields["directory"])}
+    exact = {key: tuple(fields[key]) for key in ("overrides", "factories")}
+    exact["directory"] = Path(fields["directory"])
     cell = Cell(**fields | exact)
     result = folder / f"job-{number}.json"
     if _unwanted(folder, jobs):

@@ -5,13 +5,16 @@ import os
 import pickle
 import re
 import shutil
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
 from torchvision.datasets import ImageFolder
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
-from mprun.data import image_files, image_listing
+from mprun.data import image_listing
 from mprun.data.errors import DamagedData
 from mprun.data.image_files import find_images
 
@@ -34,6 +37,26 @@ def refused(message, root, **options):
         find(root, **options)
     assert "\n" not in str(caught.value)
     return str(caught.value)
+
+
+@pytest.fixture
+def readable_by_others():
+    """A folder outside of pytest's, which only its owner may enter."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        yield Path(folder)
+
+
+@contextmanager
+def as_ordinary_user():
+    """Without root's right to read everything."""
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
 
 
 def test_extensions_are_those_of_torchvision():
@@ -174,15 +197,13 @@ def test_the_hash_does_not_depend_on_the_share_held_out(tmp_path):
     assert find(tmp_path, eval_share=0.3).sha256 == find(tmp_path, eval_share=0.6).sha256
 
 
-def test_large_data_are_hashed_by_names_and_sizes(tmp_path, monkeypatch):
-    monkeypatch.setattr(image_files, "CONTENT_HASH_BYTES", 100)
+def test_large_data_are_hashed_by_names_and_sizes(tmp_path):
     root = split_folders(tmp_path, {"a": 1})
-    digest = hashlib.sha256(b"1:a")
-    for name in ("train/a/0000.jpg", "val/a/0000.jpg"):
-        digest.update(b"16:" if name.startswith("t") else b"14:")
-        digest.update(b"%s%d\n" % (name.encode(), (root / name).stat().st_size))
+    for folder, size in (("train", 2**27), ("val", 2**27 + 1)):
+        os.truncate(root / folder / "a/0000.jpg", size)  # sparse: takes no room
     found = find(root)
-    assert (found.sha256, found.sha256_of) == (digest.hexdigest(), "names and sizes")
+    expected = hashlib.sha256(b"1:a16:train/a/0000.jpg134217728\n14:val/a/0000.jpg134217729\n")
+    assert (found.sha256, found.sha256_of) == (expected.hexdigest(), "names and sizes")
 
 
 def test_links_are_followed_and_loops_end(tmp_path):
@@ -232,7 +253,7 @@ def test_images_without_class_folders(tmp_path):
 
 def test_nothing_at_all(tmp_path):
     refused(f"{tmp_path}: no class folders and no images in it", tmp_path)
-    refused(f"{tmp_path}/: no images in it", tmp_path, layout="flat")
+    refused(f"{tmp_path}: no images in it", tmp_path, layout="flat")
     refused(f"{tmp_path}/gone: cannot be listed: No such file", tmp_path / "gone")
 
 
@@ -307,15 +328,20 @@ def test_a_file_too_large_to_be_an_image(tmp_path):
     refused(f"{tmp_path}/train/a/0000.jpg: larger than 256 MiB", tmp_path)
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root reads every file")
-def test_an_unreadable_file_and_folder(tmp_path):
-    split_folders(tmp_path, {"a": 1})
-    os.chmod(tmp_path / "train/a/0000.jpg", 0)
-    refused(f"{tmp_path}/train/a/0000.jpg: cannot be read: Permission denied", tmp_path)
-    assert len(find(tmp_path, on_corrupt="skip").train) == 1
-    os.chmod(tmp_path / "train/a", 0)
-    refused(f"{tmp_path}/train/a: cannot be listed: Permission denied", tmp_path)
-    os.chmod(tmp_path / "train/a", 0o700)
+def test_an_unreadable_file_and_folder(readable_by_others):
+    root = split_folders(readable_by_others, {"a": 1})
+    file = root / "train/a/0000.jpg"
+    file.chmod(0)
+    with as_ordinary_user():
+        refused(f"{file}: cannot be read: Permission denied", root)
+        kept = find(root, on_corrupt="skip").train
+        assert len(kept) == 1
+        with pytest.raises(DamagedData, match="0000.jpg: cannot be read: Permission denied"):
+            kept.read(0)
+    file.parent.chmod(0)
+    with as_ordinary_user():
+        refused(f"{file.parent}: cannot be listed: Permission denied", root)
+    file.parent.chmod(0o755)
 
 
 def test_a_file_that_cannot_be_read(tmp_path):
@@ -352,7 +378,10 @@ def test_imagenet_needs_a_thousand_classes(tmp_path):
     message = refused(f"{tmp_path}: no ImageNet here; put train/ and val/", tmp_path, imagenet=True)
     for archive in ("img_train.tar", "img_val.tar", "devkit_t12.tar.gz"):
         assert f"ILSVRC2012_{archive}" in message
-    split_folders(tmp_path, {f"n{i:08d}": 1 for i in range(999)})
+    content = encoded(1)
+    for folder in ("train", "val"):
+        for i in range(999):
+            write(tmp_path / folder / f"n{i:08d}" / "1.JPEG", content)
     refused(f"{tmp_path}/train: 999 classes, ImageNet has 1000", tmp_path, imagenet=True)
     for folder in ("train", "val"):
         class_folders(tmp_path / folder, {"n99999999": 1})

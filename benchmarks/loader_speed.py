@@ -1,0 +1,222 @@
+"""Images per second from JPEG files to a float batch: mprun's loader and torchvision's recipe.
+
+    python benchmarks/loader_speed.py --images DIR [--workers 1,2] [--windows 9] [--json FILE]
+
+Makes ImageNet-sized files first: 500x400 JPEGs of quality 90, each a mosaic of 20 x 16 different
+images found below DIR (by name; CIFAR-10's 32x32 are what it was made for), resampled to 500x400
+with a bicubic filter. One small image enlarged would be smooth and easy to decode (20 KB); a mosaic
+comes near the 110 KB that ImageNet's files have on average. The mean size is printed. The files lie
+in the page cache: decoding is measured, not the disk.
+
+Both sides deliver float32 [batch, 3, 224, 224] on the CPU, random resized crop and mirror, ImageNet's
+normalisation, batches of 64, the same number of workers, one torch thread in each process:
+
+    mprun        ImageFolder(...).train_batch(i): bytes from the workers, normalised by the caller
+    torchvision  datasets.ImageFolder, RandomResizedCrop, RandomHorizontalFlip, ToTensor, Normalize,
+                 DataLoader(shuffle, persistent_workers), as in PyTorch's ImageNet example
+
+Windows of the two alternate. Before each the other's workers are given time to fill their queues
+and fall idle, and what this one's had ready is drawn off. The ratio is the median over pairs of
+neighbouring windows; beside it the lowest and the highest. Targets: at least 1.0, aim 1.5.
+
+Beside the speed the CPU time of all processes of a side, which other work on the machine disturbs
+less: with as many workers as cores it is what the speed comes from.
+"""
+
+import argparse
+import io
+import itertools
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing import active_children
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import DataLoader, RandomSampler
+from torchvision import datasets, transforms
+
+from mprun.data.image_folder import ImageFolder
+from mprun.markdown_table import markdown_table
+
+BATCH, SIZE, PREFETCH = 64, 224, 2
+WIDTH, HEIGHT, QUALITY, COLUMNS, ROWS = 500, 400, 90, 20, 16
+SETTLE_S = 1.0  # longer than the workers need to fill their queues
+MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
+
+
+def make_files(images: Path, folder: Path, count: int) -> float:
+    """`count` training files in two classes, and a few to hold out; the mean size in KB."""
+    sources = sorted(path for path in images.rglob("*") if path.suffix in (".jpg", ".png"))
+    choose, sizes = np.random.default_rng(0), []
+    for number in range(count + 4):
+        split = "train" if number < count else "val"
+        mosaic = Image.new("RGB", (32 * COLUMNS, 32 * ROWS))
+        tiles = choose.choice(len(sources), COLUMNS * ROWS, replace=False)
+        for place, tile in enumerate(tiles):
+            with Image.open(sources[tile]) as image:
+                small = image.convert("RGB").resize((32, 32))
+            mosaic.paste(small, (32 * (place % COLUMNS), 32 * (place // COLUMNS)))
+        path = folder / split / f"class{number % 2}" / f"{number:05}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        content = io.BytesIO()
+        large = mosaic.resize((WIDTH, HEIGHT), Image.Resampling.BICUBIC)
+        large.save(content, "JPEG", quality=QUALITY)
+        path.write_bytes(content.getvalue())
+        sizes.append(len(content.getvalue()))
+    return statistics.mean(sizes) / 1000
+
+
+def ours(folder: Path, workers: int) -> tuple[Iterator[Tensor], Callable]:
+    """Batches without end, and what ends the processes."""
+    source = ImageFolder(
+        str(folder), batch_size=BATCH, seed=0, device="cpu", workers=workers, prefetch=PREFETCH
+    )
+    return (source.train_batch(index)[0] for index in itertools.count()), source.close
+
+
+def torchvisions(folder: Path, workers: int) -> tuple[Iterator[Tensor], Callable]:
+    """The same of the plain recipe."""
+    transform = transforms.Compose(
+        [
+            transforms.RandomResizedCrop(SIZE),
+            transforms.RandomHorizontalFlip(),
+            transforms.ToTensor(),
+            transforms.Normalize(MEAN, STD),
+        ]
+    )
+    data = datasets.ImageFolder(str(folder / "train"), transform)
+    loader = DataLoader(
+        data,
+        BATCH,
+        # One epoch as long as ImageNet's: a small one would measure its ends.
+        sampler=RandomSampler(data, num_samples=1_280_000),
+        num_workers=workers,
+        persistent_workers=True,
+        prefetch_factor=PREFETCH,
+    )
+    batches = iter(loader)
+    return (images for images, _ in batches), batches._shutdown_workers
+
+
+def window(
+    batches: Iterator[Tensor], processes: list[int], count: int
+) -> tuple[float, float]:
+    """Images per second and CPU ms per image over `count` batches, none of them ready before."""
+    time.sleep(SETTLE_S)
+    for _ in range(len(processes) * PREFETCH + 1):
+        check(next(batches))
+    started, used = time.perf_counter(), cpu_seconds(processes)
+    for _ in range(count):
+        next(batches)
+    images = count * BATCH
+    used = cpu_seconds(processes) - used
+    return images / (time.perf_counter() - started), 1000 * used / images
+
+
+def cpu_seconds(processes: list[int]) -> float:
+    """Of this process and of `processes`, user and system time."""
+    ticks = 0
+    for process in processes:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        ticks += int(fields[11]) + int(fields[12])
+    return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
+
+
+def check(images: Tensor) -> None:
+    assert images.shape == (BATCH, 3, SIZE, SIZE) and images.dtype == torch.float32
+    assert images.is_contiguous() and abs(float(images.mean())) < 1
+
+
+def measure(folder: Path, workers: int, windows: int, count: int) -> dict:
+    """Speed and cost of both, window by window, and the ratios of their speeds and costs."""
+    sides, before = {}, set()
+    for name, start in (("mprun", ours), ("torchvision", torchvisions)):
+        batches, close = start(folder, workers)
+        next(batches)
+        children = {child.pid for child in active_children()}
+        sides[name] = batches, close, list(children - before)
+        before = children
+    measured = {name: [] for name in sides}
+    for _ in range(windows):
+        for name, (batches, _, processes) in sides.items():
+            assert len(processes) == workers
+            measured[name].append(window(batches, processes, count))
+    for _, close, _ in sides.values():
+        close()
+    pairs = list(zip(measured["mprun"], measured["torchvision"], strict=True))
+    return {
+        "workers": workers,
+        "images_per_s": {name: [speed for speed, _ in values] for name, values in measured.items()},
+        "cpu_ms": {name: [cost for _, cost in values] for name, values in measured.items()},
+        "ratios": [a[0] / b[0] for a, b in pairs],
+        "cpu_ratios": [b[1] / a[1] for a, b in pairs],
+    }
+
+
+def spread(values: list[float], digits: int) -> str:
+    """Median (lowest-highest)."""
+    low, high = min(values), max(values)
+    return f"{statistics.median(values):.{digits}f} ({low:.{digits}f}-{high:.{digits}f})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--images", type=Path, required=True)
+    parser.add_argument("--count", type=int, default=512, help="files to make")
+    parser.add_argument("--workers", default="1,2")
+    parser.add_argument("--windows", type=int, default=9)
+    parser.add_argument("--batches", type=int, default=12, help="of a window")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        kilobytes = make_files(arguments.images, Path(folder), arguments.count)
+        results = [
+            measure(Path(folder), int(workers), arguments.windows, arguments.batches)
+            for workers in arguments.workers.split(",")
+        ]
+    cores = len(os.sched_getaffinity(0))
+    print(
+        f"{arguments.count} JPEGs of {WIDTH}x{HEIGHT}, quality {QUALITY}, mean {kilobytes:.0f} KB: "
+        f"mosaics of {COLUMNS}x{ROWS} images resampled, none of them a photograph of this size. "
+        f"{cores} cores; {arguments.windows} windows of {arguments.batches} batches of {BATCH}; "
+        "median (lowest-highest); ratio: how many times better."
+    )
+    header = ["workers", "", "mprun", "torchvision recipe", "ratio"]
+    rows = []
+    for result in results:
+        speeds = [spread(values, 0) for values in result["images_per_s"].values()]
+        costs = [spread(values, 2) for values in result["cpu_ms"].values()]
+        workers = str(result["workers"])
+        rows.append([workers, "images/s", *speeds, spread(result["ratios"], 2)])
+        rows.append([workers, "CPU ms/image", *costs, spread(result["cpu_ratios"], 2)])
+    print(markdown_table(header, rows))
+    record = {
+        "files": {
+            "count": arguments.count,
+            "width": WIDTH,
+            "height": HEIGHT,
+            "quality": QUALITY,
+            "mean_kilobytes": round(kilobytes, 1),
+            "made_of": f"mosaics of {COLUMNS}x{ROWS} images, resampled",
+        },
+        "cores": cores,
+        "torch": torch.__version__,
+        "pillow": Image.__version__,
+        "results": results,
+    }
+    if arguments.json:
+        arguments.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    else:
+        print(json.dumps(record))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,245 @@
+"""Text folders end to end: counts by hand and of WikiText-2, the cache, bad files."""
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from mprun.cli import main
+from mprun.data import DataError
+from mprun.data.errors import DamagedData
+from mprun.data.text import Text
+from mprun.data.token_streams import TokenStreams
+
+# b 5, <eos> 4, c 4, a 3, d 3, e 1
+TRAIN = "b c a b\n\nd b a d b d c\r\nc e a c b\n"
+VALID = "a x b\nE <unk> e\n" * 4
+
+
+@pytest.fixture
+def folder(tmp_path):
+    root = tmp_path / "text"
+    root.mkdir()
+    (root / "train.txt").write_text(TRAIN, newline="")
+    (root / "valid.txt").write_text(VALID)
+    return root
+
+
+def source(root, **options):
+    sizes = {"sequence_length": 4, "batch_size": 2, "seed": 0, "device": "cpu"}
+    return Text(root, **{**sizes, "cache": root.parent / "cache", **options})
+
+
+def held_out(text) -> list[int]:
+    """The held-out tokens as the streams deliver them, without the last target."""
+    return torch.cat([tokens for tokens, _ in text.eval_batches()]).t().flatten().tolist()
+
+
+def test_by_hand(folder):
+    text = source(folder, rotate=False)
+    assert text.vocabulary == ("<unk>", "<eos>", "b", "c", "a", "d", "e")
+    assert text.vocab_size == 8
+    wanted = [2, 3, 4, 2, 1, 1, 5, 2, 4, 5, 2, 5, 3, 1, 3, 6, 4, 3, 2, 1]
+    assert text.batches_per_epoch == 2  # 20 tokens in 2 streams of 10
+    for batch, (first, second) in enumerate([(0, 10), (4, 14)]):
+        tokens, targets = text.train_batch(batch)
+        assert tokens.t().tolist() == [wanted[first : first + 4], wanted[second : second + 4]]
+        assert targets.t().tolist() == [
+            wanted[first + 1 : first + 5],
+            wanted[second + 1 : second + 5],
+        ]
+    # 32 tokens, 31 targets: 15 are left out, then 16 streams of 1 from token 15 to 30.
+    assert held_out(text) == ([4, 0, 2, 1, 0, 0, 6, 1] * 4)[15:31]
+    assert text.decode(wanted) == TRAIN.replace("\r\n", "\n")
+    assert text.description == {
+        "name": "text",
+        "files": "train.txt, valid.txt",
+        "train_samples": 20,
+        "eval_samples": 32,
+        "eval_split": "valid",
+        "eval_streams": 16,
+        "sequence_length": 4,
+        "vocab_entries": 7,
+        "vocab_size": 8,
+        "rotate": False,
+    }
+    hashes = [
+        hashlib.sha256((folder / name).read_bytes()).hexdigest()
+        for name in ("train.txt", "valid.txt")
+    ]
+    assert text.sha256 == hashlib.sha256("".join(hashes).encode()).hexdigest()
+
+
+def test_limit_and_case(folder):
+    assert source(folder, vocab_limit=4).vocabulary == ("<unk>", "<eos>", "b", "c")
+    assert source(folder, vocab_limit=4, vocab_multiple=1).vocab_size == 4
+    assert held_out(source(folder, vocab_limit=4)) == ([0, 0, 2, 1, 0, 0, 0, 1] * 4)[15:31]
+    assert held_out(source(folder, lower=True)) == ([4, 0, 2, 1, 6, 0, 6, 1] * 4)[15:31]
+    (folder / "train.txt").write_text("B b <UNK>\n" * 5)
+    assert source(folder).vocabulary == ("<unk>", "<eos>", "<UNK>", "B", "b")
+    assert source(folder, lower=True).vocabulary == ("<unk>", "<eos>", "b")
+
+
+def test_the_same_batches_as_from_memory(folder):
+    words = [w for line in TRAIN.split("\n")[:-1] for w in [*line.split(), "<eos>"]]
+    text = source(folder, seed=5, sequence_length=3)
+    ids = torch.tensor([text.vocabulary.index(word) for word in words])
+    memory = TokenStreams(ids, ids, 2, 3, 5, "cpu")
+    for index in (0, 1, 2, 3, 30, 5):
+        for ours, theirs in zip(text.train_batch(index), memory.train_batch(index), strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def cached(folder) -> dict[str, int]:
+    return {path.name: path.stat().st_mtime_ns for path in (folder.parent / "cache").iterdir()}
+
+
+def test_encoded_once_by_content(folder):
+    first = source(folder)
+    wanted = first.train_batch(0)[0].clone()
+    entries = cached(folder)
+    assert len(entries) == 6  # words, training tokens, held-out tokens, a header each
+    moved = folder.rename(folder.parent / "moved")
+    os.utime(moved / "train.txt", (0, 0))
+    assert torch.equal(source(moved).train_batch(0)[0], wanted)
+    assert cached(folder) == entries
+    # The other held-out split shares words and training tokens.
+    (moved / "test.txt").write_text(VALID + "b\n")
+    assert source(moved, eval_split="test").description["eval_samples"] == 34
+    assert len(cached(folder)) == 8
+    (moved / "train.txt").write_text(TRAIN + "a\n")
+    changed = source(moved)
+    assert changed.description["train_samples"] == 22
+    assert changed.sha256 != first.sha256
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda b: b[:-4], lambda b: b[:5] + b"\7" + b[6:], lambda b: b""]
+)
+def test_a_damaged_cache_is_made_again(folder, damage, capsys):
+    wanted = source(folder)
+    for path in (folder.parent / "cache").iterdir():
+        whole = path.read_bytes()
+        path.write_bytes(damage(whole))
+        again = source(folder)
+        assert path.read_bytes() == whole
+        assert torch.equal(again.train_batch(3)[0], wanted.train_batch(3)[0])
+        assert held_out(again) == held_out(wanted)
+    assert capsys.readouterr().err.count("damaged, made again") >= 3
+
+
+def test_a_folder_that_vanishes_while_running(folder):
+    text = source(folder)
+    wanted = text.train_batch(1)[0].clone()
+    shutil.rmtree(folder)
+    shutil.rmtree(folder.parent / "cache")
+    text.train_batch(0)
+    assert torch.equal(text.train_batch(1)[0], wanted)
+    assert len(held_out(text)) == 16
+    with pytest.raises(DamagedData, match="text: No such file or directory"):
+        source(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("train.txt", b"", "train.txt: no words, 0 bytes"),
+        ("train.txt", b"\n \n", "train.txt: no words, empty lines only"),
+        ("valid.txt", b"\n", "valid.txt: no words, empty lines only"),
+        ("train.txt", b"a\nb \xe4\n", r"train.txt: not UTF-8 \(0xe4\) at byte 4, line 2"),
+        ("valid.txt", b"a\0\n", "valid.txt: a NUL byte, no text file at byte 1, line 1"),
+        ("train.txt", b"x" * 70_000, "train.txt: a word of more than 65536 bytes at byte 0"),
+        ("valid.txt", None, "no valid split"),
+        ("train.txt", None, "no train split"),
+        ("ptb.train.txt", b"a\n", "several files of the train split"),
+    ],
+)
+def test_bad_files_end_a_run_with_one_line(folder, tmp_path, capsys, name, content, message):
+    if content is None:
+        (folder / name).unlink()
+    else:
+        (folder / name).write_bytes(content)
+    cache = tmp_path / "cache"
+    with pytest.raises(DamagedData, match=message):
+        source(folder)
+    command = ["data=text", f"data.root={folder}", f"data.cache={cache}", "model=lstm_lm"]
+    assert main([*command, f"output_root={tmp_path}/runs", "device=cpu"]) == 4
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and error.startswith(f"mprun: {folder}")
+    assert not (tmp_path / "runs").exists()
+    assert not list(cache.glob(".*"))
+
+
+def test_one_huge_line_is_text_like_any_other(folder):
+    (folder / "train.txt").write_text("one line " * 200_000)
+    text = source(folder, rotate=False)
+    assert text.description["train_samples"] == 400_001
+    assert text.vocabulary == ("<unk>", "<eos>", "line", "one")
+    assert text.train_batch(49_000)[0].t().tolist() == [[3, 2, 3, 2]] * 2
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"eval_split": "train"}, ValueError, "eval_split='train' is not allowed"),
+        ({"vocab_limit": 2}, ValueError, "vocab_limit=2 is not allowed"),
+        ({"vocab_multiple": 0}, ValueError, "vocab_multiple=0"),
+        ({"batch_size": 21}, ValueError, "their product is at most 20"),
+        ({"eval_tokens": 16}, DataError, "16 held-out tokens are too few"),
+        ({"cache": __file__}, DataError, "data.cache=.*name a folder"),
+    ],
+)
+def test_refusals(folder, change, error, message):
+    with pytest.raises(error, match=message):
+        source(folder, **change)
+
+
+_READER = """
+import sys
+from mprun.data.text import Text
+
+sys.stdin.readline()
+text = Text(
+    sys.argv[1], cache=sys.argv[2], sequence_length=4, batch_size=2, seed=0, device="cpu"
+)
+print(text.sha256, sum(int(text.train_batch(i)[0].sum()) for i in range(100)))
+"""
+
+
+def test_two_runs_that_start_at_once(folder):
+    numbers = np.random.default_rng(0).integers(0, 3000, (20_000, 5)).tolist()
+    (folder / "train.txt").write_text(
+        "".join(f"w{a} w{b} w{c} {d} {e}\n" for a, b, c, d, e in numbers)
+    )
+    command = [sys.executable, "-c", _READER, str(folder), str(folder.parent / "cache")]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    readers = [subprocess.Popen(command, text=True, **pipes) for _ in range(2)]
+    ended = [reader.communicate("\n") for reader in readers]
+    assert [reader.returncode for reader in readers] == [0, 0], ended
+    assert ended[0][0] == ended[1][0] != ""
+    assert len(cached(folder)) == 6
+
+
+def test_wikitext_2(wikitext_2, tmp_path):
+    sizes = {"sequence_length": 35, "batch_size": 20, "seed": 0, "device": "cpu"}
+    text = Text(wikitext_2, cache=tmp_path, rotate=False, **sizes)
+    # Merity et al. 2016, table 1, and one <eos> a line.
+    assert text.description["train_samples"] == 2_051_910 + 36_718 == 2_088_628
+    assert text.description["eval_samples"] == 213_886 + 3_760 == 217_646
+    assert text.description["vocab_entries"] == text.vocab_size - 2 == 33_278
+    test = Text(wikitext_2, cache=tmp_path, eval_split="test", eval_tokens=10**6, **sizes)
+    assert test.description["eval_samples"] == 241_211 + 4_358 == 245_569
+
+    with open(wikitext_2 / "wiki.train.tokens", encoding="utf-8") as file:
+        words = [word for line in file for word in [*line.split(), "<eos>"]]
+    stride = len(words) // 20
+    for index in (0, 1, 1000, text.batches_per_epoch - 1):
+        tokens, _ = text.train_batch(index)
+        for stream in (0, 7, 19):
+            start = stride * stream + 35 * index
+            assert [text.vocabulary[i] for i in tokens[:, stream].tolist()] == words[start:][:35]

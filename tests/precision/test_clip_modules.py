@@ -1,0 +1,83 @@
+"""Clipping of chosen modules: their norm, their gradients, and nobody else's."""
+
+import pytest
+import torch
+from torch import nn
+
+from mprun.models import RowTable
+from mprun.precision import MixedPrecisionOptimizer, StaticLossScale, cast_model, get_policy
+
+CLIP = 0.125
+
+
+class Network(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = RowTable(6, 4)
+        nn.init.normal_(self.table.weight)
+        self.body = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, ids):
+        return self.head(self.body(self.table(ids)))
+
+
+def one_step(patterns, clip=CLIP, scale=None, mode="fp32"):
+    """Reported norm, and by name what one SGD step of rate 1 took off each (master) weight."""
+    cast = cast_model(Network(), get_policy(mode))
+    optimizer = MixedPrecisionOptimizer(
+        cast,
+        lambda named: torch.optim.SGD([t for _, t in named], 1.0, foreach=True),
+        scale,
+        clip_norm=clip,
+        clip_modules=patterns,
+    )
+    weights = dict(zip(optimizer.names, optimizer.updated, strict=True))
+    weights |= {row.name: row.tensor for row in optimizer.rows}
+    before = {name: weight.detach().clone() for name, weight in weights.items()}
+    optimizer.zero_grad()
+    optimizer.backward(3 * cast.module(torch.tensor([0, 1, 1, 5])).float().square().sum())
+    norm = optimizer.step(measure_norm=True).grad_norm
+    return norm, {name: before[name] - weight.detach() for name, weight in weights.items()}
+
+
+@pytest.mark.parametrize(
+    ("patterns", "clipped"),
+    [
+        ([], {"table", "body.0", "body.2", "head"}),
+        (["body"], {"body.0", "body.2"}),
+        (["body.*"], {"body.0", "body.2"}),
+        (["body.0", "head"], {"body.0", "head"}),
+        (["table"], {"table"}),
+    ],
+)
+def test_only_these_are_clipped(patterns, clipped):
+    _, free = one_step([], clip=None)
+    norm, steps = one_step(patterns)
+    inside = {name for name in free if name.rpartition(".")[0] in clipped}
+    assert {name.rpartition(".")[0] for name in inside} == clipped
+    expected = torch.stack([free[name].double().norm() for name in inside]).norm()
+    # The gradients are differences of weights below 4 here: 2^-23 each.
+    torch.testing.assert_close(norm.double(), expected, rtol=2.0**-18, atol=0)
+    assert norm > 2 * CLIP
+    for name in free:
+        factor = CLIP / expected.float() if name in inside else 1.0
+        torch.testing.assert_close(steps[name], free[name] * factor, rtol=2.0**-18, atol=2.0**-22)
+
+
+def test_without_clipping_the_norm_is_that_of_all():
+    norm, steps = one_step([], clip=None)
+    total = torch.stack([step.double().norm() for step in steps.values()]).norm()
+    torch.testing.assert_close(norm.double(), total, rtol=2.0**-18, atol=0)
+
+
+def test_under_a_scale_the_same():
+    plain, scaled = one_step(["body"]), one_step(["body"], scale=StaticLossScale(256.0))
+    assert torch.equal(plain[0], scaled[0])
+    assert all(torch.equal(plain[1][name], scaled[1][name]) for name in plain[1])
+
+
+def test_a_pattern_without_a_match_is_named():
+    with pytest.raises(ValueError, match="train.clip_modules: 'lstm' matches no module.*body"):
+        one_step(["body", "lstm"])

@@ -1,0 +1,329 @@
+"""The sampled model against the ordinary one, and what the rest of the house makes of it."""
+
+import json
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from mprun import checkpoint
+from mprun.cli import main
+from mprun.errors import BadInput
+from mprun.models import LSTMLanguageModel
+from mprun.numerics.operations import FirstStep
+from mprun.record.metrics import read_metrics
+
+VOCABULARY = 60
+MODEL = [
+    "model=biglstm",
+    "model.embedding_size=16",
+    "model.hidden_size=24",
+    "model.projection_size=16",
+    "model.dropout=0",
+    "data=synthetic_tokens",
+    f"data.vocab_size={VOCABULARY}",
+    "data.batch_size=4",
+    "data.sequence_length=5",
+    "data.train_tokens=400",
+    "data.eval_tokens=200",
+]
+SAMPLED = [*MODEL, "model.sampled_softmax=12"]
+MODES = [
+    "fp32",
+    "fp16_naive",
+    "fp16_master",
+    "fp16_master_scaled",
+    "amp",
+    "bf16_naive",
+    "bf16_master",
+    "amp_bf16",
+]
+HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def tables(task):
+    model = task.learner.model
+    return [model.embedding.weight, model.output.weight, model.output.bias]
+
+
+@pytest.mark.parametrize("factor", [1, 128])
+@pytest.mark.parametrize("time_reduction", ["mean", "sum"])
+def test_with_all_candidates_it_trains_as_a_plain_loop_does(build_run, time_reduction, factor):
+    """Dense tables, full softmax, torch's Adagrad, clipping of the LSTM by hand."""
+    task = build_run(
+        *MODEL,
+        "model.sampled_softmax=8192",
+        f"model.time_reduction={time_reduction}",
+        f"model.embedding_gradient_factor={factor}",
+        "train.clip_norm=0.02",
+        "train.clip_modules=[lstm]",
+    ).task
+    model = LSTMLanguageModel(VOCABULARY, 16, 24, 2, 16, 0.0, 0.04, 1.0)
+    model.load_state_dict(task.learner.model.state_dict())
+    optimizer = torch.optim.Adagrad(
+        model.parameters(), 0.2, initial_accumulator_value=1.0, eps=1e-10, foreach=True
+    )
+    hidden = None
+    for step in range(4):
+        metrics = task.train_step(step, measure=True)
+        tokens, targets = task.data.train_batch(step)
+        logits, hidden = model(tokens, hidden)
+        hidden = tuple(part.detach() for part in hidden)
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        optimizer.zero_grad()
+        (loss * (5 if time_reduction == "sum" else 1)).backward()
+        model.embedding.weight.grad *= factor
+        norm = torch.nn.utils.clip_grad_norm_(model.lstm.parameters(), 0.02)
+        optimizer.step()
+        # FP32 sums of 60 terms in another order; four steps.
+        torch.testing.assert_close(metrics["loss"], loss.detach(), rtol=2.0**-18, atol=0)
+        torch.testing.assert_close(metrics["grad_norm"], norm, rtol=2.0**-14, atol=0)
+    assert norm > 0.02 or time_reduction == "mean"
+    for (name, ours), theirs in zip(
+        task.learner.model.named_parameters(), model.parameters(), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=2.0**-18, msg=name)
+    # Logits are compared by the evaluation, too.
+    losses = []
+    hidden = None
+    with torch.no_grad():
+        for tokens, targets in task.data.eval_batches():
+            logits, hidden = model(tokens, hidden)
+            losses.append(F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum"))
+    count = sum(targets.numel() for _, targets in task.data.eval_batches())
+    assert task.evaluate()["loss"] == pytest.approx(sum(losses).item() / count, rel=1e-5)
+
+
+def test_time_reduction_of_the_ordinary_model(build_run):
+    """The gradient is five times that of the mean, the loss that is reported is the same."""
+    rows = {}
+    for reduction in ("mean", "sum"):
+        task = build_run(
+            "model=lstm_lm", *MODEL[5:], f"model.time_reduction={reduction}", "train.clip_norm=null"
+        ).task
+        rows[reduction] = task.train_step(0, measure=True)
+    assert torch.equal(rows["mean"]["loss"], rows["sum"]["loss"])
+    torch.testing.assert_close(
+        rows["sum"]["grad_norm"], 5 * rows["mean"]["grad_norm"], rtol=2.0**-20, atol=0
+    )
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode(build_run, mode):
+    built = build_run(*SAMPLED, f"precision={mode}", "optim.eps=1e-3")
+    task, optimizer = built.task, built.task.learner.optimizer
+    before = [table.clone() for table in tables(task)]
+    losses = torch.stack([task.train_step(step)["loss"] for step in range(3)])
+    assert losses.dtype == torch.float32 and losses.isfinite().all()
+    half = HALF[mode.partition("_")[0]] if mode.partition("_")[0] in HALF else torch.float32
+    naive = mode.endswith("naive")
+    for table, old in zip(tables(task), before, strict=True):
+        assert table.dtype == (half if naive else torch.float32)
+        assert not torch.equal(table, old)
+    assert {row.state["sum"].dtype for row in optimizer.rows} == {half if naive else torch.float32}
+    assert {row.row_dtype for row in optimizer.rows} == {half}
+    assert not {row.name for row in optimizer.rows} & optimizer.masters.keys()
+    expected = set()
+    if mode != "fp32":
+        expected = {"forward lstm", "backward lstm"}
+    if half is not torch.float32:
+        expected.add("backward embedding_dense_backward")
+    assert set(built.arithmetic.rerouted()) == expected
+    assert math.isfinite(task.evaluate()["loss"])
+
+
+def test_unused_rows_stay(build_run):
+    task = build_run(*SAMPLED).task
+    before = task.learner.model.embedding.weight.clone()
+    used = torch.zeros(VOCABULARY, dtype=torch.bool)
+    for step in range(2):
+        task.train_step(step)
+        used[task.data.train_batch(step)[0].flatten()] = True
+    moved = (task.learner.model.embedding.weight != before).any(1)
+    assert torch.equal(moved, used) and not used.all()
+
+
+@pytest.mark.parametrize("mode", ["fp16_master_scaled", "amp"])
+def test_a_skipped_step_changes_nothing_but_the_random_state(build_run, mode):
+    task = build_run(
+        *SAMPLED, f"precision={mode}", "optim.average_decay=0.5", "optim.average_modules=[lstm]"
+    ).task
+    task.train_step(0)
+    state = [t.clone() for t in tables(task)]
+    state += [row.state["sum"].clone() for row in task.learner.optimizer.rows]
+    state += [value.clone() for value in task.learner.optimizer.averages.values()]
+    hidden = [part.clone() for part in task.hidden]
+    handle = task.learner.model.output.register_gradient_hook(lambda g: g * float("inf"))
+    assert task.train_step(1)["found_inf"] == 1
+    handle.remove()
+    after = [*tables(task), *(row.state["sum"] for row in task.learner.optimizer.rows)]
+    after += task.learner.optimizer.averages.values()
+    assert all(torch.equal(a, b) for a, b in zip(after, state, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(task.hidden, hidden, strict=True))
+    assert task.train_step(2)["found_inf"] == 0
+    assert not torch.equal(tables(task)[0], state[0])
+
+
+@pytest.mark.parametrize("mode", ["fp32", "fp16_master", "fp16_naive", "amp"])
+def test_evaluation_reads_the_tables_where_they_are(build_run, mode):
+    task = build_run(*SAMPLED, f"precision={mode}", "optim.eps=1e-3").task
+    task.train_step(0)
+    random = torch.get_rng_state()
+    with task.learner.evaluating(task.arithmetic, False) as model:
+        assert model.embedding.weight is task.learner.model.embedding.weight
+        assert model.output.weight is task.learner.model.output.weight
+        assert model.lstm.weight_hh_l0.dtype == torch.float32
+        tokens, targets = next(iter(task.data.eval_batches()))
+        losses, _ = model(tokens, targets)
+        outputs, _ = model.lstm(F.embedding(tokens, model.embedding.weight.float()))
+        logits = outputs.double() @ model.output.weight.double().t() + model.output.bias.double()
+    assert task.learner.model.embedding.row_dtype != torch.float32 or "fp16" not in mode
+    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+    torch.testing.assert_close(losses.flatten().double(), expected, rtol=2.0**-18, atol=2.0**-18)
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+def test_evaluation_in_the_mode_rounds_the_rows(build_run):
+    own, exact = (
+        build_run(*SAMPLED, "precision=bf16_master", f"train.eval_arithmetic={how}").task
+        for how in ("mode", "fp32")
+    )
+    assert own.evaluate() != exact.evaluate()
+    assert own.evaluate()["loss"] == pytest.approx(exact.evaluate()["loss"], rel=1e-2)
+    assert own.learner.model.training
+
+
+def test_memory_and_operations_of_the_first_step(build_run):
+    built = build_run(
+        *SAMPLED,
+        "precision=fp16_master_scaled",
+        "optim.average_decay=0.9",
+        "optim.average_modules=[lstm]",
+    )
+    with FirstStep(built.task, built.policy, {}) as first:
+        built.task.train_step(0)
+    memory = first.memory()
+    table = VOCABULARY * (16 + 16 + 1)
+    lstm = sum(p.numel() for p in built.task.learner.model.lstm.parameters())
+    # 20 tokens of the embedding; 20 targets and 12 candidates of the softmax.
+    rows = 20 * 16 + 32 * 17
+    assert memory["parameters"] == {"float32": 4 * table, "float16": 2 * lstm}
+    assert memory["master_weights"] == {"float32": 4 * lstm}
+    assert memory["gradients"] == {"float16": 2 * (lstm + rows)}
+    steps = 4 * len(list(built.task.learner.model.lstm.parameters()))  # torch's counters
+    assert memory["optimizer_state"] == {"float32": 4 * (table + lstm) + steps}
+    assert memory["weight_average"] == {"float32": 4 * lstm}
+    assert first.not_in_16_bits() == []  # the softmax is in FP32 in every mode
+
+
+COMMON = [
+    *SAMPLED,
+    "model.dropout=0.3",
+    "device=cpu",
+    "threads=1",
+    "train.log_every=1",
+    "train.checkpoint_every=1",
+    "train.keep_checkpoints=99",
+    "model.time_reduction=sum",
+    "model.embedding_gradient_factor=4",
+    "train.clip_modules=[lstm]",
+    "optim.average_decay=0.9",
+    "optim.average_modules=[lstm]",
+]
+
+
+def leaves(tree, path=""):
+    if isinstance(tree, dict):
+        return {k: v for key, own in tree.items() for k, v in leaves(own, f"{path}/{key}").items()}
+    if isinstance(tree, (list, tuple)):
+        return leaves(dict(enumerate(tree)), path)
+    return {path: tree}
+
+
+def differing(one, other):
+    a, b = leaves(one), leaves(other)
+    assert a.keys() == b.keys()
+    return {
+        k
+        for k in a
+        if not (torch.equal(a[k], b[k]) if isinstance(a[k], torch.Tensor) else a[k] == b[k])
+    }
+
+
+@pytest.mark.parametrize("mode", ["fp32", "fp16_master_scaled", "amp"])
+def test_stopping_and_resuming_changes_no_bit(mode, tmp_path, capsys):
+    # Overflows in the first steps, so that updates are skipped on both sides of the stop.
+    scaler = [] if mode == "fp32" else ["scaler.init_scale=1073741824", "scaler.growth_interval=3"]
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    overrides = [*COMMON, f"precision={mode}", *scaler]
+    assert main([*overrides, "train.steps=9", f"output_dir='{straight}'"]) == 0
+    assert main([*overrides, "train.steps=5", f"output_dir='{resumed}'"]) == 0
+    assert main([f"resume={resumed}", "train.steps=9"]) == 0
+    states, records = [], []
+    for run in (straight, resumed):
+        states.append(checkpoint.load_newest(run / "checkpoints", torch.device("cpu"))[1])
+        records.append(
+            [
+                {k: v for k, v in record.items() if k != "samples_per_s"}
+                for record in read_metrics(run / "metrics.jsonl")
+                if record["split"] == "train"
+            ]
+        )
+    assert records[0] == records[1]
+    assert differing(*states) == set()
+    earlier = torch.load(straight / "checkpoints" / "step-00000008" / "state.pt", weights_only=True)
+    parts = {path.rpartition("/")[2] for path in differing(earlier, states[0])}
+    assert {"output.bias", "embedding.weight", "sum", "lstm.weight_hh_l0", "torch"} <= parts
+    if mode != "fp32":
+        assert json.loads((straight / "run.json").read_text())["skipped"] > 0
+    capsys.readouterr()
+
+
+def test_a_failing_run_is_explained(tmp_path, capsys):
+    run = tmp_path / "run"
+    overrides = [*SAMPLED, "precision=fp16_naive", "optim.lr=1e6", "train.steps=30", "device=cpu"]
+    assert main([*overrides, "threads=1", "train.log_every=1", f"output_dir='{run}'"]) == 3
+    capsys.readouterr()
+    assert main(["explain", str(run), "--no-cures", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert "lstm" in json.dumps(found) and "fails again" in json.dumps(found)
+
+
+def test_probes_count_the_gradients_of_rows(tmp_path, capsys):
+    run = tmp_path / "run"
+    assert (
+        main(
+            [
+                *SAMPLED,
+                "precision=fp16_master_scaled",
+                "numerics=on",
+                "numerics.every=2",
+                "train.steps=2",
+                "device=cpu",
+                "threads=1",
+                f"output_dir='{run}'",
+            ]
+        )
+        == 0
+    )
+    capsys.readouterr()
+    (probe,) = sorted((run / "numerics").glob("step-*.json"))
+    gradients = json.loads(probe.read_text())["learners"]["model"]["tensors"]["weight_gradients"]
+    assert gradients.keys() == {"embedding", "lstm", "output"}
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["numerics=on", "numerics.shadow_every=2"], "numerics.shadow_every=2: must be 0"),
+        (["optim.average_decay=0.9"], "embedding, output are updated only"),
+        (["train.clip_modules=[lstn]"], "train.clip_modules: 'lstn' matches no module"),
+        (["optim=adam"], "optim=adam"),
+        (["train.accumulate=2"], "train.accumulate=2"),
+    ],
+)
+def test_refusals(build_run, more, message):
+    with pytest.raises(BadInput) as error:
+        build_run(*SAMPLED, *more)
+    assert message in str(error.value) and "\n" not in str(error.value)
