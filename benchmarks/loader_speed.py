@@ -1,6 +1,6 @@
 """Images per second from JPEG files to a float batch: mprun's loader and torchvision's recipe.
 
-    python benchmarks/loader_speed.py --images DIR [--workers 1,2] [--windows 9] [--json FILE]
+    python benchmarks/loader_speed.py --images DIR [--workers 1,2] [--windows 5] [--json FILE]
 
 Makes ImageNet-sized files first: 500x400 JPEGs of quality 90, each a mosaic of 20 x 16 different
 images found below DIR (by name; CIFAR-10's 32x32 are what it was made for), resampled to 500x400
@@ -8,16 +8,19 @@ with a bicubic filter. One small image enlarged would be smooth and easy to deco
 comes near the 110 KB that ImageNet's files have on average. The mean size is printed. The files lie
 in the page cache: decoding is measured, not the disk.
 
-Both sides deliver float32 [batch, 3, 224, 224] on the CPU, random resized crop and mirror, ImageNet's
-normalisation, batches of 64, the same number of workers, one torch thread in each process:
+All sides decode, crop at random, resize to 224x224 and mirror, in batches of 64, with as many
+workers and one torch thread in each process:
 
-    mprun        ImageFolder(...).train_batch(i): bytes from the workers, normalised by the caller
+    mprun        ImageFolder(...).train_batch(i) on a CPU: float32 [64, 3, 224, 224], normalised by
+                 the caller
+    bytes        the same up to where a GPU takes over: uint8 [64, 224, 224, 3]
     torchvision  datasets.ImageFolder, RandomResizedCrop, RandomHorizontalFlip, ToTensor, Normalize,
-                 DataLoader(shuffle, persistent_workers), as in PyTorch's ImageNet example
+                 DataLoader(shuffle, persistent_workers), as in PyTorch's ImageNet example: the same
+                 float batch
 
-Windows of the two alternate. Before each the other's workers are given time to fill their queues
-and fall idle, and what this one's had ready is drawn off. The ratio is the median over pairs of
-neighbouring windows; beside it the lowest and the highest. Targets: at least 1.0, aim 1.5.
+Windows of the three alternate. Before each the others' workers are given time to fill their queues
+and fall idle, and what this one's had ready is drawn off. A ratio is the median over windows that
+are neighbours; beside it the lowest and the highest. Targets: at least 1.0, aim 1.5.
 
 Beside the speed the CPU time of all processes of a side, which other work on the machine disturbs
 less: with as many workers as cores it is what the speed comes from.
@@ -42,7 +45,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler
 from torchvision import datasets, transforms
 
+from mprun.data.augmentation import Augmentation
+from mprun.data.image_files import find_images
 from mprun.data.image_folder import ImageFolder
+from mprun.data.image_reader import ImageReader
+from mprun.data.loader import BatchLoader
 from mprun.markdown_table import markdown_table
 
 BATCH, SIZE, PREFETCH = 64, 224, 2
@@ -81,6 +88,14 @@ def ours(folder: Path, workers: int) -> tuple[Iterator[Tensor], Callable]:
     return (source.train_batch(index)[0] for index in itertools.count()), source.close
 
 
+def our_bytes(folder: Path, workers: int) -> tuple[Iterator[Tensor], Callable]:
+    """The same before it is normalised."""
+    images = find_images(str(folder), layout="classes", eval_share=0.1, imagenet=False).train
+    reader = ImageReader(images, Augmentation("resized_crop", SIZE), BATCH, seed=0)
+    loader = BatchLoader(reader, workers, PREFETCH)
+    return (loader.batch(index).images for index in itertools.count()), loader.close
+
+
 def torchvisions(folder: Path, workers: int) -> tuple[Iterator[Tensor], Callable]:
     """The same of the plain recipe."""
     transform = transforms.Compose(
@@ -105,9 +120,10 @@ def torchvisions(folder: Path, workers: int) -> tuple[Iterator[Tensor], Callable
     return (images for images, _ in batches), batches._shutdown_workers
 
 
-def window(
-    batches: Iterator[Tensor], processes: list[int], count: int
-) -> tuple[float, float]:
+SIDES = {"mprun": ours, "bytes": our_bytes, "torchvision": torchvisions}
+
+
+def window(batches: Iterator[Tensor], processes: list[int], count: int) -> tuple[float, float]:
     """Images per second and CPU ms per image over `count` batches, none of them ready before."""
     time.sleep(SETTLE_S)
     for _ in range(len(processes) * PREFETCH + 1):
@@ -130,14 +146,18 @@ def cpu_seconds(processes: list[int]) -> float:
 
 
 def check(images: Tensor) -> None:
-    assert images.shape == (BATCH, 3, SIZE, SIZE) and images.dtype == torch.float32
-    assert images.is_contiguous() and abs(float(images.mean())) < 1
+    """Floats are as a network takes them, bytes as they travel; neither is black."""
+    if images.dtype == torch.uint8:
+        assert images.shape == (BATCH, SIZE, SIZE, 3) and images.is_shared()
+    else:
+        assert images.shape == (BATCH, 3, SIZE, SIZE) and abs(float(images.mean())) < 1
+    assert images.is_contiguous() and float(images.float().std()) > 0.5
 
 
 def measure(folder: Path, workers: int, windows: int, count: int) -> dict:
     """Speed and cost of both, window by window, and the ratios of their speeds and costs."""
     sides, before = {}, set()
-    for name, start in (("mprun", ours), ("torchvision", torchvisions)):
+    for name, start in SIDES.items():
         batches, close = start(folder, workers)
         next(batches)
         children = {child.pid for child in active_children()}
@@ -150,13 +170,19 @@ def measure(folder: Path, workers: int, windows: int, count: int) -> dict:
             measured[name].append(window(batches, processes, count))
     for _, close, _ in sides.values():
         close()
-    pairs = list(zip(measured["mprun"], measured["torchvision"], strict=True))
+    baseline = measured["torchvision"]
     return {
         "workers": workers,
         "images_per_s": {name: [speed for speed, _ in values] for name, values in measured.items()},
         "cpu_ms": {name: [cost for _, cost in values] for name, values in measured.items()},
-        "ratios": [a[0] / b[0] for a, b in pairs],
-        "cpu_ratios": [b[1] / a[1] for a, b in pairs],
+        "ratios": {
+            name: [a[0] / b[0] for a, b in zip(values, baseline, strict=True)]
+            for name, values in measured.items()
+        },
+        "cpu_ratios": {
+            name: [b[1] / a[1] for a, b in zip(values, baseline, strict=True)]
+            for name, values in measured.items()
+        },
     }
 
 
@@ -171,7 +197,7 @@ def main() -> None:
     parser.add_argument("--images", type=Path, required=True)
     parser.add_argument("--count", type=int, default=512, help="files to make")
     parser.add_argument("--workers", default="1,2")
-    parser.add_argument("--windows", type=int, default=9)
+    parser.add_argument("--windows", type=int, default=5)
     parser.add_argument("--batches", type=int, default=12, help="of a window")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
@@ -187,16 +213,15 @@ def main() -> None:
         f"{arguments.count} JPEGs of {WIDTH}x{HEIGHT}, quality {QUALITY}, mean {kilobytes:.0f} KB: "
         f"mosaics of {COLUMNS}x{ROWS} images resampled, none of them a photograph of this size. "
         f"{cores} cores; {arguments.windows} windows of {arguments.batches} batches of {BATCH}; "
-        "median (lowest-highest); ratio: how many times better."
+        "median (lowest-highest); ratio: how many times better than torchvision's recipe."
     )
-    header = ["workers", "", "mprun", "torchvision recipe", "ratio"]
+    header = ["workers", "side", "images/s", "ratio", "CPU ms/image", "ratio"]
     rows = []
     for result in results:
-        speeds = [spread(values, 0) for values in result["images_per_s"].values()]
-        costs = [spread(values, 2) for values in result["cpu_ms"].values()]
-        workers = str(result["workers"])
-        rows.append([workers, "images/s", *speeds, spread(result["ratios"], 2)])
-        rows.append([workers, "CPU ms/image", *costs, spread(result["cpu_ratios"], 2)])
+        for name in SIDES:
+            cells = [("images_per_s", 0), ("ratios", 2), ("cpu_ms", 2), ("cpu_ratios", 2)]
+            cells = [spread(result[key][name], digits) for key, digits in cells]
+            rows.append([str(result["workers"]), name, *cells])
     print(markdown_table(header, rows))
     record = {
         "files": {

@@ -147,7 +147,8 @@ def _from_pickle(content: bytes, shown: str) -> Part:
         raise
     except Exception as error:
         # Unpickling damaged data can raise almost anything.
-        raise DamagedData(f"{shown}: not a batch of CIFAR-10: {error}") from error
+        reason = " ".join(str(error).split())
+        raise DamagedData(f"{shown}: not a batch of CIFAR-10: {reason}") from error
     if not isinstance(pixels, np.ndarray) or pixels.dtype != np.uint8:
         raise DamagedData(f"{shown}: not a batch of CIFAR-10: data are not bytes")
     return _part(pixels, labels, shown)

@@ -16,7 +16,7 @@ from mprun.data.errors import DataError
 UNKNOWN = "<unk>"
 END_OF_LINE = "<eos>"
 # About 150 bytes of memory each while they are counted and looked up.
-MAX_ENTRIES = 2_000_000
+MAX_ENTRIES = 1_000_000
 # Words counted in memory before they go to disk, and files on disk before they are merged.
 MAX_COUNTED = 1_000_000
 MAX_RUNS = 64

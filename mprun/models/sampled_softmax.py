@@ -9,8 +9,8 @@ from torch.nn import functional as F
 from mprun.models.row_table import RowTable
 
 BLOCK = 8192  # words at a time in evaluation
-# Accidental hits lie this far below the target's own logit: exp(-10000) is 0. Not at minus infinity,
-# so that whoever looks for overflows finds none.
+# Accidental hits lie this far below the target's own logit: exp(-10000) is 0. Not at minus
+# infinity, so that whoever looks for overflows finds none.
 _BELOW = 1e4
 # So late that every word has arrived: -expm1(-P t) is 1 for every P above 1e-10.
 _AFTER_ALL = 1e12

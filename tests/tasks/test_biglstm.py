@@ -19,12 +19,49 @@ def test_biglstm_takes_a_step(build_run, mode):
         "scaler=none" if mode == "fp32" else "scaler.init_scale=1024",
         f"precision={mode}",
     )
-    lstm = built.task.learner.model.lstm
+    model = built.task.learner.model
     # 151.06 M as published, and 2 x 32,768 for torch's second bias vector.
-    assert sum(p.numel() for p in lstm.parameters()) == 151_060_480 + 2 * 4 * 8192
-    before = built.task.learner.optimizer.updated[0].detach().clone()
+    assert sum(p.numel() for p in model.lstm.parameters()) == 151_060_480 + 2 * 4 * 8192
+    # 8,192 candidates of 64 words are the full softmax, of tables in FP32.
+    assert model.softmax.sampler.count == 64
+    assert model.output.weight.dtype == model.embedding.weight.dtype == torch.float32
+    weights = [built.task.learner.optimizer.updated[0], model.embedding.weight, model.output.weight]
+    before = [weight.detach().clone() for weight in weights]
     metrics = built.task.train_step(0, measure=True)
     # Near-uniform predictions at the start: log(64) = 4.16, weights of +-0.04 move it little.
     assert abs(metrics["loss"].item() - math.log(64)) < 0.5
     assert torch.isfinite(metrics["grad_norm"]) and metrics["grad_norm"] > 0
-    assert not torch.equal(before, built.task.learner.optimizer.updated[0])
+    for old, weight in zip(before, weights, strict=True):
+        assert not torch.equal(old, weight)
+
+
+@pytest.mark.parametrize("factor", ["1", "128"])
+def test_the_settings_of_the_published_code(build_run, factor):
+    """All of them at once on a small model: nothing is refused and a step is taken."""
+    task = build_run(
+        "model=biglstm",
+        "model.embedding_size=16",
+        "model.hidden_size=32",
+        "model.projection_size=16",
+        "model.sampled_softmax=40",
+        "model.time_reduction=sum",
+        f"model.embedding_gradient_factor={factor}",
+        "train.clip_norm=1",
+        "train.clip_modules=[lstm]",
+        "optim.average_decay=0.999",
+        "optim.average_modules=[lstm]",
+        "data.batch_size=8",
+        "precision=fp16_master_scaled",
+        "scaler.init_scale=128",
+    ).task
+    optimizer, model = task.learner.optimizer, task.learner.model
+    assert optimizer.inner.defaults["initial_accumulator_value"] == 1.0
+    assert (optimizer.rows[0].state["sum"] == 1.0).all()
+    assert model.dropout.p == model.lstm.dropout == pytest.approx(0.1)  # keep probability 0.9
+    assert optimizer.averages.keys() == {
+        f"lstm.{name}" for name, _ in model.lstm.named_parameters()
+    }
+    metrics = task.train_step(0, measure=True)
+    assert metrics["found_inf"] == 0 and metrics["loss"].isfinite()
+    sums = {row.name: row.state["sum"] for row in optimizer.rows}
+    assert (sums["embedding.weight"] > 1).any() and (sums["output.bias"] > 1).any()
