@@ -19,6 +19,7 @@ _ATTRIBUTES = (
 )
 # What the source must know of itself, by what is learned from it.
 _SIZE_OF = {"classification": "num_classes", "language_model": "vocab_size"}
+_KIND = {"classification": "classifier", "language_model": "language model"}
 _RANGE_TOLERANCE = 1e-3  # of [-1, 1]: interpolation may overshoot by a rounding
 
 
@@ -76,7 +77,7 @@ def check_batches(config: CustomDataConfig, task: str, source: Source, device) -
     name = f"data.factory={config.factory}"
     size = _SIZE_OF.get(task)
     if size is not None and type(getattr(source, size, None)) is not int:
-        raise BadInput(f"{name}: its source has no {size}, which a {task} model needs")
+        raise BadInput(f"{name}: its source has no {size}, which a {_KIND[task]} needs")
     if source.batches_per_epoch < 1:
         return  # said with the batch size, once the model is known
     with kept_random_state():

@@ -84,7 +84,8 @@ def compose_config(overrides: Iterable[str], config_dir: str | None = None) -> C
 
 
 def _factories_given(composed: DictConfig) -> None:
-    groups = {key: composed[key.partition(".")[0]] for key in FACTORY_KEYS}
+    model, data = composed.model, composed.data
+    groups = dict(zip(FACTORY_KEYS, (data, model), strict=True))
     missing = [
         key
         for key, group in groups.items()
@@ -94,6 +95,11 @@ def _factories_given(composed: DictConfig) -> None:
         wanted = " ".join(f"{key}=package.module:function" for key in missing)
         chosen = " ".join(f"{key.partition('.')[0]}=custom" for key in missing)
         raise BadInput(f"{chosen}: needs {wanted} (docs/own_data.md)")
+    if not (isinstance(model, DictConfig) and isinstance(data, DictConfig)):
+        return
+    of_data = OmegaConf.to_container(model).get("image_size") == "${data.image_size}"
+    if of_data and "factory" in data and data.image_size is None:
+        raise BadInput(f"data.image_size=null: model={model.name} needs the size of the images")
 
 
 def _length_as_given(config: RunConfig, given: set[str]) -> None:

@@ -209,10 +209,9 @@ def _nothing_found(root: str) -> str:
     if archives:
         return (
             f"{printable(os.path.join(root, archives[0]))}: an archive, which mprun does not "
-            f"unpack; unpack it and set data.root to the folder that holds {PYTHON_FOLDER}/, "
-            f"{BINARY_FOLDER}/, or train/ and test/"
+            "unpack; unpack it and set data.root to the folder that comes of it"
         )
     return (
-        f"{printable(root)}: no CIFAR-10 here; put {PYTHON_FOLDER}/ (torchvision's), "
-        f"{BINARY_FOLDER}/, or train/ and test/ with 10 class folders each there"
+        f"{printable(root)}: no CIFAR-10 here; needs {PYTHON_FOLDER}/, {BINARY_FOLDER}/, or train/ "
+        "and test/ with 10 class folders each"
     )

@@ -155,7 +155,6 @@ def _extension(name: str) -> str:
 def _check_side_file(entry: os.DirEntry) -> None:
     if _extension(entry.name) not in SIDE_EXTENSIONS:
         raise DamagedData(
-            f"{printable(entry.path)}: neither an image of a known format "
-            f"({', '.join(sorted(IMAGE_EXTENSIONS))}) nor a file known to accompany images; "
-            "move it elsewhere"
+            f"{printable(entry.path)}: neither an image of a known format nor a side file such as "
+            ".txt; move it elsewhere"
         )

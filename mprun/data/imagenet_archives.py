@@ -17,10 +17,7 @@ from mprun.data.tar_members import Member, list_members, member_name
 TRAIN, VALIDATION = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"
 DEVKIT_FOLDER = "ILSVRC2012_devkit_t12"
 DEVKIT = f"{DEVKIT_FOLDER}.tar.gz"
-WHERE_FILES_GO = (
-    "put train/ and val/ with 1,000 class folders each there, or the original archives "
-    f"{TRAIN}, {VALIDATION} and {DEVKIT} as they are"
-)
+WHERE_FILES_GO = f"needs train/ and val/ (1,000 folders each) or {TRAIN}, {VALIDATION} and {DEVKIT}"
 GROUND_TRUTH, META = "data/ILSVRC2012_validation_ground_truth.txt", "data/meta.mat"
 MAX_DEVKIT_BYTES = 16 * 2**20
 CLASSES = 1000

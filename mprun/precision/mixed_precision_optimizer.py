@@ -124,6 +124,8 @@ class MixedPrecisionOptimizer:
         ]
         clipped = matching_parameters(cast.module, clip_modules, "train.clip_modules")
         self._is_clipped = [name in clipped for name in [*self.names, *(r.name for r in self.rows)]]
+        if not any(self._is_clipped):
+            raise ValueError(f"train.clip_modules={list(clip_modules)}: these have no weights")
         self.average = None
         if average_decay is not None:
             weights = dict(zip(self.names, self.updated, strict=True))

@@ -7,6 +7,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+CIFAR10_CLASSES = "airplane automobile bird cat deer dog frog horse ship truck".split()
+
 
 def pixels(seed: int, width: int = 12, height: int = 10, channels: int = 3) -> np.ndarray:
     """A smooth random picture, uint8 [height, width, channels]: JPEG keeps most of it."""
@@ -51,6 +53,13 @@ def split_folders(root: Path, counts: dict[str, int], held_out: str = "val") -> 
     """`root`/train and `root`/<held_out> with the same class folders."""
     class_folders(root / "train", counts)
     class_folders(root / held_out, counts, first_seed=1000)
+    return root
+
+
+def cifar10_folders(root: Path) -> Path:
+    """60 training and 20 held-out images of 32x32 px in class folders, as JPEG."""
+    class_folders(root / "train", dict.fromkeys(CIFAR10_CLASSES, 6), size=(32, 32))
+    class_folders(root / "test", dict.fromkeys(CIFAR10_CLASSES, 2), 500, size=(32, 32))
     return root
 
 

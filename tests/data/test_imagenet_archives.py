@@ -145,7 +145,7 @@ def test_the_devkit_may_be_a_folder(root, made):
 @pytest.mark.parametrize("missing", [TRAIN, VALIDATION, f"{DEVKIT}.tar.gz"])
 def test_a_missing_archive(root, missing):
     (root / missing).unlink()
-    refused(root, f"{root}/{missing}: no such file; put train/ and val/")
+    refused(root, f"{root}/{missing}: no such file; needs train/ and val/")
 
 
 def test_an_archive_that_ends_early(root, made):

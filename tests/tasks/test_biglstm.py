@@ -61,7 +61,8 @@ def test_the_settings_of_the_published_code(build_run, factor):
     assert optimizer.averages.keys() == {
         f"lstm.{name}" for name, _ in model.lstm.named_parameters()
     }
+    before = [row.tensor.clone() for row in optimizer.rows]
     metrics = task.train_step(0, measure=True)
     assert metrics["found_inf"] == 0 and metrics["loss"].isfinite()
-    sums = {row.name: row.state["sum"] for row in optimizer.rows}
-    assert (sums["embedding.weight"] > 1).any() and (sums["output.bias"] > 1).any()
+    for row, old in zip(optimizer.rows, before, strict=True):
+        assert not torch.equal(row.tensor, old), row.name

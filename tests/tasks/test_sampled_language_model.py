@@ -336,3 +336,27 @@ def test_refusals(build_run, more, message):
     with pytest.raises(BadInput) as error:
         build_run(*SAMPLED, *more)
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", [*MODES, "tf32"])
+def test_on_a_gpu_no_step_waits(build_run, mode):
+    task = build_run(
+        *SAMPLED,
+        "model.embedding_gradient_factor=4",
+        "train.clip_modules=[lstm]",
+        "optim.average_decay=0.9",
+        "optim.average_modules=[lstm]",
+        "optim.eps=1e-3",
+        f"precision={mode}",
+        device="cuda",
+    ).task
+    losses = [task.train_step(0, measure=True)["loss"]]  # loads kernels
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        losses += [task.train_step(step, measure=True)["loss"] for step in (1, 2)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.stack(losses).isfinite().all()
+    assert math.isfinite(task.evaluate()["loss"])

@@ -1,0 +1,99 @@
+"""Arrays kept on disk, through the decoded pixels of CIFAR-10: used, checked, made again."""
+
+import hashlib
+import io
+import os
+import struct
+
+import numpy as np
+import pytest
+
+from mprun.data.array_cache import load_arrays, store_arrays
+from mprun.data.cifar10_files import read_cifar10
+
+from .made_images import CIFAR10_CLASSES as CLASSES
+from .made_images import cifar10_folders, encoded, write
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "mprun" / "images"
+
+
+@pytest.fixture
+def root(tmp_path):
+    return cifar10_folders(tmp_path / "data")
+
+
+def all_pixels(root):
+    files = read_cifar10(str(root))
+    return np.concatenate([files.train.images, files.held_out.images])
+
+
+class MakesFolder:
+    """Pickles to a call that makes a folder."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+def test_decoded_pixels_are_kept_and_used(root, cache):
+    first = read_cifar10(str(root))
+    (kept,) = cache.iterdir()
+    # Other pixels under the same key show that they are taken from there.
+    (pixels,) = load_arrays(kept.name)
+    assert (pixels.shape, pixels.dtype) == ((80, 3, 32, 32), np.uint8)
+    store_arrays(kept.name, [255 - pixels])
+    inverted = read_cifar10(str(root))
+    assert (inverted.train.images == 255 - first.train.images).all()
+    assert (inverted.train.labels == first.train.labels).all()
+    path = root / "train/cat/0003.jpg"
+    path.write_bytes(encoded(77, size=(32, 32)))
+    changed = read_cifar10(str(root)).train.images != first.train.images
+    # One image alone, the fourth cat of six.
+    assert changed.reshape(60, -1).any(axis=1).nonzero()[0].tolist() == [
+        CLASSES.index("cat") * 6 + 3
+    ]
+    assert len(list(cache.iterdir())) == 2
+
+
+def test_a_damaged_cache_is_made_again(root, cache):
+    pixels = all_pixels(root)
+    (kept,) = cache.iterdir()
+    content = kept.read_bytes()
+    for damaged in (b"", content[:100], content[:-1], content[:-1] + b"?", content + b"?"):
+        kept.write_bytes(damaged)
+        assert (all_pixels(root) == pixels).all()
+        assert kept.read_bytes() == content
+    store_arrays(kept.name, [np.zeros((1, 3, 32, 32), np.uint8)])
+    assert (all_pixels(root) == pixels).all()
+
+
+def test_a_cache_with_objects_runs_nothing(root, cache, tmp_path):
+    pixels = all_pixels(root)
+    (kept,) = cache.iterdir()
+    stream = io.BytesIO()
+    canary = MakesFolder(tmp_path / "canary")
+    np.lib.format.write_array(stream, np.array([canary], object), allow_pickle=True)
+    body = stream.getvalue()
+    header = b"mprun arrays 1\n" + struct.pack("<Q", len(body)) + hashlib.sha256(body).digest()
+    kept.write_bytes(header + body)
+    assert (all_pixels(root) == pixels).all()
+    assert not (tmp_path / "canary").exists()
+
+
+def test_without_a_place_for_the_cache(root, cache, tmp_path, monkeypatch):
+    pixels = all_pixels(root)
+    blocked = write(tmp_path / "file", b"no folder")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
+    assert (all_pixels(root) == pixels).all()
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # not allowed by the specification
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    assert (all_pixels(root) == pixels).all()
+    assert not (tmp_path / "relative").exists()
+    assert len(list((tmp_path / "home/.cache/mprun/images").iterdir())) == 1

@@ -1,0 +1,361 @@
+"""Batches by number: the same from any number of processes, and every way a process can end."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from multiprocessing import active_children
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from mprun.data.augmentation import Augmentation
+from mprun.data.errors import DamagedData
+from mprun.data.image_files import find_images
+from mprun.data.image_reader import ImageReader
+from mprun.data.loader import BatchLoader, available_cores, default_workers
+from mprun.errors import Resource
+
+from .image_folders import make_folder
+
+BATCH = 5
+CPU = torch.device("cpu")
+
+
+def readers(root, *, on_corrupt="stop", seed=3, augmentation="resized_crop"):
+    """Training and evaluation readers of the folder; 24 and 10 images unless made otherwise."""
+    found = find_images(
+        str(root), layout="classes", eval_share=0.1, imagenet=False, on_corrupt=on_corrupt
+    )
+    geometry = Augmentation(augmentation, 16)
+    return (
+        ImageReader(found.train, geometry, BATCH, seed=seed, on_corrupt=on_corrupt),
+        ImageReader(found.held_out, geometry, BATCH, seed=None, on_corrupt=on_corrupt),
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_folder(tmp_path_factory.mktemp("images"))
+
+
+@pytest.fixture
+def loaders():
+    """Loaders made with `loaders(reader, workers, ...)` are closed after the test."""
+    made = []
+
+    def make(*arguments, **keywords):
+        made.append(BatchLoader(*arguments, **keywords))
+        return made[-1]
+
+    yield make
+    for loader in made:
+        loader.close()
+
+
+def equal(a, b) -> bool:
+    return torch.equal(a.images, b.images) and torch.equal(a.labels, b.labels)
+
+
+def pids() -> set[int]:
+    return {child.pid for child in active_children()}
+
+
+def wait_until(condition, seconds: float = 20.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return condition()
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_any_number_of_processes_gives_the_same_bytes(folder, loaders, workers):
+    """Over two and a half epochs of 4 batches, and from the middle of them on."""
+    train, held_out = readers(folder)
+    expected = [train.read(number) for number in range(10)]
+    loader = loaders(train, workers)
+    assert all(equal(loader.batch(number), expected[number]) for number in range(10))
+    again = loaders(readers(folder)[0], workers, prefetch=1)
+    assert all(equal(again.batch(number), expected[number]) for number in (7, 8, 9, 2, 3))
+    walk = loaders(held_out, workers, last=len(held_out))
+    assert all(equal(walk.batch(number), held_out.read(number)) for number in range(2))
+
+
+def test_an_epoch_holds_each_image_at_most_once_and_the_next_one_another_order(tmp_path):
+    for number in range(23):
+        path = tmp_path / "train" / f"class{number % 2}" / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (20, 24), (10 * number, 0, 0)).save(path)
+    (tmp_path / "train").rename(tmp_path / "both")
+    (tmp_path / "both").rename(tmp_path / "train")
+    make_folder(tmp_path, train=0)
+    reader = readers(tmp_path)[0]
+    assert len(reader) == 4
+    epochs = []
+    for epoch in range(2):
+        seen = []
+        for batch in range(4):
+            read = reader.read(4 * epoch + batch)
+            values = read.images[:, 0, 0, 0].tolist()
+            # One colour each, so that the number can be read from any crop.
+            assert (read.images[..., 0] == read.images[:, :1, :1, 0]).all()
+            assert read.labels.tolist() == [value // 10 % 2 for value in values]
+            seen += values
+        assert len(set(seen)) == 20 and set(seen) <= set(range(0, 230, 10))
+        epochs.append(seen)
+    assert epochs[0] != epochs[1]
+
+
+def test_crops_change_from_epoch_to_epoch_and_do_not_depend_on_the_batch_size(folder):
+    train = readers(folder)[0]
+    whole = ImageReader(train.split, train.augmentation, 24, seed=3)
+    first, second = whole.read(0), whole.read(1)
+    for number in range(4):
+        part = slice(BATCH * number, BATCH * (number + 1))
+        read = train.read(number)
+        assert torch.equal(read.images, first.images[part])
+    order = [torch.unique(epoch.images.flatten(1).float().mean(1)) for epoch in (first, second)]
+    assert not torch.equal(order[0], order[1])
+
+
+def test_a_batch_asked_for_again_is_not_read_again(folder, loaders):
+    for workers in (0, 2):
+        loader = loaders(readers(folder)[0], workers)
+        batches = [loader.batch(number) for number in range(3)]
+        assert loader.batch(2) is batches[2] and loader.batch(1) is batches[1]
+        # What lies further back is read again, and from then on as much is kept.
+        assert equal(loader.batch(0), batches[0])
+        assert [equal(loader.batch(n), batches[n]) for n in (1, 2)] == [True, True]
+        kept = loader.batch(2)
+        assert workers == 0 or loader.batch(0) is not batches[0]
+        assert loader.batch(2) is kept
+
+
+def test_the_global_random_state_is_neither_read_nor_changed(folder, loaders):
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    first = loaders(readers(folder)[0], 1).batch(0)
+    assert torch.equal(before, torch.get_rng_state())
+    torch.manual_seed(2)
+    assert equal(loaders(readers(folder)[0], 1).batch(0), first)
+
+
+def test_evaluation_keeps_its_processes_and_can_be_left_early(folder, loaders):
+    held_out = readers(folder)[1]
+    loader = loaders(held_out, 2, last=len(held_out))
+    before = pids()
+    first = [loader.batch(number) for number in range(2)]
+    processes = pids() - before
+    assert len(processes) == 2
+    loader._recent.clear()
+    assert all(equal(loader.batch(number), first[number]) for number in range(2))
+    assert pids() - before == processes
+    loader._recent.clear()
+    assert equal(loader.batch(0), first[0])
+    loader._recent.clear()
+    assert equal(loader.batch(0), first[0])  # started anew in the middle of a walk
+    with pytest.raises(ValueError, match="index=2 is not allowed: below 2"):
+        held_out.read(2)
+
+
+def test_closing_ends_the_processes_and_a_closed_loader_can_be_asked_again(folder, loaders):
+    loader = loaders(readers(folder)[0], 2)
+    before = pids()
+    first = loader.batch(0)
+    assert len(pids() - before) == 2
+    loader.close()
+    assert pids() == before
+    assert equal(loader.batch(0), first) and loader.batch(0) is not first
+
+
+def test_a_damaged_file_arrives_as_one_line_with_its_own_batch(tmp_path, loaders, capfd):
+    make_folder(tmp_path)
+    train = readers(tmp_path)[0]
+    order = [name for n in range(4) for name in train._samples(n)[0]]
+    path = train.split.name(order[2 * BATCH + 1])
+    content = open(path, "rb").read()
+    with open(path, "wb") as file:
+        file.write(content[:300])
+    for workers in (0, 2):
+        loader = loaders(readers(tmp_path)[0], workers)
+        loader.batch(0), loader.batch(1)
+        with pytest.raises(DamagedData) as raised:
+            loader.batch(2)
+        assert str(raised.value).startswith(f"{path}: ") and "\n" not in str(raised.value)
+        assert equal(loader.batch(3), train.read(3))
+    assert capfd.readouterr().err == ""
+
+
+def test_skip_takes_the_next_usable_image_with_its_own_label_and_the_same_crop(tmp_path, loaders):
+    make_folder(tmp_path)
+    reader = readers(tmp_path, on_corrupt="skip")[0]
+    whole = [reader.read(number) for number in range(4)]
+    places = [reader._samples(number)[0] for number in range(4)]
+    # The last of the split and the one before: both give way to the first.
+    gone = [len(reader.split) - 2, len(reader.split) - 1]
+    for place in gone:
+        with open(reader.split.name(place), "wb") as file:
+            file.write(b"no image")
+    chances = [reader._samples(number)[1] for number in range(4)]
+    first = Image.open(reader.split.name(0)).convert("RGB")
+    for workers in (0, 2):
+        loader = loaders(readers(tmp_path, on_corrupt="skip")[0], workers)
+        met = 0
+        for number in range(4):
+            batch = loader.batch(number)
+            for row, place in enumerate(places[number]):
+                if place not in gone:
+                    assert torch.equal(batch.images[row], whole[number].images[row])
+                    continue
+                met += 1
+                expected = reader.augmentation.train(first, chances[number][row])
+                assert (batch.images[row].numpy() == np.asarray(expected)).all()
+                assert batch.labels[row] == reader.split.labels[0]
+        assert met >= 1
+        named = set(loader.replaced.values())
+        assert named and named <= {reader.split.name(place) for place in gone}
+
+
+def test_skip_ends_where_too_many_files_are_damaged(tmp_path, loaders):
+    make_folder(tmp_path)
+    split = readers(tmp_path)[0].split
+    for place in (1, 7, 13, 19):
+        with open(split.name(place), "wb") as file:
+            file.write(b"no image")
+    for workers in (0, 1):
+        loader = loaders(readers(tmp_path, on_corrupt="skip")[0], workers)
+        assert loader.reader.most_replaced == 3
+        with pytest.raises(DamagedData, match="like 3 others of 24"):
+            for number in range(40):
+                loader.batch(number)
+
+
+def test_skip_ends_where_all_files_are_gone(tmp_path, loaders):
+    make_folder(tmp_path / "data")
+    for workers in (0, 1):
+        loader = loaders(readers(tmp_path / "data", on_corrupt="skip")[0], workers)
+        (tmp_path / "data").rename(tmp_path / "elsewhere")
+        with pytest.raises(DamagedData, match=f"{tmp_path / 'data'}.* is gone; so are the 3"):
+            loader.batch(0)
+        (tmp_path / "elsewhere").rename(tmp_path / "data")
+
+
+def test_a_killed_process_is_a_lost_resource(folder, loaders):
+    before = pids()
+    loader = loaders(readers(folder)[0], 2, prefetch=1)
+    loader.batch(0)
+    for pid in pids() - before:
+        os.kill(pid, signal.SIGKILL)
+    with pytest.raises(Resource, match="exited unexpectedly: killed, or out of memory"):
+        for number in range(1, 9):
+            loader.batch(number)
+    assert pids() == before
+    assert equal(loader.batch(1), loader.reader.read(1))
+
+
+def test_a_read_that_never_ends_is_a_lost_resource(tmp_path, loaders):
+    make_folder(tmp_path)
+    reader = readers(tmp_path)[0]
+    path = reader.split.name(reader._samples(1)[0][0])
+    os.unlink(path)
+    os.mkfifo(path)  # opening it waits for a writer that never comes
+    before = pids()
+    loader = loaders(reader, 1, stall_after=0.5)
+    loader.batch(0)
+    with pytest.raises(Resource, match=f"no batch for 0 s; does the file system of {tmp_path}"):
+        loader.batch(1)
+    assert pids() == before
+
+
+def test_processes_leave_signals_to_their_parent(folder, loaders):
+    before = pids()
+    loader = loaders(readers(folder)[0], 2, prefetch=1)
+    loader.batch(0)
+    for pid in pids() - before:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            os.kill(pid, number)
+    for number in range(1, 9):
+        assert equal(loader.batch(number), loader.reader.read(number))
+
+
+def test_a_process_has_no_threads_that_compute(folder, loaders):
+    before = pids()
+    loader = loaders(readers(folder)[0], 1)
+    for number in range(4):
+        loader.batch(number)
+    (pid,) = pids() - before
+    # Its own, the one that feeds the queue, and the one that hands over file descriptors.
+    assert len(os.listdir(f"/proc/{pid}/task")) <= 3
+
+
+PROGRAM = """
+    import os, sys, time
+    from multiprocessing import active_children
+    from mprun.data.image_folder import ImageFolder
+
+    if __name__ == "__main__":
+        source = ImageFolder(
+            sys.argv[1], image_size=16, batch_size=5, seed=0, device="cpu", workers=2
+        )
+        source.train_batch(0)
+        print(*[child.pid for child in active_children()], flush=True)
+        if sys.argv[2] == "wait":
+            time.sleep(60)
+"""
+
+
+def start_program(folder, tmp_path, what: str) -> tuple[subprocess.Popen, list[int]]:
+    script = tmp_path / "program.py"
+    script.write_text(textwrap.dedent(PROGRAM))
+    process = subprocess.Popen(
+        [sys.executable, str(script), str(folder), what],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    return process, [int(pid) for pid in process.stdout.readline().split()]
+
+
+def running(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.slow
+def test_processes_end_with_a_parent_that_is_killed(folder, tmp_path):
+    process, workers = start_program(folder, tmp_path, "wait")
+    assert len(workers) == 2 and all(map(running, workers))
+    process.kill()
+    process.communicate()
+    assert wait_until(lambda: not any(map(running, workers)))
+
+
+@pytest.mark.slow
+def test_a_program_that_closes_nothing_still_ends(folder, tmp_path):
+    process, workers = start_program(folder, tmp_path, "end")
+    assert process.communicate(timeout=60) == ("", "") and process.returncode == 0
+    assert wait_until(lambda: not any(map(running, workers)))
+
+
+def test_how_many_processes_where_none_are_asked_for():
+    cores = available_cores()
+    assert cores == len(os.sched_getaffinity(0))
+    assert default_workers(CPU) == (1 if cores > 1 else 0)
+    assert default_workers(torch.device("cuda")) == min(cores, 16)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [((-1,), "workers=-1 is not allowed"), ((1, 0), "prefetch=0 is not allowed")],
+)
+def test_arguments_out_of_range(folder, arguments, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        BatchLoader(readers(folder)[0], *arguments)
