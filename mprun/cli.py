@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 
 from mprun.config.field_rules import nearest
-from mprun.errors import BUG, DONE, INTERRUPTED, RESOURCE, BadInput, MprunError
+from mprun.errors import BUG, DAMAGED, DONE, INTERRUPTED, RESOURCE, BadInput, MprunError
 
 # verb -> (module with `main(arguments) -> exit code`, what the verb does)
 VERBS = {
@@ -63,7 +63,9 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         return _dispatch(arguments)
     except MprunError as error:
-        print(_one_line(f"mprun: {error}"), file=sys.stderr)
+        # A damaged file is named in full, however long its path.
+        longest = 600 if error.exit_code == DAMAGED else 200
+        print(_one_line(f"mprun: {error}", longest), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -86,10 +88,10 @@ def _bug() -> int:
     return BUG
 
 
-def _one_line(text: str) -> str:
-    """At most 200 characters: what is named comes first, what is allowed last."""
+def _one_line(text: str, longest: int = 200) -> str:
+    """At most `longest` characters: what is named comes first, what is allowed last."""
     text = "".join(c if c.isprintable() else " " for c in text)
-    return text if len(text) <= 200 else f"{text[:120]} ... {text[-75:]}"
+    return text if len(text) <= longest else f"{text[: longest - 80]} ... {text[-75:]}"
 
 
 def _dispatch(arguments: list[str]) -> int:

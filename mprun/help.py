@@ -14,6 +14,8 @@ Use
     --stall-after SECONDS                   kill a run without progress (1800; 0: never)
     hydra/launcher=joblib|submitit_local|submitit_slurm   Hydra's launcher instead of -j
     hydra.launcher.KEY=VALUE                n_jobs (joblib), timeout_min, partition, ... (submitit)
+  mprun experiment=resnet50_cifar10 data.root=DIR     a recipe on data on disk (docs/recipes.md)
+  mprun data=custom data.factory=module:function      own data, own models (docs/own_data.md)
   mprun resume=outputs/RUN                  continue a run from its last checkpoint
   mprun --config-dir DIR model=mine         options of your own from DIR/model/mine.yaml
   mprun --cfg job model=dcgan               print the whole configuration, run nothing
@@ -31,8 +33,11 @@ Keys (key=value; --cfg job prints all of them)
   seed  device=auto|cuda|cpu  cpu_half=emulated|native  threads  deterministic  name
   output_root  output_dir  resume
   train.steps  train.epochs  train.log_every  train.eval_every  train.checkpoint_every
-  train.clip_norm  train.accumulate  train.eval_arithmetic=fp32|mode
-  data.batch_size  data.root  data.workers  optim.lr  optim.schedule
+  train.clip_norm  train.clip_modules  train.accumulate  train.eval_arithmetic=fp32|mode
+  data.batch_size  data.root  data.workers  data.on_corrupt=stop|skip  data.eval_split
+  data.factory=MODULE:FUNCTION  data.options.KEY  model.factory  model.task  model.options.KEY
+  optim.lr  optim.schedule  optim.warmup_epochs  optim.constant_epochs
+  optim.bias_lr_factor  optim.decay_bias  optim.decay_norm  optim.average_decay
   precision.overrides.PATTERN=fp32|fp16|bf16   modules kept in another dtype, by name pattern
   scaler.scale  scaler.init_scale  scaler.growth_factor  scaler.backoff_factor
   scaler.growth_interval  scaler.hysteresis  scaler.min_scale  scaler.max_scale

@@ -4,13 +4,21 @@ import atexit
 import itertools
 import os
 import signal
+import threading
 import time
 import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator
-from multiprocessing import active_children, forkserver, get_context, resource_tracker
+from multiprocessing import (
+    active_children,
+    forkserver,
+    get_context,
+    parent_process,
+    resource_tracker,
+)
 from multiprocessing import util as _registers_its_own_exit_first  # noqa: F401
+from multiprocessing.connection import wait
 
 import torch
 from torch.utils.data import DataLoader, get_worker_info
@@ -138,8 +146,8 @@ class BatchLoader:
                 if time.monotonic() - waiting_since > self._stall_after:
                     self._stop(gently=False)
                     raise Resource(
-                        f"loader: no batch for {self._stall_after:.0f} s; does the file system of "
-                        f"{self.reader.split.source} still answer?"
+                        f"{self.reader.split.source}: no batch for {self._stall_after:g} s from "
+                        f"{self.workers} loader processes; does the file system still answer?"
                     ) from None
             except (ConnectionError, EOFError, FileNotFoundError) as error:
                 # The other end of a batch on its way is gone.
@@ -172,7 +180,7 @@ class BatchLoader:
                 collate_fn=_as_it_is,
                 pin_memory=self._pin_memory,
                 timeout=_LOOK_EVERY_S,
-                worker_init_fn=_ignore_signals,
+                worker_init_fn=_settle,
                 multiprocessing_context=get_context("forkserver"),
                 # Its own: torch draws a seed for the workers, and the run's random numbers must not
                 # depend on how often a loader was started.
@@ -203,8 +211,8 @@ class BatchLoader:
     def _lost(self, why: str) -> Resource:
         self._stop(gently=False)
         return Resource(
-            f"loader: {why}: killed, or out of memory or of shared memory (/dev/shm); fewer "
-            "data.workers or a smaller data.prefetch need less"
+            f"data.workers={self.workers}: a loader process is lost, killed or out of memory or of "
+            f"shared memory (/dev/shm): {why}"
         )
 
     def _count_replaced(self, batch: ReadBatch) -> None:
@@ -258,9 +266,18 @@ def _as_it_is(batch):
     return batch
 
 
-def _ignore_signals(worker: int) -> None:
+def _settle(worker: int) -> None:
+    """What each loader process does first."""
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+    # torch's processes look whether their own parent, here the fork server, is gone; that one
+    # stays as long as they do.
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    wait([parent_process().sentinel])
+    os._exit(1)
 
 
 @atexit.register  # after torch's and multiprocessing's own, so it runs before them

@@ -178,9 +178,7 @@ def test_a_damaged_file_arrives_as_one_line_with_its_own_batch(tmp_path, loaders
     train = readers(tmp_path)[0]
     order = [name for n in range(4) for name in train._samples(n)[0]]
     path = train.split.name(order[2 * BATCH + 1])
-    content = open(path, "rb").read()
-    with open(path, "wb") as file:
-        file.write(content[:300])
+    os.truncate(path, 300)
     for workers in (0, 2):
         loader = loaders(readers(tmp_path)[0], workers)
         loader.batch(0), loader.batch(1)
@@ -251,7 +249,7 @@ def test_a_killed_process_is_a_lost_resource(folder, loaders):
     loader.batch(0)
     for pid in pids() - before:
         os.kill(pid, signal.SIGKILL)
-    with pytest.raises(Resource, match="exited unexpectedly: killed, or out of memory"):
+    with pytest.raises(Resource, match="data.workers=2: a loader process is lost, killed or out"):
         for number in range(1, 9):
             loader.batch(number)
     assert pids() == before
@@ -267,7 +265,7 @@ def test_a_read_that_never_ends_is_a_lost_resource(tmp_path, loaders):
     before = pids()
     loader = loaders(reader, 1, stall_after=0.5)
     loader.batch(0)
-    with pytest.raises(Resource, match=f"no batch for 0 s; does the file system of {tmp_path}"):
+    with pytest.raises(Resource, match=f"{tmp_path}/train: no batch for 0.5 s"):
         loader.batch(1)
     assert pids() == before
 
@@ -289,8 +287,8 @@ def test_a_process_has_no_threads_that_compute(folder, loaders):
     for number in range(4):
         loader.batch(number)
     (pid,) = pids() - before
-    # Its own, the one that feeds the queue, and the one that hands over file descriptors.
-    assert len(os.listdir(f"/proc/{pid}/task")) <= 3
+    # Its own; those that feed the queue, hand over file descriptors and watch the parent, asleep.
+    assert len(os.listdir(f"/proc/{pid}/task")) <= 4
 
 
 PROGRAM = """

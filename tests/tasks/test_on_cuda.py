@@ -5,7 +5,6 @@ import torch
 from torch.nn import functional as F
 
 from mprun import models
-from mprun.learning_rate import LearningRate
 from mprun.precision import MODES, why_unsupported
 
 pytestmark = pytest.mark.gpu
@@ -93,8 +92,7 @@ def test_a_schedule_under_a_scale_that_skips_waits_for_nothing(build_run):
         "optim.schedule=linear",
         "train.steps=10",
     )
-    optimizer = built.task.learner.optimizer
-    rate = LearningRate(built.lr, [optimizer], built.device)
+    optimizer, rate = built.task.learner.optimizer, built.rate
     skipped = torch.full((), 2, dtype=torch.int64, device="cuda")
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -102,7 +100,7 @@ def test_a_schedule_under_a_scale_that_skips_waits_for_nothing(build_run):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     lr = optimizer.inner.param_groups[0]["lr"]
-    assert lr.item() == torch.tensor(built.lr[3]).item()
+    assert lr.item() == torch.tensor(rate.rates[3]).item()
 
 
 def test_amp_equals_autocast_and_grad_scaler(build_run):

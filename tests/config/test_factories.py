@@ -1,0 +1,161 @@
+"""Names of the user's own code: how they are typed, what vouches for them, what never does."""
+
+import pytest
+import yaml
+
+from mprun.cli import main
+from mprun.config.compose import compose_config, config_from_record
+from mprun.config.factories import NOTHING, Vouched, check_vouched, recorded_factories, vouched
+from mprun.config.overrides import parse_overrides
+from mprun.errors import BadInput
+from mprun.sweep.plan import plan
+
+OWN = ["model=custom", "data.factory=my.data:make", "model.factory=net:build"]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("3", 3),
+        ("-2", -2),
+        ("0.5", 0.5),
+        ("1e-3", 1e-3),
+        ("true", True),
+        ("null", None),
+        ("abc", "abc"),
+        ("'3'", "3"),
+        ("a/b.txt", "a/b.txt"),
+        ("[1,2.5,x]", [1, 2.5, "x"]),
+        ("{a:1,b:[c]}", {"a": 1, "b": ["c"]}),
+    ],
+)
+@pytest.mark.parametrize("prefix", ["", "+", "++"])
+def test_an_option_has_the_type_it_is_typed_with(text, value, prefix):
+    config = compose_config([*OWN, f"{prefix}data.options.x={text}"]).config
+    assert config.data.options == {"x": value} and config.model.options == {}
+    assert type(config.data.options["x"]) is type(value)
+
+
+def test_options_add_up_and_nest():
+    overrides = ["model.options={a:1}", "model.options.b=2", "model.options.c.d=3"]
+    config = compose_config([*OWN, *overrides]).config
+    assert config.model.options == {"a": 1, "b": 2, "c": {"d": 3}}
+
+
+def test_a_sweep_over_an_option_and_over_a_factory():
+    cells = plan([*OWN, "data.options.x=1,b", "model.factory=net:build,net:other"], None).cells
+    assert len({cell.directory for cell in cells}) == len({cell.config_hash for cell in cells}) == 4
+    assert [cell.factories for cell in cells[:2]] == [
+        ("data.factory=my.data:make", "model.factory=net:build"),
+        ("data.factory=my.data:make", "model.factory=net:other"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("command", "wanted"),
+    [
+        ("model=custom", "data=custom model=custom: needs data.factory=|model.factory="),
+        ("data=custom", "data=custom: needs data.factory=package.module:function"),
+        ("model=custom data=digits_32", "model=custom: needs model.factory="),
+        ("data=custom data.factory=x", "data.factory=x|package.module:function"),
+        ("data=custom data.factory=a:b:c", "data.factory=a:b:c|package.module:function"),
+        ("data=custom data.factory=a-b:c", "data.factory=a-b:c|package.module:function"),
+        ("data=custom data.factory=[1]", "data.factory"),
+        ("data=custom data.factory=", "data.factory=|package.module:function"),
+        ("data.factory=a:b", "data.factory: unknown key|data=custom"),
+        ("data.options.x=3", "data.options.x: unknown key|data=custom"),
+        ("model.options.x=3", "model.options.x: unknown key|model=custom"),
+        ("data=custom data.factory=a:b data.options=5", "data.options=5|data.options.NAME=VALUE"),
+        ("data=custom data.factory=a:b data.option.x=3", "data.option.x|'data.options'"),
+        ("data=custom optim.lr=abc", "optim.lr=abc"),
+        ("data=custom data.factory=a:b optim.lr=abc", "optim.lr=abc"),
+        ("data=custom data.factory=a:b data.options.x=1,2", "data.options.x=1,2|-m"),
+        ("model=dcgan data=custom data.factory=a:b", "data.image_size=null|dcgan"),
+        ("model=custom data.factory=a:b model.factory=a:b model.task=x", "model.task=x|gan"),
+        (
+            "model=custom data.factory=a:b model.factory=a:b model.task=gan "
+            "model.label_smoothing=0.1",
+            "model.label_smoothing=0.1|gan",
+        ),
+        (
+            "model=custom data=digits_32 model.factory=a:b model.task=language_model",
+            "data=digits|text",
+        ),
+    ],
+)
+def test_what_cannot_be_is_one_line(command, wanted, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["--cfg", "job", *command.split()]) == 2
+    printed = capsys.readouterr().err
+    assert printed.count("\n") == 1 and len(printed) <= 201
+    for part in wanted.split("|"):
+        assert part in printed, printed
+
+
+def test_an_option_of_the_user_names_a_factory(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "mine.yaml").write_text(
+        "defaults: [custom]\nfactory: 'net:build'\noptions: {width: 3}\n"
+    )
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "all.yaml").write_text(
+        "# @package _global_\ndefaults:\n  - override /data: custom\n"
+        "data: {factory: 'my.data:make'}\n"
+    )
+    (tmp_path / "broken.yaml").write_text("a: [")
+    composed = compose_config(["model=mine", "experiment=all"], str(tmp_path))
+    assert composed.config.model.options == {"width": 3}
+    assert vouched([], str(tmp_path)) == Vouched(
+        {}, frozenset({("model.factory", "net:build"), ("data.factory", "my.data:make")})
+    )
+    record = yaml.safe_load(yaml.safe_dump(composed.as_dict()))
+    assert config_from_record(record, vouched([], str(tmp_path))) == composed.config
+    with pytest.raises(BadInput, match="names code"):
+        config_from_record(record)
+
+
+def test_a_record_alone_vouches_for_nothing():
+    named = {"data.factory": "a:b", "model.factory": "c:d"}
+    with pytest.raises(BadInput, match=r"add data\.factory=a:b model\.factory=c:d$"):
+        check_vouched(named, NOTHING)
+    with pytest.raises(BadInput, match=r"add model\.factory=c:d$"):
+        check_vouched(named, vouched(["data.factory=a:b"]))
+    with pytest.raises(BadInput, match=r"data\.factory=a:x: the run was made with .*=a:b"):
+        check_vouched(named, vouched(["data.factory=a:x", "model.factory=c:d"]))
+    with pytest.raises(BadInput, match=r"data\.factory=a:b: the run has no data\.factory"):
+        check_vouched({}, vouched(["data.factory=a:b"]))
+    check_vouched(named, vouched(["data.factory=a:b", "++model.factory='c:d'", "seed=1"]))
+    check_vouched({}, NOTHING)
+    # The name of a data factory does not vouch for a network, nor that of one file for another key.
+    swapped = Vouched({}, frozenset({("model.factory", "a:b")}))
+    with pytest.raises(BadInput, match="names code"):
+        check_vouched({"data.factory": "a:b"}, swapped)
+
+
+@pytest.mark.parametrize("name", [3, None, "", "os", "os:system; rm", "a:b\n", ["a:b"], ":f", "a:"])
+def test_a_recorded_name_of_another_form_is_refused(name):
+    with pytest.raises(BadInput, match="package.module:function"):
+        recorded_factories({"data": {"factory": name}})
+
+
+def test_one_factory_at_a_time():
+    with pytest.raises(BadInput, match="one value"):
+        vouched(["data.factory=a:b,c:d"])
+
+
+def test_a_record_holds_no_interpolation():
+    plain = compose_config(["seed=1"]).as_dict()
+    for change in ({"output_root": "${oc.env:HOME}"}, {"name": "${seed}"}):
+        with pytest.raises(BadInput, match="no place"):
+            config_from_record(plain | change)
+    own = compose_config(OWN).as_dict()
+    own["data"]["options"] = {"x": ["${oc.env:HOME}"]}
+    with pytest.raises(BadInput, match="no place"):
+        config_from_record(own, vouched(OWN))
+
+
+def test_other_keys_are_no_entries_of_a_mapping():
+    # "data.optionsx" only begins like one.
+    with pytest.raises(BadInput, match="data.optionsx: unknown key"):
+        compose_config([*OWN, "data.optionsx=3"])
+    assert parse_overrides(["data.options.x=3"])[0].key_or_group == "data.options.x"
