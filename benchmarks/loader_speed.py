@@ -198,7 +198,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=512, help="files to make")
     parser.add_argument("--workers", default="1,2")
     parser.add_argument("--windows", type=int, default=5)
-    parser.add_argument("--batches", type=int, default=12, help="of a window")
+    parser.add_argument("--batches", type=int, default=8, help="of a window")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)

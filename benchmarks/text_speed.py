@@ -26,8 +26,8 @@ from mprun.data.file_streams import FileStreams
 from mprun.data.text import Text
 from mprun.data.text_files import find_text_files
 from mprun.data.token_streams import TokenStreams
-from mprun.data.vocabulary import encoded_blocks, word_ids
-from mprun.data.words import word_blocks
+from mprun.data.word_table import WordTable, encoded_blocks
+from mprun.data.words import text_blocks
 
 SHAPES = ((20, 35), (128, 20))  # streams, tokens: Zaremba et al.'s larger models, bigLSTM
 
@@ -69,13 +69,13 @@ def result(case: str, tokens: int, plain: list[float], ours: list[float]) -> dic
 
 def encoding(path: Path, words: tuple[str, ...], windows: int) -> dict:
     sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
-    ids, plain_ids = word_ids(words, "<unk>"), {word: i for i, word in enumerate(words)}
+    table, ids = WordTable(words, "<unk>", "<eos>"), {word: i for i, word in enumerate(words)}
 
     def plain() -> list[int]:
-        return line_by_line(path, plain_ids)
+        return line_by_line(path, ids)
 
     def ours() -> list[np.ndarray]:
-        return list(encoded_blocks(word_blocks(path, "<eos>", sha256), ids))
+        return list(encoded_blocks(text_blocks(path, sha256), table))
 
     wanted = plain()
     assert np.array_equal(np.concatenate(ours()), wanted)

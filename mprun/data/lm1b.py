@@ -13,8 +13,9 @@ from mprun.data.file_streams import FileStreams
 from mprun.data.lm1b_files import find_shards, find_vocabulary, read_vocabulary
 from mprun.data.token_cache import TokenCache
 from mprun.data.token_streams import EVAL_STREAMS, TokenBatch
-from mprun.data.vocabulary import encoded_blocks, joined_words, read_words, word_ids
-from mprun.data.words import word_blocks
+from mprun.data.vocabulary import joined_words, read_words
+from mprun.data.word_table import WordTable, encoded_blocks
+from mprun.data.words import text_blocks
 
 SENTENCE, UNKNOWN = "<S>", "<UNK>"
 
@@ -126,8 +127,7 @@ class Lm1b:
 
     def _encoded_shards(self, hashes: dict[Path, str]) -> list[Path]:
         """Token files of all shards, made where the cache does not have them."""
-        ids: dict[str, int] = {}
-        tokens = []
+        table, tokens = None, []
         (_, vocabulary), *shards = hashes.items()
         for number, (path, sha256) in enumerate(shards, 1):
             key = {"kind": "tokens", "vocabulary": vocabulary, "source": sha256}
@@ -135,8 +135,8 @@ class Lm1b:
             if entry is None:
                 if sys.stderr.isatty() or number % 10 == 0:
                     print(f"mprun: encoding shard {number} of {len(shards)}", file=sys.stderr)
-                ids = ids or word_ids(read_words(self._words_file), UNKNOWN)
-                entry = self._cache.store(key, _encoded(path, sha256, ids))
+                table = table or WordTable(read_words(self._words_file), UNKNOWN, SENTENCE)
+                entry = self._cache.store(key, _encoded(path, sha256, table))
             tokens.append(entry)
         return tokens
 
@@ -146,7 +146,7 @@ def _checked_words(path: Path, sha256: str) -> Iterator[bytes]:
         yield f"{word}\n".encode()
 
 
-def _encoded(path: Path, sha256: str, ids: dict[str, int]) -> Iterator[np.ndarray]:
+def _encoded(path: Path, sha256: str, table: WordTable) -> Iterator[np.ndarray]:
     """``<S>`` once at the beginning and after each sentence: one more than the shard has of it."""
-    yield np.array([ids[SENTENCE]], "<i4")
-    yield from encoded_blocks(word_blocks(path, SENTENCE, sha256), ids)
+    yield table.encode(b"\n")
+    yield from encoded_blocks(text_blocks(path, sha256), table)

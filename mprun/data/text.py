@@ -15,13 +15,12 @@ from mprun.data.token_streams import EVAL_STREAMS, TokenBatch
 from mprun.data.vocabulary import (
     END_OF_LINE,
     UNKNOWN,
-    encoded_blocks,
     joined_words,
     read_words,
     vocabulary_of_blocks,
-    word_ids,
 )
-from mprun.data.words import word_blocks
+from mprun.data.word_table import WordTable, encoded_blocks
+from mprun.data.words import text_blocks, word_blocks
 
 
 class Text:
@@ -135,12 +134,12 @@ class Text:
         """The text of ``ids``: words joined by blanks and ended by lines."""
         return joined_words([self.vocabulary[i] for i in ids], END_OF_LINE)
 
-    def _words(self, path: Path, sha256: str) -> Iterator[list[str]]:
-        return word_blocks(path, END_OF_LINE, sha256, lower=self._options["lower"])
+    def _blocks(self, path: Path, sha256: str) -> Iterator[bytes]:
+        return text_blocks(path, sha256, lower=self._options["lower"])
 
     def _ranked_words(self, path: Path, sha256: str) -> Iterator[bytes]:
         words = vocabulary_of_blocks(
-            self._words(path, sha256),
+            word_blocks(self._blocks(path, sha256), END_OF_LINE),
             (UNKNOWN, END_OF_LINE),
             self._options["vocab_limit"],
             self._cache.folder,
@@ -148,5 +147,5 @@ class Text:
         yield from (f"{word}\n".encode() for word in words)
 
     def _encoded(self, path: Path, sha256: str) -> Iterator[np.ndarray]:
-        ids = word_ids(read_words(self._words_file), UNKNOWN)
-        yield from encoded_blocks(self._words(path, sha256), ids)
+        table = WordTable(read_words(self._words_file), UNKNOWN, END_OF_LINE)
+        yield from encoded_blocks(self._blocks(path, sha256), table)

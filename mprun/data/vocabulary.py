@@ -1,4 +1,4 @@
-"""Vocabularies: words by falling frequency, and the ids that they stand for."""
+"""Vocabularies: words by falling frequency, counted in bounded memory."""
 
 import heapq
 import os
@@ -8,8 +8,6 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-
-import numpy as np
 
 from mprun.data.errors import DataError
 
@@ -52,19 +50,6 @@ def vocabulary_of_blocks(
     return words
 
 
-def word_ids(words: Iterable[str], unknown: str) -> dict[str, int]:
-    """Ids 0, 1, ... of ``words``; any other word looked up gives that of ``unknown``."""
-    ids = _Ids(zip(words, range(2**31)))  # noqa: B905, one is as long as needed
-    ids.unknown = ids[unknown]
-    return ids
-
-
-def encoded_blocks(blocks: Iterable[list[str]], ids: dict[str, int]) -> Iterator[np.ndarray]:
-    """The ids of the words in ``blocks``, little-endian int32 ``[words]``."""
-    for words in blocks:
-        yield np.fromiter(map(ids.__getitem__, words), "<i4", len(words))
-
-
 def joined_words(words: Iterable[str], line_end: str) -> str:
     """Text: ``words`` joined by blanks, a line break for each ``line_end``."""
     text = " ".join("\n" if word == line_end else word for word in words)
@@ -74,13 +59,6 @@ def joined_words(words: Iterable[str], line_end: str) -> str:
 def read_words(path: Path) -> tuple[str, ...]:
     """The vocabulary in a cached file, one word a line."""
     return tuple(path.read_text(encoding="utf-8").split("\n")[:-1])
-
-
-class _Ids(dict):
-    unknown: int
-
-    def __missing__(self, word: str) -> int:
-        return self.unknown
 
 
 def _most_frequent(

@@ -94,9 +94,7 @@ def test_boxes_have_the_distribution_of_torchvision():
     width, height, n = 500, 375, 4000
     image = picture(7, width, height)
     torch.manual_seed(0)
-    theirs = [
-        RandomResizedCrop.get_params(image, (0.08, 1.0), (3 / 4, 4 / 3)) for _ in range(n)
-    ]
+    theirs = [RandomResizedCrop.get_params(image, (0.08, 1.0), (3 / 4, 4 / 3)) for _ in range(n)]
     theirs = np.array([(left, top, w, h) for top, left, h, w in theirs], float)
     boxes = np.array([random_resized_box(width, height, d) for d in draws(3, 0, 0, n)], float)
     ours = np.concatenate([boxes[:, :2], boxes[:, 2:] - boxes[:, :2]], axis=1)

@@ -8,13 +8,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mprun.data.errors import DamagedData
-from mprun.data.words import LONGEST_WORD, word_blocks
+from mprun.data.words import LONGEST_WORD, text_blocks, word_blocks
 
 
 def read(path, content: bytes, **options) -> list[str]:
     path.write_bytes(content)
     sha256 = hashlib.sha256(content).hexdigest()
-    return [word for words in word_blocks(path, "<eos>", sha256, **options) for word in words]
+    texts = list(text_blocks(path, sha256, **options))
+    words = [word for words in word_blocks(texts, "<eos>") for word in words]
+    # What a reader of bytes relies on.
+    assert all(text[-1:].isspace() for text in texts if text)
+    joined = b"".join(texts)
+    assert len(joined.decode().split()) + joined.count(b"\n") == len(words)
+    return words
 
 
 def line_by_line(path) -> list[str]:
@@ -46,7 +52,23 @@ def test_words_by_hand(tmp_path, content, words):
 
 @given(
     st.lists(
-        st.sampled_from(["a", "ß", "日本", "𝄞", " ", "  ", "\t", "\n", "\r\n", "\u3000", "x" * 9])
+        st.sampled_from(
+            [
+                "a",
+                "ß",
+                "日本",
+                "𝄞",
+                " ",
+                "  ",
+                "\t",
+                "\n",
+                "\r\n",
+                "\u3000",
+                "\x1c",
+                "\x0b",
+                "x" * 9,
+            ]
+        )
     ),
     st.integers(3, 40),
 )
@@ -59,9 +81,7 @@ def test_any_text_in_any_block_as_line_by_line(tmp_path_factory, pieces, block):
 def test_lower_case_spares_the_marker(tmp_path):
     content = "The <UNK> ÄRGER\n".encode()
     assert read(tmp_path / "text", content, lower=True) == ["the", "<unk>", "ärger", "<eos>"]
-    path = tmp_path / "text"
-    sha256 = hashlib.sha256(content).hexdigest()
-    assert list(word_blocks(path, "<S>", sha256, lower=True)) == [["the", "<unk>", "ärger", "<S>"]]
+    assert list(word_blocks([content.lower()], "<S>"))[0][-1] == "<S>"
 
 
 @pytest.mark.parametrize("block", [3, 1000, 1 << 18])
@@ -70,6 +90,7 @@ def test_lower_case_spares_the_marker(tmp_path):
     [
         (b"", "no words, 0 bytes"),
         (b"\n \n\r\n", "no words, empty lines only"),
+        ("\u3000\n\x1c".encode(), "no words, empty lines only"),
         (b"a b\nc \xff d\n", r"not UTF-8 \(0xff\) at byte 6, line 2"),
         (b"a\n\nb \xc3", r"not UTF-8 \(0xc3\) at byte 5, line 3"),
         (b"\xff\xfea\0", r"not UTF-8 \(0xff\) at byte 0, line 1"),
@@ -103,7 +124,9 @@ def test_one_huge_line_costs_no_memory(tmp_path):
     size = len(content)
     del content
     tracemalloc.start()
-    count = sum(len(words) for words in word_blocks(path, "<eos>", sha256, block=1 << 16))
+    count = sum(
+        len(words) for words in word_blocks(text_blocks(path, sha256, block=1 << 16), "<eos>")
+    )
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert count == 7 * 150_000 + 1
@@ -115,9 +138,9 @@ def test_files_that_are_gone_or_change(tmp_path):
     path = tmp_path / "text"
     read(path, b"a b\n")
     with pytest.raises(DamagedData, match="text: changed while it was read"):
-        list(word_blocks(path, "<eos>", hashlib.sha256(b"a c\n").hexdigest()))
+        list(text_blocks(path, hashlib.sha256(b"a c\n").hexdigest()))
     path.unlink()
     with pytest.raises(DamagedData, match="text: No such file or directory"):
-        list(word_blocks(path, "<eos>", ""))
+        list(text_blocks(path, ""))
     with pytest.raises(DamagedData, match="Is a directory"):
-        list(word_blocks(tmp_path, "<eos>", ""))
+        list(text_blocks(tmp_path, ""))

@@ -1,0 +1,464 @@
+"""What the user's own data and networks must be, said before step 1; and that they are honoured."""
+
+import random
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from mprun.cli import main
+from mprun.precision import cast_model, fp32_copy, get_policy
+
+MODULE = '''
+import random
+
+import numpy as np
+import torch
+from torch import nn
+
+from mprun.data import DatasetSource, TokenSource
+
+NOT_A_FUNCTION = 3
+
+
+class Images(torch.utils.data.Dataset):
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        return torch.rand(1, 8, 8), index % 3
+
+
+def data(batch_size, seed, device, classes=3, image_size=8):
+    random.random(), np.random.rand(), torch.rand(1)  # no weight may depend on it
+    own = {"batch_size": batch_size, "seed": seed, "device": device, "num_classes": classes}
+    return DatasetSource(Images(), Images(), **own)
+
+
+def text(batch_size, seed, device, sequence_length=4):
+    ids = torch.arange(600) % 11
+    own = {"batch_size": batch_size, "seed": seed, "device": device}
+    return TokenSource(ids, ids[:200], vocab_size=11, sequence_length=sequence_length, **own)
+
+
+class Mixed(nn.Module):
+    """Convolution, norm layers, attention, dropout, a buffer outside the state."""
+
+    def __init__(self, classes, width=8):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(1, width, 3, padding=1), nn.BatchNorm2d(width)
+        self.attention = nn.MultiheadAttention(width, 2, batch_first=True)
+        self.inner, self.drop = nn.LayerNorm(width), nn.Dropout(0.2)
+        scale = torch.linspace(0.5, 1.5, 3)[-1].item()  # no value on a meta device
+        self.register_buffer("places", torch.full((64, width), scale), persistent=False)
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, images):
+        x = self.norm(self.conv(images)).relu().flatten(2).transpose(1, 2) + self.places
+        x = self.inner(x + self.attention(x, x, x, need_weights=False)[0])
+        return self.head(self.drop(x.mean(1)))
+
+
+def mixed(data, width=8):
+    random.random(), np.random.rand()
+    return Mixed(data.num_classes, width)
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer of any kind, input and output embedding tied."""
+
+    def __init__(self, kind, vocab_size, width=8):
+        super().__init__()
+        self.embedding = nn.Embedding(vocab_size, width)
+        self.layer = getattr(nn, kind)(width, width)
+        self.logits = nn.Linear(width, vocab_size)
+        self.logits.weight = self.embedding.weight
+        self.single = kind != "LSTM"
+
+    def forward(self, tokens, state):
+        if self.single:
+            state = None if state is None else state[0]
+        outputs, state = self.layer(self.embedding(tokens), state)
+        return self.logits(outputs), (state,) if self.single else state
+
+
+def recurrent(data, kind="GRU"):
+    return Recurrent(kind, data.vocab_size)
+
+
+class Bag(nn.Module):
+    """Carries nothing on."""
+
+    def __init__(self, vocab_size):
+        super().__init__()
+        self.logits = nn.Sequential(nn.Embedding(vocab_size, 8), nn.Linear(8, vocab_size))
+
+    def forward(self, tokens, state):
+        return self.logits(tokens), ()
+
+
+def bag(data):
+    return Bag(data.vocab_size)
+
+
+def pair(data, size=8):
+    image = nn.Unflatten(1, (1, size, size))
+    generator = nn.Sequential(nn.Linear(5, size * size), nn.Tanh(), image)
+    return generator, nn.Sequential(nn.Flatten(), nn.Linear(64, 1), nn.Flatten(0))
+
+
+# Networks that do not fit.
+ONLY = Mixed(3)
+CALLS = []
+
+
+def same_again(data):
+    return ONLY
+
+
+def shared(data):
+    network = Mixed(3)
+    network.head = ONLY.head
+    return network
+
+
+def grows(data):
+    CALLS.append(1)
+    return Mixed(3, 8 * len(CALLS))
+
+
+def half(data):
+    return Mixed(3).half()
+
+
+def lazy(data):
+    return nn.Sequential(nn.Flatten(), nn.LazyLinear(3))
+
+
+def empty(data):
+    return nn.ReLU()
+
+
+def few(data):
+    return Mixed(2)
+
+
+def fails(data):
+    return nn.Sequential(nn.Flatten(), nn.Linear(3, 3))
+
+
+class Fp32Inside(Mixed):
+    def forward(self, images):
+        return super().forward(images) @ torch.eye(3)
+
+
+def fp32_inside(data):
+    return Fp32Inside(3)
+
+
+def no_product(data):
+    return nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64), nn.Unflatten(1, (2, 32)), Sum())
+
+
+class Sum(nn.Module):
+    def forward(self, x):
+        return torch.stack([x.sum((1, 2))] * 3, 1)
+
+
+def no_state(data):
+    return nn.Embedding(11, 11)
+
+
+class BareState(Recurrent):
+    def forward(self, tokens, state):
+        outputs, state = self.layer(self.embedding(tokens), state)
+        return self.logits(outputs), state
+
+
+def bare_state(data):
+    return BareState("GRU", 11)
+
+
+def broken(data):
+    return {}["width"]
+
+
+# Sources that are none.
+class Source:
+    num_classes, vocab_size = 3, 11
+    batches_per_epoch, samples_per_batch, sha256 = 4, 2, "x"
+    description = {"name": "own", "train_samples": 8, "eval_samples": 2}
+
+    def __init__(self, first, **changes):
+        self.first = first
+        for name, value in changes.items():
+            setattr(self, name, value)
+
+    def train_batch(self, index):
+        return self.first()
+
+    def eval_batches(self):
+        yield self.first()
+
+
+def good():
+    return torch.ones(2, 1, 8, 8), torch.tensor([0, 2])
+
+
+def ones(**own):
+    return Source(good)
+
+
+def incomplete(**own):
+    return object()
+
+
+def no_hash(**own):
+    return Source(good, sha256=None)
+
+
+def no_name(**own):
+    return Source(good, description={"train_samples": 8})
+
+
+def a_float(**own):
+    return Source(good, batches_per_epoch=4.0)
+
+
+def impure(**own):
+    return Source(lambda: (torch.rand(2, 1, 8, 8), torch.tensor([0, 2])))
+
+
+def doubles(**own):
+    return Source(lambda: (torch.ones(2, 1, 8, 8).double(), torch.tensor([0, 2])))
+
+
+def labels(**own):
+    return Source(lambda: (torch.ones(2, 1, 8, 8), torch.tensor([0, 3])))
+
+
+def alone(**own):
+    return Source(lambda: torch.ones(2, 1, 8, 8))
+
+
+def raises(**own):
+    return Source(lambda: [][1])
+
+
+def nothing(**own):
+    return Source(good, eval_batches=lambda: iter(()))
+
+
+def wide(**own):
+    return Source(lambda: (torch.full((2, 3, 32, 32), 1.5), torch.tensor([0, 2])))
+'''
+COMMON = ["device=cpu", "threads=1", "train.steps=3", "data.batch_size=4"]
+IMAGES = ["model=custom", "data.factory=owncode:data"]
+TEXT = ["model=custom", "data.factory=owncode:text", "model.task=language_model"]
+
+
+@pytest.fixture(autouse=True)
+def own_modules(tmp_path, monkeypatch):
+    """Modules of a user in the current folder; forgotten afterwards."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "owncode.py").write_text(MODULE)
+    (tmp_path / "ownbad.py").write_text("x = 1\nraise KeyError('here')\n")
+    (tmp_path / "ownexit.py").write_text("raise SystemExit(7)\n")
+    (tmp_path / "ownsyntax.py").write_text("def f(:\n")
+    (tmp_path / "ownneeds.py").write_text("import no_such_library\n")
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        if name.startswith("own"):
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "wanted"),
+    [
+        # the function
+        ("data.factory=ownnone:f", "data.factory=ownnone:f: no module named 'ownnone'"),
+        ("data.factory=owncode.deep:f", "no module named 'owncode.deep'"),
+        ("data.factory=ownbad:f", "importing it: KeyError: 'here' (ownbad.py, line 2)"),
+        ("data.factory=ownexit:f", "importing it: SystemExit: 7"),
+        ("data.factory=ownsyntax:f", "importing it: SyntaxError"),
+        ("data.factory=ownneeds:f", "ModuleNotFoundError: No module named 'no_such_library'"),
+        ("data.factory=owncode:dato", "owncode has no 'dato'; did you mean 'data'?"),
+        ("data.factory=owncode:NOT_A_FUNCTION", "is a int, must be a function"),
+        ("data.factory=owncode:mixed", "missing a required argument: 'data'|batch_size, seed"),
+        ("model.factory=owncode:mixed model.options.wdth=3", "keyword argument 'wdth'|data, wdth"),
+        ("data.options.batch_size=3", "data.options.batch_size|set data.batch_size"),
+        ("model.factory=owncode:broken", "KeyError: 'width' (owncode.py, line "),
+        ("data.options.classes=0", "num_classes=0 is not allowed"),
+        # the source
+        ("data.factory=owncode:incomplete", "returned a object without train_batch"),
+        ("data.factory=owncode:no_hash", "sha256 of its source is None"),
+        ("data.factory=owncode:no_name", "description of its source|name"),
+        ("data.factory=owncode:a_float", "batches_per_epoch of its source is 4.0"),
+        ("data.factory=owncode:impure", "train_batch(0) of its source differs"),
+        ("data.factory=owncode:doubles", "train_batch(0)|float64|must be float32"),
+        ("data.factory=owncode:labels", "labels from 0 to 3|num_classes=3"),
+        ("data.factory=owncode:alone", "must be a pair of tensors"),
+        ("data.factory=owncode:raises", "train_batch(0) of its source: IndexError|owncode.py"),
+        ("data.factory=owncode:nothing", "eval_batches() of its source yields nothing"),
+        ("data.factory=owncode:text", "no num_classes, which a classifier needs"),
+        ("model=dcgan data=custom data.image_size=32", "images of 8x8 pixels, model.image_size"),
+        (
+            "model=dcgan data=custom data.factory=owncode:wide data.image_size=32",
+            "values from 1.5 to 1.5, must be in [-1, 1]",
+        ),
+        ("model=resnet50 data=custom", "model=resnet50: forward|3 channels, but got 1"),
+        ("model=lstm_lm data=custom", "no vocab_size, which a language model needs"),
+        ("data.batch_size=25", "batch_size=25 is not allowed: 1 to 24"),
+        # the network
+        ("model.factory=owncode:data", "missing a required argument"),
+        ("model.factory=builtins:dict", "TypeError|not iterable"),
+        ("model.factory=owncode:same_again", "returned a network twice"),
+        ("model.factory=owncode:shared", "returned a network twice"),
+        ("model.factory=owncode:grows", "another network the second time"),
+        ("model.factory=owncode:half", "is torch.float16; build the network in float32"),
+        ("model.factory=owncode:lazy", "1.weight is lazy"),
+        ("model.factory=owncode:empty", "no parameter to train"),
+        ("model.factory=owncode:few", "forward returned float32 [2, 2], must be|[2, 3]"),
+        ("model.factory=owncode:fails", "forward of float32 [2, 1, 8, 8] in FP32: RuntimeError"),
+        ("model.factory=owncode:pair", "returned a tuple, must be a torch.nn.Module"),
+        ("model.task=gan", "returned a Mixed, must be (generator, discriminator)"),
+        ("model.factory=owncode:pair model.task=gan", "generator of float32 [2, 100]"),
+        (
+            "model.factory=owncode:pair model.task=gan model.latent_size=5 model.options.size=4",
+            "returned float32 [2, 1, 4, 4], the images of the data are [2, 1, 8, 8]",
+        ),
+        (
+            "precision=fp16_master model.factory=owncode:fp32_inside",
+            "in precision=fp16_master: RuntimeError|owncode.py, line",
+        ),
+        ("precision=fp16_master model.factory=owncode:no_product", "no operation of the network"),
+        ("precision=fp16_master precision.overrides.zz=fp32", "zz"),
+    ],
+)
+def test_images_what_does_not_fit_is_one_line(overrides, wanted, capsys, tmp_path):
+    before = sorted(tmp_path.iterdir())
+    command = [*IMAGES, "model.factory=owncode:mixed", *COMMON]
+    keys = {override.partition("=")[0] for override in overrides.split()}
+    kept = [override for override in command if override.partition("=")[0] not in keys]
+    if "model" in keys:
+        kept = [override for override in kept if not override.startswith("model.")]
+    assert main([*kept, *overrides.split()]) == 2
+    printed = capsys.readouterr()
+    assert printed.err.count("\n") == 1 and len(printed.err) <= 201, printed.err
+    for part in wanted.split("|"):
+        assert part in printed.err, printed.err
+    assert sorted(p for p in tmp_path.iterdir() if p.name != "__pycache__") == before
+
+
+@pytest.mark.parametrize(
+    ("network", "wanted"),
+    [
+        ("no_state", "TypeError"),
+        ("bare_state", "returned float32 [1, 2, 8] as state, must be a tuple of tensors"),
+        ("mixed", "AttributeError|num_classes"),
+    ],
+)
+def test_text_what_does_not_fit_is_one_line(network, wanted, capsys):
+    assert main([*TEXT, f"model.factory=owncode:{network}", *COMMON]) == 2
+    printed = capsys.readouterr().err
+    assert printed.count("\n") == 1
+    for part in wanted.split("|"):
+        assert part in printed, printed
+
+
+MODES = ["fp32", "fp16_naive", "fp16_master_scaled", "amp", "bf16_master", "amp_bf16"]
+OWN = {
+    "mixed": [*IMAGES, "model.factory=owncode:mixed", "model.label_smoothing=0.1"],
+    "pair": [
+        *IMAGES,
+        "model.factory=owncode:pair",
+        "model.task=gan",
+        "model.latent_size=5",
+        "compare.metric=loss",
+    ],
+    "bag": [*TEXT, "model.factory=owncode:bag"],
+    **{
+        kind: [*TEXT, "model.factory=owncode:recurrent", f"model.options.kind={kind}"]
+        for kind in ("GRU", "RNN", "LSTM")
+    },
+}
+SOME = {("mixed", "amp"), ("GRU", "fp16_master_scaled"), ("bag", "fp16_naive"), ("pair", "fp32")}
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        pytest.param(name, mode, marks=() if (name, mode) in SOME else pytest.mark.slow)
+        for name in OWN
+        for mode in MODES
+    ],
+)
+def test_every_kind_of_network_trains_and_is_evaluated_in_every_mode(name, mode, build_run):
+    built = build_run(*OWN[name], *COMMON, f"precision={mode}", "data.batch_size=8")
+    first = float(built.task.train_step(0)["loss"])
+    for step in range(1, 6):
+        loss = float(built.task.train_step(step)["loss"])
+    assert np.isfinite([first, loss]).all()
+    values = built.task.evaluate()
+    assert np.isfinite(list(values.values())).all()
+    if mode != "fp32":
+        assert built.arithmetic.rerouted()
+
+
+def test_the_trial_and_the_data_take_no_random_number_of_the_run(build_run):
+    import importlib
+
+    built = build_run(*OWN["mixed"], *COMMON)
+    state = torch.get_rng_state()
+    owncode = importlib.import_module("owncode")
+    torch.manual_seed(0)
+    expected = owncode.Mixed(3)
+    assert torch.equal(torch.get_rng_state(), state)
+    for name, tensor in built.task.learner.model.state_dict().items():
+        assert torch.equal(tensor, expected.state_dict()[name])
+    # Nor does an evaluation, though the function draws when it is called again.
+    before = random.getstate(), np.random.get_state()[1].tolist(), state.tolist()
+    built.task.evaluate()
+    after = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    assert after == before
+
+
+def test_the_fp32_copy_has_the_masters_of_tied_weights_and_the_buffers_outside_the_state():
+    class Tied(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.logits = torch.nn.Embedding(7, 3), torch.nn.Linear(3, 7)
+            self.logits.weight = self.embedding.weight
+            self.register_buffer("places", torch.arange(3.0) / 3, persistent=False)
+
+    torch.manual_seed(0)
+    model = Tied()
+    exact = model.logits.weight.detach().clone()
+    cast = cast_model(model, get_policy("fp16_master"))
+    assert cast.module.logits.weight.dtype is torch.float16
+    assert not torch.equal(cast.module.logits.weight.float(), exact)
+
+    def build():
+        with torch.device("cpu"):
+            return Tied()
+
+    copy = fp32_copy(build, cast, cast.masters)
+    assert torch.equal(copy.logits.weight, exact) and torch.equal(copy.embedding.weight, exact)
+    assert torch.equal(copy.places, torch.arange(3.0) / 3)
+
+
+def test_evaluation_in_fp32_is_that_of_the_network_itself(build_run):
+    built = build_run(*OWN["mixed"], *COMMON)
+    model = built.task.learner.model.eval()
+    with torch.no_grad():
+        batches = list(built.data.eval_batches())
+        losses = [
+            torch.nn.functional.cross_entropy(model(images), labels, reduction="sum")
+            for images, labels in batches
+        ]
+    expected = float(sum(losses)) / 24
+    # The copy holds the same FP32 numbers; the sum over batches is in float64 there.
+    assert built.task.evaluate()["loss"] == pytest.approx(expected, rel=1e-6)

@@ -1,0 +1,249 @@
+"""Runs on image files from the command line: waiting for data, damaged data, lost processes."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from mprun.cli import main
+from mprun.record.metrics import read_metrics
+
+COMMAND = [
+    "device=cpu",
+    "threads=1",
+    "model=conv_autoencoder",
+    "model.width=2",
+    "model.code_size=4",
+    "data=image_folder",
+    "data.image_size=32",
+    "data.value_range=tanh",
+    "data.batch_size=4",
+]
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """data/train and data/val, two classes, 24 and 4 PNG files."""
+    root = tmp_path / "data"
+    for split, count in (("train", 24), ("val", 4)):
+        for number in range(count):
+            content = io.BytesIO()
+            noise = np.random.default_rng(number).integers(0, 256, (40, 36, 3), np.uint8)
+            Image.fromarray(noise).save(content, "PNG")
+            path = root / split / f"class{number % 2}" / f"{number:02}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content.getvalue())
+    return root
+
+
+def arguments(folder: Path, run: Path, *more: str) -> list[str]:
+    return [*COMMAND, f"data.root='{folder}'", f"output_dir='{run}'", *more]
+
+
+def start(folder: Path, run: Path, *more: str) -> subprocess.Popen:
+    """The run as a process in a group of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "mprun", *arguments(folder, run, *more)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def steps_done(run: Path) -> int:
+    """The last step in metrics.jsonl; 0 before the first."""
+    path = run / "metrics.jsonl"
+    records = read_metrics(path) if path.exists() else []
+    return max([record["step"] for record in records], default=0)
+
+
+def wait_for_step(run: Path, step: int) -> None:
+    deadline = time.monotonic() + 60
+    while steps_done(run) < step:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def record_of(run: Path) -> dict:
+    return json.loads((run / "run.json").read_text())
+
+
+def loader_processes(root: int) -> list[int]:
+    """Processes that descend from `root` by way of a fork server: its grandchildren."""
+    parents = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            parents[int(entry.name)] = int(fields[1])
+    children = [pid for pid, parent in parents.items() if parent == root]
+    return [pid for pid, parent in parents.items() if parent in children]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_data_wait_is_recorded_and_told(folder, tmp_path, capsys, workers):
+    """Decoding in the calling thread takes a share of the time; the record says which."""
+    run = tmp_path / "r"
+    command = arguments(folder, run, f"data.workers={workers}", "train.steps=6")
+    assert main([*command, "train.log_every=2"]) == 0
+    records = [r for r in read_metrics(run / "metrics.jsonl") if r["split"] == "train"]
+    shares = {r["step"]: r["data_wait"] for r in records if "data_wait" in r}
+    assert list(shares) == [2, 4, 6] and all(0 <= share <= 1 for share in shares.values())
+    record = record_of(run)
+    share = record["throughput"]["data_wait"]
+    # Of the windows but the first, which are of about the same length.
+    assert min(shares[4], shares[6]) - 1e-4 <= share <= max(shares[4], shares[6]) + 1e-4
+    told = [line for line in capsys.readouterr().err.splitlines() if "data-bound" in line]
+    assert len(told) == (share > 0.1)
+    if workers == 0:
+        assert share > 0
+    if told:
+        assert f"waited {100 * share:.0f} % of the time for data; more data.workers" in told[0]
+        assert f"(now {workers}, " in told[0]
+    events = b"".join(path.read_bytes() for path in run.glob("events.*"))
+    assert b"train/data_wait" in events
+
+
+def test_a_source_in_memory_has_no_data_wait(tmp_path):
+    plain = [part for part in COMMAND if not part.startswith("data")]
+    run = tmp_path / "r"
+    command = [*plain, "data.image_size=32", f"output_dir='{run}'", "train.steps=2"]
+    assert main(command) == 0
+    assert all("data_wait" not in record for record in read_metrics(run / "metrics.jsonl"))
+    assert set(record_of(run)["throughput"]) == {"samples_per_s", "windows", "sample"}
+    assert "replaced" not in record_of(run)["data"]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_damaged_file_is_4_and_named(folder, tmp_path, capsys, workers):
+    path = folder / "train" / "class1" / "07.png"
+    os.truncate(path, 500)
+    run = tmp_path / "r"
+    assert main(arguments(folder, run, f"data.workers={workers}", "train.steps=6")) == 4
+    printed = capsys.readouterr()
+    (line,) = [line for line in printed.err.splitlines() if "07.png" in line]
+    assert line.startswith(f"mprun: {path}: ") and "Traceback" not in printed.err
+    record = record_of(run)
+    assert record["status"] == "failed"
+    assert record["cause"] == f"DamagedData: {line.removeprefix('mprun: ')}"
+    assert record["data"]["replaced"] == 0
+    assert printed.out == f"run: {run}\n"
+
+
+def test_skip_is_counted_and_told(folder, tmp_path, capsys):
+    names = [folder / "train" / "class1" / "07.png", folder / "val" / "class0" / "02.png"]
+    for name in names:
+        name.write_bytes(b"")
+    run = tmp_path / "r"
+    more = ("data.on_corrupt=skip", "train.steps=6", "data.workers=1")
+    assert main(arguments(folder, run, *more)) == 0
+    data = record_of(run)["data"]
+    assert data["replaced"] == 2 and data["replaced_files"] == [str(name) for name in names]
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "on_corrupt" in line]
+    assert line.startswith("mprun: data.on_corrupt=skip: 2 files replaced by the next usable one")
+    assert all(str(name) in line for name in names)
+
+
+@pytest.mark.slow
+def test_a_folder_that_vanishes_while_running_is_4(folder, tmp_path):
+    run = tmp_path / "r"
+    process = start(folder, run, "train.steps=100000", "data.workers=2")
+    wait_for_step(run, 5)
+    (folder / "train").rename(tmp_path / "elsewhere")
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 4 and "Traceback" not in err
+    (line,) = [line for line in err.splitlines() if line.startswith("mprun: /")]
+    assert line.startswith(f"mprun: {folder}/train/class") and line.endswith(".png: is gone")
+    assert record_of(run)["status"] == "failed" and out == f"run: {run}\n"
+
+
+@pytest.mark.slow
+def test_a_lost_loader_process_is_5(folder, tmp_path):
+    run = tmp_path / "r"
+    process = start(folder, run, "train.steps=100000", "data.workers=1")
+    wait_for_step(run, 5)
+    (worker,) = loader_processes(process.pid)
+    os.kill(worker, signal.SIGKILL)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 5 and "Traceback" not in err
+    (line,) = [line for line in err.splitlines() if "loader process" in line]
+    assert line.startswith("mprun: data.workers=1: a loader process is lost")
+    assert record_of(run)["status"] == "failed"
+    assert record_of(run)["cause"].startswith("Resource: data.workers=1")
+
+
+@pytest.mark.slow
+def test_a_signal_to_the_group_stops_the_run_not_its_loader_and_it_goes_on_bit_for_bit(
+    folder, tmp_path
+):
+    """As a batch system or Ctrl-C sends it; with two workers before and none that differ after."""
+    whole, run = tmp_path / "whole", tmp_path / "r"
+    more = ["train.steps=40", "train.log_every=5", "data.workers=2"]
+    assert main(arguments(folder, whole, *more)) == 0
+    process = start(folder, run, *more)
+    wait_for_step(run, 3)
+    os.killpg(process.pid, signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 75, err
+    assert main([f"resume={run}"]) == 0
+    timed = {"samples_per_s", "data_wait", "seconds"}
+    records = [
+        [
+            {key: value for key, value in record.items() if key not in timed}
+            for record in read_metrics(path / "metrics.jsonl")
+            if record["split"] == "eval" or record["step"] <= 20
+        ]
+        for path in (whole, run)
+    ]
+    in_both = [record for record in records[1] if record in records[0]]
+    assert in_both == records[1] and len(in_both) >= len(records[0]) - 1
+    assert records[0][-1]["split"] == "eval" and records[0][-1] == records[1][-1]
+
+
+@pytest.mark.slow
+def test_killed_and_resumed_from_a_checkpoint(folder, tmp_path):
+    """kill -9 leaves no loader process behind; the rest of the run is that of a whole one."""
+    whole, run = tmp_path / "whole", tmp_path / "r"
+    more = ["train.checkpoint_every=4", "train.log_every=1", "data.workers=2"]
+    process = start(folder, run, *more, "train.steps=100000")
+    wait_for_step(run, 9)
+    workers = loader_processes(process.pid)
+    assert len(workers) == 2
+    process.kill()
+    process.communicate()
+    deadline = time.monotonic() + 20
+    while any(Path(f"/proc/{pid}").exists() for pid in workers):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    last = steps_done(run) + 10
+    assert main([f"resume={run}", f"train.steps={last}"]) == 0
+    assert main(arguments(folder, whole, *more, f"train.steps={last}")) == 0
+    losses = [
+        [(r["split"], r["step"], r["loss"]) for r in read_metrics(path / "metrics.jsonl")]
+        for path in (whole, run)
+    ]
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.slow
+def test_a_run_leaves_no_process_behind(folder, tmp_path):
+    run = tmp_path / "r"
+    process = start(folder, run, "train.steps=3", "data.workers=2")
+    process.communicate(timeout=60)
+    assert process.returncode == 0
+    with pytest.raises(ProcessLookupError):
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            os.killpg(process.pid, 0)
+            time.sleep(0.05)

@@ -1,0 +1,218 @@
+"""A run directory never makes code run: a name in it counts only where the command gives it too."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mprun.cli import main
+from mprun.config.factories import vouched
+from mprun.numerics.advise_command import advise_run
+from mprun.record.metrics import read_metrics
+from mprun.table import load_run, table
+
+HONEST = """
+import torch
+from torch import nn
+from mprun.data import DatasetSource
+
+
+class Images(torch.utils.data.Dataset):
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        return torch.rand(1, 8, 8), index % 3
+
+
+def data(batch_size, seed, device):
+    own = {"batch_size": batch_size, "seed": seed, "device": device}
+    return DatasetSource(Images(), Images(), num_classes=3, **own)
+
+
+def network(data, width=4):
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, width), nn.ReLU(), nn.Linear(width, 3))
+"""
+HOSTILE = "open('canary', 'w').close()\nfrom honest import data, network\n"
+NAMES = ["data.factory=honest:data", "model.factory=honest:network"]
+BAD = ["data.factory=hostile:data", "model.factory=hostile:network"]
+RUN = [
+    "model=custom",
+    *NAMES,
+    "device=cpu",
+    "threads=1",
+    "train.steps=4",
+    "data.batch_size=4",
+    "train.checkpoint_every=2",
+    "numerics=on",
+    "numerics.every=2",
+    "precision=fp16_master_scaled",
+]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "honest.py").write_text(HONEST)
+    (tmp_path / "hostile.py").write_text(HOSTILE)
+    yield tmp_path
+    for name in ("honest", "hostile"):
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def edited(folder):
+    """A run whose record names `hostile` everywhere, and is said to have diverged."""
+    assert main([*RUN, "output_dir=run"]) == 0
+    run = folder / "run"
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    for group in ("data", "model"):
+        config[group]["factory"] = config[group]["factory"].replace("honest", "hostile")
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    record = json.loads((run / "run.json").read_text())
+    record["config"] = config
+    record["overrides"] = [o.replace("honest", "hostile") for o in record["overrides"]]
+    record |= {"status": "diverged", "cause": "non-finite loss"}
+    (run / "run.json").write_text(json.dumps(record))
+    return run
+
+
+def refused(capsys, *arguments: str) -> str:
+    """The one line of a command that must end with exit code 2."""
+    capsys.readouterr()
+    assert main(list(arguments)) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.count("\n") == 1, printed
+    assert not Path("canary").exists() and "hostile" not in sys.modules
+    return printed.err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["resume=run", "train.steps=6"],
+        ["explain", "run"],
+        ["explain", "run", "--no-cures"],
+        ["advise", "run"],
+        ["advise", "run", "--check"],
+    ],
+)
+def test_a_record_that_names_other_code_imports_nothing(arguments, edited, capsys):
+    line = refused(capsys, *arguments)
+    assert "names code" in line and line.endswith(f"add {' '.join(BAD)}\n")
+    # Given the names the run was really made with, it is refused as another run.
+    assert "the run was made with data.factory=hostile:data" in refused(capsys, *arguments, *NAMES)
+    # One of two is not enough.
+    assert f"add {BAD[1]}\n" in refused(capsys, *arguments, BAD[0])
+
+
+def test_advise_check_does_not_take_names_from_the_recorded_command_line(edited, capsys):
+    # The configuration is honest, the overrides that --check would run again are not.
+    config = yaml.safe_load((edited / "config.yaml").read_text())
+    for group in ("data", "model"):
+        config[group]["factory"] = config[group]["factory"].replace("hostile", "honest")
+    (edited / "config.yaml").write_text(yaml.safe_dump(config))
+    line = refused(capsys, "advise", "run", "--check", "--steps", "2", *NAMES)
+    assert "the run was made with data.factory=hostile:data" in line
+    assert not (edited / "check").exists()
+
+
+def test_what_only_reads_imports_nothing(edited, capsys):
+    shutil.copytree(edited, "fp32")
+    record = json.loads(Path("fp32/run.json").read_text())
+    record["precision"] |= {"mode": "fp32", "scaler": "none"}
+    for key in ("precision", "scaler"):
+        record["config"][key]["name"] = {"precision": "fp32", "scaler": "none"}[key]
+    record["config_hash"] = "0"
+    Path("fp32/run.json").write_text(json.dumps(record))
+    assert main(["compare", "run", "fp32", "--out", "report"]) in (0, 2, 3)
+    assert "hostile:network-hostile:data" in capsys.readouterr().out
+    assert main(["scaler-replay", "run", "--no-files"]) == 0
+    assert "fp16_master_scaled" in table([load_run(edited)])
+    assert not Path("canary").exists() and "hostile" not in sys.modules
+
+
+def test_the_same_names_again_continue_the_run_bit_for_bit(folder, capsys):
+    assert main([*RUN, "output_dir=straight", "train.steps=6"]) == 0
+    assert main([*RUN, "output_dir=run"]) == 0
+    assert "names code" in refused(capsys, "resume=run", "train.steps=6")
+    assert main(["resume=run", "train.steps=6", *NAMES]) == 0
+    rows = {}
+    for run in ("straight", "run"):
+        rows[run] = {
+            row["step"]: (row["loss"], row["loss_scale"])
+            for row in read_metrics(folder / run / "metrics.jsonl")
+            if row["split"] == "train"
+        }
+    assert rows["run"] == rows["straight"] and max(rows["run"]) == 6
+    other = refused(capsys, "resume=run", "train.steps=8", NAMES[0], "model.factory=honest:data")
+    assert "the run was made with model.factory=honest:network" in other
+    width = refused(capsys, "resume=run", "train.steps=8", *NAMES, "model.options.width=9")
+    assert "keeps its configuration" in width
+
+
+def test_names_in_the_user_s_own_option_files_count(folder, capsys):
+    for group, name in (("data", "data"), ("model", "network")):
+        (folder / "mine" / group).mkdir(parents=True)
+        (folder / "mine" / group / "own.yaml").write_text(
+            f"defaults: [custom]\nfactory: 'honest:{name}'\n"
+        )
+    own = ["model=own", "data=own", *(o for o in RUN if "custom" not in o and o not in NAMES)]
+    assert main(["--config-dir", "mine", *own, "output_dir=run"]) == 0
+    assert "names code" in refused(capsys, "resume=run", "train.steps=6")
+    assert main(["--config-dir", "mine", "resume=run", "train.steps=6"]) == 0
+    assert main(["advise", "--config-dir", "mine", "run"]) == 0
+
+
+def test_advise_reads_a_run_of_one_s_own(folder):
+    assert main([*RUN, "output_dir=run"]) == 0
+    advice = advise_run(folder / "run", given=vouched(NAMES))
+    assert advice.overrides and " ".join(NAMES) in advice.command
+
+
+@pytest.mark.slow
+def test_explain_replays_a_run_of_one_s_own(folder, capsys):
+    diverging = [o for o in RUN if "precision" not in o]
+    assert main([*diverging, "precision=fp16_naive", "optim=adam", "output_dir=run"]) == 3
+    assert "names code" in refused(capsys, "explain", "run")
+    assert main(["explain", "run", *NAMES]) == 0
+    assert "division by zero" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [[], ["hydra/launcher=joblib"]])
+def test_a_sweep_names_the_code_for_every_run_that_it_starts_or_continues(
+    launcher, folder, capsys, monkeypatch
+):
+    if launcher:
+        pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
+    root = Path(__file__).resolve().parents[2]
+    monkeypatch.setenv("PYTHONPATH", str(root))
+    sweep = ["-m", *launcher, *RUN, "seed=0,1"]
+    assert main(sweep) == 0
+    runs = sorted((folder / "outputs" / "custom-custom").glob("fp16*-s?"))
+    assert len(runs) == 2
+    # One of them is left as a machine that died leaves it.
+    record = json.loads((runs[1] / "run.json").read_text())
+    kept = [row for row in read_metrics(runs[1] / "metrics.jsonl")]
+    (runs[1] / "run.json").write_text(json.dumps(record | {"status": "running"}))
+    shutil.rmtree(next(runs[1].glob("checkpoints/step-*4")))
+    assert main(sweep) == 0
+    again = json.loads((runs[1] / "run.json").read_text())
+    assert (again["status"], again["attempts"]) == ("done", record["attempts"] + 1)
+    assert [row["loss"] for row in read_metrics(runs[1] / "metrics.jsonl")] == [
+        row["loss"] for row in kept
+    ]
+    # A record that was edited meanwhile is not continued: the sweep starts that run anew.
+    config = yaml.safe_load((runs[0] / "config.yaml").read_text())
+    config["data"]["factory"] = "hostile:data"
+    (runs[0] / "config.yaml").write_text(yaml.safe_dump(config))
+    first = json.loads((runs[0] / "run.json").read_text())
+    (runs[0] / "run.json").write_text(json.dumps(first | {"status": "running"}))
+    assert main(sweep) == 0
+    assert json.loads((runs[0] / "run.json").read_text())["attempts"] == 1
+    assert not Path("canary").exists()

@@ -1,0 +1,103 @@
+"""docs/own_data.md: its blocks are the examples, its commands run, and what it shows of them holds."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "own_data.md").read_text(encoding="utf-8")
+EXAMPLES = ("own_images.py", "own_text.py")
+REFUSED = ("data.options.shft=2", "mprun resume=outputs/digits_net/fp32-s0 train.steps=180")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", PAGE, flags=re.DOTALL)
+
+
+def shown() -> dict[str, str]:
+    """Command -> what the page shows of its output."""
+    found, command = {}, None
+    for line in (line for block in blocks("console") for line in block.splitlines()):
+        if line.startswith("$ "):
+            command = line[2:]
+            found[command] = ""
+        else:
+            found[command] += line + "\n"
+    return found
+
+
+@pytest.fixture(scope="module")
+def replayed(tmp_path_factory) -> dict[str, subprocess.CompletedProcess]:
+    """The page's commands, run in a folder that holds its blocks as files."""
+    folder = tmp_path_factory.mktemp("page")
+    for name, block in zip(EXAMPLES, blocks("python"), strict=True):
+        (folder / name).write_text(block)
+    (folder / "mine" / "experiment").mkdir(parents=True)
+    (folder / "mine" / "experiment" / "digits_net.yaml").write_text(*blocks("yaml"))
+    program = folder / "bin" / "mprun"
+    program.parent.mkdir()
+    # As the installed command: the current folder is not on Python's path by itself.
+    start = f"import sys; sys.path[:1] = [{str(ROOT)!r}]; import mprun.cli"
+    start += "; raise SystemExit(mprun.cli.main())"
+    program.write_text(
+        f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -c {shlex.quote(start)} "$@"\n'
+    )
+    program.chmod(0o755)
+    path = f"{program.parent}{os.pathsep}{os.environ['PATH']}"
+    # For the processes of a sweep; no GPU, as the page says.
+    environment = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    return {
+        command: subprocess.run(
+            ["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True
+        )
+        for command in shown()
+    }
+
+
+def test_the_blocks_are_the_examples_and_short():
+    python = blocks("python")
+    assert len(python) == len(EXAMPLES)
+    for name, block in zip(EXAMPLES, python, strict=True):
+        assert block == (ROOT / "docs" / "examples" / name).read_text(encoding="utf-8")
+        # Of data and network together, without the line that says what the file is.
+        lines = [line for line in block.splitlines()[1:] if line.strip()]
+        assert len(lines) < 30, name
+
+
+def test_it_says_what_a_refusal_says():
+    texts = [text for command, text in shown().items() if command.endswith(REFUSED)]
+    assert len(texts) == 2 and all(text.count("\n") == 1 for text in texts)
+
+
+@pytest.mark.slow
+def test_every_command_ends_as_the_page_says(replayed):
+    for command, ended in replayed.items():
+        assert ended.returncode == (2 if command.endswith(REFUSED) else 0), (command, ended.stderr)
+
+
+@pytest.mark.slow
+def test_what_does_not_depend_on_the_machine_is_as_shown(replayed):
+    """Every line of the page without a measured number is a line of the output."""
+    compared = 0
+    for command, text in shown().items():
+        printed = (replayed[command].stdout + replayed[command].stderr).splitlines()
+        for line in text.splitlines():
+            measured = re.search(r"\d/s|/s |data-bound|\|| MiB|eval at|^\.\.\.$", line)
+            if line.strip() and not measured:
+                assert line.rstrip() in [one.rstrip() for one in printed], (command, line)
+                compared += 1
+    assert compared >= 12
+
+
+@pytest.mark.slow
+def test_the_losses_are_those_shown(replayed):
+    """To 2 %: another version of torch may round otherwise."""
+    for command, text in shown().items():
+        for name, value in re.findall(r"eval at step \d+: (loss) (\S+)", text):
+            own = re.search(rf"eval at step \d+: {name} (\S+)", replayed[command].stderr)
+            assert float(own[1]) == pytest.approx(float(value), rel=0.02), command

@@ -1,0 +1,200 @@
+"""The source of image files: values, order, what it tells of itself, and its device side."""
+
+import time
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torchvision import transforms
+from torchvision.transforms import functional as F
+
+from mprun.data.augmentation import draws, random_resized_box
+from mprun.data.image_folder import ImageFolder
+from mprun.data.normalise import imagenet_constants, normalise
+from mprun.data.order import permutation
+
+from .image_folders import make_folder, picture
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_folder(tmp_path_factory.mktemp("images"))
+
+
+def source(folder, **more) -> ImageFolder:
+    plain = {"image_size": 16, "batch_size": 5, "seed": 3, "device": "cpu", "workers": 0}
+    return ImageFolder(str(folder), **(plain | more))
+
+
+def files(folder, split: str) -> list:
+    return [path for path in sorted((folder / split).rglob("*.jpg"))]
+
+
+def test_a_training_batch_is_torchvisions_for_the_same_boxes(folder):
+    """Within 2 ulp of 4 (float32): both round three or four times, at values below 4."""
+    names = files(folder, "train")
+    images, labels = source(folder).train_batch(5)  # epoch 1, batch 1 of 4
+    assert images.dtype == torch.float32 and images.is_contiguous()
+    order, chances = permutation(3, 1, 24)[5:10].tolist(), draws(3, 1, 5, 5)
+    for image, label, place, draw in zip(images, labels, order, chances, strict=True):
+        with Image.open(names[place]) as file:
+            full = file.convert("RGB")
+        left, top, right, bottom = random_resized_box(*full.size, draw)
+        expected = F.resized_crop(full, top, left, bottom - top, right - left, [16, 16])
+        expected = F.hflip(expected) if draw[0] < 0.5 else expected
+        expected = F.normalize(F.to_tensor(expected), [0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
+        torch.testing.assert_close(image, expected, rtol=0, atol=2 * 2.0**-21)
+        assert label == int(names[place].parent.name[-1])
+
+
+def test_evaluation_is_torchvisions(folder):
+    recipe = transforms.Compose(
+        [
+            transforms.Resize(18),
+            transforms.CenterCrop(16),
+            transforms.ToTensor(),
+            transforms.Normalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]),
+        ]
+    )
+    names = files(folder, "val")
+    images = [Image.open(name).convert("RGB") for name in names]
+    batches = list(source(folder, batch_size=4).eval_batches())
+    assert [len(labels) for _, labels in batches] == [4, 4, 2]
+    expected = torch.stack([recipe(image) for image in images])
+    found = torch.cat([images for images, _ in batches])
+    torch.testing.assert_close(found, expected, rtol=0, atol=2 * 2.0**-21)
+    labels = [int(name.parent.name[-1]) for name in names]
+    assert torch.cat([labels for _, labels in batches]).tolist() == labels
+
+
+def test_value_ranges_by_hand():
+    pixel = torch.tensor([[[[0, 128, 255]]]], dtype=torch.uint8)
+    expected = {
+        "tanh": [-1.0, 0.5 / 127.5, 1.0],
+        "mean_subtracted": [-123.68, 128 - 116.779, 255 - 103.939],
+        "standardised": [-0.485 / 0.229, (128 / 255 - 0.456) / 0.224, (1 - 0.406) / 0.225],
+    }
+    for value_range, values in expected.items():
+        found = normalise(pixel, value_range, *imagenet_constants(value_range, 3, CPU))
+        assert found.shape == (1, 3, 1, 1)
+        # Two operations on float32, and a mean of up to 124 that is itself rounded.
+        np.testing.assert_allclose(found.flatten().tolist(), values, rtol=2e-6)
+    luma = 0.299 * 0.485 + 0.587 * 0.456 + 0.114 * 0.406
+    mean, _ = imagenet_constants("standardised", 1, CPU)
+    assert mean.tolist() == pytest.approx([255 * luma], rel=1e-6)
+    with pytest.raises(ValueError, match="value_range='raw' is not allowed"):
+        imagenet_constants("raw", 3, CPU)
+
+
+def test_one_channel_and_flat_layout(folder):
+    gray = source(folder, channels=1, layout="flat", augmentation="centre", value_range="tanh")
+    images, labels = gray.train_batch(0)
+    assert images.shape == (5, 1, 16, 16) and labels.tolist() == [0] * 5
+    assert gray.num_classes == 1 and gray.description["num_classes"] == 1
+    assert -1 <= images.min() < images.max() <= 1
+
+
+def test_what_it_tells_of_itself(folder):
+    made = source(folder, augmentation="crop", value_range="mean_subtracted")
+    assert made.description == {
+        "name": "image_folder",
+        "train_samples": 24,
+        "eval_samples": 10,
+        "num_classes": 2,
+        "image_size": 16,
+        "channels": 3,
+        "value_range": "mean_subtracted",
+        "augmentation": "crop",
+        "split_rule": "folders train and val",
+        "sha256_of": "content",
+        "ignored_files": 0,
+    }
+    assert (made.batches_per_epoch, made.samples_per_batch, made.num_classes) == (4, 5, 2)
+    assert len(made.sha256) == 64
+    assert made.replaced_record() == {"replaced": 0, "replaced_files": []}
+
+
+def test_seeds_and_epochs_differ_and_nothing_else_does(folder):
+    first = source(folder).train_batch(2)
+    assert torch.equal(source(folder).train_batch(2)[0], first[0])
+    assert not torch.equal(source(folder, seed=4).train_batch(2)[0], first[0])
+    assert not torch.equal(source(folder).train_batch(6)[0], first[0])
+
+
+def test_replaced_files_of_both_splits_are_told(tmp_path):
+    make_folder(tmp_path)
+    for name in (files(tmp_path, "train")[3], files(tmp_path, "val")[7]):
+        name.write_bytes(b"")
+    made = source(tmp_path, on_corrupt="skip")
+    for index in range(5):
+        made.train_batch(index)
+    list(made.eval_batches()), list(made.eval_batches())
+    names = [str(files(tmp_path, "train")[3]), str(files(tmp_path, "val")[7])]
+    assert made.replaced_record() == {"replaced": 2, "replaced_files": names}
+
+
+def test_waiting_is_what_reading_in_the_calling_thread_takes(folder):
+    made = source(folder)
+    started = time.perf_counter()
+    for index in range(8):
+        made.train_batch(index)
+    elapsed = time.perf_counter() - started
+    assert 0 < made.take_wait() < elapsed
+    assert made.take_wait() == 0
+    list(made.eval_batches())
+    assert made.take_wait() == 0  # evaluation is no part of it
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ({"batch_size": 25}, "batch_size=25 is not allowed: 1 to 24"),
+        ({"batch_size": 0}, "batch_size=0 is not allowed"),
+        ({"workers": -1}, "workers=-1 is not allowed"),
+        ({"on_corrupt": "ignore"}, "on_corrupt='ignore' is not allowed"),
+        ({"value_range": "raw"}, "value_range='raw' is not allowed"),
+        ({"seed": -1}, "seed=-1 is not allowed"),
+    ],
+)
+def test_arguments_out_of_range(folder, argument, message):
+    with pytest.raises(ValueError, match=message):
+        source(folder, **argument)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("workers", [0, 2])
+def test_on_cuda_the_same_bits_one_batch_ahead(folder, workers):
+    """Subtraction and division round once on every device."""
+    there, here = source(folder, device="cuda", workers=workers), source(folder)
+    for index in (0, 1, 2, 3, 4, 9, 9, 8, 10):
+        found, expected = there.train_batch(index), here.train_batch(index)
+        assert torch.equal(found[0].cpu(), expected[0]) and torch.equal(found[1].cpu(), expected[1])
+    for found, expected in zip(there.eval_batches(), here.eval_batches(), strict=True):
+        assert torch.equal(found[0].cpu(), expected[0]) and torch.equal(found[1].cpu(), expected[1])
+    there.close()
+
+
+@pytest.mark.gpu
+def test_on_cuda_waiting_is_seen_where_the_loader_is_slow_and_only_there(tmp_path):
+    for number in range(20):
+        for split in ("train", "val"):
+            path = tmp_path / split / "class0" / f"{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            picture(number, 600, 600).save(path)
+    slow = source(tmp_path, device="cuda")
+    work = torch.randn(4096, 4096, device="cuda")
+    for steps_of_work, bound in ((0, True), (400, False)):
+        torch.cuda.synchronize()
+        slow.take_wait()
+        started = time.perf_counter()
+        for index in range(8):
+            slow.train_batch(index)
+            for _ in range(steps_of_work):
+                work @ work
+        torch.cuda.synchronize()
+        share = slow.take_wait() / (time.perf_counter() - started)
+        assert (share > 0.5) is bound
+    slow.close()

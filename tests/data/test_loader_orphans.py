@@ -1,0 +1,69 @@
+"""Loader processes of a program that is killed, or that closes nothing."""
+
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+from .image_folders import make_folder
+
+PROGRAM = """
+    import os, sys, time
+    from multiprocessing import active_children
+    from mprun.data.image_folder import ImageFolder
+
+    if __name__ == "__main__":
+        source = ImageFolder(
+            sys.argv[1], image_size=16, batch_size=5, seed=0, device="cpu", workers=2
+        )
+        source.train_batch(0)
+        print(*[child.pid for child in active_children()], flush=True)
+        if sys.argv[2] == "wait":
+            time.sleep(60)
+"""
+
+
+def start_program(tmp_path, what: str) -> tuple[subprocess.Popen, list[int]]:
+    folder = make_folder(tmp_path / "data")
+    script = tmp_path / "program.py"
+    script.write_text(textwrap.dedent(PROGRAM))
+    process = subprocess.Popen(
+        [sys.executable, str(script), str(folder), what],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    return process, [int(pid) for pid in process.stdout.readline().split()]
+
+
+def running(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_until(condition, seconds: float = 20.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return condition()
+
+
+@pytest.mark.slow
+def test_processes_end_with_a_parent_that_is_killed(tmp_path):
+    process, workers = start_program(tmp_path, "wait")
+    assert len(workers) == 2 and all(map(running, workers))
+    process.kill()
+    process.communicate()
+    assert wait_until(lambda: not any(map(running, workers)))
+
+
+@pytest.mark.slow
+def test_a_program_that_closes_nothing_still_ends(tmp_path):
+    process, workers = start_program(tmp_path, "end")
+    assert process.communicate(timeout=60) == ("", "") and process.returncode == 0
+    assert wait_until(lambda: not any(map(running, workers)))
