@@ -15,6 +15,7 @@ from mprun.errors import BadInput, Damaged
 from mprun.numerics.probe_record import drop_later_probes
 from mprun.record.metrics import truncate_metrics
 from mprun.record.run_directory import (
+    NOT_HASHED_DATA,
     config_hash,
     locked,
     read_config,
@@ -26,7 +27,8 @@ from mprun.run import attempt, prepare, resolve_device
 
 # State is read on the host and copied into tensors that exist: no second model on the GPU.
 CPU = torch.device("cpu")
-# What may differ between a run and its continuation: its length and what it writes.
+# What may differ between a run and its continuation: its length, what it writes, and where the
+# data lie and how they are read.
 RESUMABLE_KEYS = (
     "train.steps",
     "train.epochs",
@@ -34,6 +36,7 @@ RESUMABLE_KEYS = (
     "train.eval_every",
     "train.checkpoint_every",
     "train.keep_checkpoints",
+    *(f"data.{key}" for key in NOT_HASHED_DATA),
 )
 
 
@@ -61,6 +64,7 @@ def resume(composed_overrides: tuple[str, ...], path: str, config_dir: str | Non
         device = resolve_device(record["environment"]["device"])
         _check_same_stack(record["environment"])
         built = prepare(config, device, record["environment"]["threads"])
+        _check_same_data(path, record, built)
         step, state, warnings = checkpoint.load_newest(directory / "checkpoints", CPU)
         for line in warnings:
             print(f"mprun: warning: {line}; using the one before", file=sys.stderr)
@@ -97,6 +101,16 @@ def _check_same_stack(recorded: dict) -> None:
         )
 
 
+def _check_same_data(path: str, record: dict, built) -> None:
+    """A continuation on other data would be neither run."""
+    recorded = record.get("data", {}).get("sha256")
+    if recorded is not None and recorded != built.data.sha256:
+        raise BadInput(
+            f"resume={path}: the data are not those that the run began with (SHA-256 "
+            f"{recorded[:12]}..., now {built.data.sha256[:12]}...)"
+        )
+
+
 def _recorded(directory: Path) -> dict:
     """run.json of a run to be continued; Damaged if it lacks what the continuation reads."""
     record = read_json(directory / "run.json")
@@ -120,7 +134,8 @@ def _with_overrides(plain: dict, overrides: tuple[str, ...]) -> dict:
                 f"resume=: {', '.join(RESUMABLE_KEYS)})"
             )
         try:
-            plain["train"][key.partition(".")[2]] = yaml.safe_load(value)
+            group, _, field = key.partition(".")
+            plain[group][field] = yaml.safe_load(value)
         except yaml.YAMLError:
             raise BadInput(f"{override}: not a value") from None
     return plain

@@ -2,6 +2,7 @@
 
 import atexit
 import itertools
+import multiprocessing.util  # noqa: F401 - its exit function has to be registered before ours
 import os
 import signal
 import threading
@@ -17,7 +18,6 @@ from multiprocessing import (
     parent_process,
     resource_tracker,
 )
-from multiprocessing import util as _registers_its_own_exit_first  # noqa: F401
 from multiprocessing.connection import wait
 
 import torch
@@ -160,12 +160,17 @@ class BatchLoader:
         return ReadBatch(*batch)
 
     def _start(self, number: int) -> None:
-        if self._next >= 0:
+        if self.last is None and self._next >= 0:
             self._keep = min(max(self._keep, self._next - number), _KEPT_AT_MOST)
+        # A hit between misses would leave the processes behind, to be started once more.
+        self._recent.clear()
         self._numbers.first = number
         if self._loader is not None and self._next == self.last:
-            self._iterator = iter(self._loader)  # the next evaluation: the same processes
-            return
+            try:
+                self._iterator = iter(self._loader)  # the next evaluation: the same processes
+                return
+            except RuntimeError:
+                pass  # one of them is lost; new ones will do
         self._stop()
         before = set(active_children())
         with warnings.catch_warnings():

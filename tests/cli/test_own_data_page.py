@@ -1,4 +1,4 @@
-"""docs/own_data.md: its blocks are the examples, its commands run, and what it shows of them holds."""
+"""docs/own_data.md: blocks are the examples, commands run, and what it shows of them holds."""
 
 import os
 import re
@@ -87,7 +87,7 @@ def test_what_does_not_depend_on_the_machine_is_as_shown(replayed):
     for command, text in shown().items():
         printed = (replayed[command].stdout + replayed[command].stderr).splitlines()
         for line in text.splitlines():
-            measured = re.search(r"\d/s|/s |data-bound|\|| MiB|eval at|^\.\.\.$", line)
+            measured = re.search(r"\d/s|\dx |/s |data-bound|\|| MiB|eval at|^\.\.\.$", line)
             if line.strip() and not measured:
                 assert line.rstrip() in [one.rstrip() for one in printed], (command, line)
                 compared += 1
