@@ -19,7 +19,7 @@ def show_config(what: str, overrides: list[str], config_dir: str | None, package
 
     package: dotted key of the part to print, "" for all. `--cfg hydra` and `all` are Hydra's.
     """
-    composed = compose_config(overrides, config_dir)
+    composed = compose_config(overrides, config_dir, files=False)
     if what == "job":
         print(yaml.safe_dump(_part(composed, package), sort_keys=False), end="")
         return DONE
@@ -32,7 +32,7 @@ def show_info(what: str, overrides: list[str], config_dir: str | None) -> int:
     """`--info WHAT`: Hydra's account of files, defaults lists and search path."""
     if what not in _INFO:
         raise BadInput(f"--info {what}: must be one of {', '.join(_INFO)}")
-    compose_config(overrides, config_dir)
+    compose_config(overrides, config_dir, files=False)
     return _by_hydra(["--info", what, *_source(config_dir), *hydra_overrides(overrides)])
 
 

@@ -11,6 +11,7 @@ import yaml
 from mprun import checkpoint
 from mprun.config.compose import config_from_record
 from mprun.config.factories import is_factory, vouched
+from mprun.data.errors import DamagedData
 from mprun.errors import BadInput, Damaged
 from mprun.numerics.probe_record import drop_later_probes
 from mprun.record.metrics import truncate_metrics
@@ -68,7 +69,11 @@ def resume(composed_overrides: tuple[str, ...], path: str, config_dir: str | Non
         step, state, warnings = checkpoint.load_newest(directory / "checkpoints", CPU)
         for line in warnings:
             print(f"mprun: warning: {line}; using the one before", file=sys.stderr)
-        if step >= built.steps:
+        # Where the last attempt failed in the evaluation of this step, that comes first.
+        at_end = step == built.steps
+        every = config.train.eval_every
+        evaluate_first = record["status"] == "failed" and (at_end or (every and step % every == 0))
+        if step > built.steps or (at_end and not evaluate_first):
             raise BadInput(
                 f"resume={path}: already at step {step} of {built.steps}; give a larger train.steps"
             )
@@ -87,7 +92,15 @@ def resume(composed_overrides: tuple[str, ...], path: str, config_dir: str | Non
         drop_later_grids(directory, step)
         drop_later_probes(directory, step)
         write_config(directory, plain)
-        return attempt(directory, config, built, record, first_step=step, skipped=state["skipped"])
+        return attempt(
+            directory,
+            config,
+            built,
+            record,
+            first_step=step,
+            skipped=state["skipped"],
+            evaluate_first=bool(evaluate_first),
+        )
 
 
 def _check_same_stack(recorded: dict) -> None:
@@ -102,13 +115,16 @@ def _check_same_stack(recorded: dict) -> None:
 
 
 def _check_same_data(path: str, record: dict, built) -> None:
-    """A continuation on other data would be neither run."""
+    """A continuation on other data would be neither run; but a damaged file may be repaired."""
     recorded = record.get("data", {}).get("sha256")
-    if recorded is not None and recorded != built.data.sha256:
-        raise BadInput(
-            f"resume={path}: the data are not those that the run began with (SHA-256 "
-            f"{recorded[:12]}..., now {built.data.sha256[:12]}...)"
-        )
+    if recorded is None or recorded == built.data.sha256:
+        return
+    change = f"SHA-256 {recorded[:12]}..., now {built.data.sha256[:12]}..."
+    if str(record.get("cause")).startswith(DamagedData.__name__):
+        record.setdefault("data_before_repair", []).append(recorded)
+        print(f"mprun: the data have changed since the run stopped ({change})", file=sys.stderr)
+        return
+    raise BadInput(f"resume={path}: the data are not those that the run began with ({change})")
 
 
 def _recorded(directory: Path) -> dict:
@@ -123,6 +139,15 @@ def _recorded(directory: Path) -> dict:
     return record
 
 
+def _in_short() -> str:
+    """RESUMABLE_KEYS as a shell would abbreviate them: short enough for one line."""
+    groups: dict[str, list[str]] = {}
+    for key in RESUMABLE_KEYS:
+        group, _, field = key.partition(".")
+        groups.setdefault(group, []).append(field)
+    return " ".join(f"{group}.{{{','.join(fields)}}}" for group, fields in groups.items())
+
+
 def _with_overrides(plain: dict, overrides: tuple[str, ...]) -> dict:
     for override in overrides:
         key, _, value = override.partition("=")
@@ -130,8 +155,7 @@ def _with_overrides(plain: dict, overrides: tuple[str, ...]) -> dict:
             continue
         if key not in RESUMABLE_KEYS:
             raise BadInput(
-                f"{override}: a resumed run keeps its configuration (allowed beside "
-                f"resume=: {', '.join(RESUMABLE_KEYS)})"
+                f"{override}: a resumed run keeps its configuration (allowed: {_in_short()})"
             )
         try:
             group, _, field = key.partition(".")

@@ -41,6 +41,7 @@ def start(composed: Composed) -> int:
     config = composed.config
     device = resolve_device(config.device)
     built = prepare(config, device, config.threads)
+    _look_at_data(built)
     plain = composed.as_dict()
     if config.output_dir is not None:
         directory = claim_exactly(Path(config.output_dir))
@@ -57,8 +58,18 @@ def start(composed: Composed) -> int:
             "created": _now(),
             "attempts": 0,
         }
-        _warn(config, device)
+        _warn(config, built)
         return attempt(directory, config, built, record, first_step=0, skipped=0)
+
+
+def _look_at_data(built: Built) -> None:
+    """Read the first batch where files are read on the way: before anything is written."""
+    if hasattr(built.data, "close"):
+        try:
+            built.data.train_batch(0)
+        except BaseException:
+            built.data.close()
+            raise
 
 
 def prepare(config: RunConfig, device: torch.device, threads: int | None) -> Built:
@@ -84,7 +95,14 @@ def prepare(config: RunConfig, device: torch.device, threads: int | None) -> Bui
 
 
 def attempt(
-    directory: Path, config: RunConfig, built: Built, record: dict, *, first_step: int, skipped: int
+    directory: Path,
+    config: RunConfig,
+    built: Built,
+    record: dict,
+    *,
+    first_step: int,
+    skipped: int,
+    evaluate_first: bool = False,
 ) -> int:
     """Train from `first_step` on and keep run.json true whatever happens; the exit code."""
     started = time.perf_counter()
@@ -119,6 +137,7 @@ def attempt(
                 start=first_step,
                 skipped=skipped,
                 interruption=interruption,
+                evaluate_first=evaluate_first,
             )
         _check_honoured(built)
     except BaseException as error:
@@ -144,7 +163,9 @@ def attempt(
         print(f"mprun: {outcome.status} at step {outcome.step}: {outcome.cause}", file=sys.stderr)
     if outcome.status == "diverged":
         print(f"mprun: its cause: mprun explain {directory}", file=sys.stderr)
-    _tell(data_bound(built.data, outcome.data_wait), replaced_line(record["data"]))
+    _tell(
+        data_bound(built.data, outcome.data_wait, record["seconds"]), replaced_line(record["data"])
+    )
     print(f"run: {directory}")
     if outcome.status == "preempted" and outcome.cause == "SIGINT":
         return INTERRUPTED
@@ -197,9 +218,9 @@ def _check_honoured(built: Built) -> None:
         )
 
 
-def _warn(config: RunConfig, device: torch.device) -> None:
+def _warn(config: RunConfig, built: Built) -> None:
     """Say on stderr what the user may not expect, before step 1."""
-    lines = []
+    lines, device = [], built.device
     policy, optim, scaler = config.precision, config.optim, config.scaler
     numerics, steps = config.numerics, config.train.steps
     if numerics.enabled and steps is not None and numerics.every > steps:
@@ -217,6 +238,17 @@ def _warn(config: RunConfig, device: torch.device) -> None:
         lines.append(
             f"scaler={scaler.name} changes nothing in {policy.name} but rounding: "
             "FP32 gradients do not underflow"
+        )
+    ignored = built.data.description.get("ignored_files")
+    if ignored:
+        lines.append(
+            f"data.root={config.data.root}: {ignored} files that are no images passed over"
+        )
+    candidates = getattr(config.model, "sampled_softmax", None)
+    if candidates is not None and candidates >= built.data.vocab_size:
+        lines.append(
+            f"model.sampled_softmax={candidates}: the data have {built.data.vocab_size} words, so "
+            "this is the full softmax"
         )
     if device.type == "cpu" and half != "fp32":
         how = "emulated (16-bit tensors, FP32 products rounded once)"

@@ -3,6 +3,7 @@
 import math
 import statistics
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 from mprun import checkpoint
 from mprun.build import Built
 from mprun.config.schema import RunConfig
+from mprun.errors import Damaged, MprunError, Resource
 from mprun.interruption import Interruption
 from mprun.learning_rate import LearningRate
 from mprun.numerics.failure import FailureKeeper, forget_failure, report_failure
@@ -53,8 +55,12 @@ def train(
     start: int = 0,
     skipped: int = 0,
     interruption: Interruption,
+    evaluate_first: bool = False,
 ) -> Outcome:
-    """Train from step `start` to the end, recording into `directory`."""
+    """Train from step `start` to the end, recording into `directory`.
+
+    evaluate_first: begin with the evaluation of step `start`, in which an earlier attempt failed.
+    """
     task, device, every = built.task, built.device, config.train
     trace = Trace(device, skipped)
     rate = built.rate
@@ -100,6 +106,8 @@ def train(
         keeper.keep(start, skipped)
     memory.reset_peak(device)
     try:
+        if evaluate_first:
+            outcome.final = recorder.evaluate(start)
         for index in range(start, built.steps):
             heartbeat.beat()
             step, last = index + 1, index + 1 == built.steps
@@ -140,6 +148,14 @@ def train(
             if stop and not last:
                 outcome.status, outcome.cause = "preempted", interruption.reason
                 break
+    except (Damaged, Resource):
+        # Data failed, in an evaluation or before the step moved anything: the work is not lost.
+        # (Not between micro-batches, the first of which have moved BatchNorm statistics.)
+        if outcome.step > start and every.accumulate == 1 and recorder.flush(logged=False) is None:
+            with suppress(MprunError, OSError):
+                save(outcome.step)
+                recorder.progress.note(f"checkpoint at step {outcome.step} kept for mprun resume=")
+        raise
     finally:
         recorder.close()
     outcome.skipped = trace.host_skipped

@@ -55,10 +55,13 @@ def build(config: RunConfig, device: torch.device) -> Built:
     except DataError as error:
         raise BadInput(str(error)) from error
     except ValueError as error:
-        raise BadInput(f"data.{error}") from error
+        # What a constructor calls None is null in a configuration.
+        raise BadInput(f"data.{error}".replace("None", "null")) from error
     arithmetic = Arithmetic(policy, device, native=native, overrides=overrides)
     try:
         task = build_task(config, data, policy, arithmetic)
+    except DamagedData:
+        raise
     except ValueError as error:
         raise BadInput(str(error)) from error
     if task.steps_per_epoch < 1:

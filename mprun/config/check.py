@@ -70,8 +70,11 @@ _ON_DISK = ("image_folder", "imagenet", "cifar10", "text", "lm1b")
 _WITH_WORKERS = ("image_folder", "imagenet", "custom")
 
 
-def check(config: RunConfig) -> None:
-    """Raise BadInput, with one line, for the first thing that cannot be run."""
+def check(config: RunConfig, *, files: bool = True) -> None:
+    """Raise BadInput, with one line, for the first thing that cannot be run.
+
+    files: look for the folder of the data too.
+    """
     _containers(config)
     for line in violations(config):
         raise BadInput(line)
@@ -87,9 +90,11 @@ def check(config: RunConfig) -> None:
         _images_on_disk,
         _sampled_softmax,
         check_own_code,
-        _paths,
+        _embedded,
     ):
         rule(config)
+    if files:
+        _folder(config)
 
 
 def task_of(model: schema.ModelConfig) -> str:
@@ -318,14 +323,18 @@ def _numerics(config: RunConfig) -> None:
         raise BadInput(f"numerics.shadow_every={numerics.shadow_every}: needs numerics=on")
 
 
-def _paths(config: RunConfig) -> None:
+def _folder(config: RunConfig) -> None:
     data = config.data
     if data.name in _ON_DISK:
         if data.root is None:
             raise BadInput(f"data.root=null: data={data.name} needs the folder of its files")
         if not os.path.isdir(data.root):
             raise BadInput(f"data.root={data.root}: no such folder")
-    elif data.root is not None and data.name != "custom":
+
+
+def _embedded(config: RunConfig) -> None:
+    data = config.data
+    if data.root is not None and data.name not in (*_ON_DISK, "custom"):
         # Not Path.exists, which raises for a name that is too long.
         if not os.path.exists(data.root):
             raise BadInput(f"data.root={data.root}: no such folder")

@@ -53,10 +53,13 @@ def conf_dir() -> Path:
     return inside if inside.is_dir() else inside.parents[1] / "conf"
 
 
-def compose_config(overrides: Iterable[str], config_dir: str | None = None) -> Composed:
+def compose_config(
+    overrides: Iterable[str], config_dir: str | None = None, *, files: bool = True
+) -> Composed:
     """Compose and check one run's configuration.
 
-    `config_dir`: a further folder of the user's own options (Hydra's `--config-dir`).
+    `config_dir`: a further folder of the user's own options (Hydra's `--config-dir`). files: also
+    check that the folder of the data is there, which a configuration that is only shown need not.
     Raises BadInput with a one-line message; touches no file.
     """
     overrides = tuple(overrides)
@@ -79,7 +82,7 @@ def compose_config(overrides: Iterable[str], config_dir: str | None = None) -> C
     choices = {key: value for key, value in choices.items() if not key.startswith("hydra")}
     _length_as_given(config, {override.key_or_group for override in parsed})
     _fill_compare(config)
-    check(config)
+    check(config, files=files)
     return Composed(config, choices, overrides)
 
 

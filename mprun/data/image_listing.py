@@ -66,6 +66,11 @@ def list_classes(root: str, top: str, keep_damaged: bool) -> Listing:
             f"{printable(os.path.join(path, min(beside)))}: an image beside the class folders, "
             "not in one of them"
         )
+    if len(classes) == 1:
+        raise DamagedData(
+            f"{printable(path)}: one class folder ({printable(classes[0])}), two are needed; is "
+            "data.root one level too high?"
+        )
     listing = Listing(tuple(sorted(classes)), ignored=ignored)
     for label, name in enumerate(listing.classes):
         before = len(listing.names)
@@ -92,7 +97,11 @@ def list_flat(root: str, top: str, keep_damaged: bool) -> Listing:
 
 def _add_tree(listing: Listing, root: str, top: str, label: int, keep_damaged: bool) -> None:
     folders: list[tuple[str, list[tuple[str, int]]]] = []
-    pending: list[tuple[str, frozenset]] = [(top, frozenset())]
+    above, folder = set(), top
+    while folder:
+        folder = os.path.dirname(folder)
+        above.add(_identity(os.path.join(root, folder)))
+    pending: list[tuple[str, frozenset]] = [(top, frozenset(above))]
     while pending:
         folder, enclosing = pending.pop()
         path = os.path.join(root, folder)

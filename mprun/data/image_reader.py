@@ -119,7 +119,10 @@ class ImageReader:
                 if not self.skips:
                     raise
                 if len(tried) > min(self.most_replaced, len(self.split) - 1):
-                    raise DamagedData(f"{error}; so are the {len(tried) - 1} before it") from None
+                    raise DamagedData(
+                        f"{error}; nor can {len(tried) - 1} before it be used; data.on_corrupt="
+                        f"skip replaces no more than {self.most_replaced} files"
+                    ) from None
                 place = (place + 1) % len(self.split)
             else:
                 replaced += tried

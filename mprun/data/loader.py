@@ -225,8 +225,8 @@ class BatchLoader:
         most = self.reader.most_replaced
         if len(self.replaced) > most:
             raise DamagedData(
-                f"{batch.replaced_names[-1]}: cannot be used, like {most} others of "
-                f"{len(self.reader.split)}; on_corrupt=skip replaces no more"
+                f"{batch.replaced_names[-1]}: cannot be used, nor can {most} others of "
+                f"{len(self.reader.split)}; data.on_corrupt=skip replaces no more than {most}"
             )
 
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from mprun.record.console import DATA_BOUND
 
 _NAMED, _TOLD = 20, 3  # files in run.json, files on the console
+_LONG_ENOUGH_S = 20.0
 
 
 @contextmanager
@@ -19,15 +20,20 @@ def closed_afterwards(source) -> Iterator[None]:
             source.close()
 
 
-def data_bound(source, share: float | None) -> str | None:
-    """One line if the device waited for more than a tenth of the time; None otherwise."""
-    if share is None or share <= DATA_BOUND:
+def data_bound(source, share: float | None, seconds: float) -> str | None:
+    """One line if the device waited for more than a tenth of the time; None otherwise.
+
+    seconds: length of the run; of a few seconds too much is start-up to say anything.
+    """
+    if share is None or share <= DATA_BOUND or seconds < _LONG_ENOUGH_S:
         return None
     line = f"data-bound: the device waited {100 * share:.0f} % of the time for data"
     workers = getattr(source, "workers", None)
     if workers is None:
         return line
     cores = len(os.sched_getaffinity(0))
+    if workers >= cores:
+        return f"{line}; data.workers={workers} on {cores} cores: smaller files would help"
     return f"{line}; more data.workers (now {workers}, {cores} cores) or smaller files would help"
 
 
