@@ -51,6 +51,11 @@ def build_task(config: RunConfig, data, policy, arithmetic):
     common = {"accumulate": train.accumulate, "eval_in_mode": in_mode}
     match task_of(config.model):
         case "classification":
+            if data.num_classes < 2:
+                raise BadInput(
+                    f"data.root={config.data.root}: one class, a classifier needs two; is the "
+                    "folder one level too high?"
+                )
             return Classification(
                 learner,
                 data,

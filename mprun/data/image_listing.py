@@ -66,11 +66,6 @@ def list_classes(root: str, top: str, keep_damaged: bool) -> Listing:
             f"{printable(os.path.join(path, min(beside)))}: an image beside the class folders, "
             "not in one of them"
         )
-    if len(classes) == 1:
-        raise DamagedData(
-            f"{printable(path)}: one class folder ({printable(classes[0])}), two are needed; is "
-            "data.root one level too high?"
-        )
     listing = Listing(tuple(sorted(classes)), ignored=ignored)
     for label, name in enumerate(listing.classes):
         before = len(listing.names)

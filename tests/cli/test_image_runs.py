@@ -8,12 +8,17 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from mprun.cli import main
+from mprun.data.loader import available_cores
+from mprun.data.order import EpochOrder
+from mprun.record import data_notes
 from mprun.record.metrics import read_metrics
 
 COMMAND = [
@@ -92,8 +97,9 @@ def loader_processes(root: int) -> list[int]:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_data_wait_is_recorded_and_told(folder, tmp_path, capsys, workers):
+def test_data_wait_is_recorded_and_told(folder, tmp_path, capsys, monkeypatch, workers):
     """Decoding in the calling thread takes a share of the time; the record says which."""
+    monkeypatch.setattr(data_notes, "_LONG_ENOUGH_S", 0.0)
     run = tmp_path / "r"
     command = arguments(folder, run, f"data.workers={workers}", "train.steps=6")
     assert main([*command, "train.log_every=2"]) == 0
@@ -109,8 +115,9 @@ def test_data_wait_is_recorded_and_told(folder, tmp_path, capsys, workers):
     if workers == 0:
         assert share > 0
     if told:
-        assert f"waited {100 * share:.0f} % of the time for data; more data.workers" in told[0]
-        assert f"(now {workers}, " in told[0]
+        assert f"waited {100 * share:.0f} % of the time for data; " in told[0]
+        cores = available_cores()
+        assert (f"more data.workers (now {workers}, {cores} cores)" in told[0]) == (workers < cores)
     events = b"".join(path.read_bytes() for path in run.glob("events.*"))
     assert b"train/data_wait" in events
 
@@ -125,14 +132,73 @@ def test_a_source_in_memory_has_no_data_wait(tmp_path):
     assert "replaced" not in record_of(run)["data"]
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_damaged_first_batch_is_4_and_nothing_is_written(folder, tmp_path, capsys, workers):
+    for path in folder.glob("train/*/*.png"):
+        os.truncate(path, 500)
+    run = tmp_path / "r"
+    assert main(arguments(folder, run, f"data.workers={workers}", "train.steps=6")) == 4
+    printed = capsys.readouterr()
+    (line,) = printed.err.splitlines()
+    assert line.startswith(f"mprun: {folder}/train/class") and printed.out == ""
+    assert not run.exists()
+
+
+def test_a_short_run_says_nothing_of_waiting():
+    """Of a few seconds most is start-up."""
+    waiting = SimpleNamespace(workers=0)
+    assert data_notes.data_bound(waiting, 0.9, 5.0) is None
+    assert "waited 90 %" in data_notes.data_bound(waiting, 0.9, 60.0)
+    assert data_notes.data_bound(waiting, 0.05, 60.0) is None
+
+
+def test_a_damaged_evaluation_keeps_the_work_and_it_goes_on_after_the_repair(
+    folder, tmp_path, capsys
+):
+    """The evaluation that failed comes first; the end equals that of a run with whole files."""
+    whole, run = tmp_path / "whole", tmp_path / "r"
+    more = ("data.workers=0", "train.steps=5", "train.log_every=1")
+    assert main(arguments(folder, whole, *more)) == 0
+    path = folder / "val" / "class1" / "01.png"
+    content = path.read_bytes()
+    path.write_bytes(content[:500])
+    assert main(arguments(folder, run, *more)) == 4
+    printed = capsys.readouterr().err
+    assert f"mprun: {path}: " in printed and "checkpoint at step 5 kept" in printed
+    assert main([f"resume={run}"]) == 4  # still damaged
+    path.write_bytes(content)
+    capsys.readouterr()
+    assert main([f"resume={run}"]) == 0
+    assert "the data have changed since the run stopped" in capsys.readouterr().err
+    record = record_of(run)
+    assert record["status"] == "done" and len(record["data_before_repair"]) == 1
+    assert record["final"] == record_of(whole)["final"]
+    assert record["data"]["sha256"] == record_of(whole)["data"]["sha256"]
+
+
+def test_other_data_are_refused_on_resume(folder, tmp_path, capsys):
+    run = tmp_path / "r"
+    more = ("data.workers=0", "train.steps=4", "train.checkpoint_every=2")
+    assert main(arguments(folder, run, *more)) == 0
+    folder.rename(tmp_path / "moved")
+    moved = f"data.root='{tmp_path / 'moved'}'"
+    assert main([f"resume={run}", moved, "train.steps=6"]) == 0
+    (tmp_path / "moved/train/class0/00.png").unlink()
+    capsys.readouterr()
+    assert main([f"resume={run}", moved, "train.steps=8"]) == 2
+    assert "not those that the run began with" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_damaged_file_is_4_and_named(folder, tmp_path, capsys, workers):
-    path = folder / "train" / "class1" / "07.png"
+    # Of the second batch of seed 0, so that the run has begun.
+    number = EpochOrder(0, 24, 4, torch.device("cpu")).indices(1)[0].item()
+    path = sorted((folder / "train").glob("*/*.png"))[number]
     os.truncate(path, 500)
     run = tmp_path / "r"
     assert main(arguments(folder, run, f"data.workers={workers}", "train.steps=6")) == 4
     printed = capsys.readouterr()
-    (line,) = [line for line in printed.err.splitlines() if "07.png" in line]
+    (line,) = [line for line in printed.err.splitlines() if path.name in line]
     assert line.startswith(f"mprun: {path}: ") and "Traceback" not in printed.err
     record = record_of(run)
     assert record["status"] == "failed"

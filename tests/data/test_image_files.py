@@ -179,6 +179,8 @@ def test_links_are_followed_and_loops_end(tmp_path):
     class_folders(tmp_path / "far", {"b": 1})
     (tmp_path / "data/train/a/link.jpg").symlink_to(outside)
     (tmp_path / "data/train/a/loop").symlink_to(tmp_path / "data/train/a")
+    (tmp_path / "data/train/a/up").symlink_to(tmp_path / "data/train")
+    (tmp_path / "data/train/a/top").symlink_to(tmp_path / "data")
     (tmp_path / "data/train/b").symlink_to(tmp_path / "far/b")
     (tmp_path / "data/val/b").symlink_to(tmp_path / "far/b")
     found = find(tmp_path / "data")
