@@ -8,7 +8,7 @@ from torch import nn
 from mprun.build.own_data import check_batches, check_tanh_images
 from mprun.build.trial import Trial
 from mprun.config import schema
-from mprun.config.check import task_of
+from mprun.config.tasks import task_of
 from mprun.data.sample_random import kept_random_state
 from mprun.errors import BadInput
 from mprun.precision import Arithmetic, why_no_lstm

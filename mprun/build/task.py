@@ -9,8 +9,8 @@ from torch import nn
 from mprun.build.model import gan_builders, model_builder
 from mprun.build.own_code import check_own_data, check_own_network
 from mprun.build.precision import build_loss_scale, optimizer_maker
-from mprun.config.check import task_of
 from mprun.config.schema import RunConfig
+from mprun.config.tasks import task_of
 from mprun.errors import BadInput
 from mprun.precision import (
     DTYPES,

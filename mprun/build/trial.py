@@ -40,7 +40,7 @@ class Trial:
         dtype. Takes one batch of the data; leaves every random state as it was.
         """
         with _random_states_kept(self.device):
-            first = self.data.train_batch(0)[0][:_FEW]
+            first = self.data.train_batch(0)[0][:_FEW].clone()
             if self.task == "language_model":
                 first = first[:, :_FEW]
             for network in self.networks:

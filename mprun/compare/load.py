@@ -23,8 +23,8 @@ def load_runs(
 
     A path is a run directory or a folder that is searched to any depth, links included. Hidden
     folders, `_summary` and what a sweep put aside (`RUN.attemptN` beside `RUN`) are not searched.
-    Of several runs with the same configuration and seed the first one that has an outcome counts
-    (`first_with_outcome`); runs below `baseline` and the others are told apart for that.
+    Of several runs with the same configuration, data and seed the first one that has an outcome
+    counts (`first_with_outcome`); runs below `baseline` and the others are told apart for that.
 
     Raises BadInput for a path that does not exist or holds no run that can be compared, Damaged
     for a run.json or metrics.jsonl that cannot be read.
@@ -52,9 +52,12 @@ def load_runs(
         sides[str(directory)] = side is not None and resolved.is_relative_to(side)
     if not runs:
         raise BadInput(notes[0])
-    kept, more = first_with_outcome(
-        runs, lambda run: (run.config_hash, run.seed, sides[run.path]), "configuration and seed"
-    )
+
+    def same(run: RunData) -> tuple:
+        # Where the data lie is not in the hash of a configuration: what they are counts.
+        return run.config_hash, run.keys.get("data.sha256"), run.seed, sides[run.path]
+
+    kept, more = first_with_outcome(runs, same, "configuration, data and seed")
     return kept, notes + more
 
 

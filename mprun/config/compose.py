@@ -19,7 +19,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from mprun.config.check import check, task_of
+from mprun.config.check import check
 from mprun.config.diagnose import COMPOSITION_ERRORS, diagnose
 from mprun.config.factories import (
     FACTORY_KEYS,
@@ -31,6 +31,7 @@ from mprun.config.factories import (
 from mprun.config.margin import default_margin, default_metric
 from mprun.config.overrides import mapping_of, parse_overrides, printable
 from mprun.config.schema import RunConfig, register_schemas
+from mprun.config.tasks import task_of
 from mprun.errors import BadInput
 
 

@@ -1,11 +1,13 @@
 """Which of the user's own functions a command may call: those that it names itself.
 
 `data.factory` and `model.factory` are code. They count where they stand on the command line of this
-very command or in an option file of the user's own `--config-dir`. The record of a run is text that
-anybody may have written: a name in it is compared with those, and never imported on its own.
+very command or in an option file of the user's own `--config-dir`: a file of the groups data, model
+or experiment there that is no part of a run directory. The record of a run is text that anybody may
+have written: a name in it is compared with those, and never imported on its own.
 """
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from mprun.config.schema import RunConfig
 from mprun.errors import BadInput
 
 FACTORY_KEYS = ("data.factory", "model.factory")
+_HEADER_LENGTH = 512  # characters of a file in which Hydra looks for `# @package`
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,20 +138,55 @@ def _is_plain(value: object) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
-def _in_files(config_dir: str) -> Iterable[tuple[str, str]]:
+def _in_files(config_dir: str) -> Iterator[tuple[str, str]]:
     folder = Path(config_dir)
     if not folder.is_dir():
         raise BadInput(f"--config-dir {config_dir}: no such folder")
-    for path in sorted([*folder.rglob("*.yaml"), *folder.rglob("*.yml")]):
-        try:
-            content = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError):
-            continue  # composing says what is wrong with it, where it is chosen
-        if not isinstance(content, dict):
+    for group in ("data", "model", "experiment"):
+        for path in sorted((folder / group).rglob("*.yaml")):
+            if _in_a_run(path):
+                continue
+            try:
+                text = path.read_text(encoding="utf-8")
+                content = yaml.safe_load(text)
+            except (OSError, UnicodeDecodeError, yaml.YAMLError):
+                continue  # composing says what is wrong with it, where it is chosen
+            for node, own in _nodes_set(group, _package(text), content):
+                if isinstance(own, dict) and isinstance(own.get("factory"), str):
+                    yield f"{node}.factory", own["factory"]
+
+
+def _in_a_run(path: Path) -> bool:
+    """Whether a run directory is above `path`, as it is written or behind its links."""
+    above = {*path.absolute().parents, *path.resolve().parents}
+    return any((folder / "run.json").exists() for folder in above)
+
+
+def _nodes_set(group: str, package: str | None, content: object) -> list[tuple[str, object]]:
+    """The nodes of the configuration that an option file sets: (name, content).
+
+    An option stands for its group; an experiment sets the whole tree, which it has to say.
+    """
+    if not isinstance(content, dict):
+        return []
+    if group != "experiment":
+        return [(group, content)] if package in (None, group, f"_global_.{group}") else []
+    if package != "_global_":
+        return []
+    return [(node, content.get(node)) for node in ("data", "model")]
+
+
+def _package(text: str) -> str | None:
+    """The place that a file's `# @package` gives it, as Hydra reads it; None without."""
+    package = None
+    for line in text[:_HEADER_LENGTH].splitlines():
+        if not line.strip():
             continue
-        group = path.relative_to(folder).parts[0]
-        # An option of the group itself, or (experiment) a file that sets the whole tree.
-        for key in FACTORY_KEYS:
-            own = content if key.startswith(f"{group}.") else content.get(key.partition(".")[0])
-            if isinstance(own, dict) and isinstance(own.get("factory"), str):
-                yield key, own["factory"]
+        if not re.match(r"\s*#\s*@", line):
+            break
+        header = re.fullmatch(r"\s*#\s*@(\S+) +(\S+)\s*", line)
+        if header is None:
+            return ""  # Hydra refuses the file
+        if header[1] == "package":
+            package = header[2]
+    return package

@@ -115,7 +115,8 @@ class DatasetSource:
     def _float(self, images: Tensor) -> Tensor:
         if images.dtype is torch.uint8:
             return images.float().sub_(self._offset).div_(self._divisor)
-        return images
+        # On a CPU they are the loader's own, which may hand them out again.
+        return images.clone() if images.device.type == "cpu" else images
 
 
 def _items(name: str, split, num_classes: int) -> Items:

@@ -13,8 +13,6 @@ from mprun.data.image_store import ImageBatch
 from mprun.data.loader import BatchLoader, default_workers
 from mprun.data.normalise import imagenet_constants, normalise
 
-NAMED_FILES = 20  # of replaced ones in the record
-
 
 class ImageFolder:
     """The images below ``root`` (``find_images`` says in which layouts) as a source of batches.
@@ -30,7 +28,7 @@ class ImageFolder:
     first batch and end with ``close()``; neither their number nor ``prefetch`` changes a sample.
 
     ``on_corrupt="skip"`` puts the next usable image of the split in the place of a file that cannot
-    be used (``ImageReader``); ``replaced_record()`` tells which. With "stop" such a file raises
+    be used (``ImageReader``); ``replaced_files()`` tells which. With "stop" such a file raises
     ``DamagedData``, as do more than a thousandth of a split (three files of a small one).
 
     Raises ``ValueError`` for an argument, ``DamagedData`` naming a file or folder, ``Resource`` for
@@ -110,13 +108,18 @@ class ImageFolder:
         """Seconds that the device waited for training batches since the last call."""
         return self._train_feed.take_wait()
 
-    def replaced_record(self) -> dict[str, int | list[str]]:
-        """Files that ``on_corrupt="skip"`` replaced so far: how many, and the names of the first.
+    def replaced_files(self) -> dict[str, str]:
+        """Files that ``on_corrupt="skip"`` replaced so far, each once: place -> name.
 
-        ``replaced`` counts files, not how often one was met; ``replaced_files`` holds up to 20.
+        A place ("train/17": split and number in it) is the same wherever the data lie.
+        ``ImageReader.most_replaced`` bounds how many there are.
         """
-        names = [*self._train.replaced.values(), *self._held_out.replaced.values()]
-        return {"replaced": len(names), "replaced_files": names[:NAMED_FILES]}
+        splits = {"train": self._train, "held_out": self._held_out}
+        return {
+            f"{split}/{number}": name
+            for split, loader in splits.items()
+            for number, name in loader.replaced.items()
+        }
 
     def close(self) -> None:
         """End the loader processes; the source can be asked again."""

@@ -1,5 +1,6 @@
 """ILSVRC12 read in place from its original archives; nothing is ever extracted."""
 
+import gzip
 import io
 import os
 import re
@@ -12,14 +13,15 @@ from mprun.data.array_cache import fingerprint, key_of, load_arrays, store_array
 from mprun.data.errors import DamagedData
 from mprun.data.image_listing import IMAGE_EXTENSIONS
 from mprun.data.image_split import MAX_FILE_BYTES, ImageSplit, pack_names, printable, too_large
-from mprun.data.tar_members import Member, list_members, member_name
+from mprun.data.tar_members import Member, entries, list_members, member_name
 
 TRAIN, VALIDATION = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"
 DEVKIT_FOLDER = "ILSVRC2012_devkit_t12"
 DEVKIT = f"{DEVKIT_FOLDER}.tar.gz"
 WHERE_FILES_GO = f"needs train/ and val/ (1,000 folders each) or {TRAIN}, {VALIDATION} and {DEVKIT}"
 GROUND_TRUTH, META = "data/ILSVRC2012_validation_ground_truth.txt", "data/meta.mat"
-MAX_DEVKIT_BYTES = 16 * 2**20
+MAX_DEVKIT_BYTES = 16 * 2**20  # of one of its files
+MAX_UNPACKED_BYTES = 64 * 2**20
 CLASSES = 1000
 _CLASS_TAR = re.compile(r"n\d{8}\.tar")
 
@@ -158,14 +160,21 @@ def _read_devkit(root: str) -> list[bytes]:
         raise DamagedData(f"{printable(archive)}: no such file; {WHERE_FILES_GO}")
     found: dict[str, bytes] = {}
     try:
-        with tarfile.open(archive, "r|gz") as members:
-            for member in members:
-                name = member.name.removeprefix("./").removeprefix(f"{DEVKIT_FOLDER}/")
-                if name not in wanted:
-                    continue
-                if not member.isreg() or member.size > MAX_DEVKIT_BYTES:
-                    raise DamagedData(f"{printable(archive)}:{name}: no regular file of its size")
-                found[name] = members.extractfile(member).read()
+        with gzip.open(archive) as file:
+            unpacked = file.read(MAX_UNPACKED_BYTES + 1)
+        if len(unpacked) > MAX_UNPACKED_BYTES:
+            raise DamagedData(
+                f"{printable(archive)}: unpacks to more than {MAX_UNPACKED_BYTES // 2**20} MiB"
+            )
+        for member in entries(io.BytesIO(unpacked)):
+            name = member.name.removeprefix("./").removeprefix(f"{DEVKIT_FOLDER}/")
+            if name not in wanted:
+                continue
+            plain = member.isreg() and not member.issparse()
+            end = member.offset_data + member.size
+            if not plain or member.size > MAX_DEVKIT_BYTES or end > len(unpacked):
+                raise DamagedData(f"{printable(archive)}:{name}: no regular file of its size")
+            found[name] = unpacked[member.offset_data : end]
     except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
         raise DamagedData(f"{printable(archive)}: cannot be read: {error}") from error
     for name in wanted:

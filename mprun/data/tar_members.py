@@ -2,13 +2,16 @@
 
 import os
 import tarfile
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import BinaryIO, NamedTuple
 
 from mprun.data.errors import DamagedData
 from mprun.data.image_split import printable
 
 # Seven times the training images of ImageNet; stops an archive made to never end.
 MAX_MEMBERS = 10_000_000
+# Of all headers of one member, which tarfile reads whole: a path takes 4 KiB, attributes 64 KiB.
+MAX_HEADER_BYTES = 2**20
 
 
 class Member(NamedTuple):
@@ -27,8 +30,8 @@ def list_members(path: str, inside: Member | None = None) -> list[Member]:
     read.
 
     Raises ``DamagedData`` naming archive and member for a link, device or sparse file, an absolute
-    path or "..", a name that comes twice, more than 10 million members, and for an archive that
-    is no tar or ends early.
+    path or "..", a name that comes twice, headers of more than a MiB for one member, more than 10
+    million members, and for an archive that is no tar or ends early.
     """
     shown = member_name(path, inside) if inside else printable(path)
     try:
@@ -41,9 +44,53 @@ def list_members(path: str, inside: Member | None = None) -> list[Member]:
         raise DamagedData(f"{shown}: a damaged tar archive: {error}") from error
 
 
+def entries(file: BinaryIO) -> Iterator[tarfile.TarInfo]:
+    """The members of an uncompressed tar in its order, in memory that does not grow with it.
+
+    Raises ``tarfile.TarError`` for headers of more than ``MAX_HEADER_BYTES`` before one member and
+    where no valid header follows: tarfile takes a damaged one for the end, and members would be
+    missing.
+    """
+    reads = _BoundedReads(file)
+    try:
+        tar = tarfile.open(fileobj=reads, mode="r:")
+        while (entry := _next(tar)) is not None:
+            tar.members = []  # tarfile would keep them all, at a kilobyte each
+            reads.left = MAX_HEADER_BYTES
+            yield entry
+        reads.seek(tar.offset)
+        end = reads.read(tarfile.BLOCKSIZE)
+    except (ValueError, OverflowError, RecursionError) as error:
+        # tarfile's, of numbers that are none and of headers for headers.
+        raise tarfile.ReadError(f"no valid header ({error})") from None
+    if end != bytes(tarfile.BLOCKSIZE):
+        raise tarfile.ReadError(f"no valid header at byte {tar.offset}")
+
+
+def _next(tar: tarfile.TarFile) -> tarfile.TarInfo | None:
+    entry = tar.next()
+    if entry is not None and entry.size < 0:
+        raise tarfile.ReadError(f"a member of {entry.size} bytes")
+    return entry
+
+
 def member_name(path: str, member: Member) -> str:
     """What messages call ``member`` of the archive ``path``."""
     return f"{printable(path)}:{printable(member.name)}"
+
+
+class _BoundedReads:
+    """``file`` as tarfile reads headers from it, no more than ``left`` bytes."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self.left = file, MAX_HEADER_BYTES
+        self.seek, self.tell = file.seek, file.tell
+
+    def read(self, n: int) -> bytes:
+        self.left -= n
+        if self.left < 0:
+            raise tarfile.ReadError(f"headers of more than {MAX_HEADER_BYTES:,} bytes for a member")
+        return self._file.read(n)
 
 
 class _Window:
@@ -67,9 +114,7 @@ class _Window:
 
 def _members(window: _Window, shown: str, start: int, size: int) -> list[Member]:
     members, seen = [], set()
-    tar = tarfile.open(fileobj=window, mode="r:")
-    while (entry := tar.next()) is not None:
-        tar.members = []  # tarfile would keep them all, at a kilobyte each
+    for entry in entries(window):
         if entry.isdir():
             continue
         name = entry.name.removeprefix("./")
@@ -82,10 +127,6 @@ def _members(window: _Window, shown: str, start: int, size: int) -> list[Member]
         if len(seen) > MAX_MEMBERS:
             raise DamagedData(f"{shown}: more than {MAX_MEMBERS:,} members")
         members.append(Member(name, start + entry.offset_data, entry.size))
-    # tarfile takes a damaged header for the end: without this check images would be missing.
-    window.seek(tar.offset)
-    if window.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
-        raise DamagedData(f"{shown}: a damaged tar archive: no valid header at byte {tar.offset}")
     return members
 
 

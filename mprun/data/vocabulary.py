@@ -2,10 +2,11 @@
 
 import heapq
 import os
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from itertools import groupby
+from itertools import groupby, islice
 from operator import itemgetter
 from pathlib import Path
 
@@ -13,10 +14,12 @@ from mprun.data.errors import DataError
 
 UNKNOWN = "<unk>"
 END_OF_LINE = "<eos>"
-# About 150 bytes of memory each while they are counted and looked up.
+# About 150 bytes of memory each while they are counted and looked up, and their text.
 MAX_ENTRIES = 1_000_000
-# Words counted in memory before they go to disk, and files on disk before they are merged.
+MAX_ENTRY_BYTES = 256 * 2**20
+# Words counted in memory, and their bytes, before they go to disk; files there before a merge.
 MAX_COUNTED = 1_000_000
+MAX_COUNTED_BYTES = 256 * 2**20
 MAX_RUNS = 64
 
 
@@ -35,14 +38,17 @@ def vocabulary_of_blocks(
 ) -> tuple[str, ...]:
     """``build_vocabulary`` of the words in ``blocks``, in bounded memory.
 
-    More than ``MAX_COUNTED`` different words go sorted to temporary files in ``folder`` and are
-    merged from there. Raises ``DataError`` if without a limit there are more than ``MAX_ENTRIES``.
+    More than ``MAX_COUNTED`` different words, or ``MAX_COUNTED_BYTES`` of them, go sorted to
+    temporary files in ``folder`` and are merged from there.
+
+    Raises ``ValueError`` for a ``limit`` of more than ``MAX_ENTRIES``, ``DataError`` if without one
+    there are more, or if the entries take more than ``MAX_ENTRY_BYTES``.
     """
+    if limit is not None and limit > MAX_ENTRIES:
+        raise ValueError(f"vocab_limit={limit} is not allowed: up to {MAX_ENTRIES}")
     with tempfile.TemporaryDirectory(prefix=".words-", dir=folder) as scratch:
         counts = _word_counts(blocks, Path(scratch))
-        if limit is not None:
-            return _most_frequent(counts, special, limit)
-        words = _most_frequent(counts, special, MAX_ENTRIES + 1)
+        words = _most_frequent_in_pieces(counts, special, limit)
     if len(words) > MAX_ENTRIES:
         raise DataError(
             f"data.vocab_limit=null: the text has more than {MAX_ENTRIES} different words; set it"
@@ -72,14 +78,46 @@ def _most_frequent(
     return (*special, *(word for _, word in ranked))
 
 
+def _most_frequent_in_pieces(
+    counts: Iterator[tuple[str, int]], special: tuple[str, ...], limit: int | None
+) -> tuple[str, ...]:
+    """`_most_frequent` where not even the words it chooses from need fit into memory."""
+    most = MAX_ENTRIES + 1 if limit is None else limit
+    ranked: list[tuple[int, str]] = []
+    while piece := list(_piece(counts)):
+        others = ((-count, word) for word, count in piece if word not in special)
+        ranked = heapq.nsmallest(most - len(special), [*ranked, *others])
+        if sum(sys.getsizeof(word) for _, word in ranked) > MAX_ENTRY_BYTES:
+            shown, cure = ("null", "set it") if limit is None else (limit, "lower it")
+            raise DataError(
+                f"data.vocab_limit={shown}: the words take more than {MAX_ENTRY_BYTES} bytes of "
+                f"memory; {cure}"
+            )
+    return (*special, *(word for _, word in ranked))
+
+
+def _piece(counts: Iterator[tuple[str, int]]) -> Iterator[tuple[str, int]]:
+    size = 0
+    for number, (word, count) in enumerate(counts, 1):
+        yield word, count
+        size += sys.getsizeof(word)
+        if number >= MAX_COUNTED or size >= MAX_COUNTED_BYTES:
+            return
+
+
 def _word_counts(blocks: Iterable[list[str]], folder: Path) -> Iterator[tuple[str, int]]:
     counts: Counter[str] = Counter()
     runs: list[Path] = []
+    size = 0
     for words in blocks:
+        known = len(counts)
         counts.update(words)
-        if len(counts) > MAX_COUNTED:
+        # The new ones: a dict keeps the order in which its keys came.
+        size += sum(map(sys.getsizeof, islice(reversed(counts), len(counts) - known)))
+        if len(counts) > MAX_COUNTED or size > MAX_COUNTED_BYTES:
             runs.append(_write_run(sorted(counts.items()), folder))
             counts.clear()
+            size = 0
         if len(runs) == MAX_RUNS:
             merged = _write_run(_merged(map(_read_run, runs)), folder)
             for run in runs:

@@ -42,12 +42,14 @@ def cast_model(
     overrides: glob pattern over module names -> dtype in which the matching modules, and what is
     inside them, keep their parameters and compute; the last matching pattern counts. Norm layers
     inside follow only an FP32 override. Under autocast parameters stay FP32 and the override
-    changes the arithmetic alone. Raises ValueError for a pattern that matches no module.
+    changes the arithmetic alone. Raises ValueError for a pattern that matches no module, and for
+    the name of a module that cannot compute in that dtype.
 
     A row table (mprun.precision.row_updates) has no copy in a policy with master weights: it stays
     in FP32, and the rows gathered from it come in the dtype of the parameters.
     """
     chosen = _match(model, overrides or {})
+    _refuse_without_effect(model, policy, chosen, overrides or {})
     tables, originals = row_tables(model), {}
     if policy.master_dtype is not None:
         originals = {name: parameter.detach() for name, parameter in model.named_parameters()}
@@ -73,6 +75,29 @@ def cast_model(
             if parameter.dtype.itemsize < policy.master_dtype.itemsize:
                 masters[name] = originals[name].to(policy.master_dtype)
     return CastModel(model, policy, masters)
+
+
+def _refuse_without_effect(
+    model: nn.Module,
+    policy: PrecisionPolicy,
+    chosen: Mapping[str, torch.dtype],
+    overrides: Mapping[str, torch.dtype],
+) -> None:
+    """A module asked for by its name that stays in FP32 would make an arm that differs in nothing.
+
+    A pattern with a wildcard means the other modules that it matches.
+    """
+    for name, dtype in chosen.items():
+        module = model.get_submodule(name)
+        fixed = getattr(module, "computes_in_fp32", False)
+        if policy.autocast_dtype is not None:
+            fixed = fixed or getattr(module, "is_row_table", False)
+        if fixed and dtype is not torch.float32 and name in overrides:
+            asked = str(dtype).removeprefix("torch.")
+            raise ValueError(
+                f"precision.overrides.{name}={asked}: computes in FP32 in "
+                f"{policy.name} (allowed: fp32)"
+            )
 
 
 def fp32_copy(

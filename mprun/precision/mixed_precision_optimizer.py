@@ -132,7 +132,9 @@ class MixedPrecisionOptimizer:
             chosen = choose_averaged(cast.module, weights, average_modules)
             self.average = WeightAverage(chosen, average_decay)
         # Gradients that need neither cast nor scale stay where autograd accumulates them.
-        casts = any(self._dtype_for(u) is not own.dtype for own, u in pairs)
+        casts = any(self._dtype_for(u) is not own.dtype for own, u in pairs) or any(
+            self._dtype_for(row.tensor) is not row.row_dtype for row in self.rows
+        )
         multiplied = any(row.table.gradient_factor != 1 for row in self.rows)
         self.collects = casts or self.skips or multiplied
         # Of the parameters, then of the rows.

@@ -40,15 +40,21 @@ def data_bound(source, share: float | None, seconds: float) -> str | None:
 def replaced(source, earlier: dict) -> dict:
     """What run.json says of files that data.on_corrupt=skip replaced; {} for other sources.
 
-    earlier: the same of the attempt that this one continues. Its files are counted once, as far as
-    their names were kept.
+    earlier: the same of the attempt that this one continues. A file that both met counts once, even
+    if it has moved: `replaced_places` holds the place of each in its split, the names only of the
+    first.
     """
-    if not hasattr(source, "replaced_record"):
+    if not hasattr(source, "replaced_files"):
         return {}
-    now = source.replaced_record()
-    names = [*dict.fromkeys([*earlier.get("replaced_files", []), *now["replaced_files"]])]
-    count = max(now["replaced"], earlier.get("replaced", 0), len(names))
-    return {"replaced": count, "replaced_files": names[:_NAMED]}
+    places = dict.fromkeys(earlier.get("replaced_places", []))
+    new = {place: name for place, name in source.replaced_files().items() if place not in places}
+    names = [*earlier.get("replaced_files", []), *new.values()]
+    places = [*places, *new]
+    return {
+        "replaced": len(places),
+        "replaced_files": names[:_NAMED],
+        "replaced_places": places,
+    }
 
 
 def replaced_line(data: dict) -> str | None:

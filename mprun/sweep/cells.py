@@ -1,6 +1,7 @@
 """A cell and what its directory says: finished, in use, to be continued, or to be put aside."""
 
 import fcntl
+import os
 import time
 from dataclasses import dataclass
 from enum import Enum
@@ -12,6 +13,8 @@ from mprun.record.run_directory import locked, read_json, write_json
 OUTCOMES = ("done", "diverged")
 # A directory that has no lock file yet may belong to a run that made it a moment ago.
 _CLAIM_S = 10.0
+# Where data lie: no part of a configuration's hash, nor, unless swept, of a directory's name.
+_DATA_PLACES = {"root": "on the data in", "vocabulary": "with the vocabulary in"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +28,7 @@ class Cell:
     scaler: str
     seed: int
     factories: tuple[str, ...] = ()  # the user's own code that the sweep names, as overrides
+    data_places: tuple[tuple[str, str | None], ...] = ()  # as `data_places` gives them
 
     @property
     def log(self) -> Path:
@@ -42,10 +46,18 @@ class State(Enum):
     ABANDONED = "abandoned"
 
 
+def data_places(config: dict) -> tuple[tuple[str, str | None], ...]:
+    """Key -> path of what a configuration reads data from."""
+    data = config.get("data")
+    data = data if isinstance(data, dict) else {}
+    return tuple((key, data[key]) for key in _DATA_PLACES if key in data)
+
+
 def look(cell: Cell) -> State:
     """The state of a cell on disk.
 
-    Raises BadInput if its place is taken by something else.
+    Raises BadInput if its place is taken by something else, which a run on data that lie elsewhere
+    is too: what they hold is known only once they are read.
     """
     if not cell.directory.exists():
         return State.NEW
@@ -59,6 +71,8 @@ def look(cell: Cell) -> State:
             f"{cell.directory}: holds a run of another configuration; use name= for "
             "a sweep of its own"
         )
+    if record is not None:
+        _check_same_places(cell, record)
     if in_use:
         return State.IN_USE
     if record is None:
@@ -115,6 +129,27 @@ def keep_log(cell: Cell) -> None:
     with open(kept, "ab") as file:
         file.write(cell.log.read_bytes())
     cell.log.unlink()
+
+
+def _check_same_places(cell: Cell, record: dict) -> None:
+    config = record.get("config")
+    recorded = dict(data_places(config)) if isinstance(config, dict) else {}
+    for key, place in cell.data_places:
+        there = recorded.get(key)
+        if _resolved(there) != _resolved(place):
+            raise BadInput(
+                f"{cell.directory}: holds a run {_DATA_PLACES[key]} {_shown(there)}, not in "
+                f"{_shown(place)}; use name= for a sweep of its own"
+            )
+
+
+def _resolved(place: object) -> str | None:
+    return None if place is None else os.path.realpath(str(place))
+
+
+def _shown(place: object) -> str:
+    text = "null" if place is None else str(place)
+    return "".join(character if character.isprintable() else "?" for character in text)
 
 
 def _in_use(directory: Path) -> bool:

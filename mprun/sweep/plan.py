@@ -10,7 +10,7 @@ from mprun.config.factories import as_overrides
 from mprun.config.overrides import parse_overrides, split_launcher, sweep_values
 from mprun.errors import BadInput
 from mprun.record.run_directory import config_hash, run_name
-from mprun.sweep.cells import Cell
+from mprun.sweep.cells import Cell, data_places
 from mprun.sweep.launcher import ChosenLauncher, checked_launcher
 
 _NOT_SWEPT = ("output_dir", "resume")
@@ -65,6 +65,7 @@ def plan(overrides: list[str], config_dir: str | None) -> Plan:
                 scaler=one.config.scaler.name,
                 seed=one.config.seed,
                 factories=as_overrides(plain),
+                data_places=data_places(plain),
             )
         )
     directories = {cell.directory for cell in cells}

@@ -35,10 +35,7 @@ def run_job(folder: Path, number: int) -> None:
     jobs = json.loads((folder / "jobs.json").read_text(encoding="utf-8"))
     os.chdir(jobs["working_folder"])
     _show_devices(jobs["visible_devices"])
-    fields = jobs["cells"][number]
-    exact = {key: tuple(fields[key]) for key in ("overrides", "factories")}
-    exact["directory"] = Path(fields["directory"])
-    cell = Cell(**fields | exact)
+    cell = cell_of(jobs["cells"][number])
     result = folder / f"job-{number}.json"
     if _unwanted(folder, jobs):
         write_json(result, _ended(Outcome("stopped before its first step", PREEMPTED)))
@@ -59,6 +56,14 @@ def run_job(folder: Path, number: int) -> None:
             write_json(result, _ended(outcome))
         raise
     write_json(result, _ended(outcome))
+
+
+def cell_of(fields: dict) -> Cell:
+    """A cell from its fields as JSON gives them back."""
+    exact = {key: tuple(fields[key]) for key in ("overrides", "factories")}
+    exact["directory"] = Path(fields["directory"])
+    exact["data_places"] = tuple((key, place) for key, place in fields["data_places"])
+    return Cell(**fields | exact)
 
 
 def _ended(outcome: Outcome) -> dict:

@@ -42,7 +42,8 @@ class Learner:
                     self.model.train()
             else:
                 with ieee_fp32():
-                    weights = {**optimizer.masters, **optimizer.averages}
+                    # Frozen parameters have a master that no optimizer holds.
+                    weights = {**self.cast.masters, **optimizer.masters, **optimizer.averages}
                     yield fp32_copy(self.build_model, self.cast, weights).eval()
 
     @contextmanager

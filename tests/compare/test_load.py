@@ -98,6 +98,14 @@ def test_of_equal_configuration_and_seed_the_first_with_an_outcome_counts(tmp_pa
     assert all(str(tmp_path / "c") in note for note in notes)
 
 
+def test_equal_configurations_on_other_data_are_no_duplicates(tmp_path):
+    for name, content in (("a", "1"), ("b", "2"), ("c", "2")):
+        write_run(tmp_path / name, data={"sha256": content * 64})
+    runs, [note] = load_runs([tmp_path])
+    assert [run.path for run in runs] == [str(tmp_path / "a"), str(tmp_path / "b")]
+    assert note.startswith(f"{tmp_path / 'c'}: left out (done), same configuration, data and seed")
+
+
 def test_of_several_without_an_outcome_the_newest_counts(tmp_path):
     write_run(tmp_path / "a", status="failed", created="2026-11-20T10:00:00+00:00")
     write_run(tmp_path / "b", status="running", created="2026-11-20T11:00:00+00:00")

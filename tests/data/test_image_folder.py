@@ -114,7 +114,7 @@ def test_what_it_tells_of_itself(folder):
     }
     assert (made.batches_per_epoch, made.samples_per_batch, made.num_classes) == (4, 5, 2)
     assert len(made.sha256) == 64
-    assert made.replaced_record() == {"replaced": 0, "replaced_files": []}
+    assert made.replaced_files() == {}
 
 
 def test_seeds_and_epochs_differ_and_nothing_else_does(folder):
@@ -132,8 +132,8 @@ def test_replaced_files_of_both_splits_are_told(tmp_path):
     for index in range(5):
         made.train_batch(index)
     list(made.eval_batches()), list(made.eval_batches())
-    names = [str(files(tmp_path, "train")[3]), str(files(tmp_path, "val")[7])]
-    assert made.replaced_record() == {"replaced": 2, "replaced_files": names}
+    train, held_out = str(files(tmp_path, "train")[3]), str(files(tmp_path, "val")[7])
+    assert made.replaced_files() == {"train/3": train, "held_out/7": held_out}
 
 
 def test_waiting_is_what_reading_in_the_calling_thread_takes(folder):

@@ -1,15 +1,18 @@
 """The original ImageNet archives, read in place; made here with 1,000 classes of tiny images."""
 
+import gzip
 import io
 import os
 import re
 import tarfile
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
 import pytest
 from scipy.io import savemat
 
+from mprun.data import imagenet_archives
 from mprun.data.errors import DamagedData
 from mprun.data.image_files import find_images
 from mprun.data.tar_members import Member, list_members
@@ -219,7 +222,57 @@ def test_a_devkit_that_is_no_archive(root):
     refused(root, f"{root}/{DEVKIT}.tar.gz: cannot be read: ")
 
 
+def bomb(entry_type, size):
+    """An archive whose only member has headers of `size` bytes; a few kB when compressed."""
+    header = tarfile.TarInfo("@LongLink" if entry_type == tarfile.GNUTYPE_LONGNAME else "pax")
+    header.type, header.size = entry_type, size
+    record = f"{size} comment=".encode()
+    content = record + b"x" * (size - len(record) - 1) + b"\n"
+    return header.tobuf(tarfile.GNU_FORMAT) + content + tar_bytes({"data/meta.mat": b"?"})
+
+
+HEADER_TYPES = [tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME]
+
+
+@pytest.mark.parametrize("entry_type", HEADER_TYPES)
+def test_a_devkit_of_huge_headers(root, entry_type, monkeypatch):
+    monkeypatch.setattr(imagenet_archives, "MAX_UNPACKED_BYTES", 2**24)
+    path = root / f"{DEVKIT}.tar.gz"
+    replace(path, gzip.compress(bomb(entry_type, 2**23), 1))
+    refused(root, f"{path}: cannot be read: headers of more than 1,048,576 bytes for a member")
+    replace(path, gzip.compress(bomb(entry_type, 2**26), 1))
+    tracemalloc.start()
+    try:
+        refused(root, f"{path}: unpacks to more than 16 MiB")
+        assert tracemalloc.get_traced_memory()[1] < 2**26
+    finally:
+        tracemalloc.stop()
+
+
 # Members by themselves.
+
+
+@pytest.mark.parametrize("entry_type", HEADER_TYPES)
+def test_huge_headers(tmp_path, entry_type):
+    path = write(tmp_path / "x.tar", bomb(entry_type, 2**26))
+    tracemalloc.start()
+    try:
+        with pytest.raises(DamagedData, match="x.tar: a damaged tar archive: headers of more than"):
+            list_members(str(path))
+        assert tracemalloc.get_traced_memory()[1] < 2**22
+    finally:
+        tracemalloc.stop()
+    small = write(tmp_path / "y.tar", bomb(entry_type, 5000))
+    assert len(list_members(str(small))) == 1
+
+
+def test_headers_for_headers(tmp_path):
+    longname = tarfile.TarInfo("@LongLink")
+    longname.type = tarfile.GNUTYPE_LONGNAME
+    chain = longname.tobuf(tarfile.GNU_FORMAT) * 1900  # below the bound on their bytes
+    path = write(tmp_path / "x.tar", chain + tar_bytes({"a": b"1"}))
+    with pytest.raises(DamagedData, match="x.tar: a damaged tar archive: no valid header"):
+        list_members(str(path))
 
 
 def tar_of(path, *entries):

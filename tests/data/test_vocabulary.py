@@ -1,5 +1,6 @@
 """Vocabularies in bounded memory."""
 
+import tracemalloc
 from collections import Counter
 
 import numpy as np
@@ -13,6 +14,7 @@ from mprun.data.vocabulary import (
 )
 
 SPECIAL = ("<unk>", "<eos>")
+SHORT = [f"w{n:02d}" for n in range(100)]
 
 
 def blocks_of_words(seed=0, blocks=40, words=500):
@@ -47,7 +49,36 @@ def test_too_many_words_need_a_limit(tmp_path, monkeypatch):
     blocks = [["a", "b", "c"]]
     with pytest.raises(DataError, match=r"data\.vocab_limit=null: .* more than 4 different words"):
         vocabulary_of_blocks(blocks, SPECIAL, None, tmp_path)
-    assert len(vocabulary_of_blocks(blocks, SPECIAL, 5, tmp_path)) == 5
+    assert len(vocabulary_of_blocks(blocks, SPECIAL, 4, tmp_path)) == 4
+    with pytest.raises(ValueError, match=r"^vocab_limit=5 is not allowed: up to 4$"):
+        vocabulary_of_blocks(blocks, SPECIAL, 5, tmp_path)
+
+
+def of_long_words():
+    """3,000 words of 10 kB, which are 30 MB, each once; the short ones come 30 times."""
+    for block in range(100):
+        long = [f"{n:05d}" * 2_000 for n in range(30 * block, 30 * block + 30)]
+        yield long + SHORT * (block < 30)
+
+
+@pytest.mark.parametrize("limit", [None, 50])
+def test_long_words_do_not_take_more_memory(tmp_path, monkeypatch, limit):
+    monkeypatch.setattr(vocabulary, "MAX_COUNTED_BYTES", 2**20)
+    monkeypatch.setattr(vocabulary, "MAX_ENTRY_BYTES", 2**21)
+    tracemalloc.start()
+    try:
+        if limit is None:
+            with pytest.raises(
+                DataError, match=r"data\.vocab_limit=null: the words take more than"
+            ):
+                vocabulary_of_blocks(of_long_words(), SPECIAL, limit, tmp_path)
+        else:
+            found = vocabulary_of_blocks(of_long_words(), SPECIAL, limit, tmp_path)
+            assert found == (*SPECIAL, *SHORT[:48])
+        assert tracemalloc.get_traced_memory()[1] < 8 * 2**20
+    finally:
+        tracemalloc.stop()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_words_as_text():

@@ -5,6 +5,7 @@ import json
 import signal
 import threading
 import time
+from dataclasses import asdict
 
 import pytest
 
@@ -16,6 +17,7 @@ from mprun.sweep.cells import State, look, put_aside, record_of
 from mprun.sweep.outcome import Outcome, exit_code, settle
 from mprun.sweep.plan import plan
 from mprun.sweep.processes import Ended
+from mprun.sweep.worker import cell_of
 
 RECORD = {
     "seed": 0,
@@ -80,6 +82,51 @@ def test_what_is_no_run_of_this_cell(cell):
     cell.directory.write_text("a file")
     with pytest.raises(BadInput, match="not a folder"):
         look(cell)
+
+
+FOLDER_OF_IMAGES = ["device=cpu", "model=resnet50", "data=image_folder"]
+
+
+@pytest.mark.parametrize(
+    ("key", "group", "words"),
+    [
+        ("data.root", "image_folder", "on the data in"),
+        ("data.vocabulary", "lm1b", "with the vocabulary in"),
+    ],
+)
+def test_a_run_on_data_elsewhere_is_not_this_cells(key, group, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in "AB":
+        (tmp_path / name).mkdir()
+    (tmp_path / "link").symlink_to("A")
+    model = "lstm_lm" if group == "lm1b" else "resnet50"
+    fixed = ["device=cpu", f"model={model}", f"data={group}", "data.root=A", "seed=0"]
+    here, there, linked = (
+        plan([*fixed, f"{key}={place}"], None).cells[0] for place in ("A", "B", "link")
+    )
+    assert here.directory == there.directory and here.config_hash == there.config_hash
+    config = {"data": dict(here.data_places)}
+    for status in ("done", "preempted", "failed"):
+        put(here, status=status, config=config)
+        assert look(here) is look(linked) is not State.NEW
+        message = f"{here.directory}: holds a run {words} A, not in B; use name= for a sweep of its"
+        with pytest.raises(BadInput, match=message) as caught:
+            look(there)
+        assert "\n" not in str(caught.value)
+    # Before anything is started or written.
+    before = sorted(tmp_path.rglob("*"))
+    assert main(["-m", *fixed, f"{key}=B"]) == 2
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_cell_is_the_same_in_a_worker(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "A").mkdir()
+    cell = plan([*FOLDER_OF_IMAGES, "data.root=A"], None).cells[0]
+    assert ("root", "A") in cell.data_places
+    written = json.dumps(asdict(cell) | {"directory": str(cell.directory)})
+    assert cell_of(json.loads(written)) == cell
+    assert len({cell, cell_of(json.loads(written))}) == 1
 
 
 def test_attempts_are_kept_under_numbers(cell):

@@ -49,6 +49,17 @@ def test_what_is_swept_is_in_the_name(swept, expected):
     assert names(swept) == expected
 
 
+def test_a_sweep_over_places_of_data(tmp_path_factory):
+    places = [tmp_path_factory.mktemp("images") for _ in range(2)]
+    swept = plan(
+        ["model=resnet50", "data=image_folder", f"data.root={places[0]},{places[1]}"], None
+    )
+    assert len({cell.directory for cell in swept.cells}) == 2
+    assert [dict(cell.data_places)["root"] for cell in swept.cells] == list(map(str, places))
+    for cell, place in zip(swept.cells, places, strict=True):
+        assert f"data.root={str(place).replace('/', '_').strip('_')}"[:20] in cell.directory.name
+
+
 def test_what_is_not_swept_is_named_as_in_a_single_run():
     fixed = ["device=cpu", "optim.lr=0.05", "threads=1", "train.clip_norm=2.0"]
     single = compose_config([*fixed, "seed=3"])
