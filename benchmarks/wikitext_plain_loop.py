@@ -84,8 +84,7 @@ def plain(options, seed: int) -> dict[str, float]:
         logits, state = model(inputs[part], state)
         state = tuple(part.detach() for part in state)
         loss = F.cross_entropy(logits.flatten(0, 1), targets[part].flatten())
-        # The sum over time, averaged over streams.
-        (loss * time_steps).backward()
+        loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), options.clip)
         optimizer.step()
     seconds = time.perf_counter() - started
@@ -120,7 +119,6 @@ def through_mprun(options, seed: int, folder: Path) -> dict[str, float]:
         f"model.embedding_size={options.hidden}",
         f"model.dropout={options.dropout}",
         f"model.init_range={options.init_range}",
-        "model.time_reduction=sum",
         f"optim.lr={options.lr}",
         f"train.clip_norm={options.clip}",
         f"train.steps={options.steps}",
@@ -148,8 +146,8 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=650)
     parser.add_argument("--dropout", type=float, default=0.5)
     parser.add_argument("--init-range", type=float, default=0.05)
-    parser.add_argument("--lr", type=float, default=1.0)
-    parser.add_argument("--clip", type=float, default=5.0)
+    parser.add_argument("--lr", type=float, default=20.0)
+    parser.add_argument("--clip", type=float, default=0.25)
     parser.add_argument("--batch", type=int, default=20)
     parser.add_argument("--time-steps", type=int, default=35)
     parser.add_argument("--eval-tokens", type=int, default=20_000)

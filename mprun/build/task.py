@@ -1,7 +1,6 @@
 """The task of a configuration: model cast, optimizer wrapped, BatchNorm guarded."""
 
 from collections.abc import Callable
-from fnmatch import fnmatchcase
 from functools import partial
 
 from torch import nn
@@ -19,7 +18,7 @@ from mprun.precision import (
     MixedPrecisionOptimizer,
     cast_model,
 )
-from mprun.precision.module_patterns import matching_modules
+from mprun.precision.module_patterns import matching_modules, those_that_match
 from mprun.tasks import (
     GAN,
     Classification,
@@ -91,7 +90,7 @@ def _build_gan(config: RunConfig, data, policy, arithmetic, overrides, make) -> 
     builders = gan_builders(config.model, data)
     built = [_new(builder).to(device) for builder in builders]
     check_own_network(config, builders, data, arithmetic, overrides)
-    matching = [_matching(module, overrides) for module in built]
+    matching = [{p: overrides[p] for p in those_that_match(m, overrides)} for m in built]
     for pattern in overrides:
         if not any(pattern in own for own in matching):
             raise BadInput(
@@ -176,14 +175,14 @@ def _limits(config: RunConfig, models: list[nn.Module]) -> list[dict]:
     ):
         if value is None:
             continue
-        matching = [_matching(model, dict.fromkeys(patterns)) for model in models]
+        matching = [those_that_match(model, patterns) for model in models]
         for pattern in patterns:
             if not any(pattern in own for own in matching):
                 matching_modules(models[0], pattern, key)
         for arguments, own in zip(found, matching, strict=True):
             if own or not patterns:
                 name = "clip_norm" if what == "clip" else "average_decay"
-                arguments |= {name: value, f"{what}_modules": list(own)}
+                arguments |= {name: value, f"{what}_modules": own}
     return found
 
 
@@ -195,11 +194,6 @@ def _sample_distance(config: RunConfig, data, device) -> SampleDistance | None:
     if size is None:
         raise BadInput(f"compare.metric={config.compare.metric}: needs square images")
     return SampleDistance(size, channels, device)
-
-
-def _matching(module: nn.Module, overrides: dict) -> dict:
-    names = [name for name, _ in module.named_modules() if name]
-    return {p: d for p, d in overrides.items() if any(fnmatchcase(n, p) for n in names)}
 
 
 def _new(builder: Callable[[], nn.Module]) -> nn.Module:

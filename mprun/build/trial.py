@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
@@ -48,8 +47,7 @@ class Trial:
             with torch.no_grad(), ieee_fp32():
                 self._forward(first, None, "in FP32", nullcontext)
             for network in self.networks:
-                names = [name for name, _ in network.named_modules() if name]
-                matching = {p: d for p, d in overrides.items() if _matches(p, names)}
+                matching = {p: overrides[p] for p in those_that_match(network, overrides)}
                 cast_model(network.train(), policy, matching)
             mode = f"in precision={policy.name}"
             with arithmetic:
@@ -151,10 +149,6 @@ def _random_states_kept(device: torch.device):
         yield
     finally:
         checkpoint.restore_random_states(before, device)
-
-
-def _matches(pattern: str, names: Sequence[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for name in names)
 
 
 def _shape(value: object) -> str:

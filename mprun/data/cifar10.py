@@ -33,7 +33,9 @@ class Cifar10:
     figures; "mean_subtracted", v - 255 * mean, v in 0 ... 255; "tanh", v mapped to [-1, 1].
 
     ``train_size`` and ``eval_size`` take the first images of a shuffle that is the same for all
-    seeds and layouts of the same files; None takes all. 3,072 bytes an image on ``device``.
+    seeds; None takes all. Class folders have an order of their own (by class and name), so they
+    give other images and another ``sha256`` than the original files. 3,072 bytes an image on
+    ``device``.
     ``sha256`` is over the pixels and labels that are used, in that order.
 
     Raises ``ValueError`` for an argument out of range, ``DamagedData`` naming a file.

@@ -1,4 +1,4 @@
-"""Loader processes: batches of an `ImageReader` read ahead, in order, by number."""
+"""Loader processes: batches of a reader (images, or a user's items) read ahead, by number."""
 
 import atexit
 import itertools

@@ -7,6 +7,12 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 
+def those_that_match(model: nn.Module, patterns: Iterable[str]) -> list[str]:
+    """The patterns that match a module of the model."""
+    names = [name for name, _ in model.named_modules() if name]
+    return [p for p in patterns if any(fnmatchcase(name, p) for name in names)]
+
+
 def matching_modules(model: nn.Module, pattern: str, key: str) -> list[str]:
     """Names of the modules that `pattern` matches; ValueError, naming `key`, if there are none."""
     names = [name for name, _ in model.named_modules() if name]
