@@ -12,6 +12,7 @@ from mprun.build.factories import is_out_of_memory
 from mprun.data.source import Source
 from mprun.errors import BadInput, MprunError, raised
 from mprun.precision import Arithmetic, PrecisionPolicy, cast_model, ieee_fp32
+from mprun.precision.module_patterns import those_that_match
 
 _FEW = 2  # samples, and time steps
 

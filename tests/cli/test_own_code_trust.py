@@ -168,6 +168,25 @@ def test_names_in_the_user_s_own_option_files_count(folder, capsys):
     assert main(["advise", "--config-dir", "mine", "run"]) == 0
 
 
+@pytest.mark.parametrize("place", ["run", "data", "experiment/run"])
+def test_a_run_below_the_config_dir_does_not_vouch_for_itself(place, edited, capsys):
+    # As it comes, say, out of somebody's archive: with option files of its own.
+    for override in BAD:
+        key, name = override.split("=")
+        group = edited / key.partition(".")[0]
+        group.mkdir()
+        (group / "own.yaml").write_text(f"factory: {name}\n")
+    record = yaml.safe_load((edited / "config.yaml").read_text())
+    for name in ("config.yaml", "all.yaml"):
+        named = {"factory": "hostile:data"} | record
+        (edited / name).write_text("# @package _global_\n" + yaml.safe_dump(named))
+    if place != "run":
+        Path(place).parent.mkdir(exist_ok=True)
+        edited.rename(place)
+    for command in (["resume=" + place, "train.steps=6"], ["explain", place], ["advise", place]):
+        assert "names code" in refused(capsys, *command, "--config-dir", ".")
+
+
 def test_advise_reads_a_run_of_one_s_own(folder):
     assert main([*RUN, "output_dir=run"]) == 0
     advice = advise_run(folder / "run", given=vouched(NAMES))

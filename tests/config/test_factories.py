@@ -114,6 +114,49 @@ def test_an_option_of_the_user_names_a_factory(tmp_path):
         config_from_record(record)
 
 
+@pytest.mark.parametrize(
+    ("path", "text", "wanted"),
+    [
+        ("data/x.yaml", "factory: 'a:b'", "data"),
+        ("data/deeper/x.yaml", "factory: 'a:b'", "data"),
+        ("model/x.yaml", "# @package _global_.model\nfactory: 'a:b'", "model"),
+        ("experiment/deeper/x.yaml", "\n# @package _global_\nmodel: {factory: 'a:b'}", "model"),
+        # No option files, or of no group that has a factory.
+        ("x.yaml", "data: {factory: 'a:b'}", None),
+        ("data.yaml", "factory: 'a:b'", None),
+        ("data/x.yml", "factory: 'a:b'", None),
+        ("optim/x.yaml", "data: {factory: 'a:b'}", None),
+        ("run/config.yaml", "data: {factory: 'a:b'}", None),
+        ("run/data/x.yaml", "factory: 'a:b'", None),
+        # Hydra puts the name into another place, or into none.
+        ("data/x.yaml", "data: {factory: 'a:b'}", None),
+        ("data/x.yaml", "model: {factory: 'a:b'}", None),
+        ("data/x.yaml", "# @package model\nfactory: 'a:b'", None),
+        ("data/x.yaml", "# @package _global_\ndata: {factory: 'a:b'}", None),
+        ("experiment/x.yaml", "factory: 'a:b'", None),
+        ("experiment/x.yaml", "data: {factory: 'a:b'}", None),
+        ("experiment/x.yaml", "data: {}\n# @package _global_\nmodel: {factory: 'a:b'}", None),
+        ("experiment/x.yaml", f"{' ' * 512}\n# @package _global_\ndata: {{factory: 'a:b'}}", None),
+        ("data/x.yaml", "# @package\nfactory: 'a:b'", None),
+        ("data/x.yaml", "[a]", None),
+    ],
+)
+def test_which_files_vouch_for_what(path, text, wanted, tmp_path):
+    place = tmp_path / "mine" / path
+    place.parent.mkdir(parents=True)
+    place.write_text(text)
+    expected = frozenset() if wanted is None else {(f"{wanted}.factory", "a:b")}
+    assert vouched([], str(tmp_path / "mine")).files == expected
+    # Below a run directory, wherever that begins, nothing counts; nor behind a link into one.
+    elsewhere = tmp_path / "linked" / path
+    elsewhere.parent.mkdir(parents=True)
+    elsewhere.symlink_to(place)
+    assert vouched([], str(tmp_path / "linked")).files == expected
+    (tmp_path / "mine" / "run.json").write_text("{}")
+    assert vouched([], str(tmp_path / "mine")).files == frozenset()
+    assert vouched([], str(tmp_path / "linked")).files == frozenset()
+
+
 def test_a_record_alone_vouches_for_nothing():
     named = {"data.factory": "a:b", "model.factory": "c:d"}
     with pytest.raises(BadInput, match=r"add data\.factory=a:b model\.factory=c:d$"):

@@ -262,7 +262,7 @@ def test_huge_headers(tmp_path, entry_type):
         assert tracemalloc.get_traced_memory()[1] < 2**22
     finally:
         tracemalloc.stop()
-    small = write(tmp_path / "y.tar", bomb(entry_type, 5000))
+    small = write(tmp_path / "y.tar", bomb(entry_type, 5120))
     assert len(list_members(str(small))) == 1
 
 
