@@ -103,7 +103,11 @@ def plain(options, seed: int) -> dict[str, float]:
             total += F.cross_entropy(
                 logits.flatten(0, 1), targets[part].flatten(), reduction="sum"
             ).double()
-    return {"loss": float(total / targets.numel()), "train_loss": float(loss), "seconds": seconds}
+    return {
+        "loss": float(total / targets.numel()),
+        "train_loss": float(loss.detach()),
+        "seconds": seconds,
+    }
 
 
 def through_mprun(options, seed: int, folder: Path) -> dict[str, float]:

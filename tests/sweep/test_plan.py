@@ -56,8 +56,7 @@ def test_a_sweep_over_places_of_data(tmp_path_factory):
     )
     assert len({cell.directory for cell in swept.cells}) == 2
     assert [dict(cell.data_places)["root"] for cell in swept.cells] == list(map(str, places))
-    for cell, place in zip(swept.cells, places, strict=True):
-        assert f"data.root={str(place).replace('/', '_').strip('_')}"[:20] in cell.directory.name
+    assert all("-data.root=" in cell.directory.name for cell in swept.cells)
 
 
 def test_what_is_not_swept_is_named_as_in_a_single_run():
