@@ -26,6 +26,7 @@ and Pillow does not read the one of PNG's pixels), and a file cut off behind its
 """
 
 import io
+import logging
 import re
 import warnings
 
@@ -41,6 +42,8 @@ MAX_PIXELS = 2**28 // 3
 _TOO_MANY_PIXELS = f"more than {MAX_PIXELS:,} pixels"
 _SILENT = ("ignore", None, Warning, re.compile(r"PIL\."), 0)  # an entry of warnings.filters
 _WIDE_GRAY = ("I;16", "I;16B", "I;16L", "I;16N", "I")
+# Pillow tells of every chunk of every file where a program around this one logs at debug level.
+logging.getLogger("PIL").setLevel(logging.INFO)
 
 
 def decode_rgb(content: bytes, name: str) -> Image.Image:
