@@ -1,0 +1,61 @@
+"""Dtypes where not every parameter is an ordinary one: row tables, frozen layers, overrides."""
+
+import pytest
+import torch
+from torch import nn
+
+from mprun.precision import MixedPrecisionOptimizer, cast_model, get_policy
+from mprun.precision.arithmetic import Arithmetic
+from mprun.tasks import Learner
+
+SAMPLED = (
+    "model=lstm_lm",
+    "model.hidden_size=16",
+    "model.embedding_size=16",
+    "model.sampled_softmax=64",
+    "optim=adagrad",
+    "optim.lr=0.1",
+)
+
+
+def test_rows_alone_in_16_bits_are_cast_before_they_are_clipped(build_run):
+    """In FP16 a clip factor of 1e-4 would flush what is below 2^-25 / 1e-4."""
+    built = build_run(
+        *SAMPLED, "precision=fp16_master", "precision.overrides.lstm=fp32", "train.clip_norm=0.0001"
+    )
+    optimizer = built.task.learner.optimizer
+    assert {row.row_dtype for row in optimizer.rows} == {torch.float16}
+    assert optimizer.collects
+    assert set(optimizer.update_dtypes()) == {"float32"}
+
+
+@pytest.mark.parametrize(
+    ("mode", "name"), [("amp", "output"), ("fp16_master", "softmax"), ("amp", "embedding")]
+)
+def test_an_override_without_effect_is_refused(build_run, mode, name):
+    from mprun.errors import BadInput
+
+    with pytest.raises(BadInput, match=f"precision.overrides.{name}=float16: computes in FP32"):
+        build_run(*SAMPLED, f"precision={mode}", f"precision.overrides.{name}=fp16")
+
+
+def test_frozen_layers_are_evaluated_unrounded():
+    """They have a master too, although no optimizer holds it (decision 4: FP32 evaluation)."""
+
+    def network() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+
+    torch.manual_seed(0)
+    model = network()
+    model[0].requires_grad_(False)
+    original = model[0].weight.detach().clone()
+    policy = get_policy("fp16_master")
+    cast = cast_model(model, policy)
+    assert model[0].weight.dtype is torch.float16
+    assert not torch.equal(model[0].weight.float(), original)
+    optimizer = MixedPrecisionOptimizer(
+        cast, lambda named: torch.optim.SGD([tensor for _, tensor in named], lr=0.1)
+    )
+    learner = Learner(cast, optimizer, network)
+    with learner.evaluating(Arithmetic(policy, torch.device("cpu")), False) as copy:
+        assert torch.equal(copy[0].weight, original)
