@@ -36,7 +36,8 @@ class DocsTextConfig(DataConfig):
     name: str = "docs_text"
     level: str = one_of("word", "word", "char")
     sequence_length: int = ranged(20, at_least=1)  # tokens per step and stream
-    vocab_limit: int | None = ranged(None, at_least=3)  # most frequent words; null: all
+    # Most frequent words; null: all.
+    vocab_limit: int | None = ranged(None, at_least=3, at_most=1_000_000)
     vocab_multiple: int = ranged(8, at_least=1)  # the vocabulary is padded to a multiple
 
 
@@ -124,7 +125,8 @@ class TextConfig(DataConfig):
 
     name: str = "text"
     sequence_length: int = ranged(35, at_least=1)  # tokens per step and stream
-    vocab_limit: int | None = ranged(None, at_least=3)  # most frequent words; null: all
+    # Most frequent words; null: all.
+    vocab_limit: int | None = ranged(None, at_least=3, at_most=1_000_000)
     vocab_multiple: int = ranged(8, at_least=1)  # the vocabulary is padded to a multiple
     lower: bool = False  # lower-case everything
     eval_split: str = one_of("valid", "valid", "test")
