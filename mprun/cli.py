@@ -23,6 +23,7 @@ VERBS = {
         "mprun.numerics.scaler_replay_command",
         "what every loss scaler would have done on a run's overflows",
     ),
+    "bench": ("mprun.bench.command", "speed, memory and energy per mode; share of the limit"),
     "doctor": ("mprun.doctor", "the machine: devices, kernels, flags, what will be emulated"),
 }
 # Options with a value, by every spelling.

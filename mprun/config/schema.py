@@ -89,7 +89,8 @@ class OptimConfig:
     )
     eps: float | None = ranged(None, at_least=0.0)  # adam, adamw, adagrad
     initial_accumulator: float | None = ranged(None, at_least=0.0)  # adagrad
-    implementation: str = one_of("auto", "auto", "fused", "foreach", "loop")
+    # single_pass: casts, unscaling, update and copy back in one pass over the weights.
+    implementation: str = one_of("auto", "auto", "single_pass", "fused", "foreach", "loop")
     schedule: str = one_of(
         "constant", "constant", "cosine", "linear", "polynomial", "step", "epoch_decay"
     )
@@ -167,6 +168,11 @@ class TrainConfig:
     clip_modules: list[str] = field(default_factory=list)  # module-name patterns; none: all
     accumulate: int = ranged(1, at_least=1)  # micro-batches per step
     eval_arithmetic: str = one_of("fp32", "fp32", "mode")
+    # How a step is executed; none of these changes what is computed, beyond rounding.
+    cuda_graph: str = one_of("auto", "auto", "on", "off")  # replay the whole step; CUDA only
+    compile: str = one_of("off", "off", "default", "max-autotune-no-cudagraphs")  # torch.compile
+    channels_last: str = one_of("auto", "auto", "on", "off")  # NHWC weights and activations
+    autotune: str = one_of("auto", "auto", "on", "off")  # cudnn.benchmark; auto: not deterministic
 
 
 @dataclass(slots=True)

@@ -1,12 +1,15 @@
 """Image classification: AlexNet, ResNet-50."""
 
+from collections.abc import Iterable, Iterator
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mprun.data.source import Batch
 from mprun.precision import Arithmetic, LossScale, PrecisionPolicy
 from mprun.tasks.learner import Learner
-from mprun.tasks.micro_batches import mean, share
+from mprun.tasks.micro_batches import mean, micro_batches, share
 
 
 class Classification:
@@ -40,11 +43,18 @@ class Classification:
 
         measure: also compute the gradient norm.
         """
-        optimizer, model = self.learner.optimizer, self.learner.model
+        return self.compute(self.load(step), measure)
+
+    def load(self, step: int) -> Iterator[Batch]:
+        """The micro-batches of a step, one after the other: all that depends on its number."""
+        return micro_batches(self.data, step, self.accumulate)
+
+    def compute(self, batches: Iterable[Batch], measure: bool = False) -> dict[str, Tensor]:
+        """`train_step` on these micro-batches: device work alone, so it can be captured."""
+        optimizer, model = self.learner.optimizer, self.learner.network
         optimizer.zero_grad()
         losses = []
-        for micro_batch in range(self.accumulate):
-            images, labels = self.data.train_batch(step * self.accumulate + micro_batch)
+        for images, labels in batches:
             with self.arithmetic:
                 with self.arithmetic.autocast():
                     logits = model(self.policy.cast_inputs(images))

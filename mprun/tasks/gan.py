@@ -1,11 +1,15 @@
 """DCGAN: a discriminator step on real and generated images, then a generator step."""
 
+from collections.abc import Iterable, Iterator
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mprun.data.source import Batch
 from mprun.precision import Arithmetic, BatchNormGuard, LossScale, PrecisionPolicy
 from mprun.tasks.learner import Learner
+from mprun.tasks.micro_batches import micro_batches
 from mprun.tasks.sample_distance import SampleDistance
 
 # The same codes at every evaluation and in every run, so that samples can be compared.
@@ -63,10 +67,18 @@ class GAN:
 
     def train_step(self, step: int, measure: bool = False) -> dict[str, Tensor]:
         """One update of D and one of G; 0-dim device tensors, no synchronisation."""
-        generator, discriminator = self.g.model, self.d.model
+        return self.compute(self.load(step), measure)
+
+    def load(self, step: int) -> Iterator[Batch]:
+        """The one batch of a step: all that depends on its number."""
+        return micro_batches(self.data, step, 1)
+
+    def compute(self, batches: Iterable[Batch], measure: bool = False) -> dict[str, Tensor]:
+        """`train_step` on this one batch: device work alone, so it can be captured."""
+        generator, discriminator = self.g.network, self.d.network
         self.g.optimizer.zero_grad()
         self.d.optimizer.zero_grad()
-        images, _ = self.data.train_batch(step)
+        ((images, _),) = batches
         codes = torch.randn(len(images), self.latent_size, device=self.device)
         real, codes = self.policy.cast_inputs(images), self.policy.cast_inputs(codes)
 
@@ -85,7 +97,7 @@ class GAN:
         d_update = self.d.optimizer.step(measure)
 
         # D's weight gradients are not needed here, its BatchNorm statistics move once more.
-        discriminator.requires_grad_(False)
+        self.d.model.requires_grad_(False)
         self.discriminator_guard.save()
         with self.arithmetic:
             with self.arithmetic.autocast():
@@ -93,7 +105,7 @@ class GAN:
             loss_g = self._bce(logits, 1.0)
             self.g.optimizer.backward(loss_g)
         g_update = self.g.optimizer.step(measure)
-        discriminator.requires_grad_(True)
+        self.d.model.requires_grad_(True)
 
         for scale in self.loss_scales.values():
             scale.update()

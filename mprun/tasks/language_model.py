@@ -1,6 +1,8 @@
 """Language modelling with an LSTM whose state is carried from batch to batch."""
 
 import math
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,6 +11,14 @@ from torch.nn import functional as F
 from mprun.precision import Arithmetic, LossScale, PrecisionPolicy
 from mprun.tasks.learner import Learner
 from mprun.tasks.micro_batches import mean, share
+
+
+class Tokens(NamedTuple):
+    """A micro-batch: int64 [time, batch] twice, and whether the state starts from zero before it."""
+
+    tokens: Tensor
+    targets: Tensor
+    fresh: bool
 
 
 class LanguageModel:
@@ -55,14 +65,23 @@ class LanguageModel:
 
     def train_step(self, step: int, measure: bool = False) -> dict[str, Tensor]:
         """One update from `accumulate` consecutive batches; 0-dim device tensors."""
+        return self.compute(self.load(step), measure)
+
+    def load(self, step: int) -> Iterator[Tokens]:
+        """The micro-batches of a step, one after the other: all that depends on its number."""
+        first = step * self.accumulate
+        for index in range(first, first + self.accumulate):
+            tokens, targets = self.data.train_batch(index)
+            yield Tokens(tokens, targets, index % self.data.batches_per_epoch == 0)
+
+    def compute(self, batches: Iterable[Tokens], measure: bool = False) -> dict[str, Tensor]:
+        """`train_step` on these micro-batches: device work alone, so it can be captured."""
         optimizer = self.learner.optimizer
         optimizer.zero_grad()
         losses, hidden_before = [], self.hidden
-        for micro_batch in range(self.accumulate):
-            index = step * self.accumulate + micro_batch
-            if index % self.data.batches_per_epoch == 0:
+        for tokens, targets, fresh in batches:
+            if fresh:
                 self.hidden = hidden_before = None
-            tokens, targets = self.data.train_batch(index)
             with self.arithmetic:
                 loss, hidden = self._loss(tokens, targets)
                 summed = loss * len(tokens) if self.time_reduction == "sum" else loss
@@ -84,7 +103,7 @@ class LanguageModel:
 
     def _loss(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """The mean over the tokens, and the state after the last one."""
-        model = self.learner.model
+        model = self.learner.network
         if self.sampled:
             with self.arithmetic.autocast():
                 losses, hidden = model(tokens, targets, self.hidden)

@@ -12,15 +12,24 @@ from mprun.precision import Arithmetic, CastModel, MixedPrecisionOptimizer, fp32
 
 @dataclass(slots=True)
 class Learner:
-    """A model in its policy's dtypes, the optimizer that updates it, and how to build it anew."""
+    """A model in its policy's dtypes, the optimizer that updates it, and how to build it anew.
+
+    compiled: the model as torch.compile made it, for training steps; it shares the model's tensors.
+    """
 
     cast: CastModel
     optimizer: MixedPrecisionOptimizer
     build_model: Callable[[], nn.Module]
+    compiled: Callable | None = None
 
     @property
     def model(self) -> nn.Module:
         return self.cast.module
+
+    @property
+    def network(self) -> Callable:
+        """What a training step calls: the model, or its compiled form."""
+        return self.model if self.compiled is None else self.compiled
 
     @contextmanager
     def evaluating(self, arithmetic: Arithmetic, in_mode: bool) -> Iterator[nn.Module]:

@@ -1,7 +1,16 @@
-"""Losses of the micro-batches that make up one step; free where there is only one."""
+"""The micro-batches that make up one step, and their losses; free where there is only one."""
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+
+from mprun.data.source import Batch, Source
+
+
+def micro_batches(data: Source, step: int, count: int) -> Iterator[Batch]:
+    """The `count` batches of a step (from 0), each read only once the one before it is used."""
+    return (data.train_batch(step * count + number) for number in range(count))
 
 
 def share(loss: Tensor, count: int) -> Tensor:

@@ -1,0 +1,1 @@
+"""Speed, memory and energy of training steps: mprun's own, those of its peers, and the limit."""
