@@ -2,9 +2,9 @@
 
 A task has `train_step(step, measure)` -> 0-dim device tensors by metric name (always `loss` and
 `loss_scale`; `found_inf` where updates can be skipped), which is `compute(load(step), measure)`:
-`load` decides on the host, `compute` works on the device alone. Further `evaluate()` -> floats, `state_dict` and
-`load_state_dict`, `learners` and `loss_scales` by name, `samples_per_step`, `steps_per_epoch` and
-`sample`, the unit of throughput.
+`load` decides on the host, `compute` works on the device alone. Further `evaluate()` -> floats,
+`state_dict` and `load_state_dict`, `learners` and `loss_scales` by name, `samples_per_step`,
+`steps_per_epoch` and `sample`, the unit of throughput.
 """
 
 from mprun.tasks.classification import Classification

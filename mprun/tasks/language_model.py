@@ -14,7 +14,7 @@ from mprun.tasks.micro_batches import mean, share
 
 
 class Tokens(NamedTuple):
-    """A micro-batch: int64 [time, batch] twice, and whether the state starts from zero before it."""
+    """A micro-batch: int64 [time, batch] twice; fresh: the state starts from zero before it."""
 
     tokens: Tensor
     targets: Tensor
