@@ -1,14 +1,25 @@
-"""What the steps since the last log did, kept on the device until it is asked for.
+"""What the steps since the last record did, kept on the device until it is asked for.
 
-A training step only stacks a few numbers on the device; they cross to the host together, once per
-log interval, so that no step waits for the device.
+A training step leaves a few numbers on the device. Where an interval of steps ends they start for
+the host in one copy, and on CUDA they are read where the next interval ends: by then they have
+long arrived, so no step waits for the device, and the device always has an interval of work ahead.
 """
 
 import math
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from mprun.pinned_ring import Moment, PinnedRing, Sent
+from mprun.precision import LossScale
+
+# Intervals that stay unread where the next one ends, by device: a CPU's numbers are on the host.
+LATE = {"cuda": 1, "cpu": 0}
+
+Waited = Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,43 +38,154 @@ class StepRow:
         return not self.found_inf and not math.isfinite(self.loss)
 
 
-class Trace:
-    """Collects the steps' metrics; `skipped` counts steps with a skipped update, on the device."""
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """Consecutive steps that the device has finished.
 
-    def __init__(self, device: torch.device, skipped: int = 0):
+    metrics: of the newest step. logged: whether that step is to be recorded. seconds: the time that
+    the device took (on a CPU the host). waited: seconds of it that the device waited for data; None
+    where the source does not read ahead. collapsed: name of the loss scale that has collapsed by
+    the end of the interval and its skips in a row, or None.
+    """
+
+    rows: list[StepRow]
+    metrics: dict[str, float]
+    logged: bool
+    seconds: float
+    waited: float | None
+    collapsed: tuple[str, int] | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Unread:
+    steps: list[int]
+    names: list[str]
+    logged: bool
+    began: Moment
+    sent: Sent
+    waited: Waited | None
+
+
+class Trace:
+    """Collects the steps' metrics; `skipped` counts steps with a skipped update, on the device.
+
+    loss_scales: by name, those whose collapse is to be noticed. defer_wait: of a source that reads
+    ahead, see `mprun.data.source`. host_skipped: `skipped` as of the last interval that was read.
+
+        trace.add(step, metrics)                 # each step
+        trace.close(logged=True)                 # where an interval ends
+        for interval in trace.read(): ...        # what has arrived; read(wait=True): everything
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        skipped: int = 0,
+        loss_scales: Mapping[str, LossScale] | None = None,
+        defer_wait: Callable[[], Waited] | None = None,
+    ):
+        self.device = device
         self.skipped = torch.full((), skipped, dtype=torch.int64, device=device)
         self.host_skipped = skipped
+        scales = (loss_scales or {}).items()
+        self.scales = {name: scale for name, scale in scales if scale.skips_nonfinite}
+        self.defer_wait = defer_wait
+        self.late = LATE[device.type]
+        self.ring = PinnedRing(device, self.late + 1)
+        self.unread: deque[_Unread] = deque()
         self.steps: list[int] = []
         self.rows: list[Tensor] = []
         self.last: dict[str, Tensor] = {}
+        self.restart_clock()
+
+    def restart_clock(self) -> None:
+        """Let the time of the open interval begin now; waiting for data before does not count."""
+        if self.defer_wait is not None:
+            self.defer_wait()
+        self.began = Moment(self.device)
 
     def add(self, step: int, metrics: dict[str, Tensor]) -> None:
-        """Keep the metrics of `step` (from 1); no synchronisation."""
+        """Keep copies of the metrics of `step` (from 1) on the device; no synchronisation.
+
+        Those that only the newest step has in the record are read by `close`, so they may be
+        overwritten by the next step and not before.
+        """
         found_inf = metrics.get("found_inf")
         if found_inf is None:
-            self.rows.append(metrics["loss"])
+            self.rows.append(metrics["loss"].clone())
         else:
             self.rows.append(torch.stack((metrics["loss"], metrics["loss_scale"], found_inf)))
             self.skipped.add_(found_inf.to(torch.int64))
         self.steps.append(step)
         self.last = metrics
 
-    def flush(self) -> tuple[list[StepRow], dict[str, float]]:
-        """Rows since the last flush and all metrics of the newest step; waits for the device."""
+    @torch.no_grad()
+    def close(self, logged: bool) -> None:
+        """End the interval and send its numbers to the host; no synchronisation.
+
+        Nothing happens where no step was added. On CUDA at most one other interval may be unread.
+        """
         if not self.rows:
-            return [], {}
+            return
         names = [name for name in self.last if name != "found_inf"]
+        # [n] or [n, 3], the newest metrics, and two numbers for each loss scale.
+        self._sound = rows, scales = torch.stack(self.rows), self._scales()
         newest = torch.stack([self.last[name].float() for name in names])
-        rows = torch.stack(self.rows)
-        rows = rows[:, None] if rows.dim() == 1 else rows
-        values = torch.cat([rows.flatten(), newest]).tolist()
-        width, result = rows.shape[1], []
-        for index, step in enumerate(self.steps):
+        values = torch.cat([rows.flatten().float(), newest, *scales])
+        waited = None if self.defer_wait is None else self.defer_wait()
+        sent = self.ring.send(values)
+        self.unread.append(_Unread(self.steps, names, logged, self.began, sent, waited))
+        self.began = sent.arrived
+        self.steps, self.rows, self.last = [], [], {}
+
+    def read(self, wait: bool = False) -> Iterator[Interval]:
+        """Closed intervals, oldest first; without `wait` those that have had time to arrive."""
+        while len(self.unread) > (0 if wait else self.late):
+            yield self._interval(self.unread.popleft())
+
+    @torch.no_grad()
+    def sound(self) -> Tensor:
+        """Whether the interval closed last shows nothing wrong: bool, 0-dim, on the device.
+
+        No step of it diverged, no loss scale collapsed, and its last step had its update.
+        """
+        rows, scales = self._sound
+        if rows.dim() == 1:
+            return torch.isfinite(rows).all()
+        skipped = rows[:, 2] != 0
+        good = (torch.isfinite(rows[:, 0]) | skipped).all() & ~skipped[-1]
+        for scale in scales:
+            good = good & (scale[0] == 0)
+        return good
+
+    def _scales(self) -> list[Tensor]:
+        return [
+            torch.stack((scale.collapsed(), scale.consecutive_skips)).float()
+            for scale in self.scales.values()
+        ]
+
+    def _interval(self, unread: _Unread) -> Interval:
+        values = unread.sent.read()
+        count, names = len(unread.steps), unread.names
+        width = (len(values) - len(names) - 2 * len(self.scales)) // count
+        rows = []
+        for index, step in enumerate(unread.steps):
             row = values[index * width : (index + 1) * width]
             found_inf = width == 3 and row[2] != 0
             self.host_skipped += found_inf
             scale = row[1] if width == 3 else 1.0
-            result.append(StepRow(step, row[0], scale, found_inf, self.host_skipped))
-        metrics = dict(zip(names, values[len(result) * width :], strict=True))
-        self.steps, self.rows, self.last = [], [], {}
-        return result, metrics
+            rows.append(StepRow(step, row[0], scale, found_inf, self.host_skipped))
+        values = values[count * width :]
+        flags = values[len(names) :]
+        collapsed = None
+        for name, flag, skips in zip(self.scales, flags[::2], flags[1::2], strict=True):
+            if collapsed is None and flag:
+                collapsed = (name, int(skips))
+        return Interval(
+            rows,
+            dict(zip(names, values, strict=False)),
+            unread.logged,
+            unread.sent.arrived.seconds_since(unread.began),
+            None if unread.waited is None else unread.waited(),
+            collapsed,
+        )

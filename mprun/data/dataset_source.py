@@ -1,7 +1,7 @@
 """The user's own data sets as a source: order, random augmentation and batches are mprun's."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -101,11 +101,11 @@ class DatasetSource:
         for number in range(self._eval_batches):
             images, labels = self._eval_feed.batch(number)
             yield self._float(images), labels
-        self._eval_feed.take_wait()  # only training's is asked for
+        self._eval_feed.defer_wait()  # only training's is asked for
 
-    def take_wait(self) -> float:
-        """Seconds that the device waited for training batches since the last call."""
-        return self._feed.take_wait()
+    def defer_wait(self) -> Callable[[], float]:
+        """What tells how long the device waited for training batches, see ``DeviceFeed``."""
+        return self._feed.defer_wait()
 
     def close(self) -> None:
         """End the loader processes; the source can be asked again."""

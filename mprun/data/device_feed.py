@@ -1,6 +1,7 @@
 """Batches of a loader on the device, and how long the device waited for them."""
 
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -41,22 +42,23 @@ class DeviceFeed:
         self._waited += time.perf_counter() - started
         return read.images, read.labels
 
-    def take_wait(self) -> float:
-        """Seconds that the device waited for data since the last call.
+    def defer_wait(self) -> Callable[[], float]:
+        """What tells the seconds that the device waited for the batches since the last call.
 
         On a CPU the time that ``batch`` took. On CUDA, per batch, the time that the device had
-        nothing to do, but no more than the host waited for the loader; steps that the device has
-        not reached yet are counted next time, so call it after the device was waited for anyway.
+        nothing to do, but no more than the host waited for the loader; to be called once the
+        device has come to the end of the steps that use them.
         """
         waited, self._waited = self._waited, 0.0
-        open_gaps = []
-        for blocked, idle_from, idle_to in self._gaps:
-            if idle_to.query():
-                waited += min(blocked, idle_from.elapsed_time(idle_to) / 1000)
-            else:
-                open_gaps.append((blocked, idle_from, idle_to))
-        self._gaps = open_gaps
-        return waited
+        gaps, self._gaps = self._gaps, []
+
+        def seconds() -> float:
+            return waited + sum(
+                min(blocked, idle_from.elapsed_time(idle_to) / 1000)
+                for blocked, idle_from, idle_to in gaps
+            )
+
+        return seconds
 
     def close(self) -> None:
         """Forget what is read ahead and end the loader's processes; it can be asked again."""

@@ -1,6 +1,6 @@
 """Image files of any size, decoded and augmented on the way by loader processes."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -102,11 +102,11 @@ class ImageFolder:
         for number in range(self._held_out.last):
             images, labels = self._eval_feed.batch(number)
             yield self._float(images), labels
-        self._eval_feed.take_wait()  # only training's is asked for
+        self._eval_feed.defer_wait()  # only training's is asked for
 
-    def take_wait(self) -> float:
-        """Seconds that the device waited for training batches since the last call."""
-        return self._train_feed.take_wait()
+    def defer_wait(self) -> Callable[[], float]:
+        """What tells how long the device waited for training batches, see ``DeviceFeed``."""
+        return self._train_feed.defer_wait()
 
     def replaced_files(self) -> dict[str, str]:
         """Files that ``on_corrupt="skip"`` replaced so far, each once: place -> name.

@@ -18,8 +18,9 @@ class Source(Protocol):
     values for the record, among them ``name``, ``train_samples`` and ``eval_samples``.
 
     Image sources also have ``num_classes``, text sources ``vocab_size``. Sources that read ahead
-    also have ``take_wait()`` (seconds that the device waited for data since the last call) and
-    ``close()`` (ends loader processes; a closed source can be asked again).
+    also have ``close()`` (ends loader processes; a closed source can be asked again) and
+    ``defer_wait()``: a function that returns the seconds that the device waited for the training
+    batches handed out since the last call, to be called once the device has used them.
     """
 
     batches_per_epoch: int

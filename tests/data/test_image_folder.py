@@ -142,10 +142,10 @@ def test_waiting_is_what_reading_in_the_calling_thread_takes(folder):
     for index in range(8):
         made.train_batch(index)
     elapsed = time.perf_counter() - started
-    assert 0 < made.take_wait() < elapsed
-    assert made.take_wait() == 0
+    assert 0 < made.defer_wait()() < elapsed
+    assert made.defer_wait()() == 0
     list(made.eval_batches())
-    assert made.take_wait() == 0  # evaluation is no part of it
+    assert made.defer_wait()() == 0  # evaluation is no part of it
 
 
 @pytest.mark.parametrize(
@@ -188,13 +188,13 @@ def test_on_cuda_waiting_is_seen_where_the_loader_is_slow_and_only_there(tmp_pat
     work = torch.randn(4096, 4096, device="cuda")
     for steps_of_work, bound in ((0, True), (400, False)):
         torch.cuda.synchronize()
-        slow.take_wait()
+        slow.defer_wait()
         started = time.perf_counter()
         for index in range(8):
             slow.train_batch(index)
             for _ in range(steps_of_work):
                 work @ work
         torch.cuda.synchronize()
-        share = slow.take_wait() / (time.perf_counter() - started)
+        share = slow.defer_wait()() / (time.perf_counter() - started)
         assert (share > 0.5) is bound
     slow.close()

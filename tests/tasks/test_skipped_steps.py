@@ -118,4 +118,6 @@ def test_the_schedule_counts_applied_updates(build_run):
     # Adam's own counter counts applied updates too: its bias correction depends on it.
     steps = {state["step"].item() for state in optimizer.inner.state.values()}
     assert steps == {3.0}
-    assert [row.skipped for row in trace.flush()[0]] == [0, 1, 2, 2, 3, 3]
+    trace.close(logged=False)
+    [interval] = trace.read()
+    assert [row.skipped for row in interval.rows] == [0, 1, 2, 2, 3, 3]

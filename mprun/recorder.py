@@ -1,0 +1,143 @@
+"""From the intervals of a run's trace to its records: files, TensorBoard, progress, throughput."""
+
+import statistics
+import time
+from pathlib import Path
+
+from mprun.build import Built
+from mprun.numerics.post_mortem import History
+from mprun.record.console import Progress
+from mprun.record.metrics import MetricsFile, TensorBoardView
+from mprun.record.sample_grid import write_sample_grid
+from mprun.trace import Interval, StepRow, Trace
+
+# Each of these steps has a record, whatever train.log_every: a comparison takes the loss at the
+# start from them, and a wrong cast or scale shows there before chance drives two runs apart.
+EARLY_STEPS = 20
+
+
+class Recorder:
+    """Turns what the trace has read into records below `directory`.
+
+    start: the step that the run goes on from. history: the newest steps that were read.
+    diverged_at: the step of a divergence once `flush` has returned its cause.
+    """
+
+    def __init__(self, directory: Path, built: Built, trace: Trace, start: int):
+        self.task, self.rate, self.trace = built.task, built.rate, trace
+        self.directory = directory
+        self.metrics = MetricsFile(directory / "metrics.jsonl")
+        self.board = TensorBoardView(directory, purge_step=start + 1 if start else None)
+        self.progress = Progress(built.steps, built.task.sample)
+        self.history = History()
+        self.speeds: list[float] = []
+        self.waits: list[tuple[float, float]] = []  # seconds waited for data, seconds in all
+        self.diverged_at = start
+        trace.restart_clock()
+
+    def flush(self, logged: bool, wait: bool) -> str | None:
+        """End the trace's interval and write what it has to read; the cause of a divergence.
+
+        wait: read all of it, waiting for the device. Nothing after a divergence is written.
+        """
+        self.trace.close(logged)
+        for interval in self.trace.read(wait):
+            cause = self._write_interval(interval)
+            if cause is not None:
+                return cause
+        return None
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Evaluate, record and return the metrics; outside the throughput clock.
+
+        Only after everything up to `step` was read: the record says how many updates were skipped.
+        """
+        started = time.perf_counter()
+        values = self.task.evaluate()
+        record = {
+            "split": "eval",
+            "step": step,
+            "updates": step - self.trace.host_skipped,
+            "skipped": self.trace.host_skipped,
+            "epoch": self._epoch(step),
+            **values,
+            "seconds": time.perf_counter() - started,
+        }
+        self._write(record)
+        if hasattr(self.task, "samples"):
+            samples = self.task.samples().cpu()
+            self.board.images("eval/samples", samples, step)
+            write_sample_grid(self.directory, step, samples)
+        self.progress.note(
+            f"eval at step {step}: " + "  ".join(f"{k} {v:.5g}" for k, v in values.items())
+        )
+        self.trace.restart_clock()
+        return values
+
+    def throughput(self) -> tuple[float | None, int]:
+        """Median samples/s over the windows but the first, which holds warm-up, and their count."""
+        windows = self.speeds[1:] or self.speeds
+        return (statistics.median(windows), len(windows)) if windows else (None, 0)
+
+    def data_wait(self) -> float | None:
+        """Share of the time that the device waited for data, over the same windows."""
+        return _share(self.waits[1:] or self.waits) if self.waits else None
+
+    def close(self) -> None:
+        self.metrics.sync()
+        self.metrics.close()
+        self.board.close()
+        self.progress.close()
+
+    def _write_interval(self, interval: Interval) -> str | None:
+        rows = interval.rows
+        self.history.add(rows, interval.metrics)
+        speed = len(rows) * self.task.samples_per_step / interval.seconds
+        self.speeds.append(speed)
+        window = {"samples_per_s": speed}
+        if interval.waited is not None:
+            self.waits.append((interval.waited, interval.seconds))
+            window["data_wait"] = _share(self.waits[-1:])
+        for row in rows:
+            newest = row is rows[-1]
+            full = newest and (interval.logged or row.diverged)
+            if full or row.step <= EARLY_STEPS or row.found_inf or row.diverged:
+                extra = {**window, **interval.metrics} if full else {}
+                self._write(self._record(row) | extra)
+            if row.diverged:
+                self.diverged_at = row.step
+                self.progress.note(f"diverged at step {row.step}: loss {row.loss}")
+                return "non-finite loss"
+        if interval.logged:
+            self.progress.show(rows[-1].step, self._record(rows[-1]) | window)
+        if interval.collapsed is not None:
+            self.diverged_at = rows[-1].step
+            name, skips = interval.collapsed
+            return f"{name} collapsed: {skips} skipped updates in a row at its floor"
+        return None
+
+    def _record(self, row: StepRow) -> dict:
+        skipped_before = row.skipped - int(row.found_inf)
+        return {
+            "split": "train",
+            "step": row.step,
+            "updates": row.step - row.skipped,
+            "skipped": row.skipped,
+            "epoch": self._epoch(row.step),
+            "loss": row.loss,
+            "loss_scale": row.loss_scale,
+            "lr": self.rate.at(row.step - 1, skipped_before),
+        }
+
+    def _epoch(self, step: int) -> float:
+        return round(step / self.task.steps_per_epoch, 4)
+
+    def _write(self, record: dict) -> None:
+        self.metrics.write(record)
+        self.board.write(record)
+
+
+def _share(windows: list[tuple[float, float]]) -> float:
+    """Of (seconds waited, seconds in all), at most 1."""
+    waited, seconds = (sum(column) for column in zip(*windows, strict=True))
+    return round(min(1.0, waited / seconds), 4)
