@@ -34,9 +34,13 @@ Keys (key=value; --cfg job prints all of them)
   output_root  output_dir  resume
   train.steps  train.epochs  train.log_every  train.eval_every  train.checkpoint_every
   train.clip_norm  train.clip_modules  train.accumulate  train.eval_arithmetic=fp32|mode
+  train.cuda_graph=auto|on|off      replay whole steps: where the host is the limit
+  train.compile=off|default|max-autotune-no-cudagraphs     torch.compile for image models
+  train.channels_last=auto|on|off   NHWC in memory     train.autotune=auto|on|off   cuDNN's choice
   data.batch_size  data.root  data.workers  data.on_corrupt=stop|skip  data.eval_split
   data.factory=MODULE:FUNCTION  data.options.KEY  model.factory  model.task  model.options.KEY
   optim.lr  optim.schedule  optim.warmup_epochs  optim.constant_epochs
+  optim.implementation=auto|single_pass|fused|foreach|loop
   optim.bias_lr_factor  optim.decay_bias  optim.decay_norm  optim.average_decay
   precision.overrides.PATTERN=fp32|fp16|bf16   modules kept in another dtype, by name pattern
   scaler.scale  scaler.init_scale  scaler.growth_factor  scaler.backoff_factor

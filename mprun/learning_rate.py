@@ -13,9 +13,11 @@ from mprun.precision.inner_optimizer import is_fused
 class LearningRate:
     """Applies a table of rates (one per update) to optimizers.
 
-    The schedule follows applied updates: step number minus skipped updates. Where updates can be
-    skipped on CUDA that count exists only on the device, so the rates are looked up there and the
-    optimizers read a rate tensor; everywhere else the rate is a plain number.
+    The schedule follows applied updates: step number minus skipped updates. On CUDA that count
+    exists only on the device, so a varying rate is looked up there and the optimizers read a tensor
+    (float32; a fused kernel that reads a number takes it in float64, so it is the same kind in
+    every mode, and whether the step is replayed as a graph or not). A constant rate is a plain
+    number, and so is every rate on a CPU and of optimizers without a fused kernel.
     """
 
     def __init__(
@@ -26,14 +28,15 @@ class LearningRate:
     ):
         self.rates, self.optimizers = list(rates), list(optimizers)
         self.constant = min(self.rates) == max(self.rates)
-        on_device = device.type == "cuda" and any(o.skips for o in self.optimizers)
         self.table = None
-        if not self.constant and on_device:
-            if not all(is_fused(optimizer.inner) for optimizer in self.optimizers):
-                raise BadInput(
-                    "optim.schedule: a varying rate with a loss scaler that skips needs fused "
-                    "optimizers on CUDA; use optim.schedule=constant or scaler=none"
-                )
+        varies_on_cuda = not self.constant and device.type == "cuda"
+        fused = all(is_fused(optimizer.inner) for optimizer in self.optimizers)
+        if varies_on_cuda and not fused and any(o.skips for o in self.optimizers):
+            raise BadInput(
+                "optim.schedule: a varying rate with a loss scaler that skips needs fused "
+                "optimizers on CUDA; use optim.schedule=constant or scaler=none"
+            )
+        if varies_on_cuda and fused:
             self.table = torch.tensor(self.rates, dtype=torch.float32, device=device)
             # A tensor for each group: groups of one optimizer differ in their rate.
             for optimizer in self.optimizers:

@@ -28,8 +28,8 @@ from mprun.run import attempt, prepare, resolve_device
 
 # State is read on the host and copied into tensors that exist: no second model on the GPU.
 CPU = torch.device("cpu")
-# What may differ between a run and its continuation: its length, what it writes, and where the
-# data lie and how they are read.
+# What may differ between a run and its continuation: its length, what it writes, whether its steps
+# are replayed, and where the data lie and how they are read.
 RESUMABLE_KEYS = (
     "train.steps",
     "train.epochs",
@@ -37,6 +37,7 @@ RESUMABLE_KEYS = (
     "train.eval_every",
     "train.checkpoint_every",
     "train.keep_checkpoints",
+    "train.cuda_graph",
     *(f"data.{key}" for key in NOT_HASHED_DATA),
 )
 
@@ -59,6 +60,9 @@ def resume(composed_overrides: tuple[str, ...], path: str, config_dir: str | Non
             raise BadInput(f"resume={path}: no {name} there; the run never reached its first step")
     with locked(directory):
         record = _recorded(directory)
+        if isinstance(plain.get("train"), dict):
+            # Runs from before this setting were in NCHW, and "auto" may choose otherwise.
+            plain["train"].setdefault("channels_last", "off")
         plain = _with_overrides(plain, composed_overrides)
         config = config_from_record(plain, given)
         plain = asdict(config)

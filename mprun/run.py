@@ -81,7 +81,8 @@ def prepare(config: RunConfig, device: torch.device, threads: int | None) -> Bui
         torch.set_num_threads(threads)
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    pin_math_flags(config.precision.fp32_math, config.deterministic)
+    autotune = {"auto": None, "on": True, "off": False}[config.train.autotune]
+    pin_math_flags(config.precision.fp32_math, config.deterministic, autotune)
     random.seed(config.seed)
     numpy.random.seed(config.seed % 2**32)
     torch.manual_seed(config.seed)
@@ -129,7 +130,7 @@ def attempt(
     write_json(directory / "run.json", record)
     interruption = Interruption()
     try:
-        with interruption, closed_afterwards(built.data):
+        with interruption, closed_afterwards(built.data), built.stepper.on_stream():
             outcome = train(
                 built,
                 config,
@@ -143,6 +144,7 @@ def attempt(
     except BaseException as error:
         record |= {"status": "failed", "cause": f"{type(error).__name__}: {error}", "ended": _now()}
         record["data"] |= replaced(built.data, earlier)
+        record["execution"] = built.stepper.description
         with suppress(OSError):  # where the disk is full, the first error is the one to tell
             write_json(directory / "run.json", record)
         _tell(replaced_line(record["data"]))
@@ -156,6 +158,7 @@ def attempt(
             raise
     record |= _result(outcome, built, time.perf_counter() - started)
     record["data"] |= replaced(built.data, earlier)
+    record["execution"] = built.stepper.description
     write_json(directory / "run.json", record)
     if outcome.status != "preempted":
         _write_hyperparameters(directory, config, record)

@@ -39,6 +39,13 @@ class Contender(Protocol):
     settings: what it is set to, for the report ({"channels_last": True, "optimizer": "fused"}).
     samples_per_step, sample: as of mprun's tasks. first_use_s: seconds that compilation, capture
     and autotuning took, None before `prepare`.
+
+    The child takes the 20 steps of the equality check first, on the fresh contender, and calls
+    `prepare` after them; the time of the first steps counts as first use as well.
+
+    A contender may also have: `running()`, a context around many steps (a stream); `take_wait()`,
+    seconds waited for data since the last call; `replays`, True once steps are replayed from a
+    CUDA graph.
     """
 
     settings: dict
@@ -53,9 +60,24 @@ class Contender(Protocol):
         """One training step on the next batch; its loss, 0-dim on the device, detached."""
         ...
 
+    # Optional, see `run_steps`: run(self, steps: int) -> torch.Tensor
+
     def skipped(self) -> int:
         """Updates skipped since the beginning; may wait for the device."""
         ...
+
+
+def run_steps(contender: Contender, steps: int) -> torch.Tensor:
+    """Take `steps` training steps, at least 1; the loss of the last one, as of `step`.
+
+    What a timed window calls. A contender whose loop is not advanced one step at a time (a trainer
+    that owns its loop) has a method `run(steps)`, so that control is handed over once per window.
+    """
+    if hasattr(contender, "run"):
+        return contender.run(steps)
+    for _ in range(steps):
+        loss = contender.step()
+    return loss
 
 
 def rotating_batches(source: Source, count: int = BATCHES) -> list[Batch]:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
+from mprun.build.execution import put_channels_last, uses_channels_last
 from mprun.build.own_data import check_batches, check_tanh_images
 from mprun.build.trial import Trial
 from mprun.config import schema
@@ -45,6 +46,8 @@ def check_own_network(
     name = f"model={config.model.name}"
     with kept_random_state():
         networks = [builder() for builder in builders]
+    if uses_channels_last(config, arithmetic.device)[0]:
+        networks = [put_channels_last(network) for network in networks]
     policy, device, native = arithmetic.policy, arithmetic.device, config.cpu_half == "native"
     if own_model:
         name = f"model.factory={config.model.factory}"

@@ -113,8 +113,9 @@ def optimizer_maker(
                 )
             case "adam" | "adamw":
                 kind = torch.optim.Adam if config.name == "adam" else torch.optim.AdamW
-                # Only where needed: the capturable formula rounds differently in 16 bits.
-                capturable = skips and device.type == "cuda" and implementation != "fused"
+                # Of a fused kernel it changes nothing but that a CUDA graph may hold it. Else only
+                # where needed: the capturable formula rounds differently.
+                capturable = device.type == "cuda" and (skips or implementation == "fused")
                 return kind(
                     groups,
                     betas=tuple(config.betas or (0.9, 0.999)),

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from mprun.build.data import build_data
+from mprun.build.execution import build_stepper, uses_channels_last
 from mprun.build.precision import policy_from
 from mprun.build.task import build_task
 from mprun.config.schema import MAX_STEPS, LSTMConfig, OptimConfig, RunConfig
@@ -12,6 +13,7 @@ from mprun.data import DataError
 from mprun.data.errors import DamagedData
 from mprun.data.source import Source
 from mprun.errors import BadInput
+from mprun.execution import Stepper
 from mprun.learning_rate import LearningRate
 from mprun.precision import DTYPES, Arithmetic, PrecisionPolicy, why_no_lstm, why_unsupported
 from mprun.schedule import learning_rates
@@ -29,6 +31,7 @@ class Built:
     device: torch.device
     steps: int
     rate: LearningRate
+    stepper: Stepper
 
 
 def build(config: RunConfig, device: torch.device) -> Built:
@@ -64,6 +67,7 @@ def build(config: RunConfig, device: torch.device) -> Built:
         raise
     except ValueError as error:
         raise BadInput(str(error)) from error
+    task.channels_last, _ = uses_channels_last(config, device)
     if task.steps_per_epoch < 1:
         raise BadInput(
             f"data.batch_size={config.data.batch_size}: too large, the data have no "
@@ -80,7 +84,8 @@ def build(config: RunConfig, device: torch.device) -> Built:
     lr = schedule_of(config.optim, steps, task.steps_per_epoch)
     optimizers = [learner.optimizer for learner in task.learners.values()]
     rate = LearningRate(lr, optimizers, device)
-    return Built(task, data, policy, arithmetic, device, steps, rate)
+    stepper = build_stepper(config, task, rate, device)
+    return Built(task, data, policy, arithmetic, device, steps, rate, stepper)
 
 
 def schedule_of(optim: OptimConfig, steps: int, steps_per_epoch: int) -> list[float]:

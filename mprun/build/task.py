@@ -3,8 +3,10 @@
 from collections.abc import Callable
 from functools import partial
 
+import torch
 from torch import nn
 
+from mprun.build.execution import put_channels_last, uses_channels_last
 from mprun.build.model import gan_builders, model_builder
 from mprun.build.own_code import check_own_data, check_own_network
 from mprun.build.precision import build_loss_scale, optimizer_maker
@@ -40,7 +42,8 @@ def build_task(config: RunConfig, data, policy, arithmetic):
         return _build_gan(config, data, policy, arithmetic, overrides, make)
     builder = model_builder(config.model, data)
     scale = build_loss_scale(config.scaler, device)
-    model = _new(builder).to(device)
+    channels_last, _ = uses_channels_last(config, device)
+    model = _new(builder, device, channels_last)
     check_own_network(config, [builder], data, arithmetic, overrides)
     cast = cast_model(model, policy, overrides)
     guards = [BatchNormGuard(cast.module)] if scale.skips_nonfinite else []
@@ -88,7 +91,8 @@ def _build_gan(config: RunConfig, data, policy, arithmetic, overrides, make) -> 
         )
     device = arithmetic.device
     builders = gan_builders(config.model, data)
-    built = [_new(builder).to(device) for builder in builders]
+    channels_last, _ = uses_channels_last(config, device)
+    built = [_new(builder, device, channels_last) for builder in builders]
     check_own_network(config, builders, data, arithmetic, overrides)
     matching = [{p: overrides[p] for p in those_that_match(m, overrides)} for m in built]
     for pattern in overrides:
@@ -196,8 +200,11 @@ def _sample_distance(config: RunConfig, data, device) -> SampleDistance | None:
     return SampleDistance(size, channels, device)
 
 
-def _new(builder: Callable[[], nn.Module]) -> nn.Module:
+def _new(
+    builder: Callable[[], nn.Module], device: torch.device, channels_last: bool
+) -> nn.Module:
     try:
-        return builder()
+        network = builder().to(device)
     except ValueError as error:
         raise BadInput(f"model.{error}") from error
+    return put_channels_last(network) if channels_last else network

@@ -12,6 +12,8 @@ from mprun.record.metrics_columns import read_columns
 from mprun.record.run_directory import read_json
 
 OUTCOMES = ("done", "diverged")
+# Keys that runs of earlier versions do not have, with their defaults.
+_ADDED_LATER = {"train.compile": "off", "train.channels_last": "auto", "train.autotune": "auto"}
 # What `mprun compare --tensorboard` writes beside the runs.
 SUMMARY_FOLDER = "_summary"
 
@@ -133,7 +135,7 @@ def load_run(directory: Path, record: dict[str, Any]) -> RunData:
             longest_skip_streak=columns.longest_skip_streak,
             scale_range=columns.scale_range if has_scale else None,
             nonfinite_step=columns.nonfinite_step,
-            keys=flat(record["config"]) | _data_keys(record),
+            keys=_ADDED_LATER | flat(record["config"]) | _data_keys(record),
             choices=record["choices"],
             config_hash=record["config_hash"],
             created=record["created"],

@@ -8,6 +8,7 @@ from mprun.config.check_data import (
     images_on_disk,
     sampled_softmax,
 )
+from mprun.config.check_execution import check_execution
 from mprun.config.factories import check_own_code
 from mprun.config.field_rules import violations
 from mprun.config.margin import ACCURACIES
@@ -66,6 +67,7 @@ def check(config: RunConfig, *, files: bool = True) -> None:
         _train,
         _compare,
         _numerics,
+        check_execution,
         images_on_disk,
         sampled_softmax,
         check_own_code,

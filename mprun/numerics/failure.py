@@ -3,17 +3,19 @@
 A divergence is noticed only when the loop looks at the losses, up to `train.log_every` steps late,
 and by then the weights are NaN. So a copy of the state is kept from time to time, on the device;
 when the run has diverged it goes back to that copy, trains again up to the step that went wrong
-and saves what that step started from. No step waits for any of this.
+and saves what that step started from. No step waits for any of this: on a GPU the device itself
+decides whether a copy is worth keeping, and the host learns of it later.
 """
 
 import shutil
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from mprun import checkpoint
 from mprun.errors import MprunError
@@ -25,10 +27,12 @@ from mprun.numerics.replay import (
     batches_of,
     buffers,
     carried,
+    finite_on_device,
     same_loss,
     size_of,
     weights,
 )
+from mprun.pinned_ring import PinnedRing, Sent
 
 LARGEST_STATE = 2**30  # bytes; a larger state would take memory that the run may need
 # A copy is taken at most once a second, and only after 200 times as long as the last one took:
@@ -146,6 +150,8 @@ class FailureKeeper:
         self.snapshot = Snapshot(built.task, built.device)
         self.bytes = 0
         self._due = 0.0
+        self._ring = PinnedRing(built.device, 1)
+        self._unsettled: Sent | None = None
         size = size_of(built.task.state_dict())
         room = LARGEST_STATE
         if built.device.type == "cuda":
@@ -163,10 +169,38 @@ class FailureKeeper:
         started = time.perf_counter()
         if self.reason is not None or not healthy or started < self._due:
             return
+        self._settle()
         first = self.snapshot.step is None  # without any copy there would be nothing to explain
         if not first and not all_finite(weights(self.built.task).values()):
             return
         self.snapshot.take(step, skipped)
+        self._pause(started)
+
+    @torch.no_grad()
+    def keep_if(self, step: int, skipped: Tensor, sound: Callable[[], Tensor]) -> None:
+        """As `keep`, where the host does not know yet what the last steps did; waits for nothing.
+
+        Only after a first `keep`. skipped: int64, 0-dim, on the device. sound: returns whether no
+        step since the last call diverged and the last one had its update, bool, 0-dim, on the
+        device (`mprun.trace.Trace.sound`).
+        """
+        started = time.perf_counter()
+        if self.reason is not None or started < self._due:
+            return
+        # Of the copy before: an interval ago at least, so the device is past it.
+        self._settle()
+        chosen = sound() & finite_on_device(weights(self.built.task).values())
+        self.snapshot.take_if(chosen, step)
+        self._unsettled = self._ring.send(torch.stack((chosen, skipped)).float())
+        self._pause(started)
+
+    def _settle(self) -> None:
+        if self._unsettled is not None:
+            chosen, skipped = self._unsettled.read()
+            self._unsettled = None
+            self.snapshot.settle(chosen != 0, int(skipped))
+
+    def _pause(self, started: float) -> None:
         self.bytes = self.snapshot.bytes
         took = time.perf_counter() - started
         self._due = started + max(SHORTEST_PAUSE_S, PAUSE_FACTOR * took)
@@ -178,6 +212,7 @@ class FailureKeeper:
         the batch of that step below `failure_folder`. Leaves the task in some later state: only
         for a run that has ended. Raises Resource where the disk is full.
         """
+        self._settle()
         if self.snapshot.step is None:
             return Kept(found.kind, found.step, reason=self.reason or "no copy of the state")
         if self.snapshot.step > found.step - (found.kind != "evaluation"):

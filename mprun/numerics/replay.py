@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_flatten_with_path
 
 from mprun import checkpoint
+from mprun.precision.gradient_lists import largest
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +170,16 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
 
 
 @torch.no_grad()
+def finite_on_device(tensors: Iterable[Tensor]) -> Tensor:
+    """`all_finite` as a 0-dim bool on the device; waits for nothing.
+
+    By the largest magnitude: torch's maximum norm passes on every infinity and NaN.
+    """
+    tensors = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.numel()]
+    return torch.isfinite(largest(tensors))
+
+
+@torch.no_grad()
 def nonfinite(named: dict) -> dict[str, str]:
     """Name -> "3 of 400 values are NaN" of every tensor that holds a value that is not finite."""
     found = {}
@@ -182,6 +193,17 @@ def nonfinite(named: dict) -> dict[str, str]:
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """What the host knows of a copy that the device may or may not have made."""
+
+    step: int
+    random: dict
+    form: TreeSpec
+    paths: list[tuple]
+    fresh: dict[tuple, object]
+
+
 class Snapshot:
     """A copy, on their device, of all tensors that the next step depends on; memory is reused."""
 
@@ -191,6 +213,7 @@ class Snapshot:
         self.skipped = 0
         self._state: dict = {}
         self._random: dict = {}
+        self._candidate: _Candidate | None = None
 
     @property
     def bytes(self) -> int:
@@ -212,6 +235,37 @@ class Snapshot:
             self._state = form.unflatten([_cloned(leaf) for leaf in new])
         self._random = checkpoint.random_states(self.device)
         self.step, self.skipped = step, skipped
+
+    @torch.no_grad()
+    def take_if(self, chosen: Tensor, step: int) -> None:
+        """Replace the copy by the state after `step` steps where `chosen` (bool, 0-dim) is true.
+
+        The device decides and the host waits for nothing; `settle` has to be told what `chosen`
+        was before anything else is asked of this copy. Takes no memory but for what has another
+        form than before (the carried state of a language model, once) or lies on the host.
+        """
+        old = dict(tree_flatten_with_path(self._state)[0])
+        new, form = tree_flatten_with_path(self.task.state_dict())
+        fresh = {}
+        for path, source in new:
+            target = old.get(path)
+            on_device = isinstance(source, Tensor) and source.device == chosen.device
+            if on_device and path in old and _alike(target, source):
+                torch.where(chosen, source, target, out=target)
+            else:
+                fresh[path] = _cloned(source)
+        random = checkpoint.random_states(self.device)
+        self._candidate = _Candidate(step, random, form, [path for path, _ in new], fresh)
+
+    def settle(self, chosen: bool, skipped: int) -> None:
+        """What became of the last `take_if`; `skipped`: its steps without an update."""
+        candidate, self._candidate = self._candidate, None
+        if candidate is None or not chosen:
+            return
+        leaves = dict(tree_flatten_with_path(self._state)[0]) | candidate.fresh
+        self._state = candidate.form.unflatten([leaves[path] for path in candidate.paths])
+        self._random = candidate.random
+        self.step, self.skipped = candidate.step, skipped
 
     def restore(self) -> None:
         """Put the task and the random generators back to where they were."""

@@ -25,17 +25,20 @@ _REDUCTIONS = (
 )
 
 
-def pin_math_flags(fp32_math: str, deterministic: bool = False) -> None:
+def pin_math_flags(
+    fp32_math: str, deterministic: bool = False, autotune: bool | None = None
+) -> None:
     """Set every flag: FP32 products to "ieee" or "tf32", all 16-bit reductions to FP32.
 
-    `deterministic` also selects deterministic kernels and turns cuDNN's autotuner off; without
-    it the autotuner may pick another kernel in another run.
+    `deterministic` also selects deterministic kernels and turns cuDNN's autotuner off, because it
+    may pick another kernel in another run; without it the autotuner is on. `autotune` says
+    otherwise.
     """
     _pin_fp32_products(fp32_math)
     for name in _REDUCTIONS:
         if hasattr(torch.backends.cuda.matmul, name):
             setattr(torch.backends.cuda.matmul, name, False)
-    torch.backends.cudnn.benchmark = not deterministic
+    torch.backends.cudnn.benchmark = not deterministic if autotune is None else autotune
     torch.backends.cudnn.deterministic = deterministic
     if deterministic != torch.are_deterministic_algorithms_enabled():
         # Not called for nothing: its first call imports torch's compiler, which takes a second.

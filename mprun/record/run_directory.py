@@ -16,7 +16,8 @@ from mprun.errors import BadInput, Damaged, MprunError, Resource
 
 # Keys that change neither the numbers of a run nor what it computes.
 NOT_HASHED = ("name", "output_root", "output_dir", "resume", "numerics")
-NOT_HASHED_TRAIN = ("log_every", "checkpoint_every", "keep_checkpoints")
+# (cuda_graph: a replay runs the kernels of the eager step.)
+NOT_HASHED_TRAIN = ("log_every", "checkpoint_every", "keep_checkpoints", "cuda_graph")
 # Where the data lie and how they are read; what they are, run.json has as a hash of its own.
 NOT_HASHED_DATA = ("root", "workers", "prefetch", "cache", "vocabulary")
 # Keys that the path always shows, in a form of its own.
@@ -31,6 +32,7 @@ _NOT_IN_NAME = {
     "train.log_every",
     "train.checkpoint_every",
     "train.keep_checkpoints",
+    "train.cuda_graph",
     "data.root",
     "data.workers",
     "data.prefetch",

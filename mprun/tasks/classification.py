@@ -16,6 +16,7 @@ class Classification:
     """Cross-entropy on labelled images; metrics loss (nats), top1 and top5 (percent)."""
 
     sample = "image"
+    channels_last = False  # images in NHWC order; whoever builds the networks so sets it
 
     def __init__(
         self,
@@ -47,7 +48,7 @@ class Classification:
 
     def load(self, step: int) -> Iterator[Batch]:
         """The micro-batches of a step, one after the other: all that depends on its number."""
-        return micro_batches(self.data, step, self.accumulate)
+        return micro_batches(self.data, step, self.accumulate, self.channels_last)
 
     def compute(self, batches: Iterable[Batch], measure: bool = False) -> dict[str, Tensor]:
         """`train_step` on these micro-batches: device work alone, so it can be captured."""

@@ -32,6 +32,7 @@ class GAN:
     """
 
     sample = "image"
+    channels_last = False  # images in NHWC order; whoever builds the networks so sets it
 
     def __init__(
         self,
@@ -71,7 +72,7 @@ class GAN:
 
     def load(self, step: int) -> Iterator[Batch]:
         """The one batch of a step: all that depends on its number."""
-        return micro_batches(self.data, step, 1)
+        return micro_batches(self.data, step, 1, self.channels_last)
 
     def compute(self, batches: Iterable[Batch], measure: bool = False) -> dict[str, Tensor]:
         """`train_step` on this one batch: device work alone, so it can be captured."""

@@ -37,6 +37,7 @@ class LanguageModel:
     """
 
     sample = "token"
+    channels_last = False  # tokens have no channels
 
     def __init__(
         self,

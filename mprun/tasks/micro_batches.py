@@ -8,9 +8,18 @@ from torch import Tensor
 from mprun.data.source import Batch, Source
 
 
-def micro_batches(data: Source, step: int, count: int) -> Iterator[Batch]:
-    """The `count` batches of a step (from 0), each read only once the one before it is used."""
-    return (data.train_batch(step * count + number) for number in range(count))
+def micro_batches(
+    data: Source, step: int, count: int, channels_last: bool = False
+) -> Iterator[Batch]:
+    """The `count` batches of a step (from 0), each read only once the one before it is used.
+
+    channels_last: with images in NHWC order in memory, as a network in that layout wants them.
+    """
+    for number in range(count):
+        images, labels = data.train_batch(step * count + number)
+        if channels_last:
+            images = images.contiguous(memory_format=torch.channels_last)
+        yield images, labels
 
 
 def share(loss: Tensor, count: int) -> Tensor:

@@ -16,6 +16,7 @@ class Reconstruction:
     """Mean squared error per pixel of a reconstructed image; the one metric is loss."""
 
     sample = "image"
+    channels_last = False  # images in NHWC order; whoever builds the networks so sets it
 
     def __init__(
         self,
@@ -42,7 +43,7 @@ class Reconstruction:
 
     def load(self, step: int) -> Iterator[Batch]:
         """The micro-batches of a step, one after the other: all that depends on its number."""
-        return micro_batches(self.data, step, self.accumulate)
+        return micro_batches(self.data, step, self.accumulate, self.channels_last)
 
     def compute(self, batches: Iterable[Batch], measure: bool = False) -> dict[str, Tensor]:
         """`train_step` on these micro-batches: device work alone, so it can be captured."""

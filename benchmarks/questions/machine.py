@@ -1,0 +1,48 @@
+"""What the device itself can do: measured ceilings, and whether its energy can be read."""
+
+import time
+
+import torch
+
+from questions.answer import Answer
+
+
+def energy_counter(device: torch.device) -> Answer:
+    """Is NVML's energy counter (mJ since the driver was loaded) readable, and does it move?"""
+    from mprun.bench.energy import meter_of
+
+    meter = meter_of(device)
+    before = meter.energy_mj()
+    if before is None:
+        return Answer(f"No: {meter.why}.", {"readable": False, "why": meter.why})
+    busy_w = _watts(meter, device, busy=True)
+    idle_w = _watts(meter, device, busy=False)
+    text = (
+        f"Yes: the counter stood at {before / 1000:.0f} J; {busy_w:.0f} W over 1 s of matrix "
+        f"products, {idle_w:.0f} W over 1 s without work."
+    )
+    numbers = {"readable": True, "busy_w": busy_w, "idle_w": idle_w, "driver": meter.driver()}
+    return Answer(text, numbers | {"sensors": meter.sample(), "not readable": meter.why})
+
+
+def _watts(meter, device: torch.device, busy: bool) -> float:
+    """Mean power over about one second, from two readings of the counter."""
+    a = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
+    torch.cuda.synchronize()
+    started, before = time.perf_counter(), meter.energy_mj()
+    while time.perf_counter() - started < 1:
+        if busy:
+            for _ in range(10):
+                a @ a
+            torch.cuda.synchronize()
+        else:
+            time.sleep(0.1)
+    return (meter.energy_mj() - before) / 1000 / (time.perf_counter() - started)
+
+
+def ceilings(device: torch.device) -> Answer:
+    """What do a copy and a large matrix product reach on this device?"""
+    from mprun.bench.ceilings import measure_ceilings
+
+    numbers = measure_ceilings(device)
+    return Answer(", ".join(f"{name} {value:g}" for name, value in numbers.items()), numbers)

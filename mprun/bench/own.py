@@ -1,0 +1,139 @@
+"""mprun itself as a contender: the step that `mprun` runs, with its default and its best settings.
+
+Nothing of a run's record is written, and there are no evaluations: what is timed is the step of
+the loop with the learning rate set and skipped updates counted, as `mprun.train` does it.
+"""
+
+import time
+
+import torch
+
+from mprun.bench.contender import Case, RotatingSource, rotating_batches
+from mprun.build import Built
+from mprun.config.compose import compose_config
+from mprun.config.schema import RunConfig
+from mprun.errors import BadInput
+from mprun.run import prepare
+
+NAMES = ("mprun", "mprun+")
+_CONVOLUTIONAL = ("alexnet", "resnet50", "dcgan", "conv_autoencoder")
+_PREPARED_STEPS = 12  # a graph is captured after fewer
+
+
+def best_settings(model: str, device_type: str) -> list[str]:
+    """Overrides of the variant "mprun+" for a model, before what cannot be combined is left out."""
+    settings = ["optim.implementation=single_pass"]
+    if model in _CONVOLUTIONAL:
+        settings.append("train.channels_last=on")
+    if device_type == "cuda":
+        settings.append("train.cuda_graph=on")
+        if model in _CONVOLUTIONAL:
+            # torch.compile hands an nn.LSTM back to eager as a whole.
+            settings.append("train.compile=max-autotune-no-cudagraphs")
+    return settings
+
+
+class Own:
+    """A case as mprun runs it. See `mprun.bench.contender.Contender`.
+
+    left_out: best settings that were refused -> the reason. built, config: what is run, for
+    measurements that look inside.
+    """
+
+    def __init__(self, case: Case, device: torch.device):
+        plain = (*case.overrides, f"precision={case.mode}", f"device={device.type}")
+        self.left_out: dict[str, str] = {}
+        if case.contender == "mprun+":
+            model = compose_config(plain).config.model.name
+            self.config, self.built = self._built_with(plain, best_settings(model, device.type))
+        else:
+            self.config, self.built = _build(plain)
+        if not case.real_data:
+            source = self.built.data
+            self.built.data = RotatingSource(source, rotating_batches(source))
+            self.built.task.data = self.built.data
+        self.task = self.built.task
+        self.samples_per_step, self.sample = self.task.samples_per_step, self.task.sample
+        self.first_use_s: float | None = None
+        self._skipped = torch.zeros((), dtype=torch.int64, device=device)
+        self._index = 0
+        if hasattr(self.built.data, "take_wait"):
+            self.take_wait = self.built.data.take_wait
+
+    @property
+    def settings(self) -> dict:
+        """What differs from the plainest step, as configured and as it turned out."""
+        train = self.config.train
+        chosen = {
+            "cuda_graph": train.cuda_graph,
+            "compile": train.compile,
+            "channels_last": train.channels_last,
+            "autotune": train.autotune,
+            "optimizer": self.config.optim.implementation,
+        }
+        chosen |= self.built.stepper.description
+        return chosen | ({"left_out": self.left_out} if self.left_out else {})
+
+    @property
+    def replays(self) -> bool:
+        """Whether steps are now replayed from a CUDA graph."""
+        return self.built.stepper.description.get("cuda_graph") == "on"
+
+    def running(self):
+        """A context for many steps: all their work on one stream, without a change per step."""
+        return self.built.stepper.on_stream()
+
+    def prepare(self) -> None:
+        """Take the steps within which compilation, capture and autotuning happen."""
+        before = time.perf_counter()
+        for _ in range(_PREPARED_STEPS):
+            self.step()
+        if self.built.device.type == "cuda":
+            torch.cuda.synchronize(self.built.device)
+        self.first_use_s = time.perf_counter() - before
+
+    def step(self) -> torch.Tensor:
+        """One training step on the next batch."""
+        return self._advance(self.built.stepper.step)
+
+    def eager_step(self) -> torch.Tensor:
+        """The same by the task alone, without graph: for measurements that look inside a step."""
+        return self._advance(self.task.train_step)
+
+    def skipped(self) -> int:
+        """Updates skipped since the beginning; waits for the device."""
+        return int(self._skipped)
+
+    def _advance(self, take) -> torch.Tensor:
+        index, rate = self._index, self.built.rate
+        # A schedule ends with its run, a bench does not.
+        rate.apply(min(index, self.built.steps - 1), self._skipped)
+        metrics = take(index, measure=False)
+        if "found_inf" in metrics:
+            self._skipped.add_(metrics["found_inf"].to(torch.int64))
+        self._index += 1
+        return metrics["loss"]
+
+    def _built_with(self, plain: tuple[str, ...], best: list[str]) -> tuple[RunConfig, Built]:
+        """Built with as many of the best settings as go together; the others are noted."""
+        while True:
+            try:
+                return _build((*plain, *best))
+            except BadInput as error:
+                key = str(error).partition("=")[0]
+                refused = [setting for setting in best if setting.partition("=")[0] == key]
+                if not refused:
+                    raise
+                self.left_out[refused[0]] = str(error)
+                best = [setting for setting in best if setting not in refused]
+
+
+def _build(overrides: tuple[str, ...]) -> tuple[RunConfig, Built]:
+    config = compose_config(overrides).config
+    device = torch.device("cpu" if config.device == "cpu" else "cuda")
+    return config, prepare(config, device, config.threads)
+
+
+def make(case: Case, device: torch.device) -> Own:
+    """The contender "mprun" or "mprun+"; BadInput for what cannot be built."""
+    return Own(case, device)

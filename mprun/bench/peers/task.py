@@ -1,0 +1,133 @@
+"""What every peer is given: mprun's own configuration, initial weights and batches."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from mprun.bench.contender import Case, rotating_batches
+from mprun.bench.peers.dense_table import with_dense_tables
+from mprun.build.data import build_data
+from mprun.build.model import gan_builders, model_builder
+from mprun.config.compose import compose_config
+from mprun.config.schema import RunConfig
+from mprun.config.tasks import task_of
+from mprun.data.source import Batch, Source
+from mprun.errors import BadInput
+from mprun.precision import pin_math_flags
+
+# The numbers of torch.amp.GradScaler, which every peer's scaler has unless told otherwise; those of
+# scaler=dynamic too.
+GRAD_SCALER = {
+    "init_scale": 2.0**16,
+    "growth_factor": 2.0,
+    "backoff_factor": 0.5,
+    "growth_interval": 2000,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PeerTask:
+    """A model to train in plain PyTorch terms.
+
+    kind: classification, language_model, gan or reconstruction. networks: FP32 on the device, in
+    train mode; one, or generator and discriminator. batch: of a step number (from 0), on the
+    device. batches_per_epoch: a language model's state starts from zero at multiples of it.
+    """
+
+    kind: str
+    mode: str
+    config: RunConfig
+    device: torch.device
+    networks: tuple[nn.Module, ...]
+    batch: Callable[[int], Batch]
+    batches_per_epoch: int
+    samples_per_step: int
+    sample: str
+
+    @property
+    def clip_norm(self) -> float | None:
+        return self.config.train.clip_norm
+
+    @property
+    def is_convolutional(self) -> bool:
+        """Whether the networks have convolutions: NHWC and torch.compile can help them."""
+        return any(isinstance(m, nn.Conv2d) for net in self.networks for m in net.modules())
+
+
+def set_up(case: Case, device: torch.device) -> PeerTask:
+    """The task of a case: flags pinned and seeded as mprun does, so that the weights are equal.
+
+    The networks are built in the same order from the same random state. BadInput for settings that
+    the peers' loops do not have.
+    """
+    overrides = [*case.overrides, f"precision={case.mode}", f"device={device.type}"]
+    config = compose_config(overrides).config
+    kind = task_of(config.model)
+    _check(config)
+    pin_flags(config)
+    torch.manual_seed(config.seed)
+    data = build_data(config.data, config.seed, device)
+    if kind == "gan":
+        builders = gan_builders(config.model, data)
+    else:
+        builders = (model_builder(config.model, data),)
+    networks = tuple(builder().to(device).train() for builder in builders)
+    return PeerTask(
+        kind,
+        case.mode,
+        config,
+        device,
+        tuple(with_dense_tables(network) for network in networks),
+        _batches(data, case.real_data),
+        data.batches_per_epoch,
+        data.samples_per_batch,
+        "token" if kind == "language_model" else "image",
+    )
+
+
+def pin_flags(config: RunConfig) -> None:
+    """mprun's math flags, in a state that torch's older readers of them accept too.
+
+    Where only the per-operator settings are made, `torch.get_float32_matmul_precision` (Lightning)
+    and `torch.backends.cudnn.allow_tf32` (Inductor) raise; the older setters bring both forms to
+    the same value.
+    """
+    tf32 = config.precision.fp32_math == "tf32"
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    torch.backends.cudnn.allow_tf32 = tf32
+    pin_math_flags(config.precision.fp32_math, config.deterministic)
+    autotune = {"on": True, "off": False, "auto": not config.deterministic}
+    torch.backends.cudnn.benchmark = autotune[config.train.autotune]
+
+
+def _batches(data: Source, real_data: bool) -> Callable[[int], Batch]:
+    if real_data:
+        return data.train_batch
+    held = rotating_batches(data)
+    return lambda index: held[index % len(held)]
+
+
+def _check(config: RunConfig) -> None:
+    """BadInput for what mprun would do and a peer's loop would not: unequal settings."""
+    train, optim, scaler = config.train, config.optim, config.scaler
+    plain = {
+        "train.accumulate": (train.accumulate, 1),
+        "train.clip_modules": (train.clip_modules, []),
+        "optim.schedule": (optim.schedule, "constant"),
+        "optim.warmup_updates": (optim.warmup_updates, 0),
+        "optim.warmup_epochs": (optim.warmup_epochs, 0.0),
+        "optim.average_decay": (optim.average_decay, None),
+        "precision.overrides": (config.precision.overrides, {}),
+    }
+    if scaler.kind != "none":
+        plain |= {f"scaler.{k}": (getattr(scaler, k), v) for k, v in GRAD_SCALER.items()}
+        plain |= {"scaler.kind": (scaler.kind, "dynamic"), "scaler.per": (scaler.per, "shared")}
+        plain |= {"scaler.hysteresis": (scaler.hysteresis, 1)}
+    for key, (value, allowed) in plain.items():
+        if value != allowed:
+            raise BadInput(
+                f"{key}={value}: must be {allowed} in a benchmark with peers, whose loops know "
+                "no other"
+            )

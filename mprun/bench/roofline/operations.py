@@ -1,0 +1,263 @@
+"""FLOPs and bytes of one operation, by its arguments and results.
+
+Rule: a kernel reads each input once and writes each output once; what is written in place is read
+too; views, empty tensors and sizes cost nothing. A tensor counts with the memory that it covers: a
+number that is broadcast is one, a window that overlaps its neighbours is read once. Exceptions are
+the functions below. Products are 2 FLOP per multiply-add, everything else counts as traffic alone.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from math import prod
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils.flop_counter import flop_registry
+
+aten = torch.ops.aten
+
+# (kind, FLOPs, bytes, launches)
+Cost = tuple[str, int, int, int]
+
+_FREE = {
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+    "_unsafe_view",
+    "_reshape_alias",
+    "lift_fresh",
+    "lift",
+    "resize_",
+    "set_",
+    "is_same_size",
+    "_has_compatible_shallow_copy_type",
+    "sym_size",
+    "sym_numel",
+    "sym_stride",
+    "sym_storage_offset",
+    "_local_scalar_dense",
+}
+# What is there before is overwritten without being read, and so is the argument after which a
+# tensor is shaped.
+_WRITES_ONLY = {
+    "zero_",
+    "fill_",
+    "copy_",
+    "_foreach_copy_",
+    "_foreach_zero_",
+    "uniform_",
+    "normal_",
+    "bernoulli_",
+    "exponential_",
+    "random_",
+    "zeros_like",
+    "ones_like",
+    "full_like",
+    "rand_like",
+    "randn_like",
+    "new_zeros",
+    "new_ones",
+    "new_full",
+}
+_KINDS = {
+    "mm": "matrix product",
+    "addmm": "matrix product",
+    "bmm": "matrix product",
+    "baddbmm": "matrix product",
+    "_to_copy": "cast",
+    "copy_": "copy",
+    "clone": "copy",
+    "_foreach_copy_": "copy",
+    "threshold_backward": "relu backward",
+    "relu_": "relu",
+    "add_": "add",
+    "leaky_relu_": "leaky_relu",
+    "native_dropout": "dropout",
+    "native_dropout_backward": "dropout backward",
+    "max_pool2d_with_indices": "pooling",
+    "max_pool2d_with_indices_backward": "pooling backward",
+    "avg_pool2d": "pooling",
+    "avg_pool2d_backward": "pooling backward",
+    "_adaptive_avg_pool2d": "pooling",
+    "_adaptive_avg_pool2d_backward": "pooling backward",
+    "embedding_dense_backward": "embedding backward",
+    "_log_softmax": "log_softmax",
+    "_log_softmax_backward_data": "log_softmax backward",
+    "native_layer_norm": "layer norm",
+    "native_layer_norm_backward": "layer norm backward",
+    "_amp_foreach_non_finite_check_and_unscale_": "unscale and check",
+}
+
+
+def bytes_of(tensor: Tensor) -> int:
+    """The bytes of memory that `tensor` covers, at most those of its storage."""
+    numbers = prod(n for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
+    if 0 in tensor.shape:
+        return 0
+    reach = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return min(numbers, reach) * tensor.itemsize
+
+
+def tensors_in(tree: object) -> Iterator[Tensor]:
+    """Every tensor in nested lists, tuples and mappings."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, list | tuple):
+        for part in tree:
+            yield from tensors_in(part)
+    elif isinstance(tree, dict):
+        yield from tensors_in(list(tree.values()))
+
+
+def costs(operator: OpOverload, args: tuple, kwargs: dict, results: object) -> Iterator[Cost]:
+    """What each kernel of an operation costs; nothing for a view."""
+    name = operator._schema.name.partition("::")[2]
+    if operator.namespace != "aten" or name in _FREE or _is_view(operator):
+        return
+    if name in _SPECIAL:
+        yield from _SPECIAL[name](args, kwargs, results)
+        return
+    formula = flop_registry.get(operator.overloadpacket)
+    flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=results))
+    yield _KINDS.get(name, name), flops, _traffic(operator, name, args, kwargs, results), 1
+
+
+def _is_view(operator: OpOverload) -> bool:
+    returns = operator._schema.returns
+    aliases = [r.alias_info for r in returns if r.alias_info is not None]
+    return bool(aliases) and not any(alias.is_write for alias in aliases)
+
+
+def _traffic(operator: OpOverload, name: str, args: tuple, kwargs: dict, results: object) -> int:
+    """Bytes by the rule: read, written, and written in place."""
+    reads = writes = 0
+    write_only = name in _WRITES_ONLY
+    schema = operator._schema
+    positional = [a for a in schema.arguments if not a.kwarg_only]
+    given = list(zip(positional, args, strict=False))
+    given += [(a, kwargs[a.name]) for a in schema.arguments if a.name in kwargs]
+    mutated: set[int] = set()
+    for argument, value in given:
+        size = sum(map(bytes_of, tensors_in(value)))
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            mutated |= {id(tensor) for tensor in tensors_in(value)}
+            writes += size
+            reads += 0 if write_only or argument.is_out else size
+        elif argument.name != "self" or not write_only:
+            reads += size
+    if not mutated:
+        writes = sum(map(bytes_of, tensors_in(results)))
+    return reads + writes
+
+
+def _total(*trees: object) -> int:
+    return sum(bytes_of(tensor) for tree in trees for tensor in tensors_in(tree))
+
+
+def _convolution(args, kwargs, results) -> Iterator[Cost]:
+    inputs, weight, bias, *_ = args
+    flops = _convolution_flops(inputs, weight, results, args[6])
+    yield "convolution", flops, _total(inputs, weight, results), 1
+    if bias is not None:
+        # ATen/native/Convolution.cpp adds it in place, after cuDNN.
+        yield "convolution bias", 0, 2 * _total(results) + _total(bias), 1
+
+
+def _convolution_backward(args, kwargs, results) -> Iterator[Cost]:
+    gradient, inputs, weight, *_ = args
+    flops = _convolution_flops(inputs, weight, gradient, args[7])
+    of_inputs, of_weight, of_bias = args[10]
+    if of_inputs:
+        yield "convolution backward", flops, _total(gradient, weight, results[0]), 1
+    if of_weight:
+        yield "convolution weight gradient", flops, _total(gradient, inputs, results[1]), 1
+    if of_bias:
+        yield "convolution bias gradient", 0, _total(gradient, results[2]), 1
+
+
+def _convolution_flops(inputs: Tensor, weight: Tensor, outputs: Tensor, transposed: bool) -> int:
+    """Of each of the three passes; torch's own formula counts groups twice in a weight gradient."""
+    places = prod((inputs if transposed else outputs).shape[2:])
+    return 2 * len(inputs) * places * weight.numel()
+
+
+def _batch_norm(args, kwargs, results) -> Iterator[Cost]:
+    training = args[5]
+    once = _total(args[:5]) + _total(results)
+    # Statistics first, then the values: cuDNN and ATen read a big tensor twice.
+    yield "batch norm", 0, once + (_total(args[0]) + _total(args[3:5]) if training else 0), 1
+
+
+def _batch_norm_backward(args, kwargs, results) -> Iterator[Cost]:
+    again = _total(args[:2]) if args[7] else 0
+    yield "batch norm backward", 0, _total(args) + again + _total(results), 1
+
+
+def _attention(args, kwargs, results) -> Iterator[Cost]:
+    query, key, value = args[:3]
+    products = query.shape[:-1].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+    yield "attention", 2 * products, _total(args[:3], results[0]), 1
+
+
+def _attention_backward(args, kwargs, results) -> Iterator[Cost]:
+    gradient, query, key, value, outputs = args[:5]
+    pairs = query.shape[:-1].numel() * key.shape[-2]
+    # Scores again, then the gradients of values, scores, queries and keys.
+    flops = 2 * pairs * (3 * query.shape[-1] + 2 * value.shape[-1])
+    moved = _total(gradient, query, key, value, outputs, results)
+    yield "attention backward", flops, moved, 1
+
+
+def _rows_read(kind: str, ids_at: int) -> Callable:
+    """Rows of a table: as many as there are ids, not the table."""
+
+    def cost(args, kwargs, results) -> Iterator[Cost]:
+        yield kind, 0, _total(args[ids_at]) + 2 * _total(results), 1
+
+    return cost
+
+
+def _rows_written(args, kwargs, results) -> Iterator[Cost]:
+    _, _, ids, source = args[:4]
+    yield "row update", 0, _total(ids) + 2 * _total(source), 1
+
+
+def _embedding_backward(args, kwargs, results) -> Iterator[Cost]:
+    # A dense gradient: zeros everywhere, then the rows of the step are added up in it.
+    gradient, ids = args[:2]
+    yield "embedding backward", 0, _total(results), 1
+    yield "embedding backward", 0, 2 * _total(gradient) + _total(ids), 1
+
+
+def _fused_update(state_lists: Iterable[int]) -> Callable:
+    """torch's fused optimizers: parameters and state in place, gradients read; written as well
+    only where they are unscaled on the way."""
+
+    def cost(args, kwargs, results) -> Iterator[Cost]:
+        unscales = kwargs.get("grad_scale") is not None
+        state = sum(_total(args[number]) for number in state_lists)
+        yield "update", 0, 2 * state + _total(args[1]) * (2 if unscales else 1), 1
+
+    return cost
+
+
+_SPECIAL: dict[str, Callable[[tuple, dict, object], Iterator[Cost]]] = {
+    "convolution": _convolution,
+    "convolution_backward": _convolution_backward,
+    "native_batch_norm": _batch_norm,
+    "_native_batch_norm_legit": _batch_norm,
+    "native_batch_norm_backward": _batch_norm_backward,
+    "_scaled_dot_product_flash_attention_for_cpu": _attention,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+    "embedding": _rows_read("embedding", 1),
+    "index_select": _rows_read("index_select", 2),
+    "index_copy_": _rows_written,
+    "index_add_": _rows_written,
+    "embedding_dense_backward": _embedding_backward,
+    "_fused_sgd_": _fused_update((0, 2)),
+    "_fused_adam_": _fused_update((0, 2, 3, 4)),
+    "_fused_adamw_": _fused_update((0, 2, 3, 4)),
+    "_fused_adagrad_": _fused_update((0, 2)),
+}

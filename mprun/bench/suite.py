@@ -1,0 +1,117 @@
+"""What is measured where nothing is asked for: models and sizes, as plain data."""
+
+from dataclasses import dataclass
+
+# Modes of a GPU that has Tensor Cores for BF16 and TF32, baselines first.
+GPU_MODES = ("fp32", "tf32", "fp16_naive", "fp16_master_scaled", "amp", "amp_bf16")
+CPU_MODES = ("fp32", "fp16_master_scaled", "amp")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One model at one size. weight: its share of the time budget, in parts of the suite's sum."""
+
+    label: str
+    overrides: tuple[str, ...]
+    modes: tuple[str, ...]
+    weight: float
+
+
+def _images(size: int, batch: int, classes: int, *more: str) -> tuple[str, ...]:
+    return (
+        "data=synthetic_images",
+        f"data.image_size={size}",
+        f"data.num_classes={classes}",
+        f"data.batch_size={batch}",
+        f"data.train_size={4 * batch}",  # the four batches that are rotated
+        "data.eval_size=1",
+        *more,
+    )
+
+
+def _tokens(words: int, time: int, batch: int, *more: str) -> tuple[str, ...]:
+    return (
+        "data=synthetic_tokens",
+        f"data.vocab_size={words}",
+        f"data.sequence_length={time}",
+        f"data.batch_size={batch}",
+        f"data.train_tokens={40 * time * batch}",
+        *more,
+    )
+
+
+def _resnet(batch: int, weight: float) -> Entry:
+    overrides = ("model=resnet50", *_images(224, batch, 1000))
+    return Entry(f"ResNet-50 b{batch}", overrides, GPU_MODES, weight)
+
+
+def _alexnet(batch: int, weight: float) -> Entry:
+    overrides = ("model=alexnet", *_images(224, batch, 1000))
+    return Entry(f"AlexNet b{batch}", overrides, GPU_MODES, weight)
+
+
+def _dcgan(batch: int, weight: float) -> Entry:
+    # Without fp16_naive: Adam's eps is 0 in FP16, and the speed of NaN is no speed.
+    modes = tuple(mode for mode in GPU_MODES if mode != "fp16_naive")
+    overrides = ("model=dcgan", *_images(64, batch, 2, "data.value_range=tanh"))
+    return Entry(f"DCGAN b{batch}", overrides, modes, weight)
+
+
+GPU_SUITE = (
+    _resnet(256, 110),
+    _resnet(32, 60),
+    _alexnet(512, 35),
+    _alexnet(128, 25),
+    _dcgan(128, 35),
+    _dcgan(512, 25),
+    Entry(
+        "LSTM LM b128",
+        (
+            "model=lstm_lm_projected",
+            "model.embedding_size=512",
+            "model.hidden_size=1024",
+            "model.projection_size=512",
+            "model.dropout=0",
+            *_tokens(32_000, 35, 128),
+        ),
+        GPU_MODES,
+        80,
+    ),
+    Entry(
+        "bigLSTM b256",
+        ("model=biglstm", "model.dropout=0", *_tokens(793_472, 20, 256)),
+        ("tf32", "fp16_master_scaled", "amp"),
+        60,
+    ),
+)
+
+CPU_SUITE = (
+    Entry(
+        "tiny LM b16",
+        (
+            "model=lstm_lm",
+            "model.embedding_size=128",
+            "model.hidden_size=128",
+            *_tokens(2_000, 20, 16),
+        ),
+        CPU_MODES,
+        20,
+    ),
+    Entry(
+        "DCGAN 32 px b32",
+        (
+            "model=dcgan",
+            "model.generator_width=32",
+            "model.discriminator_width=32",
+            *_images(32, 32, 2, "data.value_range=tanh"),
+        ),
+        CPU_MODES,
+        25,
+    ),
+    Entry("ResNet-50 32 px b32", ("model=resnet50", *_images(32, 32, 10)), CPU_MODES, 55),
+)
+
+
+def suite_of(device_type: str) -> tuple[Entry, ...]:
+    """The suite of a kind of device, "cuda" or "cpu"."""
+    return GPU_SUITE if device_type == "cuda" else CPU_SUITE

@@ -1,0 +1,165 @@
+"""What a bench child can do: build its contender, warm it up, time windows, look inside."""
+
+import math
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from mprun.bench.ceilings import measure_ceilings
+from mprun.bench.contender import Case, Contender
+from mprun.bench.energy import meter_of
+from mprun.bench.inside import look_inside
+from mprun.bench.measure import (
+    equality_losses,
+    host_seconds,
+    steps_for,
+    synchronise,
+    warm_up,
+    window,
+)
+from mprun.config.compose import compose_config
+from mprun.record.environment import flags
+from mprun.run import resolve_device
+
+ENERGY_S = 2.0  # NVML's counter moves some ten times a second: one window alone is coarse
+_MEMINFO = Path("/proc/meminfo")
+_REPEATS = 10  # steps of which the host's time is the median
+
+
+class Worker:
+    """Holds one contender and answers requests about it; every answer can be written as JSON."""
+
+    def __init__(self):
+        self.contender: Contender | None = None
+        self.device = torch.device("cpu")
+        self.meter = None
+
+    def ask(self, name: str, request: dict) -> dict:
+        """The answer to a request; ValueError for an unknown one."""
+        requests = {
+            "ceilings": self.ceilings,
+            "build": self.build,
+            "equality": self.equality,
+            "prepare": self.prepare,
+            "warm_up": self.warm_up,
+            "window": self.window,
+            "details": self.details,
+        }
+        if name not in requests:
+            raise ValueError(f"unknown request {name!r}")
+        return requests[name](**request)
+
+    def ceilings(self, device: str, threads: int | None = None) -> dict:
+        """The device's ceilings, and what NVML says of it."""
+        if threads is not None:
+            torch.set_num_threads(threads)
+        self._on(device)
+        measured = measure_ceilings(self.device)
+        return {"ceilings": measured, "driver": self.meter.driver(), "nvml": self.meter.why}
+
+    def build(self, case: dict, device: str) -> dict:
+        """Make the contender; memory is what the device has left then."""
+        from mprun.bench.registry import make
+
+        self._on(device)
+        case = Case(**(case | {"overrides": tuple(case["overrides"])}))
+        threads = compose_config(case.overrides).config.threads
+        if threads is not None:
+            torch.set_num_threads(threads)
+        self.case = case
+        self.contender = make(case, self.device)
+        return {
+            "samples_per_step": self.contender.samples_per_step,
+            "sample": self.contender.sample,
+            "threads": torch.get_num_threads(),
+        }
+
+    def equality(self) -> dict:
+        """Losses and skips of the first 20 steps, and what their first use cost."""
+        found = equality_losses(self.contender, self.device)
+        # Once everything is compiled and captured a step takes what the fastest ones take.
+        usual = sorted(found["seconds"])[len(found["seconds"]) // 4]
+        self.first_use_s = max(0.0, sum(found["seconds"]) - usual * len(found["seconds"]))
+        return found
+
+    def prepare(self) -> dict:
+        """The rest of the first use; memory that is left afterwards, in bytes."""
+        self.contender.prepare()
+        synchronise(self.device)
+        settings = self.contender.settings
+        return {
+            "settings": {key: _plain(value) for key, value in settings.items()},
+            "flags": flags(),
+            "first_use_s": self.first_use_s,
+            "replays": bool(getattr(self.contender, "replays", False)),
+            **_memory_left(self.device),
+        }
+
+    def warm_up(self, limit_s: float, steps: int | None = None) -> dict:
+        """See `mprun.bench.measure.warm_up`."""
+        return warm_up(self.contender, self.device, limit_s, steps)
+
+    def window(self, steps: int) -> dict:
+        """One timed window."""
+        return window(self.contender, self.device, steps, self.meter).as_dict()
+
+    def details(self, step_s: float, seconds: float) -> dict:
+        """Everything that is measured beside the windows; `seconds` may be spent on it.
+
+        The order matters: what disturbs the step comes last.
+        """
+        answer = {"skipped": self.contender.skipped(), "peak": self._peak(step_s)}
+        if self.meter.energy_mj() is not None and seconds > 2 * ENERGY_S:
+            answer["energy_window"] = self.window(steps_for(step_s, ENERGY_S))
+        repeats = max(2, min(_REPEATS, math.floor(0.2 * seconds / step_s)))
+        answer["host_s"] = host_seconds(self.contender, self.device, repeats)
+        answer |= look_inside(self.contender, self.case, self.device)
+        return answer | {"nvml": self.meter.why}
+
+    def _peak(self, step_s: float) -> dict:
+        """Peak memory of steady steps in bytes; of a replayed graph that of its whole life."""
+        if self.device.type != "cuda":
+            return {"resident": _resident_peak()}
+        if not getattr(self.contender, "replays", False):
+            torch.cuda.reset_peak_memory_stats(self.device)
+        window(self.contender, self.device, min(3, steps_for(step_s)))
+        return {
+            "allocated": torch.cuda.max_memory_allocated(self.device),
+            "reserved": torch.cuda.max_memory_reserved(self.device),
+            "process": self.meter.process_bytes(),
+        }
+
+    def _on(self, device: str) -> None:
+        self.device = resolve_device(device)
+        if self.device.type == "cuda":
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        self.meter = meter_of(self.device)
+
+
+def _memory_left(device: torch.device) -> dict[str, int]:
+    """Bytes that are free, and those that this process holds."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return {"free": free, "held": torch.cuda.memory_reserved(device)}
+    if not _MEMINFO.is_file():
+        return {"free": sys.maxsize, "held": 0}  # not Linux: one child after the other may swap
+    facts = dict(line.split(":") for line in _MEMINFO.read_text().splitlines())
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return {
+        "free": int(facts["MemAvailable"].split()[0]) * 1024,
+        "held": pages * os.sysconf("SC_PAGE_SIZE"),
+    }
+
+
+def _resident_peak() -> int:
+    from mprun.record.memory import peak
+
+    return peak(torch.device("cpu"))["peak_bytes"]
+
+
+def _plain(value):
+    if isinstance(value, dict):
+        return {str(key): _plain(part) for key, part in value.items()}
+    return value if isinstance(value, str | int | float | bool | None) else str(value)

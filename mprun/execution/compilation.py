@@ -1,0 +1,53 @@
+"""Networks compiled by torch.compile for training steps."""
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from mprun.errors import BadInput
+from mprun.tasks import Learner
+
+_COMPILERS = ("torch._dynamo", "torch._inductor", "torch._functorch", "torch.fx", "triton")
+
+
+class Compilation:
+    """Gives learners a compiled form of their model, which shares its tensors.
+
+    mode: of torch.compile ("default", "max-autotune-no-cudagraphs"). fullgraph: a part that cannot
+    be compiled is an error instead of staying eager. Shapes are static: a batch of another size
+    would be compiled once more. seconds: that the first compiled step took, None before.
+    """
+
+    def __init__(self, learners: Iterable[Learner], mode: str, *, fullgraph: bool):
+        self.learners, self.mode, self.fullgraph = list(learners), mode, fullgraph
+        self.seconds: float | None = None
+
+    def first_step(self, step: Callable[[], Any]) -> Any:
+        """Install the compiled networks and take the step that compiles them.
+
+        BadInput, in one line, where the compiler fails (it needs a C++ compiler on a CPU, Triton
+        on a GPU).
+        """
+        for learner in self.learners:
+            learner.compiled = torch.compile(
+                learner.model, mode=self.mode, fullgraph=self.fullgraph, dynamic=False
+            )
+        started = time.perf_counter()
+        try:
+            result = step()
+        except Exception as error:
+            if not _is_the_compilers(error):
+                raise
+            line = next((line for line in str(error).splitlines() if line.strip()), "")
+            name = type(error).__name__
+            raise BadInput(
+                f"train.compile={self.mode}: {name}: {line.strip()[:200]} (allowed here: off)"
+            ) from error
+        self.seconds = time.perf_counter() - started
+        return result
+
+
+def _is_the_compilers(error: BaseException) -> bool:
+    return type(error).__module__.startswith(_COMPILERS)

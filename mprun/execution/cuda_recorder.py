@@ -1,0 +1,115 @@
+"""Record a function of device work as a CUDA graph, and replay it.
+
+torch documentation, CUDA semantics, "CUDA Graphs": capture on a side stream, after a warm-up on
+that stream, with all inputs and outputs at fixed addresses.
+"""
+
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_WAITS = "called a synchronizing CUDA operation"
+
+
+class CannotCapture(Exception):
+    """Why a function cannot be captured, in one line."""
+
+
+class CudaRecorder:
+    """Records functions on `stream`; all recordings share one pool of memory.
+
+    They may share it because they are never replayed at the same time and what one of them leaves
+    is not read by another but for its output, which is kept. seconds: that captures took so far.
+    """
+
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream):
+        self.device, self.stream = device, stream
+        self.seconds = 0.0
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def warm(self, function: Callable[[], Any]) -> tuple[Any, str | None]:
+        """(what `function` returns, the first thing in it that waits for the device, or None).
+
+        A step that waits cannot be captured, and a failed capture costs more than this look.
+        """
+        before = torch.cuda.get_sync_debug_mode()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                result = function()
+            finally:
+                torch.cuda.set_sync_debug_mode(before)
+        for warning in caught:
+            if _WAITS in str(warning.message):
+                place = f"{warning.filename.rpartition('/')[2]}:{warning.lineno}"
+                return result, f"the step waits for the device ({place})"
+        return result, None
+
+    def record(self, function: Callable[[], Tensor]) -> "CudaRecording":
+        """Capture `function`, which is called once and computes nothing yet.
+
+        The current stream must be `stream`. Raises CannotCapture, after which everything can go on
+        eagerly; torch.OutOfMemoryError where the memory for a second set of activations is missing.
+        """
+        graph, started = torch.cuda.CUDAGraph(), time.perf_counter()
+        watched = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("default")  # a capture begins with a wait, once
+        try:
+            # "thread_local": a thread that reads data or writes metrics may ask for an event while
+            # this one captures, which "global" would take for a mistake.
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=self.stream, capture_error_mode="thread_local"
+            ):
+                output = function()
+        except Exception as error:
+            first = _first(error)
+            self._recover()
+            if isinstance(first, torch.OutOfMemoryError):
+                raise first from None
+            line = str(first).partition("\n")[0]
+            raise CannotCapture(f"{type(first).__name__}: {line}") from error
+        finally:
+            torch.cuda.set_sync_debug_mode(watched)
+        self.seconds += time.perf_counter() - started
+        return CudaRecording(graph, output)
+
+    def _recover(self) -> None:
+        """Undo what a failed capture leaves in torch: an open pool, and a generator in capture.
+
+        Nothing of it remains where the capture itself was sound and only Python code failed.
+        """
+        index = torch.cuda.current_device()
+        with suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(index, self._pool)
+            torch._C._cuda_releasePool(index, self._pool)
+        self._pool = torch.cuda.graph_pool_handle()
+        # The same seed and offset in a state that knows of no capture.
+        generator = torch.cuda.default_generators[index]
+        generator.graphsafe_set_state(generator.clone_state())
+
+
+class CudaRecording:
+    """A captured function; `replay` runs it, on the current stream, and returns its output.
+
+    The output is the same tensor each time: the next replay overwrites it.
+    """
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, output: Tensor):
+        self._graph, self._output = graph, output
+
+    def replay(self) -> Tensor:
+        self._graph.replay()
+        return self._output
+
+
+def _first(error: BaseException) -> BaseException:
+    """The error that broke the capture: the end of a broken capture raises one of its own."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return error

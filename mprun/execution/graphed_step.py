@@ -1,0 +1,160 @@
+"""A training step that is recorded once and then replayed: forward, backward, update, loss scale.
+
+Outside of the recording stays what depends on the step's number or on the host: loading and its
+decisions, the copy into fixed inputs, the learning rate (a tensor that the optimizers read), and
+the state of a language model where an epoch starts.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from mprun.errors import BadInput
+from mprun.execution.cuda_recorder import CannotCapture
+from mprun.execution.host_bound import HostBound, pays
+from mprun.execution.static_inputs import CarriedState, StaticBatches, is_fresh
+from mprun.tasks import LanguageModel
+
+# Real training steps, taken eagerly. They choose and load kernels (cudnn.benchmark), and create
+# what lives longer than a step, on the stream and in the memory that are there later.
+WARM_UP = 3
+
+
+class Recorder(Protocol):
+    """`CudaRecorder`, or its twin `CallRecorder`."""
+
+    seconds: float
+
+    def warm(self, function: Callable[[], Any]) -> tuple[Any, str | None]: ...
+
+    def record(self, function: Callable[[], Tensor]) -> Any: ...
+
+
+class GraphedStep:
+    """Steps of `task` that are replayed after a few eager ones.
+
+    required: a step that cannot be captured ends the run (BadInput); else the steps stay eager, and
+    `off` says why. clock: eager steps are timed first, and recorded only if the host is what limits
+    them. zero_state: a carried state that starts anew is zero (an LSTM of mprun); else the first
+    step of an epoch is eager. A batch of another shape than the first is eager too.
+    """
+
+    def __init__(
+        self,
+        task,
+        recorder: Recorder,
+        *,
+        required: bool,
+        clock: HostBound | None = None,
+        zero_state: bool = True,
+    ):
+        self.task, self.recorder = task, recorder
+        self.required, self.clock, self.zero_state = required, clock, zero_state
+        self.off: str | None = None
+        self.times: dict[str, float] = {}
+        self.eager = self.replayed = 0
+        # By `measure`: a step that also computes the gradient norm is another recording.
+        self._recordings: dict[bool, Any] = {}
+        self._names: dict[bool, tuple[str, ...]] = {}
+        self._inputs: StaticBatches | None = None
+        self._state: CarriedState | None = None
+
+    def step(self, index: int, measure: bool) -> dict[str, Tensor]:
+        """Step `index` (from 0) as `task.train_step`; the tensors returned belong to the caller."""
+        batches = list(self.task.load(index))
+        if self.off is None and self.eager >= WARM_UP and self._is_decided():
+            metrics = self._replayed(batches, measure)
+            if metrics is not None:
+                self.replayed += 1
+                return metrics
+        self.eager += 1
+        return self._eager(batches, measure)
+
+    def _eager(self, batches: Sequence[tuple], measure: bool) -> dict[str, Tensor]:
+        def compute(measure: bool = measure) -> dict[str, Tensor]:
+            return self.task.compute(batches, measure)
+
+        if self.off is not None or self._recordings:
+            return compute()
+        if self.eager == WARM_UP:
+            # With the gradient norm, so that every kernel has run once before a capture.
+            metrics, waits = self.recorder.warm(lambda: compute(True))
+            if waits is not None:
+                self._give_up(waits)
+            return metrics
+        if self.eager > WARM_UP and self.clock is not None:
+            return self.clock.time(compute)
+        return compute()
+
+    def _is_decided(self) -> bool:
+        """Whether this step is to be recorded or replayed."""
+        if self.clock is None or self._recordings:
+            return True
+        if not self.clock.enough:
+            return False
+        host, device = self.clock.milliseconds()
+        self.times = {"host_ms": round(host, 3), "device_ms": round(device, 3)}
+        if pays(host, device):
+            self.clock = None
+            return True
+        self.off = f"the device is the limit, {device:.3g} ms a step of which the host needs {host:.3g}"
+        return False
+
+    def _replayed(self, batches: Sequence[tuple], measure: bool) -> dict[str, Tensor] | None:
+        """The metrics of a recorded step; None where this step has to be eager."""
+        fresh = is_fresh(batches)
+        if self._inputs is None:
+            self._inputs = StaticBatches(batches)
+            if isinstance(self.task, LanguageModel):
+                self._state = CarriedState(self.task)
+        if not self._inputs.fit(batches) or (fresh and not self.zero_state):
+            return None
+        self._inputs.fill(batches)
+        if self._state is not None:
+            before = self.task.hidden
+            self._state.bring(fresh)
+        if measure not in self._recordings:
+            try:
+                self._recordings[measure] = self._record(measure)
+            except (CannotCapture, torch.OutOfMemoryError) as error:
+                if self._state is not None:
+                    self.task.hidden = before
+                self._give_up(str(error).partition("\n")[0], error)
+                return None
+        values = self._recordings[measure].replay()
+        # A copy: the next replay overwrites the recording's own output.
+        return dict(zip(self._names[measure], values.clone().unbind(), strict=True))
+
+    def _record(self, measure: bool) -> Any:
+        parameters = [p for own in self.task.learners.values() for p in own.model.parameters()]
+        trained = [parameter.requires_grad for parameter in parameters]
+        try:
+            return self.recorder.record(lambda: self._step_on_static_inputs(measure))
+        except BaseException:
+            # A GAN freezes its discriminator in the middle of a step.
+            for parameter, value in zip(parameters, trained, strict=True):
+                parameter.requires_grad_(value)
+            raise
+
+    def _step_on_static_inputs(self, measure: bool) -> Tensor:
+        """What is recorded: the step, and its metrics as one float32 vector."""
+        metrics = self.task.compute(self._inputs.batches, measure)
+        if self._state is not None:
+            self._state.keep()
+        self._names[measure] = tuple(metrics)
+        return torch.stack([value.detach().float() for value in metrics.values()])
+
+    def _give_up(self, reason: str, error: Exception | None = None) -> None:
+        """Eager from here on, or the end of the run where a graph is required."""
+        if self.required:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise error
+            raise BadInput(f"train.cuda_graph=on: {reason} (allowed here: auto, off)") from error
+        self.off, self._recordings = reason, {}
+        self._inputs = self._state = None
+        with suppress(OSError):
+            print(f"mprun: no CUDA graph: {reason}; steps stay eager", file=sys.stderr)

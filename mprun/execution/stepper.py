@@ -1,0 +1,102 @@
+"""The one place that training steps go through, however they are executed."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from mprun.execution.compilation import Compilation
+from mprun.execution.graphed_step import GraphedStep
+
+
+class Stepper:
+    """Takes training steps of `task`; each step computes what `task.train_step` computes.
+
+    settings: what is fixed beforehand, for the record: "cuda_graph" (why it is off, where `graph`
+    is None), "channels_last" and "autotune". compilation: networks to compile, None: none.
+    stream: on which graphs are captured; None without graphs.
+
+    The first step is eager and uncompiled, so that it can be watched operation by operation. It
+    is the step that compiles from the second one on; a graph is captured a few steps later.
+    """
+
+    def __init__(
+        self,
+        task,
+        *,
+        graph: GraphedStep | None = None,
+        compilation: Compilation | None = None,
+        stream: torch.cuda.Stream | None = None,
+        settings: dict[str, str],
+    ):
+        self.task, self.graph, self.compilation = task, graph, compilation
+        self.stream, self.settings = stream, dict(settings)
+        self.taken = 0
+
+    def step(self, index: int, measure: bool = False) -> dict[str, Tensor]:
+        """Step `index` (from 0): 0-dim device tensors by metric name, no synchronisation.
+
+        measure: also compute the gradient norm. Raises BadInput where train.compile, or a CUDA
+        graph that is required, turns out to be impossible, and what the data source raises.
+        """
+        self.taken += 1
+        if self.stream is None:
+            return self._take(index, measure)
+        with self.on_stream():
+            return self._take(index, measure)
+
+    def _take(self, index: int, measure: bool) -> dict[str, Tensor]:
+        if self.compilation is not None and self.taken <= 2:
+            if self.taken == 1:
+                return self.task.train_step(index, measure)
+            return self.compilation.first_step(lambda: self.task.train_step(index, measure))
+        if self.graph is None:
+            return self.task.train_step(index, measure)
+        return self.graph.step(index, measure)
+
+    @contextmanager
+    def on_stream(self) -> Iterator[None]:
+        """Everything inside runs on the stream of the graphs; nothing where there are none.
+
+        Around a whole training it makes all work of the run one sequence: steps, evaluations,
+        checkpoints and metrics need no further waiting, and memory is allocated for one stream.
+        `step` enters it by itself where the caller has not. As either stream waits for the other
+        at each change, the work of both is one sequence then too, also as to memory that one
+        allocated and the other frees.
+        """
+        outside = None if self.stream is None else torch.cuda.current_stream(self.stream.device)
+        if outside is None or outside == self.stream:
+            yield
+            return
+        self.stream.wait_stream(outside)
+        try:
+            with torch.cuda.stream(self.stream):
+                yield
+        finally:
+            outside.wait_stream(self.stream)
+
+    @property
+    def description(self) -> dict[str, str | float | int]:
+        """How steps were executed so far, for run.json.
+
+        cuda_graph: "on", or "off: " and the reason; capture_s, replayed: seconds of capturing and
+        number of replayed steps; host_ms, device_ms: what `auto` measured of an eager step. compile:
+        the mode, compile_s: seconds of the step that compiled. channels_last, autotune: "on" or
+        "off: " and the reason.
+        """
+        graph, found = self.graph, dict(self.settings)
+        if graph is not None:
+            reason = graph.off or f"ended after {self.taken} steps, before a capture"
+            found["cuda_graph"] = "on" if graph.replayed else f"off: {reason}"
+            found |= graph.times
+            if graph.replayed:
+                found |= {
+                    "capture_s": round(graph.recorder.seconds, 3),
+                    "replayed": graph.replayed,
+                }
+        if self.compilation is not None:
+            found["compile"] = self.compilation.mode
+            if self.compilation.seconds is not None:
+                found["compile_s"] = round(self.compilation.seconds, 3)
+        return found

@@ -1,0 +1,271 @@
+"""The Triton kernels of the single pass: one that checks gradients, one update per optimizer.
+
+A program works on BLOCK consecutive values of one tensor. Which ones, it reads from `chunks`
+(int32 [programs, 2]: row of the tensor in the tables, number of the block in it). The tables hold
+addresses as int64: `gradients` [tensors], and `tensors` [tensors, 6] with the number of values and
+the addresses of master, first state, second state, copy and step. So one launch serves any number
+of tensors, and a kernel needs no recompilation where addresses change.
+
+Formulas and order of operations are those of torch.optim's foreach implementations, in FP32 with
+every operation rounded once (launched with enable_fp_fusion=False): the interpreter computes the
+same bits as a GPU.
+
+Imported only where Triton is there.
+"""
+
+import triton
+import triton.language as tl
+
+COLUMNS = tl.constexpr(6)
+
+
+@triton.jit
+def _pointer(address, DTYPE: tl.constexpr):
+    return address.to(tl.pointer_type(DTYPE))
+
+
+@triton.jit
+def _at(address, offsets, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+    """Pointers to values; ALIGNED: the address is a multiple of 16, so loads can be wide."""
+    pointers = _pointer(address, DTYPE) + offsets
+    if ALIGNED:
+        pointers = tl.multiple_of(tl.max_contiguous(pointers, BLOCK), 16)
+    return pointers
+
+
+@triton.jit
+def _place(chunks, tensors, program, BLOCK: tl.constexpr):
+    """(row in the tables, offsets, whether they are inside the tensor) of a program."""
+    row = tl.load(chunks + 2 * program).to(tl.int64)
+    start = tl.load(chunks + 2 * program + 1).to(tl.int64) * BLOCK
+    offsets = start + tl.arange(0, BLOCK)
+    return row, offsets, offsets < tl.load(tensors + row * COLUMNS)
+
+
+@triton.jit
+def check_kernel(
+    gradients,
+    tensors,
+    chunks,
+    inverse,
+    found_inf,
+    squares,
+    largest,
+    GRADIENT: tl.constexpr,
+    CHECK: tl.constexpr,
+    NORM: tl.constexpr,
+    LARGEST: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Read every gradient once: found_inf, and of each block the sum of squares and the largest.
+
+    The sums are added up by the caller in a fixed order: no atomics, so a run repeats bit for bit.
+    Programs that find something all store the same 1.
+    """
+    program = tl.program_id(0)
+    row, offsets, inside = _place(chunks, tensors, program, BLOCK)
+    pointers = _at(tl.load(gradients + row), offsets, GRADIENT, ALIGNED, BLOCK)
+    gradient = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
+    if CHECK:
+        # False for NaN too.
+        finite = tl.abs(gradient) < float("inf")
+        strange = tl.max(tl.where(finite, 0, 1), axis=0)
+        tl.store(found_inf, 1.0, mask=strange != 0)
+    if NORM or LARGEST:
+        gradient = gradient * tl.load(inverse)
+    if NORM:
+        tl.store(squares + program, tl.sum(gradient * gradient, axis=0))
+    if LARGEST:
+        tl.store(largest + program, tl.max(tl.abs(gradient), axis=0))
+
+
+@triton.jit
+def _gradient(
+    gradients,
+    row,
+    offsets,
+    writes,
+    inverse,
+    clip,
+    GRADIENT: tl.constexpr,
+    UNSCALE: tl.constexpr,
+    CLIP: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    pointers = _at(tl.load(gradients + row), offsets, GRADIENT, ALIGNED, BLOCK)
+    gradient = tl.load(pointers, mask=writes, other=0.0).to(tl.float32)
+    if UNSCALE:
+        gradient = gradient * tl.load(inverse)
+    if CLIP:
+        gradient = gradient * tl.load(clip)
+    return gradient
+
+
+@triton.jit
+def _store_copy(
+    tensors,
+    row,
+    offsets,
+    writes,
+    master,
+    COPY: tl.constexpr,
+    HAS_COPY: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    if HAS_COPY:
+        address = tl.load(tensors + row * COLUMNS + 4)
+        pointers = _at(address, offsets, COPY, ALIGNED, BLOCK)
+        tl.store(pointers, master.to(COPY), mask=writes)
+
+
+@triton.jit
+def sgd_kernel(
+    gradients,
+    tensors,
+    chunks,
+    lr,
+    inverse,
+    clip,
+    found_inf,
+    weight_decay,
+    momentum,
+    GRADIENT: tl.constexpr,
+    COPY: tl.constexpr,
+    HAS_COPY: tl.constexpr,
+    UNSCALE: tl.constexpr,
+    CLIP: tl.constexpr,
+    DECAYS: tl.constexpr,
+    MOMENTUM: tl.constexpr,
+    NESTEROV: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """buffer = momentum * buffer + g; master -= lr * (g + momentum * buffer, or buffer, or g)."""
+    # From the end: what the check read last is still in the cache.
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    row, offsets, inside = _place(chunks, tensors, program, BLOCK)
+    writes = inside & (tl.load(found_inf) == 0.0)
+    gradient = _gradient(
+        gradients, row, offsets, writes, inverse, clip, GRADIENT, UNSCALE, CLIP, ALIGNED, BLOCK
+    )
+    address = tl.load(tensors + row * COLUMNS + 1)
+    masters = _at(address, offsets, tl.float32, ALIGNED, BLOCK)
+    master = tl.load(masters, mask=writes, other=0.0)
+    if DECAYS:
+        gradient = gradient + master * weight_decay
+    if MOMENTUM:
+        address = tl.load(tensors + row * COLUMNS + 2)
+        buffers = _at(address, offsets, tl.float32, ALIGNED, BLOCK)
+        buffer = tl.load(buffers, mask=writes, other=0.0) * momentum + gradient
+        tl.store(buffers, buffer, mask=writes)
+        if NESTEROV:
+            gradient = gradient + buffer * momentum
+        else:
+            gradient = buffer
+    master = master - tl.load(lr) * gradient
+    tl.store(masters, master, mask=writes)
+    _store_copy(tensors, row, offsets, writes, master, COPY, HAS_COPY, ALIGNED, BLOCK)
+
+
+@triton.jit
+def adam_kernel(
+    gradients,
+    tensors,
+    chunks,
+    lr,
+    inverse,
+    clip,
+    found_inf,
+    logarithms,
+    weight_decay,
+    beta1_rest,
+    beta2,
+    beta2_rest,
+    eps,
+    GRADIENT: tl.constexpr,
+    COPY: tl.constexpr,
+    HAS_COPY: tl.constexpr,
+    UNSCALE: tl.constexpr,
+    CLIP: tl.constexpr,
+    DECAYS: tl.constexpr,
+    DECOUPLED: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Adam, or AdamW where DECOUPLED; `step` of the table has counted this step already.
+
+    logarithms: float64 [2], of beta1 and beta2. A power of beta2 = 0.999 in FP32 would leave four
+    digits of the first corrections. *_rest: 1 - beta.
+    """
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    row, offsets, inside = _place(chunks, tensors, program, BLOCK)
+    writes = inside & (tl.load(found_inf) == 0.0)
+    gradient = _gradient(
+        gradients, row, offsets, writes, inverse, clip, GRADIENT, UNSCALE, CLIP, ALIGNED, BLOCK
+    )
+    step = tl.load(_pointer(tl.load(tensors + row * COLUMNS + 5), tl.float32)).to(tl.float64)
+    correction1 = (1.0 - tl.exp(step * tl.load(logarithms))).to(tl.float32)
+    correction2 = (1.0 - tl.exp(step * tl.load(logarithms + 1))).to(tl.float32)
+    rate = tl.load(lr)
+
+    masters = _at(tl.load(tensors + row * COLUMNS + 1), offsets, tl.float32, ALIGNED, BLOCK)
+    firsts = _at(tl.load(tensors + row * COLUMNS + 2), offsets, tl.float32, ALIGNED, BLOCK)
+    seconds = _at(tl.load(tensors + row * COLUMNS + 3), offsets, tl.float32, ALIGNED, BLOCK)
+    master = tl.load(masters, mask=writes, other=0.0)
+    first = tl.load(firsts, mask=writes, other=0.0)
+    second = tl.load(seconds, mask=writes, other=0.0)
+    if DECAYS:
+        if DECOUPLED:
+            master = master * (1.0 - rate * weight_decay)
+        else:
+            gradient = gradient + master * weight_decay
+    first = first + beta1_rest * (gradient - first)
+    second = second * beta2 + beta2_rest * gradient * gradient
+    tl.store(firsts, first, mask=writes)
+    tl.store(seconds, second, mask=writes)
+    deviation = tl.div_rn(tl.sqrt_rn(second), tl.sqrt_rn(correction2)) + eps
+    master = master - tl.div_rn(rate, correction1) * tl.div_rn(first, deviation)
+    tl.store(masters, master, mask=writes)
+    _store_copy(tensors, row, offsets, writes, master, COPY, HAS_COPY, ALIGNED, BLOCK)
+
+
+@triton.jit
+def adagrad_kernel(
+    gradients,
+    tensors,
+    chunks,
+    lr,
+    inverse,
+    clip,
+    found_inf,
+    weight_decay,
+    eps,
+    GRADIENT: tl.constexpr,
+    COPY: tl.constexpr,
+    HAS_COPY: tl.constexpr,
+    UNSCALE: tl.constexpr,
+    CLIP: tl.constexpr,
+    DECAYS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """sum += g * g; master -= lr * g / (sqrt(sum) + eps)."""
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    row, offsets, inside = _place(chunks, tensors, program, BLOCK)
+    writes = inside & (tl.load(found_inf) == 0.0)
+    gradient = _gradient(
+        gradients, row, offsets, writes, inverse, clip, GRADIENT, UNSCALE, CLIP, ALIGNED, BLOCK
+    )
+    masters = _at(tl.load(tensors + row * COLUMNS + 1), offsets, tl.float32, ALIGNED, BLOCK)
+    sums = _at(tl.load(tensors + row * COLUMNS + 2), offsets, tl.float32, ALIGNED, BLOCK)
+    master = tl.load(masters, mask=writes, other=0.0)
+    if DECAYS:
+        gradient = gradient + master * weight_decay
+    total = tl.load(sums, mask=writes, other=0.0) + gradient * gradient
+    tl.store(sums, total, mask=writes)
+    master = master - tl.load(lr) * tl.div_rn(gradient, tl.sqrt_rn(total) + eps)
+    tl.store(masters, master, mask=writes)
+    _store_copy(tensors, row, offsets, writes, master, COPY, HAS_COPY, ALIGNED, BLOCK)
