@@ -19,9 +19,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-
-from mprun.markdown_table import markdown_table
-from mprun.precision import pin_math_flags
 from questions.accumulation import embedding_gradient, reduced_precision
 from questions.answer import Answer
 from questions.kernels import batch_norm_backend, first_convolution, host_time
@@ -33,6 +30,9 @@ from questions.skipped_updates import (
     grad_scaler_collapse,
     linear_cross_entropy,
 )
+
+from mprun.markdown_table import markdown_table
+from mprun.precision import pin_math_flags
 
 # The questions whose answers others wait for come first.
 QUESTIONS: dict[str, Callable[[torch.device], Answer]] = {
@@ -124,7 +124,7 @@ def _answers(names: list[str], device: torch.device, limit: float):
         else:
             waiting.append(name)
     while waiting:
-        for record in _from_worker(waiting, device, limit):
+        for record in _from_worker(list(waiting), device, limit):
             waiting.remove(record["name"])
             yield _described(record)
 

@@ -1,4 +1,4 @@
-"""Fidelity of the CPU emulation of 16-bit formats: how often it is bit-equal to real 16-bit kernels.
+"""Fidelity of the CPU emulation: how often it is bit-equal to real 16-bit kernels.
 
     python benchmarks/half_fidelity.py --reference cuda [--json FILE] [--markdown FILE]
 
@@ -19,10 +19,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-
 from fidelity.comparison import MAGNITUDES, Row, compare
 from fidelity.operations import operations
 from fidelity.ulp import Distance
+
 from mprun.markdown_table import markdown_table
 from mprun.precision import pin_math_flags, read_math_flags
 

@@ -22,7 +22,7 @@ from mprun.interruption import Interruption
 from mprun.numerics.selection import chosen_modules
 from mprun.precision import pin_math_flags
 from mprun.record.data_notes import closed_afterwards, data_bound, replaced, replaced_line
-from mprun.record.environment import effective_dtypes, environment, flags
+from mprun.record.environment import effective_dtypes, environment, flags, updates
 from mprun.record.metrics import TensorBoardView
 from mprun.record.run_directory import (
     claim,
@@ -122,6 +122,7 @@ def attempt(
             "scaler": config.scaler.name,
             "half_products": built.arithmetic.kind(),
             "effective_dtypes": effective_dtypes(built.task),
+            "update": updates(built.task),
             "flags": flags(),
         },
         "data": {"sha256": built.data.sha256, **built.data.description},

@@ -75,7 +75,7 @@ def train(
     def due(step: int, interval: int) -> bool:
         return interval > 0 and step % interval == 0
 
-    advance = task.train_step
+    advance = built.stepper.step
 
     def take_step(index: int, measure: bool) -> dict:
         if index > start:

@@ -1,4 +1,4 @@
-"""The machine as JSON, into the file named: versions, commit, flags as mprun pins them, GPU and driver."""
+"""The machine as JSON, into the file named: versions, commit, pinned flags, GPU and driver."""
 
 import json
 import os

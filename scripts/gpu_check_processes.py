@@ -43,7 +43,7 @@ def allotted(remaining: float, weights: list[float]) -> float:
 
 
 def run_limited(step: Step, limit: float, out: Path, err: Path, environment: dict) -> Ended:
-    """Run the command, its stdout and stderr into files; after `limit` seconds interrupt, then kill.
+    """Run the command, stdout and stderr into files; after `limit` seconds interrupt, then kill.
 
     Interrupted first, as by Ctrl-C: pytest then writes its report, and mprun its record.
     """

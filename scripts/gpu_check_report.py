@@ -54,7 +54,8 @@ def leave_files(work: Path, out: Path) -> dict:
     figures = [
         path
         for folder in ("bench", "verdicts", "real_data")
-        for path in sorted((work / folder).rglob("*"))
+        # The curves over steps first: there may be more figures than can be left.
+        for path in sorted((work / folder).rglob("*"), key=lambda p: ("steps" not in p.name, p))
         if path.suffix in (".png", ".svg") and path.stat().st_size <= MAX_FILE
     ]
     copied = []

@@ -41,9 +41,7 @@ class Row:
     reference_error: float | None
 
 
-def compare(
-    operation: Operation, dtype: torch.dtype, magnitude: str, reference: str
-) -> list[Row]:
+def compare(operation: Operation, dtype: torch.dtype, magnitude: str, reference: str) -> list[Row]:
     """Rows of one operation in one 16-bit dtype; `reference` is cuda, native or float64.
 
     The same inputs on every side: drawn in float64 from a seed made of the operation's name and

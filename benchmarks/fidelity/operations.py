@@ -237,9 +237,7 @@ def _normalisation(k: int) -> list[Operation]:
             "layer_norm",
             f"64x{128 * k}",
             draw_rows,
-            lambda t: {
-                "output": F.layer_norm(t["x"], t["weight"].shape, t["weight"], t["bias"])
-            },
+            lambda t: {"output": F.layer_norm(t["x"], t["weight"].shape, t["weight"], t["bias"])},
         ),
         Operation(
             "local_response_norm",

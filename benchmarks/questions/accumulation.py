@@ -31,7 +31,9 @@ def embedding_gradient(device: torch.device) -> Answer:
             numbers[f"{name} {hits} {kind}"] = {"ones": float(ones[0]), "roundings": roundings}
             rows.append((name, str(hits), kind, f"{float(ones[0]):g}", f"{roundings:.2f}"))
     embedding = [row for row in rows if row[0] == "F.embedding" and row[1] == str(HITS)]
-    sums = ", ".join(f"{row[3]} in {row[2]} ({row[4]} roundings on random values)" for row in embedding)
+    sums = ", ".join(
+        f"{row[3]} in {row[2]} ({row[4]} roundings on random values)" for row in embedding
+    )
     text = f"F.embedding on {device.type} adds {HITS} ones up to {sums}; exact is {HITS}."
     header = ("gradient of", "hits", "dtype", "ones add up to", "largest error in roundings")
     return Answer(text, numbers, header, tuple(rows))
@@ -100,16 +102,21 @@ def reduced_precision(device: torch.device) -> Answer:
                     "speed": base / ms,
                 }
                 rows.append(
-                    (kind, size, name, f"{float(error):.2e}", f"{roundings:.2f}", f"{base / ms:.2f}x")
+                    (
+                        kind,
+                        size,
+                        name,
+                        f"{float(error):.2e}",
+                        f"{roundings:.2f}",
+                        f"{base / ms:.2f}x",
+                    )
                 )
     pin_math_flags("ieee")
     worst = {
         name: max(float(row[4]) for row in rows if row[2] == name)
         for name in dict.fromkeys(row[2] for row in rows)
     }
-    fastest = {
-        name: max(float(row[5][:-1]) for row in rows if row[2] == name) for name in worst
-    }
+    fastest = {name: max(float(row[5][:-1]) for row in rows if row[2] == name) for name in worst}
     text = "; ".join(
         f"{name}: error up to {worst[name]:.2f} roundings, at most {fastest[name]:.2f}x the speed"
         for name in worst

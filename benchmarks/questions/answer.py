@@ -50,7 +50,7 @@ def _window(run: Callable[[], object], calls: int) -> float:
 
 
 def wall_us(run: Callable[[], object], device: torch.device, repeats: int = 5) -> float:
-    """Median microseconds of `run`, host clock, the device empty before and not waited for after."""
+    """Median microseconds of `run` by the host clock; the device is idle before, not waited for."""
     times = []
     for _ in range(repeats + 1):
         if device.type == "cuda":

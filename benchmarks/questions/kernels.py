@@ -121,9 +121,8 @@ def first_convolution(device: torch.device) -> Answer:
     pin_math_flags("ieee")
     total = {key: sum(value.values()) for key, value in numbers.items()}
     text = "Forward and weight gradient, batch 256, 224 px: " + "; ".join(
-        f"{name} " + ", ".join(
-            f"{layout} {total[f'{name} {layout} 3 channels']:.2f} ms" for layout in LAYOUTS
-        )
+        f"{name} "
+        + ", ".join(f"{layout} {total[f'{name} {layout} 3 channels']:.2f} ms" for layout in LAYOUTS)
         + f", NHWC padded to 8 {total[f'{name} NHWC 8 channels']:.2f} ms"
         for name, _, _ in kinds
     )

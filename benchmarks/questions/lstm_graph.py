@@ -15,7 +15,7 @@ LOSS_SCALE = 1024.0
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """One way to train the layer: dtype of the weights, whether under autocast, projected or not."""
+    """One way to train: dtype of the weights, under autocast or not, projected or not."""
 
     name: str
     dtype: torch.dtype

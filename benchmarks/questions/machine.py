@@ -45,4 +45,8 @@ def ceilings(device: torch.device) -> Answer:
     from mprun.bench.ceilings import measure_ceilings
 
     numbers = measure_ceilings(device)
-    return Answer(", ".join(f"{name} {value:g}" for name, value in numbers.items()), numbers)
+    rates = ", ".join(f"{name} {rate / 1e12:.4g}" for name, rate in numbers["flops"].items())
+    text = (
+        f"Copy {numbers['bandwidth'] / 1e12:.3f} TB/s (read and written); products {rates} TFLOP/s."
+    )
+    return Answer(text, numbers)

@@ -6,6 +6,7 @@ CUDA and 1024^3 on a CPU; a copy moves 1 GiB on CUDA and 256 MiB on a CPU, far b
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -16,37 +17,45 @@ _WINDOWS = 5
 _HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-def measure_ceilings(device: torch.device, window_s: float = 0.2, size: int | None = None) -> dict:
+def measure_ceilings(device: torch.device, seconds: float = 6.0, size: int | None = None) -> dict:
     """{"bandwidth": bytes/s, read and written together, "flops": {format: FLOP/s}, ...}.
 
     A multiply-add is 2 FLOP. Formats: fp32 (TF32 off), tf32 where the GPU has it, fp16, bf16; each
-    is the median of five windows of at least `window_s` seconds. size: side of the matrices, for
-    tests. Leaves the flags of FP32 products at "ieee".
+    is the median of up to five windows, of fewer where `seconds` in all do not allow them. size:
+    side of the matrices, for tests. Leaves the flags of FP32 products at "ieee".
     """
     on_gpu = device.type == "cuda"
     size = size or (8192 if on_gpu else 1024)
+    formats = _formats(device)
+    each = seconds / (1 + len(formats))
+    windows = {}
     elements = 2**28 if on_gpu else 2**26  # float32
-    source = torch.rand(elements, device=device)
-    target = torch.empty_like(source)
-    moved = 2 * source.numel() * source.element_size()
-    bandwidth = moved / _median_s(lambda: target.copy_(source), device, window_s)
-    del source, target
+    bandwidth, windows["copy"] = _copied_per_s(elements, device, each)
     flops = {}
-    for name, dtype, math in _formats(device):
+    for name, dtype, math in formats:
         pin_math_flags(math)
         a, b = (torch.rand(size, size, device=device).sub_(0.5).to(dtype) for _ in range(2))
         out = torch.empty_like(a)
-        seconds = _median_s(lambda a=a, b=b, out=out: torch.mm(a, b, out=out), device, window_s)
-        flops[name] = 2 * size**3 / seconds
+        work = partial(torch.mm, a, b, out=out)
+        once, windows[name] = _median_s(work, device, each)
+        flops[name] = 2 * size**3 / once
     pin_math_flags("ieee")
     return {
         "bandwidth": bandwidth,
         "flops": flops,
-        "copy_bytes": moved // 2,
+        "copy_bytes": 4 * elements,
         "matmul_size": size,
-        "windows": _WINDOWS,
+        "windows": windows,
         "threads": None if on_gpu else torch.get_num_threads(),
     }
+
+
+def _copied_per_s(elements: int, device: torch.device, seconds: float) -> tuple[float, int]:
+    """(bytes read and written per second, windows) of copies of float32."""
+    source = torch.rand(elements, device=device)
+    target = torch.empty_like(source)
+    once, windows = _median_s(partial(target.copy_, source), device, seconds)
+    return 2 * 4 * elements / once, windows
 
 
 def _formats(device: torch.device) -> list[tuple[str, torch.dtype, str]]:
@@ -59,13 +68,16 @@ def _formats(device: torch.device) -> list[tuple[str, torch.dtype, str]]:
     return formats + [(name, dtype, "ieee") for name, dtype in halves.items()]
 
 
-def _median_s(work: Callable[[], object], device: torch.device, window_s: float) -> float:
-    """Seconds of one call of `work`: median over windows of several calls."""
-    for _ in range(2):
-        work()
+def _median_s(
+    work: Callable[[], object], device: torch.device, seconds: float
+) -> tuple[float, int]:
+    """(seconds of one call, windows): the median over up to five windows of several calls."""
+    work()
     once = _window_s(work, device, 1)
-    count = max(1, round(window_s / max(once, 1e-7)))
-    return sorted(_window_s(work, device, count) / count for _ in range(_WINDOWS))[_WINDOWS // 2]
+    count = max(1, round(seconds / (_WINDOWS + 2) / max(once, 1e-7)))
+    windows = max(1, min(_WINDOWS, int(seconds / (count * once))))
+    times = sorted(_window_s(work, device, count) / count for _ in range(windows))
+    return times[len(times) // 2], windows
 
 
 def _window_s(work: Callable[[], object], device: torch.device, count: int) -> float:

@@ -2,13 +2,16 @@
 
 import torch
 
-from mprun.bench.contender import Case, Contender
+from mprun.bench.contender import Contender, run_steps
 from mprun.bench.own import Own
 from mprun.bench.phases import time_split
+from mprun.bench.synchronisations import count_synchronisations
 from mprun.numerics.operations import FirstStep
 
+_STEPS = 5  # in which synchronisations are counted
 
-def look_inside(contender: Contender, case: Case, device: torch.device) -> dict:
+
+def look_inside(contender: Contender, device: torch.device) -> dict:
     """syncs per step, time split and memory by kind; each is a value or {"why_not": reason}.
 
     Time split and memory by kind need mprun's own objects, so only mprun has them; the split only
@@ -28,10 +31,11 @@ def look_inside(contender: Contender, case: Case, device: torch.device) -> dict:
     return found
 
 
-def _synchronisations(contender: Contender, device: torch.device) -> float:
-    from mprun.bench.synchronisations import count_synchronisations
-
-    return count_synchronisations(contender.step, device)
+def _synchronisations(contender: Contender, device: torch.device) -> float | None:
+    """Per step; None on a CPU, which waits for nobody."""
+    if device.type != "cuda":
+        return None
+    return count_synchronisations(lambda: run_steps(contender, _STEPS)) / _STEPS
 
 
 def _memory_by_kind(contender: Own) -> dict:
@@ -45,5 +49,5 @@ def _memory_by_kind(contender: Own) -> dict:
 def _attempt(measure):
     try:
         return measure()
-    except (ImportError, RuntimeError, MemoryError) as error:
+    except (RuntimeError, MemoryError) as error:
         return {"why_not": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"}

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from mprun.bench.contender import EQUALITY_STEPS, Contender
+from mprun.bench.contender import EQUALITY_STEPS, Contender, run_steps
 from mprun.bench.energy import PowerMeter
 
 WINDOW_S = 0.3  # at least; NVML's counter and torch's launch queue are invisible beyond that
@@ -76,8 +76,7 @@ def window(
     contender: Contender, device: torch.device, steps: int, meter: PowerMeter | None = None
 ) -> Window:
     """Time `steps` steps, at least 1, after one untimed step."""
-    for _ in range(LEAD_IN):
-        contender.step()
+    run_steps(contender, LEAD_IN)
     take_wait = getattr(contender, "take_wait", None)
     if take_wait is not None:
         take_wait()
@@ -108,13 +107,10 @@ def window(
 def _timed(contender: Contender, device: torch.device, steps: int):
     """(seconds of the device or None, last loss)."""
     if device.type != "cuda":
-        for _ in range(steps):
-            loss = contender.step()
-        return None, loss
+        return None, run_steps(contender, steps)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
-    for _ in range(steps):
-        loss = contender.step()
+    loss = run_steps(contender, steps)
     end.record()
     torch.cuda.synchronize(device)
     return start.elapsed_time(end) / 1000, loss

@@ -15,7 +15,6 @@ from mprun.config.schema import RunConfig
 from mprun.errors import BadInput
 from mprun.run import prepare
 
-NAMES = ("mprun", "mprun+")
 _CONVOLUTIONAL = ("alexnet", "resnet50", "dcgan", "conv_autoencoder")
 _PREPARED_STEPS = 12  # a graph is captured after fewer
 
@@ -40,10 +39,10 @@ class Own:
     measurements that look inside.
     """
 
-    def __init__(self, case: Case, device: torch.device):
+    def __init__(self, case: Case, device: torch.device, best: bool = False):
         plain = (*case.overrides, f"precision={case.mode}", f"device={device.type}")
         self.left_out: dict[str, str] = {}
-        if case.contender == "mprun+":
+        if best:
             model = compose_config(plain).config.model.name
             self.config, self.built = self._built_with(plain, best_settings(model, device.type))
         else:
@@ -134,6 +133,6 @@ def _build(overrides: tuple[str, ...]) -> tuple[RunConfig, Built]:
     return config, prepare(config, device, config.threads)
 
 
-def make(case: Case, device: torch.device) -> Own:
-    """The contender "mprun" or "mprun+"; BadInput for what cannot be built."""
-    return Own(case, device)
+def make_own(case: Case, device: torch.device, best: bool) -> Own:
+    """mprun with its default or its best settings; BadInput for what cannot be built."""
+    return Own(case, device, best)

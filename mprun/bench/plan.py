@@ -1,12 +1,14 @@
 """From a command line to the cases to measure, in the order in which they are."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from importlib.util import find_spec
 
 from mprun.bench.contender import Case
-from mprun.bench.own import NAMES
+from mprun.bench.registry import CONTENDERS, OWN, PEERS, available
 from mprun.bench.suite import CPU_MODES, GPU_MODES, Entry, suite_of
 from mprun.config.compose import compose_config
+from mprun.config.tasks import task_of
 from mprun.errors import BadInput
 from mprun.precision import MODES, get_policy, why_unsupported
 
@@ -32,7 +34,7 @@ class Group:
 
 @dataclass(slots=True)
 class Options:
-    """The command line. contenders: names beside mprun's own; peers is None: none asked for."""
+    """The command line. peers: names, ["all"], or None: mprun alone."""
 
     overrides: list[str] = field(default_factory=list)
     modes: list[str] | None = None
@@ -50,41 +52,67 @@ class Options:
 
 def case_key(case: Case) -> str:
     """What names a case in every file of a bench."""
-    return " | ".join((case.label, case.mode, case.contender)) + (
-        " | end to end" if case.real_data else ""
-    )
+    parts = [case.label, case.mode, case.contender, *(["end to end"] if case.real_data else [])]
+    return " | ".join(parts)
 
 
-def plan(options: Options, device, peers: Sequence[str]) -> list[Group]:
-    """The groups to measure; BadInput for what this device or configuration cannot run.
+def plan(options: Options, device) -> tuple[list[Group], list[dict]]:
+    """(groups to measure, what is left out: label, mode, contender, reason).
 
-    device: a torch device. peers: names of contenders beside mprun, checked by the caller.
+    device: a torch device. Raises BadInput for what this device or configuration cannot run and for
+    a peer that is unknown, not installed, or useless in every mode that was asked for.
     """
     if options.overrides:
         entries = [_entry(options.overrides, options.modes, device)]
     else:
-        entries = [_with_modes(entry, options.modes) for entry in suite_of(device.type)]
-    entries = [entry for entry in entries if entry.modes]
-    own = NAMES if device.type == "cuda" else NAMES[:1]
-    names = list(dict.fromkeys((*own, *peers)))
-    for mode in dict.fromkeys(mode for entry in entries for mode in entry.modes):
-        reason = why_unsupported(get_policy(mode), device)
-        if reason is not None:
-            raise BadInput(f"--modes {mode}: {reason}")
-    groups = []
+        entries = [_of_suite(entry, options.modes) for entry in suite_of(device.type)]
+    asked = None if options.peers in (None, ["all"]) else options.peers
+    _known_peers(asked or [])
+    groups, left_out, used = [], [], set()
     for entry in entries:
+        task = task_of(compose_config(entry.overrides).config.model)
+        cases = []
         for mode in entry.modes:
+            reason = available("mprun", mode, task, device)
+            if reason is not None and (options.overrides or options.modes is not None):
+                raise BadInput(f"--modes {mode}: {reason}")
+            if reason is not None:
+                left_out.append(_left_out(entry, mode, "mprun", reason))
+                continue
             compose_config([*entry.overrides, f"precision={mode}", f"device={device.type}"])
-        cases = [
-            Case(entry.label, entry.overrides, mode, name) for mode in entry.modes for name in names
-        ]
+            names = list(OWN if device.type == "cuda" else ("mprun",))
+            for peer in () if options.peers is None else asked or PEERS:
+                reason = None if peer in OWN else available(peer, mode, task, device)
+                if reason is None:
+                    names.append(peer)
+                    used.add(peer)
+                else:
+                    left_out.append(_left_out(entry, mode, peer, reason))
+            names = dict.fromkeys(names)
+            cases += [Case(entry.label, entry.overrides, mode, name) for name in names]
         if options.end_to_end:
-            cases += [
-                Case(entry.label, entry.overrides, mode, "mprun", real_data=True)
-                for mode in entry.modes
-            ]
+            modes = dict.fromkeys(case.mode for case in cases)
+            cases += [Case(entry.label, entry.overrides, m, "mprun", True) for m in modes]
         groups.append(Group(entry.label, tuple(cases), entry.weight))
-    return groups
+    for peer in asked or []:
+        if peer not in used:
+            reason = next(left["reason"] for left in left_out if left["contender"] == peer)
+            raise BadInput(f"--peers {peer}: {reason}")
+    return groups, left_out
+
+
+def _known_peers(names: Sequence[str]) -> None:
+    for name in names:
+        if name not in CONTENDERS:
+            allowed = f"allowed: all, {', '.join(PEERS)}"
+            raise BadInput(f"--peers {name}: no such peer ({allowed})")
+        package = CONTENDERS[name].package
+        if package is not None and find_spec(package) is None:
+            raise BadInput(f"--peers {name}: the package {package} is not installed")
+
+
+def _left_out(entry: Entry, mode: str, contender: str, reason: str) -> dict:
+    return {"label": entry.label, "mode": mode, "contender": contender, "reason": reason}
 
 
 def device_of(overrides: Sequence[str]) -> str:
@@ -114,14 +142,11 @@ def _entry(overrides: Sequence[str], modes: Sequence[str] | None, device) -> Ent
     kept = tuple(o for o in overrides if not o.lstrip("+").startswith("device="))
     if modes is None:
         default = GPU_MODES if device.type == "cuda" else CPU_MODES
-        supported = [m for m in default if why_unsupported(get_policy(m), device) is None]
-        modes = tuple(supported)
+        modes = [m for m in default if why_unsupported(get_policy(m), device) is None]
     size = getattr(config.data, "image_size", None)
     shape = f" {size} px" if size else ""
     return Entry(f"{config.model.name}{shape} b{config.data.batch_size}", kept, tuple(modes), 1.0)
 
 
-def _with_modes(entry: Entry, modes: Sequence[str] | None) -> Entry:
-    if modes is None:
-        return entry
-    return Entry(entry.label, entry.overrides, tuple(modes), entry.weight)
+def _of_suite(entry: Entry, modes: Sequence[str] | None) -> Entry:
+    return entry if modes is None else replace(entry, modes=tuple(modes))

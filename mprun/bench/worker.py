@@ -40,6 +40,7 @@ class Worker:
         """The answer to a request; ValueError for an unknown one."""
         requests = {
             "ceilings": self.ceilings,
+            "limit": self.limit,
             "build": self.build,
             "equality": self.equality,
             "prepare": self.prepare,
@@ -51,13 +52,20 @@ class Worker:
             raise ValueError(f"unknown request {name!r}")
         return requests[name](**request)
 
-    def ceilings(self, device: str, threads: int | None = None) -> dict:
-        """The device's ceilings, and what NVML says of it."""
+    def ceilings(self, device: str, seconds: float, threads: int | None = None) -> dict:
+        """The device's ceilings in some `seconds`, and what NVML says of it."""
         if threads is not None:
             torch.set_num_threads(threads)
         self._on(device)
-        measured = measure_ceilings(self.device)
+        measured = measure_ceilings(self.device, seconds)
         return {"ceilings": measured, "driver": self.meter.driver(), "nvml": self.meter.why}
+
+    def limit(self, overrides: list[str], mode: str, ceilings: dict, name: str) -> dict:
+        """See `mprun.bench.roofline_share.step_limit`."""
+        from mprun.bench.roofline_share import step_limit
+
+        torch.set_num_threads(1)
+        return step_limit(overrides, mode, ceilings, name)
 
     def build(self, case: dict, device: str) -> dict:
         """Make the contender; memory is what the device has left then."""
@@ -68,7 +76,6 @@ class Worker:
         threads = compose_config(case.overrides).config.threads
         if threads is not None:
             torch.set_num_threads(threads)
-        self.case = case
         self.contender = make(case, self.device)
         return {
             "samples_per_step": self.contender.samples_per_step,
@@ -115,7 +122,7 @@ class Worker:
             answer["energy_window"] = self.window(steps_for(step_s, ENERGY_S))
         repeats = max(2, min(_REPEATS, math.floor(0.2 * seconds / step_s)))
         answer["host_s"] = host_seconds(self.contender, self.device, repeats)
-        answer |= look_inside(self.contender, self.case, self.device)
+        answer |= look_inside(self.contender, self.device)
         return answer | {"nvml": self.meter.why}
 
     def _peak(self, step_s: float) -> dict:

@@ -39,9 +39,7 @@ def put_channels_last(network: nn.Module) -> nn.Module:
     )
 
 
-def build_stepper(
-    config: RunConfig, task, rate: LearningRate, device: torch.device
-) -> Stepper:
+def build_stepper(config: RunConfig, task, rate: LearningRate, device: torch.device) -> Stepper:
     """The stepper of a task just built; BadInput for a setting that cannot work on `device`."""
     refuse_on(config, device.type)
     settings = _settings(config, device)
@@ -64,9 +62,7 @@ def build_stepper(
     return Stepper(task, graph=graph, compilation=compilation, stream=stream, settings=settings)
 
 
-def _why_no_graph(
-    config: RunConfig, task, rate: LearningRate, device: torch.device
-) -> str | None:
+def _why_no_graph(config: RunConfig, task, rate: LearningRate, device: torch.device) -> str | None:
     if config.train.cuda_graph == "off":
         return "train.cuda_graph=off"
     optimizers = [learner.optimizer for learner in task.learners.values()]

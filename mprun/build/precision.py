@@ -62,6 +62,11 @@ def build_loss_scale(config: schema.ScalerConfig, device: torch.device) -> LossS
     return kinds[config.kind](**arguments, device=device)
 
 
+def update_of(config: schema.OptimConfig) -> str:
+    """`update` of a MixedPrecisionOptimizer: one of torch's implementations is the plain way."""
+    return config.implementation if config.implementation in ("auto", "single_pass") else "plain"
+
+
 def optimizer_maker(
     config: schema.OptimConfig,
     policy: PrecisionPolicy,
@@ -74,12 +79,12 @@ def optimizer_maker(
     Biases and the parameters of the module's norm layers get groups of their own where the
     configuration tells them apart from the weights.
 
-    implementation "auto" is the fused kernel, except where the update itself is in 16 bits: a
-    fused kernel would compute that in FP32 registers (and torch's fused SGD does not update half
-    parameters on a CPU at all).
+    implementation "auto" and "single_pass" are the fused kernel, on which a single pass builds on a
+    CPU, except where the update itself is in 16 bits: a fused kernel would compute that in FP32
+    registers (and torch's fused SGD does not update half parameters on a CPU at all).
     """
     implementation, fused = config.implementation, has_fused_kernel(config.name, device)
-    if implementation == "auto":
+    if implementation in ("auto", "single_pass"):
         in_16_bits = policy.master_dtype is None and policy.param_dtype.itemsize == 2
         implementation = "fused" if fused and not in_16_bits else "foreach"
     elif implementation == "fused" and not fused:

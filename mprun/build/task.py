@@ -9,7 +9,7 @@ from torch import nn
 from mprun.build.execution import put_channels_last, uses_channels_last
 from mprun.build.model import gan_builders, model_builder
 from mprun.build.own_code import check_own_data, check_own_network
-from mprun.build.precision import build_loss_scale, optimizer_maker
+from mprun.build.precision import build_loss_scale, optimizer_maker, update_of
 from mprun.config.schema import RunConfig
 from mprun.config.tasks import task_of
 from mprun.errors import BadInput
@@ -166,13 +166,13 @@ def _samples(config: RunConfig) -> bool:
 
 
 def _limits(config: RunConfig, models: list[nn.Module]) -> list[dict]:
-    """What is clipped and averaged of each model, as arguments of its optimizer.
+    """How each model is updated and what of it is clipped and averaged: arguments of its optimizer.
 
     A pattern has to match in one of the models at least; a model in which none of several patterns
     matches is neither clipped nor averaged. ValueError names a pattern without a match.
     """
     train, optim = config.train, config.optim
-    found: list[dict] = [{} for _ in models]
+    found: list[dict] = [{"update": update_of(optim)} for _ in models]
     for what, value, key, patterns in (
         ("clip", train.clip_norm, "train.clip_modules", train.clip_modules),
         ("average", optim.average_decay, "optim.average_modules", optim.average_modules),
@@ -200,9 +200,7 @@ def _sample_distance(config: RunConfig, data, device) -> SampleDistance | None:
     return SampleDistance(size, channels, device)
 
 
-def _new(
-    builder: Callable[[], nn.Module], device: torch.device, channels_last: bool
-) -> nn.Module:
+def _new(builder: Callable[[], nn.Module], device: torch.device, channels_last: bool) -> nn.Module:
     try:
         network = builder().to(device)
     except ValueError as error:

@@ -149,6 +149,18 @@ def _optim(config: RunConfig) -> None:
             f"optim.implementation=fused: {config.precision.name} updates in 16 bits operation by "
             "operation; a fused kernel would compute in FP32 (allowed: auto, foreach, loop)"
         )
+    if optim.implementation == "single_pass" and in_16_bits:
+        raise BadInput(
+            f"optim.implementation=single_pass: {config.precision.name} has no master weights and "
+            "updates in 16 bits operation by operation; a single pass computes in FP32 (allowed: "
+            "auto, foreach, loop)"
+        )
+    if optim.implementation == "single_pass" and precision.grad_dtype != "fp32":
+        raise BadInput(
+            f"optim.implementation=single_pass: with precision.grad_dtype={precision.grad_dtype} "
+            "gradients are unscaled in 16 bits, in a single pass in FP32 (allowed: auto, fused, "
+            "foreach, loop)"
+        )
 
 
 def _word(value: object) -> str:

@@ -1,6 +1,7 @@
 """Networks compiled by torch.compile for training steps."""
 
 import time
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -30,13 +31,18 @@ class Compilation:
         BadInput, in one line, where the compiler fails (it needs a C++ compiler on a CPU, Triton
         on a GPU).
         """
+        # Random numbers are those of the uncompiled network: the same dropout masks.
+        options = torch._inductor.list_mode_options(self.mode) | {"fallback_random": True}
         for learner in self.learners:
             learner.compiled = torch.compile(
-                learner.model, mode=self.mode, fullgraph=self.fullgraph, dynamic=False
+                learner.model, options=options, fullgraph=self.fullgraph, dynamic=False
             )
         started = time.perf_counter()
         try:
-            result = step()
+            with warnings.catch_warnings():
+                # torch looks for the gradient of a discriminator's input, which has none.
+                warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")
+                result = step()
         except Exception as error:
             if not _is_the_compilers(error):
                 raise

@@ -98,11 +98,16 @@ class Observation:
             register_module_forward_pre_hook(self._enter_module),
             register_module_forward_hook(self._leave_module, always_call=True),
         ]
+        # A single pass shows neither casts nor unscaling, and on a GPU not even the update.
+        for learner in self.built.task.learners.values():
+            learner.optimizer.observed = True
         self._outer.__enter__()
         return self
 
     def __exit__(self, *exception) -> None:
         self._outer.__exit__(*exception)
+        for learner in self.built.task.learners.values():
+            learner.optimizer.observed = False
         for hook in self._hooks:
             hook.remove()
         self.built.arithmetic.emulations = self.built.arithmetic.emulations[:-1]

@@ -8,7 +8,6 @@ step, so dropout masks and generator inputs are the same.
 """
 
 import copy
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -49,21 +48,18 @@ class Shadow:
         self.device = task.arithmetic.device
         self.own: dict[str, dict[str, Tensor]] = {}
         self.sums: dict[tuple[str, str], Tensor] = {}
-        self._handles: list = []
 
     def __enter__(self) -> "Shadow":
         self.random = _random_states(self.device)
         # Copies of the weights and of the carried state as they are before the step.
         self.twin = _twin(self.task, self.device)
-        for name, learner in self.task.learners.items():
-            hook = partial(self._keep_gradients, name)
-            self._handles.append(learner.optimizer.inner.register_step_pre_hook(hook))
         return self
 
-    def __exit__(self, *exception) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+    def __exit__(self, kind, error, traceback) -> None:
+        if kind is None:
+            for name, learner in self.task.learners.items():
+                gradients = learner.optimizer.unscaled_gradients()
+                self.own[name] = {own: value.float() for own, value in gradients.items()}
 
     def run(self, index: int, metrics: dict[str, Tensor]) -> Tensor:
         """Take the step in FP32 and compare; its loss as a 0-dim tensor.
@@ -89,14 +85,6 @@ class Shadow:
             for (name, module), row in zip(self.sums, rows, strict=True):
                 names[name][module] = Agreement(*row)
         return names
-
-    def _keep_gradients(self, name: str, inner, args, kwargs) -> None:
-        optimizer = self.task.learners[name].optimizer
-        self.own[name] = {
-            parameter: updated.grad.detach().float().clone()
-            for parameter, updated in zip(optimizer.names, optimizer.updated, strict=True)
-            if updated.grad is not None
-        }
 
     @torch.no_grad()
     def _compare(self, name: str, fp32: dict[str, Tensor], factor: Tensor | None) -> None:

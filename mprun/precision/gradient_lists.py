@@ -31,11 +31,16 @@ def largest(tensors: Iterable[Tensor | None]) -> Tensor:
     return torch.stack(norms).max()
 
 
-def global_norm(gradients: list[Tensor]) -> Tensor:
-    """L2 norm over all gradients, float32: squares of FP16 values would overflow in FP16."""
+def norms_of(gradients: list[Tensor]) -> Tensor:
+    """L2 norm of each, float32 [n], by dtype: squares of FP16 values would overflow in FP16."""
     norms = [
         norm
         for group in by_dtype(gradients)
         for norm in torch._foreach_norm(group, 2, dtype=torch.float32)
     ]
-    return torch.linalg.vector_norm(torch.stack(norms), 2)
+    return torch.stack(norms)
+
+
+def global_norm(gradients: list[Tensor]) -> Tensor:
+    """L2 norm over all gradients, float32, 0-dim."""
+    return torch.linalg.vector_norm(norms_of(gradients), 2)

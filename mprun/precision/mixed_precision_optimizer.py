@@ -14,10 +14,14 @@ Where the gradients are not finite and the loss scale skips such steps, paramete
 state and BatchNorm statistics stay as they were. (Paper sections 3.1 and 3.2.)
 
 Nothing here waits for the device: scale, found_inf and counters are device tensors.
+
+Where the update is a single pass (mprun.precision.single_pass), the gradients of a step with one
+loss stay in `.grad`, scaled and in the dtype of backward, until `step` does all of the above with
+them: one read for the check, one pass for the rest. A second loss or micro-batch of the same step
+collects them first, as the plain way does after every loss.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -25,36 +29,16 @@ from torch.optim import Optimizer
 
 from mprun.precision.batch_norm_guard import BatchNormGuard
 from mprun.precision.casting import CastModel
-from mprun.precision.gradient_lists import by_dtype, counted, global_norm, largest
+from mprun.precision.collected_gradients import CollectedGradients
+from mprun.precision.gradient_lists import counted, global_norm, norms_of
 from mprun.precision.inner_optimizer import initialise_state, step_unless
 from mprun.precision.loss_scale import LossScale, NoLossScale
 from mprun.precision.module_patterns import matching_parameters
+from mprun.precision.optimizer_state import restore
 from mprun.precision.row_updates import RowUpdate, row_tables
+from mprun.precision.single_pass import choose_update
+from mprun.precision.update import Update, UsedGradients
 from mprun.precision.weight_average import WeightAverage, choose_averaged
-
-
-@dataclass(frozen=True, slots=True)
-class Update:
-    """What one step did, as 0-dim device tensors.
-
-    loss_scale: float32, the scale of the (first) loss of this step.
-    found_inf: float32, 1 if the update was skipped; None if the loss scale never skips.
-    grad_norm: float32, global L2 norm of the unscaled gradients before clipping, of those that are
-    clipped where `clip_modules` chooses some; None if neither needed for clipping nor asked for.
-    """
-
-    loss_scale: Tensor
-    found_inf: Tensor | None
-    grad_norm: Tensor | None
-
-    def metrics(self, prefix: str = "") -> dict[str, Tensor]:
-        """What there is to report, by the name it has in metrics.jsonl behind `prefix`."""
-        values = {
-            f"{prefix}loss_scale": self.loss_scale,
-            f"{prefix}found_inf": self.found_inf,
-            f"{prefix}grad_norm": self.grad_norm,
-        }
-        return {name: value for name, value in values.items() if value is not None}
 
 
 class MixedPrecisionOptimizer:
@@ -72,10 +56,14 @@ class MixedPrecisionOptimizer:
     guards: BatchNorm statistics to restore when an update is skipped; saved by `zero_grad`.
     average_decay, average_modules: keep a WeightAverage of the parameters of these modules (none
         given: of all), in `averages`.
+    update: "plain" (torch's operations one after the other), "single_pass", or "auto" for the
+        latter where it can be used and saves something. `update_path` and `update_reason` say
+        which it is, and why.
 
     Row tables of the model (mprun.precision.row_updates) are updated by the same rule at the rate
     of weights, in the rows that the step used. Raises ValueError for a pattern that matches no
-    module, for an average of row tables, and for a rule that would move unused rows.
+    module, for an average of row tables, for a rule that would move unused rows, and for a single
+    pass that is asked for and cannot be.
     """
 
     def __init__(
@@ -89,6 +77,7 @@ class MixedPrecisionOptimizer:
         guards: Iterable[BatchNormGuard] = (),
         average_decay: float | None = None,
         average_modules: Iterable[str] = (),
+        update: str = "plain",
     ):
         named = [(n, p) for n, p in cast.module.named_parameters() if p.requires_grad]
         device = named[0][1].device
@@ -137,10 +126,30 @@ class MixedPrecisionOptimizer:
         )
         multiplied = any(row.table.gradient_factor != 1 for row in self.rows)
         self.collects = casts or self.skips or multiplied
-        # Of the parameters, then of the rows.
-        self._collected: list[Tensor | None] = [None] * len(self._is_clipped)
         self._found_inf = torch.zeros((), device=device)
-        self._one = torch.ones((), device=device)
+        dtypes = [self._dtype_for(u) for u in self.updated]
+        self._collected = CollectedGradients(
+            self.parameters,
+            self.rows,
+            [*dtypes, *(self._dtype_for(row.tensor) for row in self.rows)],
+            self._found_inf,
+        )
+        choice = choose_update(
+            update,
+            self.inner,
+            self.parameters,
+            self.updated,
+            self._is_clipped[: len(pairs)],
+            grad_dtypes=set(dtypes),
+            gains=casts or self.skips,
+        )
+        self._single = choice.single_pass
+        self.update_path, self.update_reason = choice.path, choice.reason
+        # True: torch's operations even so, which show an observer every intermediate result.
+        self.observed = False
+        # The scale of the loss whose gradients are still in `.grad`.
+        self._pending: LossScale | None = None
+        self._used: UsedGradients | None = None
 
     @property
     def masters(self) -> dict[str, Tensor]:
@@ -173,8 +182,9 @@ class MixedPrecisionOptimizer:
         """Forget gradients and flags; remember the guarded BatchNorm statistics."""
         for parameter in self.parameters:
             parameter.grad = None
+        self._pending = self._used = None
         if self.collects:
-            self._collected = [None] * len(self._collected)
+            self._collected.clear()
             for updated in self.updated:
                 updated.grad = None
         if self.skips:
@@ -191,9 +201,15 @@ class MixedPrecisionOptimizer:
         accumulate in grad_dtype, each divided by the scale of its own loss.
         """
         scale = self.loss_scales[loss_index]
+        first = self._pending is None and not self._collected.any()
+        if self._pending is not None and self.collects:
+            self._collected.add(self._pending)
+            self._pending = None
         scale.scale_loss(loss).backward()
-        if self.collects:
-            self._collect(scale)
+        if self._single is not None and not self.observed and (first or not self.collects):
+            self._pending = scale
+        elif self.collects:
+            self._collected.add(scale)
 
     @torch.no_grad()
     def step(self, measure_norm: bool = False) -> Update:
@@ -201,27 +217,41 @@ class MixedPrecisionOptimizer:
 
         measure_norm: compute the gradient norm although nothing is clipped.
         """
-        norm, gradients = None, self._gradients()
-        if self.clip_norm is not None or measure_norm:
-            pairs = zip(gradients, self._is_clipped, strict=True)
-            chosen = [gradient for gradient, counts in pairs if counts and gradient is not None]
-            norm = global_norm(chosen)
-            if self.clip_norm is not None:
-                torch._foreach_mul_(chosen, (self.clip_norm / (norm + 1e-6)).clamp(max=1.0))
-        if self.collects:
-            for updated, gradient in zip(self.updated, gradients, strict=False):
-                updated.grad = None if gradient is None else gradient.to(updated.dtype)
+        needs_norm = measure_norm or self.clip_norm is not None
+        inverse, norm, count = None, None, len(self.names)
+        if self._pending is not None:
+            own, rows, inverse, norm = self._check_pending(needs_norm)
+        else:
+            gradients = self._gradients()
+            own, rows = gradients[:count], gradients[count:]
+            if needs_norm:
+                norm = global_norm(self._clipped(gradients))
+        clip = None
+        if self.clip_norm is not None:
+            clip = (self.clip_norm / (norm + 1e-6)).clamp(max=1.0)
         found_inf = self._found_inf if self.skips else None
-        if found_inf is not None:
+        single = None if self.observed and self._pending is None else self._single
+        self._used = UsedGradients(own, inverse, clip if single is not None else None)
+        # Rows are always multiplied in place; of the others a single pass takes care itself.
+        chosen = self._clipped([*(own if single is None else [None] * count), *rows])
+        if clip is not None and chosen:
+            torch._foreach_mul_(chosen, clip)
+        if self._pending is None and self.collects:
+            for updated, gradient in zip(self.updated, own, strict=True):
+                updated.grad = None if gradient is None else gradient.to(updated.dtype)
+        if single is not None:
+            single.update(own, inverse, clip, found_inf)
+        elif found_inf is not None:
             step_unless(self.inner, found_inf)
-            for guard in self.guards:
-                guard.restore_where(found_inf)
         else:
             self.inner.step()
-        for row, gradient in zip(self.rows, gradients[len(self.names) :], strict=True):
+        if found_inf is not None:
+            for guard in self.guards:
+                guard.restore_where(found_inf)
+        for row, gradient in zip(self.rows, rows, strict=True):
             if gradient is not None:
                 row.apply(gradient, found_inf)
-        if self._copies:
+        if single is None and self._copies:
             torch._foreach_copy_(self._copies, self._masters)
         if self.average is not None:
             self.average.update(found_inf)
@@ -230,6 +260,16 @@ class MixedPrecisionOptimizer:
             return Update(scale, None, norm)
         # Copies: both tensors are about to change in place.
         return Update(scale.clone(), self._found_inf.clone(), norm)
+
+    def unscaled_gradients(self) -> dict[str, Tensor]:
+        """Gradients of the last step by parameter name, as the update used them: also clipped.
+
+        Copies in the dtype of the update; parameters without a gradient are left out. To be read
+        before the next `zero_grad`; what a single pass never wrote to memory is computed here.
+        """
+        if self._used is None:
+            return {}
+        return self._used.by_name(self.names, self.updated, self._is_clipped)
 
     def set_lr(self, lr: float | Tensor) -> None:
         """Set the rate of every group to `lr` times the group's lr_factor (1 where it has none).
@@ -251,81 +291,50 @@ class MixedPrecisionOptimizer:
         state = {name: dict(own) for name, own in self.state_by_name().items()}
         return {"masters": self.masters, "state": state, "averages": dict(self.averages)}
 
-    @torch.no_grad()
     def load_state_dict(self, saved: dict) -> None:
-        """Restore bit for bit, dtypes included; ValueError names what does not fit.
+        """Restore bit for bit, dtypes included; ValueError names what does not fit."""
+        restore(saved, self.masters, self.state_by_name(), self.averages)
 
-        torch's own Optimizer.load_state_dict casts state to the parameter's dtype and so loses
-        FP32 momentum of FP16 parameters; this one copies tensor by tensor.
-        """
-        masters, state = self.masters, self.state_by_name()
-        if saved["masters"].keys() != masters.keys() or saved["state"].keys() != state.keys():
-            raise ValueError("optimizer state is of another model or precision mode")
-        averages = saved.get("averages", {})
-        if averages.keys() != self.averages.keys():
-            raise ValueError("optimizer state has averages of other weights (optim.average_decay)")
-        for name, average in self.averages.items():
-            _copy_exactly(f"average of {name}", average, averages[name])
-        for name, master in masters.items():
-            _copy_exactly(f"master weights of {name}", master, saved["masters"][name])
-        for name, own in state.items():
-            if saved["state"][name].keys() != own.keys():
-                raise ValueError(f"optimizer state of {name} is of another optimizer")
-            for key, value in saved["state"][name].items():
-                _copy_exactly(f"{key} of {name}", own[key], value)
-
-    def _collect(self, scale: LossScale) -> None:
-        """Move each new gradient out of `.grad`: cast, divide by the scale, check, accumulate."""
-        new: list[Tensor | None] = []
-        for parameter, updated in zip(self.parameters, self.updated, strict=True):
-            gradient, parameter.grad = parameter.grad, None
-            new.append(None if gradient is None else gradient.to(self._dtype_for(updated)))
-        for row in self.rows:
-            gradient = row.take_gradient()
-            new.append(None if gradient is None else gradient.to(self._dtype_for(row.tensor)))
-        found_inf = torch.zeros_like(self._found_inf)
+    def _check_pending(
+        self, needs_norm: bool
+    ) -> tuple[list[Tensor | None], list[Tensor | None], Tensor | None, Tensor | None]:
+        """Look at the gradients where backward left them: (own, of rows, 1/scale, norm)."""
+        scale, count = self._pending, len(self.names)
+        own: list[Tensor | None] = [parameter.grad for parameter in self.parameters]
+        inverse = scale.inverse() if scale.skips_nonfinite else None
+        checked = self._single.check(
+            own,
+            inverse,
+            self._found_inf if self.skips else None,
+            norm=needs_norm,
+            grad_max=scale.needs_grad_max,
+        )
+        rows, grad_max = [], checked.grad_max
+        if self.rows and self.collects:
+            of_rows = self._collected.add_rows(scale)
+            if grad_max is not None:
+                grad_max = torch.maximum(grad_max, of_rows)
+        if self.rows:
+            rows = self._gradients()[count:]
         if scale.skips_nonfinite:
-            inverse = scale.inverse()
-            for group in by_dtype(new):
-                torch._amp_foreach_non_finite_check_and_unscale_(group, found_inf, inverse)
-            grad_max = largest(new) if scale.needs_grad_max else None
-        multiplied = self._multiply_rows(new)
-        if scale.skips_nonfinite:
-            # A factor can take a 16-bit gradient beyond its format.
-            for group in by_dtype(multiplied):
-                torch._amp_foreach_non_finite_check_and_unscale_(group, found_inf, self._one)
-            scale.record(found_inf, grad_max)
-            torch.maximum(self._found_inf, found_inf, out=self._found_inf)
-        for index, gradient in enumerate(new):
-            if gradient is None:
-                continue
-            if self._collected[index] is None:
-                self._collected[index] = gradient
-            else:
-                self._collected[index].add_(gradient)
+            scale.record(self._found_inf, grad_max)
+        if not needs_norm:
+            return own, rows, inverse, None
+        norms = [checked.norms]
+        if chosen := self._clipped([*[None] * count, *rows]):
+            norms.append(norms_of(chosen))
+        return own, rows, inverse, torch.linalg.vector_norm(torch.cat(norms))
 
-    def _multiply_rows(self, new: list[Tensor | None]) -> list[Tensor]:
-        """Multiply the gradients of row tables by their factors; those that have one."""
-        multiplied = []
-        for row, gradient in zip(self.rows, new[len(self.names) :], strict=True):
-            if gradient is not None and row.table.gradient_factor != 1:
-                multiplied.append(gradient.mul_(row.table.gradient_factor))
-        return multiplied
+    def _clipped(self, gradients: list[Tensor | None]) -> list[Tensor]:
+        """Those that count in the norm and are clipped."""
+        pairs = zip(gradients, self._is_clipped, strict=True)
+        return [gradient for gradient, counts in pairs if counts and gradient is not None]
 
     def _gradients(self) -> list[Tensor | None]:
         if self.collects:
-            return self._collected
+            return self._collected.values
         return [p.grad for p in self.parameters] + [row.gradient for row in self.rows]
 
     def _dtype_for(self, updated: Tensor) -> torch.dtype:
         # Without master weights a parameter that an override keeps in FP32 has FP32 gradients.
         return self.grad_dtype if self.has_masters else updated.dtype
-
-
-def _copy_exactly(what: str, own: Tensor, saved: Tensor) -> None:
-    if own.dtype != saved.dtype or own.shape != saved.shape:
-        raise ValueError(
-            f"{what}: saved as {saved.dtype} {tuple(saved.shape)}, "
-            f"needed {own.dtype} {tuple(own.shape)}"
-        )
-    own.copy_(saved)

@@ -18,6 +18,13 @@ from mprun.precision.inner_optimizer import is_fused
 
 # AdamW is a kind of Adam to Python.
 RULES = {AdamW: "adamw", Adam: "adam", SGD: "sgd", Adagrad: "adagrad"}
+# In the order in which kernels take it.
+STATE = {
+    "sgd": ("momentum_buffer",),
+    "adam": ("exp_avg", "exp_avg_sq"),
+    "adamw": ("exp_avg", "exp_avg_sq"),
+    "adagrad": ("sum",),
+}
 # What no published recipe of the paper's models sets, and what the single pass has no formula for.
 _UNKNOWN_SETTINGS = ("maximize", "differentiable", "amsgrad", "dampening", "lr_decay")
 
@@ -127,7 +134,7 @@ def choose_update(
 
 
 def rule_of(inner: Optimizer) -> str | None:
-    """"sgd", "adam", "adamw" or "adagrad"; None for another optimizer."""
+    """ "sgd", "adam", "adamw" or "adagrad"; None for another optimizer."""
     return RULES.get(type(inner))
 
 
@@ -161,6 +168,15 @@ def in_order_of(like: Tensor, tensor: Tensor) -> Tensor:
     return torch.empty_like(like, dtype=tensor.dtype).copy_(tensor)
 
 
+def ordered_state(inner: Optimizer, master: Tensor) -> list[Tensor]:
+    """The state tensors of a parameter, in memory as it is: kernels look at no strides."""
+    state = inner.state[master]
+    names = [name for name in STATE[rule_of(inner)] if name in state]
+    for name in names:
+        state[name] = in_order_of(master, state[name])
+    return [state[name] for name in names]
+
+
 def _why_not(
     inner: Optimizer, updated: Sequence[Tensor], grad_dtypes: set[torch.dtype]
 ) -> str | None:
@@ -179,6 +195,9 @@ def _why_not(
         for setting in _UNKNOWN_SETTINGS:
             if group.get(setting):
                 return f"{setting}={group[setting]}: it has no formula for this setting"
+        on_host = rule.startswith("adam") and not (group["fused"] or group["capturable"])
+        if device.type == "cuda" and on_host:
+            return f"{rule} keeps its step counter on the host unless fused or capturable"
     return None
 
 

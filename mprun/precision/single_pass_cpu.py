@@ -22,6 +22,7 @@ from mprun.precision.single_pass import (
     Checked,
     in_memory_order,
     in_order_of,
+    ordered_state,
     rule_of,
     same_order,
 )
@@ -31,12 +32,6 @@ from mprun.precision.single_pass import (
 BLOCK = 512 * 1024
 # Below this one call for all of them is faster than one each.
 _SMALL = 32 * 1024
-_STATE = {
-    "sgd": ("momentum_buffer",),
-    "adam": ("exp_avg", "exp_avg_sq"),
-    "adamw": ("exp_avg", "exp_avg_sq"),
-    "adagrad": ("sum",),
-}
 _ALIGNMENT = 16  # elements: 64 bytes, one register of AVX-512
 
 
@@ -180,9 +175,7 @@ class BlockedUpdate:
                 fused = torch._fused_adam_ if self.rule == "adam" else torch._fused_adamw_
                 fused(block.masters, pieces, *block.states, [], block.steps, **settings)
             case _:
-                torch._fused_adagrad_(
-                    block.masters, pieces, *block.states, block.steps, **settings
-                )
+                torch._fused_adagrad_(block.masters, pieces, *block.states, block.steps, **settings)
         if block.copies:
             torch._foreach_copy_(block.copies, block.copied)
 
@@ -271,7 +264,7 @@ class BlockedUpdate:
         steps = []
         for index in indices:
             own, master = self.parameters[index], self.updated[index]
-            state = self._state_of(master)
+            state = ordered_state(self.inner, master)
             step = self.inner.state[master].get("step")
             if step is not None:
                 steps.append(step)
@@ -284,18 +277,12 @@ class BlockedUpdate:
                 self._append(blocks[-1], index, None, own, master, state, step)
                 continue
             parts = [in_memory_order(t).split(self.block) for t in (own, master, *state)]
-            for place, (own_part, master_part, *state_parts) in enumerate(
-                zip(*parts, strict=True)
-            ):
+            for place, (own_part, master_part, *state_parts) in enumerate(zip(*parts, strict=True)):
                 if blocks[-1].used + master_part.numel() > self.block:
                     blocks.append(_Block())
-                self._append(
-                    blocks[-1], index, place, own_part, master_part, state_parts, step
-                )
+                self._append(blocks[-1], index, place, own_part, master_part, state_parts, step)
         blocks = [block for block in blocks if block.sources]
-        return _Part(
-            group, clipped, in_fp32, indices, blocks, None if has_copies else whole, steps
-        )
+        return _Part(group, clipped, in_fp32, indices, blocks, None if has_copies else whole, steps)
 
     def _append(
         self,
@@ -320,15 +307,6 @@ class BlockedUpdate:
             block.copied.append(master.detach())
         block.used += -(-master.numel() // _ALIGNMENT) * _ALIGNMENT
 
-    def _state_of(self, master: Tensor) -> list[Tensor]:
-        """State tensors in memory as the master is: a fused kernel looks at no strides."""
-        state = self.inner.state[master]
-        names = [name for name in _STATE[self.rule] if name in state]
-        for name in names:
-            if not same_order(state[name], master):
-                state[name] = in_order_of(master, state[name])
-        return [state[name] for name in names]
-
 
 def _place(block: _Block, buffer: Tensor) -> None:
     """Give each piece its place in the buffer, with the strides of its master."""
@@ -345,12 +323,15 @@ def _is_set(flag: Tensor) -> bool:
 
 def _largest(gradients: list[Tensor]) -> Tensor:
     """Largest magnitude, float32, 0-dim; NaN where there is one."""
-    ends = [end.float() for gradient in gradients for end in torch.aminmax(gradient)]
-    return torch.stack(ends).abs().max()
+    filled = [gradient for gradient in gradients if gradient.numel()]
+    ends = [end.float() for gradient in filled for end in torch.aminmax(gradient)]
+    return torch.stack(ends).abs().max() if ends else torch.zeros(())
 
 
 def _norms(gradients: list[Tensor], inverse: Tensor | None, finite: bool) -> Tensor:
     """L2 norm of each unscaled gradient, float32 [n], as the plain way computes them."""
+    if not gradients:
+        return torch.zeros(0)
     if inverse is None:
         return torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32))
     if math.frexp(float(inverse))[0] == 0.5:

@@ -4,7 +4,8 @@ A program works on BLOCK consecutive values of one tensor. Which ones, it reads 
 (int32 [programs, 2]: row of the tensor in the tables, number of the block in it). The tables hold
 addresses as int64: `gradients` [tensors], and `tensors` [tensors, 6] with the number of values and
 the addresses of master, first state, second state, copy and step. So one launch serves any number
-of tensors, and a kernel needs no recompilation where addresses change.
+of tensors, and a kernel needs no recompilation where addresses change. ALIGNED promises that all
+addresses and numbers of values are multiples of 16.
 
 Formulas and order of operations are those of torch.optim's foreach implementations, in FP32 with
 every operation rounded once (launched with enable_fp_fusion=False): the interpreter computes the
@@ -26,7 +27,7 @@ def _pointer(address, DTYPE: tl.constexpr):
 
 @triton.jit
 def _at(address, offsets, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
-    """Pointers to values; ALIGNED: the address is a multiple of 16, so loads can be wide."""
+    """Pointers to values; ALIGNED: the address is a multiple of 16, so loads are wide."""
     pointers = _pointer(address, DTYPE) + offsets
     if ALIGNED:
         pointers = tl.multiple_of(tl.max_contiguous(pointers, BLOCK), 16)
@@ -34,12 +35,21 @@ def _at(address, offsets, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.
 
 
 @triton.jit
-def _place(chunks, tensors, program, BLOCK: tl.constexpr):
-    """(row in the tables, offsets, whether they are inside the tensor) of a program."""
+def _place(chunks, tensors, program, found_inf, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+    """(row in the tables, offsets, whether to work there) of a program.
+
+    That is inside the tensor, and nowhere where `found_inf` says that the step is skipped.
+    """
     row = tl.load(chunks + 2 * program).to(tl.int64)
     start = tl.load(chunks + 2 * program + 1).to(tl.int64) * BLOCK
     offsets = start + tl.arange(0, BLOCK)
-    return row, offsets, offsets < tl.load(tensors + row * COLUMNS)
+    numel = tl.load(tensors + row * COLUMNS)
+    if found_inf is not None:
+        numel = tl.where(tl.load(found_inf) == 0.0, numel, 0)
+    if ALIGNED:
+        # Otherwise each value could need a mask of its own, and would be loaded alone.
+        numel = tl.multiple_of(numel, 16)
+    return row, offsets, offsets < numel
 
 
 @triton.jit
@@ -64,7 +74,7 @@ def check_kernel(
     Programs that find something all store the same 1.
     """
     program = tl.program_id(0)
-    row, offsets, inside = _place(chunks, tensors, program, BLOCK)
+    row, offsets, inside = _place(chunks, tensors, program, None, ALIGNED, BLOCK)
     pointers = _at(tl.load(gradients + row), offsets, GRADIENT, ALIGNED, BLOCK)
     gradient = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
     if CHECK:
@@ -146,8 +156,7 @@ def sgd_kernel(
     """buffer = momentum * buffer + g; master -= lr * (g + momentum * buffer, or buffer, or g)."""
     # From the end: what the check read last is still in the cache.
     program = tl.num_programs(0) - 1 - tl.program_id(0)
-    row, offsets, inside = _place(chunks, tensors, program, BLOCK)
-    writes = inside & (tl.load(found_inf) == 0.0)
+    row, offsets, writes = _place(chunks, tensors, program, found_inf, ALIGNED, BLOCK)
     gradient = _gradient(
         gradients, row, offsets, writes, inverse, clip, GRADIENT, UNSCALE, CLIP, ALIGNED, BLOCK
     )
@@ -201,8 +210,7 @@ def adam_kernel(
     digits of the first corrections. *_rest: 1 - beta.
     """
     program = tl.num_programs(0) - 1 - tl.program_id(0)
-    row, offsets, inside = _place(chunks, tensors, program, BLOCK)
-    writes = inside & (tl.load(found_inf) == 0.0)
+    row, offsets, writes = _place(chunks, tensors, program, found_inf, ALIGNED, BLOCK)
     gradient = _gradient(
         gradients, row, offsets, writes, inverse, clip, GRADIENT, UNSCALE, CLIP, ALIGNED, BLOCK
     )
@@ -254,8 +262,7 @@ def adagrad_kernel(
 ):
     """sum += g * g; master -= lr * g / (sqrt(sum) + eps)."""
     program = tl.num_programs(0) - 1 - tl.program_id(0)
-    row, offsets, inside = _place(chunks, tensors, program, BLOCK)
-    writes = inside & (tl.load(found_inf) == 0.0)
+    row, offsets, writes = _place(chunks, tensors, program, found_inf, ALIGNED, BLOCK)
     gradient = _gradient(
         gradients, row, offsets, writes, inverse, clip, GRADIENT, UNSCALE, CLIP, ALIGNED, BLOCK
     )

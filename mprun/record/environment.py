@@ -60,6 +60,14 @@ def effective_dtypes(task) -> dict:
     }
 
 
+def updates(task) -> dict:
+    """How the weights are updated, and why not otherwise, by learner."""
+    return {
+        name: {"path": learner.optimizer.update_path, "reason": learner.optimizer.update_reason}
+        for name, learner in task.learners.items()
+    }
+
+
 def flags() -> dict:
     """The numeric flags as torch reports them now."""
     return read_math_flags()

@@ -59,7 +59,8 @@ def memory_by_kind(learners) -> dict[str, dict[str, int]]:
     """Kind -> dtype -> bytes of what the learners hold after a step; each storage once.
 
     parameters, master_weights (where they are copies), gradients (as backward makes them),
-    gradients_in_update (where they are cast for unscaling and the update), optimizer_state,
+    gradients_in_update (where they are cast to tensors of their own for the update),
+    optimizer_state,
     weight_average and buffers (norm statistics). Kinds that a run does not have are left out. Of
     row tables, gradients are those of the rows that the step used.
     """
@@ -77,11 +78,12 @@ def memory_by_kind(learners) -> dict[str, dict[str, int]]:
         found["parameters"] += learner.model.parameters()
         found["master_weights"] += optimizer.masters.values()
         for own, updated in zip(optimizer.parameters, optimizer.updated, strict=True):
-            if updated.grad is not None:
+            # A single pass leaves gradients with the model's own parameters and makes no others.
+            if own.grad is not None or updated.grad is not None:
                 # A gradient has shape and dtype of its tensor: torch allows no other.
                 found["gradients"].append(own)
-                if updated.grad.dtype is not own.dtype:
-                    found["gradients_in_update"].append(updated.grad)
+            if updated.grad is not None and updated.grad.dtype is not own.dtype:
+                found["gradients_in_update"].append(updated.grad)
         for row in optimizer.rows:
             if row.table.gathered is not None:
                 found["gradients"].append(row.table.gathered.leaves[row.key])

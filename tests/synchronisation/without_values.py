@@ -12,6 +12,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_any_only, tree_leaves, tree_map, tree_map_only
@@ -95,6 +96,8 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
+        if func in (torch.device, torch._C._nn._parse_to):
+            return func(*args, **kwargs)
         name = getattr(func, "__name__", str(func))
         wrapped = tree_any_only(OnGpu, lambda _: True, (args, kwargs))
         leaves = tree_leaves((args, kwargs))
@@ -110,9 +113,10 @@ class _Functions(TorchFunctionMode):
         args, kwargs = tree_map(_without_gpu, (args, kwargs))
         before, self.state.device = self.state.device, wrapped or for_gpu
         try:
-            return func(*args, **kwargs)
+            made = func(*args, **kwargs)
         finally:
             self.state.device = before
+        return on_gpu(made) if for_gpu and type(made) is Tensor else made
 
     def _moved(self, source: Tensor, name: str, leaves: list) -> OnGpu:
         # The loop's pinned memory is left to the tests on a GPU: here a copy is a copy.
@@ -148,7 +152,11 @@ class _Operations(TorchDispatchMode):
             kwargs["device"] = META
         with _disable_current_modes():
             results = func(*args, **kwargs)
-            return tree_map_only(Tensor, lambda t: known.get(id(t)) or OnGpu(t), results)
+            return tree_map_only(Tensor, lambda t: _wrapped(t, known), results)
+
+
+def _wrapped(inner: Tensor, known: dict[int, OnGpu]) -> OnGpu:
+    return known[id(inner)] if id(inner) in known else OnGpu(inner)
 
 
 def _check(name: str, args: tuple, tensors: list[Tensor]) -> None:
@@ -176,8 +184,32 @@ def _without_gpu(leaf):
     return CPU if is_gpu else leaf
 
 
+_group = Optimizer._group_tensors_by_device_and_dtype
+
+
+def _grouped(lists: list, with_indices: bool = False) -> dict:
+    """As torch's own, which is written in C++ and takes their device for a CPU."""
+    return {
+        (GPU if isinstance(tensors[0][0], OnGpu) else device, dtype): (tensors, indices)
+        for (device, dtype), (tensors, indices) in _group(lists, with_indices).items()
+    }
+
+
 def _on_meta(tensor: Tensor) -> Tensor:
     return tensor if tensor.is_meta else torch.empty_like(tensor, device=META)
+
+
+@contextmanager
+def _torch_set_up() -> Iterator[None]:
+    """oneDNN's LSTM has no meta kernel; a tensor without values cannot become one that has some."""
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
+        torch.__future__.set_overwrite_module_params_on_conversion(False)
 
 
 @contextmanager
@@ -193,7 +225,8 @@ def without_values() -> Iterator[_State]:
         mock.patch("torch.cuda.get_device_capability", lambda *_: (9, 0)),
         mock.patch("torch.cuda.get_device_name", lambda *_: "a GPU without values"),
         mock.patch("torch.autocast", autocast),
-        torch.backends.mkldnn.flags(enabled=False),
+        mock.patch.object(Optimizer, "_group_tensors_by_device_and_dtype", _grouped),
+        _torch_set_up(),
         _Operations(state),
         _Functions(state),
     ):

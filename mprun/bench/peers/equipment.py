@@ -1,7 +1,8 @@
 """What a plain PyTorch loop runs on: as tutorials leave it, or with all that is known to be fast."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -9,7 +10,6 @@ from torch.optim import Optimizer
 
 from mprun.bench.peers.optimizers import can_fuse, make_optimizer
 from mprun.bench.peers.task import PeerTask
-from mprun.data.source import Batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +40,7 @@ def tuned(task: PeerTask, channels_last: bool, compiler: str | None = None) -> E
     """
     channels_last = channels_last and task.is_convolutional
     if channels_last:
-        for network in task.networks:
-            network.to(memory_format=torch.channels_last)
-        task = replace(task, batch=_channels_last(task.batch))
+        task = task.in_channels_last()
     fused = can_fuse(task.config.optim, task.device)
     optimizers = tuple(make_optimizer(task.config.optim, net, fused) for net in task.networks)
     networks: tuple[Callable, ...] = task.networks
@@ -59,20 +57,16 @@ def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _channels_last(batch: Callable[[int], Batch]) -> Callable[[int], Batch]:
-    """The same batches with images in NHWC, each converted once: a loader would yield them so."""
-    converted: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def in_nhwc(index: int) -> Batch:
-        images, labels = batch(index)
-        known = converted.get(id(images))
-        if known is None:
-            nhwc = images.to(memory_format=torch.channels_last)
-            # Both are kept: an id means the same tensor as long as it lives.
-            known = converted[id(images)] = (images, nhwc)
-        return known[1], labels
-
-    return in_nhwc
+@contextmanager
+def frozen(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Within it no gradients are computed for `parameters`."""
+    for parameter in parameters:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in parameters:
+            parameter.requires_grad_(True)
 
 
 def _settings(optimizers: tuple[Optimizer, ...], channels_last: bool, compiler) -> dict:

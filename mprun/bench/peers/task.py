@@ -1,7 +1,6 @@
 """What every peer is given: mprun's own configuration, initial weights and batches."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -32,8 +31,9 @@ class PeerTask:
     """A model to train in plain PyTorch terms.
 
     kind: classification, language_model, gan or reconstruction. networks: FP32 on the device, in
-    train mode; one, or generator and discriminator. batch: of a step number (from 0), on the
-    device. batches_per_epoch: a language model's state starts from zero at multiples of it.
+    train mode; one, or generator and discriminator. source: where real data come from. held: the
+    batches that are rotated otherwise, on the device. batches_per_epoch: a language model's state
+    starts from zero at multiples of it.
     """
 
     kind: str
@@ -41,14 +41,29 @@ class PeerTask:
     config: RunConfig
     device: torch.device
     networks: tuple[nn.Module, ...]
-    batch: Callable[[int], Batch]
+    source: Source
+    held: tuple[Batch, ...]
     batches_per_epoch: int
     samples_per_step: int
     sample: str
+    channels_last: bool = False
 
     @property
     def clip_norm(self) -> float | None:
         return self.config.train.clip_norm
+
+    def batch(self, index: int) -> Batch:
+        """The batch of a step number (from 0), on the device."""
+        if self.held:
+            return self.held[index % len(self.held)]
+        batch = self.source.train_batch(index)
+        return _nhwc(batch) if self.channels_last else batch
+
+    def in_channels_last(self) -> "PeerTask":
+        """The same networks and batches of images with NHWC strides."""
+        for network in self.networks:
+            network.to(memory_format=torch.channels_last)
+        return replace(self, channels_last=True, held=tuple(map(_nhwc, self.held)))
 
     @property
     def is_convolutional(self) -> bool:
@@ -80,7 +95,8 @@ def set_up(case: Case, device: torch.device) -> PeerTask:
         config,
         device,
         tuple(with_dense_tables(network) for network in networks),
-        _batches(data, case.real_data),
+        data,
+        () if case.real_data else tuple(rotating_batches(data)),
         data.batches_per_epoch,
         data.samples_per_batch,
         "token" if kind == "language_model" else "image",
@@ -102,11 +118,9 @@ def pin_flags(config: RunConfig) -> None:
     torch.backends.cudnn.benchmark = autotune[config.train.autotune]
 
 
-def _batches(data: Source, real_data: bool) -> Callable[[int], Batch]:
-    if real_data:
-        return data.train_batch
-    held = rotating_batches(data)
-    return lambda index: held[index % len(held)]
+def _nhwc(batch: Batch) -> Batch:
+    images, labels = batch
+    return images.to(memory_format=torch.channels_last), labels
 
 
 def _check(config: RunConfig) -> None:

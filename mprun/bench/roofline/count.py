@@ -15,6 +15,7 @@ from mprun.bench.roofline.cuda_kernels import cuda_kernels
 from mprun.bench.roofline.memory import Memory, SavedTensors, held_bytes
 from mprun.bench.roofline.rows import Row
 from mprun.bench.roofline.shapes import ShapeSource, shape_source
+from mprun.bench.roofline.update import CountedPass
 from mprun.build.precision import mode_label, policy_from
 from mprun.build.task import build_task
 from mprun.config.compose import compose_config
@@ -29,8 +30,10 @@ _CPU = torch.device("cpu")
 class Counted:
     """What one step costs.
 
-    label: the model and its size. mode: as in a run's record. sample: the unit of samples. memory:
-    in bytes. counted_s: how long the count took.
+    label: the model and its size. mode: as in a run's record. overrides: dtype names of the modules
+    with one of their own. samples: per step, in units of `sample`. parameters: all; dense: those
+    that every update moves (not row tables). update: how, "single_pass" or which of torch's
+    implementations. memory: in bytes. counted_s: how long the count took.
     """
 
     label: str
@@ -41,6 +44,8 @@ class Counted:
     samples: int
     sample: str
     parameters: int
+    dense: int
+    update: str
     memory: Memory
     counted_s: float
 
@@ -84,6 +89,7 @@ def count(
             f"values: {raised(error)}"
         ) from error
     networks = [learner.model for learner in task.learners.values()]
+    optimizers = [learner.optimizer for learner in task.learners.values()]
     return Counted(
         label=f"{config.model.name} b{config.data.batch_size}",
         mode=mode_label(config.precision),
@@ -93,6 +99,8 @@ def count(
         samples=task.samples_per_step,
         sample=task.sample,
         parameters=sum(p.numel() for network in networks for p in network.parameters()),
+        dense=sum(p.numel() for optimizer in optimizers for p in optimizer.parameters),
+        update=optimizers[0].update_path,
         memory=memory,
         counted_s=time.perf_counter() - started,
     )
@@ -106,9 +114,14 @@ def _step(config: RunConfig, policy: PrecisionPolicy, source: ShapeSource):
         # cuda_kernels outside: what it registers is for the dispatcher, not for tensors.
         with cuda_kernels(counter.write), _weightless():
             task = _built(config, policy, source)
-            for learner in task.learners.values():
-                learner.optimizer = _Marked(learner.optimizer, counter)
-            task.compute(task.load(0))
+            optimizers = [learner.optimizer for learner in task.learners.values()]
+            for learner, optimizer in zip(task.learners.values(), optimizers, strict=True):
+                if optimizer.update_path == "single_pass":
+                    # The kernels themselves are of one device and no dispatcher sees them.
+                    optimizer._single = CountedPass(optimizer, counter.write)
+                learner.optimizer = _Marked(optimizer, counter)
+            with counter:
+                task.compute(task.load(0))
             counter.rows.clear()
             held = held_bytes(task.learners.values())
             saved = SavedTensors(_held(task))
@@ -122,7 +135,8 @@ def _step(config: RunConfig, policy: PrecisionPolicy, source: ShapeSource):
 
 def _weightless() -> FakeTensorMode:
     """A mode in which tensors have no values."""
-    mode = FakeTensorMode()
+    # A fallback would compute with real tensors of full size.
+    mode = FakeTensorMode(allow_fallback_kernels=False)
     mode.fake_tensor_converter.meta_converter.tensor_memo = _Newest()
     return mode
 

@@ -33,7 +33,9 @@ class Counter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        results = func(*args, **kwargs)
+        # What returns nothing only changes values, of which there are none; some such operators
+        # (fused optimizers) do not know tensors without values.
+        results = func(*args, **kwargs) if func._schema.returns else None
         for kind, flops, size, launches in costs(func, args, kwargs, results):
             kind = self._kind(kind, args, results)
             folded = self._folded(kind, args, results)

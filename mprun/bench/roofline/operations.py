@@ -231,6 +231,17 @@ def _embedding_backward(args, kwargs, results) -> Iterator[Cost]:
     yield "embedding backward", 0, 2 * _total(gradient) + _total(ids), 1
 
 
+def _nll_loss(args, kwargs, results) -> Iterator[Cost]:
+    # One number of each row.
+    yield "nll_loss", 0, 2 * _total(args[1]) + _total(results), 1
+
+
+def _nll_loss_backward(args, kwargs, results) -> Iterator[Cost]:
+    # Zeros everywhere, then one number of each row.
+    yield "nll_loss backward", 0, _total(results), 1
+    yield "nll_loss backward", 0, _total(args[0]) + 2 * _total(args[3]), 1
+
+
 def _fused_update(state_lists: Iterable[int]) -> Callable:
     """torch's fused optimizers: parameters and state in place, gradients read; written as well
     only where they are unscaled on the way."""
@@ -256,6 +267,8 @@ _SPECIAL: dict[str, Callable[[tuple, dict, object], Iterator[Cost]]] = {
     "index_copy_": _rows_written,
     "index_add_": _rows_written,
     "embedding_dense_backward": _embedding_backward,
+    "nll_loss_forward": _nll_loss,
+    "nll_loss_backward": _nll_loss_backward,
     "_fused_sgd_": _fused_update((0, 2)),
     "_fused_adam_": _fused_update((0, 2, 3, 4)),
     "_fused_adamw_": _fused_update((0, 2, 3, 4)),

@@ -1,0 +1,177 @@
+"""`mprun bench`: speed, memory and energy of precision modes, beside other tools if asked for."""
+
+import json
+import math
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+from mprun.bench.plan import Group, Options, device_of, known_modes, plan
+from mprun.errors import BUG, DONE, INTERRUPTED, RESOURCE, BadInput
+
+LEAST_BUDGET_S = 10
+_REPORT_S = 4.0  # kept back for tables and figure
+_USAGE = """\
+mprun bench                       : the suite: ResNet-50, AlexNet, DCGAN, LSTM language models on a
+                                    GPU, small sizes of them on a CPU
+mprun bench model=... [key=value] : one configuration
+mprun bench --roofline ...        : FLOPs, bytes and limits of a step, without a GPU
+                                    (mprun bench --roofline --help)
+
+Each contender of a model runs in a process of its own; their windows follow one another round
+robin. Batches lie on the device. Nothing is timed that does not compute what the others do.
+
+Options
+  --modes A,B        precision modes (fp32,tf32,fp16_naive,fp16_master_scaled,amp,amp_bf16 on a GPU;
+                     fp32,fp16_master_scaled,amp on a CPU)
+  --peers [A,B]      other tools beside mprun: all, or names of
+                     {peers}
+  --budget SECONDS   the whole bench ends by then, with what is there (540)
+  --out DIR          where to write (outputs/bench/...); must not exist
+  --windows N        windows of each contender (5)
+  --steps-per-window K   steps of a window (as many as last 0.3 s)
+  --end-to-end       also with the data source of the configuration, loading included
+  --json             print bench.json instead of the tables
+
+Writes bench.jsonl (windows as they are measured), bench.json, bench.md, bench.png, logs/.
+Exit codes: 0 done, 2 bad input, 5 nothing measured for want of memory, 130 interrupted.
+"""
+_VALUES = ("--modes", "--peers", "--budget", "--out", "--windows", "--steps-per-window")
+_FLAGS = ("--end-to-end", "--json")
+
+
+def main(arguments: list[str]) -> int:
+    """Entry point of the verb; returns the exit code."""
+    if "--roofline" in arguments:
+        from mprun.bench.roofline.command import main as roofline
+
+        return roofline([argument for argument in arguments if argument != "--roofline"])
+    if "--help" in arguments or "-h" in arguments:
+        from mprun.bench.registry import PEERS
+
+        print(_USAGE.format(peers=", ".join(PEERS)), end="")
+        return DONE
+    started = time.monotonic()
+    options = parse(arguments)
+    # Checked before torch is loaded.
+    from mprun.config.compose import compose_config
+
+    compose_config(options.overrides)
+    from mprun.run import resolve_device
+
+    device = resolve_device(device_of(options.overrides))
+    groups, left_out = plan(options, device)
+    folder = claimed(options, groups)
+    return _measure(options, device, groups, left_out, folder, started)
+
+
+def parse(arguments: list[str]) -> Options:
+    """The options of the command line; BadInput names what is wrong with one."""
+    options, rest = Options(), list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        flag, given, value = argument.partition("=")
+        if argument in _FLAGS:
+            setattr(options, argument[2:].replace("-", "_"), True)
+        elif flag == "--peers":
+            if not given:
+                more = rest and not rest[0].startswith("-") and "=" not in rest[0]
+                value = rest.pop(0) if more else "all"
+            options.peers = _names("--peers", value)
+        elif flag in _VALUES:
+            if not given:
+                value = rest.pop(0) if rest else ""
+            _set(options, flag, value)
+        elif argument.startswith("-"):
+            allowed = ", ".join((*_VALUES, *_FLAGS, "--roofline"))
+            raise BadInput(f"bench {argument}: unknown option (allowed: {allowed})")
+        elif "=" in argument:
+            options.overrides.append(argument)
+        else:
+            raise BadInput(f"bench {argument}: neither an option nor key=value")
+    return options
+
+
+def _set(options: Options, flag: str, value: str) -> None:
+    if flag == "--modes":
+        options.modes = known_modes(_names(flag, value))
+    elif flag == "--out":
+        if not value:
+            raise BadInput("--out: needs a folder")
+        options.out = value
+    elif flag == "--budget":
+        options.budget_s = _seconds(value)
+    else:
+        most = 10_000 if flag == "--steps-per-window" else 1000
+        if not value.isdecimal() or not 1 <= int(value[:9]) <= most:
+            raise BadInput(f"{flag} {value}: must be a number from 1 to {most}")
+        setattr(options, flag[2:].replace("-", "_"), int(value))
+
+
+def _names(flag: str, value: str) -> list[str]:
+    names = [name.strip() for name in value.split(",") if name.strip()]
+    if not names:
+        raise BadInput(f"{flag} {value}: needs names, separated by commas")
+    return names
+
+
+def _seconds(value: str) -> float:
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = math.nan
+    if not LEAST_BUDGET_S <= seconds <= 86_400:
+        raise BadInput(f"--budget {value}: must be seconds from {LEAST_BUDGET_S} to 86400")
+    return seconds
+
+
+def claimed(options: Options, groups: list[Group]) -> Path:
+    """A new folder for this bench; BadInput where --out exists already."""
+    from mprun.record.run_directory import claim
+
+    if options.out is None:
+        label = groups[0].label if len(groups) == 1 else "suite"
+        return claim(Path("outputs/bench"), "".join(c if c.isalnum() else "_" for c in label))
+    path = Path(options.out)
+    try:
+        path.mkdir(parents=True)
+    except FileExistsError:
+        if not path.is_dir() or any(path.iterdir()):
+            raise BadInput(f"--out {path}: exists and is not empty; give another folder") from None
+    except OSError as error:
+        raise BadInput(f"--out {path}: cannot be made ({error.strerror})") from None
+    return path
+
+
+def _measure(options, device, groups, left_out, folder: Path, started: float) -> int:
+    from mprun.bench.result import assemble, write_all
+    from mprun.bench.run_bench import run_bench
+    from mprun.interruption import Interruption
+
+    deadline = started + options.budget_s - _REPORT_S
+    with Interruption() as interruption:
+        outcome = run_bench(options, device, groups, folder, interruption, deadline)
+        bench = assemble(options, device, outcome, left_out)
+        bench["created"] = datetime.now(UTC).isoformat(timespec="seconds")
+        bench["elapsed_s"] = time.monotonic() - started
+        text = write_all(folder, bench)
+    if options.json:
+        print(json.dumps(bench, indent=1, allow_nan=False))
+    else:
+        print(f"{text}\nbench: {folder}")
+    return exit_code(bench)
+
+
+def exit_code(bench: dict) -> int:
+    """130 if interrupted; where nothing was measured 5 for want of memory, 1 for another error."""
+    if bench["ended"] == "interrupted":
+        return INTERRUPTED
+    rows = bench["rows"]
+    if any(row["windows"] for row in rows):
+        return DONE
+    kinds = {row["kind"] for row in rows if row["status"] == "failed"}
+    print("mprun: bench: nothing was measured; the report says why", file=sys.stderr)
+    if not kinds:
+        return DONE
+    return RESOURCE if kinds == {"memory"} else BUG

@@ -1,0 +1,51 @@
+"""bench.json, bench.md and bench.png."""
+
+from pathlib import Path
+
+import torch
+
+from mprun.bench.figure import write_figure
+from mprun.bench.plan import Options
+from mprun.bench.report import markdown
+from mprun.bench.run_bench import Outcome, device_name
+from mprun.bench.summary import summarise
+from mprun.bench.targets import judge
+from mprun.record.environment import environment
+from mprun.record.run_directory import write_json
+
+FORMAT = 1
+
+
+def assemble(
+    options: Options, device: torch.device, outcome: Outcome, left_out: list[dict]
+) -> dict:
+    """Everything that is known, as plain values: what bench.json holds.
+
+    Raw windows are in each row, the figures of the report in its "summary". Targets are those of an
+    H200 and judged on no other device.
+    """
+    rows = [{"key": row.key, **row.as_dict()} for row in outcome.rows]
+    summarise(rows)
+    name = device_name(device)
+    return {
+        "format": FORMAT,
+        "ended": outcome.ended,
+        "options": options.as_dict(),
+        "device_name": name,
+        "driver": outcome.machine.get("driver"),
+        "nvml": outcome.machine.get("nvml", {}),
+        "environment": environment(device),
+        "ceilings": outcome.machine.get("ceilings"),
+        "left_out": left_out,
+        "rows": rows,
+        "targets": judge(rows) if "H200" in name else None,
+    }
+
+
+def write_all(folder: Path, bench: dict) -> str:
+    """Write the three files; the Markdown."""
+    write_json(folder / "bench.json", bench)
+    text = markdown(bench)
+    (folder / "bench.md").write_text(text, encoding="utf-8")
+    write_figure(folder / "bench.png", bench)
+    return text

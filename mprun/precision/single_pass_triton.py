@@ -1,0 +1,348 @@
+"""The single pass on CUDA: tables of addresses for the Triton kernels, and their launches.
+
+Nothing here waits for the device. In a CUDA graph the addresses of the gradients are part of what
+is captured, so the pinned memory that they were copied from lives as long as this object.
+"""
+
+import math
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+import triton.language as tl
+from torch import Tensor
+from torch.optim import Optimizer
+
+from mprun.precision.address_table import AddressTable, is_capturing, to_device
+from mprun.precision.single_pass import (
+    Checked,
+    in_order_of,
+    ordered_state,
+    rule_of,
+    same_order,
+)
+from mprun.precision.single_pass_kernels import (
+    COLUMNS,
+    adagrad_kernel,
+    adam_kernel,
+    check_kernel,
+    sgd_kernel,
+)
+
+# Values to a program and its warps: 8 to a thread, which are 16 bytes of a 16-bit gradient.
+BLOCK, WARPS = 2048, 8
+_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+_LAUNCH = {"num_warps": WARPS, "enable_fp_fusion": False}
+
+
+@dataclass(slots=True)
+class _Launch:
+    """The tensors that one launch serves: of one parameter group and one kind.
+
+    chunks: int32 [programs, 2] on the device. squares: where the sums of squares of its blocks go,
+    None if its gradients do not count in the norm. largest: the same for the largest values.
+    """
+
+    group: dict
+    gradient_dtype: torch.dtype
+    copy_dtype: torch.dtype | None
+    clipped: bool
+    aligned: bool
+    chunks: Tensor
+    squares: Tensor | None
+    largest: Tensor
+    logarithms: Tensor | None
+
+    @property
+    def grid(self) -> tuple[int]:
+        return (self.chunks.shape[0],)
+
+
+@dataclass(slots=True)
+class _Plan:
+    """All launches of a step whose gradients have certain dtypes and alignments.
+
+    indices: of the parameters, by row of the tables. squares, largest: of all launches; 0 where no
+    block writes. steps: step counters of the tensors that are updated. strided: (copy, master) of
+    those whose values lie in another order, for which no kernel writes the copy.
+    """
+
+    indices: list[int]
+    tensors: Tensor
+    gradients: AddressTable
+    launches: list[_Launch]
+    squares: Tensor
+    largest: Tensor
+    steps: list[Tensor]
+    strided: tuple[list[Tensor], list[Tensor]]
+
+
+class KernelUpdate:
+    """The single pass of `inner`, see `mprun.precision.single_pass.SinglePass`.
+
+    On a CPU it runs under Triton's interpreter alone (TRITON_INTERPRET=1), which is for tests.
+    """
+
+    def __init__(
+        self,
+        inner: Optimizer,
+        parameters: Sequence[Tensor],
+        updated: Sequence[Tensor],
+        is_clipped: Sequence[bool],
+    ):
+        self.inner, self.rule = inner, rule_of(inner)
+        self.parameters, self.updated = list(parameters), list(updated)
+        self.is_clipped = list(is_clipped)
+        self.device = self.updated[0].device
+        self._one = torch.ones((), device=self.device)
+        self._zero = torch.zeros((), device=self.device)
+        self._addresses: list[int] = []
+        self._plans: dict[tuple, _Plan] = {}
+        self._rates: dict[int, tuple[float, Tensor]] = {}
+        self._held: list[Tensor] = []  # what a captured graph reads
+        self._checked: tuple | None = None
+
+    @torch.no_grad()
+    def check(
+        self,
+        gradients: Sequence[Tensor | None],
+        inverse: Tensor | None,
+        found_inf: Tensor | None,
+        *,
+        norm: bool,
+        grad_max: bool,
+    ) -> Checked:
+        plan, table, _ = prepared = self._prepare(gradients)
+        self._checked = (gradients, prepared)
+        checks = found_inf is not None
+        with self._on_device():
+            for launch in plan.launches:
+                squares = launch.squares if norm else None
+                if not (checks or squares is not None or grad_max):
+                    continue
+                check_kernel[launch.grid](
+                    table,
+                    plan.tensors,
+                    launch.chunks,
+                    self._one if inverse is None else inverse,
+                    found_inf if checks else self._zero,
+                    launch.largest if squares is None else squares,
+                    launch.largest,
+                    _TYPES[launch.gradient_dtype],
+                    checks,
+                    squares is not None,
+                    grad_max,
+                    launch.aligned,
+                    BLOCK,
+                    **_LAUNCH,
+                )
+        # In float64: there may be a million blocks.
+        norms = plan.squares.sum(dtype=torch.float64).sqrt().float().reshape(1) if norm else None
+        return Checked(norms, plan.largest.max() if grad_max else None)
+
+    @torch.no_grad()
+    def update(
+        self,
+        gradients: Sequence[Tensor | None],
+        inverse: Tensor | None,
+        clip: Tensor | None,
+        found_inf: Tensor | None,
+    ) -> None:
+        checked, self._checked = self._checked, None
+        same = checked is not None and checked[0] is gradients
+        plan, table, _ordered = checked[1] if same else self._prepare(gradients)
+        self._count_step(plan.steps, found_inf)
+        with self._on_device():
+            for launch in plan.launches:
+                self._launch(launch, plan, table, inverse, clip, found_inf)
+        if plan.strided[0]:
+            torch._foreach_copy_(*plan.strided)
+
+    def _launch(
+        self,
+        launch: _Launch,
+        plan: _Plan,
+        table: Tensor,
+        inverse: Tensor | None,
+        clip: Tensor | None,
+        found_inf: Tensor | None,
+    ) -> None:
+        group, clips = launch.group, clip is not None and launch.clipped
+        tensors = (
+            table,
+            plan.tensors,
+            launch.chunks,
+            self._rate(group),
+            self._one if inverse is None else inverse,
+            clip if clips else self._one,
+            self._zero if found_inf is None else found_inf,
+        )
+        choices = {
+            "GRADIENT": _TYPES[launch.gradient_dtype],
+            "COPY": _TYPES[launch.copy_dtype or torch.float32],
+            "HAS_COPY": launch.copy_dtype is not None,
+            "UNSCALE": inverse is not None,
+            "CLIP": clips,
+            "DECAYS": group["weight_decay"] != 0,
+            "ALIGNED": launch.aligned,
+            "BLOCK": BLOCK,
+            **_LAUNCH,
+        }
+        decay = float(group["weight_decay"])
+        match self.rule:
+            case "sgd":
+                sgd_kernel[launch.grid](
+                    *tensors,
+                    decay,
+                    float(group["momentum"]),
+                    MOMENTUM=group["momentum"] != 0,
+                    NESTEROV=bool(group["nesterov"]),
+                    **choices,
+                )
+            case "adam" | "adamw":
+                beta1, beta2 = group["betas"]
+                adam_kernel[launch.grid](
+                    *tensors,
+                    launch.logarithms,
+                    decay,
+                    1.0 - beta1,
+                    float(beta2),
+                    1.0 - beta2,
+                    float(group["eps"]),
+                    DECOUPLED=self.rule == "adamw",
+                    **choices,
+                )
+            case _:
+                adagrad_kernel[launch.grid](*tensors, decay, float(group["eps"]), **choices)
+
+    def _count_step(self, steps: list[Tensor], found_inf: Tensor | None) -> None:
+        if not steps:
+            return
+        # Adagrad's counter may be on the host; nothing reads it, so a skip is not taken back.
+        if found_inf is None or steps[0].device != found_inf.device:
+            torch._foreach_add_(steps, 1)
+        else:
+            torch._foreach_add_(steps, 1 - found_inf)
+
+    def _rate(self, group: dict) -> Tensor:
+        """The learning rate on the device, float32, 0-dim."""
+        lr = group["lr"]
+        if isinstance(lr, Tensor) and lr.device == self.device:
+            return lr if lr.dtype is torch.float32 else lr.float()
+        lr = float(lr)  # a number, or a tensor of the host
+        if is_capturing(self.device):
+            # A captured fill of the tensor below would undo later changes at every replay.
+            self._held.append(torch.full((), lr, device=self.device))
+            return self._held[-1]
+        known = self._rates.get(id(group))
+        if known is None:
+            known = (lr, torch.full((), lr, device=self.device))
+        elif known[0] != lr:
+            known = (lr, known[1].fill_(lr))
+        self._rates[id(group)] = known
+        return known[1]
+
+    def _prepare(self, gradients: Sequence[Tensor | None]) -> tuple[_Plan, Tensor, list]:
+        """(plan, table of addresses, the gradients in memory order); these have to stay alive."""
+        pairs = zip(gradients, self.updated, strict=True)
+        ordered = [None if g is None else in_order_of(master, g) for g, master in pairs]
+        addresses = [0 if gradient is None else gradient.data_ptr() for gradient in ordered]
+        own = [parameter.data_ptr() for parameter in self.parameters]
+        if own != self._addresses:
+            self._addresses, self._plans = own, {}
+        kinds = tuple(
+            None if gradient is None else (gradient.dtype, address % 16 == 0)
+            for gradient, address in zip(ordered, addresses, strict=True)
+        )
+        if kinds not in self._plans:
+            self._plans[kinds] = self._plan(kinds)
+        plan = self._plans[kinds]
+        return plan, plan.gradients.put([addresses[index] for index in plan.indices]), ordered
+
+    def _plan(self, kinds: tuple) -> _Plan:
+        index_of = {id(tensor): index for index, tensor in enumerate(self.updated)}
+        indices: list[int] = []
+        rows: list[list[int]] = []
+        launches, steps = [], []
+        strided: tuple[list[Tensor], list[Tensor]] = ([], [])
+        places: dict[tuple, list[list[int]]] = {}
+        for number, group in enumerate(self.inner.param_groups):
+            for tensor in group["params"]:
+                index = index_of[id(tensor)]
+                if kinds[index] is None or not tensor.numel():
+                    continue
+                own, state = self.parameters[index], ordered_state(self.inner, tensor)
+                step = self.inner.state[tensor].get("step")
+                if step is not None:
+                    steps.append(step)
+                has_copy = own is not tensor
+                if has_copy and not same_order(own, tensor):
+                    strided[0].append(own.detach())
+                    strided[1].append(tensor.detach())
+                    has_copy = False
+                row = _row(tensor, state, own if has_copy else None, step)
+                aligned = kinds[index][1] and not any(value % 16 for value in row[:5])
+                copy_dtype = own.dtype if has_copy else None
+                kind = (number, kinds[index][0], copy_dtype, self.is_clipped[index], aligned)
+                blocks = range(-(-tensor.numel() // BLOCK))
+                places.setdefault(kind, []).extend([len(rows), block] for block in blocks)
+                rows.append(row)
+                indices.append(index)
+        # Four floats: each launch writes to an address that is a multiple of 16.
+        sizes = [-(-len(chunks) // 4) * 4 for chunks in places.values()]
+        # One value more, so that there is a largest one of no gradients: 0.
+        squares, largest = (torch.zeros(sum(sizes) + 1, device=self.device) for _ in range(2))
+        own_squares, own_largest = squares.split([*sizes, 1]), largest.split([*sizes, 1])
+        for place, (kind, chunks) in enumerate(places.items()):
+            number, gradient_dtype, copy_dtype, clipped, aligned = kind
+            group = self.inner.param_groups[number]
+            launches.append(
+                _Launch(
+                    group,
+                    gradient_dtype,
+                    copy_dtype,
+                    clipped,
+                    aligned,
+                    self._to_device(chunks, torch.int32),
+                    own_squares[place] if clipped else None,
+                    own_largest[place],
+                    self._logarithms(group),
+                )
+            )
+        tensors = self._to_device(rows, torch.int64)
+        table = AddressTable(len(rows), self.device)
+        return _Plan(indices, tensors, table, launches, squares, largest, steps, strided)
+
+    def _logarithms(self, group: dict) -> Tensor | None:
+        if not self.rule.startswith("adam"):
+            return None
+        # The smallest number for a beta of 0: its powers are 0 as well.
+        values = [math.log(beta or 5e-324) for beta in group["betas"]]
+        return self._to_device(values, torch.float64)
+
+    def _to_device(self, values: list, dtype: torch.dtype) -> Tensor:
+        pinned, tensor = to_device(values, dtype, self.device)
+        if is_capturing(self.device):
+            self._held += [pinned, tensor]
+        return tensor
+
+    def _on_device(self):
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+
+
+def _row(
+    master: Tensor, state: list[Tensor], copy: Tensor | None, step: Tensor | None
+) -> list[int]:
+    """A row of the table of tensors, see `single_pass_kernels`; 0: there is none."""
+    states = [tensor.data_ptr() for tensor in state] + [0, 0]
+    on_device = step is not None and step.device == master.device
+    row = [
+        master.numel(),
+        master.data_ptr(),
+        *states[:2],
+        0 if copy is None else copy.data_ptr(),
+        step.data_ptr() if on_device else 0,
+    ]
+    assert len(row) == COLUMNS.value
+    return row
