@@ -63,7 +63,7 @@ def bench(setting: Setting, seconds: float) -> list[Step]:
     # It ends by its own budget; the rest is for imports and for the report.
     budget = str(int(max(seconds - 20, 10)))
     command = _python("-m", "mprun", "bench", "--budget", budget, "--out", str(out))
-    smallest = "--windows 2 --steps-per-window 2 --modes fp32,amp --peers loop,amp device=cpu "
+    smallest = "--windows 2 --steps-per-window 2 --modes fp32 --peers loop device=cpu "
     usual = smallest + "model=conv_autoencoder data.batch_size=4" if setting.dry else "--peers all"
     command += shlex.split(os.environ.get("BENCH", usual))
     return [Step("bench", command, table=out / "bench.md", record=out / "bench.json")]

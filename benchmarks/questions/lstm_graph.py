@@ -116,7 +116,10 @@ def _one(kind: _Kind, device: torch.device) -> dict:
             training.step()
     except RuntimeError as error:
         torch.cuda.synchronize()  # raises where the device is beyond use: the process must end
-        return {"captured": False, "error": str(error).splitlines()[0]}
+        # Ending the capture fails as well; what failed first is the reason.
+        while error.__context__ is not None:
+            error = error.__context__
+        return {"captured": False, "error": (str(error) or type(error).__name__).splitlines()[0]}
     replayed = _after_steps(training, graph.replay)
     return {
         "captured": True,

@@ -7,12 +7,15 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from mprun.interruption import Interruption
 
+CHILD_COMMAND = (sys.executable, "-m", "mprun.bench.child")
 _LOOK_EVERY_S = 0.2  # how soon an interruption is noticed
+_KILLED_WITHIN_S = 10.0
 
 
 class ChildFailed(Exception):
@@ -32,18 +35,20 @@ class Interrupted(Exception):
 
 
 class ChildProcess:
-    """`python -m MODULE PARENT_ID` with JSON lines both ways and its stderr in `log`.
+    """A process with JSON lines both ways and its stderr in `log`; its argument is the parent's id.
 
     In a process group of its own: Ctrl-C reaches the parent alone, and loader processes that the
-    child started end with it.
+    child started end with it. command: what to start instead of mprun.bench.child.
     """
 
-    def __init__(self, log: Path, interruption: Interruption, module: str = "mprun.bench.child"):
+    def __init__(
+        self, log: Path, interruption: Interruption, command: Sequence[str] = CHILD_COMMAND
+    ):
         log.parent.mkdir(parents=True, exist_ok=True)
         self.log, self.interruption = log, interruption
         with open(log, "wb") as file:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", module, str(os.getpid())],
+                [*command, str(os.getpid())],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=file,
@@ -79,7 +84,8 @@ class ChildProcess:
         """End it now, with all that it has started."""
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        with suppress(subprocess.TimeoutExpired):  # a driver can hold a dead process for a while
+            self.process.wait(_KILLED_WITHIN_S)
         with suppress(BrokenPipeError):
             self.process.stdin.close()
         self.process.stdout.close()

@@ -10,8 +10,8 @@ from pathlib import Path
 from mprun.bench.plan import Group, Options, device_of, known_modes, plan
 from mprun.errors import BUG, DONE, INTERRUPTED, RESOURCE, BadInput
 
-LEAST_BUDGET_S = 10
-_REPORT_S = 4.0  # kept back for tables and figure
+LEAST_BUDGET_S = 20
+_REPORT_S = 6.0  # kept back for tables and figure
 _USAGE = """\
 mprun bench                       : the suite: ResNet-50, AlexNet, DCGAN, LSTM language models on a
                                     GPU, small sizes of them on a CPU

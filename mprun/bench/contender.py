@@ -43,7 +43,8 @@ class Contender(Protocol):
     The child takes the 20 steps of the equality check first, on the fresh contender, and calls
     `prepare` after them; the time of the first steps counts as first use as well.
 
-    A contender may also have: `running()`, a context around many steps (a stream); `take_wait()`,
+    A contender may also have: `weights()`, the tensors that its optimizers update (master weights
+    where there are some) by name, for the equality check; `run(steps)`, see `run_steps`; `running()`, a context around many steps (a stream); `take_wait()`,
     seconds waited for data since the last call; `replays`, True once steps are replayed from a
     CUDA graph.
     """
@@ -59,8 +60,6 @@ class Contender(Protocol):
     def step(self) -> torch.Tensor:
         """One training step on the next batch; its loss, 0-dim on the device, detached."""
         ...
-
-    # Optional, see `run_steps`: run(self, steps: int) -> torch.Tensor
 
     def skipped(self) -> int:
         """Updates skipped since the beginning; may wait for the device."""

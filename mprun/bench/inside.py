@@ -39,7 +39,12 @@ def _synchronisations(contender: Contender, device: torch.device) -> float | Non
 
 
 def _memory_by_kind(contender: Own) -> dict:
-    """Kind -> dtype -> bytes after one more step, with what that step saved for its backward."""
+    """Kind -> dtype -> bytes after one more step, with what that step saved for its backward.
+
+    The step is eager and not compiled, whatever the ones that were timed.
+    """
+    for learner in contender.task.learners.values():
+        learner.compiled = None
     overrides = contender.config.precision.overrides
     with FirstStep(contender.task, contender.built.policy, overrides) as watched:
         contender.eager_step()

@@ -40,8 +40,11 @@ class Limits:
             if self._child is None:
                 self._child = ChildProcess(self.log, self.interruption)
             request = {"overrides": list(row.case.overrides), "mode": row.case.mode}
-            self._child.post("limit", **request, ceilings=self.ceilings, name=self.name)
-            self._asked.append(wanted)
+            try:
+                self._child.post("limit", **request, ceilings=self.ceilings, name=self.name)
+                self._asked.append(wanted)
+            except ChildFailed as failure:
+                self._known[wanted] = {"why_not": failure.reason}
 
     def collect(self, rows: list[Row], until: float) -> None:
         """Give each row its limit; waits for the counts, but not for ever, and ends the process."""

@@ -19,16 +19,19 @@ _CONVOLUTIONAL = ("alexnet", "resnet50", "dcgan", "conv_autoencoder")
 _PREPARED_STEPS = 12  # a graph is captured after fewer
 
 
-def best_settings(model: str, device_type: str) -> list[str]:
-    """Overrides of the variant "mprun+" for a model, before what cannot be combined is left out."""
+def best_settings(model: str, device_type: str, compiled: bool) -> list[str]:
+    """Overrides of the variant "mprun+" for a model, before what cannot be combined is left out.
+
+    compiled: with torch.compile, for networks and devices where it helps.
+    """
     settings = ["optim.implementation=single_pass"]
     if model in _CONVOLUTIONAL:
         settings.append("train.channels_last=on")
     if device_type == "cuda":
         settings.append("train.cuda_graph=on")
-        if model in _CONVOLUTIONAL:
+        if compiled and model in _CONVOLUTIONAL:
             # torch.compile hands an nn.LSTM back to eager as a whole.
-            settings.append("train.compile=max-autotune-no-cudagraphs")
+            settings.append("train.compile=default")
     return settings
 
 
@@ -44,7 +47,8 @@ class Own:
         self.left_out: dict[str, str] = {}
         if best:
             model = compose_config(plain).config.model.name
-            self.config, self.built = self._built_with(plain, best_settings(model, device.type))
+            settings = best_settings(model, device.type, case.extra.get("compile", True))
+            self.config, self.built = self._built_with(plain, settings)
         else:
             self.config, self.built = _build(plain)
         if not case.real_data:

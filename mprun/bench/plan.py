@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 from mprun.bench.contender import Case
 from mprun.bench.registry import CONTENDERS, OWN, PEERS, available
-from mprun.bench.suite import CPU_MODES, GPU_MODES, Entry, suite_of
+from mprun.bench.suite import CPU_MODES, GPU_MODES, MODES_WITH_PEERS, Entry, suite_of
 from mprun.config.compose import compose_config
 from mprun.config.tasks import task_of
 from mprun.errors import BadInput
@@ -65,7 +65,7 @@ def plan(options: Options, device) -> tuple[list[Group], list[dict]]:
     if options.overrides:
         entries = [_entry(options.overrides, options.modes, device)]
     else:
-        entries = [_of_suite(entry, options.modes) for entry in suite_of(device.type)]
+        entries = [_of_suite(entry, options) for entry in suite_of(device.type)]
     asked = None if options.peers in (None, ["all"]) else options.peers
     _known_peers(asked or [])
     groups, left_out, used = [], [], set()
@@ -80,16 +80,22 @@ def plan(options: Options, device) -> tuple[list[Group], list[dict]]:
                 left_out.append(_left_out(entry, mode, "mprun", reason))
                 continue
             compose_config([*entry.overrides, f"precision={mode}", f"device={device.type}"])
-            names = list(OWN if device.type == "cuda" else ("mprun",))
+            best = device.type == "cuda" and (not entry.best_modes or mode in entry.best_modes)
+            names = ["mprun", *(["mprun+"] if best else [])]
             for peer in () if options.peers is None else asked or PEERS:
                 reason = None if peer in OWN else available(peer, mode, task, device)
                 if reason is None:
                     names.append(peer)
                     used.add(peer)
-                else:
+                elif asked or _would_fit(peer, mode, task):
                     left_out.append(_left_out(entry, mode, peer, reason))
-            names = dict.fromkeys(names)
-            cases += [Case(entry.label, entry.overrides, mode, name) for name in names]
+            names = sorted(dict.fromkeys(names), key=_is_tuned)
+            extra = {"compile": entry.compile}
+            cases += [Case(entry.label, entry.overrides, mode, n, extra=extra) for n in names]
+        if options.peers is None:
+            # Every mode once before the first that has to compile. (sorted keeps the order of the
+            # modes; with peers those of a mode stay together, so that they are alive together.)
+            cases.sort(key=lambda case: _is_tuned(case.contender))
         if options.end_to_end:
             modes = dict.fromkeys(case.mode for case in cases)
             cases += [Case(entry.label, entry.overrides, m, "mprun", True) for m in modes]
@@ -99,6 +105,17 @@ def plan(options: Options, device) -> tuple[list[Group], list[dict]]:
             reason = next(left["reason"] for left in left_out if left["contender"] == peer)
             raise BadInput(f"--peers {peer}: {reason}")
     return groups, left_out
+
+
+def _would_fit(peer: str, mode: str, task: str) -> bool:
+    """Whether a tool that all were asked for is missed here: it has the mode and the task."""
+    modes = CONTENDERS[peer].modes
+    return task in CONTENDERS[peer].tasks and (modes is None or mode in modes)
+
+
+def _is_tuned(name: str) -> bool:
+    """Whether a contender may compile, which can take all of a model's time."""
+    return name.endswith("+")
 
 
 def _known_peers(names: Sequence[str]) -> None:
@@ -145,8 +162,12 @@ def _entry(overrides: Sequence[str], modes: Sequence[str] | None, device) -> Ent
         modes = [m for m in default if why_unsupported(get_policy(m), device) is None]
     size = getattr(config.data, "image_size", None)
     shape = f" {size} px" if size else ""
-    return Entry(f"{config.model.name}{shape} b{config.data.batch_size}", kept, tuple(modes), 1.0)
+    label = f"{config.model.name}{shape} b{config.data.batch_size}"
+    return Entry(label, kept, tuple(modes), 1.0, best_modes=None, compile=True)
 
 
-def _of_suite(entry: Entry, modes: Sequence[str] | None) -> Entry:
-    return entry if modes is None else replace(entry, modes=tuple(modes))
+def _of_suite(entry: Entry, options: Options) -> Entry:
+    modes = entry.modes if options.modes is None else tuple(options.modes)
+    if options.modes is None and options.peers is not None:
+        modes = tuple(mode for mode in modes if mode in MODES_WITH_PEERS)
+    return replace(entry, modes=modes)

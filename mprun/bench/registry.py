@@ -15,6 +15,9 @@ TASKS = ("classification", "reconstruction", "language_model", "gan")
 # memory formats, another way to the update.
 NEAREST_MODE = {"fp16_master": "amp", "fp16_master_scaled": "amp", "bf16_master": "amp_bf16"}
 
+# With two optimizers these update the loss scale after each one's step, not once per iteration.
+SCALES_PER_OPTIMIZER = ("fabric", "trainer", "accelerate")
+
 
 @dataclass(frozen=True, slots=True)
 class Entry:

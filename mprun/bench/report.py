@@ -8,7 +8,7 @@ from mprun.bench.report_cells import (
     share_text,
     split_text,
 )
-from mprun.markdown_table import markdown_table
+from mprun.markdown_table import markdown_table as _aligned
 
 _PUBLISHED = (
     "Published for comparison: 1.3 to 6 times FP32 on V100 (Micikevicius et al., arXiv 1710.03740, "
@@ -48,6 +48,12 @@ def markdown(bench: dict) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
+def _table(header: list[str], lines: list[list[str]]) -> str:
+    """The table without the columns in which no row has anything."""
+    kept = [i for i in range(len(header)) if any(line[i] not in ("", "-") for line in lines)]
+    return _aligned([header[i] for i in kept], [[line[i] for i in kept] for line in lines])
+
+
 def _section(title: str, text: str) -> list[str]:
     return [f"## {title}", text] if text else []
 
@@ -84,7 +90,7 @@ def _rate_note() -> str:
 def _speed(rows: list[dict]) -> str:
     header = ["model", "mode", "contender", "samples/s", "vs FP32", "vs TF32", "vs best peer"]
     header += ["of limit", "first use s", "notes"]
-    return markdown_table(
+    return _table(
         header,
         [
             [
@@ -122,7 +128,7 @@ def _modes(rows: list[dict]) -> str:
     ]
     if not lines:
         return ""
-    table = markdown_table(["model", "mode", "contender", "over FP32", "over TF32"], lines)
+    table = _table(["model", "mode", "contender", "over FP32", "over TF32"], lines)
     return f"{table}\n\n{_PUBLISHED}"
 
 
@@ -157,7 +163,7 @@ def _memory(rows: list[dict]) -> str:
         "of weights and gradients, averages and norm statistics. The peak of a replayed graph is "
         "that of its capture."
     )
-    return f"{markdown_table(header, lines)}\n\n{note}"
+    return f"{_table(header, lines)}\n\n{note}"
 
 
 def _energy(rows: list[dict], bench: dict) -> str:
@@ -174,7 +180,7 @@ def _energy(rows: list[dict], bench: dict) -> str:
         reasons = sorted(set(bench["nvml"].values()))
         return f"Not readable: {'; '.join(reasons)}." if reasons else ""
     header = ["model", "mode", "contender", "J per sample", "power W", "SM clock MHz", "degrees C"]
-    return markdown_table(header, lines)
+    return _table(header, lines)
 
 
 def _time(rows: list[dict]) -> str:
@@ -196,14 +202,14 @@ def _time(rows: list[dict]) -> str:
         "Host: median time to issue one step to an idle device without waiting for it; on a CPU "
         "that is the step. Shares of a step: eager steps of mprun alone, from events on the stream."
     )
-    return f"{markdown_table(header, lines)}\n\n{note}"
+    return f"{_table(header, lines)}\n\n{note}"
 
 
 def _real(rows: list[dict]) -> str:
     lines = [
         [*_names(row), rate_text(row), share_text(row["summary"]["data_wait"])] for row in rows
     ]
-    return markdown_table(["model", "mode", "contender", "samples/s", "waiting for data"], lines)
+    return _table(["model", "mode", "contender", "samples/s", "waiting for data"], lines)
 
 
 def _correctness(rows: list[dict]) -> str:
@@ -220,7 +226,7 @@ def _correctness(rows: list[dict]) -> str:
     if not lines:
         return ""
     header = ["model", "mode", "contender", "loss at step 20", "skipped by 20", "skipped in all"]
-    return markdown_table([*header, "verdict", "why"], lines)
+    return _table([*header, "verdict", "why"], lines)
 
 
 def _missing(bench: dict) -> str:
@@ -235,7 +241,7 @@ def _missing(bench: dict) -> str:
         lines.append([label, ", ".join(modes), contender, "left out", reason])
     if not lines:
         return ""
-    return markdown_table(["model", "mode", "contender", "status", "reason"], lines)
+    return _table(["model", "mode", "contender", "status", "reason"], lines)
 
 
 def _targets(targets: list[dict]) -> str:
@@ -246,7 +252,7 @@ def _targets(targets: list[dict]) -> str:
         bound = f"{sign} {target['bound']:,g}"
         where = target["row"] or ""
         lines.append([target["label"], target["what"], bound, value, where, target["outcome"]])
-    return markdown_table(["model", "what", "target", "measured", "of", "outcome"], lines)
+    return _table(["model", "what", "target", "measured", "of", "outcome"], lines)
 
 
 def _ceilings(bench: dict) -> str:
@@ -256,8 +262,9 @@ def _ceilings(bench: dict) -> str:
     lines = [["copy, bytes read and written", f"{found['bandwidth'] / 1e9:,.1f} GB/s"]]
     size = found["matmul_size"]
     for name, rate in found["flops"].items():
-        lines.append([f"{name} product, {size} cubed", f"{rate / 1e12:,.3f} TFLOP/s"])
-    return markdown_table(["what", "rate"], lines)
+        text = f"{rate / 1e12:,.1f} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:,.1f} GFLOP/s"
+        lines.append([f"{name} product, {size} cubed", text])
+    return _table(["what", "rate"], lines)
 
 
 def _environment(bench: dict) -> str:
@@ -273,11 +280,10 @@ def _environment(bench: dict) -> str:
         ["CPU", f"{facts['cpu']}, {facts['cpu_count']} cores"],
         ["windows asked for", str(bench["options"]["windows"])],
     ]
-    lines += _flags(bench["rows"])
-    return markdown_table(["what", "value"], lines)
+    return "\n\n".join([_table(["what", "value"], lines), *_flags(bench["rows"])])
 
 
-def _flags(rows: list[dict]) -> list[list[str]]:
+def _flags(rows: list[dict]) -> list[str]:
     """Flags in force: those of all modes once, then what single modes have of their own."""
     modes = {
         row["case"]["mode"]: row["facts"]["prepare"]["flags"]
@@ -288,13 +294,15 @@ def _flags(rows: list[dict]) -> list[list[str]]:
         return []
     first = next(iter(modes.values()))
     common = {k for k, v in first.items() if all(f.get(k) == v for f in modes.values())}
-    lines = [["flags of all modes", ", ".join(f"{k}={first[k]}" for k in first if k in common)]]
+    lines = ["Flags of all modes: " + ", ".join(f"{k}={first[k]}" for k in first if k in common)]
     for mode, values in modes.items():
         own = ", ".join(f"{k}={v}" for k, v in values.items() if k not in common)
         if own:
-            lines.append([f"flags of {mode}", own])
+            lines.append(f"Flags of {mode}: {own}")
     return lines
 
 
 def _names(row: dict) -> list[str]:
-    return [row["case"]["label"], row["case"]["mode"], row["case"]["contender"]]
+    case = row["case"]
+    where = " (end to end)" if case["real_data"] else ""
+    return [case["label"], case["mode"], f"{case['contender']}{where}"]

@@ -12,11 +12,12 @@ from mprun.bench.plan import case_key
 
 @dataclass(slots=True)
 class Row:
-    """One case. status: measured, failed, refused, unequal or not measured.
+    """One case.
 
-    reason: of the last four, or why there is no more of a measured one. kind: of a failure, "memory" or "error". facts: what the child said of itself, by request.
-    windows: as in `mprun.bench.measure.Window`, each with its cohort and round. limit: of the
-    roofline, or {"why_not": reason}.
+    status: measured, failed, refused, unequal or not measured. reason: of the last four, or why
+    there is no more of a measured one. kind: of a failure, "memory" or "error". facts: what the
+    child said of itself, by request. windows: as in `mprun.bench.measure.Window`, each with its
+    cohort and round. limit: of the roofline, or {"why_not": reason}.
     """
 
     case: Case
@@ -35,7 +36,10 @@ class Row:
         return case_key(self.case)
 
     def failed(self, status: str, reason: str, kind: str | None = None) -> None:
-        """Note why there is nothing (more) of this case."""
+        """Note why there is nothing, or nothing more, of this case."""
+        if self.windows:
+            self.reason = f"later: {reason}"
+            return
         self.status, self.reason, self.kind = status, reason, kind
 
     def add(self, window: dict) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from mprun.bench.child_process import ChildFailed, ChildProcess, TimeUp
+from mprun.bench.child_process import CHILD_COMMAND, ChildFailed, ChildProcess, TimeUp
 from mprun.bench.contender import Case
 from mprun.bench.limits import Limits
 from mprun.bench.plan import Group
@@ -20,8 +20,9 @@ from mprun.bench.rows import Log, Row
 from mprun.interruption import Interruption
 
 START_SHARE = 0.6  # of a model's time, at most, until its windows begin
-WARM_UP_S = (1.0, 20.0)  # least and most
-DETAILS_S = 12.0  # most for what is measured beside the windows
+WARM_UP_S = (1.0, {"cuda": 20.0, "cpu": 8.0})  # least and most
+DETAILS_S, DETAILS_STEPS = 12.0, 30  # most for what is measured beside the windows, and about
+ROUNDS = 3  # that come before that, where time is short
 ROOM = 1.5  # free memory over that of the last child, below which no other one is started
 _KINDS = {"refused": "refused", "memory": "failed", "error": "failed"}
 
@@ -57,15 +58,16 @@ class Session:
         windows: int = 5,
         steps_per_window: int | None = None,
         ahead: int = 1,
-        module: str = "mprun.bench.child",
+        command: Sequence[str] = CHILD_COMMAND,
     ):
         self.groups, self.device, self.folder, self.log = groups, device, folder, log
         self.interruption, self.deadline, self.limits = interruption, deadline, limits
         self.check, self.windows, self.steps_per_window = check, windows, steps_per_window
-        self.ahead, self.module = ahead, module
+        self.ahead, self.command = ahead, command
         self.rows = {group.label: [Row(case) for case in group.cases] for group in groups}
         self._children: list[ChildProcess] = []
         self._started: dict[str, ChildProcess] = {}
+        self._late: set[str] = set()  # keys of rows that found no memory beside others
         self._cohort = 0
 
     def all_rows(self) -> list[Row]:
@@ -113,7 +115,8 @@ class Session:
             for soon in waiting[: 1 + self.ahead]:
                 self._start(soon)
             member = self._ready(row, start_by)
-            if member is None and row.kind == "memory" and members:
+            if member is None and row.kind == "memory" and members and row.key not in self._late:
+                self._late.add(row.key)
                 self.log.say(f"{row.key}: no memory beside {len(members)} others; in turn later")
                 break
             waiting.pop(0)
@@ -169,7 +172,8 @@ class Session:
 
     def _equal(self, members: list[Member], rows: list[Row]) -> list[Member]:
         """Those that compute the same as the others; the rest is ended and says why."""
-        verdicts = self.check([row for row in rows if "losses" in row.equality])
+        taken = [row for row in rows if "losses" in row.equality and not row.case.real_data]
+        verdicts = self.check(taken)
         for key, (ok, reason) in verdicts.items():
             row = next(row for row in rows if row.key == key)
             row.equality |= {"ok": ok, "reason": reason}
@@ -188,11 +192,13 @@ class Session:
     def _measure(self, members: list[Member], until: float) -> None:
         alive = list(members)
         left = max(0.0, until - time.monotonic())
-        limit = min(max(WARM_UP_S[0], 0.4 * left / max(1, len(alive))), WARM_UP_S[1])
+        limit = min(max(WARM_UP_S[0], 0.4 * left / max(1, len(alive))), WARM_UP_S[1][self.device])
         for member in list(alive):
             self._try(member, alive, self._warm_up, limit)
         for number in range(self.windows):
             length = sum(member.steps * member.step_s for member in alive)
+            if number >= ROUNDS:
+                length += sum(DETAILS_STEPS * member.step_s for member in alive)
             if number and time.monotonic() + length > until:
                 self.log.say(f"{number} of {self.windows} rounds within the budget")
                 break
@@ -212,10 +218,7 @@ class Session:
             self._end(member.child)
             self.log.write("failed", case=member.row.key, reason=failure.reason, kind=failure.kind)
             self.log.say(f"{member.row.key}: {failure.reason}")
-            if not member.row.windows:
-                member.row.failed(_KINDS[failure.kind], failure.reason, failure.kind)
-            else:
-                member.row.reason = f"later: {failure.reason}"
+            member.row.failed(_KINDS[failure.kind], failure.reason, failure.kind)
 
     def _warm_up(self, member: Member, limit_s: float) -> None:
         found = member.child.ask(
@@ -243,7 +246,7 @@ class Session:
         if row.key not in self._started:
             number = len(list((self.folder / "logs").glob("*.log"))) + 1
             log = self.folder / "logs" / f"{number:03d}-{_file_name(row.case)}.log"
-            child = ChildProcess(log, self.interruption, self.module)
+            child = ChildProcess(log, self.interruption, self.command)
             self._started[row.key] = child
             self._children.append(child)
         return self._started[row.key]

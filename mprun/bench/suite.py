@@ -5,16 +5,26 @@ from dataclasses import dataclass
 # Modes of a GPU that has Tensor Cores for BF16 and TF32, baselines first.
 GPU_MODES = ("fp32", "tf32", "fp16_naive", "fp16_master_scaled", "amp", "amp_bf16")
 CPU_MODES = ("fp32", "fp16_master_scaled", "amp")
+# Of the modes of a suite those that are measured when other tools take part: each is that many
+# processes more.
+MODES_WITH_PEERS = ("fp32", "tf32", "fp16_master_scaled", "amp")
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One model at one size. weight: its share of the time budget, in parts of the suite's sum."""
+    """One model at one size.
+
+    weight: its share of the time budget, in parts of the suite's sum. best_modes: in which mprun is
+    measured with its best settings too; None: in all. compile: whether these include torch.compile,
+    which takes a minute or more per mode for a network like ResNet-50.
+    """
 
     label: str
     overrides: tuple[str, ...]
     modes: tuple[str, ...]
     weight: float
+    best_modes: tuple[str, ...] | None = ("tf32", "fp16_master_scaled", "amp")
+    compile: bool = False
 
 
 def _images(size: int, batch: int, classes: int, *more: str) -> tuple[str, ...]:
@@ -42,7 +52,9 @@ def _tokens(words: int, time: int, batch: int, *more: str) -> tuple[str, ...]:
 
 def _resnet(batch: int, weight: float) -> Entry:
     overrides = ("model=resnet50", *_images(224, batch, 1000))
-    return Entry(f"ResNet-50 b{batch}", overrides, GPU_MODES, weight)
+    large = batch >= 128
+    best = ("fp16_master_scaled", "amp") if large else ("tf32", "fp16_master_scaled", "amp")
+    return Entry(f"ResNet-50 b{batch}", overrides, GPU_MODES, weight, best, compile=large)
 
 
 def _alexnet(batch: int, weight: float) -> Entry:
@@ -58,12 +70,12 @@ def _dcgan(batch: int, weight: float) -> Entry:
 
 
 GPU_SUITE = (
-    _resnet(256, 110),
-    _resnet(32, 60),
-    _alexnet(512, 35),
-    _alexnet(128, 25),
-    _dcgan(128, 35),
-    _dcgan(512, 25),
+    _resnet(256, 200),
+    _resnet(32, 50),
+    _alexnet(512, 50),
+    _alexnet(128, 40),
+    _dcgan(128, 45),
+    _dcgan(512, 35),
     Entry(
         "LSTM LM b128",
         (
@@ -75,7 +87,7 @@ GPU_SUITE = (
             *_tokens(32_000, 35, 128),
         ),
         GPU_MODES,
-        80,
+        60,
     ),
     Entry(
         "bigLSTM b256",

@@ -38,13 +38,18 @@ def run_python(module, tmp_path):
     return run
 
 
+def variables(**more):
+    """This environment for a dry run by this interpreter, without what an outer call has set."""
+    outer = ("PARTS", "LIMIT", "BENCH", "GPU_CHECK_PYTHON", "MPRUN_COMMIT")
+    kept = {name: value for name, value in os.environ.items() if name not in outer}
+    return kept | {"MPRUN_PYTHON": sys.executable, "DEVICE": "cpu"} | more
+
+
 def gpu_check(*arguments, timeout=60, **environment):
-    """The finished process of the script, with this interpreter and these variables."""
-    settings = {"MPRUN_PYTHON": sys.executable, "DEVICE": "cpu", **environment}
-    kept = {k: v for k, v in os.environ.items() if k not in ("PARTS", "LIMIT", "GPU_CHECK_PYTHON")}
+    """The finished process of the script with these variables."""
     return subprocess.run(
         [sys.executable, SCRIPT, *map(str, arguments)],
-        env=kept | settings,
+        env=variables(**environment),
         capture_output=True,
         text=True,
         timeout=timeout,
@@ -270,19 +275,14 @@ def test_a_dry_run_of_every_part_with_one_that_fails(module, tmp_path):
 def test_whoever_ends_it_gets_what_there_is(tmp_path):
     """A caller's own time limit sends SIGTERM."""
     out = tmp_path / "out"
-    settings = {"MPRUN_PYTHON": sys.executable, "DEVICE": "cpu", "PARTS": "results,fidelity"}
-    process = subprocess.Popen(
-        [sys.executable, SCRIPT, str(out)],
-        env=os.environ | settings,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    for line in process.stdout:
-        if "quickstart_lost_updates" in line:
-            break
-    process.send_signal(signal.SIGTERM)
-    rest = process.stdout.read()
-    assert process.wait(60) == 130
+    command, settings = [sys.executable, SCRIPT, str(out)], variables(PARTS="results,fidelity")
+    with subprocess.Popen(command, env=settings, stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout:
+            if "quickstart_lost_updates" in line:
+                break
+        process.send_signal(signal.SIGTERM)
+        rest = process.stdout.read()
+    assert process.returncode == 130
     assert "interrupted" in rest
     record = json.loads((out / "gpu_check.json").read_text())
     assert record["status"] == "interrupted"

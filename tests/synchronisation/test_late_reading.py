@@ -250,8 +250,12 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.parametrize("every", [1, 5])
+CASES = [(5, name) for name in SETTINGS]
+CASES += [(1, "diverges"), (1, "collapses")]
+CASES += [pytest.param(1, name, marks=pytest.mark.slow) for name in ("skips", "gan", "no scale")]
+
+
+@pytest.mark.parametrize(("every", "name"), CASES)
 def test_a_run_is_recorded_alike(tmp_path, monkeypatch, name, every):
     overrides, plant = SETTINGS[name]
     monkeypatch.setattr(failure, "SHORTEST_PAUSE_S", 0.0)
@@ -268,7 +272,7 @@ def test_a_run_is_recorded_alike(tmp_path, monkeypatch, name, every):
         rows = [[(key, v if key not in TIMES else 0) for key, v in row] for row in rows]
         record = read_json(directory / "run.json")
         ended = {key: record[key] for key in ("status", "cause", "last_step", "skipped", "final")}
-        saved = sorted(path.name for path in (directory / "checkpoints").iterdir())
+        saved = sorted(path.name for path in (directory / "checkpoints").glob("*"))
         kept = read_post_mortem(directory) or {}
         kept = {key: kept["failure"][key] for key in ("kind", "step", "folder")} if kept else {}
         found.append((code, rows, ended, saved, kept, record["throughput"]["windows"]))

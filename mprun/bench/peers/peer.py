@@ -76,6 +76,10 @@ class Peer:
             return self._first()
         return self._advance()
 
+    def weights(self) -> dict[str, Tensor]:
+        """What the optimizers update, by name."""
+        return self.task.weights()
+
     def skipped(self) -> int:
         """Steps since the beginning in which an update was skipped; may wait for the device."""
         return 0 if self._skips is None else self._skips.total()

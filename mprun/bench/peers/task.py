@@ -59,6 +59,14 @@ class PeerTask:
         batch = self.source.train_batch(index)
         return _nhwc(batch) if self.channels_last else batch
 
+    def weights(self) -> dict[str, torch.Tensor]:
+        """All parameters by name, those of a discriminator behind the generator's."""
+        return {
+            f"{index}.{name}": parameter
+            for index, network in enumerate(self.networks)
+            for name, parameter in network.named_parameters()
+        }
+
     def in_channels_last(self) -> "PeerTask":
         """The same networks and batches of images with NHWC strides."""
         for network in self.networks:

@@ -6,9 +6,9 @@ from mprun.config.field_rules import nearest
 from mprun.errors import BadInput
 from mprun.precision import PrecisionPolicy
 
-# Seconds per kernel, an assumption: replayed from a CUDA graph, and started one by one from Python.
+# Seconds per kernel, an assumption: replayed from a CUDA graph, and started one by one.
 GRAPH_LAUNCH_S, EAGER_LAUNCH_S = 1.5e-6, 8e-6
-LAUNCH_SOURCE = "assumed: 1.5 us a kernel in a CUDA graph, 8 us eager; short kernels, no measurement"
+LAUNCH_SOURCE = "assumed: 1.5 us a kernel in a CUDA graph, 8 us eager"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ def _gpu(name: str, half: float, tf32: float | None, fp32: float, bandwidth: flo
         flops |= {"bf16": half, "tf32": tf32}
     source = (
         f"assumed for {name}: FP16 products {half / 1e12:g} TFLOP/s and copies "
-        f"{bandwidth / 1e12:g} TB/s as programs reach them; TF32 and FP32 scaled from the data sheet"
+        f"{bandwidth / 1e12:g} TB/s as programs reach them; FP32 0.86 of the data sheet"
     )
     return Ceilings(name, source, flops, bandwidth, gib * 2**30)
 

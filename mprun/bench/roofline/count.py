@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from contextlib import contextmanager
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mprun.bench.roofline.counter import Counter
 from mprun.bench.roofline.cuda_kernels import cuda_kernels
 from mprun.bench.roofline.memory import Memory, SavedTensors, held_bytes
 from mprun.bench.roofline.rows import Row
-from mprun.bench.roofline.shapes import ShapeSource, shape_source
+from mprun.bench.roofline.shapes import NO_END, ShapeSource, shape_source
 from mprun.bench.roofline.update import CountedPass
+from mprun.bench.roofline.weightless import weightless
 from mprun.build.precision import mode_label, policy_from
 from mprun.build.task import build_task
 from mprun.config.compose import compose_config
@@ -112,7 +112,7 @@ def _step(config: RunConfig, policy: PrecisionPolicy, source: ShapeSource):
     seed = torch.random.get_rng_state()
     try:
         # cuda_kernels outside: what it registers is for the dispatcher, not for tensors.
-        with cuda_kernels(counter.write), _weightless():
+        with cuda_kernels(counter.write), weightless():
             task = _built(config, policy, source)
             optimizers = [learner.optimizer for learner in task.learners.values()]
             for learner, optimizer in zip(task.learners.values(), optimizers, strict=True):
@@ -133,23 +133,6 @@ def _step(config: RunConfig, policy: PrecisionPolicy, source: ShapeSource):
     return counter.rows, task, Memory(**held, activations=saved.peak)
 
 
-def _weightless() -> FakeTensorMode:
-    """A mode in which tensors have no values."""
-    # A fallback would compute with real tensors of full size.
-    mode = FakeTensorMode(allow_fallback_kernels=False)
-    mode.fake_tensor_converter.meta_converter.tensor_memo = _Newest()
-    return mode
-
-
-class _Newest(dict):
-    """The memo of a FakeTensorMode, in place of its own, whose weak references to all tensors keep
-    a parameter from changing its dtype (torch.utils.swap_tensors). Only the newest is asked for."""
-
-    def __setitem__(self, key, value):
-        self.clear()
-        super().__setitem__(key, value)
-
-
 def _built(config: RunConfig, policy: PrecisionPolicy, source: ShapeSource):
     """The task on shapes; native, because a GPU emulates nothing."""
     chosen = [DTYPES[name] for name in config.precision.overrides.values()]
@@ -157,10 +140,14 @@ def _built(config: RunConfig, policy: PrecisionPolicy, source: ShapeSource):
     # A source of the user's has been held to its promises already, with values.
     plain = DataConfig(name="shapes", batch_size=config.data.batch_size)
     config = dataclasses.replace(config, cpu_half="native", data=plain)
+    # Without a batch a network of the user's own is not tried first, which takes values.
+    source.batches_per_epoch = 0
     try:
         return build_task(config, source, policy, arithmetic)
     except ValueError as error:
         raise BadInput(str(error)) from error
+    finally:
+        source.batches_per_epoch = NO_END
 
 
 def _held(task) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""A dispatch mode that writes a row for each kernel of a step, and finds what BatchNorm can fold."""
+"""A dispatch mode that writes a row for each kernel, and finds what BatchNorm can fold."""
 
 import torch
 from torch import Tensor
@@ -33,6 +33,8 @@ class Counter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if func is torch.ops.aten._local_scalar_dense.default and self.updating:
+            return 1.0  # the step counter of an optimizer, which lies on the host
         # What returns nothing only changes values, of which there are none; some such operators
         # (fused optimizers) do not know tensors without values.
         results = func(*args, **kwargs) if func._schema.returns else None

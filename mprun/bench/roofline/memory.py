@@ -27,9 +27,7 @@ class Memory:
 
     @property
     def total(self) -> int:
-        return (
-            self.parameters + self.masters + self.optimizer + self.gradients + self.activations
-        )
+        return self.parameters + self.masters + self.optimizer + self.gradients + self.activations
 
 
 class SavedTensors:

@@ -124,7 +124,9 @@ def _notes(lines: list[Line], ceilings: Ceilings) -> list[str]:
         f"{name} {seconds * 1e3:.3g}" for name, seconds in _recipes(first.counted, ceilings).items()
     )
     paths = ", ".join(dict.fromkeys(line.counted.update for line in lines))
-    graph, eager = (f"{_three(getattr(first.limit, k))}" for k in ("graph_launches", "eager_launches"))
+    graph, eager = (
+        f"{_three(getattr(first.limit, k))}" for k in ("graph_launches", "eager_launches")
+    )
     return [
         f"Limits from counts, not measurements; ceilings {ceilings.source}.",
         "limit: each operation takes the longer of its products and its traffic, update included; "
@@ -158,9 +160,7 @@ def _kinds(line: Line) -> str:
 
 
 def _recipes(counted: Counted, ceilings: Ceilings) -> dict[str, float]:
-    return {
-        name: size * counted.dense / ceilings.bandwidth for name, size in RECIPES.items()
-    }
+    return {name: size * counted.dense / ceilings.bandwidth for name, size in RECIPES.items()}
 
 
 def _ratio(lines: list[Line], line: Line, base: str) -> float | None:

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
 
 from mprun.build.own_data import check_batches, own_source
 from mprun.config import schema
@@ -15,7 +14,7 @@ _CLASSES = {"digits": 10, "cifar10": 10, "imagenet": 1000}
 # Entries of the vocabulary file of the One Billion Word benchmark (Jozefowicz et al., arXiv
 # 1602.02410, section 4.1).
 _LM1B_WORDS = 793_470
-_NO_END = 1 << 40
+NO_END = 1 << 40
 
 
 class ShapeSource:
@@ -26,7 +25,7 @@ class ShapeSource:
     """
 
     sha256 = "shapes only"
-    batches_per_epoch = _NO_END
+    batches_per_epoch = NO_END
 
     def __init__(self, first: torch.Size, second: torch.Size, images: bool, **about: int):
         self.first, self.second, self.images = first, second, images
@@ -85,13 +84,8 @@ def _of_own_data(config: schema.RunConfig, data: schema.CustomDataConfig) -> Sha
     for key in ("num_classes", "vocab_size"):
         if isinstance(getattr(source, key, None), int):
             about[key] = getattr(source, key)
-    # Images whose labels are no classes (gan, reconstruction) may come with anything.
     images = first.is_floating_point()
-    return ShapeSource(first.shape, _labels(first, second) if images else second.shape, images, **about)
-
-
-def _labels(images: Tensor, labels: Tensor) -> torch.Size:
-    return labels.shape if isinstance(labels, Tensor) else images.shape[:1]
+    return ShapeSource(first.shape, second.shape, images, **about)
 
 
 def _classes(config: schema.RunConfig) -> int:

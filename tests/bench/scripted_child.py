@@ -1,0 +1,77 @@
+"""A bench child that speaks the protocol and does what the case's `extra` says, without torch.
+
+memory_at, error_at, exit_at, hang_at: the request that goes wrong. alone: it finds memory only if
+no other child with `alone` is alive (a lock file). Every request is noted in the file `trace`.
+"""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+
+def main() -> None:
+    print(json.dumps({"ok": True}), flush=True)
+    extra, name = {}, ""
+    for line in sys.stdin:
+        request = json.loads(line)
+        what = request["do"]
+        if what == "build":
+            extra, name = request["case"]["extra"], request["case"]["contender"]
+        with open(extra["trace"], "a", encoding="utf-8") as file:
+            file.write(f"{what} {name}\n")
+        print(json.dumps(answer(what, extra)), flush=True)
+
+
+def answer(what: str, extra: dict) -> dict:
+    if extra.get("exit_at") == what:
+        os._exit(7)
+    if extra.get("hang_at") == what:
+        time.sleep(60)
+    if extra.get("error_at") == what:
+        return {"ok": False, "kind": "error", "reason": "ValueError: as told"}
+    if what == "build" and "room" in extra:
+        # As many as `room` children fit; each leaves a file while it lives.
+        folder = Path(extra["room_folder"])
+        (folder / str(os.getpid())).touch()
+        alive = [pid for pid in os.listdir(folder) if Path(f"/proc/{pid}").exists()]
+        if len(alive) > extra["room"]:
+            return {"ok": False, "kind": "memory", "reason": "out of memory: as told"}
+    answers = {
+        "build": {"samples_per_step": 10, "sample": "image", "threads": 1},
+        "equality": {"losses": [extra.get("loss", 1.0)] * 20, "skipped": 0, "seconds": [0.01] * 20},
+        "prepare": {
+            "settings": {},
+            "flags": {},
+            "first_use_s": 0.5,
+            "replays": False,
+            "free": 1000,
+            "held": 1,
+        },
+        "warm_up": {
+            "steps_per_window": 3,
+            "step_s": 0.01,
+            "steps": 9,
+            "seconds": 0.1,
+            "steady": True,
+            "apart": 0.01,
+        },
+        "window": {
+            "steps": 3,
+            "samples": 30,
+            "seconds": 30 / extra.get("rate", 100),
+            "wall_s": 0.03,
+            "cpu_s": 0.03,
+            "energy_mj": None,
+            "sensors": {},
+            "data_wait_s": None,
+            "loss_is_finite": True,
+        },
+        "details": {"skipped": 0, "peak": {"resident": 2**20}, "host_s": 0.01, "nvml": {}},
+    }
+    return {"ok": True, **answers[what]}
+
+
+if __name__ == "__main__":
+    main()

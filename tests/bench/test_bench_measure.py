@@ -1,0 +1,229 @@
+"""Windows, warm-up and the time split, on contenders that can be reckoned by hand."""
+
+import time
+
+import pytest
+import torch
+
+from mprun.bench.ceilings import measure_ceilings
+from mprun.bench.contender import Case, RotatingSource, rotating_batches
+from mprun.bench.energy import meter_of
+from mprun.bench.inside import look_inside
+from mprun.bench.measure import equality_losses, host_seconds, steps_for, warm_up, window
+from mprun.bench.own import make_own
+from mprun.bench.phases import time_split
+from mprun.precision import pin_math_flags, read_math_flags
+
+CPU = torch.device("cpu")
+TINY_LM = (
+    "model=lstm_lm",
+    "model.hidden_size=8",
+    "model.embedding_size=8",
+    "data=synthetic_tokens",
+    "data.vocab_size=16",
+    "data.sequence_length=4",
+    "data.batch_size=2",
+    "data.train_tokens=200",
+    "threads=1",
+)
+
+
+class Sleeper:
+    """Steps of known length; the loss is the number of steps taken."""
+
+    settings, samples_per_step, sample = {}, 7, "image"
+
+    def __init__(self, *lengths: float):
+        self.lengths, self.taken = lengths, 0
+
+    def prepare(self) -> None:
+        pass
+
+    def step(self) -> torch.Tensor:
+        time.sleep(self.lengths[min(self.taken, len(self.lengths) - 1)])
+        self.taken += 1
+        return torch.tensor(float(self.taken))
+
+    def skipped(self) -> int:
+        return 2
+
+
+def make(mode: str = "fp32", *more: str, contender: str = "mprun", **extra):
+    case = Case("tiny", (*TINY_LM, *more), mode, contender, **extra)
+    return make_own(case, CPU, contender == "mprun+")
+
+
+@pytest.fixture(autouse=True)
+def flags_as_before():
+    yield
+    pin_math_flags("ieee")
+
+
+def test_a_window_holds_its_steps_and_no_more():
+    sleeper = Sleeper(0.01)
+    found = window(sleeper, CPU, 5)
+    assert sleeper.taken == 6  # one before the clock starts
+    assert (found.steps, found.samples, found.energy_mj) == (5, 35, None)
+    # sleep never takes less than it is told to.
+    assert found.seconds == found.wall_s >= 0.05
+    assert found.cpu_s < found.wall_s
+
+
+def test_equality_takes_the_first_twenty_losses():
+    found = equality_losses(Sleeper(0.0), CPU)
+    assert found["losses"] == [float(step) for step in range(1, 21)]
+    assert found["skipped"] == 2 and len(found["seconds"]) == 20
+
+
+def test_a_loss_that_is_not_finite_can_be_written_as_json():
+    broken = Sleeper(0.0)
+    broken.step = lambda: torch.tensor(float("nan"))
+    assert equality_losses(broken, CPU)["losses"] == ["nan"] * 20
+    assert window(broken, CPU, 1).loss_is_finite is False
+
+
+def windows_of(*seconds: float):
+    """Stands for `window`: step times as given, the last one for ever."""
+    times = list(seconds)
+
+    def measure(contender, device, steps):
+        step_s = times.pop(0) if len(times) > 1 else times[0]
+        return type("W", (), {"step_s": step_s})
+
+    return measure
+
+
+def test_warm_up_ends_when_three_windows_agree_within_two_percent():
+    """After the first step: 0.2, 0.1, 0.101, 0.102; the last three are 2 % apart."""
+    found = warm_up(None, CPU, 60.0, steps=4, measure=windows_of(0.5, 0.2, 0.1, 0.101, 0.102))
+    assert found["steady"] and found["steps"] == 1 + 4 * 4
+    assert found["step_s"] == 0.101 and found["apart"] == pytest.approx(0.02)
+
+
+def test_warm_up_that_never_settles_says_so():
+    found = warm_up(Sleeper(0.001, 0.03, 0.001, 0.03, 0.001, 0.03), CPU, 0.0, steps=1)
+    assert not found["steady"] and found["steps_per_window"] == 1
+
+
+def test_a_window_grows_when_steps_become_shorter():
+    """0.1 s at first, so 3 steps last 0.3 s; 0.01 s later, so it takes 30."""
+    found = warm_up(None, CPU, 60.0, measure=windows_of(0.1, 0.01))
+    assert found["steps_per_window"] == 30 == steps_for(0.01)
+
+
+def test_host_time_is_the_median_of_single_steps():
+    assert 0.004 <= host_seconds(Sleeper(0.004), CPU, repeats=3) < 1
+
+
+def test_mprun_as_a_contender_takes_the_steps_of_a_run_on_rotating_batches(build_run):
+    """Equal to the bit: the same objects do the same arithmetic."""
+    own = make("fp16_master_scaled")
+    built = build_run(*TINY_LM, "precision=fp16_master_scaled")
+    built.data = built.task.data = RotatingSource(built.data, rotating_batches(built.data))
+    expected = [float(built.task.train_step(index)["loss"]) for index in range(6)]
+    assert [float(own.step()) for _ in range(6)] == expected
+    assert (own.samples_per_step, own.sample) == (8, "token")
+
+
+def test_batches_rotate():
+    own = make()
+    batches = [own.built.data.train_batch(index)[0] for index in range(5)]
+    assert batches[0] is batches[4]
+    assert not torch.equal(batches[0], batches[1])
+
+
+def test_skipped_updates_are_counted():
+    """2^24 times the loss overflows at once: the scale falls by half until gradients fit."""
+    own = make("fp16_master_scaled", "scaler.init_scale=16777216", "scaler.max_scale=16777216")
+    scale = own.task.loss_scale
+    for _ in range(8):
+        own.step()
+    assert own.skipped() > 0
+    assert float(scale.scale) == 2.0**24 / 2 ** own.skipped()
+
+
+def test_a_schedule_does_not_end_with_its_steps():
+    own = make("fp32", "train.steps=2", "optim.schedule=linear")
+    losses = [float(own.step()) for _ in range(5)]
+    assert len(losses) == 5
+
+
+def test_best_settings_that_are_refused_are_left_out_with_the_reason():
+    own = make("fp16_naive", contender="mprun+")
+    kept = own.settings["optimizer"] == "single_pass"
+    assert kept != any("optim.implementation" in key for key in own.left_out)
+    for setting, reason in own.left_out.items():
+        assert reason.startswith(setting.partition("=")[0])
+
+
+def test_the_time_split_adds_up_and_leaves_the_objects_alone():
+    own = make("amp")
+    optimizer = own.task.learner.optimizer
+    found = time_split(own.step, own.built.data, [optimizer], CPU, steps=3)
+    assert sum(found[name] for name in ("data", "forward", "backward", "update")) == pytest.approx(
+        found["step"]
+    )
+    assert all(found[name] > 0 for name in ("forward", "backward", "update"))
+    assert not {"backward", "step"} & vars(optimizer).keys()
+    assert "train_batch" not in vars(own.built.data)
+
+
+def test_the_time_split_puts_a_slow_phase_where_it_is():
+    own = make()
+    batches = own.built.data
+
+    class Slow:
+        def train_batch(self, index):
+            time.sleep(0.05)
+            return batches.train_batch(index)
+
+        def __getattr__(self, name):
+            return getattr(batches, name)
+
+    own.task.data = slow = Slow()
+    found = time_split(own.step, slow, [own.task.learner.optimizer], CPU, steps=2)
+    assert found["data"] >= 0.05
+
+
+def test_a_look_inside_has_memory_by_kind():
+    """fp16_master_scaled: 2 bytes a parameter, 4 a master; all of them have one here."""
+    own = make("fp16_master_scaled")
+    own.step()
+    found = look_inside(own, CPU)
+    count = sum(p.numel() for p in own.task.learner.model.parameters())
+    assert found["memory_by_kind"]["parameters"] == {"float16": 2 * count}
+    assert found["memory_by_kind"]["master_weights"] == {"float32": 4 * count}
+    assert found["synchronisations"] is None  # a CPU waits for nobody
+    assert found["time_split"]["step"] > 0
+
+
+def test_ceilings_are_those_of_the_product_and_the_copy():
+    found = measure_ceilings(CPU, seconds=0.4, size=64)
+    assert list(found["flops"]) == ["fp32", "fp16", "bf16"]
+    assert found["matmul_size"] == 64 and found["copy_bytes"] == 2**28
+    assert all(rate > 0 for rate in found["flops"].values()) and found["bandwidth"] > 0
+    assert all(1 <= n <= 5 for n in found["windows"].values())
+
+
+@pytest.mark.gpu
+def test_on_cuda_the_device_and_the_host_agree_on_a_window():
+    """A window is far longer than what the host adds: launch of the first step, two waits."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    case = Case("tiny", (*TINY_LM, "train.cuda_graph=off"), "amp", "mprun")
+    own = make_own(case, device, False)
+    for _ in range(20):
+        own.step()
+    found = window(own, device, steps_for(warm_up(own, device, 5.0)["step_s"]), meter_of(device))
+    assert found.loss_is_finite
+    assert 0.9 < found.seconds / found.wall_s <= 1.01
+    split = look_inside(own, device)
+    assert split["synchronisations"] == 0
+    assert split["time_split"]["step"] > 0
+
+
+@pytest.mark.gpu
+def test_on_cuda_ceilings_leave_tf32_off():
+    device = torch.device("cuda")
+    found = measure_ceilings(device, seconds=1.0, size=1024)
+    assert found["flops"]["fp16"] > found["flops"]["fp32"]
+    assert read_math_flags()["cuda.matmul.fp32_precision"] == "ieee"

@@ -1,0 +1,77 @@
+"""Medians, quartiles and bootstrap intervals against hand values, all resamples, and scipy."""
+
+import itertools
+
+import numpy
+import pytest
+from scipy import stats
+
+from mprun.bench.statistics import RESAMPLES, paired_ratio, spread, unpaired_ratio
+
+
+def test_spread_by_hand():
+    """Quartiles of 1 2 3 4 10: positions 1, 2 and 3 of the order statistics; of two: between."""
+    found = spread([10, 1, 3, 2, 4])
+    assert (found.median, found.q1, found.q3, found.n) == (3.0, 2.0, 4.0, 5)
+    assert spread([1.0, 2.0]).q1 == 1.25
+    assert spread([7.0]).q3 == 7.0
+    with pytest.raises(ValueError, match="no values"):
+        spread([])
+
+
+def test_a_constant_ratio_has_an_interval_of_no_width():
+    found = paired_ratio([2.0, 4.0, 8.0], [1.0, 2.0, 4.0])
+    assert (found.median, found.low, found.high, found.n, found.paired) == (2.0, 2.0, 2.0, 3, True)
+
+
+def test_pairing_cancels_a_drift_that_unpaired_windows_keep():
+    drift = numpy.array([1.0, 1.5, 2.0, 2.5, 3.0])
+    paired, unpaired = paired_ratio(1.1 * drift, drift), unpaired_ratio(1.1 * drift, drift)
+    assert paired.high - paired.low < 1e-12 and paired.median == pytest.approx(1.1)
+    assert unpaired.median == pytest.approx(1.1) and not unpaired.paired
+    assert unpaired.low < 0.9 and unpaired.high > 1.3
+
+
+def test_the_interval_is_that_of_all_resamples():
+    """Of three ratios there are 27 resamples. The median is the smallest in 7 of them (all three,
+    or two of three draws), so both ends of a 95 % interval are the extreme ratios."""
+    ratios = [1.0, 1.2, 1.5]
+    medians = sorted(numpy.median(draw) for draw in itertools.product(ratios, repeat=3))
+    assert medians.count(1.0) == medians.count(1.5) == 7
+    found = paired_ratio(ratios, [1.0, 1.0, 1.0])
+    assert (found.low, found.high) == (1.0, 1.5)
+
+
+def test_the_interval_agrees_with_scipy():
+    """Two bootstraps with draws of their own: the standard error of a quantile at p is
+    sqrt(p (1 - p) / N) in probability, 0.0025 for p = 0.025 and 4000 draws; four of them on either
+    side move the ends of this interval by less than 0.01, as scipy's own ends show."""
+    random = numpy.random.default_rng(0)
+    above, below = random.normal(10, 1, 40), random.normal(5, 0.2, 40)
+    found = paired_ratio(above, below)
+
+    def end(level):
+        answer = stats.bootstrap(
+            (above / below,),
+            numpy.median,
+            n_resamples=RESAMPLES,
+            method="percentile",
+            confidence_level=level,
+            random_state=numpy.random.default_rng(1),
+        )
+        return answer.confidence_interval
+
+    wide, narrow = end(0.97), end(0.93)
+    assert wide.low <= found.low <= narrow.low
+    assert narrow.high <= found.high <= wide.high
+
+
+def test_a_set_of_windows_has_one_interval():
+    values = [1.0, 1.1, 0.9, 1.3, 1.05]
+    assert paired_ratio(values, [1.0] * 5) == paired_ratio(values, [1.0] * 5)
+
+
+@pytest.mark.parametrize("pair", [([1.0], []), ([], []), ([1.0, 2.0], [1.0])])
+def test_what_makes_no_pairs_is_refused(pair):
+    with pytest.raises(ValueError, match="make no pairs"):
+        paired_ratio(*pair)

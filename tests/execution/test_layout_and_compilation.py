@@ -1,0 +1,119 @@
+"""Channels last and torch.compile: the same steps but for rounding."""
+
+import pytest
+import torch
+
+from mprun.errors import BadInput
+from mprun.precision.single_pass import same_order
+
+from .trained import SMALL, Training, assert_same_state, copy_of
+
+# FP32 kernels of another layout, or compiled ones, add up in another order. A sum of some 10^3
+# products differs by about 10^3 * 2^-24 = 6e-5 of its size at most; the loss is a mean over many.
+FP32_TOLERANCE = 1e-4
+# One rounding to FP16 is 2^-11 = 5e-4; a few of them in a row, averaged in the loss.
+FP16_TOLERANCE = 4e-3
+NHWC = "train.channels_last=on"
+IMAGE_TASKS = ["reconstruction", "gan"]
+
+
+def losses(built, steps=4):
+    torch.manual_seed(1)
+    return Training(built, built.stepper.step).steps(0, steps).values("loss")
+
+
+@pytest.mark.parametrize(
+    ("mode", "tolerance"),
+    [("fp32", FP32_TOLERANCE), ("fp16_master_scaled", FP16_TOLERANCE), ("amp", FP16_TOLERANCE)],
+)
+@pytest.mark.parametrize("task", IMAGE_TASKS)
+def test_channels_last_differs_by_rounding(build_run, task, mode, tolerance):
+    overrides = [*SMALL[task], "data.channels=3", f"precision={mode}", "optim.lr=1e-4"]
+    if mode != "fp32":
+        overrides.append("scaler.init_scale=256")
+    expected = losses(build_run(*overrides, "train.channels_last=off"))
+    found = losses(build_run(*overrides, NHWC))
+    assert torch.allclose(found, expected, rtol=tolerance, atol=0)
+
+
+def test_weights_masters_state_and_images_lie_in_one_order(build_run):
+    overrides = [*SMALL["reconstruction"], "data.channels=3", NHWC]
+    built = build_run(*overrides, "precision=fp16_master_scaled")
+    ((images, _),) = built.task.load(0)
+    assert images.is_contiguous(memory_format=torch.channels_last)
+    assert not images.is_contiguous()
+    built.stepper.step(0)
+    learner = built.task.learner
+    weights = [p for p in learner.model.parameters() if p.dim() == 4 and p.shape[1] > 1]
+    assert weights and all(w.is_contiguous(memory_format=torch.channels_last) for w in weights)
+    for name, weight in learner.model.named_parameters():
+        assert same_order(weight, learner.optimizer.masters[name]), name
+        for value in learner.optimizer.state_by_name()[name].values():
+            assert value.dim() == 0 or same_order(weight, value), name
+    assert built.stepper.description["channels_last"] == "on"
+
+
+@pytest.mark.parametrize("first", ["on", "off"])
+def test_a_checkpoint_of_one_layout_continues_in_the_other(build_run, first):
+    overrides = [*SMALL["reconstruction"], "data.channels=3", "precision=fp16_master_scaled"]
+    second = {"on": "off", "off": "on"}[first]
+    built = build_run(*overrides, f"train.channels_last={first}")
+    Training(built, built.stepper.step).steps(0, 3)
+    saved = copy_of(built.task.state_dict())
+    other = build_run(*overrides, f"train.channels_last={second}")
+    other.task.load_state_dict(saved)
+    assert_same_state(saved, other.task.state_dict())
+    assert built.task.evaluate() == other.task.evaluate()
+    found = [one.stepper.step(3)["loss"].item() for one in (built, other)]
+    assert found[0] == pytest.approx(found[1], rel=FP16_TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", IMAGE_TASKS)
+def test_compiled_steps_differ_by_rounding(build_run, task):
+    overrides = [*SMALL[task], "optim.lr=1e-4"]
+    expected = losses(build_run(*overrides))
+    built = build_run(*overrides, "train.compile=default")
+    found = losses(built)
+    assert found[0] == expected[0]  # the first step is not compiled
+    assert torch.allclose(found, expected, rtol=FP32_TOLERANCE, atol=0)
+    assert built.stepper.description["compile"] == "default"
+    assert built.stepper.description["compile_s"] > 0
+    assert all(learner.compiled is not None for learner in built.task.learners.values())
+    evaluated = built.task.evaluate()
+    assert all(value == value for value in evaluated.values())
+
+
+@pytest.mark.slow
+def test_without_a_compiler_one_line_says_so(build_run, monkeypatch):
+    import torch._inductor.config as inductor
+
+    monkeypatch.setattr(inductor.cpp, "cxx", ("/nowhere/g++",))
+    monkeypatch.setattr(inductor, "force_disable_caches", True)
+    torch._dynamo.reset()
+    built = build_run(*SMALL["reconstruction"], "model.code_size=5", "train.compile=default")
+    built.stepper.step(0)
+    with pytest.raises(BadInput) as error:
+        built.stepper.step(1)
+    line = str(error.value)
+    assert line.startswith("train.compile=default: ") and "\n" not in line
+    assert "(allowed here: off)" in line
+
+
+def test_a_recurrent_network_of_ones_own_is_not_compiled(build_run, tmp_path, monkeypatch):
+    (tmp_path / "own_recurrent.py").write_text(
+        "from torch import nn\n\n"
+        "class Rows(nn.Module):\n"
+        "    def __init__(self, size, classes):\n"
+        "        super().__init__()\n"
+        "        self.rnn = nn.GRU(size, 8, batch_first=True)\n"
+        "        self.out = nn.Linear(8, classes)\n\n"
+        "    def forward(self, images):\n"
+        "        return self.out(self.rnn(images[:, 0])[0][:, -1])\n\n"
+        "def make(data):\n"
+        "    return Rows(8, data.num_classes)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    overrides = ["model=custom", "model.task=classification", "model.factory=own_recurrent:make"]
+    with pytest.raises(BadInput, match="recurrent layer, which torch.compile passes over"):
+        build_run(*overrides, "data=digits", "data.image_size=8", "train.compile=default")

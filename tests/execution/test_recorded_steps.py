@@ -1,0 +1,239 @@
+"""A recorded step is the eager step, bit for bit; on a CPU, where replaying calls the function."""
+
+import pytest
+import torch
+
+from mprun.errors import BadInput
+from mprun.execution import GraphedStep, Stepper
+from mprun.execution.call_recorder import CallRecorder
+from mprun.execution.cuda_recorder import CannotCapture
+from mprun.execution.graphed_step import WARM_UP
+from mprun.execution.host_bound import pays
+
+from .trained import SMALL, Training, assert_same_rows, assert_same_state, copy_of
+
+# torch says that its CPU library has no LSTM with projection.
+pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections")
+STEPS = 9
+SCALED = ["fp16_master_scaled", "amp"]
+CASES = [(task, mode) for task in SMALL for mode in ("fp32", *SCALED)]
+SLOW = {"classification"}
+
+
+def recorded(task, recorder=None, **options):
+    graph = GraphedStep(task, recorder or CallRecorder(), **{"required": True, **options})
+    return Stepper(task, graph=graph, settings={})
+
+
+def pair(build_run, *overrides):
+    """Two equal runs, and the random state that both start from."""
+    one, other = build_run(*overrides), build_run(*overrides)
+    return one, other, torch.get_rng_state()
+
+
+def trained_eagerly(built, random, bad=(), steps=STEPS):
+    torch.set_rng_state(random)
+    return Training(built, built.task.train_step, bad).steps(0, steps)
+
+
+@pytest.mark.parametrize(
+    ("task", "mode"),
+    [
+        pytest.param(task, mode, marks=pytest.mark.slow if task in SLOW else ())
+        for task, mode in CASES
+    ],
+)
+def test_replayed_steps_are_the_eager_ones(build_run, task, mode):
+    """With skips, a schedule, dropout, epochs and logged steps."""
+    overrides = [*SMALL[task], f"precision={mode}", "optim.schedule=cosine", "train.steps=20"]
+    if mode in SCALED:
+        overrides += ["scaler.init_scale=256", "scaler.growth_interval=2"]
+    bad = {WARM_UP + 1, 6} if mode in SCALED else ()
+    eager, built, random = pair(build_run, *overrides)
+    expected = trained_eagerly(eager, random, bad)
+    torch.set_rng_state(random)
+    stepper = recorded(built.task)
+    run = Training(built, stepper.step, bad).steps(0, STEPS)
+    assert_same_rows(expected, run)
+    assert_same_state(eager.task.state_dict(), built.task.state_dict())
+    assert stepper.description["cuda_graph"] == "on"
+    assert stepper.description["replayed"] == STEPS - WARM_UP
+    if mode in SCALED:
+        assert run.skipped == len(bad)
+        assert len(set(run.values("loss_scale").tolist())) > 1
+    assert len(set(run.values("loss").tolist())) == STEPS
+
+
+@pytest.mark.parametrize("task", ["language_model", "gan"])
+def test_a_checkpoint_of_replayed_steps_continues_in_another_run(build_run, task):
+    overrides = [*SMALL[task], "precision=amp", "scaler.growth_interval=2"]
+    eager, built, random = pair(build_run, *overrides)
+    expected = trained_eagerly(eager, random)
+    torch.set_rng_state(random)
+    Training(built, recorded(built.task).step).steps(0, 5)
+    saved, random = copy_of(built.task.state_dict()), torch.get_rng_state()
+    again = build_run(*overrides)
+    again.task.load_state_dict(saved)
+    torch.set_rng_state(random)
+    run = Training(again, recorded(again.task).step).steps(5, STEPS)
+    assert torch.equal(run.values("loss"), expected.values("loss")[5:])
+    assert_same_state(eager.task.state_dict(), again.task.state_dict())
+
+
+@pytest.mark.parametrize("task", ["language_model", "reconstruction"])
+def test_going_back_and_eager_steps_between_replays(build_run, task):
+    """As a replay of a failure does: state restored into the same run, steps outside."""
+    eager, built, random = pair(build_run, *SMALL[task], "precision=fp16_master_scaled")
+    expected = trained_eagerly(eager, random)
+    torch.set_rng_state(random)
+    stepper = recorded(built.task)
+    run = Training(built, stepper.step).steps(0, 5)
+    saved, random = copy_of(built.task.state_dict()), torch.get_rng_state()
+    run.steps(5, 7)
+    built.task.load_state_dict(saved)
+    torch.set_rng_state(random)
+    run.rows = run.rows[:5]
+    run.steps(5, 7)
+    run.take = built.task.train_step
+    run.steps(7, 8)
+    built.task.evaluate()
+    run.take = stepper.step
+    run.steps(8, STEPS)
+    assert torch.equal(run.values("loss"), expected.values("loss"))
+    assert_same_state(eager.task.state_dict(), built.task.state_dict())
+
+
+def test_the_state_of_another_network_starts_in_an_eager_step(build_run):
+    eager, built, random = pair(build_run, *SMALL["language_model"])
+    expected = trained_eagerly(eager, random, steps=14)
+    torch.set_rng_state(random)
+    stepper = recorded(built.task, zero_state=False)
+    run = Training(built, stepper.step).steps(0, 14)
+    assert_same_rows(expected, run)
+    assert_same_state(eager.task.state_dict(), built.task.state_dict())
+    starts = [step for step in range(14) if step % built.data.batches_per_epoch == 0]
+    late = [step for step in starts if step >= WARM_UP]
+    assert late and stepper.description["replayed"] == 14 - WARM_UP - len(late)
+
+
+class OneSmaller:
+    """The same data, with a batch of half the size in one place."""
+
+    def __init__(self, data, index):
+        self.data, self.index = data, index
+
+    def train_batch(self, index):
+        images, labels = self.data.train_batch(index)
+        half = len(images) // 2 if index == self.index else len(images)
+        return images[:half], labels[:half]
+
+    def __getattr__(self, name):
+        return getattr(self.data, name)
+
+
+def test_a_batch_of_another_size_is_eager(build_run):
+    eager, built, random = pair(build_run, *SMALL["reconstruction"])
+    for one in (eager, built):
+        one.task.data = OneSmaller(one.task.data, 5)
+    expected = trained_eagerly(eager, random)
+    torch.set_rng_state(random)
+    stepper = recorded(built.task)
+    assert_same_rows(expected, Training(built, stepper.step).steps(0, STEPS))
+    assert stepper.description["replayed"] == STEPS - WARM_UP - 1
+
+
+class Refusing(CallRecorder):
+    """Cannot capture, like a step with a host decision in it: fails in the middle of a step."""
+
+    def __init__(self, task, waits=None):
+        super().__init__()
+        self.task, self.waits = task, waits
+
+    def warm(self, function):
+        return function(), self.waits
+
+    def record(self, function):
+        for learner in self.task.learners.values():
+            learner.model.requires_grad_(False)
+        raise CannotCapture("RuntimeError: operation not permitted when stream is capturing")
+
+
+@pytest.mark.parametrize("waits", [None, "the step waits for the device (norm.py:3)"])
+@pytest.mark.parametrize("task", ["gan", "language_model"])
+def test_what_cannot_be_captured_stays_eager(build_run, capsys, task, waits):
+    eager, built, random = pair(build_run, *SMALL[task], "precision=amp")
+    expected = trained_eagerly(eager, random)
+    torch.set_rng_state(random)
+    stepper = recorded(built.task, Refusing(built.task, waits), required=False)
+    run = Training(built, stepper.step).steps(0, STEPS)
+    assert_same_rows(expected, run)
+    assert_same_state(eager.task.state_dict(), built.task.state_dict())
+    reason = waits or "RuntimeError: operation not permitted when stream is capturing"
+    assert stepper.description == {"cuda_graph": f"off: {reason}"}
+    lines = [line for line in capsys.readouterr().err.splitlines() if line]
+    assert lines == [f"mprun: no CUDA graph: {reason}; steps stay eager"]
+
+
+def test_what_cannot_be_captured_ends_a_run_that_requires_it(build_run):
+    built = build_run(*SMALL["reconstruction"])
+    stepper = recorded(built.task, Refusing(built.task))
+    run = Training(built, stepper.step).steps(0, WARM_UP)
+    with pytest.raises(BadInput) as error:
+        run.steps(WARM_UP, WARM_UP + 1)
+    assert str(error.value) == (
+        "train.cuda_graph=on: RuntimeError: operation not permitted when stream is capturing "
+        "(allowed here: auto, off)"
+    )
+
+
+class Clock:
+    """Milliseconds as on a machine that is not here."""
+
+    def __init__(self, host, device):
+        self.found, self.timed = (host, device), 0
+
+    @property
+    def enough(self):
+        return self.timed == 2
+
+    def time(self, step):
+        self.timed += 1
+        return step()
+
+    def milliseconds(self):
+        return self.found
+
+
+def test_a_step_that_the_device_limits_stays_eager(build_run, capsys):
+    built = build_run(*SMALL["reconstruction"])
+    clock = Clock(5.0, 41.0)
+    stepper = recorded(built.task, required=False, clock=clock)
+    Training(built, stepper.step).steps(0, STEPS)
+    assert clock.timed == 2
+    assert stepper.description == {
+        "cuda_graph": "off: the device is the limit, 41 ms a step of which the host needs 5",
+        "host_ms": 5.0,
+        "device_ms": 41.0,
+    }
+    assert capsys.readouterr().err == ""
+
+
+def test_a_step_that_the_host_limits_is_replayed(build_run):
+    built = build_run(*SMALL["reconstruction"])
+    stepper = recorded(built.task, required=False, clock=Clock(6.0, 6.2))
+    Training(built, stepper.step).steps(0, STEPS)
+    found = stepper.description
+    assert found["cuda_graph"] == "on" and found["replayed"] == STEPS - WARM_UP - 2
+    assert (found["host_ms"], found["device_ms"]) == (6.0, 6.2)
+
+
+def test_where_a_graph_pays():
+    assert pays(8.0, 10.0) and pays(10.0, 10.0)
+    assert not pays(7.9, 10.0)
+
+
+def test_a_run_that_ends_early_says_so(build_run):
+    built = build_run(*SMALL["reconstruction"])
+    stepper = recorded(built.task, required=False)
+    Training(built, stepper.step).steps(0, 2)
+    assert stepper.description == {"cuda_graph": "off: ended after 2 steps, before a capture"}

@@ -1,0 +1,155 @@
+"""Every combination that cannot work is refused in one line that names key, value and reason."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from mprun.build import build, policy_from
+from mprun.build.execution import uses_channels_last
+from mprun.build.precision import optimizer_maker
+from mprun.cli import main
+from mprun.config.check_execution import auto_channels_last
+from mprun.config.compose import compose_config
+from mprun.errors import BadInput
+from mprun.execution import why_not_captured
+from mprun.precision.inner_optimizer import has_fused_kernel
+
+LSTM = ["model=lstm_lm", "data=synthetic_tokens"]
+IMAGES = "model=conv_autoencoder"
+GRAPH, COMPILE = "train.cuda_graph=on", "train.compile=default"
+NHWC, AUTOTUNE = "train.channels_last=on", "train.autotune=on"
+REFUSED = [
+    ([GRAPH, "device=cpu"], "a CUDA graph needs device=cuda"),
+    ([GRAPH, "device=cuda", "numerics=on"], "numerics=on watches tensors with hooks"),
+    ([GRAPH, "device=cuda", *LSTM, "train.accumulate=2"], "train.accumulate=2 with a language"),
+    ([COMPILE, *LSTM], "torch.compile passes over nn.LSTM"),
+    ([COMPILE, IMAGES, "numerics=on"], "numerics=on watches tensors with hooks"),
+    ([COMPILE, IMAGES, "device=cpu", "precision=amp"], "precision=amp is emulated on a CPU"),
+    ([COMPILE, IMAGES, "device=cpu", "precision=fp16_master"], "precision=fp16_master is emulated"),
+    ([NHWC, *LSTM], "a language model has no images"),
+    ([AUTOTUNE, "device=cpu"], "cuDNN needs device=cuda"),
+    ([AUTOTUNE, "device=cuda", "deterministic=true"], "deterministic=true forbids that"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "reason"), REFUSED)
+def test_refused_before_anything_is_built(overrides, reason):
+    with pytest.raises(BadInput) as error:
+        compose_config(overrides)
+    line = str(error.value)
+    assert line.startswith(f"{overrides[0]}: ") and reason in line and "(allowed: " in line
+    assert "\n" not in line
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        ([GRAPH], "a CUDA graph needs device=cuda"),
+        ([AUTOTUNE], "cuDNN needs device=cuda"),
+        ([COMPILE, "precision=amp"], "precision=amp is emulated on a CPU"),
+    ],
+)
+def test_refused_once_the_device_is_known(overrides, reason):
+    config = compose_config(["model=conv_autoencoder", *overrides, "device=auto"]).config
+    with pytest.raises(BadInput, match=reason) as error:
+        build(config, torch.device("cpu"))
+    assert str(error.value).startswith(overrides[0])
+
+
+def test_the_command_refuses_with_code_2_and_writes_nothing(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main([GRAPH, "device=cpu"]) == 2
+    error = capsys.readouterr().err.strip()
+    assert error.count("\n") == 0 and GRAPH in error
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("mode", ["auto", "off"])
+def test_auto_and_off_are_never_refused(mode):
+    for overrides, _ in REFUSED:
+        key, _, _ = overrides[0].partition("=")
+        if key == "train.compile" and mode == "auto":
+            continue
+        compose_config([f"{key}={mode}", *overrides[1:]])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "on", "reason"),
+    [
+        ([IMAGES, "precision=amp"], True, ""),
+        ([IMAGES, "precision=fp16_naive"], True, ""),
+        ([IMAGES, "precision=tf32"], True, ""),
+        ([IMAGES, "precision=fp32"], False, "FP32 products"),
+        ([IMAGES, "precision=fp32", "train.channels_last=on"], True, ""),
+        ([IMAGES, "precision=amp", "train.channels_last=off"], False, "train.channels_last=off"),
+        ([*LSTM, "precision=amp"], False, "a language model has no images"),
+    ],
+)
+def test_channels_last_where_tensor_cores_multiply_images(overrides, on, reason):
+    config = compose_config([*overrides, "device=cuda"]).config
+    found, why = uses_channels_last(config, torch.device("cuda"))
+    assert found is on and (found or why == reason)
+
+
+def test_channels_last_is_off_on_a_cpu():
+    assert auto_channels_last(compose_config([IMAGES, "precision=amp"]).config, "cpu") == (
+        False,
+        "device=cpu",
+    )
+
+
+def inner_for_cuda(*overrides, skips=False):
+    """The optimizer that a GPU would get, over weights that lie here."""
+    config = compose_config(["model=conv_autoencoder", *overrides]).config
+    network = nn.Linear(3, 2)
+    policy = policy_from(config.precision)
+    make = optimizer_maker(config.optim, policy, torch.device("cuda"), skips, network)
+    made = make(list(network.named_parameters()))
+    inner = made[0] if isinstance(made, tuple) else made
+    return SimpleNamespace(inner=inner)
+
+
+FUSED_ADAGRAD = pytest.mark.skipif(
+    not has_fused_kernel("adagrad", torch.device("cuda")), reason="this torch has no such kernel"
+)
+
+
+@pytest.mark.parametrize("skips", [False, True])
+@pytest.mark.parametrize("implementation", ["fused", "foreach", "loop"])
+@pytest.mark.parametrize(
+    "optim", ["sgd", "adam", "adamw", pytest.param("adagrad", marks=FUSED_ADAGRAD)]
+)
+def test_which_optimizers_a_graph_can_hold(optim, implementation, skips):
+    optimizer = inner_for_cuda(
+        f"optim={optim}", f"optim.implementation={implementation}", skips=skips
+    )
+    reason = why_not_captured([optimizer], constant_rate=True)
+    counts_on_host = optim in ("adam", "adamw") and implementation != "fused" and not skips
+    assert (reason is not None) == counts_on_host
+    if counts_on_host:
+        assert "counts its steps on the host" in reason
+    # A rate that changes has to be a tensor, and only fused kernels read one.
+    varying = why_not_captured([optimizer], constant_rate=False)
+    assert varying is not None
+    for group in optimizer.inner.param_groups:
+        group["lr"] = torch.zeros(())
+    varying = why_not_captured([optimizer], constant_rate=False)
+    assert (varying is None) == (implementation == "fused")
+
+
+def test_a_run_records_how_its_steps_were_executed(tmp_path):
+    directory = tmp_path / "run"
+    overrides = ["model=conv_autoencoder", "device=cpu", "train.steps=2", "data.batch_size=4"]
+    assert main([*overrides, f"output_dir={directory}"]) == 0
+    record = json.loads((directory / "run.json").read_text())
+    assert record["execution"] == {
+        "cuda_graph": "off: a CUDA graph needs device=cuda",
+        "compile": "off",
+        "channels_last": "off: device=cpu",
+        "autotune": "off: device=cpu",
+    }
+    # Whether steps are replayed may change from one attempt to the next, how they round may not.
+    assert main([f"resume={directory}", "train.steps=3", "train.compile=default"]) == 2

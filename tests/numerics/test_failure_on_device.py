@@ -1,0 +1,168 @@
+"""The copy that the device takes or leaves by itself is the copy that the host would have taken."""
+
+import math
+
+import pytest
+import torch
+
+from mprun import checkpoint
+from mprun.numerics.failure import FailureKeeper, Suspect
+from mprun.numerics.replay import Snapshot, all_finite, finite_on_device
+from mprun.trace import Trace
+
+from .failing_runs import CPU, GAN, LM, set_weight
+from .test_failure import assert_same_state
+
+YES, NO = torch.tensor(True), torch.tensor(False)
+PASSED = {True: YES, False: NO}
+
+
+def trained(built, steps):
+    for index in range(*steps):
+        built.task.train_step(index)
+
+
+def state_of(built):
+    snapshot = Snapshot(built.task, CPU)
+    snapshot.take(0, 0)
+    return snapshot.content()
+
+
+@pytest.mark.parametrize("model", [[*LM, "model.dropout=0.3"], GAN], ids=["lm", "gan"])
+@pytest.mark.parametrize("mode", ["fp16_naive", "fp16_master_scaled", "amp"])
+def test_taken_or_left(build_run, model, mode):
+    built = build_run(*model, f"precision={mode}", "optim=adam", "optim.eps=1e-3")
+    snapshot = Snapshot(built.task, CPU)
+    snapshot.take(0, 0)
+    before = state_of(built)
+
+    trained(built, (0, 2))  # the language model now carries a state
+    snapshot.take_if(NO, 2)
+    snapshot.settle(False, 1)
+    assert (snapshot.step, snapshot.skipped) == (0, 0)
+    assert_same_state(snapshot.content()["task"], before["task"])
+    assert torch.equal(snapshot.content()["random"]["torch"], before["random"]["torch"])
+
+    after = state_of(built)
+    snapshot.take_if(YES, 2)
+    trained(built, (2, 4))  # what the device has copied, later steps do not move
+    snapshot.settle(True, 1)
+    assert (snapshot.step, snapshot.skipped) == (2, 1)
+    assert_same_state(snapshot.content()["task"], after["task"])
+    assert torch.equal(snapshot.content()["random"]["torch"], after["random"]["torch"])
+
+    later = built.task.state_dict()
+    later = {name: value.clone() for name, value in flat(later).items()}
+    snapshot.restore()
+    trained(built, (2, 4))
+    again = flat(built.task.state_dict())
+    assert all(torch.equal(again[name], value) for name, value in later.items())
+
+
+def flat(state):
+    leaves = torch.utils._pytree.tree_leaves_with_path(state)
+    return {path: leaf for path, leaf in leaves if isinstance(leaf, torch.Tensor)}
+
+
+def test_memory_is_used_again(build_run):
+    built = build_run(*LM, "precision=fp16_master", "optim=sgd")
+    trained(built, (0, 1))
+    snapshot = Snapshot(built.task, CPU)
+    snapshot.take(1, 0)
+    places = {path: leaf.data_ptr() for path, leaf in flat(snapshot.content()["task"]).items()}
+    size = snapshot.bytes
+    for chosen in (True, False, True):
+        trained(built, (1, 2))
+        snapshot.take_if(PASSED[chosen], 2)
+        snapshot.settle(chosen, 0)
+        kept = flat(snapshot.content()["task"])
+        assert {path: leaf.data_ptr() for path, leaf in kept.items()} == places
+    assert snapshot.bytes == size
+
+
+def test_nothing_is_settled_twice_or_without_a_copy(build_run):
+    built = build_run(*LM, "precision=fp32")
+    snapshot = Snapshot(built.task, CPU)
+    snapshot.take(0, 0)
+    snapshot.settle(True, 9)
+    assert (snapshot.step, snapshot.skipped) == (0, 0)
+    snapshot.take_if(YES, 3)
+    snapshot.settle(True, 1)
+    snapshot.settle(True, 2)
+    assert (snapshot.step, snapshot.skipped) == (3, 1)
+
+
+def keeper_of(built):
+    keeper = FailureKeeper(built)
+    keeper.keep(0, 0)
+    keeper._due = 0.0
+    return keeper
+
+
+@pytest.mark.parametrize(
+    ("sound", "weight", "step"), [(True, 0.5, 4), (False, 0.5, 0), (True, math.inf, 0)]
+)
+def test_the_device_decides(build_run, sound, weight, step):
+    built = build_run(*LM, "precision=fp16_master_scaled", "optim=sgd_plain")
+    keeper = keeper_of(built)
+    set_weight(built, "output.bias", weight)
+    keeper.keep_if(4, torch.tensor(2), lambda: PASSED[sound])
+    assert keeper.snapshot.step == 0  # the host has not been told yet
+    keeper._settle()
+    assert (keeper.snapshot.step, keeper.snapshot.skipped) == (step, 2 if step else 0)
+
+
+def test_copies_are_taken_seldom(build_run):
+    built = build_run(*LM, "precision=fp32", "optim=sgd_plain")
+    keeper = FailureKeeper(built)
+    keeper.keep(0, 0)
+    asked = []
+    keeper.keep_if(1, torch.tensor(0), lambda: asked.append(1) or YES)
+    assert asked == []  # less than a second later
+    keeper._due = 0.0
+    keeper.keep_if(2, torch.tensor(0), lambda: asked.append(1) or YES)
+    keeper.keep_if(3, torch.tensor(0), lambda: asked.append(1) or YES)
+    assert asked == [1]
+
+
+def test_a_new_copy_settles_the_one_before(build_run):
+    built = build_run(*LM, "precision=fp32", "optim=sgd_plain")
+    keeper = keeper_of(built)
+    for step, sound in ((2, True), (4, False), (6, True), (8, False)):
+        trained(built, (step, step + 1))
+        keeper.keep_if(step, torch.tensor(0), lambda sound=sound: PASSED[sound])
+        keeper._due = 0.0
+    assert keeper.snapshot.step == 6
+    keeper.keep(9, 0)
+    assert keeper.snapshot.step == 9
+
+
+def test_a_record_knows_which_step_the_copy_is_of(tmp_path, build_run):
+    """Steps 3 and 4 are trained after the copy; the replay starts from the copy all the same."""
+    built = build_run(*LM, "precision=fp32", "optim=sgd_plain", "model.dropout=0.3")
+    keeper, trace, losses = keeper_of(built), Trace(CPU), {}
+    for index in range(4):
+        metrics = built.task.train_step(index)
+        losses[index + 1] = metrics["loss"].item()
+        trace.add(index + 1, metrics)
+        if index == 1:
+            trace.close(logged=False)
+            keeper.keep_if(2, trace.skipped, trace.sound)
+    kept = keeper.record(tmp_path, Suspect("loss", 4), losses)
+    assert (kept.replayed_from, kept.replayed, kept.compared) == (2, 2, 2)
+    assert kept.first_difference is None
+    (tmp_path / "numerics").mkdir(exist_ok=True)
+    _, state, _ = checkpoint.load_newest(tmp_path / "numerics" / "failure", CPU)
+    assert state["step"] == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_finite_on_the_device(dtype):
+    large = torch.full((3000,), torch.finfo(dtype).max, dtype=dtype)
+    groups = [[large, torch.zeros(0), torch.arange(3)], [large, torch.ones(2)]]
+    for bad in (math.nan, math.inf, -math.inf):
+        spoilt = torch.ones(4000, dtype=dtype)
+        spoilt[1234] = bad
+        groups += [[large, spoilt], [spoilt], [torch.zeros(3), torch.cat([spoilt, -spoilt])]]
+    for tensors in groups:
+        assert bool(finite_on_device(tensors)) is all_finite(tensors)

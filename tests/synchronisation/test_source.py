@@ -1,0 +1,131 @@
+"""Read from the source: no function of the step path reads a tensor on the host."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import mprun
+
+ROOT = Path(mprun.__file__).parent
+METHODS = {"item", "cpu", "tolist", "numpy", "is_nonzero", "nonzero", "equal", "synchronize"}
+NAMES = {"bool", "float", "int"}
+# Of these files every function but those named here, which run before the first step, in an
+# evaluation, for a checkpoint, or when a user asks.
+AROUND = {
+    "__init__",
+    "__post_init__",
+    "__repr__",
+    "state_dict",
+    "load_state_dict",
+    "evaluate",
+    "evaluating",
+    "samples",
+    "description",
+}
+WHOLE = {
+    "tasks/classification.py": set(),
+    "tasks/gan.py": {"_distance_to_held_out"},
+    "tasks/language_model.py": set(),
+    "tasks/reconstruction.py": set(),
+    "tasks/micro_batches.py": set(),
+    "tasks/learner.py": set(),
+    "models/alexnet.py": set(),
+    "models/autoencoder.py": set(),
+    "models/dcgan.py": set(),
+    "models/local_response_norm.py": set(),
+    "models/lstm_lm.py": set(),
+    "models/resnet.py": set(),
+    "models/row_table.py": set(),
+    "models/sampled_lstm.py": set(),
+    "models/sampled_softmax.py": set(),
+    "execution/static_inputs.py": set(),
+    "execution/stepper.py": set(),
+    "precision/address_table.py": set(),
+    "precision/arithmetic.py": set(),
+    "precision/batch_norm_guard.py": set(),
+    "precision/collected_gradients.py": set(),
+    "precision/gradient_lists.py": set(),
+    "precision/inner_optimizer.py": set(),
+    "precision/mixed_precision_optimizer.py": set(),
+    "precision/row_updates.py": set(),
+    "precision/single_pass.py": set(),
+    # Settings of the optimizer: numbers of the host.
+    "precision/single_pass_triton.py": {"_launch", "_rate"},
+    "precision/update.py": set(),
+    "precision/weight_average.py": set(),
+    "data/normalise.py": set(),
+    "data/padded_crop.py": set(),
+}
+# Of these files the functions named here.
+PARTS = {
+    "trace.py": {"add", "close", "restart_clock", "sound", "_scales"},
+    "pinned_ring.py": {"send", "_buffer"},
+    "data/device_feed.py": {"batch", "_cuda_batch", "_is_ahead", "_copy"},
+    "data/image_store.py": {"train_batch", "_float"},
+    "data/order.py": {"indices", "checked_index"},
+    "data/token_streams.py": {"train_batch", "_columns", "_chunk"},
+    "data/file_streams.py": {"train_batch"},
+    "numerics/failure.py": {"keep_if", "_pause"},
+    "numerics/replay.py": {"take_if", "finite_on_device", "_cloned", "_alike"},
+}
+# rate.apply reads the count of skipped updates where it is on the host.
+HOST_BRANCHES = {("learning_rate.py", "apply", "int(")}
+
+
+def host_reads(source: str, wanted) -> list[tuple[str, str]]:
+    """(function, call) of each call that could read a tensor, in the functions that `wanted` names.
+
+    Of constants int(), float() and bool() read nothing.
+    """
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef) and wanted(node.name):
+            for call in (inner for inner in ast.walk(node) if isinstance(inner, ast.Call)):
+                if isinstance(call.func, ast.Attribute) and call.func.attr in METHODS:
+                    found.append((node.name, f".{call.func.attr}("))
+                constant = all(isinstance(argument, ast.Constant) for argument in call.args)
+                if isinstance(call.func, ast.Name) and call.func.id in NAMES and not constant:
+                    found.append((node.name, f"{call.func.id}("))
+    return found
+
+
+@pytest.mark.parametrize("file", WHOLE)
+def test_no_function_but_those_around_a_step(file):
+    around = AROUND | WHOLE[file]
+    source = (ROOT / file).read_text(encoding="utf-8")
+    assert host_reads(source, lambda name: name not in around) == []
+
+
+@pytest.mark.parametrize("file", PARTS)
+def test_no_function_of_these(file):
+    source = (ROOT / file).read_text(encoding="utf-8")
+    functions = {n.name for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef)}
+    assert PARTS[file] <= functions
+    assert host_reads(source, lambda name: name in PARTS[file]) == []
+
+
+def test_the_rate_reads_a_count_of_the_host_alone():
+    source = (ROOT / "learning_rate.py").read_text(encoding="utf-8")
+    reads = host_reads(source, lambda name: name in ("apply", "at"))
+    assert {("learning_rate.py", *read) for read in reads} <= HOST_BRANCHES
+
+
+def test_the_loop_itself_reads_nothing():
+    """Between two records: the body of the loop in `train`, without what it calls."""
+    tree = ast.parse((ROOT / "train.py").read_text(encoding="utf-8"))
+    [loop] = [node for node in ast.walk(tree) if isinstance(node, ast.For)]
+    source = "def loop():\n" + "\n".join(
+        "    " + line for statement in loop.body for line in ast.unparse(statement).split("\n")
+    )
+    assert "take_step" in source and "trace.add" in source
+    assert host_reads(source, lambda name: True) == []
+
+
+@pytest.mark.parametrize(
+    "call", ["x.item()", "x.sum().cpu()", "x.tolist()", "bool(x > 0)", "float(x)", "int(a.b)"]
+)
+def test_the_scan_sees_such_calls(call):
+    source = f"class A:\n    def step(self, x):\n        y = [1 for _ in x if {call}]\n"
+    assert len(host_reads(source, lambda name: name == "step")) == 1
+    assert host_reads(source, lambda name: name == "other") == []
