@@ -7,7 +7,7 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
-from mprun.bench.plan import Group, Options, device_of, known_modes, plan
+from mprun.bench.plan import Group, Options, check_overrides, device_of, known_modes, plan
 from mprun.errors import BUG, DONE, INTERRUPTED, RESOURCE, BadInput
 
 LEAST_BUDGET_S = 20
@@ -57,6 +57,7 @@ def main(arguments: list[str]) -> int:
     # Checked before torch is loaded.
     from mprun.config.compose import compose_config
 
+    check_overrides(options.overrides)
     compose_config(options.overrides)
     from mprun.run import resolve_device
 

@@ -44,9 +44,9 @@ class Contender(Protocol):
     `prepare` after them; the time of the first steps counts as first use as well.
 
     A contender may also have: `weights()`, the tensors that its optimizers update (master weights
-    where there are some) by name, for the equality check; `run(steps)`, see `run_steps`; `running()`, a context around many steps (a stream); `take_wait()`,
-    seconds waited for data since the last call; `replays`, True once steps are replayed from a
-    CUDA graph.
+    where there are some) by name, for the equality check; `run(steps)`, see `run_steps`;
+    `running()`, a context around many steps (a stream); `take_wait()`, seconds waited for data
+    since the last call; `replays`, True once steps are replayed from a CUDA graph.
     """
 
     settings: dict

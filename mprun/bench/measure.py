@@ -15,6 +15,7 @@ import torch
 
 from mprun.bench.contender import EQUALITY_STEPS, Contender, run_steps
 from mprun.bench.energy import PowerMeter
+from mprun.bench.first_steps import WeightWatch
 
 WINDOW_S = 0.3  # at least; NVML's counter and torch's launch queue are invisible beyond that
 AGREE, IN_A_ROW = 0.02, 3  # warm-up ends when that many windows agree this well
@@ -55,11 +56,13 @@ def synchronise(device: torch.device) -> None:
 
 
 def equality_losses(contender: Contender, device: torch.device) -> dict:
-    """The losses of the first 20 steps, the updates skipped in them, and how long they took.
+    """What the equality check needs of the first 20 steps, and how long each of them took.
 
-    The first steps of a fresh contender: they hold its compilation, capture and autotuning, which
-    is why they are timed as well. seconds: of each step, waiting for it included.
+    losses, skipped updates, and how far the weights travelled (first_steps.WeightWatch), None where
+    a contender does not show them. The first steps of a fresh contender hold its
+    compilation, capture and autotuning, which is why they are timed: seconds, each waited for.
     """
+    watch = WeightWatch(contender) if hasattr(contender, "weights") else None
     losses, seconds = [], []
     for _ in range(EQUALITY_STEPS):
         before = time.perf_counter()
@@ -67,9 +70,14 @@ def equality_losses(contender: Contender, device: torch.device) -> dict:
         synchronise(device)
         seconds.append(time.perf_counter() - before)
         losses.append(float(loss))
-    # JSON has no NaN.
-    plain = [loss if math.isfinite(loss) else str(loss) for loss in losses]
-    return {"losses": plain, "skipped": contender.skipped(), "seconds": seconds}
+        if watch is not None:
+            watch.record()
+    return {
+        "losses": losses,
+        "skipped": contender.skipped(),
+        "travel": None if watch is None else watch.travel(),
+        "seconds": seconds,
+    }
 
 
 def window(

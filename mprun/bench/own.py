@@ -107,6 +107,16 @@ class Own:
         """Updates skipped since the beginning; waits for the device."""
         return int(self._skipped)
 
+    def weights(self) -> dict[str, torch.Tensor]:
+        """What the optimizers update, by name: master weights where there are some."""
+        found = {}
+        for learner, own in self.task.learners.items():
+            optimizer = own.optimizer
+            updated = zip(optimizer.names, optimizer.updated, strict=True)
+            found |= {f"{learner}.{name}": tensor.detach() for name, tensor in updated}
+            found |= {f"{learner}.{row.name}": row.tensor.detach() for row in optimizer.rows}
+        return found
+
     def _advance(self, take) -> torch.Tensor:
         index, rate = self._index, self.built.rate
         # A schedule ends with its run, a bench does not.

@@ -138,6 +138,15 @@ def device_of(overrides: Sequence[str]) -> str:
     return chosen[-1] if chosen else "auto"
 
 
+def check_overrides(overrides: Sequence[str]) -> None:
+    """BadInput for a key that a bench decides itself."""
+    for override in overrides:
+        key, _, value = override.lstrip("+~").partition("=")
+        reason = _REFUSED.get(key.partition(".")[0])
+        if reason is not None:
+            raise BadInput(f"{override}: {reason.format(value=value)}")
+
+
 def known_modes(names: Sequence[str]) -> list[str]:
     """The modes as given; BadInput for an unknown or missing one."""
     for name in names:
@@ -150,11 +159,6 @@ def known_modes(names: Sequence[str]) -> list[str]:
 
 def _entry(overrides: Sequence[str], modes: Sequence[str] | None, device) -> Entry:
     """The configuration of the command line as the one entry of a suite."""
-    for override in overrides:
-        key, _, value = override.lstrip("+~").partition("=")
-        reason = _REFUSED.get(key.partition(".")[0])
-        if reason is not None:
-            raise BadInput(f"{override}: {reason.format(value=value)}")
     config = compose_config(overrides).config
     kept = tuple(o for o in overrides if not o.lstrip("+").startswith("device="))
     if modes is None:

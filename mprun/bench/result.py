@@ -7,6 +7,7 @@ import torch
 from mprun.bench.figure import write_figure
 from mprun.bench.plan import Options
 from mprun.bench.report import markdown
+from mprun.bench.rows import writable
 from mprun.bench.run_bench import Outcome, device_name
 from mprun.bench.summary import summarise
 from mprun.bench.targets import judge
@@ -24,7 +25,7 @@ def assemble(
     Raw windows are in each row, the figures of the report in its "summary". Targets are those of an
     H200 and judged on no other device.
     """
-    rows = [{"key": row.key, **row.as_dict()} for row in outcome.rows]
+    rows = [writable({"key": row.key, **row.as_dict()}) for row in outcome.rows]
     summarise(rows)
     name = device_name(device)
     return {

@@ -1,6 +1,7 @@
 """What is known of each case while a bench goes on, and the file that keeps it as it comes in."""
 
 import json
+import math
 import sys
 import time
 from dataclasses import asdict, dataclass, field
@@ -51,6 +52,15 @@ class Row:
         return asdict(self)
 
 
+def writable(value):
+    """The value for a JSON file, which has no NaN: "nan", "inf" and "-inf" stand for these."""
+    if isinstance(value, dict):
+        return {key: writable(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [writable(part) for part in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
 class Log:
     """bench.jsonl: one event a line, written at once; and what a user sees on stderr meanwhile."""
 
@@ -61,7 +71,7 @@ class Log:
     def write(self, event: str, **content) -> None:
         """Append an event with the seconds since the start."""
         line = {"event": event, "t": round(self.elapsed(), 3), **content}
-        self.file.write(json.dumps(line) + "\n")
+        self.file.write(json.dumps(writable(line), allow_nan=False) + "\n")
         self.file.flush()
 
     def say(self, text: str) -> None:

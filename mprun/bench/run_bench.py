@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from mprun.bench.child_process import ChildFailed, ChildProcess, Interrupted, TimeUp
+from mprun.bench.equality import check
 from mprun.bench.limits import Limits
 from mprun.bench.plan import Group, Options
 from mprun.bench.rows import Log, Row
@@ -57,7 +58,7 @@ def run_bench(
             interruption,
             deadline,
             limits,
-            check_equality,
+            check,
             windows=options.windows,
             steps_per_window=options.steps_per_window,
             ahead=_AHEAD[device.type],
@@ -90,16 +91,6 @@ def device_name(device: torch.device) -> str:
     from mprun.record.environment import environment
 
     return f"CPU: {environment(device)['cpu']}"
-
-
-def check_equality(rows: list[Row]) -> dict[str, tuple[bool, str]]:
-    """Row key -> (computes what the others do, why not); see `mprun.bench.equality`."""
-    try:
-        from mprun.bench.equality import check
-    except ImportError:
-        return {}
-
-    return check(rows)
 
 
 def _machine(options, device, folder, log, interruption, deadline: float) -> dict:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from mprun.bench.child_process import CHILD_COMMAND, ChildFailed, ChildProcess, TimeUp
 from mprun.bench.contender import Case
+from mprun.bench.equality import TWINS
 from mprun.bench.limits import Limits
 from mprun.bench.plan import Group
 from mprun.bench.rows import Log, Row
@@ -149,6 +150,8 @@ class Session:
         try:
             row.facts["build"] = child.ask(by, "build", case=case, device=self.device)
             found = child.ask(by, "equality")
+            if row.case.contender in TWINS and not row.case.real_data:
+                found |= child.ask(by, "twin")
             row.facts["prepare"] = child.ask(by, "prepare")
         except ChildFailed as failure:
             self._end(child)

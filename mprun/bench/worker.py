@@ -1,5 +1,6 @@
 """What a bench child can do: build its contender, warm it up, time windows, look inside."""
 
+import gc
 import math
 import os
 import sys
@@ -10,6 +11,7 @@ import torch
 from mprun.bench.ceilings import measure_ceilings
 from mprun.bench.contender import Case, Contender
 from mprun.bench.energy import meter_of
+from mprun.bench.equality import sensitivity
 from mprun.bench.inside import look_inside
 from mprun.bench.measure import (
     equality_losses,
@@ -19,6 +21,7 @@ from mprun.bench.measure import (
     warm_up,
     window,
 )
+from mprun.bench.registry import make
 from mprun.config.compose import compose_config
 from mprun.record.environment import flags
 from mprun.run import resolve_device
@@ -43,6 +46,7 @@ class Worker:
             "limit": self.limit,
             "build": self.build,
             "equality": self.equality,
+            "twin": self.twin,
             "prepare": self.prepare,
             "warm_up": self.warm_up,
             "window": self.window,
@@ -69,14 +73,12 @@ class Worker:
 
     def build(self, case: dict, device: str) -> dict:
         """Make the contender; memory is what the device has left then."""
-        from mprun.bench.registry import make
-
         self._on(device)
         case = Case(**(case | {"overrides": tuple(case["overrides"])}))
         threads = compose_config(case.overrides).config.threads
         if threads is not None:
             torch.set_num_threads(threads)
-        self.contender = make(case, self.device)
+        self.case, self.contender = case, make(case, self.device)
         return {
             "samples_per_step": self.contender.samples_per_step,
             "sample": self.contender.sample,
@@ -90,6 +92,20 @@ class Worker:
         usual = sorted(found["seconds"])[len(found["seconds"]) // 4]
         self.first_use_s = max(0.0, sum(found["seconds"]) - usual * len(found["seconds"]))
         return found
+
+    def twin(self) -> dict:
+        """How fast rounding grows in this case (`mprun.bench.equality`); {} for want of memory.
+
+        Needs the memory of a second contender for its 20 steps.
+        """
+        try:
+            found = sensitivity(self.case, self.device)
+        except (torch.OutOfMemoryError, MemoryError):
+            found = None
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return {} if found is None else {"twin": found}
 
     def prepare(self) -> dict:
         """The rest of the first use; memory that is left afterwards, in bytes."""

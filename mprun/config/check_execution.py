@@ -54,8 +54,8 @@ def why_not_compiled(config: RunConfig, device: str) -> str | None:
         return f"{_HOOKS}, which compiled code does not call"
     if device == "cpu" and config.cpu_half == "emulated" and _has_16_bits(config):
         return (
-            f"precision={config.precision.name} is emulated on a CPU, operation by operation, which "
-            "compiled code does not pass through"
+            f"precision={config.precision.name} is emulated on a CPU, operation by operation, "
+            "which compiled code does not pass through"
         )
     return None
 

@@ -59,7 +59,8 @@ class CudaRecorder:
         """
         graph, started = torch.cuda.CUDAGraph(), time.perf_counter()
         watched = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("default")  # a capture begins with a wait, once
+        if watched:
+            torch.cuda.set_sync_debug_mode("default")  # a capture begins with a wait, once
         try:
             # "thread_local": a thread that reads data or writes metrics may ask for an event while
             # this one captures, which "global" would take for a mistake.
@@ -75,7 +76,8 @@ class CudaRecorder:
             line = str(first).partition("\n")[0]
             raise CannotCapture(f"{type(first).__name__}: {line}") from error
         finally:
-            torch.cuda.set_sync_debug_mode(watched)
+            if watched:
+                torch.cuda.set_sync_debug_mode(watched)
         self.seconds += time.perf_counter() - started
         return CudaRecording(graph, output)
 

@@ -101,7 +101,9 @@ class GraphedStep:
         if pays(host, device):
             self.clock = None
             return True
-        self.off = f"the device is the limit, {device:.3g} ms a step of which the host needs {host:.3g}"
+        self.off = (
+            f"the device is the limit, {device:.3g} ms a step of which the host needs {host:.3g}"
+        )
         return False
 
     def _replayed(self, batches: Sequence[tuple], measure: bool) -> dict[str, Tensor] | None:

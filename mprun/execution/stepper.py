@@ -81,9 +81,9 @@ class Stepper:
         """How steps were executed so far, for run.json.
 
         cuda_graph: "on", or "off: " and the reason; capture_s, replayed: seconds of capturing and
-        number of replayed steps; host_ms, device_ms: what `auto` measured of an eager step. compile:
-        the mode, compile_s: seconds of the step that compiled. channels_last, autotune: "on" or
-        "off: " and the reason.
+        number of replayed steps; host_ms, device_ms: what `auto` measured of an eager step.
+        compile: the mode, compile_s: seconds of the step that compiled. channels_last, autotune:
+        "on" or "off: " and the reason.
         """
         graph, found = self.graph, dict(self.settings)
         if graph is not None:

@@ -1,4 +1,4 @@
-"""NVML through ctypes: what is answered without a driver, and that the calls fit its C interface."""
+"""NVML through ctypes: what it says without a driver, and that the calls fit its C interface."""
 
 import shutil
 import subprocess

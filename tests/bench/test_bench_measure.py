@@ -1,5 +1,6 @@
 """Windows, warm-up and the time split, on contenders that can be reckoned by hand."""
 
+import json
 import time
 
 import pytest
@@ -12,6 +13,7 @@ from mprun.bench.inside import look_inside
 from mprun.bench.measure import equality_losses, host_seconds, steps_for, warm_up, window
 from mprun.bench.own import make_own
 from mprun.bench.phases import time_split
+from mprun.bench.rows import Log
 from mprun.precision import pin_math_flags, read_math_flags
 
 CPU = torch.device("cpu")
@@ -72,14 +74,19 @@ def test_a_window_holds_its_steps_and_no_more():
 def test_equality_takes_the_first_twenty_losses():
     found = equality_losses(Sleeper(0.0), CPU)
     assert found["losses"] == [float(step) for step in range(1, 21)]
+    assert found["travel"] is None
     assert found["skipped"] == 2 and len(found["seconds"]) == 20
 
 
-def test_a_loss_that_is_not_finite_can_be_written_as_json():
+def test_a_loss_that_is_not_finite_can_be_written_as_json(tmp_path):
     broken = Sleeper(0.0)
     broken.step = lambda: torch.tensor(float("nan"))
-    assert equality_losses(broken, CPU)["losses"] == ["nan"] * 20
     assert window(broken, CPU, 1).loss_is_finite is False
+    log = Log(tmp_path / "bench.jsonl", 1.0)
+    log.write("ready", equality=equality_losses(broken, CPU))
+    log.close()
+    (line,) = (tmp_path / "bench.jsonl").read_text().splitlines()
+    assert json.loads(line, parse_constant=pytest.fail)["equality"]["losses"] == ["nan"] * 20
 
 
 def windows_of(*seconds: float):
@@ -123,6 +130,18 @@ def test_mprun_as_a_contender_takes_the_steps_of_a_run_on_rotating_batches(build
     expected = [float(built.task.train_step(index)["loss"]) for index in range(6)]
     assert [float(own.step()) for _ in range(6)] == expected
     assert (own.samples_per_step, own.sample) == (8, "token")
+
+
+def test_what_is_watched_are_the_master_weights():
+    own = make("fp16_master_scaled")
+    before = [tensor.clone() for tensor in own.weights().values()]
+    found = equality_losses(own, CPU)
+    assert {tensor.dtype for tensor in own.weights().values()} == {torch.float32}
+    moved = [a - b for a, b in zip(own.weights().values(), before, strict=True)]
+    length = torch.cat([t.flatten() for t in before]).norm()
+    # Of float32 tensors, in float64: what differs is the float32 norm here.
+    distance = float(torch.cat([t.flatten() for t in moved]).norm() / length)
+    assert found["travel"][-1][0] == pytest.approx(distance, rel=2.0**-16)
 
 
 def test_batches_rotate():

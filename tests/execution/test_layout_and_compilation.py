@@ -111,9 +111,9 @@ def test_a_recurrent_network_of_ones_own_is_not_compiled(build_run, tmp_path, mo
         "    def forward(self, images):\n"
         "        return self.out(self.rnn(images[:, 0])[0][:, -1])\n\n"
         "def make(data):\n"
-        "    return Rows(8, data.num_classes)\n"
+        "    return Rows(64, data.num_classes)\n"
     )
     monkeypatch.chdir(tmp_path)
     overrides = ["model=custom", "model.task=classification", "model.factory=own_recurrent:make"]
     with pytest.raises(BadInput, match="recurrent layer, which torch.compile passes over"):
-        build_run(*overrides, "data=digits", "data.image_size=8", "train.compile=default")
+        build_run(*overrides, "data=digits_gray_64", "train.compile=default")

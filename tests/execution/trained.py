@@ -21,7 +21,8 @@ TOKENS = [
 ]
 SMALL_LSTM = ["model.embedding_size=8", "model.hidden_size=8", "model.num_layers=1"]
 SMALL = {
-    "classification": ["model=resnet50", "data=digits_32", "data.batch_size=2"],
+    "dropout": ["model=alexnet", "data=digits_64", "data.batch_size=2", "optim.lr=1e-3"],
+    "batch_norm": ["model=resnet50", "data=digits_32", "data.batch_size=8", "optim.lr=1e-4"],
     "language_model": ["model=lstm_lm", *TOKENS, *SMALL_LSTM, "model.dropout=0.3"],
     "sampled": [
         "model=biglstm",

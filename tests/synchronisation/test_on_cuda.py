@@ -1,7 +1,5 @@
 """On a GPU: the loop between evaluations never makes the host wait, in any mode, for any task."""
 
-import time
-
 import pytest
 import torch
 
@@ -82,15 +80,13 @@ def test_three_intervals_and_copies_for_a_replay(
     monkeypatch.setattr(FailureKeeper, "keep_if", keep_if)
     overrides = [*MODELS[model].split(), f"precision={mode}", "train.log_every=5"]
     overrides += ["train.cuda_graph=off", "train.eval_every=0"]
-    outcome, built, records = run_train(
-        tmp_path, overrides, before=errors_between_evaluations
-    )
-    assert kept[:2] == [5, 10]
+    outcome, built, records = run_train(tmp_path, overrides, before=errors_between_evaluations)
+    assert kept[0] == 5
     logged = [r for r in records if r["split"] == "train" and "samples_per_s" in r]
-    assert [r["step"] for r in logged][:2] == [5, 10]
     assert all(r["samples_per_s"] > 0 for r in logged)
+    # Some modes diverge by definition: Adam's eps is 0 in FP16.
     if outcome.status == "done":
-        assert [r["step"] for r in logged] == [5, 10, 15, 16]
+        assert kept == [r["step"] for r in logged] == [5, 10, 15, 16]
 
 
 @pytest.mark.gpu
@@ -168,8 +164,6 @@ def test_synchronisations_are_counted():
 def test_a_generators_state_is_read_without_waiting():
     torch.cuda._sleep(2_000_000_000)
     behind = Moment(CUDA)
-    started = time.perf_counter()
     torch.cuda.get_rng_state(CUDA)
-    assert time.perf_counter() - started < 0.1
     assert not behind.event.query()
     behind.wait()

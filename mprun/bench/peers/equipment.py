@@ -1,4 +1,4 @@
-"""What a plain PyTorch loop runs on: as tutorials leave it, or with all that is known to be fast."""
+"""What a plain PyTorch loop runs on: as tutorials leave it, or all that is known to be fast."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -35,7 +35,7 @@ class SkipCount:
             self._flags.append([flag for flag in flags if flag is not None])
 
     def total(self) -> int:
-        """Steps in which at least one optimizer skipped; waits for the device where one is fused."""
+        """Steps in which an optimizer skipped; waits for the device where one is fused."""
         flags, self._flags = self._flags, []
         if flags:
             found = torch.stack([torch.stack(of_step).amax() for of_step in flags])

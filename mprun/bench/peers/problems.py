@@ -56,7 +56,7 @@ class Problem:
 
 
 class Adversaries:
-    """DCGAN's three losses on logits, labels real = 1 and fake = 0, as the PyTorch example has them.
+    """DCGAN's three losses on logits, real = 1 and fake = 0, as the PyTorch example has them.
 
     input_dtype: of images and codes, float16 for networks that are float16.
     """

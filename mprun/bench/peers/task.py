@@ -1,5 +1,6 @@
 """What every peer is given: mprun's own configuration, initial weights and batches."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -83,7 +84,8 @@ def set_up(case: Case, device: torch.device) -> PeerTask:
     """The task of a case: flags pinned and seeded as mprun does, so that the weights are equal.
 
     The networks are built in the same order from the same random state. BadInput for settings that
-    the peers' loops do not have.
+    the peers' loops do not have. case.extra["perturb"]: the weights are off by that much, relative
+    (`mprun.bench.equality`).
     """
     overrides = [*case.overrides, f"precision={case.mode}", f"device={device.type}"]
     config = compose_config(overrides).config
@@ -97,6 +99,8 @@ def set_up(case: Case, device: torch.device) -> PeerTask:
     else:
         builders = (model_builder(config.model, data),)
     networks = tuple(builder().to(device).train() for builder in builders)
+    if "perturb" in case.extra:
+        _perturb(networks, case.extra["perturb"])
     return PeerTask(
         kind,
         case.mode,
@@ -109,6 +113,16 @@ def set_up(case: Case, device: torch.device) -> PeerTask:
         data.samples_per_batch,
         "token" if kind == "language_model" else "image",
     )
+
+
+@torch.no_grad()
+def _perturb(networks: Iterable[nn.Module], extent: float) -> None:
+    """Multiply every weight by 1 + extent * N(0, 1), without touching the global random state."""
+    for network in networks:
+        for parameter in network.parameters():
+            random = torch.Generator(parameter.device).manual_seed(2017)
+            noise = torch.empty_like(parameter).normal_(generator=random)
+            parameter.mul_(noise.mul_(extent).add_(1.0))
 
 
 def pin_flags(config: RunConfig) -> None:

@@ -64,6 +64,10 @@ _FP32_BY_ARGUMENT = {
     "linalg_matrix_norm",
     "linalg_matrix_norm.str_ord",
 }
+_HALF_TO_FLOAT = {
+    "softmax": torch.ops.aten._softmax,
+    "log_softmax": torch.ops.aten._log_softmax,
+}
 # Kernels of the CUDA library itself, which fake CPU tensors never reach.
 _NEVER = {"_cudnn_rnn", "cudnn_convolution", "cudnn_convolution_transpose"}
 
@@ -110,6 +114,9 @@ def _under_autocast(name: str) -> Callable:
 
     def kernel(*args, **kwargs):
         with torch._C._ExcludeDispatchKeyGuard(keys):
+            if packet in _HALF_TO_FLOAT and args[0].dtype is torch.float16:
+                # CUDA's kernel takes float16 and returns float32; for bfloat16 there is a cast.
+                return _HALF_TO_FLOAT[packet](args[0], args[1], True)
             if name in _FP32_BY_ARGUMENT:
                 if _is_16_bit(args[0]) and kwargs.get("dtype") is None:
                     kwargs["dtype"] = torch.float32

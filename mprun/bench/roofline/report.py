@@ -119,20 +119,17 @@ def _memory(lines: list[Line], ceilings: Ceilings) -> str:
 
 
 def _notes(lines: list[Line], ceilings: Ceilings) -> list[str]:
-    first = lines[0]
-    recipes = ", ".join(
-        f"{name} {seconds * 1e3:.3g}" for name, seconds in _recipes(first.counted, ceilings).items()
-    )
+    first, unit = lines[0], lines[0].counted.sample
+    graph, eager = map(_three, (first.limit.graph_launches, first.limit.eager_launches))
     paths = ", ".join(dict.fromkeys(line.counted.update for line in lines))
-    graph, eager = (
-        f"{_three(getattr(first.limit, k))}" for k in ("graph_launches", "eager_launches")
-    )
+    seconds = _recipes(first.counted, ceilings).items()
+    recipes = ", ".join(f"{name} {value * 1e3:.3g}" for name, value in seconds)
     return [
         f"Limits from counts, not measurements; ceilings {ceilings.source}.",
-        "limit: each operation takes the longer of its products and its traffic, update included; "
-        "ratios are upper bounds of a speedup.",
-        f"Launches alone ({first.counted.mode}): at most {graph} {first.counted.sample}s/s replayed,"
-        f" {eager} eager ({LAUNCH_SOURCE}).",
+        "limit: each operation takes the longer of its products and its traffic, one after the "
+        "other, update included; ratios are upper bounds of a speedup.",
+        f"Launches alone ({first.counted.mode}): at most {graph} {unit}s/s replayed, {eager} eager "
+        f"({LAUNCH_SOURCE}).",
         f"Update counted as: {paths}. SGD with momentum on these parameters, ms a step with the "
         f"gradient's write and the weights' cast: {recipes}.",
         "Memory without workspaces and results on their way.",

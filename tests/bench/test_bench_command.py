@@ -1,0 +1,192 @@
+"""`mprun bench` from the command line: what it refuses, and real benches within their budget."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from mprun.bench.command import exit_code, parse
+from mprun.bench.plan import Options, case_key, plan
+from mprun.bench.suite import CPU_SUITE, GPU_SUITE
+from mprun.cli import main
+from mprun.config.compose import compose_config
+from mprun.errors import BadInput
+
+CPU = torch.device("cpu")
+TINY = [
+    "model=lstm_lm",
+    "model.hidden_size=8",
+    "model.embedding_size=8",
+    "data=synthetic_tokens",
+    "data.vocab_size=16",
+    "data.sequence_length=4",
+    "data.batch_size=2",
+    "data.train_tokens=200",
+    "device=cpu",
+    "threads=1",
+]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--modes", "fp23"], "--modes fp23: unknown mode (allowed: fp32, "),
+        (["--modes", "tf32", "device=cpu"], "--modes tf32: a CPU has no TF32"),
+        (["--modes="], "--modes : needs names, separated by commas"),
+        (["--peers", "nobody"], "--peers nobody: no such peer (allowed: all, loop"),
+        (["--peers", "amp", "--modes", "fp32"], "--peers amp: amp has no fp32"),
+        (["--budget", "5"], "--budget 5: must be seconds from 20 to 86400"),
+        (["--budget", "soon"], "--budget soon: must be seconds"),
+        (["--windows", "0"], "--windows 0: must be a number from 1 to 1000"),
+        (["--out"], "--out: needs a folder"),
+        (["--fast"], "bench --fast: unknown option (allowed: --modes"),
+        (["outputs"], "bench outputs: neither an option nor key=value"),
+        (["precision=amp"], "precision=amp: a bench compares modes; give --modes amp"),
+        (["scaler.scale=8"], "scaler.scale=8: "),
+        (["model=resnet51"], "model=resnet51"),
+        (["resume=outputs/x"], "resume=outputs/x: "),
+    ],
+)
+def test_bad_input_is_one_line_and_writes_nothing(arguments, line, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["bench", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"mprun: {line}") and error.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_holds_something_is_not_written_to(tmp_path, capsys):
+    (tmp_path / "bench.json").touch()
+    assert main(["bench", *TINY, "--out", str(tmp_path)]) == 2
+    assert f"--out {tmp_path}: exists and is not empty" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["bench.json"]
+
+
+def test_peers_may_stand_alone_or_with_names():
+    assert parse(["--peers", "model=dcgan"]).peers == ["all"]
+    assert parse(["--peers", "--json"]).peers == ["all"]
+    assert parse(["--peers", "loop,timm"]).peers == ["loop", "timm"]
+    assert parse(["--peers=loop"]).peers == ["loop"]
+    assert parse([]).peers is None
+
+
+def test_baselines_come_first_whatever_the_order_given():
+    assert parse(["--modes", "amp,fp32,amp"]).modes == ["fp32", "amp"]
+
+
+def test_a_mode_is_measured_in_one_go_with_its_peers():
+    options = Options(overrides=TINY, modes=["fp32", "amp_bf16"], peers=["loop", "amp"])
+    ((group,), left_out) = plan(options, CPU)
+    assert [(c.mode, c.contender) for c in group.cases] == [
+        ("fp32", "mprun"),
+        ("fp32", "loop"),
+        ("amp_bf16", "mprun"),
+        ("amp_bf16", "amp"),
+    ]
+    assert {(left["mode"], left["contender"]) for left in left_out} == {
+        ("fp32", "amp"),
+        ("amp_bf16", "loop"),
+    }
+    assert "device=cpu" not in group.cases[0].overrides
+    assert group.cases[0].label == "lstm_lm b2"
+
+
+def test_end_to_end_cases_are_cases_of_their_own():
+    options = Options(overrides=TINY, modes=["fp32"], end_to_end=True)
+    ((group,), _) = plan(options, CPU)
+    keys = [case_key(case) for case in group.cases]
+    assert keys == ["lstm_lm b2 | fp32 | mprun", "lstm_lm b2 | fp32 | mprun | end to end"]
+
+
+@pytest.mark.parametrize("entry", [*GPU_SUITE, *CPU_SUITE], ids=lambda entry: entry.label)
+def test_every_case_of_the_suites_can_be_configured(entry):
+    config = compose_config([*entry.overrides, f"precision={entry.modes[-1]}"]).config
+    assert config.data.name.startswith("synthetic_")
+    assert f"b{config.data.batch_size}" == entry.label.rpartition(" ")[2]
+    assert set(entry.best_modes) <= set(entry.modes) | {"tf32"}
+
+
+@pytest.mark.parametrize(
+    ("ended", "rows", "code"),
+    [
+        ("interrupted", [("measured", None, 1)], 130),
+        ("complete", [("measured", None, 1), ("failed", "memory", 0)], 0),
+        ("complete", [("failed", "memory", 0), ("failed", "memory", 0)], 5),
+        ("complete", [("failed", "memory", 0), ("failed", "error", 0)], 1),
+        ("deadline", [("not measured", None, 0)], 0),
+    ],
+)
+def test_exit_codes(ended, rows, code):
+    plain = [{"status": s, "kind": k, "windows": [{}] * windows} for s, k, windows in rows]
+    assert exit_code({"ended": ended, "rows": plain}) == code
+
+
+def bench(*arguments, **more) -> subprocess.Popen:
+    command = [sys.executable, "-m", "mprun", "bench", *arguments]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, **more)
+
+
+@pytest.mark.slow
+def test_a_bench_keeps_its_budget_and_leaves_its_files(tmp_path):
+    folder, started = tmp_path / "bench", time.monotonic()
+    process = bench(*TINY, "--modes", "fp32,amp", "--budget", "40", "--out", str(folder))
+    out, error = process.communicate()
+    assert time.monotonic() - started < 40 + 5  # starting and ending Python lie outside
+    assert process.returncode == 0, error
+    assert out.rstrip().endswith(f"bench: {folder}")
+    found = json.loads((folder / "bench.json").read_text())
+    assert [row["case"]["mode"] for row in found["rows"]] == ["fp32", "amp"]
+    assert all(row["equality"].get("ok", True) for row in found["rows"])
+    lines = [json.loads(line) for line in (folder / "bench.jsonl").read_text().splitlines()]
+    windows = [line for line in lines if line["event"] == "window"]
+    assert sum(len(row["windows"]) for row in found["rows"]) == len(windows)
+    assert (folder / "bench.md").read_text() in out
+    assert (folder / "bench.png").stat().st_size > 10_000 or not windows
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_the_children_and_keeps_what_is_there(tmp_path):
+    folder = tmp_path / "bench"
+    process = bench(*TINY, "--modes", "fp32", "--windows", "500", "--out", str(folder))
+    while "tokens/s" not in process.stderr.readline():
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=30)
+    assert process.returncode == 130, error
+    found = json.loads((folder / "bench.json").read_text())
+    assert found["ended"] == "interrupted" and found["rows"][0]["windows"]
+
+
+@pytest.mark.slow
+def test_json_is_all_that_is_printed(tmp_path):
+    process = bench(*TINY, "--modes=fp32", "--budget=30", "--json", f"--out={tmp_path / 'b'}")
+    out, error = process.communicate()
+    assert process.returncode == 0, error
+    assert json.loads(out)["format"] == 1
+
+
+def test_a_peer_that_is_not_installed_is_named(monkeypatch):
+    monkeypatch.setattr("mprun.bench.plan.find_spec", lambda package: None)
+    with pytest.raises(BadInput, match="--peers timm: the package timm is not installed"):
+        plan(Options(overrides=TINY, peers=["timm"]), CPU)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_a_bench_on_a_gpu(tmp_path):
+    folder = tmp_path / "bench"
+    tiny = [override for override in TINY if override != "device=cpu"]
+    arguments = (*tiny, "--modes", "fp32,amp", "--peers", "loop,amp", "--budget", "180")
+    process = bench(*arguments, "--out", str(folder))
+    _, error = process.communicate()
+    assert process.returncode == 0, error
+    rows = json.loads((folder / "bench.json").read_text())["rows"]
+    assert {row["status"] for row in rows} == {"measured"}, [row["reason"] for row in rows]
+    own = [row for row in rows if row["case"]["contender"] == "mprun"]
+    assert all(row["details"]["synchronisations"] == 0 for row in own)
+    assert all(row["details"]["peak"]["allocated"] > 0 for row in rows)

@@ -1,0 +1,91 @@
+"""The command line of `mprun bench --roofline`: what it prints, what it refuses."""
+
+import json
+
+import pytest
+
+from mprun.bench.roofline.command import DEFAULT_MODES, main
+from mprun.bench.roofline.count import count
+from mprun.cli import main as mprun
+from mprun.errors import BadInput
+
+SMALL = ["model=lstm_lm", "data=synthetic_tokens", "data.batch_size=4"]
+
+
+def test_table_and_notes(capsys):
+    assert main([*SMALL, "--mode", "fp32,amp", "--top"]) == 0
+    text = capsys.readouterr().out
+    assert "Limits from counts, not measurements" in text
+    assert "on H200" in text and "most expensive kinds" in text
+    assert "| amp " in text and "tf32 |" in text
+
+
+def test_json_by_mode(capsys):
+    assert main([*SMALL, "--json", "--gpu=A100"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert list(found["modes"]) == list(DEFAULT_MODES)
+    assert found["samples_per_step"] == 4 * 20
+    tf32 = found["modes"]["tf32"]
+    fp32 = found["modes"]["fp32"]
+    assert tf32["speedup_limit"]["fp32"] == tf32["eager"] / fp32["eager"]
+    assert fp32["memory"]["total"] == sum(v for k, v in fp32["memory"].items() if k != "total")
+
+
+def test_modes_that_a_gpu_lacks_are_left_out_with_the_reason(capsys):
+    assert main([*SMALL, "--gpu", "V100"]) == 0
+    text = capsys.readouterr().out
+    assert "Without tf32: V100 has no TF32 products" in text
+    assert "Without bf16_master: V100 has no BF16 products" in text
+
+
+def test_one_precision_among_the_keys(capsys):
+    assert main([*SMALL, "precision=bf16_naive", "--json"]) == 0
+    assert list(json.loads(capsys.readouterr().out)["modes"]) == ["bf16_naive"]
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--gpu", "B200"], "--gpu B200: unknown"),
+        (["--gpu", "cpu"], "allowed: H200, H100, A100, V100"),
+        (["--gpu"], "--gpu: needs a value"),
+        (["--gpu", "V100", "--mode", "tf32"], "V100 has no TF32 products"),
+        (["--gpu", "V100", "precision=bf16_naive"], "V100 has no BF16 products"),
+        (["--mode", "amp", "precision=fp32"], "give one of the two"),
+        (["--mode", "fp8"], "--mode fp8: unknown"),
+        (["--fast"], "--fast: unknown option"),
+        (["resnet"], "not of the form key=value"),
+        (["device=cpu"], "device=cpu"),
+        (["model=resnet50", "data=image_folder"], "give model.num_classes=N"),
+        (["data=text"], "give model.vocab_size=N or data.vocab_limit=N"),
+    ],
+)
+def test_bad_input_is_one_line(arguments, message):
+    with pytest.raises(BadInput) as error:
+        main(arguments)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_reached_through_mprun_bench(capsys):
+    assert mprun(["bench", "--roofline", "--gpu", "cpu"]) == 2
+    assert "a roofline is that of a named GPU" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "overrides, samples",
+    [
+        (["model=resnet50", "data=imagenet"], 256),
+        (["model=lstm_lm", "data=lm1b"], 128 * 20),
+        (["model=lstm_lm", "data=text", "data.vocab_limit=10000"], 20 * 35),
+        (["model=dcgan", "data=image_folder", "data.layout=flat", "data.image_size=64"], 128),
+        (["model=resnet50", "data=cifar10"], 128),
+    ],
+)
+def test_data_that_lie_in_files_need_no_files(overrides, samples):
+    batch = f"data.batch_size={256 if 'data=imagenet' in overrides else 128}"
+    if "data=text" in overrides:
+        batch = "data.batch_size=20"
+    if "model=dcgan" in overrides:
+        overrides = [*overrides, "data.value_range=tanh"]
+    assert count([*overrides, batch], "fp16_master").samples == samples

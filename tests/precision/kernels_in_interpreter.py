@@ -1,0 +1,197 @@
+"""Run as a script by test_single_pass_kernels.py: Triton's interpreter is chosen before the import.
+
+Prints one line of JSON: for each check None, or in what it failed.
+"""
+
+import json
+import os
+import traceback
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import torch  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.optim import SGD, Adagrad, Adam, AdamW  # noqa: E402
+
+from mprun.precision import (  # noqa: E402
+    LogMaxLossScale,
+    MixedPrecisionOptimizer,
+    cast_model,
+    get_policy,
+)
+from mprun.precision.inner_optimizer import initialise_state  # noqa: E402
+from mprun.precision.single_pass_cpu import BlockedUpdate  # noqa: E402
+from mprun.precision.single_pass_self_test import difference  # noqa: E402
+from mprun.precision.single_pass_triton import KernelUpdate  # noqa: E402
+
+torch.set_num_threads(1)
+CPU = torch.device("cpu")
+MAKERS = {
+    "sgd": lambda t: SGD(t, 0.05, weight_decay=0.1, fused=True),
+    "momentum": lambda t: SGD(t, 0.05, 0.9, fused=True),
+    "nesterov": lambda t: SGD(t, 0.05, 0.9, nesterov=True, fused=True),
+    "adam": lambda t: Adam(t, 0.01, weight_decay=0.1, fused=True),
+    "adamw": lambda t: AdamW(t, 0.01, weight_decay=0.1, fused=True),
+    "adagrad": lambda t: Adagrad(t, 0.05, fused=True),
+}
+# Weights of magnitude below 8 after three updates of at most eight roundings each.
+CLOSE = {"rtol": 2.0**-20, "atol": 2.0**-19}
+
+
+def self_test(rule):
+    # Not bfloat16: the interpreter cuts bits off where a GPU rounds.
+    found = difference(CPU, rule, (torch.float16, torch.float32))
+    assert found is None, found
+
+
+def self_test_notices():
+    """An update without its clip factor is another update."""
+    update = KernelUpdate.update
+    KernelUpdate.update = lambda self, g, inverse, clip, found: update(
+        self, g, inverse, None, found
+    )
+    try:
+        found = difference(CPU, "sgd", (torch.float16, torch.float32))
+    finally:
+        KernelUpdate.update = update
+    assert found is not None and "the weights" in found, found
+
+
+def groups(tensors):
+    """Two groups with rates and decays of their own, the first rate a tensor."""
+    return [
+        {"params": tensors[::2], "lr": torch.tensor(0.03)},
+        {"params": tensors[1::2], "weight_decay": 0.2},
+    ]
+
+
+def against_blocks(name, dtype):
+    """Odd shapes, a missing gradient, one that is not aligned, some that are not clipped."""
+    shapes = [(33,), (3, 5, 4, 4), (2048,), (1,), (4100,), (8,)]
+    random = torch.Generator().manual_seed(3)
+    start = [torch.randn(shape, generator=random) for shape in shapes]
+    start[1] = start[1].contiguous(memory_format=torch.channels_last)
+    is_clipped = [True, False, True, True, False, True]
+    results = []
+    for kind in (KernelUpdate, BlockedUpdate):
+        random.manual_seed(4)
+        masters = [tensor.clone().requires_grad_() for tensor in start]
+        own = [master.detach().to(dtype) for master in masters]
+        inner = MAKERS[name](groups(masters))
+        initialise_state(inner)
+        single = kind(inner, own, masters, is_clipped)
+        norms = []
+        for step in range(3):
+            gradients = [(torch.randn(s, generator=random) * 16).to(dtype) for s in shapes]
+            gradients[3] = None
+            gradients[4] = torch.cat([gradients[4], gradients[4][:1]])[1:]
+            inverse = torch.tensor(2.0**-4)
+            found_inf = torch.zeros(())
+            checked = single.check(gradients, inverse, found_inf, norm=True, grad_max=True)
+            assert found_inf == 0
+            again = single.check(gradients, inverse, found_inf, norm=True, grad_max=True)
+            assert torch.equal(checked.norms, again.norms)
+            single.update(gradients, inverse, torch.tensor(0.3), None if step else found_inf)
+            norms.append((checked.norms.norm(), checked.grad_max))
+            inner.param_groups[0]["lr"].mul_(0.5)
+            inner.param_groups[1]["lr"] *= 0.5
+        results.append((masters, own, inner, norms))
+    (masters, own, inner, norms), (expected, copies, plain, theirs) = results
+    for (norm, largest), (other, most) in zip(norms, theirs, strict=True):
+        # Sums of 2,048 squares in another order.
+        torch.testing.assert_close(norm, other, rtol=1e-5, atol=0)
+        assert largest == most
+    for a, b in zip(masters, expected, strict=True):
+        torch.testing.assert_close(a, b, **CLOSE)
+        for key, value in plain.state[b].items():
+            mine = inner.state[a][key]
+            assert mine.dtype == value.dtype and mine.stride() == value.stride()
+            torch.testing.assert_close(mine, value, **CLOSE)
+    for copy, master in zip(own, masters, strict=True):
+        if dtype is torch.bfloat16:
+            torch.testing.assert_close(copy.float(), master.detach(), rtol=2.0**-7, atol=0)
+        else:
+            assert torch.equal(copy, master.to(dtype))
+    assert torch.equal(masters[3], start[3]) and not torch.equal(masters[4], start[4])
+
+
+def adam_by_hand():
+    """Three steps in float64 from the formulas of Kingma and Ba, arXiv 1412.6980, algorithm 1."""
+    master = torch.linspace(-2, 2, 300).requires_grad_()
+    own = master.detach().half()
+    inner = Adam([master], 0.01, betas=(0.9, 0.999), eps=1e-8, fused=True)
+    initialise_state(inner)
+    single = KernelUpdate(inner, [own], [master], [True])
+    weight, m, v = master.detach().double(), 0.0, 0.0
+    random = torch.Generator().manual_seed(0)
+    for t in (1, 2, 3):
+        gradient = torch.randn(300, generator=random).half()
+        single.update([gradient], torch.tensor(0.125), None, torch.zeros(()))
+        g = gradient.double() * 0.125
+        m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
+        weight -= 0.01 * (m / (1 - 0.9**t)) / ((v / (1 - 0.999**t)).sqrt() + 1e-8)
+    torch.testing.assert_close(master.detach().double(), weight, rtol=0, atol=2.0**-20)
+
+
+def a_whole_optimizer():
+    """Training steps with a scale from the largest gradient, clipping, skips and two losses."""
+    results = []
+    for update in ("plain", "single_pass"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 40), nn.LayerNorm(40), nn.Linear(40, 3))
+        scale = LogMaxLossScale(64.0)
+        optimizer = MixedPrecisionOptimizer(
+            cast_model(model, get_policy("fp16_master")),
+            lambda named: MAKERS["adamw"]([t for _, t in named]),
+            scale,
+            clip_norm=0.5,
+            update=update,
+        )
+        if update == "single_pass":
+            optimizer._single = KernelUpdate(
+                optimizer.inner, optimizer.parameters, optimizer.updated, [True] * 6
+            )
+        metrics = []
+        for factors in ((1.0,), (float("inf"),), (1.0, 2.0), (0.5,)):
+            optimizer.zero_grad()
+            for factor in factors:
+                inputs = torch.randn(8, 6).half()
+                optimizer.backward(model(inputs).float().square().mean() * factor)
+            metrics.append(optimizer.step(True).metrics())
+            scale.update()
+        results.append((metrics, list(optimizer.masters.values()), scale.steps_skipped))
+    (plain, expected, skipped), (single, masters, own_skipped) = results
+    assert skipped == own_skipped == 1
+    for a, b in zip(single, plain, strict=True):
+        assert a["found_inf"] == b["found_inf"]
+        # 2^-11: where a weight differs in its last bit, its FP16 copy may differ in its own.
+        torch.testing.assert_close(a["loss_scale"], b["loss_scale"], rtol=2.0**-9, atol=0)
+        torch.testing.assert_close(
+            a["grad_norm"], b["grad_norm"], rtol=2.0**-9, atol=0, equal_nan=True
+        )
+    for a, b in zip(masters, expected, strict=True):
+        # Adam's first updates are of the size of the rate, whatever the gradient's.
+        torch.testing.assert_close(a, b, rtol=0, atol=0.01 * 2.0**-6)
+
+
+CHECKS = {f"self test of {rule}": (self_test, rule) for rule in ("sgd", "adam", "adamw", "adagrad")}
+CHECKS |= {
+    f"{name} in {dtype}": (against_blocks, name, dtype)
+    for name in MAKERS
+    for dtype in (torch.float16, torch.bfloat16)
+}
+CHECKS |= {
+    "the self test notices": (self_test_notices,),
+    "adam by hand": (adam_by_hand,),
+    "a whole optimizer": (a_whole_optimizer,),
+}
+
+if __name__ == "__main__":
+    outcomes = {}
+    for label, (function, *arguments) in CHECKS.items():
+        try:
+            function(*arguments)
+            outcomes[label] = None
+        except Exception:
+            outcomes[label] = traceback.format_exc()
+    print(json.dumps(outcomes))
