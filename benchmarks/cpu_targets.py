@@ -132,11 +132,19 @@ def _emulation(repeats: int, case: str) -> Iterator[Target]:
 
 
 def _update(repeats: int, case: str) -> Iterator[Target]:
-    from update_speed import cpu_ratios
+    from update_speed import MODELS, Step, in_turns, model_in, reference
 
     torch.set_num_threads(1)
-    for name, ratios in cpu_ratios(repeats).items():
-        if case in name:
+    device = torch.device("cpu")
+    for model in MODELS:
+        for optimizer in ("sgd_momentum", "adam"):
+            name = f"{model}, {optimizer}"
+            if case not in name:
+                continue
+            cast = model_in(model, "fp16_master_scaled", device)
+            contenders = [Step(cast, optimizer, "auto", device), reference(cast, optimizer, device)]
+            ours, least = in_turns(contenders, device, repeats)
+            ratios = [own / other for own, other in zip(ours, least, strict=True)]
             yield Target("update", name, 1.0, ratios)
 
 

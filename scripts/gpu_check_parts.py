@@ -73,6 +73,8 @@ def bench(setting: Setting, seconds: float) -> list[Step]:
 def update(setting: Setting, seconds: float) -> list[Step]:
     record = setting.work / "update_speed.json"
     command = _python("benchmarks/update_speed.py", "--device", setting.device)
+    if setting.dry:
+        command += ["--only", "autoencoder", "--turns", "2", "--threads", "1"]
     return [Step("update_speed", [*command, "--json", str(record)], record=record)]
 
 

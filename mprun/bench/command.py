@@ -1,16 +1,14 @@
 """`mprun bench`: speed, memory and energy of precision modes, beside other tools if asked for."""
 
 import json
-import math
 import sys
 import time
 from datetime import UTC, datetime
 from pathlib import Path
 
-from mprun.bench.plan import Group, Options, check_overrides, device_of, known_modes, plan
+from mprun.bench.options import Options, check_overrides, device_of, parse
 from mprun.errors import BUG, DONE, INTERRUPTED, RESOURCE, BadInput
 
-LEAST_BUDGET_S = 20
 _REPORT_S = 6.0  # kept back for tables and figure
 _USAGE = """\
 mprun bench                       : the suite: ResNet-50, AlexNet, DCGAN, LSTM language models on a
@@ -37,8 +35,6 @@ Options
 Writes bench.jsonl (windows as they are measured), bench.json, bench.md, bench.png, logs/.
 Exit codes: 0 done, 2 bad input, 5 nothing measured for want of memory, 130 interrupted.
 """
-_VALUES = ("--modes", "--peers", "--budget", "--out", "--windows", "--steps-per-window")
-_FLAGS = ("--end-to-end", "--json")
 
 
 def main(arguments: list[str]) -> int:
@@ -59,6 +55,7 @@ def main(arguments: list[str]) -> int:
 
     check_overrides(options.overrides)
     compose_config(options.overrides)
+    from mprun.bench.plan import plan
     from mprun.run import resolve_device
 
     device = resolve_device(device_of(options.overrides))
@@ -67,67 +64,7 @@ def main(arguments: list[str]) -> int:
     return _measure(options, device, groups, left_out, folder, started)
 
 
-def parse(arguments: list[str]) -> Options:
-    """The options of the command line; BadInput names what is wrong with one."""
-    options, rest = Options(), list(arguments)
-    while rest:
-        argument = rest.pop(0)
-        flag, given, value = argument.partition("=")
-        if argument in _FLAGS:
-            setattr(options, argument[2:].replace("-", "_"), True)
-        elif flag == "--peers":
-            if not given:
-                more = rest and not rest[0].startswith("-") and "=" not in rest[0]
-                value = rest.pop(0) if more else "all"
-            options.peers = _names("--peers", value)
-        elif flag in _VALUES:
-            if not given:
-                value = rest.pop(0) if rest else ""
-            _set(options, flag, value)
-        elif argument.startswith("-"):
-            allowed = ", ".join((*_VALUES, *_FLAGS, "--roofline"))
-            raise BadInput(f"bench {argument}: unknown option (allowed: {allowed})")
-        elif "=" in argument:
-            options.overrides.append(argument)
-        else:
-            raise BadInput(f"bench {argument}: neither an option nor key=value")
-    return options
-
-
-def _set(options: Options, flag: str, value: str) -> None:
-    if flag == "--modes":
-        options.modes = known_modes(_names(flag, value))
-    elif flag == "--out":
-        if not value:
-            raise BadInput("--out: needs a folder")
-        options.out = value
-    elif flag == "--budget":
-        options.budget_s = _seconds(value)
-    else:
-        most = 10_000 if flag == "--steps-per-window" else 1000
-        if not value.isdecimal() or not 1 <= int(value[:9]) <= most:
-            raise BadInput(f"{flag} {value}: must be a number from 1 to {most}")
-        setattr(options, flag[2:].replace("-", "_"), int(value))
-
-
-def _names(flag: str, value: str) -> list[str]:
-    names = [name.strip() for name in value.split(",") if name.strip()]
-    if not names:
-        raise BadInput(f"{flag} {value}: needs names, separated by commas")
-    return names
-
-
-def _seconds(value: str) -> float:
-    try:
-        seconds = float(value)
-    except ValueError:
-        seconds = math.nan
-    if not LEAST_BUDGET_S <= seconds <= 86_400:
-        raise BadInput(f"--budget {value}: must be seconds from {LEAST_BUDGET_S} to 86400")
-    return seconds
-
-
-def claimed(options: Options, groups: list[Group]) -> Path:
+def claimed(options: Options, groups: list) -> Path:
     """A new folder for this bench; BadInput where --out exists already."""
     from mprun.record.run_directory import claim
 

@@ -1,26 +1,17 @@
 """From a command line to the cases to measure, in the order in which they are."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
 from mprun.bench.contender import Case
+from mprun.bench.options import Options, asks_for_the_suite
 from mprun.bench.registry import CONTENDERS, OWN, PEERS, available
 from mprun.bench.suite import CPU_MODES, GPU_MODES, MODES_WITH_PEERS, Entry, suite_of
 from mprun.config.compose import compose_config
 from mprun.config.tasks import task_of
 from mprun.errors import BadInput
-from mprun.precision import MODES, get_policy, why_unsupported
-
-REFERENCES = ("fp32", "tf32")  # modes to which the others are held
-_REFUSED = {
-    "precision": "a bench compares modes; give --modes {value}",
-    "scaler": "each mode is measured with its own scaler",
-    "numerics": "probes are not part of a step's speed",
-    "resume": "a bench starts from fresh weights",
-    "output_dir": "give --out DIR",
-    "name": "give --out DIR",
-}
+from mprun.precision import get_policy, why_unsupported
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,24 +21,6 @@ class Group:
     label: str
     cases: tuple[Case, ...]
     weight: float
-
-
-@dataclass(slots=True)
-class Options:
-    """The command line. peers: names, ["all"], or None: mprun alone."""
-
-    overrides: list[str] = field(default_factory=list)
-    modes: list[str] | None = None
-    peers: list[str] | None = None
-    budget_s: float = 540.0
-    out: str | None = None
-    windows: int = 5
-    end_to_end: bool = False
-    steps_per_window: int | None = None
-    json: bool = False
-
-    def as_dict(self) -> dict:
-        return asdict(self)
 
 
 def case_key(case: Case) -> str:
@@ -62,10 +35,11 @@ def plan(options: Options, device) -> tuple[list[Group], list[dict]]:
     device: a torch device. Raises BadInput for what this device or configuration cannot run and for
     a peer that is unknown, not installed, or useless in every mode that was asked for.
     """
-    if options.overrides:
-        entries = [_entry(options.overrides, options.modes, device)]
-    else:
+    suite = asks_for_the_suite(options.overrides)
+    if suite:
         entries = [_of_suite(entry, options) for entry in suite_of(device.type)]
+    else:
+        entries = [_entry(options.overrides, options.modes, device)]
     asked = None if options.peers in (None, ["all"]) else options.peers
     _known_peers(asked or [])
     groups, left_out, used = [], [], set()
@@ -74,7 +48,7 @@ def plan(options: Options, device) -> tuple[list[Group], list[dict]]:
         cases = []
         for mode in entry.modes:
             reason = available("mprun", mode, task, device)
-            if reason is not None and (options.overrides or options.modes is not None):
+            if reason is not None and (options.modes is not None or not suite):
                 raise BadInput(f"--modes {mode}: {reason}")
             if reason is not None:
                 left_out.append(_left_out(entry, mode, "mprun", reason))
@@ -132,35 +106,10 @@ def _left_out(entry: Entry, mode: str, contender: str, reason: str) -> dict:
     return {"label": entry.label, "mode": mode, "contender": contender, "reason": reason}
 
 
-def device_of(overrides: Sequence[str]) -> str:
-    """The device that the overrides ask for; "auto" without one."""
-    chosen = [o.partition("=")[2] for o in overrides if o.lstrip("+").startswith("device=")]
-    return chosen[-1] if chosen else "auto"
-
-
-def check_overrides(overrides: Sequence[str]) -> None:
-    """BadInput for a key that a bench decides itself."""
-    for override in overrides:
-        key, _, value = override.lstrip("+~").partition("=")
-        reason = _REFUSED.get(key.partition(".")[0])
-        if reason is not None:
-            raise BadInput(f"{override}: {reason.format(value=value)}")
-
-
-def known_modes(names: Sequence[str]) -> list[str]:
-    """The modes as given; BadInput for an unknown or missing one."""
-    for name in names:
-        if name not in MODES:
-            raise BadInput(f"--modes {name}: unknown mode (allowed: {', '.join(MODES)})")
-    if not names:
-        raise BadInput(f"--modes: needs modes, separated by commas (allowed: {', '.join(MODES)})")
-    return sorted(dict.fromkeys(names), key=lambda name: name not in REFERENCES)
-
-
 def _entry(overrides: Sequence[str], modes: Sequence[str] | None, device) -> Entry:
     """The configuration of the command line as the one entry of a suite."""
     config = compose_config(overrides).config
-    kept = tuple(o for o in overrides if not o.lstrip("+").startswith("device="))
+    kept = _without_device(overrides)
     if modes is None:
         default = GPU_MODES if device.type == "cuda" else CPU_MODES
         modes = [m for m in default if why_unsupported(get_policy(m), device) is None]
@@ -174,4 +123,10 @@ def _of_suite(entry: Entry, options: Options) -> Entry:
     modes = entry.modes if options.modes is None else tuple(options.modes)
     if options.modes is None and options.peers is not None:
         modes = tuple(mode for mode in modes if mode in MODES_WITH_PEERS)
-    return replace(entry, modes=modes)
+    overrides = (*entry.overrides, *_without_device(options.overrides))
+    return replace(entry, modes=modes, overrides=overrides)
+
+
+def _without_device(overrides: Sequence[str]) -> tuple[str, ...]:
+    """A contender gets the device that was resolved."""
+    return tuple(o for o in overrides if not o.lstrip("+").startswith("device="))

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from mprun.bench.figure import write_figure
-from mprun.bench.plan import Options
+from mprun.bench.options import Options
 from mprun.bench.report import markdown
 from mprun.bench.rows import writable
 from mprun.bench.run_bench import Outcome, device_name

@@ -8,7 +8,8 @@ import torch
 from mprun.bench.child_process import ChildFailed, ChildProcess, Interrupted, TimeUp
 from mprun.bench.equality import check
 from mprun.bench.limits import Limits
-from mprun.bench.plan import Group, Options
+from mprun.bench.options import Options
+from mprun.bench.plan import Group
 from mprun.bench.rows import Log, Row
 from mprun.bench.session import Session
 from mprun.config.compose import compose_config

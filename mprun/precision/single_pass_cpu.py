@@ -31,7 +31,7 @@ from mprun.precision.single_pass import (
 # in calls than they save in memory, those beyond 1 M no longer stay in a cache.
 BLOCK = 512 * 1024
 # Below this one call for all of them is faster than one each.
-_SMALL = 32 * 1024
+_SMALL = 64 * 1024
 _ALIGNMENT = 16  # elements: 64 bytes, one register of AVX-512
 
 

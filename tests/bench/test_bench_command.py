@@ -9,8 +9,9 @@ import time
 import pytest
 import torch
 
-from mprun.bench.command import exit_code, parse
-from mprun.bench.plan import Options, case_key, plan
+from mprun.bench.command import exit_code
+from mprun.bench.options import Options, parse
+from mprun.bench.plan import case_key, plan
 from mprun.bench.suite import CPU_SUITE, GPU_SUITE
 from mprun.cli import main
 from mprun.config.compose import compose_config
@@ -59,6 +60,15 @@ def test_bad_input_is_one_line_and_writes_nothing(arguments, line, tmp_path, mon
     assert list(tmp_path.iterdir()) == []
 
 
+def test_bad_input_is_found_without_torch():
+    program = (
+        "import sys, mprun.cli; code = mprun.cli.main(['bench', '--modes', 'fp23']); "
+        "assert code == 2 and 'torch' not in sys.modules"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+
+
 def test_a_folder_that_holds_something_is_not_written_to(tmp_path, capsys):
     (tmp_path / "bench.json").touch()
     assert main(["bench", *TINY, "--out", str(tmp_path)]) == 2
@@ -93,6 +103,12 @@ def test_a_mode_is_measured_in_one_go_with_its_peers():
     }
     assert "device=cpu" not in group.cases[0].overrides
     assert group.cases[0].label == "lstm_lm b2"
+
+
+def test_the_suite_takes_what_does_not_choose_a_configuration():
+    groups, _ = plan(Options(overrides=["device=cpu", "threads=1"], modes=["fp32"]), CPU)
+    assert [group.label for group in groups] == [entry.label for entry in CPU_SUITE]
+    assert all(group.cases[0].overrides[-1] == "threads=1" for group in groups)
 
 
 def test_end_to_end_cases_are_cases_of_their_own():

@@ -1,4 +1,4 @@
-"""The stand-ins for CUDA's kernels: which dtype an operation computes in, and nothing left behind."""
+"""The stand-ins for CUDA's kernels: in which dtype they compute, and nothing left behind."""
 
 import pytest
 import torch

@@ -84,15 +84,14 @@ def test_saved_tensors_count_once_and_while_they_are_held():
         x = torch.empty(3, 10)
         saved = SavedTensors(layers.parameters())
         with saved.watching():
-            layers(x)  # let go of: its tensors do not add to those of the next pass
-            outputs = layers(x)
-            outputs.sum().backward()
+            for _ in range(2):  # what the first pass kept is gone when the second begins
+                layers(x).sum().backward()
     # Input and output of the ReLU; weights are no part of it.
     assert saved.peak == 4 * (3 * 10 + 3 * 20)
 
 
 def test_accumulation_keeps_one_micro_batch_at_a_time():
-    small = ("model=resnet50", "data=synthetic_images", "data.batch_size=4")
+    small = ("model=alexnet", "data=synthetic_images", "data.image_size=64", "data.batch_size=4")
     one, three = count(small, "fp32"), count((*small, "train.accumulate=3"), "fp32")
     assert three.samples == 3 * one.samples
     assert three.memory == one.memory
@@ -144,6 +143,6 @@ def test_flops_and_memory_of_a_real_step(mode, build_run):
     torch.cuda.reset_peak_memory_stats()
     built.task.compute(built.task.load(2))
     peak = torch.cuda.max_memory_allocated()
-    # Blocks of 512 bytes and cuDNN's workspaces come on top; half as much again would be a kind
-    # that was left out.
-    assert 0.9 * found.memory.total < peak < 1.5 * found.memory.total + 2**29
+    # At the end of the forward pass there are no gradients yet. cuDNN's workspaces come on top.
+    assert 0.98 * (found.memory.total - found.memory.gradients) < peak
+    assert peak < 2 * found.memory.total + 2**30

@@ -38,7 +38,10 @@ def test_linear_by_hand():
     weight, bias = costs(rows)[1:3]
     assert weight == ("matrix product", 2 * 3 * 8 * 4, 2 * (12 + 24 + 32))
     assert bias == ("sum", 0, 2 * (12 + 4))
-    assert [(row.phase, row.form) for row in rows[:2]] == [("forward", "fp16"), ("backward", "fp16")]
+    assert [(row.phase, row.form) for row in rows[:2]] == [
+        ("forward", "fp16"),
+        ("backward", "fp16"),
+    ]
 
 
 def test_convolution_by_hand():

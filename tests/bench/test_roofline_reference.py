@@ -123,7 +123,9 @@ def test_resnet50_memory():
     assert gigabytes["fp16_master"] == GIVEN(11.5, rel=0.01)
 
 
-@pytest.mark.parametrize("mode, reference, size", [("fp16_master", 135e3, 14), ("tf32", 69.1e3, 27)])
+@pytest.mark.parametrize(
+    "mode, reference, size", [("fp16_master", 135e3, 14), ("tf32", 69.1e3, 27)]
+)
 def test_alexnet(mode, reference, size):
     found = counted("alexnet", mode)
     assert found.parameters == 61_100_840  # torchvision's documentation

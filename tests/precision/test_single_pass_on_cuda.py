@@ -136,7 +136,7 @@ def test_without_a_scale(optimizer):
 
 @pytest.mark.parametrize("optimizer", MAKERS)
 def test_inside_a_cuda_graph(optimizer):
-    """Replays compute what eager steps do, with eager steps between them, rate and data changing."""
+    """Replays compute what eager steps do, also with one between them and a rate that changes."""
     rates = [torch.full((), 0.02, device="cuda") for _ in range(2)]
     runs = [Run(optimizer, "fp16_master", "single_pass", rate=rate) for rate in rates]
     eager, graphed = runs

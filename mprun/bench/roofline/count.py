@@ -1,7 +1,6 @@
 """One training step of a configuration counted: the real task, on tensors without values."""
 
 import dataclasses
-import gc
 import time
 import warnings
 from collections.abc import Sequence
@@ -125,7 +124,6 @@ def _step(config: RunConfig, policy: PrecisionPolicy, source: ShapeSource):
             counter.rows.clear()
             held = held_bytes(task.learners.values())
             saved = SavedTensors(_held(task))
-            gc.collect()
             with counter, saved.watching():
                 task.compute(task.load(1))
     finally:
