@@ -136,7 +136,7 @@ def compare(
 def _verdict(reference: Trial, other: Trial, twins: Iterable[Trial]) -> Verdict:
     difference = abs(other.losses[-1] - reference.losses[-1])
     unit = max(rounding_unit(reference.mode), rounding_unit(other.mode))
-    allowed = Allowed(unit, [t for t in twins if t is not None and t.twin is not None])
+    allowed = Allowed(unit, [t for t in twins if t is not None])
     against = f"{reference.name} in {reference.mode}"
     note, compared = "", len(reference.losses)
     if reference.skipped != other.skipped:
@@ -197,9 +197,14 @@ def _differences(
 
 
 class Allowed:
-    """The differences that rounding explains, by step; see the module docstring."""
+    """The differences that rounding explains, by step; see the module docstring.
 
-    def __init__(self, unit: float, trials: Sequence[Trial]):
+    unit: of the format. trials: those with a twin in this format or a coarser one tell; where there
+    is none, is_known is False and only the floor is left.
+    """
+
+    def __init__(self, unit: float, trials: Iterable[Trial]):
+        trials = [t for t in trials if t.twin is not None and rounding_unit(t.mode) >= unit]
         self.is_known = bool(trials)
         self._floor = max(unit, _FLOOR)
         columns = [_twin_differences(trial) for trial in trials]

@@ -21,6 +21,7 @@ from mprun.bench.rows import Log, Row
 from mprun.interruption import Interruption
 
 START_SHARE = 0.6  # of a model's time, at most, until its windows begin
+FIRST_SHARE = 0.85  # the same, where nobody is ready yet
 WARM_UP_S = (1.0, {"cuda": 20.0, "cpu": 8.0})  # least and most
 DETAILS_S, DETAILS_STEPS = 12.0, 30  # most for what is measured beside the windows, and about
 ROUNDS = 3  # that come before that, where time is short
@@ -111,13 +112,14 @@ class Session:
         """Start children from the front of `waiting` until memory or time ends; those that may be
         timed."""
         self._cohort += 1
-        start_by = time.monotonic() + START_SHARE * (until - time.monotonic())
+        now = time.monotonic()
+        start_by, first_by = (now + share * (until - now) for share in (START_SHARE, FIRST_SHARE))
         members = [m for row in self._anchors(waiting, rows) if (m := self._ready(row, start_by))]
-        while waiting and time.monotonic() < start_by:
+        while waiting and time.monotonic() < (start_by if members else first_by):
             row = waiting[0]
             for soon in waiting[: 1 + self.ahead]:
                 self._start(soon)
-            member = self._ready(row, start_by)
+            member = self._ready(row, start_by if members else first_by)
             if member is None and row.kind == "memory" and members and row.key not in self._late:
                 self._late.add(row.key)
                 self.log.say(f"{row.key}: no memory beside {len(members)} others; in turn later")

@@ -107,7 +107,7 @@ CPU_SUITE = (
             *_tokens(2_000, 20, 16),
         ),
         CPU_MODES,
-        20,
+        30,
     ),
     Entry(
         "DCGAN 32 px b32",
@@ -118,9 +118,9 @@ CPU_SUITE = (
             *_images(32, 32, 2, "data.value_range=tanh"),
         ),
         CPU_MODES,
-        25,
+        30,
     ),
-    Entry("ResNet-50 32 px b32", ("model=resnet50", *_images(32, 32, 10)), CPU_MODES, 55),
+    Entry("ResNet-50 32 px b32", ("model=resnet50", *_images(32, 32, 10)), CPU_MODES, 45),
 )
 
 

@@ -111,6 +111,8 @@ def choose_update(
         why = f"torch's {rule} has no fused kernel in use here, which is what a CPU runs in blocks"
     if why is None and asked == "auto" and not gains:
         why = "no cast and no loss scale: torch's own update is one pass over the weights"
+    if why is None and asked == "auto" and device.type == "cpu":
+        why = _why_slower_on_cpu(inner, parameters, updated)
     if why is None and device.type == "cuda":
         # Imported here: Triton is a part of torch for CUDA on Linux, and of no other.
         from mprun.precision.single_pass_self_test import why_not_on
@@ -175,6 +177,18 @@ def ordered_state(inner: Optimizer, master: Tensor) -> list[Tensor]:
     for name in names:
         state[name] = in_order_of(master, state[name])
     return [state[name] for name in names]
+
+
+def _why_slower_on_cpu(
+    inner: Optimizer, parameters: Sequence[Tensor], updated: Sequence[Tensor]
+) -> str | None:
+    """Measured (benchmarks/update_speed.py --mode amp): one core writes as fast as it reads."""
+    if any(own is not tensor for own, tensor in zip(parameters, updated, strict=True)):
+        return None
+    groups = inner.param_groups
+    if rule_of(inner) == "sgd" and not any(group["nesterov"] for group in groups):
+        return None  # its kernel unscales for nothing
+    return "on a CPU FP32 gradients are as fast unscaled in place"
 
 
 def _why_not(

@@ -31,6 +31,7 @@ def test_json_by_mode(capsys):
     assert fp32["memory"]["total"] == sum(v for k, v in fp32["memory"].items() if k != "total")
 
 
+@pytest.mark.slow
 def test_modes_that_a_gpu_lacks_are_left_out_with_the_reason(capsys):
     assert main([*SMALL, "--gpu", "V100"]) == 0
     text = capsys.readouterr().out

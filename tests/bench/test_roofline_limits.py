@@ -9,6 +9,7 @@ from mprun.bench.roofline.count import Counted, count
 from mprun.bench.roofline.limits import limit
 from mprun.bench.roofline.memory import Memory, SavedTensors
 from mprun.bench.roofline.rows import Row
+from mprun.bench.roofline.update import RECIPES
 from mprun.bench.roofline.weightless import weightless
 from mprun.errors import BadInput
 from mprun.precision import get_policy
@@ -106,6 +107,11 @@ def test_memory_of_masters_and_state():
     assert found.memory.parameters == 2 * weights
     assert found.memory.masters == found.memory.optimizer == 4 * weights
     assert found.memory.gradients == 2 * weights
+
+
+def test_recipes_have_their_published_bytes():
+    # 24 with a scale: the check reads the FP16 gradients once more.
+    assert list(RECIPES.values()) == [24, 38, 22, 24]
 
 
 def test_bytes_of_the_update_by_implementation():

@@ -121,6 +121,7 @@ def test_settings_of_the_update(settings):
     assert found.bytes(("update",)) > 18 * found.dense
 
 
+@pytest.mark.slow
 def test_channels_last_counts_the_same():
     small = ("model=dcgan", "data.batch_size=4")
     plain, last = (

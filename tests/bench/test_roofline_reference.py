@@ -187,6 +187,7 @@ def test_biglstm_counts_in_seconds_and_without_memory():
     assert rate(found, rows) < 0.7 * 620e3
 
 
+@pytest.mark.slow
 def test_biglstm_with_the_full_softmax():
     found = count((*MODELS["biglstm"], "model.sampled_softmax=null"), "fp16_master")
     assert gigaflops(found) == GIVEN(5.78, rel=0.001)

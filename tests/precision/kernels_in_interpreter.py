@@ -1,10 +1,12 @@
 """Run as a script by test_single_pass_kernels.py: Triton's interpreter is chosen before the import.
 
-Prints one line of JSON: for each check None, or in what it failed.
+Arguments: the checks to run, none: all. Prints one line of JSON: for each check None, or in what
+it failed.
 """
 
 import json
 import os
+import sys
 import traceback
 
 os.environ["TRITON_INTERPRET"] = "1"
@@ -188,7 +190,8 @@ CHECKS |= {
 
 if __name__ == "__main__":
     outcomes = {}
-    for label, (function, *arguments) in CHECKS.items():
+    for label in sys.argv[1:] or CHECKS:
+        function, *arguments = CHECKS[label]
         try:
             function(*arguments)
             outcomes[label] = None

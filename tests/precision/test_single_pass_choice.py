@@ -44,6 +44,15 @@ def test_auto(mode, scale, path, reason):
     assert reason in optimizer.update_reason
 
 
+def test_auto_takes_what_is_faster_on_a_cpu():
+    """Without casts only SGD's kernel saves the pass that unscales."""
+    adam = made("amp", lambda t: Adam(t, fused=True))
+    assert adam.update_path == "fused" and "unscaled in place" in adam.update_reason
+    assert made(make=lambda t: Adam(t, fused=True)).update_path == "single_pass"
+    asked = made("amp", lambda t: Adam(t, fused=True), update="single_pass")
+    assert asked.update_path == "single_pass"
+
+
 @pytest.mark.parametrize(
     ("make", "why"),
     [

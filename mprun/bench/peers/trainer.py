@@ -11,6 +11,7 @@ updated after each optimizer's step, not once per iteration.
 import logging
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 
 import lightning
@@ -32,6 +33,8 @@ def make_trainer(task: PeerTask) -> "TrainerPeer":
     # It says which GPUs it sees, and that TF32 would be faster.
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
+    # Lightning's own use of a class that torch has deprecated.
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated", category=FutureWarning)
     equipment = plain(task)
     skips = SkipCount(equipment.optimizers) if task.mode == "amp" else None
     kind = _GAN if task.kind == "gan" else _OneModel

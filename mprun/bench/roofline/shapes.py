@@ -1,13 +1,15 @@
 """What a step reads, by shape: batches without values, known from the configuration alone."""
 
+import dataclasses
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
+from mprun.build.data import build_data
 from mprun.build.own_data import check_batches, own_source
 from mprun.config import schema
 from mprun.config.tasks import task_of
-from mprun.data.source import Batch
 from mprun.errors import BadInput
 
 _CLASSES = {"digits": 10, "cifar10": 10, "imagenet": 1000}
@@ -34,13 +36,13 @@ class ShapeSource:
         self.vocab_size = about.get("vocab_size", 0)
         self.description = {"name": "shapes", "train_samples": 0, "eval_samples": 0, **about}
 
-    def train_batch(self, index: int) -> Batch:
+    def train_batch(self, index: int) -> tuple[Tensor, Tensor]:
         """Images float32 [batch, channels, height, width] and int64 labels [batch], or int64
         tokens and targets [time, batch]."""
         first = torch.float32 if self.images else torch.int64
         return torch.empty(self.first, dtype=first), torch.empty(self.second, dtype=torch.int64)
 
-    def eval_batches(self) -> Iterator[Batch]:
+    def eval_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         """None."""
         return iter(())
 
@@ -111,15 +113,8 @@ def _vocabulary(config: schema.RunConfig) -> int:
         case schema.SyntheticTokensConfig():
             return data.vocab_size
         case schema.DocsTextConfig():
-            from mprun.data import DocsText
-
-            few = {"batch_size": 1, "sequence_length": 1, "seed": 0, "device": "cpu"}
-            return DocsText(
-                data.level,
-                **few,
-                vocab_limit=data.vocab_limit,
-                vocab_multiple=data.vocab_multiple,
-            ).vocab_size
+            few = dataclasses.replace(data, batch_size=1, sequence_length=1)
+            return build_data(few, config.seed, torch.device("cpu")).vocab_size
         case schema.Lm1bConfig():
             words = _LM1B_WORDS
         case schema.TextConfig(vocab_limit=int()):

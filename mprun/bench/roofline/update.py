@@ -6,17 +6,22 @@ import torch
 from torch import Tensor
 
 from mprun.bench.roofline.rows import Write
+from mprun.precision import get_policy
+from mprun.precision.single_pass import Checked
+from mprun.precision.update_bytes import amp_recipe_bytes, update_bytes
 
-# Bytes per parameter and step of SGD with momentum, from the write of the gradient on. FP32:
-# gradient written 4, update 20 (gradient, weight and momentum read, two written). The documented
-# torch.amp recipe: also the scaler's check, which reads and writes gradients, 8, and the cast of
-# the weights in the next forward pass, 6. Single pass: FP16 gradient written 2 and read 2, master
-# weight and momentum 16, FP16 weight written 2; with FP32 gradients 4 + 4 + 16 and no copy.
+_SGD = "sgd_momentum"
+# Bytes per parameter and step of SGD with momentum, the write of the gradient and autocast's cast
+# of the weight included.
 RECIPES = {
-    "fp32 fused": 24,
-    "torch.amp as documented": 38,
-    "single pass, fp16 gradients": 22,
-    "single pass, fp32 gradients": 24,
+    "fp32": update_bytes(_SGD, get_policy("fp32"), path="plain", checks=False).total,
+    "torch.amp as documented": amp_recipe_bytes(_SGD).total,
+    "fp16 with masters, one pass": update_bytes(
+        _SGD, get_policy("fp16_master"), path="single_pass", checks=False
+    ).total,
+    "the same scaled": update_bytes(
+        _SGD, get_policy("fp16_master_scaled"), path="single_pass", checks=True
+    ).total,
 }
 
 
@@ -40,10 +45,8 @@ class CountedPass:
         *,
         norm: bool,
         grad_max: bool,
-    ):
+    ) -> Checked:
         """As of the protocol."""
-        from mprun.precision.single_pass import Checked
-
         if found_inf is not None or norm or grad_max:
             size = sum(_size(g) for g in gradients if g is not None)
             self._write("check of gradients", torch.float32, 0, size, 1)
