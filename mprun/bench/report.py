@@ -161,7 +161,7 @@ def _memory(rows: list[dict]) -> str:
         "MiB. Process: as the driver counts it, on a CPU the resident set, Python and torch "
         "included. Activations: what one step saves for its backward pass. All kinds: also casts "
         "of weights and gradients, averages and norm statistics. The peak of a replayed graph is "
-        "that of its capture."
+        "that of its whole life, capture and autotuning included."
     )
     return f"{_table(header, lines)}\n\n{note}"
 
