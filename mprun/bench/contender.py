@@ -45,7 +45,7 @@ class Contender(Protocol):
 
     A contender may also have: `weights()`, the tensors that its optimizers update (master weights
     where there are some) by name, for the equality check; `run(steps)`, see `run_steps`;
-    `running()`, a context around many steps (a stream); `take_wait()`, seconds waited for data
+    `running()`, a context around many steps (a stream); `defer_wait()()`, seconds waited for data
     since the last call; `replays`, True once steps are replayed from a CUDA graph.
     """
 

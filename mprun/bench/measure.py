@@ -85,9 +85,9 @@ def window(
 ) -> Window:
     """Time `steps` steps, at least 1, after one untimed step."""
     run_steps(contender, LEAD_IN)
-    take_wait = getattr(contender, "take_wait", None)
-    if take_wait is not None:
-        take_wait()
+    defer_wait = getattr(contender, "defer_wait", None)
+    if defer_wait is not None:
+        defer_wait()
     synchronise(device)
     before = meter.sample() if meter else {}
     energy = meter.energy_mj() if meter else None
@@ -107,7 +107,7 @@ def window(
         cpu_s=cpu,
         energy_mj=energy,
         sensors={name: [before[name], after[name]] for name in before if name in after},
-        data_wait_s=None if take_wait is None else take_wait(),
+        data_wait_s=None if defer_wait is None else defer_wait()(),
         loss_is_finite=math.isfinite(float(loss)),
     )
 

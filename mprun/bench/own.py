@@ -60,8 +60,8 @@ class Own:
         self.first_use_s: float | None = None
         self._skipped = torch.zeros((), dtype=torch.int64, device=device)
         self._index = 0
-        if hasattr(self.built.data, "take_wait"):
-            self.take_wait = self.built.data.take_wait
+        if hasattr(self.built.data, "defer_wait"):
+            self.defer_wait = self.built.data.defer_wait
 
     @property
     def settings(self) -> dict:
