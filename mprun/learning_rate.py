@@ -30,7 +30,10 @@ class LearningRate:
         self.constant = min(self.rates) == max(self.rates)
         self.table = None
         varies_on_cuda = not self.constant and device.type == "cuda"
-        fused = all(is_fused(optimizer.inner) for optimizer in self.optimizers)
+        fused = all(
+            optimizer.update_path == "single_pass" or is_fused(optimizer.inner)
+            for optimizer in self.optimizers
+        )
         if varies_on_cuda and not fused and any(o.skips for o in self.optimizers):
             raise BadInput(
                 "optim.schedule: a varying rate with a loss scaler that skips needs fused "

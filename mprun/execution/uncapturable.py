@@ -22,19 +22,23 @@ def why_not_captured(
 
     SGD and Adagrad keep no number on the host that their formulas read (Adagrad counts its steps
     there, for lr_decay alone, which is 0 here; a replay does not count). Adam and AdamW count
-    steps for their bias correction: on the device if fused or capturable. Fused kernels take a
-    tensor as their rate; foreach and loop implementations ask the host for its value.
+    steps for their bias correction: on the device if fused or capturable. Fused kernels and the
+    single pass take a tensor as their rate; foreach and loop implementations ask the host for its
+    value.
     """
     for optimizer in optimizers:
         inner = optimizer.inner
+        single_pass = optimizer.update_path == "single_pass"
         name, groups = type(inner).__name__, inner.param_groups
-        if isinstance(inner, Adam) and not all(group["capturable"] for group in groups):
+        counts_on_host = not all(group.get("capturable") for group in groups)
+        if isinstance(inner, Adam) and counts_on_host and not single_pass:
             return (
                 f"{name} without a fused kernel counts its steps on the host, "
                 "where a replay does not count"
             )
         on_device = all(isinstance(group["lr"], Tensor) for group in groups)
-        if not constant_rate and not (on_device and is_fused(inner)):
+        reads_on_device = single_pass or is_fused(inner)
+        if not constant_rate and not (on_device and reads_on_device):
             return (
                 f"optim.schedule: {name} without a fused kernel reads its rate on the host, "
                 "and a replay would keep the first one"

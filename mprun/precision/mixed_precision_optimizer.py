@@ -36,7 +36,7 @@ from mprun.precision.loss_scale import LossScale, NoLossScale
 from mprun.precision.module_patterns import matching_parameters
 from mprun.precision.optimizer_state import restore
 from mprun.precision.row_updates import RowUpdate, row_tables
-from mprun.precision.single_pass import choose_update
+from mprun.precision.single_pass import SinglePass, choose_update
 from mprun.precision.update import Update, UsedGradients
 from mprun.precision.weight_average import WeightAverage, choose_averaged
 
@@ -260,6 +260,10 @@ class MixedPrecisionOptimizer:
             return Update(scale, None, norm)
         # Copies: both tensors are about to change in place.
         return Update(scale.clone(), self._found_inf.clone(), norm)
+
+    def use(self, single: SinglePass) -> None:
+        """Take `single` for the passes of this optimizer, whatever was chosen."""
+        self._single = single
 
     def unscaled_gradients(self) -> dict[str, Tensor]:
         """Gradients of the last step by parameter name, as the update used them: also clipped.

@@ -16,6 +16,7 @@ from mprun.config.compose import compose_config
 from mprun.errors import BadInput
 from mprun.execution import why_not_captured
 from mprun.precision.inner_optimizer import has_fused_kernel
+from mprun.precision.single_pass import torch_path
 
 LSTM = ["model=lstm_lm", "data=synthetic_tokens"]
 IMAGES = "model=conv_autoencoder"
@@ -109,7 +110,7 @@ def inner_for_cuda(*overrides, skips=False):
     make = optimizer_maker(config.optim, policy, torch.device("cuda"), skips, network)
     made = make(list(network.named_parameters()))
     inner = made[0] if isinstance(made, tuple) else made
-    return SimpleNamespace(inner=inner)
+    return SimpleNamespace(inner=inner, update_path=torch_path(inner))
 
 
 FUSED_ADAGRAD = pytest.mark.skipif(
@@ -138,6 +139,9 @@ def test_which_optimizers_a_graph_can_hold(optim, implementation, skips):
         group["lr"] = torch.zeros(())
     varying = why_not_captured([optimizer], constant_rate=False)
     assert (varying is None) == (implementation == "fused")
+    # The kernel of a single pass reads rate and step counter on the device.
+    optimizer.update_path = "single_pass"
+    assert why_not_captured([optimizer], constant_rate=False) is None
 
 
 def test_a_run_records_how_its_steps_were_executed(tmp_path):

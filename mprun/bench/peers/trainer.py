@@ -69,6 +69,7 @@ class TrainerPeer:
         self._trainer, self._module, self._skips = trainer, module, skips
         self._loader = _HeldLoader(task, skips)
         self._error: BaseException | None = None
+        self._has_ended = False
         self._thread = threading.Thread(target=self._fit, name="lightning.Trainer", daemon=True)
 
     def prepare(self) -> None:
@@ -81,8 +82,10 @@ class TrainerPeer:
     def run(self, steps: int) -> Tensor:
         """`steps` training steps, at least 1; the loss of the last one."""
         started = time.perf_counter()
+        if self._has_ended:
+            raise self._error or RuntimeError("lightning.Trainer has ended")
         self._loader.allow(steps)
-        if not self._thread.is_alive() and self._error is None:
+        if self._thread.ident is None:
             self._thread.start()
         self._loader.wait()
         if self._error is not None:
@@ -113,6 +116,7 @@ class TrainerPeer:
             self._trainer.fit(self._module, train_dataloaders=self._loader)
         except BaseException as error:
             self._error = error
+        self._has_ended = True
         self._loader.give_back()
 
 

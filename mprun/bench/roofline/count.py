@@ -117,7 +117,7 @@ def _step(config: RunConfig, policy: PrecisionPolicy, source: ShapeSource):
             for learner, optimizer in zip(task.learners.values(), optimizers, strict=True):
                 if optimizer.update_path == "single_pass":
                     # The kernels themselves are of one device and no dispatcher sees them.
-                    optimizer._single = CountedPass(optimizer, counter.write)
+                    optimizer.use(CountedPass(optimizer, counter.write))
                 learner.optimizer = _Marked(optimizer, counter)
             with counter:
                 task.compute(task.load(0))
