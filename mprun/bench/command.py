@@ -25,6 +25,8 @@ Options
                      fp32,fp16_master_scaled,amp on a CPU)
   --peers [A,B]      other tools beside mprun: all, or names of
                      {peers}
+                     (the suite takes all of them in 16-bit modes, the loop alone in FP32, TF32)
+  --only A,B         of the suite the models whose names begin so: ResNet-50 b256,DCGAN
   --budget SECONDS   the whole bench ends by then, with what is there (540)
   --out DIR          where to write (outputs/bench/...); must not exist
   --windows N        windows of each contender (5)

@@ -8,7 +8,15 @@ from mprun.config.schema import MODES
 from mprun.errors import BadInput
 
 LEAST_BUDGET_S = 20
-_VALUES = ("--modes", "--peers", "--budget", "--out", "--windows", "--steps-per-window")
+_VALUES = (
+    "--modes",
+    "--peers",
+    "--only",
+    "--budget",
+    "--out",
+    "--windows",
+    "--steps-per-window",
+)
 _FLAGS = ("--end-to-end", "--json")
 REFERENCES = ("fp32", "tf32")  # modes to which the others are held
 # Keys that do not choose what is trained: the suite takes them too.
@@ -25,11 +33,12 @@ _REFUSED = {
 
 @dataclass(slots=True)
 class Options:
-    """The command line. peers: names, ["all"], or None: mprun alone."""
+    """The command line. peers: names, ["all"], or None: mprun alone. only: starts of labels."""
 
     overrides: list[str] = field(default_factory=list)
     modes: list[str] | None = None
     peers: list[str] | None = None
+    only: list[str] | None = None
     budget_s: float = 540.0
     out: str | None = None
     windows: int = 5
@@ -71,6 +80,8 @@ def parse(arguments: list[str]) -> Options:
 def _set(options: Options, flag: str, value: str) -> None:
     if flag == "--modes":
         options.modes = known_modes(_names(flag, value))
+    elif flag == "--only":
+        options.only = _names(flag, value)
     elif flag == "--out":
         if not value:
             raise BadInput("--out: needs a folder")

@@ -28,9 +28,12 @@ def best_settings(model: str, device_type: str, compiled: bool) -> list[str]:
     if model in _CONVOLUTIONAL:
         settings.append("train.channels_last=on")
     if device_type == "cuda":
-        settings.append("train.cuda_graph=on")
-        if compiled and model in _CONVOLUTIONAL:
-            # torch.compile hands an nn.LSTM back to eager as a whole.
+        # torch.compile hands an nn.LSTM back to eager as a whole.
+        compiled = compiled and model in _CONVOLUTIONAL
+        # Beside compiled kernels a graph may gain nothing, and holds a second set of activations:
+        # it is taken where the step's own times say that it pays.
+        settings.append(f"train.cuda_graph={'auto' if compiled else 'on'}")
+        if compiled:
             settings.append("train.compile=default")
     return settings
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
 from mprun.bench.contender import Case
-from mprun.bench.options import Options, asks_for_the_suite
+from mprun.bench.options import REFERENCES, Options, asks_for_the_suite
 from mprun.bench.registry import CONTENDERS, OWN, PEERS, available
 from mprun.bench.suite import CPU_MODES, GPU_MODES, MODES_WITH_PEERS, Entry, suite_of
 from mprun.config.compose import compose_config
@@ -16,7 +16,7 @@ from mprun.precision import get_policy, why_unsupported
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """All cases of one model, mode by mode, mprun first. weight: share of the time budget."""
+    """All cases of one model, in the order of their turns. weight: share of the time budget."""
 
     label: str
     cases: tuple[Case, ...]
@@ -37,12 +37,14 @@ def plan(options: Options, device) -> tuple[list[Group], list[dict]]:
     """
     suite = asks_for_the_suite(options.overrides)
     if suite:
-        entries = [_of_suite(entry, options) for entry in suite_of(device.type)]
+        entries = [_of_suite(entry, options) for entry in _chosen(options.only, device.type)]
+    elif options.only is not None:
+        raise BadInput("--only: chooses models of the suite; leave out model=... and the like")
     else:
         entries = [_entry(options.overrides, options.modes, device)]
     asked = None if options.peers in (None, ["all"]) else options.peers
     _known_peers(asked or [])
-    groups, left_out, used = [], [], set()
+    groups, left_out = [], []
     for entry in entries:
         task = task_of(compose_config(entry.overrides).config.model)
         cases = []
@@ -58,38 +60,78 @@ def plan(options: Options, device) -> tuple[list[Group], list[dict]]:
             names = ["mprun", *(["mprun+"] if best else [])]
             for peer in () if options.peers is None else asked or PEERS:
                 reason = None if peer in OWN else available(peer, mode, task, device)
+                few = suite and asked is None and options.modes is None and mode in REFERENCES
+                if reason is None and few and peer != "loop":
+                    reason = f"in a suite the loop alone is the peer in {mode}"
                 if reason is None:
                     names.append(peer)
-                    used.add(peer)
                 elif asked or _would_fit(peer, mode, task):
                     left_out.append(_left_out(entry, mode, peer, reason))
-            names = sorted(dict.fromkeys(names), key=_is_tuned)
             extra = {"compile": entry.compile}
+            names = dict.fromkeys(names)
             cases += [Case(entry.label, entry.overrides, mode, n, extra=extra) for n in names]
-        if options.peers is None:
-            # Every mode once before the first that has to compile. (sorted keeps the order of the
-            # modes; with peers those of a mode stay together, so that they are alive together.)
-            cases.sort(key=lambda case: _is_tuned(case.contender))
+        cases.sort(key=_turn)
         if options.end_to_end:
             modes = dict.fromkeys(case.mode for case in cases)
             cases += [Case(entry.label, entry.overrides, m, "mprun", True) for m in modes]
         groups.append(Group(entry.label, tuple(cases), entry.weight))
-    for peer in asked or []:
-        if peer not in used:
-            reason = next(left["reason"] for left in left_out if left["contender"] == peer)
-            raise BadInput(f"--peers {peer}: {reason}")
+    _no_peer_in_vain(asked or [], groups, left_out)
     return groups, left_out
+
+
+def _no_peer_in_vain(asked: Sequence[str], groups: list[Group], left_out: list[dict]) -> None:
+    """BadInput for a peer named on the command line that fits nowhere: why, for each mode."""
+    used = {case.contender for group in groups for case in group.cases}
+    for peer in asked:
+        if peer in used:
+            continue
+        own = CONTENDERS[peer].modes
+        modes: dict[str, dict] = {}  # reason -> modes that it is the reason for, in order
+        for left in left_out:
+            if left["contender"] == peer:
+                lacks = own is not None and left["mode"] not in own
+                reason = f"it has {', '.join(own)}" if lacks else left["reason"]
+                modes.setdefault(reason, {})[left["mode"]] = None
+        reasons = [f"{', '.join(of)}: {reason}" for reason, of in modes.items()]
+        raise BadInput(f"--peers {peer}: in no mode asked for ({'; '.join(reasons)})")
+
+
+def _chosen(only: Sequence[str] | None, device_type: str) -> list[Entry]:
+    """The suite, or of it the models whose labels begin with what --only says."""
+    entries = suite_of(device_type)
+    if only is None:
+        return list(entries)
+    found = []
+    for start in only:
+        named = [e for e in entries if e.label.lower().startswith(start.lower())]
+        if not named:
+            labels = ", ".join(entry.label for entry in entries)
+            raise BadInput(f"--only {start}: no such model (allowed: {labels}, or how one begins)")
+        found += [entry for entry in named if entry not in found]
+    return found
+
+
+def _turn(case: Case) -> int:
+    """What is sorted by, so that a short budget leaves what says most.
+
+    mprun in every mode first; then the amp recipe and the plain loop, without which the equality
+    check has no twin; then what is tuned, the hardest to beat, though it may compile for a minute;
+    then the others in 16 bits; last the others in FP32 and TF32, which take the most time.
+    """
+    if case.contender == "mprun":
+        return 0
+    reference = case.mode in REFERENCES
+    if case.contender in ("loop", "amp"):
+        return 2 if reference else 1
+    if reference:
+        return 5
+    return 3 if case.contender.endswith("+") else 4
 
 
 def _would_fit(peer: str, mode: str, task: str) -> bool:
     """Whether a tool that all were asked for is missed here: it has the mode and the task."""
     modes = CONTENDERS[peer].modes
     return task in CONTENDERS[peer].tasks and (modes is None or mode in modes)
-
-
-def _is_tuned(name: str) -> bool:
-    """Whether a contender may compile, which can take all of a model's time."""
-    return name.endswith("+")
 
 
 def _known_peers(names: Sequence[str]) -> None:

@@ -160,8 +160,8 @@ def _memory(rows: list[dict]) -> str:
     note = (
         "MiB. Process: as the driver counts it, on a CPU the resident set, Python and torch "
         "included. Activations: what one step saves for its backward pass. All kinds: also casts "
-        "of weights and gradients, averages and norm statistics. The peak of a replayed graph is "
-        "that of its whole life, capture and autotuning included."
+        "of weights and gradients, averages and norm statistics. Where steps are replayed from a "
+        "graph the peak allocated is that of the same step taken eagerly; reserved holds both."
     )
     return f"{_table(header, lines)}\n\n{note}"
 

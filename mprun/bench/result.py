@@ -7,7 +7,7 @@ import torch
 from mprun.bench.figure import write_figure
 from mprun.bench.options import Options
 from mprun.bench.report import markdown
-from mprun.bench.rows import writable
+from mprun.bench.rows import Row, writable
 from mprun.bench.run_bench import Outcome, device_name
 from mprun.bench.summary import summarise
 from mprun.bench.targets import judge
@@ -25,7 +25,7 @@ def assemble(
     Raw windows are in each row, the figures of the report in its "summary". Targets are those of an
     H200 and judged on no other device.
     """
-    rows = [writable({"key": row.key, **row.as_dict()}) for row in outcome.rows]
+    rows = [writable({"key": row.key, **row.as_dict()}) for row in _in_order(outcome.rows)]
     summarise(rows)
     name = device_name(device)
     return {
@@ -41,6 +41,20 @@ def assemble(
         "rows": rows,
         "targets": judge(rows) if "H200" in name else None,
     }
+
+
+def _in_order(rows: list[Row]) -> list[Row]:
+    """Model by model and mode by mode, for a reader; they were measured in another order."""
+    cases = [row.case for row in rows]
+    places = list(dict.fromkeys((case.label, case.real_data, case.mode) for case in cases))
+    labels = list(dict.fromkeys(case.label for case in cases))
+
+    def place(row: Row) -> tuple:
+        case = row.case
+        found = places.index((case.label, case.real_data, case.mode))
+        return labels.index(case.label), case.real_data, found
+
+    return sorted(rows, key=place)
 
 
 def write_all(folder: Path, bench: dict) -> str:

@@ -17,12 +17,14 @@ from mprun.bench.contender import Case
 from mprun.bench.equality import TWINS
 from mprun.bench.limits import Limits
 from mprun.bench.plan import Group
+from mprun.bench.registry import OWN
 from mprun.bench.rows import Log, Row
 from mprun.interruption import Interruption
 
 START_SHARE = 0.6  # of a model's time, at most, until its windows begin
 FIRST_SHARE = 0.85  # the same, where nobody is ready yet
-WARM_UP_S = (1.0, {"cuda": 20.0, "cpu": 8.0})  # least and most
+# Least and most. Steps that are bound by their launches may never agree within 2 %.
+WARM_UP_S = (1.0, {"cuda": 6.0, "cpu": 8.0})
 DETAILS_S, DETAILS_STEPS = 12.0, 30  # most for what is measured beside the windows, and about
 ROUNDS = 3  # that come before that, where time is short
 ROOM = 1.5  # free memory over that of the last child, below which no other one is started
@@ -114,9 +116,15 @@ class Session:
         self._cohort += 1
         now = time.monotonic()
         start_by, first_by = (now + share * (until - now) for share in (START_SHARE, FIRST_SHARE))
-        members = [m for row in self._anchors(waiting, rows) if (m := self._ready(row, start_by))]
+        members: list[Member] = []
+        anchored: set[str] = set()
         while waiting and time.monotonic() < (start_by if members else first_by):
             row = waiting[0]
+            anchor = self._anchor(row, rows, members)
+            if anchor is not None and anchor.key not in anchored:
+                anchored.add(anchor.key)
+                member = self._ready(anchor, start_by)
+                members += [] if member is None else [member]
             for soon in waiting[: 1 + self.ahead]:
                 self._start(soon)
             member = self._ready(row, start_by if members else first_by)
@@ -130,20 +138,23 @@ class Session:
             members.append(member)
             if row.facts["prepare"]["free"] < ROOM * row.facts["prepare"]["held"]:
                 break
+        if all(member.row.windows for member in members):
+            # Nobody new is there to be held to them.
+            for member in members:
+                self._end(member.child)
+            return []
         return self._equal(members, rows)
 
-    def _anchors(self, waiting: list[Row], rows: list[Row]) -> list[Row]:
-        """mprun's row of the mode whose other contenders are still to come, if it was measured."""
-        first = waiting[0]
-        return [
-            row
-            for row in rows
-            if row.windows
-            and row.case.contender == "mprun"
-            and row.case.mode == first.case.mode
-            and not row.case.real_data
-            and not first.case.real_data
-        ]
+    def _anchor(self, row: Row, rows: list[Row], members: list[Member]) -> Row | None:
+        """mprun's row that another tool's row is held to, if it was measured and is gone."""
+        alive = {member.row.key for member in members}
+        if row.case.real_data or row.case.contender in OWN:
+            return None
+        for own in rows:
+            of_mode = own.case.contender == "mprun" and own.case.mode == row.case.mode
+            if of_mode and own.windows and own.key not in alive and not own.case.real_data:
+                return own
+        return None
 
     def _ready(self, row: Row, start_by: float) -> Member | None:
         """Build a contender, take the equality steps, prepare it; None if it does not get there."""
@@ -159,7 +170,8 @@ class Session:
             row.facts["prepare"] = child.ask(by, "prepare")
         except ChildFailed as failure:
             self._end(child)
-            row.failed(_KINDS[failure.kind], failure.reason, failure.kind)
+            if not row.windows:
+                row.failed(_KINDS[failure.kind], failure.reason, failure.kind)
             self.log.write("failed", case=row.key, kind=failure.kind, reason=failure.reason)
             if failure.kind != "memory":
                 self.log.say(f"{row.key}: {failure.reason}")

@@ -5,7 +5,7 @@ Every ratio is above 1 where the row is faster than what it is compared with.
 
 from dataclasses import asdict
 
-from mprun.bench.registry import NEAREST_MODE, OWN
+from mprun.bench.registry import AMP, NEAREST_MODE, OWN
 from mprun.bench.statistics import Ratio, paired_ratio, spread, unpaired_ratio
 
 REFERENCES = ("fp32", "tf32")
@@ -16,12 +16,14 @@ def summarise(rows: list[dict]) -> None:
 
     rate: samples/s, median, quartiles, n. ratios: to the same contender in "fp32" and "tf32"; of
     mprun's own to "best_peer" of the same model and mode, with its name as "peer" (and its mode,
-    where no other tool has this one and the nearest is taken). A ratio pairs windows of the same
+    where no other tool has this one and the nearest is taken), and in modes of 16 bits to "recipe",
+    the torch.amp recipe as documented. A ratio pairs windows of the same
     round; of two rows that were never alive together it says paired: false. limit_share: of the
     roofline limit of eager execution. energy_j: per sample. memory_bytes: of weights, gradients,
     optimizer state and what is saved for backward; memory_ratio: the same over FP32's; peak_ratio:
-    peak allocated over FP32's. skipped: updates since the beginning. host_us: per step. data_wait:
-    share of the windows' time.
+    peak allocated over FP32's (over TF32's where FP32 was not measured: the same formats);
+    peak_over_recipe: over that of the torch.amp recipe. skipped: updates since the beginning.
+    host_us: per step. data_wait: share of the windows' time.
     """
     timed = {_place(row): row for row in rows if row["windows"]}
     for row in rows:
@@ -69,6 +71,9 @@ def _summary(row: dict, timed: dict) -> dict:
                 "" if other["mode"] == case["mode"] else f" ({other['mode']})"
             )
             found["ratios"]["best_peer"] = asdict(ratio(row, best)) | {"peer": name}
+        recipe = _recipe(row, timed)
+        if recipe is not None:
+            found["ratios"]["recipe"] = asdict(ratio(row, recipe))
     eager = row["limit"].get("eager")
     found["limit_share"] = None if eager is None else found["rate"]["median"] / eager
     found["energy_j"] = _energy(row)
@@ -84,11 +89,26 @@ def _against_fp32(row: dict, timed: dict) -> None:
     summary, base = row["summary"], timed.get(_place(row, mode="fp32"))
     own, of_base = summary["memory_bytes"], base and base["summary"]["memory_bytes"]
     summary["memory_ratio"] = own / of_base if own and of_base else None
+    base = base or timed.get(_place(row, mode="tf32"))
+    summary["peak_ratio"] = _peak_ratio(row, base)
+    summary["peak_over_recipe"] = _peak_ratio(row, _recipe(row, timed))
+
+
+def _peak_ratio(row: dict, other: dict | None) -> float | None:
     peaks = [
         r["details"].get("peak", {}).get("allocated") if r is not None else None
-        for r in (row, base)
+        for r in (row, other)
     ]
-    summary["peak_ratio"] = peaks[0] / peaks[1] if all(peaks) else None
+    return peaks[0] / peaks[1] if all(peaks) else None
+
+
+def _recipe(row: dict, timed: dict) -> dict | None:
+    """The row of the torch.amp recipe for a mode of 16 bits; None where there is none."""
+    case = row["case"]
+    mode = NEAREST_MODE.get(case["mode"], case["mode"])
+    if mode not in AMP or case["contender"] not in OWN or case["real_data"]:
+        return None
+    return timed.get((case["label"], mode, "amp", False))
 
 
 def _place(row: dict, mode: str | None = None) -> tuple:

@@ -39,7 +39,13 @@ TINY = [
         (["--modes", "tf32", "device=cpu"], "--modes tf32: a CPU has no TF32"),
         (["--modes="], "--modes : needs names, separated by commas"),
         (["--peers", "nobody"], "--peers nobody: no such peer (allowed: all, loop"),
-        (["--peers", "amp", "--modes", "fp32"], "--peers amp: amp has no fp32"),
+        (
+            ["--peers", "loop,amp", "--modes", "fp32,amp", "device=cpu", "model=resnet50"],
+            "--peers amp: in no mode asked for (fp32: it has amp, amp_bf16; "
+            "amp: amp would run amp on torch's own half kernels",
+        ),
+        (["--only", "VGG", "device=cpu"], "--only VGG: no such model (allowed: tiny LM b16, "),
+        (["--only", "tiny", "model=resnet50"], "--only: chooses models of the suite"),
         (["--budget", "5"], "--budget 5: must be seconds from 20 to 86400"),
         (["--budget", "soon"], "--budget soon: must be seconds"),
         (["--windows", "0"], "--windows 0: must be a number from 1 to 1000"),
@@ -88,14 +94,14 @@ def test_baselines_come_first_whatever_the_order_given():
     assert parse(["--modes", "amp,fp32,amp"]).modes == ["fp32", "amp"]
 
 
-def test_a_mode_is_measured_in_one_go_with_its_peers():
+def test_a_peer_runs_in_the_modes_that_it_has():
     options = Options(overrides=TINY, modes=["fp32", "amp_bf16"], peers=["loop", "amp"])
     ((group,), left_out) = plan(options, CPU)
     assert [(c.mode, c.contender) for c in group.cases] == [
         ("fp32", "mprun"),
-        ("fp32", "loop"),
         ("amp_bf16", "mprun"),
         ("amp_bf16", "amp"),
+        ("fp32", "loop"),
     ]
     assert {(left["mode"], left["contender"]) for left in left_out} == {
         ("fp32", "amp"),
@@ -109,6 +115,31 @@ def test_the_suite_takes_what_does_not_choose_a_configuration():
     groups, _ = plan(Options(overrides=["device=cpu", "threads=1"], modes=["fp32"]), CPU)
     assert [group.label for group in groups] == [entry.label for entry in CPU_SUITE]
     assert all(group.cases[0].overrides[-1] == "threads=1" for group in groups)
+
+
+def test_what_says_most_is_measured_first_and_compiles_last_of_what_a_ratio_needs():
+    options = Options(overrides=TINY, modes=["fp32", "amp_bf16"], peers=["all"])
+    ((group,), _) = plan(options, CPU)
+    order = [(case.mode, case.contender) for case in group.cases]
+    half = [contender for mode, contender in order if mode == "amp_bf16"]
+    assert half[:3] == ["mprun", "amp", "amp+"]
+    assert order[:4] == [
+        ("fp32", "mprun"),
+        ("amp_bf16", "mprun"),
+        ("amp_bf16", "amp"),
+        ("fp32", "loop"),
+    ]
+
+
+def test_in_a_suite_the_references_have_the_loop_alone():
+    groups, left_out = plan(Options(overrides=["device=cpu"], peers=["all"], only=["tiny"]), CPU)
+    assert [group.label for group in groups] == ["tiny LM b16"]
+    of_fp32 = [case.contender for case in groups[0].cases if case.mode == "fp32"]
+    assert of_fp32 == ["mprun", "loop"]
+    reasons = {left["reason"] for left in left_out if left["contender"] == "loop+"}
+    assert reasons == {"in a suite the loop alone is the peer in fp32"}
+    named = Options(overrides=["device=cpu"], modes=["fp32"], peers=["loop+"], only=["tiny"])
+    assert [case.contender for case in plan(named, CPU)[0][0].cases] == ["mprun", "loop+"]
 
 
 def test_end_to_end_cases_are_cases_of_their_own():

@@ -174,6 +174,25 @@ def test_targets_are_judged_by_their_own_rows():
     assert len(judged) == len(TARGETS) + 1
 
 
+def test_mprun_is_held_to_the_documented_recipe_in_rate_and_memory():
+    """6,000 of 4,000 images/s; 95 of 100 bytes; without FP32 the peak is that over TF32."""
+    rows = [
+        row("tf32", "mprun", [2000.0], details={"peak": {"allocated": 190}}),
+        row("amp", "amp", [4000.0], details={"peak": {"allocated": 100}}),
+        row("amp", "mprun+", [6000.0], details={"peak": {"allocated": 120}}),
+        row("fp16_master_scaled", "mprun", [4400.0], details={"peak": {"allocated": 95}}),
+    ]
+    summarise(rows)
+    assert rows[2]["summary"]["ratios"]["recipe"]["median"] == pytest.approx(1.5)
+    assert "recipe" not in rows[0]["summary"]["ratios"]
+    assert rows[3]["summary"]["peak_ratio"] == pytest.approx(0.5)
+    judged = {(t["label"], t["what"]): t for t in judge(rows)}
+    memory = judged["ResNet-50 b256", "peak memory over the torch.amp recipe"]
+    assert memory["value"] == pytest.approx(0.95) and memory["outcome"] == "reached"
+    rate = judged["ResNet-50 b256", "over the torch.amp recipe"]
+    assert rate["value"] == pytest.approx(1.5) and rate["row"] == "amp, mprun+"
+
+
 def test_one_synchronisation_misses_the_target():
     rows = [
         row("amp", "mprun", [1.0], details={"synchronisations": 0}),

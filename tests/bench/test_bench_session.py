@@ -102,6 +102,22 @@ def test_without_memory_for_all_the_rest_follows_beside_mprun(bench, tmp_path):
     assert cohorts == {"mprun": [1, 1, 2, 2], "loop": [1, 1], "fabric": [2, 2]}
 
 
+def test_each_mode_of_a_later_cohort_has_mprun_beside_it(bench, tmp_path):
+    room = tmp_path / "room"
+    room.mkdir()
+    for name, mode in (("mprun", "fp32"), ("mprun", "amp"), ("amp", "amp"), ("loop", "fp32")):
+        bench.add(name, mode, room=2, room_folder=str(room))
+    rows = bench.run(windows=1)
+    cohorts = {(r.case.mode, r.case.contender): [w["cohort"] for w in r.windows] for r in rows}
+    assert cohorts == {
+        ("fp32", "mprun"): [1, 3],
+        ("amp", "mprun"): [1, 2],
+        ("amp", "amp"): [2],
+        ("fp32", "loop"): [3],
+    }
+    assert all(row.status == "measured" and row.reason == "" for row in rows)
+
+
 def test_a_child_that_has_no_memory_beside_mprun_alone_is_given_up(bench, tmp_path):
     room = tmp_path / "room"
     room.mkdir()

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from mprun.bench.peers.optimizers import can_fuse, make_optimizer
 from mprun.bench.peers.task import PeerTask
+from mprun.precision.inner_optimizer import initialise_state
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,9 @@ def tuned(task: PeerTask, channels_last: bool, compiler: str | None = None) -> E
         task = task.in_channels_last()
     fused = can_fuse(task.config.optim, task.device)
     optimizers = tuple(make_optimizer(task.config.optim, net, fused) for net in task.networks)
+    for optimizer in optimizers:
+        # A fused SGD whose very first step is skipped goes on with an uninitialised momentum.
+        initialise_state(optimizer)
     networks: tuple[Callable, ...] = task.networks
     if compiler is None and task.is_convolutional and task.device.type == "cuda":
         compiler = "inductor"

@@ -1,19 +1,19 @@
 """What every peer is given: mprun's own configuration, initial weights and batches."""
 
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
-from mprun.bench.contender import Case, rotating_batches
+from mprun.bench.contender import Batch, Case, Source, rotating_batches
 from mprun.bench.peers.dense_table import with_dense_tables
 from mprun.build.data import build_data
 from mprun.build.model import gan_builders, model_builder
 from mprun.config.compose import compose_config
 from mprun.config.schema import RunConfig
 from mprun.config.tasks import task_of
-from mprun.data.source import Batch, Source
 from mprun.errors import BadInput
 from mprun.precision import pin_math_flags
 
@@ -92,6 +92,8 @@ def set_up(case: Case, device: torch.device) -> PeerTask:
     kind = task_of(config.model)
     _check(config)
     pin_flags(config)
+    # torch says that its CPU library has no LSTM with projection; its other one is slower.
+    warnings.filterwarnings("ignore", message="LSTM with projections")
     torch.manual_seed(config.seed)
     data = build_data(config.data, config.seed, device)
     if kind == "gan":

@@ -19,14 +19,13 @@ from mprun.bench.peers.amp import AUTOCAST
 from mprun.bench.peers.optimizers import groups_of
 from mprun.bench.peers.peer import Peer, SkipCount
 from mprun.bench.peers.task import PeerTask
-from mprun.config.schema import OptimConfig
 from mprun.data.source import Batch
 
 
 def make_timm(task: PeerTask) -> Peer:
     """timm's step on mprun's model, NCHW, with the optimizer implementation that torch chooses."""
     (model,) = task.networks
-    optimizer = _optimizer(task.config.optim, model)
+    optimizer = _optimizer(task, model)
     scaler = NativeScaler(device=task.device.type) if task.mode == "amp" else None
     skips = None if scaler is None else SkipCount([optimizer])
     settings = {"optimizer": "default", "channels_last": False, "compile": "off"}
@@ -58,7 +57,8 @@ def _step(task: PeerTask, model: nn.Module, optimizer, scaler: NativeScaler | No
     return train
 
 
-def _optimizer(config: OptimConfig, model: nn.Module) -> torch.optim.Optimizer:
+def _optimizer(task: PeerTask, model: nn.Module) -> torch.optim.Optimizer:
+    config = task.config.optim
     # timm's "sgd" is Nesterov's; the classical one is "momentum".
     names = {"sgd": "sgd" if config.nesterov else "momentum"}
     numbers = {"lr": config.lr, "weight_decay": config.weight_decay}
