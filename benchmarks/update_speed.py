@@ -54,6 +54,10 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "adagrad": lambda t, **kw: Adagrad(t, 1e-9, **kw),
 }
 SCALE = 1024.0
+# On CUDA the device first sleeps that many of its cycles, some 50 ms, and then works through what
+# the host has launched meanwhile: without that, updates of a tenth of a millisecond would be timed
+# as fast as the host launches them. So few runs fit into CUDA's queue of about a thousand launches.
+HEAD_START, QUEUED = 100_000_000, 10
 BLOCKS = [1 << power for power in range(14, 23)]
 
 
@@ -99,6 +103,7 @@ def seconds(run: Callable[[], object], device: torch.device, repeats: int) -> fl
             run()
         return (time.perf_counter() - start) / repeats
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(HEAD_START)
     start.record()
     for _ in range(repeats):
         run()
@@ -112,8 +117,9 @@ def in_turns(
 ) -> list[list[float]]:
     """Seconds of each, one list per contender, in the order of the turns."""
     once = [seconds(run, device, 2) for run in runs]
-    # Windows of 20 ms at least; the first turn warms up.
-    repeats = [max(1, int(0.02 / value)) for value in once]
+    # On a CPU windows of 20 ms at least; the first turn warms up.
+    on_gpu = device.type == "cuda"
+    repeats = [QUEUED if on_gpu else max(1, int(0.02 / value)) for value in once]
     times: list[list[float]] = [[] for _ in runs]
     for turn in range(turns + 1):
         for run, count, spent in zip(runs, repeats, times, strict=True):

@@ -53,10 +53,18 @@ def tests(setting: Setting, seconds: float) -> list[Step]:
     files = gpu_test_files(ROOT / "tests")
     if setting.dry:  # every test is skipped there; one folder shows that they are collected
         files = [name for name in files if name.startswith("tests/tasks/")]
-    report = setting.work / "tests.xml"
-    command = _python("-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "-rfE", "--tb=short")
-    command.append("--continue-on-collection-errors")
-    return [Step("tests", [*command, f"--junitxml={report}", *files], record=report, plain=True)]
+    # The training step first and by itself: those of the bench and its peers take as long again.
+    of_bench = [name for name in files if name.startswith("tests/bench/")]
+    groups = {"tests": [name for name in files if name not in of_bench], "tests_bench": of_bench}
+    steps = []
+    for name, chosen in groups.items():
+        report = setting.work / f"{name}.xml"
+        command = _python("-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "-rfE")
+        command += ["--tb=short", "--durations=10", "--continue-on-collection-errors"]
+        command += [f"--junitxml={report}", *chosen]
+        if chosen:
+            steps.append(Step(name, command, record=report, plain=True))
+    return steps
 
 
 def bench(setting: Setting, seconds: float) -> list[Step]:

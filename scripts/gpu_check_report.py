@@ -164,7 +164,7 @@ def _machine(parts: dict) -> list[str]:
 def _counts(step: dict) -> list[str]:
     """Of tests: how many passed, and the names of those that did not."""
     record = step["record"]
-    if step["name"] != "tests" or not isinstance(record, dict):
+    if not step["name"].startswith("tests") or not isinstance(record, dict):
         return []
     lines = [f"{record['passed']} of {record['tests']} passed, {record['skipped']} skipped.", ""]
     for name, message in record["failed"].items():

@@ -96,8 +96,9 @@ class Worker:
     def twin(self) -> dict:
         """How fast rounding grows in this case (`mprun.bench.equality`); {} for want of memory.
 
-        Needs the memory of a second contender for its 20 steps.
+        Needs the memory of a second contender for its 20 steps, less what the first has cached.
         """
+        _release(self.device)
         try:
             found = sensitivity(self.case, self.device)
         except (torch.OutOfMemoryError, MemoryError):

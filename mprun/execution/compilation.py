@@ -42,6 +42,8 @@ class Compilation:
             with warnings.catch_warnings():
                 # torch looks for the gradient of a discriminator's input, which has none.
                 warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")
+                # FP32 products are what the configuration says.
+                warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
                 result = step()
         except Exception as error:
             if not _is_the_compilers(error):

@@ -5,6 +5,7 @@ in half, so an unpinned "FP32" baseline is not FP32 (torch documentation, CUDA s
 Flags are process-wide: one run, one process.
 """
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -34,6 +35,12 @@ def pin_math_flags(
     may pick another kernel in another run; without it the autotuner is on. `autotune` says
     otherwise.
     """
+    with warnings.catch_warnings():
+        # The older switches too, about which some versions warn: where they say something else,
+        # torch.compile, which asks for them, ends in an error (pytorch#166387).
+        warnings.simplefilter("ignore")
+        torch.backends.cuda.matmul.allow_tf32 = fp32_math == "tf32"
+        torch.backends.cudnn.allow_tf32 = fp32_math == "tf32"
     _pin_fp32_products(fp32_math)
     for name in _REDUCTIONS:
         if hasattr(torch.backends.cuda.matmul, name):

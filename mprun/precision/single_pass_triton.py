@@ -100,7 +100,7 @@ class KernelUpdate:
         self._addresses: list[int] = []
         self._plans: dict[tuple, _Plan] = {}
         self._rates: dict[int, tuple[float, Tensor]] = {}
-        self._held: list[Tensor] = []  # what a captured graph reads
+        self._held: list[Tensor | _Plan] = []  # what a captured graph reads
         self._checked: tuple | None = None
 
     @torch.no_grad()
@@ -255,9 +255,11 @@ class KernelUpdate:
             None if gradient is None else (gradient.dtype, address % 16 == 0)
             for gradient, address in zip(ordered, addresses, strict=True)
         )
-        if kinds not in self._plans:
-            self._plans[kinds] = self._plan(kinds)
-        plan = self._plans[kinds]
+        plan = self._plans.get(kinds) or self._plan(kinds)
+        if is_capturing(self.device):
+            self._held.append(plan)  # the tables of one made here are filled by replays alone
+        else:
+            self._plans[kinds] = plan
         return plan, plan.gradients.put([addresses[index] for index in plan.indices]), ordered
 
     def _plan(self, kinds: tuple) -> _Plan:

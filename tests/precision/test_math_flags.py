@@ -84,3 +84,13 @@ def test_restores_after_an_exception():
     with pytest.raises(RuntimeError, match="inside"), ieee_fp32():
         raise RuntimeError("inside")
     assert read_math_flags() == before
+
+
+@pytest.mark.parametrize("math", ["tf32", "ieee"])
+def test_the_older_switches_say_the_same(math):
+    """torch.compile asks for them, and torch raises an error where they say something else."""
+    raise_every_flag()
+    pin_math_flags(math)
+    assert torch.backends.cuda.matmul.allow_tf32 is (math == "tf32")
+    assert torch.backends.cudnn.allow_tf32 is (math == "tf32")
+    assert torch.get_float32_matmul_precision() == ("high" if math == "tf32" else "highest")

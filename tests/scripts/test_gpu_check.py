@@ -159,6 +159,16 @@ def test_how_steps_are_reported(module, tmp_path):
     assert cut["status"].startswith("failed (cut.json: ")
 
 
+def test_tests_of_the_bench_come_last_and_by_themselves(module, tmp_path):
+    parts = module("gpu_check_parts")
+    steps = parts.tests(parts.Setting(tmp_path, "cuda", None), 100.0)
+    assert [step.name for step in steps] == ["tests", "tests_bench"]
+    first, second = ({p for p in s.command if p.startswith("tests/")} for s in steps)
+    assert first | second == set(parts.gpu_test_files(ROOT / "tests"))
+    assert "tests/tasks/test_on_cuda.py" in first and first.isdisjoint(second)
+    assert all(name.startswith("tests/bench/") for name in second)
+
+
 def test_a_report_of_tests_is_counted(module, tmp_path):
     (tmp_path / "tests.xml").write_text(
         "<testsuites><testsuite><testcase classname='a' name='b'/>"

@@ -111,6 +111,9 @@ def test_amp_equals_autocast_and_grad_scaler(build_run):
         "precision=amp",
         "scaler.init_scale=1024",
         "scaler.growth_interval=2",
+        # torch's fused kernel, and the layout of a plain loop.
+        "optim.implementation=fused",
+        "train.channels_last=off",
     )
     # One kernel per layer, and the same one on both sides.
     torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = False, True
