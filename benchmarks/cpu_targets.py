@@ -7,7 +7,7 @@ the machine hits both; the median over turns is judged, and the spread is printe
     runner      mprun's loop over a bare PyTorch loop, CPU time, 1 thread (runner_overhead.py)
     emulation   emulated FP16 over FP32, forward and backward, 2 threads (emulation_cost.py)
     update      the step with master weights over torch's fused FP32 optimizer and one copy,
-                1 thread (update_speed.py)
+                2 threads (update_speed.py)
 """
 
 import argparse
@@ -134,7 +134,7 @@ def _emulation(repeats: int, case: str) -> Iterator[Target]:
 def _update(repeats: int, case: str) -> Iterator[Target]:
     from update_speed import MODELS, Step, in_turns, model_in, reference
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(2)
     device = torch.device("cpu")
     for model in MODELS:
         for optimizer in ("sgd_momentum", "adam"):
