@@ -232,10 +232,11 @@ class MixedPrecisionOptimizer:
         found_inf = self._found_inf if self.skips else None
         single = None if self.observed and self._pending is None else self._single
         self._used = UsedGradients(own, inverse, clip if single is not None else None)
-        # Rows are always multiplied in place; of the others a single pass takes care itself.
-        chosen = self._clipped([*(own if single is None else [None] * count), *rows])
-        if clip is not None and chosen:
-            torch._foreach_mul_(chosen, clip)
+        if clip is not None:
+            # Rows are always multiplied in place; of the others a single pass takes care itself.
+            chosen = self._clipped([*(own if single is None else [None] * count), *rows])
+            if chosen:
+                torch._foreach_mul_(chosen, clip)
         if self._pending is None and self.collects:
             for updated, gradient in zip(self.updated, own, strict=True):
                 updated.grad = None if gradient is None else gradient.to(updated.dtype)
