@@ -3,7 +3,8 @@
     python benchmarks/cpu_targets.py [--only runner] [--repeats 7] [--json FILE] [--markdown FILE]
 
 Every figure is a ratio of two contenders that took turns in one process, so that a slow spell of
-the machine hits both; the median over turns is judged, and the spread is printed beside it:
+the machine hits both; the median over turns is judged, and the spread is printed beside it.
+Memory that was freed stays with the process (runner_overhead.py says why).
     runner      mprun's loop over a bare PyTorch loop, CPU time, 1 thread (runner_overhead.py)
     emulation   emulated FP16 over FP32, forward and backward, 2 threads (emulation_cost.py)
     update      the step with master weights over torch's fused FP32 optimizer and one copy,
@@ -151,4 +152,7 @@ def _update(repeats: int, case: str) -> Iterator[Target]:
 _MEASURE = {"runner": _runner, "emulation": _emulation, "update": _update}
 
 if __name__ == "__main__":
+    from runner_overhead import keep_freed_memory
+
+    keep_freed_memory()
     sys.exit(main())
