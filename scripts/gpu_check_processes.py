@@ -48,6 +48,9 @@ def run_limited(step: Step, limit: float, out: Path, err: Path, environment: dic
     Interrupted first, as by Ctrl-C: pytest then writes its report, and mprun its record.
     """
     started = time.monotonic()
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # Started in the background of a script: what we start would ignore the interruption too.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     with open(out, "wb") as stdout, open(err, "wb") as stderr:
         try:
             process = subprocess.Popen(
