@@ -77,11 +77,21 @@ def main(arguments: list[str] | None = None) -> int:
     device = torch.device("cuda" if has_cuda else "cpu")
     names = options.only or list(QUESTIONS)
     if options.worker:
-        return _work(names, device)
+        try:
+            return _work(names, device)
+        except (KeyboardInterrupt, BrokenPipeError):
+            return 130
     answers = []
-    for record in _answers(names, device, options.limit):
-        answers.append(record)
-        print(_section(record), flush=True)
+    try:
+        for record in _answers(names, device, options.limit):
+            answers.append(record)
+            print(_section(record), flush=True)
+    except KeyboardInterrupt:  # a time limit from outside: what is answered is kept
+        answered = {record["name"] for record in answers}
+        for name in names:
+            if name not in answered:
+                text = "ended before it was answered"
+                answers.append(_described({"name": name, "status": "failed", "text": text}))
     if options.markdown:
         options.markdown.write_text("\n".join(map(_section, answers)), encoding="utf-8")
     if options.json:
@@ -140,6 +150,9 @@ def _from_worker(names: list[str], device: torch.device, limit: float):
             try:
                 # The first answer waits for torch and the device as well.
                 line = lines.get(timeout=limit + (60 if name == names[0] else 0))
+            except KeyboardInterrupt:
+                process.kill()
+                raise
             except queue.Empty:
                 process.kill()
                 yield {"name": name, "status": "failed", "text": f"no answer after {limit:.0f} s"}

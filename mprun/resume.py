@@ -6,11 +6,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-import yaml
 
 from mprun import checkpoint
 from mprun.config.compose import config_from_record
 from mprun.config.factories import is_factory, vouched
+from mprun.config.overrides import parse_overrides
 from mprun.data.errors import DamagedData
 from mprun.errors import BadInput, Damaged
 from mprun.numerics.probe_record import drop_later_probes
@@ -154,16 +154,15 @@ def _in_short() -> str:
 
 def _with_overrides(plain: dict, overrides: tuple[str, ...]) -> dict:
     for override in overrides:
-        key, _, value = override.partition("=")
+        key = override.partition("=")[0]
         if key.lstrip("+") == "resume" or is_factory(override):
             continue
         if key not in RESUMABLE_KEYS:
             raise BadInput(
                 f"{override}: a resumed run keeps its configuration (allowed: {_in_short()})"
             )
-        try:
-            group, _, field = key.partition(".")
-            plain[group][field] = yaml.safe_load(value)
-        except yaml.YAMLError:
-            raise BadInput(f"{override}: not a value") from None
+        group, _, field = key.partition(".")
+        # Hydra's grammar, as for a new run: to YAML "off" is a truth value.
+        (parsed,) = parse_overrides((override,))
+        plain[group][field] = parsed.value()
     return plain

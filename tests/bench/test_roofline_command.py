@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from mprun.bench.roofline.command import DEFAULT_MODES, main
+from mprun.bench.roofline.command import DEFAULT_MODES, main, parse
 from mprun.bench.roofline.count import count
 from mprun.cli import main as mprun
 from mprun.errors import BadInput
@@ -13,11 +13,20 @@ SMALL = ["model=lstm_lm", "data=synthetic_tokens", "data.batch_size=4"]
 
 
 def test_table_and_notes(capsys):
-    assert main([*SMALL, "--mode", "fp32,amp", "--top"]) == 0
+    assert main([*SMALL, "--mode", "fp32,amp", "--top", "3"]) == 0
     text = capsys.readouterr().out
     assert "Limits from counts, not measurements" in text
-    assert "on H200" in text and "most expensive kinds" in text
+    assert "on H200" in text and "amp: the 3 most expensive" in text
+    rows = text.partition("amp: the 3 most expensive")[2].strip().splitlines()
+    assert len(rows) == 2 + 3
     assert "| amp " in text and "tf32 |" in text
+
+
+@pytest.mark.parametrize("value", ["0", "101", "-1", "many"])
+def test_a_top_that_is_none(value):
+    with pytest.raises(BadInput, match=f"--top {value}: must be a number from 1 to 100"):
+        parse([f"--top={value}"])
+    assert parse(["--top", "model=dcgan"]).top == 10
 
 
 def test_json_by_mode(capsys):

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+import yaml
 
 from mprun import checkpoint
 from mprun.cli import main
@@ -272,3 +273,23 @@ def test_a_missing_part_is_refused(part, tmp_path, capsys):
     assert main([f"resume={run}", "train.steps=3"]) == 2
     printed = capsys.readouterr()
     assert part in printed.err and printed.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("how", ["off", "'off'", "auto"])
+def test_how_steps_are_executed_may_change(how, tmp_path):
+    """To YAML a bare off is a truth value; on the command line of a new run it is a word."""
+    directory = tmp_path / "run"
+    short = ["model=conv_autoencoder", "data.batch_size=4", "device=cpu", "train.steps=1"]
+    assert main([*short, "train.checkpoint_every=1", f"output_dir={directory}"]) == 0
+    assert main([f"resume={directory}", "train.steps=2", f"train.cuda_graph={how}"]) == 0
+    assert yaml.safe_load((directory / "config.yaml").read_text())["train"]["cuda_graph"] == (
+        how.strip("'")
+    )
+
+
+def test_a_graph_is_refused_on_a_cpu_when_resuming_too(tmp_path, capsys):
+    directory = tmp_path / "run"
+    short = ["model=conv_autoencoder", "data.batch_size=4", "device=cpu", "train.steps=1"]
+    assert main([*short, "train.checkpoint_every=1", f"output_dir={directory}"]) == 0
+    assert main([f"resume={directory}", "train.steps=2", "train.cuda_graph=on"]) == 2
+    assert "train.cuda_graph=on: a CUDA graph needs device=cuda" in capsys.readouterr().err

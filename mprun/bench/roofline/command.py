@@ -20,9 +20,10 @@ samples per second that a GPU cannot exceed, per precision mode, and the memory 
 
 Options
   --gpu NAME         {", ".join(GPUS)} (H200)
-  --mode A,B         precision modes (fp32, tf32, fp16_master_scaled, amp, bf16_master; those that
-                     the GPU has); or precision=MODE among the keys
-  --top              also the ten most expensive kinds of operation of each mode
+  --mode A,B         any of the nine precision modes (default: those of fp32, tf32,
+                     fp16_master_scaled, amp, bf16_master that the GPU has); or precision=MODE
+                     among the keys
+  --top [N]          also the N (10) most expensive kinds of operation of each mode
   --json             everything as JSON
   --config-dir DIR   options of your own, as for a run
 
@@ -39,7 +40,7 @@ class Options:
     overrides: list[str] = field(default_factory=list)
     gpu: str = "H200"
     mode: str | None = None
-    top: bool = False
+    top: int = 0
     json: bool = False
     config_dir: str | None = None
 
@@ -85,8 +86,14 @@ def parse(arguments: list[str]) -> Options:
     while rest:
         argument = rest.pop(0)
         flag, given, value = argument.partition("=")
-        if argument in ("--top", "--json"):
-            setattr(options, argument[2:], True)
+        if argument == "--json":
+            options.json = True
+        elif flag == "--top":
+            if not given:
+                value = rest.pop(0) if rest and rest[0].isdecimal() else "10"
+            if not value.isdecimal() or not 1 <= int(value[:4]) <= 100:
+                raise BadInput(f"--top {value}: must be a number from 1 to 100")
+            options.top = int(value)
         elif flag in ("--gpu", "--mode", "--config-dir"):
             if not given:
                 value = rest.pop(0) if rest and not rest[0].startswith("-") else ""

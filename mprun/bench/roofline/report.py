@@ -8,8 +8,6 @@ from mprun.bench.roofline.limits import Limit
 from mprun.bench.roofline.update import RECIPES
 from mprun.markdown_table import markdown_table
 
-_TOP = 10
-
 
 @dataclass(frozen=True, slots=True)
 class Line:
@@ -19,7 +17,7 @@ class Line:
     limit: Limit
 
 
-def as_text(lines: list[Line], ceilings: Ceilings, refused: list[str], top: bool) -> str:
+def as_text(lines: list[Line], ceilings: Ceilings, refused: list[str], top: int) -> str:
     """Tables and notes for a terminal."""
     first = lines[0].counted
     unit = first.sample
@@ -36,7 +34,7 @@ def as_text(lines: list[Line], ceilings: Ceilings, refused: list[str], top: bool
     ]
     if top:
         for line in lines:
-            parts += ["", f"{line.counted.mode}: most expensive kinds of {_TOP}", _kinds(line)]
+            parts += ["", f"{line.counted.mode}: the {top} most expensive", _kinds(line, top)]
     return "\n".join(parts)
 
 
@@ -136,9 +134,9 @@ def _notes(lines: list[Line], ceilings: Ceilings) -> list[str]:
     ]
 
 
-def _kinds(line: Line) -> str:
+def _kinds(line: Line, top: int) -> str:
     rows = []
-    for kind in line.limit.kinds[:_TOP]:
+    for kind in line.limit.kinds[:top]:
         rows.append(
             [
                 kind.kind,
