@@ -70,6 +70,8 @@ def make_peer(tiny_network):
     made = []
 
     def make(kind, mode, name, *overrides, device="cpu"):
+        if (package := registry.CONTENDERS[name].package) is not None:
+            pytest.importorskip(package, reason=f"{name} needs the package {package}")
         if name == "accelerate":
             forget_accelerate()
         case = Case(kind, (*MODELS[kind], *overrides), mode, name)
