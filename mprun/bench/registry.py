@@ -1,6 +1,6 @@
 """The contenders of a benchmark by name; what is not installed is only noticed when asked for."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 
@@ -72,28 +72,6 @@ def available(name: str, mode: str, task_kind: str, device: torch.device) -> str
     if entry.package is not None and find_spec(entry.package) is None:
         return f"the package {entry.package} is not installed"
     return None
-
-
-def select(
-    names: Iterable[str] | None, mode: str, task_kind: str, device: torch.device
-) -> tuple[list[str], dict[str, str]]:
-    """(peers to run, {name: why it is left out}).
-
-    names: None for all peers, of which those that cannot are left out; BadInput for a name that is
-    unknown or that cannot.
-    """
-    if names is None:
-        reasons = {name: available(name, mode, task_kind, device) for name in PEERS}
-        left_out = {name: reason for name, reason in reasons.items() if reason is not None}
-        return [name for name in PEERS if name not in left_out], left_out
-    chosen = list(names)
-    for name in chosen:
-        if name not in PEERS:
-            raise BadInput(f"--peers {name}: no such peer (allowed: all, {', '.join(PEERS)})")
-        reason = available(name, mode, task_kind, device)
-        if reason is not None:
-            raise BadInput(f"--peers {name}: {reason}")
-    return chosen, {}
 
 
 def make(case: Case, device: torch.device) -> Contender:

@@ -227,13 +227,6 @@ def test_who_can_do_what(monkeypatch):
     monkeypatch.setitem(registry.PEERS, "nobody", missing)
     monkeypatch.setitem(registry.CONTENDERS, "nobody", missing)
     assert "not installed" in why("nobody", "fp32")
-    chosen, left_out = registry.select(None, "fp32", "gan", CPU)
-    assert chosen == ["loop", "loop+", "fabric", "trainer", "accelerate"]
-    assert set(left_out) == {"amp", "amp+", "timm", "nobody"}
-    with pytest.raises(BadInput, match="no such peer"):
-        registry.select(["lop"], "fp32", "gan", CPU)
-    with pytest.raises(BadInput, match="not installed"):
-        registry.select(["nobody"], "fp32", "classification", CPU)
 
 
 @pytest.mark.slow
@@ -242,7 +235,8 @@ def test_a_plain_loop_loads_no_package_of_a_peer():
         "import sys, torch\n"
         "from mprun.bench import registry\n"
         "from mprun.bench.contender import Case\n"
-        "registry.select(None, 'fp32', 'reconstruction', torch.device('cpu'))\n"
+        "for name in registry.PEERS:\n"
+        "    registry.available(name, 'fp32', 'reconstruction', torch.device('cpu'))\n"
         "case = Case('', ('model=conv_autoencoder', 'model.width=1'), 'fp32', 'loop')\n"
         "registry.make(case, torch.device('cpu'))\n"
         "print({'timm', 'lightning', 'accelerate'} & set(sys.modules))\n"
