@@ -1,0 +1,57 @@
+"""What runs on the fake device: the cells of the table in docs, and the exceptions from them."""
+
+from ..execution.trained import SMALL, TOKENS
+
+MODES = (
+    "fp32",
+    "tf32",
+    "fp16_naive",
+    "fp16_master",
+    "fp16_master_scaled",
+    "amp",
+    "bf16_naive",
+    "bf16_master",
+    "amp_bf16",
+)
+STACKED = [*TOKENS, "model.embedding_size=8", "model.hidden_size=8", "model.num_layers=2"]
+MODELS = {
+    "alexnet": SMALL["dropout"],
+    "resnet50": SMALL["batch_norm"],
+    "lstm_lm": SMALL["language_model"],
+    "lstm_lm, 2 layers, dropout": ["model=lstm_lm", *STACKED, "model.dropout=0.3"],
+    "lstm_lm_projected": ["model=lstm_lm_projected", *STACKED, "model.projection_size=4"],
+    "biglstm": SMALL["sampled"],
+    "dcgan": SMALL["gan"],
+    "conv_autoencoder": SMALL["reconstruction"],
+}
+EXECUTION = ("off", "on")
+STEPS = 12  # 3 to warm up, then with a graph 9 replays
+
+ADAM_16 = "Adam without a fused kernel counts its steps on the host"
+
+
+def refusal(model: str, mode: str, graph: str) -> str | None:
+    """The whole list of exceptions: what `mprun` says of a cell that it refuses, with the reason.
+
+    Naive 16-bit modes update in 16 bits, operation by operation, for which torch's Adam has no
+    formula that counts on the device and rounds alike.
+    """
+    if graph == "on" and mode in ("fp16_naive", "bf16_naive"):
+        if model in ("dcgan", "conv_autoencoder"):
+            return ADAM_16
+    return None
+
+
+def overrides(model: str, mode: str, graph: str) -> list[str]:
+    """The command line of a cell."""
+    # A checkpoint of AlexNet takes seconds to write and to hash.
+    checkpoints = 0 if model == "alexnet" else 6
+    return [
+        *MODELS[model],
+        f"precision={mode}",
+        f"train.cuda_graph={graph}",
+        f"train.steps={STEPS}",
+        "train.log_every=4",
+        "train.eval_every=6",
+        f"train.checkpoint_every={checkpoints}",
+    ]

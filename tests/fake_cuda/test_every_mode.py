@@ -1,0 +1,68 @@
+"""Every model in every mode on CUDA, eager and as a graph: the host side, without a GPU."""
+
+import pytest
+
+from .cells import EXECUTION, MODELS, MODES, STEPS, overrides, refusal
+
+# A run with a graph begins with eager steps. The rest is slow: runs without one, the large models,
+# and modes of which others take the same ways.
+LARGE = {"alexnet", "resnet50"}
+QUICK = {"fp32", "fp16_naive", "fp16_master_scaled", "amp", "bf16_master", "amp_bf16"}
+WITH_ADAGRAD = {"lstm_lm_projected", "biglstm"}
+QUICK = {"fp16_master_scaled"}
+
+
+@pytest.mark.parametrize(
+    ("model", "mode", "graph"),
+    [
+        pytest.param(
+            model,
+            mode,
+            graph,
+            marks=()
+            if graph == "on" and model not in LARGE and mode in QUICK
+            else pytest.mark.slow,
+        )
+        for model in MODELS
+        for mode in MODES
+        for graph in EXECUTION
+    ],
+)
+def test_a_run_from_start_to_end(device, tmp_path, model, mode, graph):
+    found = device.run(tmp_path / "run", overrides(model, mode, graph))
+    refused = refusal(model, mode, graph)
+    if refused is not None:
+        assert refused in found["error"] and not (tmp_path / "run").exists()
+        return
+    assert_sound(found)
+    execution = found["record"]["execution"]
+    if graph == "on":
+        assert execution["cuda_graph"] == "on" and execution["replayed"] == STEPS - 3
+        assert found["counts"]["graph_launches"] == STEPS - 3
+        # Logged steps have the gradient norm: another recording.
+        assert found["counts"]["graphs"] == 2 and found["counts"]["captured"] > 10
+    else:
+        assert execution["cuda_graph"] == "off: train.cuda_graph=off"
+        assert found["counts"]["captured"] == 0
+    paths = {update["path"] for update in found["record"]["precision"]["update"].values()}
+    expected = expected_path(mode)
+    if expected == "fused" and model in WITH_ADAGRAD and device.lacks_fused_adagrad:
+        expected = "foreach"
+    assert paths == {expected}
+    assert (found["counts"]["driver_launches"] > 0) == (paths == {"single_pass"})
+
+
+def expected_path(mode):
+    """One pass over the weights, but where the update itself is in 16 bits."""
+    if mode.endswith("_naive"):
+        return "foreach"
+    gains = mode in ("fp16_master", "fp16_master_scaled", "amp", "bf16_master")
+    return "single_pass" if gains else "fused"
+
+
+def assert_sound(found):
+    """No exception, no wait between evaluations, no warning, nothing launched beside a capture."""
+    assert "error" not in found, found["trace"]
+    assert found["code"] == 0 and found["record"]["status"] == "done"
+    assert found["warnings"] == []
+    assert found["counts"]["stray"] == 0

@@ -1,0 +1,197 @@
+"""A run on CUDA beside its plain steps: updates, scalers, what is saved, probed and refused."""
+
+import json
+
+import pytest
+
+from .cells import MODELS, STEPS
+from .test_every_mode import LARGE, assert_sound
+
+
+def slow(*values):
+    """Parameters of the full run: like those beside them, in another mode or execution."""
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
+SMALL = [*MODELS["conv_autoencoder"], f"train.steps={STEPS}"]
+STACKED = [*MODELS["lstm_lm, 2 layers, dropout"], f"train.steps={STEPS}"]
+PATHS = ("auto", "fused", "foreach", "loop", "single_pass")
+
+
+@pytest.mark.parametrize("mode", ["fp16_master_scaled", *slow("fp32", "amp")])
+@pytest.mark.parametrize("implementation", PATHS)
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw", "adagrad"])
+def test_every_update(device, tmp_path, optimizer, implementation, mode):
+    overrides = [f"optim={optimizer}", f"optim.implementation={implementation}"]
+    found = device.run(tmp_path / "run", [*SMALL, *overrides, f"precision={mode}"])
+    if device.lacks_fused_adagrad and optimizer == "adagrad" and implementation == "fused":
+        assert "optim.implementation=fused: torch" in found["error"]
+        return
+    assert_sound(found)
+    [update] = found["record"]["precision"]["update"].values()
+    expected = {"auto": "fused" if mode == "fp32" else "single_pass"}.get(
+        implementation, implementation
+    )
+    if device.lacks_fused_adagrad and optimizer == "adagrad" and expected == "fused":
+        expected = "foreach"
+    assert update["path"] == expected
+    # Without a loss scale torch's Adam counts on the host, unless its kernel is fused.
+    on_host = mode == "fp32" and implementation in ("foreach", "loop") and "adam" in optimizer
+    graph = found["record"]["execution"]["cuda_graph"]
+    assert ("counts its steps on the host" in graph) if on_host else (graph == "on")
+
+
+KINDS = ("none", "static", "dynamic", "logmax")
+PRESETS = ("apex", "apex_fp16", "deepspeed", "fairseq", "keras", "megatron", "openseq2seq", "torch")
+
+
+@pytest.mark.parametrize(
+    ("scaler", "mode"),
+    [
+        pytest.param(
+            scaler,
+            mode,
+            marks=() if scaler in KINDS[1:] and "_naive" in mode else pytest.mark.slow,
+        )
+        for scaler in (*KINDS, *PRESETS)
+        for mode in ("fp16_naive", "fp16_master", "amp", "bf16_naive", "bf16_master", "amp_bf16")
+    ],
+)
+def test_every_scaler_in_every_16_bit_dtype(device, tmp_path, scaler, mode):
+    overrides = ["optim=sgd", "optim.momentum=0.9", f"scaler={scaler}", f"precision={mode}"]
+    found = device.run(tmp_path / "run", [*SMALL, *overrides])
+    assert_sound(found)
+    assert found["record"]["execution"]["cuda_graph"] == "on"
+
+
+SETTINGS = (
+    "train.accumulate=2",
+    "train.clip_norm=0.25",
+    "optim.schedule=linear",
+    "optim.average_decay=0.99",
+    "train.channels_last=off",
+    "train.eval_arithmetic=mode",
+    "precision.overrides.encoder=fp32",
+)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_other_settings(device, tmp_path, setting):
+    found = device.run(tmp_path / "run", [*SMALL, "precision=fp16_master_scaled", setting])
+    assert_sound(found)
+    assert found["record"]["execution"]["cuda_graph"] == "on"
+
+
+def test_a_gan_with_three_loss_scales(device, tmp_path):
+    overrides = [*MODELS["dcgan"], f"train.steps={STEPS}", "precision=amp", "scaler.per=loss"]
+    assert_sound(device.run(tmp_path / "run", overrides))
+
+
+@pytest.mark.parametrize("mode", ["amp", "amp_bf16", *slow("fp32", "fp16_naive", "bf16_master")])
+@pytest.mark.parametrize("model", ["lstm_lm, 2 layers, dropout", "dcgan"])
+def test_evaluation_in_the_modes_own_arithmetic(device, tmp_path, model, mode):
+    overrides = [*MODELS[model], f"precision={mode}", "train.eval_arithmetic=mode"]
+    assert_sound(device.run(tmp_path / "run", [*overrides, "train.steps=4"]))
+
+
+@pytest.mark.parametrize("graph", ["on", *slow("off")])
+@pytest.mark.parametrize("mode", ["amp", "bf16_master", "amp_bf16", *slow("fp32")])
+def test_resume_of_a_stacked_lstm_with_dropout(device, tmp_path, mode, graph):
+    """Its masks come from a state inside of cuDNN, which goes into checkpoints."""
+    folder = tmp_path / "run"
+    overrides = [*STACKED, f"precision={mode}", f"train.cuda_graph={graph}"]
+    assert_sound(device.run(folder, [*overrides, "train.checkpoint_every=6"]))
+    found = device.ask("command", arguments=[f"resume={folder}", "train.steps=24"])
+    assert "error" not in found and found["code"] == 0, found
+    assert found["warnings"] == [] and found["counts"]["stray"] == 0
+    record = json.loads((folder / "run.json").read_text())
+    assert record["last_step"] == 24 and record["attempts"] == 2
+    assert (record["execution"]["cuda_graph"] == "on") == (graph == "on")
+
+
+@pytest.mark.parametrize("mode", ["fp16_master_scaled", "amp_bf16"])
+@pytest.mark.parametrize("model", ["lstm_lm, 2 layers, dropout", "dcgan", "conv_autoencoder"])
+def test_probes_and_shadow_steps(device, tmp_path, model, mode):
+    """Probes read the device where they are due; the steps between them wait for nothing."""
+    overrides = [*MODELS[model], f"precision={mode}", "train.steps=7", "numerics=on"]
+    overrides += ["numerics.every=3", "numerics.shadow_every=2"]
+    found = device.run(tmp_path / "run", overrides)
+    assert_sound(found)
+    assert (tmp_path / "run" / "numerics").is_dir()
+
+
+@pytest.mark.parametrize("mode", ["fp16_master_scaled", *slow("fp32")])
+@pytest.mark.parametrize(
+    "model", [*(m for m in MODELS if m not in LARGE), "alexnet at 224 px", *slow("resnet50")]
+)
+def test_deterministic(device, tmp_path, model, mode):
+    overrides = MODELS.get(model) or [*MODELS["alexnet"], "data=digits_224"]
+    overrides = [*overrides, "deterministic=true", f"precision={mode}", "train.steps=10"]
+    found = device.run(tmp_path / "run", [*overrides, "train.checkpoint_every=0"])
+    assert_sound(found)
+    assert found["record"]["execution"]["cuda_graph"] == "on"
+
+
+def test_what_has_no_deterministic_kernel_is_refused_before_anything_is_written(device, tmp_path):
+    overrides = [*MODELS["alexnet"], "deterministic=true"]  # its pooling, at 64 px
+    found = device.run(tmp_path / "run", overrides)
+    assert found["error"] == (
+        "BadInput: deterministic=true: adaptive_avg_pool2d_backward_cuda does not have a "
+        "deterministic implementation"
+    )
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_peak_with_a_graph_is_that_of_its_tensors(device, tmp_path):
+    """Evaluations reset the peak, and replays allocate nothing."""
+    peaks = {}
+    for graph in ("off", "on"):
+        overrides = [*SMALL, f"train.cuda_graph={graph}", "train.eval_every=6", "train.steps=24"]
+        found = device.run(tmp_path / graph, overrides)
+        assert_sound(found)
+        peaks[graph] = found["record"]["memory"]
+    assert peaks["on"]["peak_bytes"] >= peaks["off"]["peak_bytes"]
+    assert all(peak["reserved_bytes"] >= peak["peak_bytes"] > 0 for peak in peaks.values())
+
+
+OWN = '''
+from torch import nn
+
+
+class Own(nn.Module):
+    """Convolution, norms, attention, and a recurrent layer of torch's with dropout."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 8, 4, stride=4), nn.BatchNorm2d(8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.inner = nn.LayerNorm(8)
+        self.gru = nn.GRU(8, 8, 2, batch_first=True, dropout=0.2, bidirectional=True)
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, images):
+        x = self.norm(self.conv(images)).relu().flatten(2).transpose(1, 2)
+        x = self.inner(x + self.attention(x, x, x, need_weights=False)[0])
+        return self.head(self.gru(x)[0].mean(1))
+
+
+def network(data):
+    return Own()
+'''
+
+
+@pytest.mark.parametrize("graph", ["on", *slow("off")])
+@pytest.mark.parametrize("mode", ["fp16_naive", "amp", "amp_bf16", *slow("fp32", "bf16_master")])
+def test_a_model_of_ones_own(device, tmp_path, mode, graph):
+    (tmp_path / "own_model.py").write_text(OWN)
+    overrides = ["model=custom", "model.factory=own_model:network", "data=digits_32"]
+    overrides += ["data.batch_size=4", "optim=sgd", f"precision={mode}", "train.steps=10"]
+    found = device.ask(
+        "run",
+        folder=str(tmp_path / "run"),
+        overrides=[*overrides, f"train.cuda_graph={graph}"],
+        path=str(tmp_path),
+    )
+    assert_sound(found)
+    execution = found["record"]["execution"]["cuda_graph"]
+    assert (execution == "on") == (graph == "on")
