@@ -6,11 +6,15 @@ before the first step. And optimizers without a fused kernel know no found_inf, 
 taken back on the device where it must not count.
 """
 
+import functools
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
+
+_FUSED = {"sgd": SGD, "adam": Adam, "adamw": AdamW, "adagrad": Adagrad}
 
 
 def initialise_state(optimizer: Optimizer) -> None:
@@ -77,14 +81,25 @@ def step_unless(optimizer: Optimizer, found_inf: Tensor) -> None:
         tensor.copy_(torch.where(skipped, old, tensor))
 
 
+@functools.cache
 def has_fused_kernel(kind: str, device: torch.device) -> bool:
     """Whether this torch has a fused kernel of "sgd", "adam", "adamw" or "adagrad" on `device`.
 
-    Fused Adagrad on CUDA is younger than the oldest torch that mprun supports.
+    Found by a step of one element, once in a process: torch 2.11 has the kernel of Adagrad on CUDA
+    and an optimizer that refuses to call it. Without a CUDA device (a roofline is counted there)
+    it is what torch was built with.
     """
-    key = {"cuda": "CUDA", "cpu": "CPU"}.get(device.type)
-    operator = f"aten::_fused_{kind}_"
-    return key is not None and torch._C._dispatch_has_kernel_for_dispatch_key(operator, key)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        operator = f"aten::_fused_{kind}_"
+        return torch._C._dispatch_has_kernel_for_dispatch_key(operator, "CUDA")
+    try:
+        with _disable_current_modes():  # a real step, also within what traces or counts
+            weight = torch.zeros(1, device=device, requires_grad=True)
+            weight.grad = torch.zeros_like(weight)
+            _FUSED[kind]([weight], lr=0.0, fused=True).step()
+    except (RuntimeError, NotImplementedError, TypeError):
+        return False
+    return True
 
 
 def _tensors(optimizer: Optimizer) -> Iterable[Tensor]:
