@@ -223,7 +223,8 @@ class KernelUpdate:
         if found_inf is None or steps[0].device != found_inf.device:
             torch._foreach_add_(steps, 1)
         else:
-            torch._foreach_add_(steps, 1 - found_inf)
+            # A list: one tensor for all of them would be read on the host, as a number.
+            torch._foreach_add_(steps, [1 - found_inf] * len(steps))
 
     def _rate(self, group: dict) -> Tensor:
         """The learning rate on the device, float32, 0-dim."""
