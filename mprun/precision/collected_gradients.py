@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mprun.precision.gradient_lists import by_dtype, largest
+from mprun.precision.gradient_lists import by_dtype, check_and_unscale, largest
 from mprun.precision.loss_scale import LossScale
 from mprun.precision.row_updates import RowUpdate
 
@@ -70,14 +70,14 @@ class CollectedGradients:
         if scale.skips_nonfinite:
             inverse = scale.inverse()
             for group in by_dtype(new):
-                torch._amp_foreach_non_finite_check_and_unscale_(group, found_inf, inverse)
+                check_and_unscale(group, found_inf, inverse)
             if scale.needs_grad_max:
                 grad_max = largest(new) if by_dtype(new) else torch.zeros_like(found_inf)
         multiplied = self._multiply_rows(new)
         if scale.skips_nonfinite:
             # A factor can take a 16-bit gradient beyond its format.
             for group in by_dtype(multiplied):
-                torch._amp_foreach_non_finite_check_and_unscale_(group, found_inf, self._one)
+                check_and_unscale(group, found_inf, self._one)
             torch.maximum(self.found_inf, found_inf, out=self.found_inf)
         for index, gradient in enumerate(new):
             if gradient is None:

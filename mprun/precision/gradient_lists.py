@@ -24,6 +24,20 @@ def by_dtype(tensors: Iterable[Tensor | None]) -> list[list[Tensor]]:
     return list(groups.values())
 
 
+def check_and_unscale(tensors: list[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
+    """Multiply by `inverse` in place, rounded once; set `found_inf` where a value is not finite.
+
+    tensors: of one dtype. found_inf, inverse: float32, 0-dim. Torch's kernel takes no BF16 on CUDA
+    (NotImplementedError in torch 2.15): there it works on FP32 copies, which all live at once.
+    """
+    if tensors[0].dtype is torch.bfloat16 and tensors[0].is_cuda:
+        wide = [tensor.float() for tensor in tensors]
+        torch._amp_foreach_non_finite_check_and_unscale_(wide, found_inf, inverse)
+        torch._foreach_copy_(tensors, wide)
+    else:
+        torch._amp_foreach_non_finite_check_and_unscale_(tensors, found_inf, inverse)
+
+
 def largest(tensors: Iterable[Tensor | None]) -> Tensor:
     """Largest magnitude of all, float32, 0-dim."""
     groups = by_dtype(tensors)
