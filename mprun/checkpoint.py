@@ -8,12 +8,10 @@ is on the disk; the hash finds accidents, not attackers.
 import hashlib
 import json
 import os
-import random
 import re
 import shutil
 from pathlib import Path
 
-import numpy
 import torch
 
 from mprun.errors import BadInput, Damaged, Resource
@@ -66,30 +64,6 @@ def load_newest(folder: Path, map_location: torch.device) -> tuple[int, dict, li
     if warnings:
         raise Damaged(f"{folder}: no whole checkpoint left ({'; '.join(warnings)})")
     raise BadInput(f"resume={folder.parent}: has no checkpoint (train.checkpoint_every was 0)")
-
-
-def random_states(device: torch.device) -> dict:
-    """The states of every global random generator, as tensors and plain values."""
-    name, keys, position, has_gauss, cached = numpy.random.get_state()
-    states = {
-        "python": random.getstate(),
-        "numpy": (name, torch.from_numpy(keys.astype("int64")), position, has_gauss, cached),
-        "torch": torch.get_rng_state(),
-    }
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
-    return states
-
-
-def restore_random_states(states: dict, device: torch.device) -> None:
-    """Put all generators back; to be called last, after everything that may draw."""
-    version, internal, gauss = states["python"]
-    random.setstate((version, tuple(internal), gauss))
-    name, keys, position, has_gauss, cached = states["numpy"]
-    numpy.random.set_state((name, keys.numpy().astype("uint32"), position, has_gauss, cached))
-    torch.set_rng_state(states["torch"].cpu())
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(states["cuda"].cpu(), device)
 
 
 def _found(folder: Path) -> list[tuple[int, Path]]:

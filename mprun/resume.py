@@ -14,6 +14,7 @@ from mprun.config.overrides import parse_overrides
 from mprun.data.errors import DamagedData
 from mprun.errors import BadInput, Damaged
 from mprun.numerics.probe_record import drop_later_probes
+from mprun.random_states import restore_random_states
 from mprun.record.metrics import truncate_metrics
 from mprun.record.run_directory import (
     NOT_HASHED_DATA,
@@ -91,7 +92,7 @@ def resume(composed_overrides: tuple[str, ...], path: str, config_dir: str | Non
                 f"{config.optim.schedule} keeps its length ({record['steps']})"
             )
         record["config_hash"] = config_hash(plain)
-        checkpoint.restore_random_states(state["random"], device)
+        restore_random_states(state["random"], device)
         truncate_metrics(directory / "metrics.jsonl", step)
         drop_later_grids(directory, step)
         drop_later_probes(directory, step)

@@ -21,6 +21,7 @@ from mprun.errors import INTERRUPTED, STATUS_EXIT_CODE, BadInput, MprunError, Re
 from mprun.interruption import Interruption
 from mprun.numerics.selection import chosen_modules
 from mprun.precision import pin_math_flags
+from mprun.precision.recurrent import restore_dropout_state
 from mprun.record.data_notes import closed_afterwards, data_bound, replaced, replaced_line
 from mprun.record.environment import effective_dtypes, environment, flags, updates
 from mprun.record.metrics import TensorBoardView
@@ -86,6 +87,8 @@ def prepare(config: RunConfig, device: torch.device, threads: int | None) -> Bui
     random.seed(config.seed)
     numpy.random.seed(config.seed % 2**32)
     torch.manual_seed(config.seed)
+    if device.type == "cuda":
+        restore_dropout_state(None, device)
     # torch says that its CPU library has no LSTM with projection; ours is emulated or slower.
     warnings.filterwarnings("ignore", message="LSTM with projections")
     with _memory_as_resource():

@@ -19,6 +19,7 @@ from mprun.interruption import Interruption
 from mprun.numerics.failure import FailureKeeper, forget_failure, report_failure
 from mprun.numerics.operations import FirstStep
 from mprun.numerics.probing import Probing
+from mprun.random_states import random_states
 from mprun.record import memory
 from mprun.record.heartbeat import Heartbeat
 from mprun.recorder import Recorder
@@ -68,7 +69,7 @@ def train(
             "task": task.state_dict(),
             "step": step,
             "skipped": trace.host_skipped,
-            "random": checkpoint.random_states(device),
+            "random": random_states(device),
         }
         checkpoint.save(directory / "checkpoints", step, state, every.keep_checkpoints)
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from mprun import checkpoint
 from mprun.build.factories import is_out_of_memory
 from mprun.data.source import Source
 from mprun.errors import BadInput, MprunError, raised
 from mprun.precision import Arithmetic, PrecisionPolicy, cast_model, ieee_fp32
 from mprun.precision.module_patterns import those_that_match
+from mprun.random_states import random_states, restore_random_states
 
 _FEW = 2  # samples, and time steps
 
@@ -145,11 +145,11 @@ class Trial:
 
 @contextmanager
 def _random_states_kept(device: torch.device):
-    before = checkpoint.random_states(device)
+    before = random_states(device)
     try:
         yield
     finally:
-        checkpoint.restore_random_states(before, device)
+        restore_random_states(before, device)
 
 
 def _shape(value: object) -> str:

@@ -9,6 +9,7 @@ from mprun.errors import BadInput, Damaged
 from mprun.numerics.failure import FailureKeeper, failure_folder, report_failure
 from mprun.numerics.post_mortem import LAST, read_post_mortem
 from mprun.numerics.replay import all_finite, weights
+from mprun.random_states import restore_random_states
 from mprun.record.metrics import read_metrics
 
 CPU = torch.device("cpu")
@@ -39,7 +40,7 @@ def _train_again(directory: Path, record: dict, plain: dict, build) -> None:
         built.task.load_state_dict(state["task"])
         skipped = state["skipped"]
         if step < last and all_finite(weights(built.task).values()):
-            checkpoint.restore_random_states(state["random"], built.device)
+            restore_random_states(state["random"], built.device)
         else:
             built, step, skipped = build(plain), 0, 0
     keeper = FailureKeeper(built)

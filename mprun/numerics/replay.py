@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_flatten_with_path
 
-from mprun import checkpoint
 from mprun.precision.gradient_lists import largest
+from mprun.random_states import random_states, restore_random_states
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ def resume_from(built, kept: dict) -> Steps:
     random = kept["random"]
     if built.device.type == "cuda" and "cuda" not in random:
         random = random | {"cuda": torch.cuda.get_rng_state(built.device)}
-    checkpoint.restore_random_states(random, built.device)
+    restore_random_states(random, built.device)
     return Steps(built, kept["step"], kept["skipped"])
 
 
@@ -233,7 +233,7 @@ class Snapshot:
         else:
             old, self._state = [], {}  # freed before the new copy takes memory
             self._state = form.unflatten([_cloned(leaf) for leaf in new])
-        self._random = checkpoint.random_states(self.device)
+        self._random = random_states(self.device)
         self.step, self.skipped = step, skipped
 
     @torch.no_grad()
@@ -254,7 +254,7 @@ class Snapshot:
                 torch.where(chosen, source, target, out=target)
             else:
                 fresh[path] = _cloned(source)
-        random = checkpoint.random_states(self.device)
+        random = random_states(self.device)
         self._candidate = _Candidate(step, random, form, [path for path, _ in new], fresh)
 
     def settle(self, chosen: bool, skipped: int) -> None:
@@ -270,7 +270,7 @@ class Snapshot:
     def restore(self) -> None:
         """Put the task and the random generators back to where they were."""
         self.task.load_state_dict(self._state)
-        checkpoint.restore_random_states(self._random, self.device)
+        restore_random_states(self._random, self.device)
 
     def content(self) -> dict:
         """In the form of a checkpoint; its tensors are those that the next `take` overwrites."""

@@ -24,6 +24,7 @@ from mprun.precision import (
     get_policy,
     ieee_fp32,
 )
+from mprun.random_states import random_states, restore_random_states
 from mprun.tasks import GAN, LanguageModel, Learner
 
 # Before these names of metrics stands which learner of a GAN they are of.
@@ -50,7 +51,7 @@ class Shadow:
         self.sums: dict[tuple[str, str], Tensor] = {}
 
     def __enter__(self) -> "Shadow":
-        self.random = _random_states(self.device)
+        self.random = random_states(self.device)
         # Copies of the weights and of the carried state as they are before the step.
         self.twin = _twin(self.task, self.device)
         return self
@@ -66,10 +67,13 @@ class Shadow:
 
         index: the one the task's own step had; metrics: what that returned.
         """
-        cuda = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(cuda), ieee_fp32():
-            _restore_random_states(self.random, self.device)
-            loss = self.twin.train_step(index)["loss"]
+        afterwards = random_states(self.device)
+        restore_random_states(self.random, self.device)
+        try:
+            with ieee_fp32():
+                loss = self.twin.train_step(index)["loss"]
+        finally:
+            restore_random_states(afterwards, self.device)
         for name, learner in self.twin.learners.items():
             norm = metrics.get(f"{_PREFIX.get(name, '')}grad_norm")
             clip = self.task.learners[name].optimizer.clip_norm
@@ -159,16 +163,3 @@ def _twin(task, device: torch.device):
     if isinstance(task, LanguageModel) and task.hidden is not None:
         twin.hidden = tuple(part.detach().float() for part in task.hidden)
     return twin
-
-
-def _random_states(device: torch.device) -> dict[str, Tensor]:
-    states = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
-    return states
-
-
-def _restore_random_states(states: dict[str, Tensor], device: torch.device) -> None:
-    torch.set_rng_state(states["cpu"])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(states["cuda"], device)

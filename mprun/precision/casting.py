@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map
 
 from mprun.precision.module_patterns import matching_modules
 from mprun.precision.policy import PrecisionPolicy
+from mprun.precision.recurrent import own_recurrent
 from mprun.precision.row_updates import row_tables
 
 # _NormBase: batch and instance norm of every dimension.
@@ -61,6 +62,7 @@ def cast_model(
             module.row_dtype = dtype
         if name not in tables or policy.master_dtype is None:
             _cast_own_tensors(module, dtype)
+    own_recurrent(model)
     for name, module in model.named_modules():
         if getattr(module, "computes_in_fp32", False):
             continue  # whatever is around it, and its results are losses
@@ -129,7 +131,7 @@ def fp32_copy(
         for name, tensor in model.state_dict().items():
             if _parent(name) not in shared:
                 tensor.copy_(source[name])
-    return model
+    return own_recurrent(model)
 
 
 def _own_tensors(module: nn.Module) -> list[Tensor]:

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from mprun.precision.policy import PrecisionPolicy
+from mprun.precision.recurrent import own_recurrent
 
 
 def why_unsupported(
@@ -35,14 +36,14 @@ def why_no_lstm(
 ) -> str | None:
     """The reason why torch's own LSTM on `device` does not compute in the policy's dtype, or None.
 
-    Found by running a tiny one: a CPU lacks the float16 layer under autocast, and cuDNN's layer
-    under bfloat16 autocast may be cast to float16.
+    Found by running a tiny one, as a model would: a CPU lacks the float16 layer under autocast.
     """
     wanted = policy.half_dtype
     if wanted is None:
         return None
     with torch.random.fork_rng(devices=[]):  # the random state belongs to the model
         lstm = nn.LSTM(8, 8, proj_size=4 if projected else 0).to(device, policy.param_dtype)
+    own_recurrent(lstm)
     inputs = torch.zeros(2, 8, 8, device=device, dtype=policy.param_dtype)
     autocast = policy.autocast_dtype is not None
     try:

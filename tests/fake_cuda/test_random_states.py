@@ -5,8 +5,8 @@ from .test_runtime import script
 
 STACKED = MODELS["lstm_lm, 2 layers, dropout"]
 BUILT = f"""
-from mprun import checkpoint
 from mprun.config.compose import compose_config
+from mprun.random_states import random_states, restore_random_states
 from mprun.run import prepare
 overrides = {[*STACKED, "precision=amp", "train.cuda_graph=off"]!r}
 device = torch.device("cuda", 0)
@@ -26,9 +26,9 @@ def test_going_back_waits_for_nothing_and_draws_nothing(device, tmp_path):
         BUILT
         + """
 used = [step(0), step(1)]
-states = checkpoint.random_states(device)
+states = random_states(device)
 torch.cuda.set_sync_debug_mode("error")
-checkpoint.restore_random_states(states, device)
+restore_random_states(states, device)
 used.append(step(2))
 return {"used": used}
 """,
@@ -49,9 +49,9 @@ from mprun.precision import recurrent
 step(0)
 [state] = recurrent._dropout_states.values()
 state.fill_(0), state[:3].copy_(torch.tensor([1, 2, 3], dtype=torch.uint8))
-saved, address = checkpoint.random_states(device), state.data_ptr()
+saved, address = random_states(device), state.data_ptr()
 state[:3].copy_(torch.tensor([7, 7, 7], dtype=torch.uint8))
-checkpoint.restore_random_states(saved, device)
+restore_random_states(saved, device)
 [again] = recurrent._dropout_states.values()
 return {"values": again[:3].tolist(), "same": again.data_ptr() == address}
 """,
