@@ -19,6 +19,7 @@ from mprun.config.compose import Composed
 from mprun.config.schema import RunConfig
 from mprun.errors import INTERRUPTED, STATUS_EXIT_CODE, BadInput, MprunError, Resource
 from mprun.interruption import Interruption
+from mprun.numerics.replay import Snapshot
 from mprun.numerics.selection import chosen_modules
 from mprun.precision import pin_math_flags
 from mprun.precision.recurrent import restore_dropout_state
@@ -43,6 +44,8 @@ def start(composed: Composed) -> int:
     device = resolve_device(config.device)
     built = prepare(config, device, config.threads)
     _look_at_data(built)
+    if config.deterministic and device.type == "cuda":
+        _look_for_nondeterminism(built)
     plain = composed.as_dict()
     if config.output_dir is not None:
         directory = claim_exactly(Path(config.output_dir))
@@ -71,6 +74,27 @@ def _look_at_data(built: Built) -> None:
         except BaseException:
             built.data.close()
             raise
+
+
+def _look_for_nondeterminism(built: Built) -> None:
+    """Take a step and take it back: which kernels are not deterministic is known to them alone.
+
+    Before anything is written. Costs a step, and for its time the memory of a second state.
+    """
+    before = Snapshot(built.task, built.device)
+    before.take(0, 0)
+    try:
+        with built.stepper.on_stream():
+            built.task.train_step(0)
+    except RuntimeError as error:
+        if "deterministic" in str(error):
+            raise BadInput(_nondeterministic(error)) from error
+        raise
+    before.restore()
+
+
+def _nondeterministic(error: BaseException) -> str:
+    return f"deterministic=true: {str(error).partition(', but you set')[0]}"
 
 
 def prepare(config: RunConfig, device: torch.device, threads: int | None) -> Built:
@@ -154,8 +178,7 @@ def attempt(
         _tell(replaced_line(record["data"]))
         print(f"run: {directory}")
         if config.deterministic and "deterministic" in str(error):
-            line = str(error).splitlines()[0]
-            raise BadInput(f"deterministic=true: {line}") from error
+            raise BadInput(_nondeterministic(error)) from error
         if isinstance(error, OSError):
             raise Resource(f"{error.strerror or error} ({error.filename or directory})") from error
         with _memory_as_resource():

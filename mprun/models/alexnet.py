@@ -19,7 +19,20 @@ def alexnet(num_classes: int = 1000, dropout: float = 0.5) -> nn.Module:
     # GAN should not pay for.
     from torchvision.models import alexnet as torchvision_alexnet
 
-    return torchvision_alexnet(weights=None, num_classes=num_classes, dropout=dropout)
+    model = torchvision_alexnet(weights=None, num_classes=num_classes, dropout=dropout)
+    model.avgpool = _Pool((6, 6))
+    return model
+
+
+class _Pool(nn.AdaptiveAvgPool2d):
+    """Means over a map of that size already, as 224 px give it, are the map itself.
+
+    So nothing is launched for them, and `deterministic=true` is possible: the gradient of the real
+    pooling has no deterministic kernel on CUDA.
+    """
+
+    def forward(self, maps: Tensor) -> Tensor:
+        return maps if tuple(maps.shape[-2:]) == self.output_size else super().forward(maps)
 
 
 class AlexNet2012(nn.Module):

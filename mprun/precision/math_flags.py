@@ -50,6 +50,8 @@ def pin_math_flags(
     if deterministic != torch.are_deterministic_algorithms_enabled():
         # Not called for nothing: its first call imports torch's compiler, which takes a second.
         torch.use_deterministic_algorithms(deterministic)
+        # It would launch a kernel for every new tensor; nothing here reads what it has not written.
+        torch.utils.deterministic.fill_uninitialized_memory = False
 
 
 @contextmanager

@@ -133,7 +133,10 @@ def test_alexnet(mode, reference, size):
     assert gigaflops(found) == GIVEN(4.15, rel=0.004)
     rows = without_update(found.rows, NOT_IN_REFERENCE)
     assert rate(found, rows) == GIVEN(reference, rel=0.015)
-    assert megabytes(found, rows) == GIVEN(size, rel=0.02)
+    # The reference reads and writes 9,216 values in the pooling that 224 px do not need, and again
+    # in its backward pass.
+    pooling = 4 * 9216 * (2 if mode == "fp16_master" else 4) / 1e6
+    assert megabytes(found, rows) == GIVEN(size - pooling, rel=0.02)
 
 
 def test_alexnet_2012_by_hand_where_the_reference_counts_groups_twice():
