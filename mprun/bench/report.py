@@ -116,6 +116,8 @@ def _notes(row: dict) -> str:
         notes.append("loss not finite")
     if row["reason"]:
         notes.append(row["reason"])
+    if "no_ratio" in row["summary"]:
+        notes.append(row["summary"]["no_ratio"])
     return "; ".join(notes)
 
 

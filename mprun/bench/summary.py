@@ -7,6 +7,7 @@ from dataclasses import asdict
 
 from mprun.bench.registry import AMP, NEAREST_MODE, OWN
 from mprun.bench.statistics import Ratio, paired_ratio, spread, unpaired_ratio
+from mprun.execution.host_bound import DEVICE_LIMITS
 
 REFERENCES = ("fp32", "tf32")
 
@@ -14,7 +15,8 @@ REFERENCES = ("fp32", "tf32")
 def summarise(rows: list[dict]) -> None:
     """Put "summary" into each row; None where nothing of it was timed.
 
-    rate: samples/s, median, quartiles, n. ratios: to the same contender in "fp32" and "tf32"; of
+    rate: samples/s, median, quartiles, n. ratios: to the same contender in "fp32" and "tf32" (but
+    where one of the two replays a graph that the other's update cannot have: see "no_ratio"); of
     mprun's own to "best_peer" of the same model and mode, with its name as "peer" (and its mode,
     where no other tool has this one and the nearest is taken), and in modes of 16 bits to "recipe",
     the torch.amp recipe as documented. A ratio pairs windows of the same
@@ -60,8 +62,12 @@ def _summary(row: dict, timed: dict) -> dict:
     found = {"rate": asdict(spread(own_rates)), "ratios": {}}
     for mode in REFERENCES:
         other = timed.get(_place(row, mode=mode))
-        if other is not None and mode != case["mode"]:
+        if other is None or mode == case["mode"]:
+            continue
+        if _executed_alike(row, other):
             found["ratios"][mode] = asdict(ratio(row, other))
+        else:
+            found["no_ratio"] = f"no ratio to {mode}: one is replayed, the other cannot be"
     if case["contender"] in OWN and not case["real_data"]:
         peers = _peers_of(case, timed)
         if peers:
@@ -82,6 +88,20 @@ def _summary(row: dict, timed: dict) -> dict:
     found["host_us"] = None if "host_s" not in details else 1e6 * details["host_s"]
     found["data_wait"] = _data_wait(row)
     return found
+
+
+def _executed_alike(row: dict, other: dict) -> bool:
+    """False where one of two rows of mprun replays a graph that the other's update cannot have.
+
+    Then their ratio would be that of two ways of execution. (A row that stays eager because its
+    device is the limit would gain nothing from a graph.)
+    """
+    facts = [one["facts"].get("prepare", {}) for one in (row, other)]
+    if len({bool(fact.get("replays")) for fact in facts}) == 1:
+        return True
+    [eager] = [fact for fact in facts if not fact.get("replays")]
+    reason = str(eager.get("settings", {}).get("cuda_graph"))
+    return not reason.startswith("off: ") or reason.startswith(f"off: {DEVICE_LIMITS}")
 
 
 def _against_fp32(row: dict, timed: dict) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mprun.errors import BadInput
 from mprun.execution.cuda_recorder import CannotCapture
-from mprun.execution.host_bound import HostBound, pays
+from mprun.execution.host_bound import DEVICE_LIMITS, HostBound, pays
 from mprun.execution.static_inputs import CarriedState, StaticBatches, is_fresh
 from mprun.tasks import LanguageModel
 
@@ -101,9 +101,7 @@ class GraphedStep:
         if pays(host, device):
             self.clock = None
             return True
-        self.off = (
-            f"the device is the limit, {device:.3g} ms a step of which the host needs {host:.3g}"
-        )
+        self.off = f"{DEVICE_LIMITS}, {device:.3g} ms a step of which the host needs {host:.3g}"
         return False
 
     def _replayed(self, batches: Sequence[tuple], measure: bool) -> dict[str, Tensor] | None:

@@ -87,6 +87,28 @@ def test_ratios_pair_windows_of_one_round():
     assert "fp32" not in rows[0]["summary"]["ratios"]
 
 
+@pytest.mark.parametrize(
+    ("reason", "compared"),
+    [
+        ("off: Adam without a fused kernel counts its steps on the host", False),
+        ("off: the device is the limit, 50 ms a step of which the host needs 20", True),
+    ],
+)
+def test_a_replayed_mode_is_not_held_to_one_that_cannot_be(reason, compared):
+    """A naive 16-bit mode with Adam has no graph: its ratio would be that of eager to replayed."""
+    eager = {"first_use_s": 1.5, "replays": False, "settings": {"cuda_graph": reason}, "flags": {}}
+    graph = eager | {"replays": True, "settings": {"cuda_graph": "on"}}
+    build = {"sample": "image", "samples_per_step": 128}
+    rows = [
+        row("fp32", "mprun", [9000.0] * 3, facts={"build": build, "prepare": graph}),
+        row("fp16_naive", "mprun", [5000.0] * 3, facts={"build": build, "prepare": eager}),
+    ]
+    text = markdown(bench(rows))
+    assert ("fp32" in rows[1]["summary"]["ratios"]) == compared
+    (line,) = lines_of(text, "| fp16_naive", "images/s")
+    assert ("no ratio to fp32: one is replayed, the other cannot be" in line) != compared
+
+
 def test_a_mode_that_no_peer_has_is_held_to_the_nearest_one():
     rows = [row("fp16_master_scaled", "mprun", [4400.0]), row("amp", "amp+", [4000.0])]
     summarise(rows)
