@@ -168,7 +168,8 @@ def train(
     outcome.peak = memory.higher(outcome.peak, device)
     if keeper is not None and device.type == "cuda":
         # What a mode needs, not what is kept beside it.
-        outcome.peak = outcome.peak | {"peak_bytes": outcome.peak["peak_bytes"] - keeper.bytes}
+        kept = {key: outcome.peak[key] - keeper.bytes for key in memory.OF_CUDA}
+        outcome.peak = outcome.peak | kept
     outcome.samples_per_s, outcome.windows = recorder.throughput()
     outcome.data_wait = recorder.data_wait()
     if outcome.status == "diverged":

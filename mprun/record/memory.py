@@ -6,6 +6,8 @@ import sys
 import torch
 from torch import Tensor
 
+OF_CUDA = ("peak_bytes", "reserved_bytes")  # what `peak` measures there
+
 
 class SavedForBackward(torch.autograd.graph.saved_tensors_hooks):
     """Counts the bytes that autograd keeps between forward and backward, inside the block.
@@ -123,17 +125,24 @@ def higher(before: dict, device: torch.device) -> dict:
         return peak(device)
     if device.type != "cuda":
         return before
-    return max(before, peak(device), key=lambda value: value["peak_bytes"])
+    now = peak(device)
+    return now | {key: max(before[key], now[key]) for key in OF_CUDA}
 
 
 def peak(device: torch.device) -> dict[str, int | str]:
     """Peak bytes and what they measure.
 
-    CUDA: the allocator's maximum. CPU: the resident set of the whole process, which includes
-    Python and torch (some 300 to 500 MB) and the emulation's temporary FP32 copies.
+    CUDA: the allocator's maximum of what tensors held. A captured graph's own tensors count while
+    it is captured and not in its replays, which allocate nothing; reserved_bytes, what the
+    allocator took from the device, has them always. CPU: the resident set of the whole process,
+    which includes Python and torch (some 300 to 500 MB) and the emulation's temporary FP32 copies.
     """
     if device.type == "cuda":
-        return {"peak_bytes": torch.cuda.max_memory_allocated(device), "measure": "CUDA allocated"}
+        return {
+            "peak_bytes": torch.cuda.max_memory_allocated(device),
+            "reserved_bytes": torch.cuda.max_memory_reserved(device),
+            "measure": "CUDA allocated",
+        }
     kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     unit = 1 if sys.platform == "darwin" else 1024
     return {"peak_bytes": kib * unit, "measure": "process resident set"}
