@@ -87,7 +87,9 @@ class Probe:
             if tensor.requires_grad:
                 tensor.register_hook(hook)
 
-    def _on_gradient(self, key: tuple[str, str, str], gradient: Tensor) -> None:
+    def _on_gradient(self, key: tuple[str, str, str], gradient: Tensor | None) -> None:
+        if gradient is None:  # of a result that is not used, beside others of one operation
+            return
         with _plainly():
             self.tally.add(key, gradient)
 
