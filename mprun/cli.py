@@ -24,7 +24,7 @@ VERBS = {
         "what every loss scaler would have done on a run's overflows",
     ),
     "bench": ("mprun.bench.command", "speed, memory and energy per mode; share of the limit"),
-    "doctor": ("mprun.doctor", "the machine: devices, kernels, flags, what will be emulated"),
+    "doctor": ("mprun.doctor", "the machine: devices, kernels, graphs, modes (--json)"),
 }
 # Options with a value, by every spelling.
 _WITH_VALUE = {

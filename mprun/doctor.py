@@ -1,166 +1,179 @@
-"""`mprun doctor`: what this machine is, and what each precision mode means on it."""
+"""`mprun doctor`: what this machine is, and what each precision mode means on it.
 
-import os
+Imports torch only to answer, so that help and bad input do not wait for it.
+"""
+
+import json
 import textwrap
-import warnings
 
 from mprun.errors import DONE, BadInput
 
+# Of --json, in this order and on every machine; "works" is null for what was not tested.
+KEYS = {
+    "device": 'what device=auto takes: "cuda:0" or "cpu"',
+    "why_no_gpu": "why torch can use none; null: it can",
+    "machine": "cpu, cpu_count, threads, platform, python, packages (versions), mprun, "
+    "commit, dirty (local changes), memory_bytes",
+    "gpus": "a list: index, name, compute_capability, multiprocessors, total_bytes, free_bytes, "
+    "why (it cannot be read)",
+    "kernels": "cpu: capability, onednn, units_16_bit; cuda (null without a GPU): version, "
+    "driver, cudnn, tf32, bf16",
+    "fused_updates": "by optimizer, torch's update in one kernel: works, why (not)",
+    "single_pass": "by optimizer, whether mprun's CUDA kernels for the update compiled and "
+    "passed their self-test: works, why (not)",
+    "cuda_graph": "whether a captured training step replays as the eager one: works, why (not)",
+    "nvml": "works, why (not); energy_mj (since the driver was loaded), power_w, sm_clock_mhz, "
+    "temperature_c, process_bytes (of this process); missing: why, by reading",
+    "modes": "by mode: verdict (honoured, emulated, refused), reason (how, or why)",
+    "emulated_operations": "which operations of 16-bit modes a CPU computes in FP32",
+    "flags": "by name: pinned (what a run sets, here that of fp32), stock (torch by itself)",
+}
+_HELP = """\
+usage: mprun doctor [--json]
+
+What this machine is, and what each precision mode means on it. On a GPU the
+kernels of the update are compiled and compared with torch's, and a training
+step is captured as a CUDA graph: seconds, the first time more.
+Exit code 0, whatever is found; 2 for an argument that there is not.
+
+  --json   one JSON object instead of the page; "works": null is not tested
+"""
 # Measured; see mprun.precision.emulation.
 _WHY_EMULATED = (
-    "native CPU kernels add some gradients up in 16 bits and, in FP16, take 10 to 60 times as\n"
-    "long (cpu_half=native selects them)"
+    "native CPU kernels add some gradients up in 16 bits and, in FP16, take 10 to 60 times "
+    "as long (cpu_half=native selects them)"
 )
+_WIDTH = 80
 
 
 def main(arguments: list[str]) -> int:
-    """Print devices, kernels, flags and what happens to each mode here; always exit code 0."""
-    if arguments in (["-h"], ["--help"]):
-        print(f"usage: mprun doctor\n\n{__doc__}")
+    """Print devices, kernels, flags and what happens to each mode here; always exit code 0.
+
+    Raises BadInput for an argument that there is not.
+    """
+    if "-h" in arguments or "--help" in arguments:
+        print(_HELP + "\n".join(_wrapped(f"    {key:<20}", text) for key, text in KEYS.items()))
         return DONE
-    if arguments:
-        raise BadInput(f"doctor {arguments[0]}: takes no arguments")
+    for argument in arguments:
+        if argument != "--json":
+            raise BadInput(f"doctor {argument}: unknown argument (allowed: --json, --help)")
+    from mprun.machine import machine_facts
 
-    import torch
-
-    from mprun.precision import pin_math_flags
-    from mprun.record.environment import environment, flags
-
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    stock = flags()
-    pin_math_flags("ieee")
-    for name, text in (*_machine(environment(device)), *_kernels(device)):
-        print(f"{name:<14}{text}")
-    print("\nmode                 on this machine")
-    for mode, verdict, reason in modes(device):
-        print(f"{mode:<20} {verdict:<9} {reason}")
-    if device.type == "cpu":
-        names = textwrap.fill(
-            ", ".join(_emulated_operations()), 98, initial_indent="  ", subsequent_indent="  "
-        )
-        print(f"\nemulated, because {_WHY_EMULATED}:\n{names}")
-    print("\nflags that a run pins (here: fp32)")
-    for name, value in flags().items():
-        before = "" if stock[name] == value else f"   (torch left to itself: {stock[name]})"
-        print(f"  {name} = {value}{before}")
+    facts = machine_facts()
+    print(json.dumps(facts, indent=1, allow_nan=False) if arguments else page(facts))
     return DONE
 
 
-def modes(device) -> list[tuple[str, str, str]]:
-    """(mode, "honoured" | "emulated" | "refused", how or why) for every mode on `device`."""
-    from mprun.precision import MODES, get_policy, why_unsupported
-
-    rows = []
-    for name in MODES:
-        policy = get_policy(name)
-        refusal = why_unsupported(policy, device)
-        if refusal is not None:
-            rows.append((name, "refused", refusal))
-        elif policy.half_dtype is None:
-            how = "TF32 products, FP32 sums" if policy.fp32_math == "tf32" else "FP32 products"
-            rows.append((name, "honoured", how))
-        elif device.type == "cpu":
-            rows.append((name, "emulated", _on_a_cpu(policy, device)))
-        else:
-            rows.append((name, "honoured", _on_a_gpu(policy, device)))
-    return rows
+def page(facts: dict) -> str:
+    """The facts of `mprun.machine.machine_facts`, for a terminal of 80 columns."""
+    lines = [_wrapped(f"{name:<14}", text) for name, text in _rows(facts)]
+    lines += ["", f"{'mode':<20} on this machine"]
+    for name, mode in facts["modes"].items():
+        lines.append(_wrapped(f"{name:<20} {mode['verdict']:<9} ", mode["reason"]))
+    if facts["emulated_operations"]:
+        lines += ["", _wrapped("", f"emulated, because {_WHY_EMULATED}:")]
+        lines.append(_wrapped("  ", ", ".join(facts["emulated_operations"])))
+    lines += ["", "flags that a run pins (here: fp32), and torch by itself where it differs"]
+    for name, flag in facts["flags"].items():
+        differs = flag["stock"] != flag["pinned"]
+        lines.append(f"  {name} = {flag['pinned']}{_stock(flag) if differs else ''}")
+    return "\n".join(lines)
 
 
-def _on_a_cpu(policy, device) -> str:
-    from mprun.precision import Arithmetic
-
-    text = f"{Arithmetic(policy, device).kind()} products: FP32 sums, rounded once on store"
-    return text + ("; cpu_half=native has no LSTM here" if _no_lstm(policy, device) else "")
+def _stock(flag: dict) -> str:
+    return f"   (torch: {flag['stock']})"
 
 
-def _on_a_gpu(policy, device) -> str:
-    import torch
-
-    from mprun.precision import DTYPE_NAMES
-
-    # Tensor Cores came with compute capability 7.0 (NVIDIA Volta).
-    cores = torch.cuda.get_device_capability(device) >= (7, 0)
-    where = "on Tensor Cores" if cores else "without Tensor Cores (compute capability below 7.0)"
-    text = f"native-{DTYPE_NAMES[policy.half_dtype]} products {where}, FP32 sums"
-    missing = _no_lstm(policy, device)
-    return text + (f"; model=lstm_lm refused: {missing}" if missing else "")
-
-
-def _no_lstm(policy, device) -> str | None:
-    from mprun.precision import why_no_lstm
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return why_no_lstm(policy, device)
-
-
-def _machine(facts: dict) -> list[tuple[str, str]]:
-    import torch
-
-    rows = []
-    for index in range(torch.cuda.device_count()):
-        gpu = torch.cuda.get_device_properties(index)
-        rows.append(
-            (
-                f"GPU {index}",
-                f"{gpu.name}, compute capability {gpu.major}.{gpu.minor}, "
-                f"{gpu.multi_processor_count} multiprocessors, {gpu.total_memory / 2**30:.0f} GiB",
-            )
-        )
-    if not rows:
-        built = torch.version.cuda or torch.version.hip
-        why = f"torch is built for CUDA {built}" if built else "torch is built without CUDA"
-        rows.append(("device", f"no GPU that torch can use ({why})"))
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-    cores, threads = facts["cpu_count"], facts["threads"]
-    rows.append(("CPU", f"{facts['cpu']}, {cores} cores, {threads} threads, {memory:.0f} GiB"))
-    versions = ", ".join(f"{name} {version}" for name, version in facts["packages"].items())
-    rows.append(("versions", f"python {facts['python']}, {versions}"))
-    commit = f"commit {facts['commit']}" if facts["commit"] else "installed"
-    changes = " with local changes" if facts["dirty"] else ""
-    rows.append(("mprun", f"{facts['mprun']}, {commit}{changes}"))
-    return rows
+def _rows(facts: dict) -> list[tuple[str, str]]:
+    machine, cpu = facts["machine"], facts["kernels"]["cpu"]
+    rows = [(f"GPU {gpu['index']}", _gpu(gpu)) for gpu in facts["gpus"]]
+    if facts["why_no_gpu"] is not None:
+        rows.append(("device", f"no GPU that torch can use ({facts['why_no_gpu']})"))
+    cores, threads = machine["cpu_count"], machine["threads"]
+    memory = _gib(machine["memory_bytes"])
+    rows.append(("CPU", f"{machine['cpu']}, {cores} cores, {threads} threads, {memory}"))
+    versions = ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
+    rows.append(("versions", f"python {machine['python']}, {versions}"))
+    commit = f"commit {machine['commit']}" if machine["commit"] else "installed"
+    changes = " with local changes" if machine["dirty"] else ""
+    rows.append(("mprun", f"{machine['mprun']}, {commit}{changes}"))
+    onednn = "oneDNN" if cpu["onednn"] else "no oneDNN"
+    units = ", ".join(cpu["units_16_bit"]) or "none"
+    rows.append(("CPU kernels", f"{cpu['capability']}, {onednn}, 16-bit units: {units}"))
+    if facts["kernels"]["cuda"] is not None:
+        rows.append(("CUDA", _cuda(facts["kernels"]["cuda"])))
+    return rows + _tested(facts) + [("NVML", _nvml(facts["nvml"]))]
 
 
-def _kernels(device) -> list[tuple[str, str]]:
-    """What the libraries below torch have for products and updates."""
-    import torch
-
-    from mprun.precision.inner_optimizer import has_fused_kernel
-
-    rows = []
-    if device.type == "cuda":
-        tf32 = "TF32" if torch.cuda.get_device_capability(device) >= (8, 0) else "no TF32"
-        bf16 = "BF16" if torch.cuda.is_bf16_supported() else "no BF16"
-        rows.append(
-            (
-                "CUDA",
-                f"{torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}, {tf32}, {bf16}",
-            )
-        )
-    else:
-        # Which of these torch can tell depends on its version.
-        units = {
-            "AVX-512 BF16": "_is_avx512_bf16_supported",
-            "AMX BF16": "_is_amx_tile_supported",
-            "AMX FP16": "_is_amx_fp16_supported",
-        }
-        found = [n for n, ask in units.items() if getattr(torch.cpu, ask, lambda: False)()]
-        onednn = "oneDNN" if torch.backends.mkldnn.is_available() else "no oneDNN"
-        rows.append(
-            (
-                "CPU kernels",
-                f"{torch.backends.cpu.get_cpu_capability()}, {onednn}, 16-bit units: "
-                f"{', '.join(found) or 'none'}",
-            )
-        )
-    kinds = ("sgd", "adam", "adamw", "adagrad")
-    fused = [kind for kind in kinds if has_fused_kernel(kind, device)]
-    rows.append(("fused updates", f"{', '.join(fused) or 'none'} (on {device.type})"))
-    return rows
+def _tested(facts: dict) -> list[tuple[str, str]]:
+    """The rows of fused updates, single pass and CUDA graph; the same answers share a row."""
+    graph = facts["cuda_graph"]
+    return [
+        *_by_optimizer("fused updates", facts["fused_updates"], "yes"),
+        *_by_optimizer("single pass", facts["single_pass"], "self-test passed"),
+        ("CUDA graph", _answer(graph, "a training step is captured, and replays alike")),
+    ]
 
 
-def _emulated_operations() -> list[str]:
-    from mprun.precision.emulated_products import routes
+def _by_optimizer(title: str, answers: dict, yes: str) -> list[tuple[str, str]]:
+    rules: dict[str, list[str]] = {}
+    for rule, answer in answers.items():
+        rules.setdefault(_answer(answer, yes), []).append(rule)
+    return [
+        (title if row == 0 else "", f"{', '.join(names)}: {text}")
+        for row, (text, names) in enumerate(rules.items())
+    ]
 
-    return sorted({name for name, _ in routes().values() if not name.endswith("_")} | {"lstm"})
+
+def _answer(answer: dict, yes: str) -> str:
+    if answer["works"]:
+        return yes
+    return f"{'not tested' if answer['works'] is None else 'no'}: {answer['why']}"
+
+
+def _gpu(gpu: dict) -> str:
+    free = "unknown" if gpu["free_bytes"] is None else _gib(gpu["free_bytes"])
+    why = f" ({gpu['why']})" if gpu["why"] else ""
+    return (
+        f"{gpu['name']}, compute capability {gpu['compute_capability']}, "
+        f"{gpu['multiprocessors']} multiprocessors, {_gib(gpu['total_bytes'])}, free: {free}{why}"
+    )
+
+
+def _cuda(cuda: dict) -> str:
+    names = ", ".join(f"{'' if cuda[key] else 'no '}{key.upper()}" for key in ("tf32", "bf16"))
+    driver = cuda["driver"] or "unknown"
+    return f"{cuda['version']}, driver {driver}, cuDNN {cuda['cudnn']}, {names}"
+
+
+def _nvml(nvml: dict) -> str:
+    if not nvml["works"]:
+        return f"no: {nvml['why']}"
+    readings = {
+        "power_w": "{:.0f} W",
+        "sm_clock_mhz": "{:.0f} MHz",
+        "temperature_c": "{:.0f} C",
+    }
+    texts = [text.format(nvml[key]) for key, text in readings.items() if nvml[key] is not None]
+    if nvml["energy_mj"] is not None:
+        texts.append("an energy counter")
+    if nvml["process_bytes"] is not None:
+        texts.append(f"{_gib(nvml['process_bytes'])} of this process")
+    missing = [f"no {reading}: {why}" for reading, why in nvml["missing"].items()]
+    return "; ".join([", ".join(texts) or "no reading", *missing])
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB"
+
+
+def _wrapped(start: str, text: str) -> str:
+    """`text` behind `start`, its further lines below its first."""
+    return textwrap.fill(
+        text,
+        _WIDTH,
+        initial_indent=start,
+        subsequent_indent=" " * len(start),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

@@ -42,7 +42,7 @@ class PowerMeter:
             nvml = ctypes.CDLL(library)
             nvml.nvmlErrorString.restype = ctypes.c_char_p
         except (OSError, AttributeError) as error:
-            self.why["device"] = f"{library}: {error}"
+            self.why["device"] = str(error)  # which names the library
             return
         self._nvml = nvml
         device = ctypes.c_void_p()

@@ -179,7 +179,8 @@ CASES = [
     ("--info defaults optim=zz", "optim=zz|adam"),
     ("-sc", "-sc|needs a value"),
     ("-sc install=tcsh", "install=tcsh|bash"),
-    ("doctor --foo", "--foo|no arguments"),
+    ("doctor --foo", "--foo|--json"),
+    ("doctor --json device=cuda", "device=cuda|--json"),
     # sweeps: one bad cell and nothing starts
     ("-m precision=fp32,fp61", "precision=fp61|fp32"),
     ("-m optim.lr=0.1,-1", "optim.lr=-1.0|> 0"),

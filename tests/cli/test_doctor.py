@@ -1,12 +1,16 @@
-"""`mprun doctor`: one verdict per mode that is what a run would meet."""
+"""`mprun doctor`: verdicts that are what a run would meet; a page and JSON of the same facts."""
+
+import json
+import re
 
 import pytest
 import torch
 
 from mprun.cli import main
-from mprun.doctor import modes
+from mprun.doctor import KEYS, page
 from mprun.errors import BadInput
-from mprun.precision import MODES, Arithmetic, get_policy, read_math_flags
+from mprun.machine import machine_facts, modes
+from mprun.precision import MODES, Arithmetic, get_policy, pin_math_flags, read_math_flags
 
 CPU = torch.device("cpu")
 TINY = ["model=lstm_lm", "data=synthetic_tokens", "data.batch_size=2", "data.train_tokens=512"]
@@ -50,19 +54,152 @@ def test_the_native_lstm_is_missing_exactly_where_it_is_said(build_run, mode):
         assert torch.isfinite(built.task.train_step(0)["loss"])
 
 
+@pytest.fixture(scope="module")
+def facts():
+    return machine_facts()
+
+
+def printed(capsys, *arguments):
+    assert main(["doctor", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def flat(text):
+    """Without line breaks and columns."""
+    return " ".join(text.split())
+
+
 def test_the_page_names_machine_kernels_and_pinned_flags(capsys):
-    assert main(["doctor"]) == 0
-    text = capsys.readouterr().out
-    for word in ("CPU ", "versions ", "mprun ", "fused updates", "multi_head", "addmm", "lstm"):
-        assert word in text
+    text = printed(capsys)
+    for word in ("CPU ", "versions ", "mprun ", "fused updates", "CUDA graph", "NVML"):
+        assert f"\n{word}" in text
     for name, value in read_math_flags().items():
         assert f"\n  {name} = {value}" in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_json_is_one_object_with_the_keys_that_help_explains(capsys):
+    found = json.loads(printed(capsys, "--json"))
+    assert list(found) == list(KEYS)
+    page_of_help = printed(capsys, "--help")
+    for key in KEYS:
+        assert f"\n    {key} " in page_of_help
+    # What is inside is named too, but for entries by mode, flag and optimizer.
+    inner = [found["machine"], found["kernels"], *found["kernels"].values(), found["nvml"]]
+    for name in {name for entry in inner if entry for name in entry}:
+        assert re.search(rf"\b{name}\b", page_of_help), name
+
+
+def test_the_page_is_a_view_of_the_same_facts(capsys):
+    pin_math_flags("ieee")  # or the first of the two would find other flags than the second
+    found = json.loads(printed(capsys, "--json"))
+    assert page(found) == printed(capsys).rstrip("\n")
+    text = flat(page(found))
+    assert ", ".join(found["emulated_operations"]) in text
+    assert found["machine"]["cpu"] in text and found["machine"]["python"] in text
+    for mode, said in found["modes"].items():
+        assert flat(f"{mode} {said['verdict']} {said['reason']}") in text
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a GPU")
+def test_without_a_gpu_it_says_what_cannot_be_said(facts):
+    assert (facts["device"], facts["gpus"], facts["kernels"]["cuda"]) == ("cpu", [], None)
+    assert facts["cuda_graph"] == {"works": None, "why": "needs a GPU"}
+    assert {answer["works"] for answer in facts["single_pass"].values()} == {None}
+    assert facts["nvml"]["works"] is False and facts["nvml"]["power_w"] is None
+    text = flat(page(facts))
+    for reason in (facts["why_no_gpu"], facts["nvml"]["why"], "CUDA graph not tested: needs a GPU"):
+        assert reason in text
+
+
+def test_the_page_of_a_gpu(facts):
+    """Made facts: what the page does with answers that this machine does not give."""
+    gpu = {
+        "index": 0,
+        "name": "NVIDIA Made",
+        "compute_capability": "9.0",
+        "multiprocessors": 132,
+        "total_bytes": 150 * 2**30,
+        "free_bytes": 149 * 2**30,
+        "why": None,
+    }
+    full = {**gpu, "index": 1, "free_bytes": None, "why": "CUDA error: out of memory"}
+    passed, why = {"works": True, "why": None}, "its Triton kernel for adam differs in the weights"
+    text = page(
+        {
+            **facts,
+            "device": "cuda:0",
+            "why_no_gpu": None,
+            "gpus": [gpu, full],
+            "kernels": {
+                "cpu": facts["kernels"]["cpu"],
+                "cuda": {
+                    "version": "13.2",
+                    "driver": "580.65.06",
+                    "cudnn": 92600,
+                    "tf32": True,
+                    "bf16": False,
+                },
+            },
+            "single_pass": {"sgd": passed, "adam": {"works": False, "why": why}, "adamw": passed},
+            "cuda_graph": passed,
+            "nvml": {
+                "works": True,
+                "why": None,
+                "energy_mj": 5,
+                "power_w": 80.4,
+                "sm_clock_mhz": 1980.0,
+                "temperature_c": None,
+                "process_bytes": None,
+                "missing": {"temperature_c": "Not Supported", "process_memory": "another space"},
+            },
+            "emulated_operations": [],
+        }
+    )
+    assert max(map(len, text.splitlines())) <= 80
+    for said in (
+        "GPU 0 NVIDIA Made, compute capability 9.0, 132 multiprocessors, 150.0 GiB, "
+        "free: 149.0 GiB GPU 1",
+        "150.0 GiB, free: unknown (CUDA error: out of memory)",
+        "CUDA 13.2, driver 580.65.06, cuDNN 92600, TF32, no BF16",
+        f"single pass sgd, adamw: self-test passed adam: no: {why}",
+        "CUDA graph a training step is captured, and replays alike",
+        "NVML 80 W, 1980 MHz, an energy counter; no temperature_c: Not Supported; "
+        "no process_memory: another space",
+    ):
+        assert said in flat(text)
+    assert "no GPU" not in text and "\nemulated" not in text
+
+
+def test_a_check_that_fails_is_an_answer(monkeypatch):
+    """Of a GPU that another process holds, every question may raise."""
+
+    def raising(*arguments):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.\nmore")
+
+    monkeypatch.setattr("mprun.machine.has_fused_kernel", raising)
+    monkeypatch.setattr("mprun.machine.why_no_lstm", raising)
+    found = machine_facts()
+    no = {"works": False, "why": "CUDA out of memory"}
+    assert found["fused_updates"] == dict.fromkeys(("sgd", "adam", "adamw", "adagrad"), no)
+    assert found["modes"]["fp16_master"]["verdict"] in ("emulated", "honoured")
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_nothing_is_emulated(capsys):
+def test_on_a_gpu_kernels_graphs_and_memory_are_what_was_tried(capsys):
     assert {verdict for _, verdict, _ in modes(torch.device("cuda"))} <= {"honoured", "refused"}
-    assert main(["doctor"]) == 0
-    text = capsys.readouterr().out
-    assert torch.cuda.get_device_name() in text and "cuDNN" in text
+    found = json.loads(printed(capsys, "--json"))
+    yes = {"works": True, "why": None}
+    assert found["single_pass"] == dict.fromkeys(("sgd", "adam", "adamw", "adagrad"), yes)
+    assert found["cuda_graph"] == yes
+    assert found["device"] == "cuda:0" and found["why_no_gpu"] is None
+    assert len(found["gpus"]) == torch.cuda.device_count()
+    gpu = found["gpus"][0]
+    assert gpu["name"] == torch.cuda.get_device_name(0)
+    assert 0 < gpu["free_bytes"] <= gpu["total_bytes"]
+    assert found["kernels"]["cuda"]["cudnn"] == torch.backends.cudnn.version()
+    assert found["nvml"]["works"] == (found["nvml"]["why"] is None)
+    assert found["nvml"]["works"] == (found["kernels"]["cuda"]["driver"] is not None)
+    text = page(found)
+    assert gpu["name"] in text and "cuDNN" in text
     assert "emulated" not in text

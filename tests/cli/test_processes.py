@@ -39,7 +39,16 @@ def test_bad_input_as_a_process(arguments, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "arguments", ["--help", "--cfg job", "--info defaults", "lr=3", "-m precision=fp32,fp61"]
+    "arguments",
+    [
+        "--help",
+        "--cfg job",
+        "--info defaults",
+        "lr=3",
+        "-m precision=fp32,fp61",
+        "doctor --help",
+        "doctor --foo",
+    ],
 )
 def test_torch_is_not_imported_before_it_is_needed(arguments, tmp_path):
     program = (
