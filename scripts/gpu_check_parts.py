@@ -13,6 +13,12 @@ from gpu_check_processes import Step
 
 ROOT = Path(__file__).resolve().parents[1]
 _MODES = "fp32,tf32,fp16_naive,fp16_master,fp16_master_scaled,amp,bf16_naive,bf16_master,amp_bf16"
+# The bench of the first call: large convolutions, a small network, a recurrent one.
+_OWN = "ResNet-50 b256,DCGAN b128,LSTM LM"
+_OWN_MODES = "fp32,tf32,fp16_master_scaled,amp"
+# Of the tests of graphs these modes can wait; "]" ends the name of a test, and tells the mode
+# fp16_master from fp16_master_scaled.
+_LATER_MODES = ("fp16_naive", "fp16_master]", "bf16_master")
 # A mode that diverges is a result.
 _DONE_OR_DIVERGED = (0, 3)
 
@@ -49,33 +55,83 @@ def environment(setting: Setting, seconds: float) -> list[Step]:
     ]
 
 
-def tests(setting: Setting, seconds: float) -> list[Step]:
-    files = gpu_test_files(ROOT / "tests")
-    if setting.dry:  # every test is skipped there; one folder shows that they are collected
-        files = [name for name in files if name.startswith("tests/tasks/")]
-    # The training step first and by itself: those of the bench and its peers take as long again.
-    of_bench = [name for name in files if name.startswith("tests/bench/")]
-    groups = {"tests": [name for name in files if name not in of_bench], "tests_bench": of_bench}
-    steps = []
-    for name, chosen in groups.items():
-        report = setting.work / f"{name}.xml"
-        command = _python("-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "-rfE")
-        command += ["--tb=short", "--durations=10", "--continue-on-collection-errors"]
-        command += [f"--junitxml={report}", *chosen]
-        if chosen:
-            steps.append(Step(name, command, record=report, plain=True))
-    return steps
+def tests_models(setting: Setting, seconds: float) -> list[Step]:
+    """Every model in every mode."""
+    return _tests(setting, "tests_models", _in_folder("tasks"))
+
+
+def tests_update(setting: Setting, seconds: float) -> list[Step]:
+    """The single-pass update against its self-test and the plain way; loss scales."""
+    return _tests(setting, "tests_update", _in_folder("precision"))
+
+
+def tests_graphs(setting: Setting, seconds: float) -> list[Step]:
+    """CUDA graphs, in the modes that are asked for most."""
+    chosen = "not (" + " or ".join(_LATER_MODES) + ")"
+    return _tests(setting, "tests_graphs", _in_folder("execution"), "-k", chosen)
+
+
+def tests_others(setting: Setting, seconds: float) -> list[Step]:
+    """What the parts above leave out, but for the slow ones."""
+    before = [name for folder in ("tasks", "precision", "execution") for name in _in_folder(folder)]
+    others = [name for name in gpu_test_files(ROOT / "tests") if name not in before]
+    graphs, chosen = _in_folder("execution"), " or ".join(_LATER_MODES)
+    return [
+        *_tests(setting, "tests_others", others, share=8),
+        *_tests(setting, "tests_other_graphs", graphs, "-k", chosen),
+    ]
+
+
+def tests_slow(setting: Setting, seconds: float) -> list[Step]:
+    """torch.compile, a whole bench."""
+    files = gpu_test_files(ROOT / "tests", also="mark.slow")
+    return _tests(setting, "tests_slow", files, marks="gpu and slow")
+
+
+def _tests(
+    setting: Setting,
+    name: str,
+    files: list[str],
+    *more: str,
+    marks: str = "gpu and not slow",
+    share: float = 1.0,
+) -> list[Step]:
+    """Tests of some files. On a dry run all are skipped: one file shows that they are collected."""
+    if not files:  # pytest would take all that there are
+        return []
+    log = setting.work / f"{name}.jsonl"
+    command = _python("-m", "pytest", "-m", marks, *more, "-p", "no:cacheprovider")
+    command += ["-p", "gpu_check_pytest", f"--tests-log={log}", "-rfE", "--tb=short"]
+    command += ["--durations=10", "--continue-on-collection-errors"]
+    command += files[:1] if setting.dry else files
+    return [Step(name, command, share=share, record=log, plain=True)]
+
+
+def _in_folder(name: str) -> list[str]:
+    return gpu_test_files(ROOT / "tests" / name)
 
 
 def bench(setting: Setting, seconds: float) -> list[Step]:
-    out = setting.work / "bench"
-    # It ends by its own budget; the rest is for imports and for the report.
-    budget = str(int(max(seconds - 20, 10)))
+    """mprun alone."""
+    return [_bench(setting, seconds, "bench", ["--only", _OWN, "--modes", _OWN_MODES])]
+
+
+def bench_peers(setting: Setting, seconds: float) -> list[Step]:
+    """The whole suite, beside other tools."""
+    return [_bench(setting, seconds, "bench_peers", ["--peers", "all"])]
+
+
+def _bench(setting: Setting, seconds: float, name: str, usual: list[str]) -> Step:
+    out = setting.work / name
+    # It ends by its own budget, of at least 20 s; the rest is for imports and for the report.
+    budget = str(int(max(seconds - 20, 20)))
     command = _python("-m", "mprun", "bench", "--budget", budget, "--out", str(out))
-    smallest = "--windows 2 --steps-per-window 2 --modes fp32 --peers loop device=cpu "
-    usual = smallest + "model=conv_autoencoder data.batch_size=4" if setting.dry else "--peers all"
-    command += shlex.split(os.environ.get("BENCH", usual))
-    return [Step("bench", command, table=out / "bench.md", record=out / "bench.json")]
+    if "BENCH" in os.environ:
+        usual = shlex.split(os.environ["BENCH"])
+    elif setting.dry:
+        smallest = "--windows 2 --steps-per-window 2 --modes fp32 --peers loop device=cpu"
+        usual = [*smallest.split(), "model=conv_autoencoder", "data.batch_size=4"]
+    return Step(name, [*command, *usual], table=out / "bench.md", record=out / "bench.json")
 
 
 def update(setting: Setting, seconds: float) -> list[Step]:
@@ -141,30 +197,42 @@ def real_data(setting: Setting, seconds: float) -> list[Step]:
     return [Step("real_data", command, table=table, environment=tuple(chosen.items()))]
 
 
+# Weights are seconds of a call of 540.
 PARTS = {
-    "environment": Part(3, environment),
-    "tests": Part(4, tests),
-    "bench": Part(7, bench),
-    "update": Part(1, update),
-    "questions": Part(2.5, questions),
-    "fidelity": Part(1, fidelity),
-    "results": Part(4, results),
-    "data": Part(4, real_data),
+    "environment": Part(20, environment),
+    "tests_models": Part(120, tests_models),
+    "tests_update": Part(40, tests_update),
+    "tests_graphs": Part(90, tests_graphs),
+    "bench": Part(150, bench),
+    "fidelity": Part(30, fidelity),
+    "questions": Part(75, questions),
+    "results": Part(280, results),
+    "data": Part(225, real_data),
+    "bench_peers": Part(240, bench_peers),
+    "update": Part(35, update),
+    "tests_others": Part(110, tests_others),
+    "tests_slow": Part(120, tests_slow),
+}
+# What one call does, and after the environment in this order: what most depends on comes first.
+CALLS = {
+    "first": ("tests_models", "tests_update", "tests_graphs", "bench", "fidelity", "questions"),
+    "verdicts": ("results", "data"),
+    "peers": ("bench_peers", "update", "tests_others", "tests_slow"),
 }
 
 
-def gpu_test_files(folder: Path) -> list[str]:
+def gpu_test_files(folder: Path, also: str = "mark.gpu") -> list[str]:
     """Test files with a test marked gpu whose imports are all there, relative to the repository.
 
-    A machine without a network may lack a package that one file needs; collecting that file would
-    end the whole run.
+    Those that are about CUDA alone first. A machine without a network may lack a package that one
+    file needs; collecting that file would end the whole run. also: a text that they contain too.
     """
     chosen = []
-    for path in sorted(folder.rglob("test_*.py")):
+    for path in folder.rglob("test_*.py"):
         text = path.read_text(encoding="utf-8")
-        if "mark.gpu" in text and not _missing_imports(ast.parse(text)):
+        if "mark.gpu" in text and also in text and not _missing_imports(ast.parse(text)):
             chosen.append(str(path.relative_to(ROOT)))
-    return chosen
+    return sorted(chosen, key=lambda name: (not name.endswith("_on_cuda.py"), name))
 
 
 def _missing_imports(tree: ast.Module) -> list[str]:

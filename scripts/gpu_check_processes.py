@@ -1,14 +1,20 @@
-"""Commands with a time limit, ended with all that they have started."""
+"""Commands with a time limit, ended with all that they have started.
+
+`gpu_check_processes.py PARENT_ID COMMAND...` is how each is started: it ends with its parent.
+"""
 
 import os
 import signal
 import subprocess
+import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-GRACE_S = 8  # a test run writes its report, a run its record
+GRACE_S = 8  # a test run tells what failed, a run writes its record
+LOOK_EVERY_S = 10  # how much of a running step a kill of everything can lose
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +22,7 @@ class Step:
     """One command. share: of its part's time. accepted: exit codes that are no failure.
 
     table: a file that the command writes, in Markdown, for the summary; None: its stdout is that,
-    in Markdown or `plain`. record: a JSON file, or a JUnit report (.xml), that it writes.
+    in Markdown or `plain`. record: a JSON file, or a log of tests (.jsonl), that it writes.
     """
 
     name: str
@@ -42,36 +48,49 @@ def allotted(remaining: float, weights: list[float]) -> float:
     return max(remaining, 0.0) * weights[0] / sum(weights)
 
 
-def run_limited(step: Step, limit: float, out: Path, err: Path, environment: dict) -> Ended:
+def run_limited(
+    step: Step,
+    limit: float,
+    out: Path,
+    err: Path,
+    environment: dict,
+    look: Callable[[], None] = lambda: None,
+) -> Ended:
     """Run the command, stdout and stderr into files; after `limit` seconds interrupt, then kill.
 
-    Interrupted first, as by Ctrl-C: pytest then writes its report, and mprun its record.
+    Interrupted first, as by Ctrl-C: pytest then tells what failed, and mprun writes its record.
+    look: called again and again while the command runs.
     """
     started = time.monotonic()
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         # Started in the background of a script: what we start would ignore the interruption too.
         signal.signal(signal.SIGINT, signal.default_int_handler)
     with open(out, "wb") as stdout, open(err, "wb") as stderr:
+        process = subprocess.Popen(
+            [sys.executable, __file__, str(os.getpid()), *step.command],
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            env=environment | dict(step.environment),
+            start_new_session=True,
+        )
         try:
-            process = subprocess.Popen(
-                step.command,
-                stdin=subprocess.DEVNULL,
-                stdout=stdout,
-                stderr=stderr,
-                env=environment | dict(step.environment),
-                start_new_session=True,
-            )
-        except OSError as error:
-            stderr.write(f"{step.command[0]}: {error.strerror}\n".encode())
-            return Ended(127, 0.0)
-        try:
-            code = process.wait(limit)
-        except BaseException as error:
+            code = _wait(process, started, limit, look)
+        except BaseException:
             _end(process)
-            if not isinstance(error, subprocess.TimeoutExpired):
-                raise
-            code = None
+            raise
+        if code is None:
+            _end(process)
     return Ended(code, time.monotonic() - started)
+
+
+def _wait(process: subprocess.Popen, started: float, limit: float, look: Callable) -> int | None:
+    """The exit code; None where the process still runs after `limit` seconds."""
+    while (left := started + limit - time.monotonic()) > 0:
+        with suppress(subprocess.TimeoutExpired):
+            return process.wait(min(left, LOOK_EVERY_S))
+        look()
+    return process.poll()
 
 
 def _end(process: subprocess.Popen) -> None:
@@ -102,3 +121,21 @@ def _descendants(pid: int) -> set[int]:
                 found |= new
                 waiting += new
     return found
+
+
+def _start(parent: int, command: list[str]) -> int:
+    """Become the command; exit code 127 where there is none, as of a shell."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from mprun.sweep.child import end_with_parent
+
+    if not end_with_parent(parent):
+        return 127
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        print(f"{command[0]}: {error.strerror}", file=sys.stderr)
+        return 127
+
+
+if __name__ == "__main__":
+    sys.exit(_start(int(sys.argv[1]), sys.argv[2:]))

@@ -1,25 +1,37 @@
 """What scripts/gpu_check leaves: one summary in Markdown and JSON, figures, one archive."""
 
+import io
 import json
+import os
+import re
 import shlex
-import shutil
 import sys
 import tarfile
-import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 from gpu_check_processes import Ended, Step
 
-MAX_FIGURES = 4
+ARCHIVE, UNFINISHED = "records.tar.gz", "unfinished.part"
+MAX_FIGURES = 3  # with the two summaries, the archive, verdicts and UNFINISHED at most 8 files
 MAX_FILE = 15 * 2**20  # bytes; some remote machines hand back no file above 16 MiB
-KEPT = {".json", ".jsonl", ".txt", ".md", ".xml", ".yaml", ".csv", ".html", ".svg", ".png"}
+KEPT = {".json", ".jsonl", ".txt", ".md", ".yaml", ".csv", ".html", ".svg", ".png"}
 _PLAIN_LINES, _ERROR_LINES = 80, 20
+_MAX_TEXT = 2**18  # of a step in the summary; all of it is in the archive
 
 
-def step_report(step: Step, ended: Ended, limit: float, out: Path, err: Path) -> dict:
-    """A step as plain values: how it ended, what it printed, what it recorded."""
+def step_report(
+    step: Step, ended: Ended, limit: float, out: Path, err: Path, unended: str | None = None
+) -> dict:
+    """A step as plain values: how it ended, what it printed, what it recorded.
+
+    unended: the status of a step that has not come to an end of its own.
+    """
     status = "done"
-    if ended.code is None:
+    if unended is not None:
+        status = unended
+    elif ended.code is None:
         status = "overran its time and was ended"
     elif ended.code not in step.accepted:
         status = f"failed (exit code {ended.code})"
@@ -42,47 +54,92 @@ def step_report(step: Step, ended: Ended, limit: float, out: Path, err: Path) ->
     }
 
 
+def device_of(machine: dict, asked: str) -> str:
+    """What the summary calls the device, from the record of the machine."""
+    name = machine.get("gpu") or ""
+    if re.search("fake|shim", name, re.IGNORECASE):
+        return "no GPU: a fake CUDA runtime, host side only"
+    return name or asked
+
+
 def write_summary(summary: dict, out: Path) -> None:
-    """gpu_check.json and gpu_check.md, whole, so that they are right whenever this ends."""
+    """gpu_check.json and gpu_check.md as things are now, each replaced at once."""
     text = json.dumps(summary, indent=1)
-    (out / "gpu_check.json").write_text(text + "\n", encoding="utf-8")
-    (out / "gpu_check.md").write_text(_markdown(summary), encoding="utf-8")
+    if len(text) > MAX_FILE:
+        text = json.dumps(_without_records(summary), indent=1)
+    _replace(out / "gpu_check.json", (text + "\n").encode())
+    _replace(out / "gpu_check.md", _markdown(summary).encode())
 
 
-def leave_files(work: Path, out: Path) -> dict:
-    """Copy figures, the report of the verdicts and the archive to `out`; names and omissions."""
-    figures = [
-        path
-        for folder in ("bench", "verdicts", "real_data")
+def copy_figures(work: Path, out: Path, copied: list[str]) -> None:
+    """Copy the report of the verdicts and figures to `out`; adds their names to `copied`."""
+    found = [work / "verdicts" / "report.html"]
+    for folder in ("bench", "bench_peers", "verdicts", "real_data"):
         # The curves over steps first: there may be more figures than can be left.
-        for path in sorted((work / folder).rglob("*"), key=lambda p: ("steps" not in p.name, p))
-        if path.suffix in (".png", ".svg") and path.stat().st_size <= MAX_FILE
-    ]
-    copied = []
-    for path in figures[:MAX_FIGURES]:
-        copied.append("-".join(path.relative_to(work).parts))
-        shutil.copyfile(path, out / copied[-1])
-    report = work / "verdicts" / "report.html"
-    if report.exists() and report.stat().st_size <= MAX_FILE:
-        copied.append("verdicts.html")
-        shutil.copyfile(report, out / copied[-1])
-    return {"copied": copied, "not in records.tar.gz": _archive(work, out / "records.tar.gz")}
+        files = sorted((work / folder).rglob("*"), key=lambda p: ("steps" not in p.name, p))
+        found += [path for path in files if path.suffix in (".png", ".svg")]
+    for path in found:
+        name = re.sub(r"[^A-Za-z0-9._-]", "_", "-".join(path.relative_to(work).parts))
+        room = name == "verdicts-report.html" or _figures(copied) < MAX_FIGURES
+        if path.exists() and path.stat().st_size <= MAX_FILE and name not in copied and room:
+            _replace(out / name, path.read_bytes())
+            copied.append(name)
 
 
-def _archive(work: Path, target: Path) -> list[str]:
-    """Records and logs, small ones first, up to the largest size; what was left out."""
+def write_archive(work: Path, out: Path) -> list[str]:
+    """records.tar.gz, replaced at once: records and logs, small ones first, up to the largest size.
+
+    What was left out. A file that a step is still writing is there as far as it has come.
+    """
     files = [path for path in work.rglob("*") if path.is_file() and path.suffix in KEPT]
     left_out = []
-    with open(target, "wb") as raw:
-        with tarfile.open(fileobj=raw, mode="w:gz") as archive:
-            for path in sorted(files, key=lambda path: path.stat().st_size):
-                name = str(path.relative_to(work))
-                # Text shrinks; a file counts in full, so that the limit holds in any case.
-                if raw.tell() + path.stat().st_size > MAX_FILE:
-                    left_out.append(name)
-                else:
-                    archive.add(path, name)
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz", compresslevel=6) as archive:
+        for path in sorted(files, key=_size):
+            name = str(path.relative_to(work))
+            # Text shrinks; a file counts in full, so that the limit holds in any case.
+            if packed.tell() + _size(path) > MAX_FILE:
+                left_out.append(name)
+                continue
+            with suppress(FileNotFoundError):  # a running step may take back what it wrote
+                content = path.read_bytes()
+                info = tarfile.TarInfo(name)
+                info.size, info.mtime = len(content), path.stat().st_mtime
+                archive.addfile(info, io.BytesIO(content))
+    _replace(out / ARCHIVE, packed.getvalue())
     return left_out
+
+
+def take_back(out: Path) -> None:
+    """Remove what was written before anything was done."""
+    for name in ("gpu_check.json", "gpu_check.md", ARCHIVE):
+        (out / name).unlink(missing_ok=True)
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """The whole content or none of it, whenever this is killed."""
+    unfinished = path.with_name(UNFINISHED)  # one name: a kill leaves one more file at most
+    unfinished.write_bytes(content)
+    os.replace(unfinished, path)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def _figures(names: list[str]) -> int:
+    return sum(not name.endswith(".html") for name in names)
+
+
+def _without_records(summary: dict) -> dict:
+    parts = {
+        name: part | {"steps": [step | {"record": f"in {ARCHIVE}"} for step in part["steps"]]}
+        for name, part in summary["parts"].items()
+    }
+    return summary | {"parts": parts}
 
 
 def _record(path: Path | None) -> tuple[dict | list | None, str | None]:
@@ -92,45 +149,59 @@ def _record(path: Path | None) -> tuple[dict | list | None, str | None]:
     if not path.exists():
         return None, f"it left no {path.name}"
     try:
-        if path.suffix == ".xml":
-            return _junit(path), None
+        if path.suffix == ".jsonl":
+            return _tests(path), None
         return json.loads(path.read_text(encoding="utf-8")), None
-    except (ValueError, ElementTree.ParseError) as error:
+    except ValueError as error:
         return None, f"{path.name}: {error}"
 
 
-def _junit(path: Path) -> dict:
-    """Counts, and the tests that did not pass with their first line."""
-    cases = list(ElementTree.parse(path).iter("testcase"))
-    failed = {}
-    for case in cases:
-        for kind in ("failure", "error"):
-            for found in case.findall(kind):
-                name = f"{case.get('classname')}::{case.get('name')}"
-                failed[name] = (found.get("message") or "").splitlines()[:1]
-    skipped = sum(case.find("skipped") is not None for case in cases)
-    passed = len(cases) - skipped - len(failed)
-    return {"tests": len(cases), "passed": passed, "skipped": skipped, "failed": failed}
+def _tests(path: Path) -> dict:
+    """Counts, the tests that did not pass with their first line, and those without an end.
+
+    From what gpu_check_pytest.py writes. Without an end: running now, or a crash or a kill hit it.
+    """
+    outcomes, failed = {}, {}
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        if not line.endswith("\n"):
+            break  # it is being written
+        found = json.loads(line)
+        outcomes[found["test"]] = found.get("outcome")
+        if found.get("outcome") == "failed":
+            failed[found["test"]] = found["message"]
+    count = Counter(outcomes.values())
+    return {
+        "tests": sum(count.values()) - count[None],
+        **{name: count[name] for name in ("passed", "skipped")},
+        "failed": failed,
+        "not ended": [name for name, outcome in outcomes.items() if outcome is None],
+    }
 
 
 def _text(step: Step, out: Path) -> str:
     """Markdown for the summary: the step's table, or what it printed."""
-    if step.table is not None and step.table.exists():
-        return step.table.read_text(encoding="utf-8", errors="replace").strip()
     if step.plain:
         printed = _last_lines(out, _PLAIN_LINES)
         return f"```\n{printed}\n```" if printed else ""
-    return out.read_text(encoding="utf-8", errors="replace").strip()
+    text = _read(step.table if step.table is not None and step.table.exists() else out).strip()
+    return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}\n\n(cut: see {ARCHIVE})"
 
 
 def _last_lines(path: Path, count: int) -> str:
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    return "\n".join(lines[-count:])
+    return "\n".join(_read(path)[-_MAX_TEXT:].splitlines()[-count:])
+
+
+def _read(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
 
 def _markdown(summary: dict) -> str:
     parts = summary["parts"]
     lines = [f"# gpu_check on {summary['device']}: {summary['status']}", ""]
+    if summary["device"].startswith("no GPU"):
+        lines += ["**No value and no time on this page means anything**: kernels did nothing.", ""]
+    if summary["status"] == "running":
+        lines += [f"State {summary['seconds']:.0f} s after the start.", ""]
     lines += [*_machine(parts), "| part | step | ended | s | of |", "|---|---|---|---|---|"]
     for name, part in parts.items():
         for step in part["steps"]:
@@ -164,9 +235,9 @@ def _machine(parts: dict) -> list[str]:
 def _counts(step: dict) -> list[str]:
     """Of tests: how many passed, and the names of those that did not."""
     record = step["record"]
-    if not step["name"].startswith("tests") or not isinstance(record, dict):
+    if not isinstance(record, dict) or "not ended" not in record:
         return []
     lines = [f"{record['passed']} of {record['tests']} passed, {record['skipped']} skipped.", ""]
-    for name, message in record["failed"].items():
-        lines.append(f"- {name}: {' '.join(message)}")
-    return [*lines, ""] if record["failed"] else lines
+    told = [f"- {name}: {message}" for name, message in record["failed"].items()]
+    told += [f"- {name}: has not ended" for name in record["not ended"]]
+    return [*lines, *told, ""] if told else lines

@@ -3,6 +3,8 @@
 import importlib
 import json
 import os
+import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -159,58 +161,324 @@ def test_how_steps_are_reported(module, tmp_path):
     assert cut["status"].startswith("failed (cut.json: ")
 
 
-def test_tests_of_the_bench_come_last_and_by_themselves(module, tmp_path):
+def option(step, name):
+    return step.command[step.command.index(name) + 1]
+
+
+def files_of(step):
+    return [p for p in step.command if p.startswith("tests/") and p.endswith(".py")]
+
+
+def test_the_order_of_calls_and_their_seconds(module):
     parts = module("gpu_check_parts")
-    steps = parts.tests(parts.Setting(tmp_path, "cuda", None), 100.0)
-    assert [step.name for step in steps] == ["tests", "tests_bench"]
-    first, second = ({p for p in s.command if p.startswith("tests/")} for s in steps)
-    assert first | second == set(parts.gpu_test_files(ROOT / "tests"))
-    assert "tests/tasks/test_on_cuda.py" in first and first.isdisjoint(second)
-    assert all(name.startswith("tests/bench/") for name in second)
-
-
-def test_a_report_of_tests_is_counted(module, tmp_path):
-    (tmp_path / "tests.xml").write_text(
-        "<testsuites><testsuite><testcase classname='a' name='b'/>"
-        "<testcase classname='a' name='c'><failure message='assert 1 == 2&#10;more'/></testcase>"
-        "<testcase classname='a' name='d'><error message='broken'/></testcase>"
-        "<testcase classname='a' name='e'><skipped message='no'/></testcase>"
-        "</testsuite></testsuites>"
+    assert parts.CALLS["first"] == (
+        *("tests_models", "tests_update", "tests_graphs"),
+        *("bench", "fidelity", "questions"),
     )
-    record = ended_step(module, tmp_path, 1, record=tmp_path / "tests.xml")["record"]
-    assert (record["tests"], record["passed"], record["skipped"]) == (4, 1, 1)
-    assert record["failed"] == {"a::c": ["assert 1 == 2"], "a::d": ["broken"]}
+    assert parts.CALLS["verdicts"] == ("results", "data")
+    called = ["environment", *(name for call in parts.CALLS.values() for name in call)]
+    assert called == list(parts.PARTS)
+    script = runpy.run_path(str(SCRIPT))
+    assert script["LIMIT_S"] == 540
+    for call in parts.CALLS.values():
+        weights = [parts.PARTS[name].weight for name in ("environment", *call)]
+        assert sum(weights) == script["LIMIT_S"] - script["RESERVE_S"]
 
 
-def test_what_is_left_keeps_the_limits_of_size_and_number(module, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "asked, expected",
+    [
+        (None, ["tests_models", "tests_update", "tests_graphs", "bench", "fidelity", "questions"]),
+        ("verdicts", ["results"]),
+        ("questions,environment,verdicts,questions", ["questions", "results"]),
+        ("data", ["data"]),
+    ],
+)
+def test_parts_are_asked_for_by_name_or_by_call(module, monkeypatch, asked, expected):
+    module("gpu_check_parts")
+    monkeypatch.delenv("PARTS", raising=False)
+    if asked is not None:
+        monkeypatch.setenv("PARTS", asked)
+    wanted = runpy.run_path(str(SCRIPT))["_wanted_parts"]
+    assert wanted(None) == ["environment", *expected]
+    if asked == "verdicts":
+        assert wanted(ROOT) == ["environment", "results", "data"]
+
+
+def test_every_gpu_test_is_in_one_part_and_the_slow_ones_in_the_last_call(module, tmp_path):
+    parts = module("gpu_check_parts")
+    setting = parts.Setting(tmp_path, "cuda", None)
+    steps = {s.name: s for n, p in parts.PARTS.items() if "tests" in n for s in p.steps(setting, 9)}
+    slow = steps.pop("tests_slow")
+    marks = {step.command[step.command.index("pytest") + 2] for step in steps.values()}
+    assert marks == {"gpu and not slow"} and "gpu and slow" in slow.command
+    assert "tests/execution/test_graphs_on_cuda.py" in files_of(slow)
+    # Of the modes of graphs the first call has three, the last one the others.
+    first, later = (option(steps[n], "-k") for n in ("tests_graphs", "tests_other_graphs"))
+    assert first == f"not ({later})"
+    assert files_of(steps.pop("tests_other_graphs")) == files_of(steps["tests_graphs"])
+    files = [name for step in steps.values() for name in files_of(step)]
+    assert sorted(files) == sorted(parts.gpu_test_files(ROOT / "tests"))
+    assert files[0] == "tests/tasks/test_on_cuda.py"
+    assert files_of(steps["tests_update"])[0] == "tests/precision/test_single_pass_on_cuda.py"
+    for step in (*steps.values(), slow):
+        assert f"--tests-log={tmp_path / step.name}.jsonl" in step.command
+
+
+@pytest.mark.slow
+def test_which_modes_of_graphs_come_first(module, tmp_path):
+    """pytest itself says what the expressions choose."""
+    parts = module("gpu_check_parts")
+    setting = parts.Setting(tmp_path, "cuda", None)
+    chosen = []
+    for step in (*parts.tests_graphs(setting, 9), parts.tests_others(setting, 9)[1]):
+        command = [*step.command, "--collect-only", "-o", "addopts=--import-mode=importlib -q"]
+        path = os.pathsep.join([str(ROOT), str(ROOT / "scripts")])
+        settings = variables() | {"PYTHONPATH": path}
+        done = subprocess.run(command, env=settings, cwd=ROOT, capture_output=True, text=True)
+        chosen.append([line for line in done.stdout.splitlines() if "::" in line])
+    first, later = chosen
+    assert any("[resnet50-fp16_master_scaled]" in name for name in first)
+    assert any("test_everything_goes_on_after_a_failed_capture" in name for name in first)
+    assert {name[name.rindex("-") + 1 :] for name in later} == {
+        *("fp16_naive]", "fp16_master]", "bf16_master]")
+    }
+    assert not set(first) & set(later)
+
+
+def test_the_bench_of_the_first_call_is_mprun_alone(module, tmp_path, monkeypatch):
+    parts, options = module("gpu_check_parts"), importlib.import_module("mprun.bench.options")
+    suite = importlib.import_module("mprun.bench.suite").GPU_SUITE
+    monkeypatch.delenv("BENCH", raising=False)
+    setting = parts.Setting(tmp_path, "cuda", None)
+
+    def parsed(name):
+        (step,) = parts.PARTS[name].steps(setting, 150.0)
+        return options.parse(step.command[step.command.index("bench") + 1 :])
+
+    own, peers = parsed("bench"), parsed("bench_peers")
+    assert own.peers is None and own.budget_s == 130
+    assert set(own.modes) == {"fp32", "tf32", "amp", "fp16_master_scaled"}
+    measured = [e.label for e in suite if any(e.label.startswith(name) for name in own.only)]
+    assert measured == ["ResNet-50 b256", "DCGAN b128", "LSTM LM b128"]
+    assert peers.peers == ["all"] and peers.only is None
+    monkeypatch.setenv("BENCH", '--only "DCGAN b512" --windows 3')
+    assert parsed("bench").only == ["DCGAN b512"] and parsed("bench_peers").windows == 3
+
+
+def test_a_log_of_tests_tells_what_ran_also_when_it_is_cut(module, tmp_path):
+    log = tmp_path / "tests.jsonl"
+    lines = [
+        {"test": "a::b", "started": True},
+        {"test": "a::b", "outcome": "passed", "seconds": 1},
+        {"test": "a::c", "outcome": "failed", "seconds": 1, "message": "assert 1 == 2"},
+        {"test": "a::d", "outcome": "skipped", "seconds": 0},
+        {"test": "a::e", "started": True},
+    ]
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"test": "a::e", "outc')
+    record = ended_step(module, tmp_path, None, record=log)["record"]
+    assert record == {
+        **{"tests": 3, "passed": 1, "skipped": 1},
+        "failed": {"a::c": "assert 1 == 2"},
+        "not ended": ["a::e"],
+    }
+
+
+def test_pytest_writes_that_log_as_it_goes(module, tmp_path):
+    log = tmp_path / "tests.jsonl"
+    (tmp_path / "test_some.py").write_text(
+        "import os, pytest\n"
+        "def test_good(): pass\n"
+        "def test_bad(): assert 1 == 2\n"
+        "@pytest.fixture\ndef broken():\n    yield\n    raise ValueError('at the end')\n"
+        "def test_broken(broken): pass\n"
+        "def test_no(): pytest.skip('no')\n"
+        "def test_gone(): os._exit(9)\n"
+        "def test_never(): pass\n"
+    )
+    (tmp_path / "test_a_bad_file.py").write_text("import no_such_package\n")
+    command = [*(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"), str(tmp_path)]
+    command += ["-p", "gpu_check_pytest", f"--tests-log={log}", "--continue-on-collection-errors"]
+    settings = dict(os.environ) | {"PYTHONPATH": str(ROOT / "scripts")}
+    done = subprocess.run(command, env=settings, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 9, done.stdout + done.stderr
+    record = ended_step(module, tmp_path, 9, record=log)["record"]
+    assert (record["tests"], record["passed"], record["skipped"]) == (5, 1, 1)
+    failed = {name.rpartition("/")[2]: message for name, message in record["failed"].items()}
+    assert failed == {
+        "test_a_bad_file.py": "E   ModuleNotFoundError: No module named 'no_such_package'",
+        "test_some.py::test_bad": "assert 1 == 2",
+        "test_some.py::test_broken": "ValueError: at the end",
+    }
+    assert [name.rpartition("::")[2] for name in record["not ended"]] == ["test_gone"]
+
+
+def test_what_is_left_keeps_the_limits_of_size_number_and_names(module, tmp_path, monkeypatch):
     report = module("gpu_check_report")
     monkeypatch.setattr(report, "MAX_FILE", 100_000)
     work, out = tmp_path / "work", tmp_path / "out"
-    for folder in ("bench", "verdicts"):
+    for folder in ("bench", "verdicts/top 1 (%)", "real_data"):
         (work / folder).mkdir(parents=True)
     out.mkdir()
+    copied = []
     for index in range(6):
-        (work / "verdicts" / f"{index}.png").write_bytes(b"figure")
+        (work / "real_data" / f"{index}.png").write_bytes(b"figure")
+    (work / "verdicts" / "top 1 (%)" / "steps.svg").write_text("<svg/>")
+    report.copy_figures(work, out, copied)
+    assert copied == ["verdicts-top_1____-steps.svg", "real_data-0.png", "real_data-1.png"]
+    # A later part has one of its own, and the verdicts' report has a place in any case.
     (work / "bench" / "bench.png").write_bytes(b"bars")
-    (work / "bench" / "large.png").write_bytes(os.urandom(200_000))
     (work / "verdicts" / "report.html").write_text("<p>")
+    report.copy_figures(work, out, copied)
+    assert copied[3:] == ["verdicts-report.html"]
+    (work / "bench" / "large.png").write_bytes(os.urandom(200_000))
     (work / "small.json").write_text("{}")
     (work / "weights.pt").write_bytes(b"not a record")
-    left = report.leave_files(work, out)
-    assert left["copied"][0] == "bench-bench.png" and left["copied"][-1] == "verdicts.html"
-    # With the two summaries at most 8.
-    assert len(list(out.iterdir())) <= 6
-    assert left["not in records.tar.gz"] == ["bench/large.png"]
+    assert report.write_archive(work, out) == ["bench/large.png"]
     with tarfile.open(out / "records.tar.gz") as archive:
         names = archive.getnames()
     assert "small.json" in names and "weights.pt" not in names
-    assert max(path.stat().st_size for path in out.iterdir()) < 100_000
+    step = ended_step(module, tmp_path, 0) | {"record": "r" * 90_000}
+    summary = {"device": "cpu", "status": "done", "seconds": 1.0}
+    summary["parts"] = {name: {"steps": [step]} for name in ("one", "two")}
+    report.write_summary(summary, out)
+    assert json.loads((out / "gpu_check.json").read_text())["parts"]["one"]["steps"]
+    (out / report.UNFINISHED).write_text("a kill came just then")
+    assert_within_limits(out, largest=100_000)
+
+
+def test_a_summary_says_where_the_runtime_is_a_fake(module, tmp_path):
+    report = module("gpu_check_report")
+    assert report.device_of({"gpu": "NVIDIA H200"}, "cuda") == "NVIDIA H200"
+    assert report.device_of({}, "cpu") == "cpu"
+    for name in ("NVIDIA H200 (shim)", "Fake H200"):
+        device = report.device_of({"gpu": name}, "cuda")
+        summary = {"device": device, "status": "done", "seconds": 1.0, "parts": {}}
+        report.write_summary(summary, tmp_path)
+        lines = (tmp_path / "gpu_check.md").read_text().splitlines()
+        assert lines[0] == "# gpu_check on no GPU: a fake CUDA runtime, host side only: done"
+        assert lines[2].startswith("**No value and no time on this page means anything**")
+
+
+def assert_within_limits(out, largest=16 * 2**20):
+    """Of a machine that hands back what a call has left."""
+    files = list(out.iterdir())
+    assert len(files) <= 8 and all(path.is_file() for path in files)
+    assert all(re.fullmatch(r"[A-Za-z0-9._-]+", path.name) for path in files)
+    assert max(path.stat().st_size for path in files) <= largest
+
+
+# The script with parts that take no time. A file in `work` says that a step is under way.
+TINY = """
+import runpy, sys
+sys.path.insert(0, {scripts!r})
+import gpu_check_parts as parts, gpu_check_processes as processes
+
+def step(name, code):
+    return lambda setting, seconds: [
+        processes.Step(name, [sys.executable, "-uc", code.format(work=str(setting.work))])
+    ]
+
+processes.LOOK_EVERY_S = 0.1
+machine = "import pathlib; pathlib.Path('{{work}}/one.json').write_text('[1]'); print('one')"
+hanging = "import os, time; print('pid', os.getpid()); time.sleep(600)"
+chosen = dict(
+    environment=step("machine", hanging if "at_once" in sys.argv else machine),
+    fidelity=step("two", "print('two')"),
+    questions=step("three", hanging),
+)
+for name, steps in chosen.items():
+    parts.PARTS[name] = parts.Part(1, steps)
+sys.argv = ["gpu_check", sys.argv[1]]
+runpy.run_path({script!r}, run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("moment", ["before a step ended", "after a part", "within a part"])
+def test_a_kill_leaves_what_was_done_and_nothing_running(tmp_path, moment):
+    """SIGKILL: nothing of the script runs after it."""
+    out, code = tmp_path / "out", TINY.format(scripts=str(ROOT / "scripts"), script=str(SCRIPT))
+    more = ["at_once"] if moment == "before a step ended" else []
+    # The interpreter is the right one: it is not to start the script itself in its place.
+    settings = variables(PARTS="fidelity,questions", GPU_CHECK_PYTHON=sys.executable)
+    settings["TMPDIR"] = str(tmp_path)
+    command = [sys.executable, "-c", code, str(out), *more]
+    with subprocess.Popen(command, env=settings, stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout:
+            if "questions: three" in line or more:
+                break
+        if moment != "after a part":
+            assert waited_for(lambda: (out / "gpu_check.md").exists() and pid_in(out))
+        process.kill()
+    record = json.loads((out / "gpu_check.json").read_text())
+    assert record["status"] == "running"
+    ended = {
+        name: [step["status"] for step in part["steps"]] for name, part in record["parts"].items()
+    }
+    with tarfile.open(out / "records.tar.gz") as archive:
+        names = archive.getnames()
+        assert all(archive.extractfile(name).read() is not None for name in names)
+    if moment == "before a step ended":
+        assert ended == {"environment": ["running"]}
+    else:
+        assert ended.pop("questions", ["running"]) in ([], ["running"])
+        assert ended == {"environment": ["done"], "fidelity": ["done"]}
+        assert record["parts"]["fidelity"]["steps"][0]["text"] == "two"
+        assert {"one.json", "two.out.txt"} <= set(names)
+    assert_within_limits(out)
+    if moment != "after a part":
+        assert waited_for(lambda: not alive(pid_in(out)))
+
+
+def pid_in(out):
+    """Of the step that hangs, as the summary has it from what it printed."""
+    found = re.search(r"^pid (\d+)$", (out / "gpu_check.md").read_text(), re.MULTILINE)
+    return int(found[1]) if found else None
+
+
+def waited_for(condition, seconds=30):
+    until = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+@pytest.mark.parametrize(
+    "grain", ["gpu_check.json", "gpu_check.md", "records.tar.gz"], ids=lambda name: name
+)
+def test_a_kill_while_a_file_is_written_leaves_the_one_before(module, tmp_path, monkeypatch, grain):
+    report = module("gpu_check_report")
+    summary = {"device": "cpu", "status": "running", "seconds": 1.0, "parts": {}}
+    work, out = tmp_path / "work", tmp_path / "out"
+    work.mkdir(), out.mkdir()
+
+    def leave():
+        report.write_archive(work, out)
+        report.write_summary(summary, out)
+
+    leave()
+    before = (out / grain).read_bytes()
+    own = os.replace
+
+    def killed(source, target):
+        if Path(target).name == grain:
+            raise SystemExit
+        own(source, target)
+
+    monkeypatch.setattr(os, "replace", killed)
+    summary["status"] = "done"
+    (work / "more.json").write_text("{}")
+    with pytest.raises(SystemExit):
+        leave()
+    assert (out / grain).read_bytes() == before
 
 
 @pytest.mark.parametrize(
     "environment, told",
     [
-        ({"PARTS": "tests,benhc"}, "PARTS=benhc: one of environment, tests, bench"),
+        ({"PARTS": "fidelity,benhc"}, "PARTS=benhc: one of first, verdicts, peers, environment"),
         ({"PARTS": "data"}, "PARTS=data: needs the folder"),
         ({"DEVICE": "tpu"}, "DEVICE=tpu: cuda, or cpu"),
         ({"LIMIT": "soon"}, "LIMIT=soon: seconds"),
@@ -231,9 +499,10 @@ def test_results_are_not_written_over(tmp_path):
     assert (tmp_path / "gpu_check.json").read_text() == "{}"
 
 
-def test_help_names_every_part(module):
-    text = gpu_check("--help").stdout
-    assert all(f"({name})" in text for name in module("gpu_check_parts").PARTS)
+def test_help_names_every_part_and_every_call(module):
+    text, parts = gpu_check("--help").stdout, module("gpu_check_parts")
+    assert all(f"({name})" in text for name in parts.PARTS)
+    assert all(re.search(rf"^{name} ", text, re.MULTILINE) for name in parts.CALLS)
     assert gpu_check().returncode == 2
 
 
@@ -251,7 +520,8 @@ def test_a_dry_run_of_every_part_with_one_that_fails(module, tmp_path):
     """Real code at its smallest size; the folder of real data is empty, so that part fails."""
     (tmp_path / "empty").mkdir()
     out = tmp_path / "out"
-    done = gpu_check(out, tmp_path / "empty", timeout=900, LIMIT="800", MPRUN_COMMIT="abc123")
+    settings = {"PARTS": "first,verdicts,peers", "LIMIT": "800", "MPRUN_COMMIT": "abc123"}
+    done = gpu_check(out, tmp_path / "empty", timeout=900, **settings)
     record = json.loads((out / "gpu_check.json").read_text())
     assert done.returncode == 1, done.stdout + done.stderr
     assert list(record["parts"]) == list(module("gpu_check_parts").PARTS)
@@ -261,7 +531,8 @@ def test_a_dry_run_of_every_part_with_one_that_fails(module, tmp_path):
     assert set(ended.values()) == {"done"}, {n: steps[n]["errors"] for n in ended}
     machine = steps["machine"]["record"]
     assert machine["commit"] == "abc123" and machine["packages"]["torch"]
-    assert steps["tests"]["record"]["tests"] > 0
+    names = [name for name in steps if name.startswith("tests_")]
+    assert len(names) == 6 and all(steps[name]["record"]["skipped"] > 0 for name in names)
     assert steps["fidelity"]["record"]["rows"] and steps["questions"]["record"]["answers"]
     text = (out / "gpu_check.md").read_text()
     assert text.startswith("# gpu_check on cpu: a part failed or overran\n")
@@ -270,11 +541,10 @@ def test_a_dry_run_of_every_part_with_one_that_fails(module, tmp_path):
     for heading in record["parts"]:
         assert f"\n## {heading}\n" in text
     assert "float16: emulation on the CPU against native" in text
-    files = list(out.iterdir())
-    assert {"gpu_check.md", "gpu_check.json", "records.tar.gz"} < {path.name for path in files}
-    assert any(path.suffix == ".png" for path in files)
-    assert len(files) <= 8 and all(path.is_file() for path in files)
-    assert max(path.stat().st_size for path in files) < 16 * 2**20
+    left = {path.name for path in out.iterdir()}
+    assert {"gpu_check.md", "gpu_check.json", "records.tar.gz"} < left
+    assert any(name.endswith(".png") for name in left)
+    assert_within_limits(out)
     with tarfile.open(out / "records.tar.gz") as archive:
         names = archive.getnames()
     assert any(name.endswith("metrics.jsonl") for name in names)
@@ -299,3 +569,28 @@ def test_whoever_ends_it_gets_what_there_is(tmp_path):
     assert [s["status"] for s in record["parts"]["environment"]["steps"]] == ["done", "done"]
     assert "fidelity" not in record["parts"]
     assert (out / "records.tar.gz").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("during", ["doctor", "tests_models", "bench"])
+def test_a_dry_run_of_the_first_call_that_is_killed(module, tmp_path, during):
+    out, settings = tmp_path / "out", variables(LIMIT="400", TMPDIR=str(tmp_path))
+    command = [sys.executable, SCRIPT, str(out)]
+    with subprocess.Popen(command, env=settings, stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout:
+            if f": {during} " in line:
+                break
+        time.sleep(2)
+        process.kill()
+    record = json.loads((out / "gpu_check.json").read_text())
+    steps = {s["name"]: s["status"] for part in record["parts"].values() for s in part["steps"]}
+    order = ["machine", "doctor", *module("gpu_check_parts").CALLS["first"]]
+    before = order[: order.index(during)]
+    assert record["status"] == "running"
+    assert steps.pop(during) in ("running", "done")
+    assert [name for name in steps if name in before] == before
+    assert all(steps[name] == "done" for name in before), steps
+    with tarfile.open(out / "records.tar.gz") as archive:
+        names = archive.getnames()
+    assert {f"{name}.out.txt" for name in before} <= set(names)
+    assert_within_limits(out)

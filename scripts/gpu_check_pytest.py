@@ -1,0 +1,54 @@
+"""A pytest plugin: one JSON line as each test starts and one as it ends.
+
+pytest writes its own reports when everything has ended; a run that is killed, or that a CUDA error
+takes with it, would leave none.
+"""
+
+import json
+
+
+def pytest_addoption(parser):
+    parser.addoption("--tests-log", metavar="FILE")
+
+
+def pytest_configure(config):
+    config.pluginmanager.register(TestsLog(config.getoption("--tests-log")))
+
+
+class TestsLog:
+    """Writes the lines: {"test", "started"}, then {"test", "outcome", "seconds", "message"}."""
+
+    def __init__(self, path: str):
+        self._file = open(path, "w", encoding="utf-8", buffering=1)
+        self._ended: dict = {}
+
+    def pytest_collectreport(self, report):
+        if report.failed:
+            self._write(test=report.nodeid, **_failure(report))
+
+    def pytest_runtest_logstart(self, nodeid):
+        self._ended = {"outcome": "passed", "seconds": 0.0}
+        self._write(test=nodeid, started=True)
+
+    def pytest_runtest_logreport(self, report):
+        self._ended["seconds"] += report.duration
+        if report.failed:
+            self._ended |= _failure(report)
+        elif report.skipped and self._ended["outcome"] == "passed":
+            self._ended["outcome"] = "skipped"
+
+    def pytest_runtest_logfinish(self, nodeid):
+        self._write(test=nodeid, **self._ended)
+
+    def pytest_unconfigure(self):
+        self._file.close()
+
+    def _write(self, **line):
+        self._file.write(json.dumps(line) + "\n")
+
+
+def _failure(report) -> dict:
+    crash = getattr(report.longrepr, "reprcrash", None)
+    lines = (crash.message if crash else report.longreprtext).strip().splitlines()
+    # Of an exception its first line; of a traceback in plain text the last one tells.
+    return {"outcome": "failed", "message": (lines or [""])[0 if crash else -1]}
