@@ -6,7 +6,7 @@ the state of a language model where an epoch starts.
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -74,9 +74,9 @@ class GraphedStep:
         self.eager += 1
         return self._eager(batches, measure)
 
-    def _eager(self, batches: Sequence[tuple], measure: bool) -> dict[str, Tensor]:
+    def _eager(self, batches: list[tuple], measure: bool) -> dict[str, Tensor]:
         def compute(measure: bool = measure) -> dict[str, Tensor]:
-            return self.task.compute(batches, measure)
+            return self.task.compute(_handed_over(batches), measure)
 
         if self.off is not None or self._recordings:
             return compute()
@@ -158,3 +158,9 @@ class GraphedStep:
         self._inputs = self._state = None
         with suppress(OSError):
             print(f"mprun: no CUDA graph: {reason}; steps stay eager", file=sys.stderr)
+
+
+def _handed_over(batches: list[tuple]) -> Iterator[tuple]:
+    """The batches one by one, out of the list: a step releases what it no longer needs."""
+    while batches:
+        yield batches.pop(0)

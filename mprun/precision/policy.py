@@ -70,9 +70,12 @@ class PrecisionPolicy:
         dtype = self.autocast_dtype or self.param_dtype
         return dtype if dtype.itemsize == 2 else None
 
-    def cast_inputs(self, inputs: Tensor) -> Tensor:
+    def cast_inputs(
+        self, inputs: Tensor, memory_format: torch.memory_format = torch.preserve_format
+    ) -> Tensor:
         """Floating-point model inputs in the dtype of the parameters; other dtypes unchanged."""
-        return inputs.to(self.param_dtype) if inputs.is_floating_point() else inputs
+        dtype = self.param_dtype if inputs.is_floating_point() else inputs.dtype
+        return inputs.to(dtype, memory_format=memory_format)
 
 
 def build_policy(name: str, values: Mapping[str, str | None]) -> PrecisionPolicy:

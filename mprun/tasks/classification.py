@@ -48,7 +48,8 @@ class Classification:
 
     def load(self, step: int) -> Iterator[Batch]:
         """The micro-batches of a step, one after the other: all that depends on its number."""
-        return micro_batches(self.data, step, self.accumulate, self.channels_last)
+        cast = self.policy.cast_inputs
+        return micro_batches(self.data, step, self.accumulate, self.channels_last, cast)
 
     def compute(self, batches: Iterable[Batch], measure: bool = False) -> dict[str, Tensor]:
         """`train_step` on these micro-batches: device work alone, so it can be captured."""
@@ -58,8 +59,9 @@ class Classification:
         for images, labels in batches:
             with self.arithmetic:
                 with self.arithmetic.autocast():
-                    logits = model(self.policy.cast_inputs(images))
+                    logits = model(images)
                 loss = self._loss(logits, labels)
+                del images, logits  # backward has what it needs: of images, autocast's 16-bit copy
                 optimizer.backward(share(loss, self.accumulate))
             losses.append(loss.detach())
         update = optimizer.step(measure)

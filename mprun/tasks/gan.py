@@ -72,16 +72,16 @@ class GAN:
 
     def load(self, step: int) -> Iterator[Batch]:
         """The one batch of a step: all that depends on its number."""
-        return micro_batches(self.data, step, 1, self.channels_last)
+        return micro_batches(self.data, step, 1, self.channels_last, self.policy.cast_inputs)
 
     def compute(self, batches: Iterable[Batch], measure: bool = False) -> dict[str, Tensor]:
         """`train_step` on this one batch: device work alone, so it can be captured."""
         generator, discriminator = self.g.network, self.d.network
         self.g.optimizer.zero_grad()
         self.d.optimizer.zero_grad()
-        ((images, _),) = batches
-        codes = torch.randn(len(images), self.latent_size, device=self.device)
-        real, codes = self.policy.cast_inputs(images), self.policy.cast_inputs(codes)
+        ((real, _),) = batches
+        codes = torch.randn(len(real), self.latent_size, device=self.device)
+        codes = self.policy.cast_inputs(codes)
 
         with self.arithmetic:
             # One autocast block per pass: its weight cache must not outlive an update.

@@ -1,6 +1,6 @@
 """The micro-batches that make up one step, and their losses; free where there is only one."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -9,17 +9,29 @@ from mprun.data.source import Batch, Source
 
 
 def micro_batches(
-    data: Source, step: int, count: int, channels_last: bool = False
+    data: Source,
+    step: int,
+    count: int,
+    channels_last: bool = False,
+    cast: Callable[..., Tensor] = Tensor.contiguous,
 ) -> Iterator[Batch]:
     """The `count` batches of a step (from 0), each read only once the one before it is used.
 
     channels_last: with images in NHWC order in memory, as a network in that layout wants them.
+    cast: (images, memory_format=...) -> the images as the step wants them. A batch belongs to the
+    caller alone, and the source's FP32 images are released where they were cast: in a mode with
+    16-bit parameters they would be as large as twice what backward keeps of them.
     """
     for number in range(count):
-        images, labels = data.train_batch(step * count + number)
-        if channels_last:
-            images = images.contiguous(memory_format=torch.channels_last)
-        yield images, labels
+        yield _laid_out(data.train_batch(step * count + number), channels_last, cast)
+
+
+def _laid_out(batch: Batch, channels_last: bool, cast: Callable[..., Tensor]) -> Batch:
+    images, labels = batch
+    # Images of one channel are in NHWC order as they are: other strides are another convolution.
+    moves = channels_last and not images.is_contiguous(memory_format=torch.channels_last)
+    memory_format = torch.channels_last if moves else torch.preserve_format
+    return cast(images, memory_format=memory_format), labels
 
 
 def share(loss: Tensor, count: int) -> Tensor:
