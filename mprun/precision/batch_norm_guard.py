@@ -45,6 +45,6 @@ class BatchNormGuard:
 
         torch.where, not arithmetic: NaN * 0 would keep the NaN.
         """
-        skipped = found_inf != 0
+        skipped = found_inf != 0 if self.flat else None
         for saved, flat in zip(self.saved, self.flat, strict=True):
             torch.where(skipped, saved, flat, out=flat)

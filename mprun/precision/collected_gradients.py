@@ -79,13 +79,11 @@ class CollectedGradients:
             for group in by_dtype(multiplied):
                 check_and_unscale(group, found_inf, self._one)
             torch.maximum(self.found_inf, found_inf, out=self.found_inf)
-        for index, gradient in enumerate(new):
-            if gradient is None:
-                continue
-            if self.values[index] is None:
-                self.values[index] = gradient
-            else:
-                self.values[index].add_(gradient)
+        pairs = list(zip(self.values, new, strict=True))
+        both = [pair for pair in pairs if pair[0] is not None and pair[1] is not None]
+        if both:
+            torch._foreach_add_(*map(list, zip(*both, strict=True)))
+        self.values = [gradient if value is None else value for value, gradient in pairs]
         return found_inf, grad_max
 
     def _multiply_rows(self, new: list[Tensor | None]) -> list[Tensor]:

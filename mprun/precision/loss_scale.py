@@ -33,9 +33,9 @@ class NoLossScale(LossScale):
     def __init__(self, device: torch.device | str = "cpu"):
         super().__init__(1.0, 1, device)
 
-    def scale_loss(self, loss: Tensor) -> Tensor:
-        """`loss` itself."""
-        return loss
+    def backward(self, loss: Tensor) -> None:
+        """Propagate `loss` as it is."""
+        loss.backward()
 
     def inverse(self) -> Tensor:
         """1, float32, 0-dim: the scale itself, not to be written to."""

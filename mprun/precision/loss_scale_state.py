@@ -50,7 +50,7 @@ class LossScale:
     All state is 0-dim tensors on one device (unless stated), changed in place only: a training step
     neither waits for the device nor moves them, so the calls can be captured in a CUDA graph.
     Each kind adds `update()`: apply the rule, count the skip if any, clear `found_inf`.
-    One iteration is: `scale_loss`, backward, multiply gradients by `inverse()`, `record` (once per
+    One iteration is: `backward`, multiply gradients by `inverse()`, `record` (once per
     optimizer that shares the scale), apply or skip, `update` (once).
 
     Tensors: `scale` float32; `found_inf` float32, 0 or 1, cleared by `update`; `steps_skipped`
@@ -72,6 +72,7 @@ class LossScale:
         self.max_consecutive_skips = checked_count(
             "max_consecutive_skips", max_consecutive_skips, 1
         )
+        self._one = torch.ones((), dtype=torch.float64, device=device)
         self._fields: list[str] = []
         self._add("scale", torch.float32, scale, device)
         self._add("found_inf", torch.float32, 0.0, device)
@@ -90,13 +91,17 @@ class LossScale:
         setattr(self, name, torch.full(shape, value, dtype=dtype, device=device))
         self._fields.append(name)
 
-    def scale_loss(self, loss: Tensor) -> Tensor:
-        """`loss` (any shape, floating point) in float32, times the scale."""
-        return loss.float() * self.scale
+    def backward(self, loss: Tensor) -> None:
+        """Propagate `loss` (0-dim, floating point) in float32, times the scale.
+
+        Backward starts from the scale where it would start from 1: the same bits as a multiplied
+        loss gives, for three operations on the device less.
+        """
+        loss.float().backward(self.scale)
 
     def inverse(self) -> Tensor:
         """1/scale, float32, 0-dim; computed in float64 and rounded once, as torch.amp does."""
-        return self.scale.double().reciprocal().float()
+        return torch.div(self._one, self.scale, out=torch.empty_like(self.scale))
 
     def record(self, found_inf: Tensor, grad_max: Tensor | None = None) -> None:
         """OR one optimizer's flag into `found_inf`.
@@ -112,7 +117,8 @@ class LossScale:
 
     def _count(self, overflow: Tensor) -> None:
         self.steps_skipped.add_(overflow)
-        self.consecutive_skips.add_(1).mul_(overflow)
+        # (n + 1) times the flag, in one operation.
+        torch.addcmul(overflow, self.consecutive_skips, overflow, out=self.consecutive_skips)
         self.found_inf.zero_()
 
     def state_dict(self) -> dict[str, Any]:
@@ -146,6 +152,6 @@ class LossScale:
 
     def to(self, device: torch.device | str) -> Self:
         """Move all state to `device` (new tensors) and return self; not for use inside a step."""
-        for name in self._fields:
+        for name in (*self._fields, "_one"):
             setattr(self, name, getattr(self, name).to(device))
         return self

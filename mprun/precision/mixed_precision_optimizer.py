@@ -205,7 +205,7 @@ class MixedPrecisionOptimizer:
         if self._pending is not None and self.collects:
             self._collected.add(self._pending)
             self._pending = None
-        scale.scale_loss(loss).backward()
+        scale.backward(loss)
         if self._single is not None and not self.observed and (first or not self.collects):
             self._pending = scale
         elif self.collects:

@@ -209,13 +209,13 @@ SGD = [*SMALL["lstm_lm"][:-1], "optim=sgd_plain", "train.clip_norm=null"]
 
 def test_scaled_gradients_shift_the_scale_by_the_same_power(tmp_path, capsys, monkeypatch):
     """Gradients times 2^-k at a learning rate times 2^k: the same weights, bit for bit."""
-    original = NoLossScale.scale_loss
+    original = NoLossScale.backward
     found = {}
     for k in (0, -6, 4, 9):
         monkeypatch.setattr(
             NoLossScale,
-            "scale_loss",
-            lambda self, loss, k=k: original(self, loss) * 2.0**-k,
+            "backward",
+            lambda self, loss, k=k: original(self, loss * 2.0**-k),
         )
         run = [*ONE, *SGD, f"optim.lr={0.5 * 2.0**k}", f"output_dir='{tmp_path / f'k{k}'}'"]
         found[k] = advised(capsys, *run, "--steps", "12", "--every=3")

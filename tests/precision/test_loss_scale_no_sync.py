@@ -12,7 +12,7 @@ from mprun.precision.loss_scale import DynamicLossScale, NoLossScale, StaticLoss
 from mprun.precision.loss_scale_logmax import LogMaxLossScale
 from mprun.precision.loss_scale_presets import PRESETS, build_preset
 
-STEP_METHODS = {"scale_loss", "inverse", "record", "update", "collapsed"}
+STEP_METHODS = {"backward", "inverse", "record", "update", "collapsed"}
 FORBIDDEN_METHODS = {"item", "cpu", "tolist", "numpy", "is_nonzero", "equal", "to", "nonzero"}
 FORBIDDEN_NAMES = {"float", "bool", "int", "print"}
 SCALES = {
@@ -64,7 +64,7 @@ class NoHostRead(TorchDispatchMode):
 
 
 def iteration(scale, flag, largest, loss):
-    scale.scale_loss(loss)
+    scale.backward(loss)
     scale.inverse()
     scale.record(flag, largest)
     scale.record(flag, largest)
@@ -77,7 +77,11 @@ def test_no_value_reaches_the_host_and_state_stays_where_it_is(name):
     scale = SCALES[name]()
     addresses = {k: getattr(scale, k).data_ptr() for k in scale.state_dict() if k != "kind"}
     for overflow in (0.0, 1.0, 1.0, 0.0):
-        inputs = torch.tensor(overflow), torch.tensor(2.0**-8), torch.tensor(1.0)
+        inputs = (
+            torch.tensor(overflow),
+            torch.tensor(2.0**-8),
+            torch.tensor(1.0, requires_grad=True),
+        )
         with NoHostRead():
             iteration(scale, *inputs)
     assert addresses == {k: getattr(scale, k).data_ptr() for k in addresses}
@@ -96,6 +100,7 @@ def test_the_guard_sees_a_host_read():
 def test_cuda_equals_cpu_without_synchronisation_and_under_a_graph(name):
     eager, graphed, host = SCALES[name]("cuda"), SCALES[name]("cuda"), SCALES[name]()
     flag, largest, loss = (torch.zeros((), device="cuda") for _ in range(3))
+    loss.requires_grad_()
     largest.fill_(2.0**-8)
     start = graphed.state_dict()
     stream = torch.cuda.Stream()
@@ -116,7 +121,12 @@ def test_cuda_equals_cpu_without_synchronisation_and_under_a_graph(name):
             graph.replay()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        iteration(host, torch.tensor(overflow), torch.tensor(2.0**-8), torch.tensor(0.0))
+        iteration(
+            host,
+            torch.tensor(overflow),
+            torch.tensor(2.0**-8),
+            torch.tensor(0.0, requires_grad=True),
+        )
     want = host.state_dict()
     for scale in (eager, graphed):
         for key, value in scale.state_dict().items():

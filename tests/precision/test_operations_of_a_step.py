@@ -1,0 +1,66 @@
+"""How many operations the loss scale adds to a step: each is a launch on a GPU."""
+
+import torch
+from torch import nn
+from torch.optim import SGD
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mprun.precision import BatchNormGuard, MixedPrecisionOptimizer, cast_model, get_policy
+from mprun.precision.loss_scale import DynamicLossScale, NoLossScale, StaticLossScale
+
+
+class Operations(TorchDispatchMode):
+    """The names of all operations, but of those that only allocate."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if not name.startswith(("empty", "detach", "_to_copy")):
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def operations(function, *arguments):
+    with Operations() as seen:
+        function(*arguments)
+    return seen.names
+
+
+def squares():
+    return torch.ones(3, requires_grad=True).square().mean()
+
+
+def test_backward_starts_from_the_scale_instead_of_multiplying():
+    plain = operations(NoLossScale().backward, squares())
+    scaled = operations(StaticLossScale(8.0).backward, squares())
+    assert plain == ["ones_like", *scaled]
+
+
+def test_the_inverse_is_one_operation():
+    assert operations(StaticLossScale(3.0).inverse) == ["div"]
+
+
+def test_the_dynamic_rule_takes_eight_operations():
+    found = operations(DynamicLossScale().update)
+    assert len(found) == 8, found
+
+
+def test_a_guard_of_nothing_does_nothing():
+    guard = BatchNormGuard(nn.Linear(2, 2))
+    assert operations(guard.save) == operations(guard.restore_where, torch.ones(())) == []
+
+
+def test_gradients_of_a_second_loss_are_added_up_in_one_operation():
+    layers = nn.Sequential(*(nn.Linear(2, 2) for _ in range(5)))
+    optimizer = MixedPrecisionOptimizer(
+        cast_model(layers, get_policy("amp")),
+        lambda named: SGD([tensor for _, tensor in named], 0.1),
+        StaticLossScale(8.0),
+    )
+    optimizer.zero_grad()
+    optimizer.backward(layers(torch.ones(1, 2)).sum())
+    found = operations(optimizer.backward, layers(torch.ones(1, 2)).sum())
+    assert found.count("_foreach_add_") == 1 and "add_" not in found
