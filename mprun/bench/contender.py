@@ -84,6 +84,12 @@ def rotating_batches(source: Source, count: int = BATCHES) -> list[Batch]:
     return [tuple(part.clone() for part in source.train_batch(i)) for i in range(count)]
 
 
+def in_channels_last(batch: Batch) -> Batch:
+    """(images, labels) with the images in NHWC order in memory."""
+    images, labels = batch
+    return images.contiguous(memory_format=torch.channels_last), labels
+
+
 class RotatingSource:
     """A source whose training batches are those of `batches`, in turn; the rest is the source's."""
 

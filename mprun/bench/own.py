@@ -8,7 +8,12 @@ import time
 
 import torch
 
-from mprun.bench.contender import Case, RotatingSource, rotating_batches
+from mprun.bench.contender import (
+    Case,
+    RotatingSource,
+    in_channels_last,
+    rotating_batches,
+)
 from mprun.build import Built
 from mprun.config.compose import compose_config
 from mprun.config.schema import RunConfig
@@ -55,8 +60,10 @@ class Own:
         else:
             self.config, self.built = _build(plain)
         if not case.real_data:
-            source = self.built.data
-            self.built.data = RotatingSource(source, rotating_batches(source))
+            source, batches = self.built.data, rotating_batches(self.built.data)
+            if self.built.task.channels_last:  # as the tuned peers hold theirs
+                batches = [in_channels_last(batch) for batch in batches]
+            self.built.data = RotatingSource(source, batches)
             self.built.task.data = self.built.data
         self.task = self.built.task
         self.samples_per_step, self.sample = self.task.samples_per_step, self.task.sample

@@ -163,7 +163,7 @@ def _memory(rows: list[dict]) -> str:
         "MiB. Process: as the driver counts it, on a CPU the resident set, Python and torch "
         "included. Activations: what one step saves for its backward pass. All kinds: also casts "
         "of weights and gradients, averages and norm statistics. Where steps are replayed from a "
-        "graph the peak allocated is that of the same step taken eagerly; reserved holds both."
+        "graph the peak allocated is that of the same step taken eagerly."
     )
     return f"{_table(header, lines)}\n\n{note}"
 

@@ -147,27 +147,29 @@ class Worker:
         return answer | {"nvml": self.meter.why}
 
     def _peak(self, step_s: float) -> dict:
-        """Peak memory of steady steps in bytes; where they are replayed, of the same steps eager.
+        """Peak memory of steady steps in bytes; allocated, where they are replayed, of eager ones.
 
-        A replay allocates nothing, and the peak of its capture holds what came before.
+        A replay allocates nothing, and the peak of its capture holds what came before. What is
+        reserved and what the driver counts is read before these eager steps, which need as much
+        again beside the graph.
         """
         if self.device.type != "cuda":
             return {"resident": _resident_peak()}
         synchronise(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
-        try:
-            if getattr(self.contender, "replays", False):
-                for _ in range(2):
-                    self.contender.eager_step()
-            else:
-                window(self.contender, self.device, min(3, steps_for(step_s)))
-        except torch.OutOfMemoryError:
-            return {"why_not": "no memory for an eager step beside the graph"}
-        return {
-            "allocated": torch.cuda.max_memory_allocated(self.device),
+        window(self.contender, self.device, min(3, steps_for(step_s)))
+        held = {
             "reserved": torch.cuda.max_memory_reserved(self.device),
             "process": self.meter.process_bytes(),
         }
+        if getattr(self.contender, "replays", False):
+            torch.cuda.reset_peak_memory_stats(self.device)
+            try:
+                for _ in range(2):
+                    self.contender.eager_step()
+            except torch.OutOfMemoryError:
+                return held | {"why_not": "no memory for an eager step beside the graph"}
+        return held | {"allocated": torch.cuda.max_memory_allocated(self.device)}
 
     def _on(self, device: str) -> None:
         self.device = resolve_device(device)

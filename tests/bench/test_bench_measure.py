@@ -132,6 +132,15 @@ def test_mprun_as_a_contender_takes_the_steps_of_a_run_on_rotating_batches(build
     assert (own.samples_per_step, own.sample) == (8, "token")
 
 
+def test_batches_that_are_rotated_lie_as_the_network_wants_them():
+    settings = ("model=resnet50", "data.batch_size=2", "train.channels_last=on")
+    own = make_own(Case("images", settings, "amp", "mprun"), CPU, False)
+    held, _ = own.built.data.train_batch(0)
+    (images, _), *_ = own.task.load(0)
+    assert held.is_contiguous(memory_format=torch.channels_last)
+    assert images.data_ptr() == held.data_ptr()
+
+
 def test_what_is_watched_are_the_master_weights():
     own = make("fp16_master_scaled")
     before = [tensor.clone() for tensor in own.weights().values()]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from mprun.bench.contender import Batch, Case, Source, rotating_batches
+from mprun.bench.contender import Batch, Case, Source, in_channels_last, rotating_batches
 from mprun.bench.peers.dense_table import with_dense_tables
 from mprun.build.data import build_data
 from mprun.build.model import gan_builders, model_builder
@@ -58,7 +58,7 @@ class PeerTask:
         if self.held:
             return self.held[index % len(self.held)]
         batch = self.source.train_batch(index)
-        return _nhwc(batch) if self.channels_last else batch
+        return in_channels_last(batch) if self.channels_last else batch
 
     def weights(self) -> dict[str, torch.Tensor]:
         """All parameters by name, those of a discriminator behind the generator's."""
@@ -72,7 +72,7 @@ class PeerTask:
         """The same networks and batches of images with NHWC strides."""
         for network in self.networks:
             network.to(memory_format=torch.channels_last)
-        return replace(self, channels_last=True, held=tuple(map(_nhwc, self.held)))
+        return replace(self, channels_last=True, held=tuple(map(in_channels_last, self.held)))
 
     @property
     def is_convolutional(self) -> bool:
@@ -140,11 +140,6 @@ def pin_flags(config: RunConfig) -> None:
     pin_math_flags(config.precision.fp32_math, config.deterministic)
     autotune = {"on": True, "off": False, "auto": not config.deterministic}
     torch.backends.cudnn.benchmark = autotune[config.train.autotune]
-
-
-def _nhwc(batch: Batch) -> Batch:
-    images, labels = batch
-    return images.to(memory_format=torch.channels_last), labels
 
 
 def _check(config: RunConfig) -> None:
