@@ -143,6 +143,7 @@ def train(
                 outcome.peak = memory.higher(outcome.peak, device)
                 heartbeat.beat()
                 outcome.final = recorder.evaluate(step)
+                built.stepper.give_back_cache()
                 heartbeat.beat()
                 memory.reset_peak(device)
                 if not all(math.isfinite(value) for value in outcome.final.values()):

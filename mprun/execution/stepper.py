@@ -76,6 +76,15 @@ class Stepper:
         finally:
             outside.wait_stream(self.stream)
 
+    def give_back_cache(self) -> None:
+        """Return memory that nothing holds to the device, where steps are replayed; it waits.
+
+        To be called after an evaluation: a graph keeps its memory to itself, so what an evaluation
+        took beside it would stay reserved, and no step could use it.
+        """
+        if self.graph is not None and self.graph.replayed:
+            torch.cuda.empty_cache()
+
     @property
     def description(self) -> dict[str, str | float | int]:
         """How steps were executed so far, for run.json.

@@ -237,3 +237,17 @@ def test_a_run_that_ends_early_says_so(build_run):
     stepper = recorded(built.task, required=False)
     Training(built, stepper.step).steps(0, 2)
     assert stepper.description == {"cuda_graph": "off: ended after 2 steps, before a capture"}
+
+
+def test_the_cache_is_given_back_once_steps_are_replayed(build_run, monkeypatch):
+    given_back = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given_back.append(True))
+    built = build_run(*SMALL["language_model"])
+    stepper = recorded(built.task)
+    for index in range(WARM_UP):
+        stepper.step(index)
+    stepper.give_back_cache()
+    assert not given_back
+    stepper.step(WARM_UP)
+    stepper.give_back_cache()
+    assert given_back == [True]
