@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from mprun.data.source import Batch
 from mprun.precision import Arithmetic, LossScale, PrecisionPolicy
+from mprun.tasks.cross_entropy import cross_entropy
 from mprun.tasks.learner import Learner
 from mprun.tasks.micro_batches import mean, micro_batches, share
 
@@ -92,5 +93,4 @@ class Classification:
         self.loss_scale.load_state_dict(state["loss_scale"])
 
     def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        logits = logits.to(self.policy.loss_dtype)
-        return F.cross_entropy(logits, labels, label_smoothing=self.label_smoothing)
+        return cross_entropy(logits, labels, self.policy.loss_dtype, self.label_smoothing)

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mprun.precision import Arithmetic, LossScale, PrecisionPolicy
+from mprun.tasks.cross_entropy import cross_entropy
 from mprun.tasks.learner import Learner
 from mprun.tasks.micro_batches import mean, share
 
@@ -111,8 +112,8 @@ class LanguageModel:
             return losses.mean(), hidden
         with self.arithmetic.autocast():
             logits, hidden = model(tokens, self.hidden)
-        logits = logits.flatten(0, 1).to(self.policy.loss_dtype)
-        return F.cross_entropy(logits, targets.flatten()), hidden
+        logits, targets = logits.flatten(0, 1), targets.flatten()
+        return cross_entropy(logits, targets, self.policy.loss_dtype), hidden
 
     def evaluate(self) -> dict[str, float]:
         """Mean loss per held-out token, state carried through, and its exponential."""

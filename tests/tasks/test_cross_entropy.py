@@ -1,0 +1,34 @@
+"""Cross-entropy that computes in FP32 what it reads in 16 bits."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from mprun.tasks.cross_entropy import cross_entropy
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_loss_and_gradient_are_those_of_cast_logits(dtype, smoothing):
+    torch.manual_seed(0)
+    logits = (5 * torch.randn(37, 101)).to(dtype)
+    one, other = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    labels = torch.randint(101, (37,))
+    expected = F.cross_entropy(one.float(), labels, label_smoothing=smoothing)
+    loss = cross_entropy(other, labels, torch.float32, smoothing)
+    for value in (expected, loss):
+        value.backward(torch.tensor(1000.0))
+    assert torch.equal(loss, expected) and loss.dtype == torch.float32
+    assert torch.equal(one.grad, other.grad)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_makes_no_fp32_copy_of_fp16_logits():
+    logits = torch.randn(1024, 4096, device="cuda").half().requires_grad_()
+    labels = torch.zeros(1024, dtype=torch.int64, device="cuda")
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    cross_entropy(logits, labels, torch.float32).backward()
+    # FP32 logarithms of the probabilities, and an FP16 gradient.
+    assert torch.cuda.max_memory_allocated() - before < 1.1 * 6 * logits.numel()
