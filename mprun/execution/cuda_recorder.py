@@ -78,6 +78,8 @@ class CudaRecorder:
         finally:
             if watched:
                 torch.cuda.set_sync_debug_mode(watched)
+        # What eager steps left, their gradients among it, is of no use to a replay.
+        torch.cuda.empty_cache()
         self.seconds += time.perf_counter() - started
         return CudaRecording(graph, output)
 
