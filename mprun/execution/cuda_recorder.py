@@ -58,6 +58,8 @@ class CudaRecorder:
         eagerly; torch.OutOfMemoryError where the memory for a second set of activations is missing.
         """
         graph, started = torch.cuda.CUDAGraph(), time.perf_counter()
+        held = torch.cuda.memory_allocated(self.device)
+        needed = torch.cuda.max_memory_allocated(self.device) - held  # by the eager steps so far
         watched = torch.cuda.get_sync_debug_mode()
         if watched:
             torch.cuda.set_sync_debug_mode("default")  # a capture begins with a wait, once
@@ -67,6 +69,10 @@ class CudaRecorder:
             with torch.cuda.graph(
                 graph, pool=self._pool, stream=self.stream, capture_error_mode="thread_local"
             ):
+                if not self.seconds:
+                    # A first block for the pool, split as the step needs it. Segment by segment,
+                    # each of the size that is missing, a pool grows to up to twice its need.
+                    torch.empty(needed, dtype=torch.uint8, device=self.device)
                 output = function()
         except Exception as error:
             first = _first(error)
