@@ -112,8 +112,8 @@ def _in_folder(name: str) -> list[str]:
 
 
 def bench(setting: Setting, seconds: float) -> list[Step]:
-    """mprun alone."""
-    return [_bench(setting, seconds, "bench", ["--only", _OWN, "--modes", _OWN_MODES])]
+    """mprun alone, and without its best settings, among them a minute of torch.compile."""
+    return [_bench(setting, seconds, "bench", ["--plain", "--only", _OWN, "--modes", _OWN_MODES])]
 
 
 def bench_peers(setting: Setting, seconds: float) -> list[Step]:

@@ -14,6 +14,9 @@ _USAGE = """\
 mprun bench                       : the suite: ResNet-50, AlexNet, DCGAN, LSTM language models on a
                                     GPU, small sizes of them on a CPU
 mprun bench model=... [key=value] : one configuration
+mprun bench --host ...            : will it fit, and what does the host need? Memory to the byte,
+                                    launches and host time of a CUDA step, without a GPU: on a fake
+                                    CUDA device (needs a CUDA build of torch and a C compiler)
 mprun bench --roofline ...        : FLOPs, bytes and limits of a step, without a GPU
                                     (mprun bench --roofline --help)
 
@@ -32,6 +35,8 @@ Options
   --windows N        windows of each contender (5)
   --steps-per-window K   steps of a window (as many as last 0.3 s)
   --end-to-end       also with the data source of the configuration, loading included
+  --plain            mprun with its defaults alone, not with its best settings as well
+  --card GIB         with --host: what fits a card with that much memory
   --json             print bench.json instead of the tables
 
 Writes bench.jsonl (windows as they are measured), bench.json, bench.md, bench.png, logs/.
@@ -57,6 +62,10 @@ def main(arguments: list[str]) -> int:
 
     check_overrides(options.overrides)
     compose_config(options.overrides)
+    if options.host:
+        from mprun.bench.host import main as host
+
+        return host(arguments, options)
     from mprun.bench.plan import plan
     from mprun.run import resolve_device
 

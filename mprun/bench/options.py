@@ -16,8 +16,9 @@ _VALUES = (
     "--out",
     "--windows",
     "--steps-per-window",
+    "--card",
 )
-_FLAGS = ("--end-to-end", "--json")
+_FLAGS = ("--end-to-end", "--json", "--host", "--plain")
 REFERENCES = ("fp32", "tf32")  # modes to which the others are held
 # Keys that do not choose what is trained: the suite takes them too.
 _OF_THE_SUITE = ("device", "threads", "seed", "deterministic", "cpu_half")
@@ -33,7 +34,11 @@ _REFUSED = {
 
 @dataclass(slots=True)
 class Options:
-    """The command line. peers: names, ["all"], or None: mprun alone. only: starts of labels."""
+    """The command line. peers: names, ["all"], or None: mprun alone. only: starts of labels.
+
+    plain: mprun with its defaults, not with its best settings as well. host: the host side alone,
+    on a fake device; card_bytes: memory of the card that is asked about then.
+    """
 
     overrides: list[str] = field(default_factory=list)
     modes: list[str] | None = None
@@ -45,6 +50,9 @@ class Options:
     end_to_end: bool = False
     steps_per_window: int | None = None
     json: bool = False
+    plain: bool = False
+    host: bool = False
+    card_bytes: int | None = None
 
     def as_dict(self) -> dict:
         return asdict(self)
@@ -74,6 +82,10 @@ def parse(arguments: list[str]) -> Options:
             options.overrides.append(argument)
         else:
             raise BadInput(f"bench {argument}: neither an option nor key=value")
+    if options.card_bytes is not None and not options.host:
+        raise BadInput("bench --card: goes with --host")
+    if options.end_to_end and options.host:
+        raise BadInput("bench --end-to-end: not with --host, which measures the step alone")
     return options
 
 
@@ -88,6 +100,8 @@ def _set(options: Options, flag: str, value: str) -> None:
         options.out = value
     elif flag == "--budget":
         options.budget_s = _seconds(value)
+    elif flag == "--card":
+        options.card_bytes = _card(value)
     else:
         most = 10_000 if flag == "--steps-per-window" else 1000
         if not value.isdecimal() or not 1 <= int(value[:9]) <= most:
@@ -100,6 +114,16 @@ def _names(flag: str, value: str) -> list[str]:
     if not names:
         raise BadInput(f"{flag} {value}: needs names, separated by commas")
     return names
+
+
+def _card(value: str) -> int:
+    try:
+        gib = float(value)
+    except ValueError:
+        gib = math.nan
+    if not 0.5 <= gib <= 4096:
+        raise BadInput(f"--card {value}: must be the card's memory in GiB, 0.5 to 4096")
+    return int(gib * 2**30)
 
 
 def _seconds(value: str) -> float:

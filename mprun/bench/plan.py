@@ -56,7 +56,8 @@ def plan(options: Options, device) -> tuple[list[Group], list[dict]]:
                 left_out.append(_left_out(entry, mode, "mprun", reason))
                 continue
             compose_config([*entry.overrides, f"precision={mode}", f"device={device.type}"])
-            best = device.type == "cuda" and (not entry.best_modes or mode in entry.best_modes)
+            best = device.type == "cuda" and not options.plain
+            best = best and (not entry.best_modes or mode in entry.best_modes)
             names = ["mprun", *(["mprun+"] if best else [])]
             for peer in () if options.peers is None else asked or PEERS:
                 reason = None if peer in OWN else available(peer, mode, task, device)
