@@ -62,9 +62,15 @@ def main(arguments: list[str] | None = None) -> int:
                     failures.append(f"{where}: {str(error).splitlines()[0]}")
                     if options.reference == "cuda":
                         torch.cuda.synchronize()  # a broken context would break every later row
-    text = as_markdown(rows, failures, options.reference)
-    print(text)
+        # After each operation: whoever ends this early has what there is.
+        _write(options, full, time.perf_counter() - started, rows, failures)
+    print(as_markdown(rows, failures, options.reference))
+    return 1 if failures or not rows else 0
+
+
+def _write(options, full: bool, seconds: float, rows: list[Row], failures: list[str]) -> None:
     if options.markdown:
+        text = as_markdown(rows, failures, options.reference)
         options.markdown.write_text(text + "\n", encoding="utf-8")
     if options.json:
         record = {
@@ -74,12 +80,11 @@ def main(arguments: list[str] | None = None) -> int:
             "cudnn": torch.backends.cudnn.version(),
             "flags": read_math_flags(),
             "size": "full" if full else "small",
-            "seconds": time.perf_counter() - started,
+            "seconds": seconds,
             "failures": failures,
             "rows": [_finite(asdict(row)) for row in rows],
         }
         options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    return 1 if failures or not rows else 0
 
 
 def as_markdown(rows: list[Row], failures: list[str], reference: str) -> str:
