@@ -132,6 +132,9 @@ class GraphedStep:
     def _record(self, measure: bool) -> Any:
         parameters = [p for own in self.task.learners.values() for p in own.model.parameters()]
         trained = [parameter.requires_grad for parameter in parameters]
+        for own in self.task.learners.values():
+            # As the step does first: gradients of the last step are no memory that this one needs.
+            own.optimizer.zero_grad()
         try:
             return self.recorder.record(lambda: self._step_on_static_inputs(measure))
         except BaseException:
