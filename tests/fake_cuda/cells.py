@@ -1,18 +1,11 @@
 """What runs on the fake device: the cells of the table in docs, and the exceptions from them."""
 
+from mprun.config.schema import MODES
+
 from ..execution.trained import SMALL, TOKENS
 
-MODES = (
-    "fp32",
-    "tf32",
-    "fp16_naive",
-    "fp16_master",
-    "fp16_master_scaled",
-    "amp",
-    "bf16_naive",
-    "bf16_master",
-    "amp_bf16",
-)
+__all__ = ["EXECUTION", "MODELS", "MODES", "STEPS", "overrides", "refusal"]
+
 STACKED = [*TOKENS, "model.embedding_size=8", "model.hidden_size=8", "model.num_layers=2"]
 MODELS = {
     "alexnet": SMALL["dropout"],
