@@ -31,9 +31,9 @@ NOTE = """\
 Measured on a fake CUDA device: no kernel ran. Peak and reserved are bytes of torch's caching
 allocator in steady training steps (torch's own workspace for cuBLAS is among them), without
 evaluation, without the CUDA context and what cuDNN asks for; of synthetic images two batches lie on
-the device, as bytes. Launches a step: kernels of torch, of
-Triton, calls of cuDNN and cuBLAS (which launch one or more), copies and fills. Host: median time in
-which this machine's processor gets through a step; no time of a device is in it."""
+the device, as bytes. Launches a step: kernels of torch, of Triton, calls of cuDNN and cuBLAS (which
+launch one or more), copies and fills. Host: median time in which this machine's processor gets
+through a step; no time of a device is in it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from .cells import EXECUTION, MODELS, MODES, STEPS, overrides, refusal
 # A run with a graph begins with eager steps. The rest is slow: runs without one, the large models,
 # and modes of which others take the same ways.
 LARGE = {"alexnet", "resnet50"}
-QUICK = {"fp32", "fp16_naive", "fp16_master_scaled", "amp", "amp_bf16"}
+QUICK = {"fp32", "fp16_naive", "amp", "amp_bf16"}
 WITH_ADAGRAD = {"lstm_lm_projected", "biglstm"}
 
 

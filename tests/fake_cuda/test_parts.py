@@ -20,7 +20,7 @@ PATHS = ("auto", "fused", "foreach", "loop", "single_pass")
 
 @pytest.mark.parametrize("mode", ["fp16_master_scaled", *slow("fp32", "amp")])
 @pytest.mark.parametrize("implementation", PATHS)
-@pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw", "adagrad"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "adagrad", *slow("adamw")])
 def test_every_update(device, tmp_path, optimizer, implementation, mode):
     overrides = [f"optim={optimizer}", f"optim.implementation={implementation}"]
     found = device.run(tmp_path / "run", [*SMALL, *overrides, f"precision={mode}"])
