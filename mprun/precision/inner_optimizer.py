@@ -97,7 +97,9 @@ def has_fused_kernel(kind: str, device: torch.device) -> bool:
             weight = torch.zeros(1, device=device, requires_grad=True)
             weight.grad = torch.zeros_like(weight)
             _FUSED[kind]([weight], lr=0.0, fused=True).step()
-    except (RuntimeError, NotImplementedError, TypeError):
+    except torch.OutOfMemoryError:
+        raise  # says nothing of the kernel, and the answer is kept
+    except (RuntimeError, TypeError):
         return False
     return True
 
