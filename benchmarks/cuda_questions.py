@@ -31,8 +31,8 @@ from questions.skipped_updates import (
     linear_cross_entropy,
 )
 
-from mprun.markdown_table import markdown_table
 from mprun.precision import pin_math_flags
+from mprun.record.markdown_table import markdown_table
 
 # The questions whose answers others wait for come first.
 QUESTIONS: dict[str, Callable[[torch.device], Answer]] = {

@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from mprun.markdown_table import markdown_table  # noqa: E402
+from mprun.record.markdown_table import markdown_table  # noqa: E402
 from tests.fake_cuda.cells import EXECUTION, MODELS, MODES, overrides, refusal  # noqa: E402
 from tests.fake_cuda.conftest import Device, build_with  # noqa: E402
 

@@ -23,8 +23,8 @@ from fidelity.comparison import MAGNITUDES, Row, compare
 from fidelity.operations import operations
 from fidelity.ulp import Distance
 
-from mprun.markdown_table import markdown_table
 from mprun.precision import pin_math_flags, read_math_flags
+from mprun.record.markdown_table import markdown_table
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 

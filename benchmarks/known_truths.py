@@ -52,7 +52,7 @@ def plant(defect: str) -> None:
     import torch
 
     from mprun.precision.loss_scale_state import LossScale
-    from mprun.precision.mixed_precision_optimizer import MixedPrecisionOptimizer
+    from mprun.precision.optimizer import MixedPrecisionOptimizer
 
     if defect == "scale_stays":
         LossScale.inverse = lambda self: torch.ones((), device=self.scale.device)

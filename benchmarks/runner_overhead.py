@@ -2,14 +2,14 @@
 
     python benchmarks/runner_overhead.py [--pairs 7] [--json FILE]
 
-Each pair is one bare loop and one `mprun.train.train` of the same length in FP32, in alternating
-order; the ratio is taken pair by pair (a machine's drift cancels) and the median is quoted. CPU
-time of one thread, so that other work on the machine counts little. The runner's time includes
-logging every 10 (ResNet-50) or 50 steps to metrics.jsonl and TensorBoard and everything that is set
-up once per run; the one evaluation at the end is subtracted. Memory that was freed stays with the
-process: else the kernel's page faults, up to a tenth of the time, hit whichever side comes first
-after a model was built. Targets: at most 1.03 for ResNet-50 (batch 32, 32 px, 30 steps) and at most
-1.10 for a tiny language model (3,000 steps).
+Each pair is one bare loop and one `mprun.training.loop.train` of the same length in FP32, in
+alternating order; the ratio is taken pair by pair (a machine's drift cancels) and the median is
+quoted. CPU time of one thread, so that other work on the machine counts little. The runner's time
+includes logging every 10 (ResNet-50) or 50 steps to metrics.jsonl and TensorBoard and everything
+that is set up once per run; the one evaluation at the end is subtracted. Memory that was freed
+stays with the process: else the kernel's page faults, up to a tenth of the time, hit whichever side
+comes first after a model was built. Targets: at most 1.03 for ResNet-50 (batch 32, 32 px, 30 steps)
+and at most 1.10 for a tiny language model (3,000 steps).
 """
 
 import argparse
@@ -28,8 +28,8 @@ from torch.nn import functional as F
 
 from mprun.build import build
 from mprun.config.compose import compose_config
-from mprun.interruption import Interruption
-from mprun.train import train
+from mprun.training.loop import train
+from mprun.training.signals import Interruption
 
 CASES = {
     "ResNet-50, batch 32, 32 px": (

@@ -12,7 +12,7 @@ Contenders, on the parameter shapes of each model and gradients that are already
 
 They take turns in one process, so that a slow spell of the machine hits all of them; a ratio is the
 median over turns of one time over another of the same turn, with its quartiles and their number.
-GB/s are the bytes of mprun.precision.update_bytes over the median time; the share is that of a
+GB/s are the bytes of mprun.bench.roofline.update_bytes over the median time; the share is that of a
 copy measured in the same run. --blocks measures block sizes of the CPU's single pass instead.
 """
 
@@ -30,6 +30,7 @@ from torch import nn
 from torch.optim import SGD, Adagrad, Adam, Optimizer
 
 from mprun import models
+from mprun.bench.roofline.update_bytes import update_bytes
 from mprun.precision import (
     CastModel,
     MixedPrecisionOptimizer,
@@ -37,9 +38,8 @@ from mprun.precision import (
     cast_model,
     get_policy,
 )
-from mprun.precision.inner_optimizer import has_fused_kernel, initialise_state
 from mprun.precision.single_pass_cpu import BlockedUpdate
-from mprun.precision.update_bytes import update_bytes
+from mprun.precision.torch_update import has_fused_kernel, initialise_state
 
 MODELS = {
     "resnet50": lambda: models.resnet50(1000),

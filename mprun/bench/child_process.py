@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from mprun.interruption import Interruption
+from mprun.training.signals import Interruption
 
 CHILD_COMMAND = (sys.executable, "-m", "mprun.bench.child")
 _LOOK_EVERY_S = 0.2  # how soon an interruption is noticed

@@ -7,8 +7,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from mprun.bench.report_cells import significant
-from mprun.compare.canvas import GREY, settings, thousands
-from mprun.compare.palette import INK, styles
+from mprun.plots.palette import INK, styles
+from mprun.plots.panel import GREY, settings, thousands
 
 _ROW, _HEAD, _FOOT, _GAP = 0.2, 0.34, 0.42, 0.12  # inches
 _WIDTH, _LEFT, _RIGHT = 6.4, 2.05, 0.75

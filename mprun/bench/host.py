@@ -182,7 +182,7 @@ def _measure(row: HostRow, contender, device) -> HostRow:
 
 def report(rows: list[HostRow], card: int | None) -> str:
     """The table in Markdown, and what it is. card: bytes of a card that is asked about."""
-    from mprun.markdown_table import markdown_table
+    from mprun.record.markdown_table import markdown_table
 
     fp32 = {(r.label, r.contender): r.peak for r in rows if r.mode == "fp32" and r.peak}
     recipe = {(r.label, r.mode): r.peak for r in rows if r.contender == "amp"}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mprun.bench.child_process import ChildFailed, ChildProcess, TimeUp
 from mprun.bench.rows import Row
-from mprun.interruption import Interruption
+from mprun.training.signals import Interruption
 
 _PATIENCE = 0.25  # of a model's remaining time, at most
 

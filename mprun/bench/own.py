@@ -1,24 +1,19 @@
 """mprun itself as a contender: the step that `mprun` runs, with its default and its best settings.
 
 Nothing of a run's record is written, and there are no evaluations: what is timed is the step of
-the loop with the learning rate set and skipped updates counted, as `mprun.train` does it.
+the loop with the learning rate set and skipped updates counted, as `mprun.training.loop` does it.
 """
 
 import time
 
 import torch
 
-from mprun.bench.contender import (
-    Case,
-    RotatingSource,
-    in_channels_last,
-    rotating_batches,
-)
+from mprun.bench.contender import Case, RotatingSource, in_channels_last, rotating_batches
 from mprun.build import Built
 from mprun.config.compose import compose_config
 from mprun.config.schema import RunConfig
 from mprun.errors import BadInput
-from mprun.run import prepare
+from mprun.training.run import prepare
 
 _CONVOLUTIONAL = ("alexnet", "resnet50", "dcgan", "conv_autoencoder")
 _PREPARED_STEPS = 12  # a graph is captured after fewer

@@ -11,8 +11,8 @@ from mprun.bench.rows import Row, writable
 from mprun.bench.run_bench import Outcome, device_name
 from mprun.bench.summary import summarise
 from mprun.bench.targets import judge
-from mprun.record.environment import environment
 from mprun.record.run_directory import write_json
+from mprun.training.environment import environment
 
 FORMAT = 1
 

@@ -13,7 +13,7 @@ from mprun.bench.plan import Group
 from mprun.bench.rows import Log, Row
 from mprun.bench.session import Session
 from mprun.config.compose import compose_config
-from mprun.interruption import Interruption
+from mprun.training.signals import Interruption
 
 _CEILINGS_S = 6.0
 _CEILINGS_SHARE = 0.4  # of the budget, at most, until they have to be there
@@ -89,7 +89,7 @@ def device_name(device: torch.device) -> str:
     """What a reader calls it."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    from mprun.record.environment import environment
+    from mprun.training.environment import environment
 
     return f"CPU: {environment(device)['cpu']}"
 

@@ -19,7 +19,7 @@ from mprun.bench.limits import Limits
 from mprun.bench.plan import Group
 from mprun.bench.registry import OWN
 from mprun.bench.rows import Log, Row
-from mprun.interruption import Interruption
+from mprun.training.signals import Interruption
 
 START_SHARE = 0.6  # of a model's time, at most, until its windows begin
 FIRST_SHARE = 0.85  # the same, where nobody is ready yet

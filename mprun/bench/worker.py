@@ -23,8 +23,8 @@ from mprun.bench.measure import (
 )
 from mprun.bench.registry import OWN, make
 from mprun.config.compose import compose_config
-from mprun.record.environment import flags
-from mprun.run import resolve_device
+from mprun.training.environment import flags
+from mprun.training.run import resolve_device
 
 ENERGY_S = 2.0  # NVML's counter moves some ten times a second: one window alone is coarse
 _MEMINFO = Path("/proc/meminfo")

@@ -2,7 +2,7 @@
 
 import torch
 
-from mprun.build.own_data import own_source
+from mprun.build.user_data import own_source
 from mprun.config import schema
 from mprun.data import DigitsImages, DocsText, SyntheticImages, SyntheticTokens
 from mprun.data.cifar10 import Cifar10

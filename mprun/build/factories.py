@@ -1,6 +1,6 @@
 """The user's own functions: found by name, called, and held to what they must return.
 
-Whoever hands a name in has made sure that the user gave it (mprun.config.factories).
+Whoever hands a name in has made sure that the user gave it (mprun.config.user_code).
 """
 
 import importlib
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mprun.config.field_rules import nearest
+from mprun.config.rules import nearest
 from mprun.errors import BadInput, MprunError, raised
 
 

@@ -6,7 +6,7 @@ from functools import partial
 from torch import nn
 
 from mprun import models
-from mprun.build.own_model import OwnModel
+from mprun.build.user_model import OwnModel
 from mprun.config import schema
 from mprun.errors import BadInput
 

@@ -16,8 +16,8 @@ from mprun.precision import (
     StaticLossScale,
     build_policy,
 )
-from mprun.precision.inner_optimizer import has_fused_kernel
 from mprun.precision.parameter_groups import norm_parameter_names, parameter_groups
+from mprun.precision.torch_update import has_fused_kernel
 
 
 def mode_label(config: schema.PrecisionConfig) -> str:

@@ -14,10 +14,10 @@ from mprun.data.errors import DamagedData
 from mprun.data.source import Source
 from mprun.errors import BadInput
 from mprun.execution import Stepper
-from mprun.learning_rate import LearningRate
 from mprun.precision import DTYPES, Arithmetic, PrecisionPolicy, why_no_lstm, why_unsupported
-from mprun.schedule import learning_rates
 from mprun.tasks import GAN, Classification, LanguageModel, Reconstruction
+from mprun.tasks.learning_rate import LearningRate
+from mprun.tasks.schedule import learning_rates
 
 
 @dataclass(slots=True)

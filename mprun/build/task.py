@@ -8,27 +8,14 @@ from torch import nn
 
 from mprun.build.execution import put_channels_last, uses_channels_last
 from mprun.build.model import gan_builders, model_builder
-from mprun.build.own_code import check_own_data, check_own_network
 from mprun.build.precision import build_loss_scale, optimizer_maker, update_of
+from mprun.build.user_code import check_own_data, check_own_network
 from mprun.config.schema import RunConfig
 from mprun.config.tasks import task_of
 from mprun.errors import BadInput
-from mprun.precision import (
-    DTYPES,
-    BatchNormGuard,
-    LossScale,
-    MixedPrecisionOptimizer,
-    cast_model,
-)
+from mprun.precision import DTYPES, BatchNormGuard, LossScale, MixedPrecisionOptimizer, cast_model
 from mprun.precision.module_patterns import matching_modules, those_that_match
-from mprun.tasks import (
-    GAN,
-    Classification,
-    LanguageModel,
-    Learner,
-    Reconstruction,
-    SampleDistance,
-)
+from mprun.tasks import GAN, Classification, LanguageModel, Learner, Reconstruction, SampleDistance
 
 
 def build_task(config: RunConfig, data, policy, arithmetic):

@@ -12,7 +12,7 @@ from mprun.data.source import Source
 from mprun.errors import BadInput, MprunError, raised
 from mprun.precision import Arithmetic, PrecisionPolicy, cast_model, ieee_fp32
 from mprun.precision.module_patterns import those_that_match
-from mprun.random_states import random_states, restore_random_states
+from mprun.precision.random_states import random_states, restore_random_states
 
 _FEW = 2  # samples, and time steps
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mprun.compare.cells import is_gan
+from mprun.compare.arms import is_gan
 from mprun.compare.findings import Arm, Group, Outcome, Row, RunData, Verdict
 from mprun.compare.group_notes import post_mortems
 from mprun.compare.grouping import ProtoGroup

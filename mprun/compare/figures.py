@@ -5,8 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mprun.compare.canvas import GREY, Drawing, rows_panel
-from mprun.compare.cells import is_gan
+from mprun.compare.arms import is_gan
 from mprun.compare.figures_curves import evaluation, training_loss
 from mprun.compare.figures_numerics import numerics_figures
 from mprun.compare.figures_scale import loss_scale
@@ -23,8 +22,9 @@ from mprun.compare.formatting import (
     scaled,
     unit,
 )
-from mprun.compare.palette import INK, MARKS, Style
 from mprun.compare.probed_modes import ProbedMode
+from mprun.plots.palette import INK, MARKS, Style
+from mprun.plots.panel import GREY, Drawing, rows_panel
 
 _REACH = 8  # margins that the interval plot shows to either side; further out is an arrow
 

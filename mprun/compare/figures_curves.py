@@ -3,10 +3,10 @@
 import numpy as np
 from matplotlib.ticker import FuncFormatter
 
-from mprun.compare.canvas import Drawing, line_entry, mark_entry, panel, thousands
 from mprun.compare.findings import Group, Row, RunData
-from mprun.compare.palette import Style
 from mprun.compare.seed_bands import Band, Curve, band, curve, grid
+from mprun.plots.palette import Style
+from mprun.plots.panel import Drawing, line_entry, mark_entry, panel, thousands
 
 _HEIGHT = 2.5  # inches
 _NOTE = "Band: min to max over seeds; not the test."

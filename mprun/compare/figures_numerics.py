@@ -6,10 +6,10 @@ import math
 import numpy as np
 from matplotlib.ticker import FuncFormatter
 
-from mprun.compare.canvas import GREY, Drawing, line_entry, mark_entry, panel
-from mprun.compare.palette import INK, Style
 from mprun.compare.probed_modes import GRADIENTS, ProbedMode
 from mprun.numerics.gradient_range import Gradients, scale_range
+from mprun.plots.palette import INK, Style
+from mprun.plots.panel import GREY, Drawing, line_entry, mark_entry, panel
 
 PREFIX = "numerics-"  # of the names of these figures
 ACCEPTED = 0.001  # underflow share; that of `mprun advise`

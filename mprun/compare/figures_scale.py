@@ -3,10 +3,10 @@
 import numpy as np
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from mprun.compare.canvas import Drawing, line_entry, mark_entry, panel, thousands
 from mprun.compare.findings import Group, Row, RunData
-from mprun.compare.palette import Style
 from mprun.compare.seed_bands import curve
+from mprun.plots.palette import Style
+from mprun.plots.panel import Drawing, line_entry, mark_entry, panel, thousands
 
 _SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 

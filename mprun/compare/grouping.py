@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mprun.compare.cells import (
+from mprun.compare.arms import (
     Cell,
     arm_label,
     canonical,
@@ -26,7 +26,7 @@ from mprun.compare.cells import (
 from mprun.compare.findings import Arm, RunData
 from mprun.compare.group_notes import group_notes, missing_seeds
 from mprun.compare.load import OUTCOMES, first_with_outcome
-from mprun.config.field_rules import nearest
+from mprun.config.rules import nearest
 from mprun.config.schema import MODES
 from mprun.errors import BadInput
 

@@ -6,7 +6,7 @@ Every value is escaped here.
 from html import escape
 from typing import Any
 
-from mprun.compare.cells import is_gan
+from mprun.compare.arms import is_gan
 from mprun.compare.equivalence import ALPHA
 from mprun.compare.findings import Comparison, Group
 from mprun.compare.formatting import baseline_name, level_text, margin_text, metric_name

@@ -15,14 +15,14 @@ import matplotlib
 
 from mprun.compare import html_background as background
 from mprun.compare import html_sections as sections
-from mprun.compare.canvas import Drawing, settings
 from mprun.compare.figures import group_figures
 from mprun.compare.figures_numerics import PREFIX
 from mprun.compare.findings import Comparison, Group, RunData
-from mprun.compare.inline_svg import inline_svg
 from mprun.compare.numerics_section import numerics_tables
-from mprun.compare.palette import Style, styles_of
 from mprun.compare.probed_modes import ProbedMode, probed_modes
+from mprun.plots.inline_svg import inline_svg
+from mprun.plots.palette import Style, styles_of
+from mprun.plots.panel import Drawing, settings
 
 LIMIT = 1_000_000  # bytes of report.html
 _DPI = 160

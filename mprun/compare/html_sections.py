@@ -17,7 +17,7 @@ from mprun.compare.formatting import (
     seeds_text,
     value_text,
 )
-from mprun.compare.palette import INK, MARKS, Style
+from mprun.plots.palette import INK, MARKS, Style
 
 _POWER = re.compile(r"(2)\^(-?\d+)")
 

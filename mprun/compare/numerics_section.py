@@ -5,9 +5,9 @@ import re
 from html import escape
 
 from mprun.compare.figures_numerics import share_text
-from mprun.compare.palette import INK, Style
 from mprun.compare.probed_modes import ProbedMode
 from mprun.numerics.probe_record import KINDS, TensorStats
+from mprun.plots.palette import INK, Style
 
 _POWER = re.compile(r"\b2\^(-?[\d.]+)")
 _TENSOR_HEADS = (

@@ -11,7 +11,7 @@ from mprun.compare import paper_facts as facts
 from mprun.compare.findings import Comparison, Group, Row, RunData
 from mprun.compare.formatting import difference_text, metric_name, seeds_text, value_text
 from mprun.compare.paper_facts import Claim
-from mprun.markdown_table import markdown_table
+from mprun.record.markdown_table import markdown_table
 
 HEADER = ["who", "mode", "FP32", "this mode", "difference (+ is worse)", "outcome"]
 _DATA = {

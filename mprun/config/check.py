@@ -9,11 +9,11 @@ from mprun.config.check_data import (
     sampled_softmax,
 )
 from mprun.config.check_execution import check_execution
-from mprun.config.factories import check_own_code
-from mprun.config.field_rules import violations
 from mprun.config.margin import ACCURACIES
+from mprun.config.rules import violations
 from mprun.config.schema import DTYPES, RunConfig
 from mprun.config.tasks import task_of
+from mprun.config.user_code import check_own_code
 from mprun.errors import BadInput
 
 # Which fields each optimizer reads; another one that is set would have no effect.

@@ -21,17 +21,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 from mprun.config.check import check
 from mprun.config.diagnose import COMPOSITION_ERRORS, diagnose
-from mprun.config.factories import (
-    FACTORY_KEYS,
-    NOTHING,
-    Vouched,
-    check_vouched,
-    recorded_factories,
-)
 from mprun.config.margin import default_margin, default_metric
 from mprun.config.overrides import mapping_of, parse_overrides, printable
 from mprun.config.schema import RunConfig, register_schemas
 from mprun.config.tasks import task_of
+from mprun.config.user_code import FACTORY_KEYS, NOTHING, Vouched, check_vouched, recorded_factories
 from mprun.errors import BadInput
 
 

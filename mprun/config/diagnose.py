@@ -11,9 +11,9 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from mprun.config.factories import FACTORY_KEYS
-from mprun.config.field_rules import nearest
 from mprun.config.overrides import MAPPING, mapping_of, printable
+from mprun.config.rules import nearest
+from mprun.config.user_code import FACTORY_KEYS
 
 # What Hydra and OmegaConf raise for overrides that do not compose (OSError: names too long).
 COMPOSITION_ERRORS = (

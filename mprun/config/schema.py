@@ -11,7 +11,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from mprun.config.field_rules import one_of, ranged
+from mprun.config.rules import one_of, ranged
 from mprun.config.schema_data import (
     DATA,
     Cifar10Config,

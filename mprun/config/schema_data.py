@@ -5,7 +5,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from mprun.config.field_rules import one_of, ranged
+from mprun.config.rules import one_of, ranged
 
 
 @dataclass(slots=True)

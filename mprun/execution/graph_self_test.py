@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from mprun.execution.cuda_recorder import CannotCapture, CudaRecorder
+from mprun.execution.cuda_graph import CannotCapture, CudaRecorder
 from mprun.execution.graphed_step import WARM_UP, Recorder
 from mprun.precision import (
     Arithmetic,
@@ -18,7 +18,7 @@ from mprun.precision import (
     cast_model,
     get_policy,
 )
-from mprun.precision.inner_optimizer import has_fused_kernel
+from mprun.precision.torch_update import has_fused_kernel
 
 _WIDTH, _BATCH = 64, 32
 _REPLAYS = 3

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mprun.errors import BadInput
-from mprun.execution.cuda_recorder import CannotCapture
+from mprun.execution.cuda_graph import CannotCapture
 from mprun.execution.host_bound import DEVICE_LIMITS, HostBound, pays
 from mprun.execution.static_inputs import CarriedState, StaticBatches, is_fresh
 from mprun.tasks import LanguageModel

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Adam
 
 from mprun.precision import MixedPrecisionOptimizer
-from mprun.precision.inner_optimizer import is_fused
+from mprun.precision.torch_update import is_fused
 
 
 def why_not_captured(

@@ -17,7 +17,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mprun import checkpoint
 from mprun.errors import MprunError
 from mprun.numerics.post_mortem import write_post_mortem
 from mprun.numerics.replay import (
@@ -32,7 +31,8 @@ from mprun.numerics.replay import (
     size_of,
     weights,
 )
-from mprun.pinned_ring import PinnedRing, Sent
+from mprun.record import checkpoint
+from mprun.record.async_copy import PinnedRing, Sent
 
 LARGEST_STATE = 2**30  # bytes; a larger state would take memory that the run may need
 # A copy is taken at most once a second, and only after 200 times as long as the last one took:
@@ -182,7 +182,7 @@ class FailureKeeper:
 
         Only after a first `keep`. skipped: int64, 0-dim, on the device. sound: returns whether no
         step since the last call diverged and the last one had its update, bool, 0-dim, on the
-        device (`mprun.trace.Trace.sound`).
+        device (`mprun.training.metric_buffer.Trace.sound`).
         """
         started = time.perf_counter()
         if self.reason is not None or started < self._due:

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import torch
 
-from mprun import checkpoint
 from mprun.errors import BadInput, Damaged
 from mprun.numerics.failure import FailureKeeper, failure_folder, report_failure
 from mprun.numerics.post_mortem import LAST, read_post_mortem
 from mprun.numerics.replay import all_finite, weights
-from mprun.random_states import restore_random_states
+from mprun.precision.random_states import restore_random_states
+from mprun.record import checkpoint
 from mprun.record.metrics import read_metrics
 
 CPU = torch.device("cpu")

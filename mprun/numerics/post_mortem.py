@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from mprun.errors import Damaged
-from mprun.markdown_table import markdown_table
+from mprun.record.markdown_table import markdown_table
 from mprun.record.run_directory import write_json
 
 LAST = 50  # steps
@@ -32,7 +32,7 @@ class History:
         self.rows: deque[dict] = deque(maxlen=LAST)
 
     def add(self, rows: Iterable, metrics: Mapping[str, float]) -> None:
-        """Add `mprun.trace.StepRow`s; `metrics`: those of the newest step, by name."""
+        """Add `StepRow`s of the metric buffer; `metrics`: those of the newest step, by name."""
         for row in rows:
             self.rows.append(
                 {

@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from mprun.numerics.exponent_counter import Tally, largest, sampled, sampling_stride
 from mprun.numerics.exponent_shares import ExponentCounts
 from mprun.numerics.exponents import BINS
 from mprun.numerics.lost_updates import LostUpdates, lost_updates_of_each, read_counts
 from mprun.numerics.probe_record import KINDS, LearnerProbe, TensorStats
 from mprun.numerics.selection import Chosen, owner
-from mprun.numerics.tally import Tally, largest, sampled, sampling_stride
 from mprun.precision import DTYPE_NAMES
 
 _OUTCOMES = 16  # of an update, see lost_updates

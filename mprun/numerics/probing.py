@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mprun.numerics.board import show_probe
 from mprun.numerics.probe import Probe, loss_scale_names
 from mprun.numerics.probe_record import LearnerProbe, ProbeRecord, write_probe
 from mprun.numerics.selection import chosen_modules
 from mprun.numerics.shadow import Shadow
+from mprun.numerics.tensorboard import show_probe
 
 Metrics = dict[str, Tensor]
 

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_flatten_with_path
 
-from mprun.precision.gradient_lists import largest
-from mprun.random_states import random_states, restore_random_states
+from mprun.precision.gradients import largest
+from mprun.precision.random_states import random_states, restore_random_states
 
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """One replayed step as numbers, the fields of `mprun.trace.StepRow` that a replay needs."""
+    """One replayed step as numbers: what a replay needs of the metric buffer's `StepRow`."""
 
     step: int
     loss: float

@@ -5,10 +5,10 @@ from pathlib import Path
 import numpy as np
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from mprun.compare.canvas import line_entry, mark_entry, panel, settings, thousands
-from mprun.compare.palette import styles
 from mprun.numerics.overflow_trace import OverflowTrace
 from mprun.numerics.scaler_replay import Replay
+from mprun.plots.palette import styles
+from mprun.plots.panel import line_entry, mark_entry, panel, settings, thousands
 
 _SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 _TICKS = 400  # drawn skipped updates of one scaler at most

@@ -24,7 +24,7 @@ from mprun.precision import (
     get_policy,
     ieee_fp32,
 )
-from mprun.random_states import random_states, restore_random_states
+from mprun.precision.random_states import random_states, restore_random_states
 from mprun.tasks import GAN, LanguageModel, Learner
 
 # Before these names of metrics stands which learner of a GAN they are of.

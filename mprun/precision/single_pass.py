@@ -2,7 +2,7 @@
 
 The plain way casts every gradient to FP32, unscales it in place, lets torch's optimizer update the
 master weights and copies these to the model: 40 bytes a parameter for SGD with momentum, of which
-a single pass needs 22 (`mprun.precision.update_bytes`). Both compute the same formulas in the same
+a single pass needs 22. Both compute the same formulas in the same
 order and keep the same state under the same names, so a checkpoint of one continues in the other.
 """
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
-from mprun.precision.inner_optimizer import is_fused
+from mprun.precision.torch_update import is_fused
 
 # AdamW is a kind of Adam to Python.
 RULES = {AdamW: "adamw", Adam: "adam", SGD: "sgd", Adagrad: "adagrad"}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
-from mprun.precision.inner_optimizer import has_fused_kernel, initialise_state
+from mprun.precision.torch_update import has_fused_kernel, initialise_state
 
 # Values of a tensor: one, a whole block, a part of one, two blocks of which the last has a number
 # that is no multiple of 16. In each of the three gradient dtypes.

@@ -15,13 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mprun.precision.address_table import AddressTable, is_capturing, to_device
-from mprun.precision.single_pass import (
-    Checked,
-    in_order_of,
-    ordered_state,
-    rule_of,
-    same_order,
-)
+from mprun.precision.single_pass import Checked, in_order_of, ordered_state, rule_of, same_order
 from mprun.precision.single_pass_kernels import (
     COLUMNS,
     adagrad_kernel,

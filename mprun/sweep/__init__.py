@@ -6,6 +6,6 @@ fails, hangs or is killed is an outcome in the table; the rest goes on. The same
 runs only what has no outcome yet, and continues what was interrupted.
 """
 
-from mprun.sweep.command import STALL_AFTER_S, sweep
+from mprun.sweep.run import STALL_AFTER_S, sweep
 
 __all__ = ["STALL_AFTER_S", "sweep"]

@@ -4,7 +4,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from mprun.errors import BAD_INPUT, DAMAGED, BadInput
-from mprun.sweep.cells import Cell, State, keep_log, look, put_aside, record_of
+from mprun.sweep.jobs import Cell, State, keep_log, look, put_aside, record_of
 from mprun.sweep.outcome import Outcome, settle
 from mprun.sweep.processes import CellProcess, Ended
 

@@ -20,7 +20,7 @@ from datetime import UTC, datetime
 
 from mprun.errors import RESOURCE
 from mprun.record.run_directory import read_json, write_json
-from mprun.sweep.cells import Cell, State, look, record_of
+from mprun.sweep.jobs import Cell, State, look, record_of
 from mprun.sweep.launcher import ChosenLauncher
 from mprun.sweep.outcome import Outcome, settle
 from mprun.sweep.plan import Plan

@@ -4,8 +4,8 @@ import json
 import sys
 from pathlib import Path
 
+from mprun.cli.child import end_with_parent
 from mprun.errors import PREEMPTED
-from mprun.sweep.child import end_with_parent
 from mprun.sweep.launcher import launch
 from mprun.sweep.worker import RunJob
 

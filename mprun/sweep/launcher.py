@@ -19,8 +19,8 @@ from omegaconf import DictConfig
 
 from mprun.config.compose import hydra_session
 from mprun.config.diagnose import COMPOSITION_ERRORS, group_options, loader
-from mprun.config.field_rules import nearest
 from mprun.config.overrides import printable
+from mprun.config.rules import nearest
 from mprun.errors import BadInput
 
 # launcher -> the extra of mprun's that installs it

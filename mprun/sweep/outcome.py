@@ -16,9 +16,9 @@ from mprun.errors import (
     BadInput,
 )
 from mprun.record.run_directory import locked, write_json
-from mprun.sweep.cells import Cell, record_of
+from mprun.sweep.jobs import Cell, record_of
+from mprun.sweep.mode_table import outcome_words
 from mprun.sweep.processes import Ended
-from mprun.table import outcome_words
 
 # From bad to bearable: a sweep ends with the first of these that one of its cells ended with.
 _SEVERITY = (BUG, DAMAGED, RESOURCE, BAD_INPUT, INTERRUPTED, PREEMPTED)

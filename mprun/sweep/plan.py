@@ -6,11 +6,11 @@ from pathlib import Path
 
 from mprun.config.compose import compose_config, hydra_session
 from mprun.config.diagnose import group_options
-from mprun.config.factories import as_overrides
 from mprun.config.overrides import parse_overrides, split_launcher, sweep_values
+from mprun.config.user_code import as_overrides
 from mprun.errors import BadInput
 from mprun.record.run_directory import config_hash, run_name
-from mprun.sweep.cells import Cell, data_places
+from mprun.sweep.jobs import Cell, data_places
 from mprun.sweep.launcher import ChosenLauncher, checked_launcher
 
 _NOT_SWEPT = ("output_dir", "resume")

@@ -28,7 +28,7 @@ class Ended:
 
 
 class CellProcess:
-    """`python -m mprun.sweep.child ARGUMENTS`, with its output in the file `log`.
+    """`python -m mprun.cli.child ARGUMENTS`, with its output in the file `log`.
 
     directory: the run's, whose heartbeat is watched; a process without one for `stall_after`
     seconds (0: never) is killed. In a process group of its own Ctrl-C reaches the sweep alone,
@@ -36,7 +36,7 @@ class CellProcess:
     """
 
     def __init__(self, arguments: list[str], directory: Path, log: Path, stall_after: float):
-        command = [sys.executable, "-m", "mprun.sweep.child", str(os.getpid()), *arguments]
+        command = [sys.executable, "-m", "mprun.cli.child", str(os.getpid()), *arguments]
         log.parent.mkdir(parents=True, exist_ok=True)
         with open(log, "wb") as file:
             self.process = subprocess.Popen(

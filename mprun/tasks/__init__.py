@@ -10,9 +10,9 @@ A task has `train_step(step, measure)` -> 0-dim device tensors by metric name (a
 from mprun.tasks.classification import Classification
 from mprun.tasks.gan import GAN
 from mprun.tasks.language_model import LanguageModel
-from mprun.tasks.learner import Learner
 from mprun.tasks.reconstruction import Reconstruction
 from mprun.tasks.sample_distance import SampleDistance
+from mprun.tasks.train_state import Learner
 
 __all__ = [
     "GAN",

@@ -9,8 +9,8 @@ from torch.nn import functional as F
 from mprun.data.source import Batch
 from mprun.precision import Arithmetic, LossScale, PrecisionPolicy
 from mprun.tasks.cross_entropy import cross_entropy
-from mprun.tasks.learner import Learner
 from mprun.tasks.micro_batches import mean, micro_batches, share
+from mprun.tasks.train_state import Learner
 
 
 class Classification:

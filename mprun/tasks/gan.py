@@ -8,9 +8,9 @@ from torch.nn import functional as F
 
 from mprun.data.source import Batch
 from mprun.precision import Arithmetic, BatchNormGuard, LossScale, PrecisionPolicy
-from mprun.tasks.learner import Learner
 from mprun.tasks.micro_batches import micro_batches
 from mprun.tasks.sample_distance import SampleDistance
+from mprun.tasks.train_state import Learner
 
 # The same codes at every evaluation and in every run, so that samples can be compared.
 GRID_SEED, SAMPLE_SEED = 2018, 2019

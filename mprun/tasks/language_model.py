@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 from mprun.precision import Arithmetic, LossScale, PrecisionPolicy
 from mprun.tasks.cross_entropy import cross_entropy
-from mprun.tasks.learner import Learner
 from mprun.tasks.micro_batches import mean, share
+from mprun.tasks.train_state import Learner
 
 
 class Tokens(NamedTuple):

@@ -9,11 +9,11 @@ import time
 import pytest
 import torch
 
-from mprun.bench.command import exit_code
 from mprun.bench.options import Options, parse
 from mprun.bench.plan import case_key, plan
 from mprun.bench.suite import CPU_SUITE, GPU_SUITE
 from mprun.cli import main
+from mprun.cli.bench import exit_code
 from mprun.config.compose import compose_config
 from mprun.errors import BadInput
 

@@ -13,7 +13,7 @@ from mprun.bench.limits import Limits
 from mprun.bench.plan import Group
 from mprun.bench.rows import Log
 from mprun.bench.session import Session
-from mprun.interruption import Interruption
+from mprun.training.signals import Interruption
 
 COMMAND = (sys.executable, str(Path(__file__).with_name("scripted_child.py")))
 

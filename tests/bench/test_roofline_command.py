@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from mprun.bench.roofline.command import DEFAULT_MODES, main, parse
 from mprun.bench.roofline.count import count
 from mprun.cli import main as mprun
+from mprun.cli.roofline import DEFAULT_MODES, main, parse
 from mprun.errors import BadInput
 
 SMALL = ["model=lstm_lm", "data=synthetic_tokens", "data.batch_size=4"]

@@ -7,9 +7,9 @@ import shutil
 import pytest
 import torch
 
-from mprun import checkpoint
 from mprun.cli import main
 from mprun.errors import Damaged
+from mprun.record import checkpoint
 
 RUN = [
     "device=cpu",

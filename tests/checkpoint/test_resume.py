@@ -7,8 +7,8 @@ import pytest
 import torch
 import yaml
 
-from mprun import checkpoint
 from mprun.cli import main
+from mprun.record import checkpoint
 from mprun.record.metrics import read_metrics
 
 COMMON = [

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from mprun.cli import main
-from mprun.doctor import KEYS, page
+from mprun.cli.doctor import KEYS, page
+from mprun.cli.machine import machine_facts, modes
 from mprun.errors import BadInput
-from mprun.machine import machine_facts, modes
 from mprun.precision import MODES, Arithmetic, get_policy, pin_math_flags, read_math_flags
 
 CPU = torch.device("cpu")
@@ -177,8 +177,8 @@ def test_a_check_that_fails_is_an_answer(monkeypatch):
     def raising(*arguments):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.\nmore")
 
-    monkeypatch.setattr("mprun.machine.has_fused_kernel", raising)
-    monkeypatch.setattr("mprun.machine.why_no_lstm", raising)
+    monkeypatch.setattr("mprun.cli.machine.has_fused_kernel", raising)
+    monkeypatch.setattr("mprun.cli.machine.why_no_lstm", raising)
     found = machine_facts()
     no = {"works": False, "why": "CUDA out of memory"}
     assert found["fused_updates"] == dict.fromkeys(("sgd", "adam", "adamw", "adagrad"), no)

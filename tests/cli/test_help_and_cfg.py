@@ -3,7 +3,7 @@
 import pytest
 import yaml
 
-from mprun.cli import VERBS, main
+from mprun.cli.dispatch import VERBS, main
 from mprun.config.compose import compose_config, conf_dir
 from mprun.config.schema import MODES
 

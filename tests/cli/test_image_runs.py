@@ -18,8 +18,8 @@ from PIL import Image
 from mprun.cli import main
 from mprun.data.loader import available_cores
 from mprun.data.order import EpochOrder
-from mprun.record import data_notes
 from mprun.record.metrics import read_metrics
+from mprun.training import data_notes
 
 COMMAND = [
     "device=cpu",

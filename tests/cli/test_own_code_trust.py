@@ -9,10 +9,10 @@ import pytest
 import yaml
 
 from mprun.cli import main
-from mprun.config.factories import vouched
-from mprun.numerics.advise_command import advise_run
+from mprun.cli.advise import advise_run
+from mprun.config.user_code import vouched
 from mprun.record.metrics import read_metrics
-from mprun.table import load_run, table
+from mprun.sweep.mode_table import load_run, table
 
 HONEST = """
 import torch

@@ -42,8 +42,8 @@ def replayed(tmp_path_factory) -> dict[str, subprocess.CompletedProcess]:
     program = folder / "bin" / "mprun"
     program.parent.mkdir()
     # As the installed command: the current folder is not on Python's path by itself.
-    start = f"import sys; sys.path[:1] = [{str(ROOT)!r}]; import mprun.cli"
-    start += "; raise SystemExit(mprun.cli.main())"
+    start = f"import sys; sys.path[:1] = [{str(ROOT)!r}]; import mprun.cli.dispatch"
+    start += "; raise SystemExit(mprun.cli.dispatch.main())"
     program.write_text(
         f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -c {shlex.quote(start)} "$@"\n'
     )

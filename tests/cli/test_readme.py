@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mprun.cli import VERBS
+from mprun.cli.dispatch import VERBS
 from mprun.config.compose import compose_config, hydra_session
 from mprun.config.diagnose import group_options
 from mprun.config.overrides import parse_overrides, sweep_values

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from mprun.cli import main
-from mprun.compare.command import parse
+from mprun.cli.compare import parse
 from mprun.errors import BadInput
 
 from .run_folders import write_run

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_hex
 
-from mprun.compare.canvas import settings
 from mprun.compare.figures import group_figures
 from mprun.compare.findings import Verdict
-from mprun.compare.inline_svg import inline_svg
-from mprun.compare.palette import INK, styles
 from mprun.compare.seed_bands import band, grid
+from mprun.plots.inline_svg import inline_svg
+from mprun.plots.palette import INK, styles
+from mprun.plots.panel import settings
 
 from .made_comparison import gan_group, group, row, run
 

@@ -9,7 +9,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
 from tensorboard.compat.proto.tensor_pb2 import TensorProto
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from mprun.compare.foreign import load_foreign
+from mprun.compare.external_logs import load_foreign
 from mprun.errors import BadInput, Damaged
 
 

@@ -208,7 +208,7 @@ def test_names_and_keys():
 
 def test_reading_loads_no_torch():
     program = (
-        "import sys, mprun.compare.load, mprun.compare.grouping, mprun.compare.foreign; "
+        "import sys, mprun.compare.load, mprun.compare.grouping, mprun.compare.external_logs; "
         "assert not {'torch', 'tensorboard', 'sklearn', 'scipy'} & set(sys.modules)"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

@@ -5,12 +5,10 @@ import math
 import numpy as np
 import pytest
 
-from mprun.compare.canvas import settings
-from mprun.compare.command import compare, parse
+from mprun.cli.compare import compare, parse
 from mprun.compare.figures_numerics import exponent_shares, numerics_figures, overflow
 from mprun.compare.html_report import LIMIT, write_report
 from mprun.compare.numerics_section import numerics_tables
-from mprun.compare.palette import styles
 from mprun.compare.probed_modes import probed_modes
 from mprun.numerics.exponent_shares import ExponentCounts
 from mprun.numerics.lost_update_shares import LostUpdates
@@ -22,6 +20,8 @@ from mprun.numerics.probe_record import (
     TensorStats,
     write_probe,
 )
+from mprun.plots.palette import styles
+from mprun.plots.panel import settings
 
 from .made_comparison import comparison, group
 from .run_folders import write_run

@@ -12,7 +12,7 @@ from PIL import Image
 from mprun.compare.findings import VERDICTS, Arm, Comparison, Row, Verdict
 from mprun.compare.formatting import answer
 from mprun.compare.html_report import LIMIT, write_report
-from mprun.compare.palette import MARKS
+from mprun.plots.palette import MARKS
 
 from .made_comparison import comparison, gan_group, group
 

@@ -5,9 +5,9 @@ import yaml
 
 from mprun.build import build_loss_scale, policy_from
 from mprun.config.compose import compose_config, conf_dir, config_from_record
-from mprun.config.factories import vouched
 from mprun.config.schema import MODELS
 from mprun.config.schema import MODES as MODE_NAMES
+from mprun.config.user_code import vouched
 from mprun.errors import BadInput
 from mprun.precision import DEFAULT_SCALER, MODES, PRESETS, DynamicLossScale, get_policy
 

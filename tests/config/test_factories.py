@@ -5,8 +5,8 @@ import yaml
 
 from mprun.cli import main
 from mprun.config.compose import compose_config, config_from_record
-from mprun.config.factories import NOTHING, Vouched, check_vouched, recorded_factories, vouched
 from mprun.config.overrides import parse_overrides
+from mprun.config.user_code import NOTHING, Vouched, check_vouched, recorded_factories, vouched
 from mprun.errors import BadInput
 from mprun.sweep.plan import plan
 

@@ -43,17 +43,17 @@ def offenders(part: str, forbidden: tuple[str, ...]) -> list[tuple[str, str]]:
 @pytest.mark.parametrize(
     ("part", "forbidden"),
     [
-        ("models", "precision tasks config data run train record build checkpoint"),
-        ("data", "precision tasks config models run train record build checkpoint"),
-        ("precision", "models data tasks config run train record build checkpoint"),
-        ("tasks", "config run train record build checkpoint"),
-        ("config", "models data tasks precision run train record build checkpoint sweep"),
-        ("record", "models data tasks config run train build checkpoint"),
-        ("checkpoint.py", "models data tasks config precision run train record build"),
-        ("table.py", "models data tasks config precision run train build checkpoint"),
-        ("sweep", "models data tasks precision run train build checkpoint"),
+        ("models", "precision tasks config data training record build"),
+        ("data", "precision tasks config models training record build"),
+        ("precision", "models data tasks config training record build"),
+        ("tasks", "config training record build"),
+        ("config", "models data tasks precision training record build sweep"),
+        ("record", "models data tasks config training build"),
+        ("record/checkpoint.py", "models data tasks config precision training record build"),
+        ("sweep/mode_table.py", "models data tasks config precision training build"),
+        ("sweep", "models data tasks precision training build"),
         # What a comparison is made of: records, and the names of modes and metrics.
-        ("compare", "models data tasks precision run train build checkpoint sweep"),
+        ("compare", "models data tasks precision training build sweep"),
     ],
 )
 def test_direction(part, forbidden):
@@ -63,11 +63,10 @@ def test_direction(part, forbidden):
 def test_no_torch_where_bad_input_is_found():
     for part in (
         "config",
-        "cli.py",
-        "help.py",
-        "inspection.py",
+        "cli/dispatch.py",
+        "cli/help.py",
+        "cli/show_config.py",
         "sweep",
-        "table.py",
         "errors.py",
     ):
         assert offenders(part, ("torch", "torchvision", "numpy")) == []
@@ -81,7 +80,7 @@ def test_a_comparison_takes_of_numerics_only_what_reads_the_files_of_a_run():
     readers = {"gradient_range", "lost_update_shares", "post_mortem", "probe_record"}
     taken = {name.split(".")[2] for _, name in offenders("compare", ("mprun.numerics",))}
     assert taken == readers
-    imports = "import mprun.compare.command, mprun.compare.html_report"
+    imports = "import mprun.cli.compare, mprun.compare.html_report"
     program = f"import sys; {imports}; assert 'torch' not in sys.modules"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
@@ -105,8 +104,8 @@ def test_only_the_builder_reads_both_configuration_and_parts():
     [
         "mprun.config.compose",
         "mprun.sweep",
-        "mprun.table",
-        "mprun.help",
+        "mprun.sweep.mode_table",
+        "mprun.cli.help",
         "mprun.record.run_directory",
     ],
 )

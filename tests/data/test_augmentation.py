@@ -8,13 +8,7 @@ import torch
 from torchvision.transforms import RandomResizedCrop
 from torchvision.transforms import functional as F
 
-from mprun.data.augmentation import (
-    DRAWS,
-    Augmentation,
-    centre_box,
-    draws,
-    random_resized_box,
-)
+from mprun.data.augmentation import DRAWS, Augmentation, centre_box, draws, random_resized_box
 
 from .image_folders import picture
 

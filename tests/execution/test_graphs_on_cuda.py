@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from mprun.errors import BadInput
-from mprun.execution.cuda_recorder import CannotCapture, CudaRecorder
+from mprun.execution.cuda_graph import CannotCapture, CudaRecorder
 from mprun.execution.graphed_step import WARM_UP
 from mprun.execution.host_bound import STEPS as TIMED
+from mprun.precision.random_states import random_states, restore_random_states
 from mprun.precision.recurrent import restore_dropout_state
-from mprun.random_states import random_states, restore_random_states
 
 from .trained import Training, copy_of
 

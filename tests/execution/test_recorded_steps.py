@@ -6,7 +6,7 @@ import torch
 from mprun.errors import BadInput
 from mprun.execution import GraphedStep, Stepper
 from mprun.execution.call_recorder import CallRecorder
-from mprun.execution.cuda_recorder import CannotCapture
+from mprun.execution.cuda_graph import CannotCapture
 from mprun.execution.graphed_step import WARM_UP
 from mprun.execution.host_bound import pays
 

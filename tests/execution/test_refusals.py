@@ -15,8 +15,8 @@ from mprun.config.check_execution import auto_channels_last
 from mprun.config.compose import compose_config
 from mprun.errors import BadInput
 from mprun.execution import why_not_captured
-from mprun.precision.inner_optimizer import has_fused_kernel
 from mprun.precision.single_pass import torch_path
+from mprun.precision.torch_update import has_fused_kernel
 
 LSTM = ["model=lstm_lm", "data=synthetic_tokens"]
 IMAGES = "model=conv_autoencoder"

@@ -6,8 +6,8 @@ from .test_runtime import script
 STACKED = MODELS["lstm_lm, 2 layers, dropout"]
 BUILT = f"""
 from mprun.config.compose import compose_config
-from mprun.random_states import random_states, restore_random_states
-from mprun.run import prepare
+from mprun.precision.random_states import random_states, restore_random_states
+from mprun.training.run import prepare
 overrides = {[*STACKED, "precision=amp", "train.cuda_graph=off"]!r}
 device = torch.device("cuda", 0)
 built = prepare(compose_config([*overrides, "device=cuda"]).config, device, 1)

@@ -23,18 +23,19 @@ from unittest import mock
 import numpy
 import torch
 
-import mprun.pinned_ring
 import mprun.precision.single_pass_self_test as self_test
-import mprun.recorder
-import mprun.train
-from mprun import checkpoint, fake_cuda
+import mprun.record.async_copy
+import mprun.training.loop
+import mprun.training.metric_logger
+from mprun import fake_cuda
 from mprun.cli import main
 from mprun.config.compose import compose_config
-from mprun.execution.stepper import Stepper
+from mprun.execution.step_runner import Stepper
 from mprun.numerics import probing
+from mprun.record import checkpoint
 from mprun.record.run_directory import read_json
-from mprun.run import start
 from mprun.tasks import GAN
+from mprun.training.run import start
 
 CUDA = torch.device("cuda", 0)
 # Steps that may wait: the first is watched operation by operation, and loads kernels.
@@ -82,7 +83,10 @@ def watched():
     """Waiting for the device is an error in every step but the first, and between steps."""
     samples = GAN.samples
     step, save, wait = Stepper.step, checkpoint.save, torch.cuda.synchronize
-    evaluate, read = mprun.recorder.Recorder.evaluate, mprun.pinned_ring.Sent.read
+    evaluate, read = (
+        mprun.training.metric_logger.Recorder.evaluate,
+        mprun.record.async_copy.Sent.read,
+    )
 
     def watched_step(self, index, measure=False):
         if self.taken >= WATCHED:
@@ -116,8 +120,10 @@ def watched():
         ),
         mock.patch.object(torch.cuda, "synchronize", synchronize),
         mock.patch.object(GAN, "samples", lambda task: torch.zeros_like(samples(task).cpu())),
-        mock.patch.object(mprun.recorder.Recorder, "evaluate", finite),
-        mock.patch.object(mprun.pinned_ring.Sent, "read", lambda sent: [0.0 for _ in read(sent)]),
+        mock.patch.object(mprun.training.metric_logger.Recorder, "evaluate", finite),
+        mock.patch.object(
+            mprun.record.async_copy.Sent, "read", lambda sent: [0.0 for _ in read(sent)]
+        ),
     ):
         try:
             yield

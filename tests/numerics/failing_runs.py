@@ -8,7 +8,7 @@ from torch import nn
 from mprun import models
 from mprun.config.compose import compose_config
 from mprun.record.run_directory import write_config
-from mprun.run import attempt, prepare
+from mprun.training.run import attempt, prepare
 
 CPU = torch.device("cpu")
 LM = (

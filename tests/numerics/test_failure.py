@@ -5,13 +5,13 @@ import json
 import pytest
 import torch
 
-from mprun import checkpoint
+from mprun.cli.explain import explain
 from mprun.errors import Damaged
 from mprun.numerics import failure
-from mprun.numerics.explain_command import explain
 from mprun.numerics.failure import FailureKeeper, Suspect, suspect
 from mprun.numerics.post_mortem import read_post_mortem
 from mprun.numerics.replay import all_finite, nonfinite
+from mprun.record import checkpoint
 from mprun.record.run_directory import read_json
 
 from .failing_runs import AUTOENCODER, CPU, GAN, LM, run, set_weight, with_data

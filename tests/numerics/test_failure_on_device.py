@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from mprun import checkpoint
 from mprun.numerics.failure import FailureKeeper, Suspect
 from mprun.numerics.replay import Snapshot, all_finite, finite_on_device
-from mprun.trace import Trace
+from mprun.record import checkpoint
+from mprun.training.metric_buffer import Trace
 
 from .failing_runs import CPU, GAN, LM, set_weight
 from .test_failure import assert_same_state

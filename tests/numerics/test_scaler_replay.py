@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from mprun.cli import main
+from mprun.cli.scaler_replay import OWN, SCALERS
 from mprun.errors import BadInput, Damaged
 from mprun.numerics.exponents import ExponentCounts, exponent_counts
 from mprun.numerics.overflow_trace import trace_from_bounds
@@ -15,7 +16,6 @@ from mprun.numerics.overflow_trace_file import read_trace_file
 from mprun.numerics.overflow_trace_run import run_trace
 from mprun.numerics.probe_record import LearnerProbe, ProbeRecord, TensorStats, write_probe
 from mprun.numerics.scaler_replay import replay
-from mprun.numerics.scaler_replay_command import OWN, SCALERS
 from mprun.precision import (
     PRESETS,
     DynamicLossScale,

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.optim import Adagrad
 
-from mprun.precision.inner_optimizer import has_fused_kernel
+from mprun.precision.torch_update import has_fused_kernel
 
 CPU = torch.device("cpu")
 

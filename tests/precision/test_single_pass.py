@@ -18,8 +18,8 @@ from mprun.precision import (
     cast_model,
     get_policy,
 )
-from mprun.precision.inner_optimizer import initialise_state
 from mprun.precision.single_pass_cpu import BlockedUpdate
+from mprun.precision.torch_update import initialise_state
 
 INF, NAN = float("inf"), float("nan")
 MAKERS = {

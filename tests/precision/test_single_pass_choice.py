@@ -5,12 +5,12 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam, RMSprop
 
+from mprun.bench.roofline.update_bytes import amp_recipe_bytes, update_bytes
 from mprun.config.compose import compose_config
 from mprun.errors import BadInput
 from mprun.precision import MixedPrecisionOptimizer, StaticLossScale, cast_model, get_policy
-from mprun.precision.update_bytes import amp_recipe_bytes, update_bytes
-from mprun.record.environment import updates
 from mprun.record.memory import memory_by_kind
+from mprun.training.environment import updates
 
 SMALL = ["model=conv_autoencoder", "data.batch_size=2"]
 

@@ -12,8 +12,8 @@ from mprun.precision import (
     cast_model,
     get_policy,
 )
-from mprun.precision.inner_optimizer import has_fused_kernel
 from mprun.precision.single_pass_self_test import why_not_on
+from mprun.precision.torch_update import has_fused_kernel
 
 pytestmark = pytest.mark.gpu
 

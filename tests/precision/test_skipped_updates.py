@@ -14,7 +14,7 @@ from mprun.precision import (
     cast_model,
     get_policy,
 )
-from mprun.precision.inner_optimizer import step_unless
+from mprun.precision.torch_update import step_unless
 
 INF, NAN = float("inf"), float("nan")
 MAKERS = {

@@ -15,7 +15,7 @@ from mprun.config.compose import compose_config
 from mprun.record.metrics import read_metrics
 from mprun.record.run_directory import config_hash
 from mprun.record.sample_grid import write_sample_grid
-from mprun.recorder import EARLY_STEPS
+from mprun.training.metric_logger import EARLY_STEPS
 
 LM = [
     "device=cpu",

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from mprun.build import build
 from mprun.config.compose import compose_config
 from mprun.errors import Damaged
-from mprun.interruption import Interruption
 from mprun.record import metrics_scan
 from mprun.record.metrics import MetricsFile
 from mprun.record.metrics_block import Unscannable, leading_integers
 from mprun.record.metrics_columns import ParsedRecords, _columns, read_columns
 from mprun.record.metrics_scan import ScannedRecords
-from mprun.train import train as train_run
+from mprun.training.loop import train as train_run
+from mprun.training.signals import Interruption
 
 
 def write(path, records):

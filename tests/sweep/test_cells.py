@@ -13,7 +13,7 @@ from mprun.cli import main
 from mprun.errors import BadInput
 from mprun.record.heartbeat import Heartbeat, Pulse
 from mprun.record.run_directory import locked, write_json
-from mprun.sweep.cells import State, look, put_aside, record_of
+from mprun.sweep.jobs import State, look, put_aside, record_of
 from mprun.sweep.outcome import Outcome, exit_code, settle
 from mprun.sweep.plan import plan
 from mprun.sweep.processes import Ended

@@ -2,7 +2,7 @@
 
 import json
 
-from mprun.table import Run, load_run, table
+from mprun.sweep.mode_table import Run, load_run, table
 
 
 def run(folder, mode, seed, loss, swept=(), **more):

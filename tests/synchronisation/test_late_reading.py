@@ -9,13 +9,13 @@ import math
 import pytest
 import torch
 
-from mprun import trace as trace_module
 from mprun.numerics import failure
 from mprun.numerics.post_mortem import read_post_mortem
-from mprun.pinned_ring import PinnedRing
 from mprun.precision import DynamicLossScale, NoLossScale, StaticLossScale
+from mprun.record.async_copy import PinnedRing
 from mprun.record.run_directory import read_json
-from mprun.trace import Trace
+from mprun.training import metric_buffer as trace_module
+from mprun.training.metric_buffer import Trace
 
 from ..numerics.failing_runs import AUTOENCODER, CPU, GAN, LM, run, with_data
 

@@ -5,14 +5,14 @@ import torch
 
 from mprun.bench.synchronisations import count_synchronisations
 from mprun.config.compose import compose_config
-from mprun.interruption import Interruption
 from mprun.numerics import failure
 from mprun.numerics.failure import FailureKeeper
-from mprun.pinned_ring import Moment, PinnedRing
 from mprun.precision import MODES
+from mprun.record.async_copy import Moment, PinnedRing
 from mprun.record.metrics import read_metrics
-from mprun.run import prepare
-from mprun.train import train
+from mprun.training.loop import train
+from mprun.training.run import prepare
+from mprun.training.signals import Interruption
 
 from .test_step_path import MODELS
 

@@ -29,7 +29,7 @@ WHOLE = {
     "tasks/language_model.py": set(),
     "tasks/reconstruction.py": set(),
     "tasks/micro_batches.py": set(),
-    "tasks/learner.py": set(),
+    "tasks/train_state.py": set(),
     "models/alexnet.py": set(),
     "models/autoencoder.py": set(),
     "models/dcgan.py": set(),
@@ -40,14 +40,14 @@ WHOLE = {
     "models/sampled_lstm.py": set(),
     "models/sampled_softmax.py": set(),
     "execution/static_inputs.py": set(),
-    "execution/stepper.py": set(),
+    "execution/step_runner.py": set(),
     "precision/address_table.py": set(),
-    "precision/arithmetic.py": set(),
+    "precision/forward_context.py": set(),
     "precision/batch_norm_guard.py": set(),
-    "precision/collected_gradients.py": set(),
+    "precision/gradients.py": set(),
     "precision/gradient_lists.py": set(),
-    "precision/inner_optimizer.py": set(),
-    "precision/mixed_precision_optimizer.py": set(),
+    "precision/torch_update.py": set(),
+    "precision/optimizer.py": set(),
     "precision/row_updates.py": set(),
     "precision/single_pass.py": set(),
     # Settings of the optimizer: numbers of the host.
@@ -59,8 +59,8 @@ WHOLE = {
 }
 # Of these files the functions named here.
 PARTS = {
-    "trace.py": {"add", "close", "restart_clock", "sound", "_scales"},
-    "pinned_ring.py": {"send", "_buffer"},
+    "training/metric_buffer.py": {"add", "close", "restart_clock", "sound", "_scales"},
+    "record/async_copy.py": {"send", "_buffer"},
     "data/device_feed.py": {"batch", "_cuda_batch", "_is_ahead", "_copy"},
     "data/image_store.py": {"train_batch", "_float"},
     "data/order.py": {"indices", "checked_index"},
@@ -70,7 +70,7 @@ PARTS = {
     "numerics/replay.py": {"take_if", "finite_on_device", "_cloned", "_alike"},
 }
 # rate.apply reads the count of skipped updates where it is on the host.
-HOST_BRANCHES = {("learning_rate.py", "apply", "int(")}
+HOST_BRANCHES = {("tasks/learning_rate.py", "apply", "int(")}
 
 
 def host_reads(source: str, wanted) -> list[tuple[str, str]]:
@@ -106,14 +106,14 @@ def test_no_function_of_these(file):
 
 
 def test_the_rate_reads_a_count_of_the_host_alone():
-    source = (ROOT / "learning_rate.py").read_text(encoding="utf-8")
+    source = (ROOT / "tasks/learning_rate.py").read_text(encoding="utf-8")
     reads = host_reads(source, lambda name: name in ("apply", "at"))
-    assert {("learning_rate.py", *read) for read in reads} <= HOST_BRANCHES
+    assert {("tasks/learning_rate.py", *read) for read in reads} <= HOST_BRANCHES
 
 
 def test_the_loop_itself_reads_nothing():
     """Between two records: the body of the loop in `train`, without what it calls."""
-    tree = ast.parse((ROOT / "train.py").read_text(encoding="utf-8"))
+    tree = ast.parse((ROOT / "training/loop.py").read_text(encoding="utf-8"))
     [loop] = [node for node in ast.walk(tree) if isinstance(node, ast.For)]
     source = "def loop():\n" + "\n".join(
         "    " + line for statement in loop.body for line in ast.unparse(statement).split("\n")

@@ -14,8 +14,8 @@ from mprun.build import build
 from mprun.config.compose import compose_config
 from mprun.numerics import failure
 from mprun.numerics.failure import FailureKeeper
-from mprun.pinned_ring import Moment, PinnedRing, Sent
-from mprun.trace import Trace
+from mprun.record.async_copy import Moment, PinnedRing, Sent
+from mprun.training.metric_buffer import Trace
 
 from .without_values import (
     CPU,
@@ -69,7 +69,7 @@ def no_driver(monkeypatch):
     monkeypatch.setattr(build_run_module, "why_no_lstm", lambda *_, **__: None)
     monkeypatch.setattr(PinnedRing, "_buffer", lambda ring, size: torch.zeros(size))
     monkeypatch.setattr(PinnedRing, "send", send)
-    monkeypatch.setattr("mprun.trace.Moment", lambda device: Moment(CPU))
+    monkeypatch.setattr("mprun.training.metric_buffer.Moment", lambda device: Moment(CPU))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**40, 2**40))
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: torch.zeros(16))
 

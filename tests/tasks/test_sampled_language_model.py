@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from mprun import checkpoint
 from mprun.cli import main
 from mprun.errors import BadInput
 from mprun.models import LSTMLanguageModel
 from mprun.numerics.operations import FirstStep
+from mprun.record import checkpoint
 from mprun.record.metrics import read_metrics
 
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections")

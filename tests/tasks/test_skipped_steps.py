@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from mprun.learning_rate import LearningRate
-from mprun.trace import Trace
+from mprun.tasks.learning_rate import LearningRate
+from mprun.training.metric_buffer import Trace
 
 TOKENS = [
     "model=lstm_lm",

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from mprun.bench.peers.optimizers import can_fuse, make_optimizer
 from mprun.bench.peers.task import PeerTask
-from mprun.precision.inner_optimizer import initialise_state
+from mprun.precision.torch_update import initialise_state
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from mprun.config.field_rules import nearest
+from mprun.config.rules import nearest
 from mprun.errors import BadInput
 from mprun.precision import PrecisionPolicy
 

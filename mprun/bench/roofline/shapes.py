@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mprun.build.data import build_data
-from mprun.build.own_data import check_batches, own_source
+from mprun.build.user_data import check_batches, own_source
 from mprun.config import schema
 from mprun.config.tasks import task_of
 from mprun.errors import BadInput

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from mprun.bench.roofline.rows import Write
+from mprun.bench.roofline.update_bytes import amp_recipe_bytes, update_bytes
 from mprun.precision import get_policy
 from mprun.precision.single_pass import Checked
-from mprun.precision.update_bytes import amp_recipe_bytes, update_bytes
 
 _SGD = "sgd_momentum"
 # Bytes per parameter and step of SGD with momentum, the write of the gradient and autocast's cast

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from mprun.build.execution import put_channels_last, uses_channels_last
-from mprun.build.own_data import check_batches, check_tanh_images
 from mprun.build.trial import Trial
+from mprun.build.user_data import check_batches, check_tanh_images
 from mprun.config import schema
 from mprun.config.tasks import task_of
 from mprun.data.sample_random import kept_random_state

@@ -11,20 +11,20 @@ import traceback
 from dataclasses import dataclass, field
 from importlib import import_module
 
-from mprun.config.field_rules import nearest
+from mprun.config.rules import nearest
 from mprun.errors import BUG, DAMAGED, DONE, INTERRUPTED, RESOURCE, BadInput, MprunError
 
 # verb -> (module with `main(arguments) -> exit code`, what the verb does)
 VERBS = {
-    "compare": ("mprun.compare.command", "finished runs: a verdict per precision mode, a report"),
-    "advise": ("mprun.numerics.advise_command", "what FP16 needs: masters, scale, FP32 modules"),
-    "explain": ("mprun.numerics.explain_command", "a run that diverged: its cause, what cures it"),
+    "compare": ("mprun.cli.compare", "finished runs: a verdict per precision mode, a report"),
+    "advise": ("mprun.cli.advise", "what FP16 needs: masters, scale, FP32 modules"),
+    "explain": ("mprun.cli.explain", "a run that diverged: its cause, what cures it"),
     "scaler-replay": (
-        "mprun.numerics.scaler_replay_command",
+        "mprun.cli.scaler_replay",
         "what every loss scaler would have done on a run's overflows",
     ),
-    "bench": ("mprun.bench.command", "speed, memory and energy per mode; share of the limit"),
-    "doctor": ("mprun.doctor", "the machine: devices, kernels, graphs, modes (--json)"),
+    "bench": ("mprun.cli.bench", "speed, memory and energy per mode; share of the limit"),
+    "doctor": ("mprun.cli.doctor", "the machine: devices, kernels, graphs, modes (--json)"),
 }
 # Options with a value, by every spelling.
 _WITH_VALUE = {
@@ -99,7 +99,7 @@ def _dispatch(arguments: list[str]) -> int:
     if arguments and arguments[0] in VERBS:
         return import_module(VERBS[arguments[0]][0]).main(arguments[1:])
     if "--help" in arguments or "-h" in arguments:
-        from mprun.help import help_text
+        from mprun.cli.help import help_text
 
         print(help_text({verb: what for verb, (_, what) in VERBS.items()}), end="")
         return DONE
@@ -110,15 +110,15 @@ def _dispatch(arguments: list[str]) -> int:
         return DONE
     options = _split_options(arguments)
     if options.completion is not None:
-        from mprun.inspection import complete
+        from mprun.cli.show_config import complete
 
         return complete(options.completion)
     if options.cfg is not None:
-        from mprun.inspection import show_config
+        from mprun.cli.show_config import show_config
 
         return show_config(options.cfg, options.overrides, options.config_dir, options.package)
     if options.info is not None:
-        from mprun.inspection import show_info
+        from mprun.cli.show_config import show_info
 
         return show_info(options.info, options.overrides, options.config_dir)
     if options.multirun:
@@ -133,13 +133,13 @@ def _dispatch(arguments: list[str]) -> int:
     for override in options.overrides:
         key, _, value = override.lstrip("+").partition("=")
         if key == "resume" and value != "null":
-            from mprun.resume import resume
+            from mprun.training.resume import resume
 
             return resume(tuple(options.overrides), value, options.config_dir)
     from mprun.config.compose import compose_config
 
     composed = compose_config(options.overrides, options.config_dir)
-    from mprun.run import start
+    from mprun.training.run import start
 
     return start(composed)
 

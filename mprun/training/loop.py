@@ -1,7 +1,7 @@
 """The loop: steps, records, evaluations, checkpoints, and the ways a run can end.
 
 On a GPU no step waits for the device, and neither does the loop between evaluations and
-checkpoints: what the steps did is read an interval later (`mprun.trace`), so a divergence is
+checkpoints: what the steps did is read an interval later (`metric_buffer`), so a divergence is
 noticed up to an interval later than it could be.
 """
 
@@ -11,19 +11,18 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from mprun import checkpoint
 from mprun.build import Built
 from mprun.config.schema import RunConfig
 from mprun.errors import Damaged, MprunError, Resource
-from mprun.interruption import Interruption
 from mprun.numerics.failure import FailureKeeper, forget_failure, report_failure
 from mprun.numerics.operations import FirstStep
 from mprun.numerics.probing import Probing
-from mprun.random_states import random_states
-from mprun.record import memory
+from mprun.precision.random_states import random_states
+from mprun.record import checkpoint, memory
 from mprun.record.heartbeat import Heartbeat
-from mprun.recorder import Recorder
-from mprun.trace import Trace
+from mprun.training.metric_buffer import Trace
+from mprun.training.metric_logger import Recorder
+from mprun.training.signals import Interruption
 
 
 @dataclass(slots=True)

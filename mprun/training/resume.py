@@ -7,14 +7,14 @@ from pathlib import Path
 
 import torch
 
-from mprun import checkpoint
 from mprun.config.compose import config_from_record
-from mprun.config.factories import is_factory, vouched
 from mprun.config.overrides import parse_overrides
+from mprun.config.user_code import is_factory, vouched
 from mprun.data.errors import DamagedData
 from mprun.errors import BadInput, Damaged
 from mprun.numerics.probe_record import drop_later_probes
-from mprun.random_states import restore_random_states
+from mprun.precision.random_states import restore_random_states
+from mprun.record import checkpoint
 from mprun.record.metrics import truncate_metrics
 from mprun.record.run_directory import (
     NOT_HASHED_DATA,
@@ -25,7 +25,7 @@ from mprun.record.run_directory import (
     write_config,
 )
 from mprun.record.sample_grid import drop_later_grids
-from mprun.run import attempt, prepare, resolve_device
+from mprun.training.run import attempt, prepare, resolve_device
 
 # State is read on the host and copied into tensors that exist: no second model on the GPU.
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ from html import escape
 
 from matplotlib.figure import Figure
 
-from mprun.compare.palette import INK
+from mprun.plots.palette import INK
 
 _TAG = re.compile(r"<[^>]*>")
 _NUMBER = re.compile(r"-?\d+\.\d{2,}")

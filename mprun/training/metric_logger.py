@@ -9,7 +9,7 @@ from mprun.numerics.post_mortem import History
 from mprun.record.console import Progress
 from mprun.record.metrics import MetricsFile, TensorBoardView
 from mprun.record.sample_grid import write_sample_grid
-from mprun.trace import Interval, StepRow, Trace
+from mprun.training.metric_buffer import Interval, StepRow, Trace
 
 # Each of these steps has a record, whatever train.log_every: a comparison takes the loss at the
 # start from them, and a wrong cast or scale shows there before chance drives two runs apart.

@@ -7,8 +7,8 @@ from mprun.bench.roofline.ceilings import GPUS, Ceilings, ceilings_of, why_not
 from mprun.bench.roofline.count import Counted, count
 from mprun.bench.roofline.limits import limit
 from mprun.bench.roofline.report import Line, as_dict, as_text
-from mprun.config.field_rules import nearest
 from mprun.config.overrides import parse_overrides
+from mprun.config.rules import nearest
 from mprun.config.schema import MODES
 from mprun.errors import DONE, BadInput
 

@@ -29,14 +29,14 @@ from torch.optim import Optimizer
 
 from mprun.precision.batch_norm_guard import BatchNormGuard
 from mprun.precision.casting import CastModel
-from mprun.precision.collected_gradients import CollectedGradients
 from mprun.precision.gradient_lists import counted, global_norm, norms_of
-from mprun.precision.inner_optimizer import initialise_state, step_unless
+from mprun.precision.gradients import CollectedGradients
 from mprun.precision.loss_scale import LossScale, NoLossScale
 from mprun.precision.module_patterns import matching_parameters
 from mprun.precision.optimizer_state import restore
 from mprun.precision.row_updates import RowUpdate, row_tables
 from mprun.precision.single_pass import SinglePass, choose_update
+from mprun.precision.torch_update import initialise_state, step_unless
 from mprun.precision.update import Update, UsedGradients
 from mprun.precision.weight_average import WeightAverage, choose_averaged
 

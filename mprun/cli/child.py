@@ -1,6 +1,6 @@
 """One cell as a process: a run that ends, with a checkpoint, when whoever started it is gone.
 
-`python -m mprun.sweep.child PARENT_ID OVERRIDE...`
+`python -m mprun.cli.child PARENT_ID OVERRIDE...`
 """
 
 import ctypes

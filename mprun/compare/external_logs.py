@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
+from mprun.compare.external_files import is_events, names_no_tag, read_csv, read_events
 from mprun.compare.findings import Arm, RunData
-from mprun.compare.foreign_files import is_events, names_no_tag, read_csv, read_events
 from mprun.compare.grouping import ProtoGroup
 from mprun.compare.load import SUMMARY_FOLDER, natural_order
 from mprun.errors import BadInput

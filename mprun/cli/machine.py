@@ -17,14 +17,14 @@ from mprun.precision import (
     why_no_lstm,
     why_unsupported,
 )
-from mprun.precision.inner_optimizer import has_fused_kernel
-from mprun.record.environment import environment, flags
+from mprun.precision.torch_update import has_fused_kernel
+from mprun.training.environment import environment, flags
 
 _RULES = ("sgd", "adam", "adamw", "adagrad")
 
 
 def machine_facts() -> dict:
-    """What `mprun doctor --json` prints; `mprun.doctor.KEYS` says what each key holds.
+    """What `mprun doctor --json` prints; `mprun.cli.doctor.KEYS` says what each key holds.
 
     Pins this process's numeric flags as a run in FP32 does. On a GPU it compiles and runs small
     kernels and waits for them; what fails there is an answer and raises nothing.

@@ -10,10 +10,10 @@ from pathlib import Path
 from mprun.errors import BadInput
 from mprun.sweep.attempt import Attempt
 from mprun.sweep.batch import Batch, Job
-from mprun.sweep.board import Board
-from mprun.sweep.cells import Cell, State, look
+from mprun.sweep.jobs import Cell, State, look
 from mprun.sweep.outcome import exit_code, failed_elsewhere
 from mprun.sweep.plan import Plan, plan
+from mprun.sweep.status_page import Board
 from mprun.sweep.stop import StopRequest
 
 STALL_AFTER_S = 1800.0

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mprun.pinned_ring import Moment, PinnedRing, Sent
 from mprun.precision import LossScale
+from mprun.record.async_copy import Moment, PinnedRing, Sent
 
 # Intervals that stay unread where the next one ends, by device: a CPU's numbers are on the host.
 LATE = {"cuda": 1, "cpu": 0}

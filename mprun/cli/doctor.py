@@ -57,7 +57,7 @@ def main(arguments: list[str]) -> int:
     for argument in arguments:
         if argument != "--json":
             raise BadInput(f"doctor {argument}: unknown argument (allowed: --json, --help)")
-    from mprun.machine import machine_facts
+    from mprun.cli.machine import machine_facts
 
     facts = machine_facts()
     print(json.dumps(facts, indent=1, allow_nan=False) if arguments else page(facts))
@@ -65,7 +65,7 @@ def main(arguments: list[str]) -> int:
 
 
 def page(facts: dict) -> str:
-    """The facts of `mprun.machine.machine_facts`, for a terminal of 80 columns."""
+    """The facts of `mprun.cli.machine.machine_facts`, for a terminal of 80 columns."""
     lines = [_wrapped(f"{name:<14}", text) for name, text in _rows(facts)]
     lines += ["", f"{'mode':<20} on this machine"]
     for name, mode in facts["modes"].items():

@@ -9,17 +9,10 @@ import torch
 from torch import Tensor
 
 from mprun.errors import BadInput, MprunError
-from mprun.numerics.culprit import Finding, reason_of
 from mprun.numerics.events import BACKWARD, UNSCALE, UPDATE
+from mprun.numerics.first_nonfinite import Finding, reason_of
 from mprun.numerics.post_mortem import EXPLOSION, power
-from mprun.numerics.replay import (
-    KeptBatch,
-    Steps,
-    all_finite,
-    carried,
-    resume_from,
-    weights,
-)
+from mprun.numerics.replay import KeptBatch, Steps, all_finite, carried, resume_from, weights
 from mprun.precision import MODES, NoLossScale
 
 WORSE = 1.5  # times FP32's loss: finite, but no cure

@@ -10,11 +10,11 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
-from mprun.markdown_table import markdown_table
-from mprun.sweep.cells import OUTCOMES, Cell, record_of
+from mprun.record.markdown_table import markdown_table
+from mprun.sweep.jobs import OUTCOMES, Cell, record_of
+from mprun.sweep.mode_table import Run, load_run, outcome_words, short, table
 from mprun.sweep.outcome import Outcome, last_line
 from mprun.sweep.plan import Plan
-from mprun.table import Run, load_run, outcome_words, short, table
 
 _EVERY_S = 10.0  # at least this often the file shows how far the runs are
 _TAIL_BYTES = 8192  # of metrics.jsonl, for its last record

@@ -108,7 +108,7 @@ def compare(options: Options) -> Comparison:
             judged_otherwise=options.metric is not None or options.margin is not None,
         )
     else:
-        from mprun.compare.foreign import load_foreign, refuse_same_logs
+        from mprun.compare.external_logs import load_foreign, refuse_same_logs
 
         foreign, notes = load_foreign(options.paths, options.tag)
         refuse_same_logs(foreign)

@@ -18,13 +18,10 @@ from mprun.build import Built, build, mode_label
 from mprun.config.compose import Composed
 from mprun.config.schema import RunConfig
 from mprun.errors import INTERRUPTED, STATUS_EXIT_CODE, BadInput, MprunError, Resource
-from mprun.interruption import Interruption
 from mprun.numerics.replay import Snapshot
 from mprun.numerics.selection import chosen_modules
 from mprun.precision import pin_math_flags
 from mprun.precision.recurrent import restore_dropout_state
-from mprun.record.data_notes import closed_afterwards, data_bound, replaced, replaced_line
-from mprun.record.environment import effective_dtypes, environment, flags, updates
 from mprun.record.metrics import TensorBoardView
 from mprun.record.run_directory import (
     claim,
@@ -35,7 +32,10 @@ from mprun.record.run_directory import (
     write_config,
     write_json,
 )
-from mprun.train import Outcome, train
+from mprun.training.data_notes import closed_afterwards, data_bound, replaced, replaced_line
+from mprun.training.environment import effective_dtypes, environment, flags, updates
+from mprun.training.loop import Outcome, train
+from mprun.training.signals import Interruption
 
 
 def start(composed: Composed) -> int:

@@ -10,7 +10,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from mprun.compare.palette import INK, Style
+from mprun.plots.palette import INK, Style
 
 _WIDTH, _LEFT, _RIGHT = 5.0, 0.62, 0.14  # inches; text of 9 points stays 10 pixels at 400 wide
 _TOP, _BOTTOM, _LINE = 0.41, 0.5, 0.168

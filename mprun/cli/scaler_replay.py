@@ -8,10 +8,10 @@ from pathlib import Path
 
 from mprun.config.check import SCALER_FIELDS
 from mprun.config.compose import compose_config
-from mprun.config.field_rules import nearest
+from mprun.config.rules import nearest
 from mprun.config.schema import ScalerConfig
 from mprun.errors import DONE, BadInput
-from mprun.markdown_table import markdown_table
+from mprun.record.markdown_table import markdown_table
 
 SCALERS = (
     "torch",

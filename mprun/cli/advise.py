@@ -14,7 +14,8 @@ import torch
 
 from mprun.build import Built
 from mprun.config.compose import Composed, compose_config, config_from_record
-from mprun.config.factories import (
+from mprun.config.schema import MAX_STEPS, RunConfig
+from mprun.config.user_code import (
     NOTHING,
     Vouched,
     check_vouched,
@@ -22,7 +23,6 @@ from mprun.config.factories import (
     recorded_factories,
     vouched,
 )
-from mprun.config.schema import MAX_STEPS, RunConfig
 from mprun.errors import DIVERGED, DONE, BadInput
 from mprun.numerics.advice import advise
 from mprun.numerics.advice_findings import Advice
@@ -41,7 +41,7 @@ from mprun.record.run_directory import (
     write_config,
     write_json,
 )
-from mprun.run import attempt, prepare, resolve_device
+from mprun.training.run import attempt, prepare, resolve_device
 
 _USAGE = """\
 mprun advise [key=value ...] : what does FP16 need to train this configuration?
@@ -250,7 +250,7 @@ def _claimed(config: RunConfig, plain: dict, composed: Composed) -> Path:
 def _check(
     options: Options, given: Vouched, advice: Advice, base: list[str], directory: Path
 ) -> dict:
-    from mprun.numerics.advise_check import check
+    from mprun.cli.advise_check import check
 
     # Of a run these are the overrides of its record, which may name code like its configuration.
     named = recorded_factories(compose_config(base, options.config_dir).as_dict())

@@ -47,7 +47,7 @@ Exit codes: 0 done, 2 bad input, 5 nothing measured for want of memory, 130 inte
 def main(arguments: list[str]) -> int:
     """Entry point of the verb; returns the exit code."""
     if "--roofline" in arguments:
-        from mprun.bench.roofline.command import main as roofline
+        from mprun.cli.roofline import main as roofline
 
         return roofline([argument for argument in arguments if argument != "--roofline"])
     if "--help" in arguments or "-h" in arguments:
@@ -67,7 +67,7 @@ def main(arguments: list[str]) -> int:
 
         return host(arguments, options)
     from mprun.bench.plan import plan
-    from mprun.run import resolve_device
+    from mprun.training.run import resolve_device
 
     device = resolve_device(device_of(options.overrides))
     groups, left_out = plan(options, device)
@@ -96,7 +96,7 @@ def claimed(options: Options, groups: list) -> Path:
 def _measure(options, device, groups, left_out, folder: Path, started: float) -> int:
     from mprun.bench.result import assemble, write_all
     from mprun.bench.run_bench import run_bench
-    from mprun.interruption import Interruption
+    from mprun.training.signals import Interruption
 
     deadline = started + options.budget_s - _REPORT_S
     with Interruption() as interruption:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mprun.config.field_rules import nearest
+from mprun.config.rules import nearest
 from mprun.errors import BadInput, Damaged
 
 _STEP_COLUMNS = ("step", "Step", "_step", "global_step", "trainer/global_step")

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from mprun.errors import BadInput
 from mprun.precision import MixedPrecisionOptimizer
-from mprun.precision.inner_optimizer import is_fused
+from mprun.precision.torch_update import is_fused
 
 
 class LearningRate:

@@ -1,0 +1,1 @@
+"""One run: from a checked configuration to a finished run directory, and its continuation."""
