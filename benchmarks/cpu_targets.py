@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from mprun.record.markdown_table import markdown_table
+from mprun.record.console import markdown_table
 
 GROUPS = ("runner", "emulation", "update")
 

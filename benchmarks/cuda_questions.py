@@ -32,7 +32,7 @@ from questions.skipped_updates import (
 )
 
 from mprun.precision import pin_math_flags
-from mprun.record.markdown_table import markdown_table
+from mprun.record.console import markdown_table
 
 # The questions whose answers others wait for come first.
 QUESTIONS: dict[str, Callable[[torch.device], Answer]] = {

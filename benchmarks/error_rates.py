@@ -22,8 +22,8 @@ import numpy as np
 import scipy
 from error_rates_document import document, summary
 
+from mprun.compare.equivalence import nominal_alpha
 from mprun.compare.findings import VERDICTS, Arm, RunData
-from mprun.compare.looks import nominal_alpha
 from mprun.compare.verdict import CONCLUSIVE, judge
 
 MEAN = 2.0  # nats

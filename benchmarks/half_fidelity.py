@@ -3,7 +3,7 @@
     python benchmarks/half_fidelity.py --reference cuda [--json FILE] [--markdown FILE]
 
 Every operation runs emulated on the CPU (mprun.precision.emulation) and on the same inputs by the
-reference: CUDA kernels with all reductions pinned to FP32 (mprun.precision.math_flags), the native
+reference: CUDA kernels with all reductions pinned to FP32 (mprun.precision.policy), the native
 kernels of this CPU, or float64. Both sides are also compared with the float64 result rounded once,
 which tells who is off. Forward and every gradient, in FP16 and BF16, several sizes, normal values
 and values near underflow and near overflow.
@@ -24,7 +24,7 @@ from fidelity.operations import operations
 from fidelity.ulp import Distance
 
 from mprun.precision import pin_math_flags, read_math_flags
-from mprun.record.markdown_table import markdown_table
+from mprun.record.console import markdown_table
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 

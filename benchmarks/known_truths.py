@@ -51,7 +51,7 @@ def plant(defect: str) -> None:
     """Break the engine of this process in the named way."""
     import torch
 
-    from mprun.precision.loss_scale_state import LossScale
+    from mprun.precision.loss_scale import LossScale
     from mprun.precision.optimizer import MixedPrecisionOptimizer
 
     if defect == "scale_stays":

@@ -50,7 +50,7 @@ from mprun.data.image_files import find_images
 from mprun.data.image_folder import ImageFolder
 from mprun.data.image_reader import ImageReader
 from mprun.data.loader import BatchLoader
-from mprun.record.markdown_table import markdown_table
+from mprun.record.console import markdown_table
 
 BATCH, SIZE, PREFETCH = 64, 224, 2
 WIDTH, HEIGHT, QUALITY, COLUMNS, ROWS = 500, 400, 90, 20, 16

@@ -23,11 +23,10 @@ import numpy as np
 import torch
 
 from mprun.data.file_streams import FileStreams
-from mprun.data.text import Text
-from mprun.data.text_files import find_text_files
+from mprun.data.text import Text, find_text_files
 from mprun.data.token_streams import TokenStreams
+from mprun.data.vocabulary import text_blocks
 from mprun.data.word_table import WordTable, encoded_blocks
-from mprun.data.words import text_blocks
 
 SHAPES = ((20, 35), (128, 20))  # streams, tokens: Zaremba et al.'s larger models, bigLSTM
 

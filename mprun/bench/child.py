@@ -10,8 +10,8 @@ import os
 import sys
 import traceback
 
-from mprun.cli.child import end_with_parent
 from mprun.errors import PREEMPTED, BadInput, Resource, raised
+from mprun.training.signals import end_with_parent
 
 
 def main(arguments: list[str]) -> int:

@@ -37,7 +37,7 @@ from mprun.bench.contender import Case
 from mprun.bench.first_steps import first_steps
 from mprun.bench.registry import NEAREST_MODE, SCALES_PER_OPTIMIZER, make
 from mprun.config.compose import compose_config
-from mprun.config.tasks import task_of
+from mprun.config.schema_models import task_of
 from mprun.precision import get_policy
 
 # Modes that change what is learned: without master weights updates are lost, without loss scaling

@@ -1,6 +1,6 @@
 """`mprun bench --host`: memory, launches and host time of a CUDA step, on a machine without a GPU.
 
-Steps run on the fake device of `mprun.fake_cuda`: torch's allocator is real and device memory is
+Steps run on the fake device of `fake_cuda`: torch's allocator is real and device memory is
 address space, so the peak of a step is measured to the byte at full size; kernels take no time, so
 the time of a step is the host's. No value, no time of a device and no rate is measured here.
 """
@@ -16,7 +16,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from mprun import fake_cuda
+from mprun.bench import fake_cuda
 from mprun.bench.contender import Case
 from mprun.bench.options import REFERENCES, Options
 from mprun.config.compose import compose_config
@@ -182,7 +182,7 @@ def _measure(row: HostRow, contender, device) -> HostRow:
 
 def report(rows: list[HostRow], card: int | None) -> str:
     """The table in Markdown, and what it is. card: bytes of a card that is asked about."""
-    from mprun.record.markdown_table import markdown_table
+    from mprun.record.console import markdown_table
 
     fp32 = {(r.label, r.contender): r.peak for r in rows if r.mode == "fp32" and r.peak}
     recipe = {(r.label, r.mode): r.peak for r in rows if r.contender == "amp"}

@@ -9,7 +9,7 @@ from mprun.bench.options import REFERENCES, Options, asks_for_the_suite
 from mprun.bench.registry import CONTENDERS, OWN, PEERS, available
 from mprun.bench.suite import CPU_MODES, GPU_MODES, MODES_WITH_PEERS, Entry, suite_of
 from mprun.config.compose import compose_config
-from mprun.config.tasks import task_of
+from mprun.config.schema_models import task_of
 from mprun.errors import BadInput
 from mprun.precision import get_policy, why_unsupported
 

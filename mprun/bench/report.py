@@ -8,7 +8,7 @@ from mprun.bench.report_cells import (
     share_text,
     split_text,
 )
-from mprun.record.markdown_table import markdown_table as _aligned
+from mprun.record.console import markdown_table as _aligned
 
 _PUBLISHED = (
     "Published for comparison: 1.3 to 6 times FP32 on V100 (Micikevicius et al., arXiv 1710.03740, "

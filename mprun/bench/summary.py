@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from mprun.bench.registry import AMP, NEAREST_MODE, OWN
 from mprun.bench.statistics import Ratio, paired_ratio, spread, unpaired_ratio
-from mprun.execution.host_bound import DEVICE_LIMITS
+from mprun.execution.graphed_step import DEVICE_LIMITS
 
 REFERENCES = ("fp32", "tf32")
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from mprun.config.check_execution import auto_channels_last, refuse_on, why_no_graph
+from mprun.config.check import auto_channels_last, refuse_on, why_no_graph
 from mprun.config.schema import CustomModelConfig, LSTMConfig, RunConfig
 from mprun.errors import BadInput
 from mprun.execution import (

@@ -16,8 +16,7 @@ from mprun.precision import (
     StaticLossScale,
     build_policy,
 )
-from mprun.precision.parameter_groups import norm_parameter_names, parameter_groups
-from mprun.precision.torch_update import has_fused_kernel
+from mprun.precision.torch_update import has_fused_kernel, norm_parameter_names, parameter_groups
 
 
 def mode_label(config: schema.PrecisionConfig) -> str:

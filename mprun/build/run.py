@@ -10,14 +10,12 @@ from mprun.build.precision import policy_from
 from mprun.build.task import build_task
 from mprun.config.schema import MAX_STEPS, LSTMConfig, OptimConfig, RunConfig
 from mprun.data import DataError
-from mprun.data.errors import DamagedData
-from mprun.data.source import Source
+from mprun.data.source import DamagedData, Source
 from mprun.errors import BadInput
 from mprun.execution import Stepper
 from mprun.precision import DTYPES, Arithmetic, PrecisionPolicy, why_no_lstm, why_unsupported
 from mprun.tasks import GAN, Classification, LanguageModel, Reconstruction
-from mprun.tasks.learning_rate import LearningRate
-from mprun.tasks.schedule import learning_rates
+from mprun.tasks.learning_rate import LearningRate, learning_rates
 
 
 @dataclass(slots=True)

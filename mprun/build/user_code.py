@@ -1,72 +1,242 @@
-"""Before step 1: does what the user's own data and network are fit together?"""
+"""The user's own functions: found by name, called, and held to what they must return.
 
-from collections.abc import Callable, Sequence
+Whoever hands a name in has made sure that the user gave it (mprun.config.user_code).
+
+Networks tried on two samples before step 1: shapes in FP32, then one pass in the mode.
+"""
+
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from mprun.build.execution import put_channels_last, uses_channels_last
-from mprun.build.trial import Trial
-from mprun.build.user_data import check_batches, check_tanh_images
-from mprun.config import schema
-from mprun.config.tasks import task_of
-from mprun.data.sample_random import kept_random_state
-from mprun.errors import BadInput
-from mprun.precision import Arithmetic, why_no_lstm
+from mprun.config.rules import nearest
+from mprun.data.source import Source
+from mprun.errors import BadInput, MprunError, raised
+from mprun.precision import Arithmetic, PrecisionPolicy, cast_model, ieee_fp32
+from mprun.precision.casting import those_that_match
+from mprun.precision.random_states import random_states, restore_random_states
 
 
-def check_own_data(config: schema.RunConfig, data, device: torch.device) -> None:
-    """Hold a source of the user's to what the model asks of it; nothing for mprun's own."""
-    if not isinstance(config.data, schema.CustomDataConfig):
-        return
-    check_batches(config.data, task_of(config.model), data, device)
-    tanh = isinstance(config.model, schema.DCGANConfig | schema.ConvAutoencoderConfig)
-    if tanh and data.batches_per_epoch:
-        check_tanh_images(config.data, config.model.image_size, data)
+class Factory:
+    """The function that `name`, package.module:function, stands for; BadInput if there is none.
 
-
-def check_own_network(
-    config: schema.RunConfig,
-    builders: Sequence[Callable[[], nn.Module]],
-    data,
-    arithmetic: Arithmetic,
-    overrides: dict[str, torch.dtype],
-) -> None:
-    """Build the networks once more and try them, where they or their data are the user's own.
-
-    Costs one construction and three passes of two samples, and no random number. Those of the run
-    have been built. Not for mprun's LSTM, which takes tokens of any data and may be large.
+    key: "data.factory" or "model.factory", for messages. Importing it runs the module's code. The
+    current folder is searched first, as `python -m` does.
     """
-    own_model = isinstance(config.model, schema.CustomModelConfig)
-    own_data = isinstance(config.data, schema.CustomDataConfig)
-    if not (own_model or (own_data and not isinstance(config.model, schema.LSTMConfig))):
-        return
-    if data.batches_per_epoch < 1:
-        return  # said with the batch size
-    name = f"model={config.model.name}"
-    with kept_random_state():
-        networks = [builder() for builder in builders]
-    if uses_channels_last(config, arithmetic.device)[0]:
-        networks = [put_channels_last(network) for network in networks]
-    policy, device, native = arithmetic.policy, arithmetic.device, config.cpu_half == "native"
-    if own_model:
-        name = f"model.factory={config.model.factory}"
-        if device.type == "cuda" or native:
-            _check_recurrent(f"{name} precision={policy.name}", networks, arithmetic)
-    latent_size = getattr(config.model, "latent_size", 0)
-    trial = Trial(name, task_of(config.model), networks, data, device, latent_size)
-    # One of its own: the run's counts what the run computes.
-    own = Arithmetic(policy, device, native=native, overrides=overrides.values())
-    trial.run(policy, own, overrides)
+
+    def __init__(self, key: str, name: str):
+        self.key, self.name = key, name
+        self.function = _found(key, name)
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        """What the function returns; BadInput if it does not take these arguments or raises."""
+        self._check_arguments(arguments, options)
+        try:
+            return self.function(*arguments, **options)
+        except MprunError:
+            raise
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            raise BadInput(f"{self}: {raised(error)}") from error
+
+    def __str__(self) -> str:
+        return f"{self.key}={self.name}"
+
+    def _check_arguments(self, arguments: tuple, options: Mapping[str, Any]) -> None:
+        try:
+            signature = inspect.signature(self.function)
+        except (TypeError, ValueError):  # of some compiled functions nothing is known
+            return
+        try:
+            signature.bind(*arguments, **options)
+        except TypeError as error:
+            given = ", ".join([*("data" for _ in arguments), *options])
+            raise BadInput(f"{self}: {error} (it is given {given})") from None
 
 
-def _check_recurrent(name: str, networks: Sequence[nn.Module], arithmetic: Arithmetic) -> None:
-    """A mode in which torch's own recurrent layers compute in another dtype is refused."""
-    # One routine casts all recurrent layers of a GPU; native CPU kernels differ.
-    kind = nn.RNNBase if arithmetic.device.type == "cuda" else nn.LSTM
-    layers = [m for network in networks for m in network.modules() if isinstance(m, kind)]
-    if layers:
-        projected = any(layer.proj_size for layer in layers)
-        reason = why_no_lstm(arithmetic.policy, arithmetic.device, projected)
-        if reason is not None:
-            raise BadInput(f"{name}: {reason}")
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out, which torch tells of a CPU as a bare RuntimeError."""
+    text = str(error)
+    of_cpu = "DefaultCPUAllocator" in text or "Storage size calculation overflowed" in text
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or of_cpu
+
+
+def _found(key: str, name: str) -> Callable:
+    module_name, _, function_name = name.partition(":")
+    # `python -m mprun` has it there already, the installed command has not.
+    if not sys.flags.safe_path and not {"", os.getcwd()} & set(sys.path):
+        sys.path.insert(0, os.getcwd())
+    importlib.invalidate_caches()
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        wanted = module_name.split(".")
+        parents = {".".join(wanted[: count + 1]) for count in range(len(wanted))}
+        if error.name in parents:
+            raise BadInput(
+                f"{key}={name}: no module named '{error.name}' (looked in {os.getcwd()} and where "
+                "Python looks)"
+            ) from None
+        raise BadInput(f"{key}={name}: importing it: {raised(error)}") from error
+    except (Exception, SystemExit) as error:
+        raise BadInput(f"{key}={name}: importing it: {raised(error)}") from error
+    if not hasattr(module, function_name):
+        hint = nearest(function_name, [word for word in vars(module) if word[0] != "_"])
+        raise BadInput(f"{key}={name}: {module_name} has no '{function_name}'{hint}")
+    function = getattr(module, function_name)
+    if not callable(function):
+        raise BadInput(f"{key}={name}: is a {type(function).__name__}, must be a function")
+    return function
+
+
+_FEW = 2  # samples, and time steps
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """Throw-away networks of one task, and what they are tried on.
+
+    name: what to blame, "model.factory=...". networks: one, or generator and discriminator.
+    latent_size: of a generator.
+    """
+
+    name: str
+    task: str
+    networks: Sequence[nn.Module]
+    data: Source
+    device: torch.device
+    latent_size: int = 0
+
+    def run(self, policy: PrecisionPolicy, arithmetic: Arithmetic, overrides: Mapping) -> None:
+        """Raise BadInput if the networks do not fit the data, or cannot compute in the mode.
+
+        First in FP32 and eval mode, as an evaluation does; then forward and backward in the mode.
+        arithmetic: one that no run uses, because it counts. overrides: module-name pattern ->
+        dtype. Takes one batch of the data; leaves every random state as it was.
+        """
+        with _random_states_kept(self.device):
+            first = self.data.train_batch(0)[0][:_FEW].clone()
+            if self.task == "language_model":
+                first = first[:, :_FEW]
+            for network in self.networks:
+                network.to(self.device).eval()
+            with torch.no_grad(), ieee_fp32():
+                self._forward(first, None, "in FP32", nullcontext)
+            for network in self.networks:
+                matching = {p: overrides[p] for p in those_that_match(network, overrides)}
+                cast_model(network.train(), policy, matching)
+            mode = f"in precision={policy.name}"
+            with arithmetic:
+                outputs = self._forward(first, policy, mode, arithmetic.autocast)
+                total = sum(output.float().sum() for output in outputs)
+                self._run(f"backward {mode}", total.backward)
+            if arithmetic.emulations and not arithmetic.rerouted():
+                raise BadInput(
+                    f"{self.name} precision={policy.name}: no operation of the network ran in "
+                    f"{arithmetic.kind()}; there is nothing to compare"
+                )
+
+    def _forward(self, first: Tensor, policy, how: str, autocast) -> list[Tensor]:
+        """The outputs that a loss is made of."""
+
+        def cast(tensor: Tensor) -> Tensor:
+            return tensor if policy is None else policy.cast_inputs(tensor)
+
+        def call(what: str, network: nn.Module, *inputs):
+            with autocast():
+                return self._run(f"{what} of {_shape(inputs[0])} {how}", network, *inputs)
+
+        if self.task == "language_model":
+            return self._language_model(first, call)
+        if self.task == "gan":
+            return self._gan(cast(first), call, cast)
+        outputs = call("forward", self.networks[0], cast(first))
+        if self.task == "classification":
+            self._expect("forward", outputs, (len(first), self.data.num_classes))
+        return [outputs] if isinstance(outputs, Tensor) else list(outputs)
+
+    def _language_model(self, tokens: Tensor, call) -> list[Tensor]:
+        state, found = None, []
+        for what in ("forward(tokens, None)", "forward(tokens, state)"):
+            output = call(what, self.networks[0], tokens, state)
+            if not isinstance(output, tuple | list) or len(output) != 2:
+                raise BadInput(
+                    f"{self.name}: {what} returned {_shape(output)}, must be (logits, state)"
+                )
+            logits, new = output
+            self._expect(what, logits, (*tokens.shape, self.data.vocab_size))
+            if not isinstance(new, tuple | list) or not all(isinstance(s, Tensor) for s in new):
+                raise BadInput(
+                    f"{self.name}: {what} returned {_shape(new)} as state, must be a tuple of "
+                    "tensors (empty where nothing is carried on)"
+                )
+            if state is not None and [s.shape for s in state] != [s.shape for s in new]:
+                raise BadInput(f"{self.name}: the state changes its shapes from batch to batch")
+            state = tuple(part.detach() for part in new)
+            found.append(logits)
+        return found
+
+    def _gan(self, real: Tensor, call, cast) -> list[Tensor]:
+        generator, discriminator = self.networks
+        codes = cast(torch.zeros(len(real), self.latent_size, device=self.device))
+        images = call("generator", generator, codes)
+        if not isinstance(images, Tensor) or images.shape != real.shape:
+            raise BadInput(
+                f"{self.name}: generator of {_shape(codes)} returned {_shape(images)}, the images "
+                f"of the data are {list(real.shape)}"
+            )
+        logits = call("discriminator", discriminator, images)
+        if not isinstance(logits, Tensor) or logits.shape != real.shape[:1]:
+            raise BadInput(
+                f"{self.name}: discriminator of {_shape(images)} returned {_shape(logits)}, must "
+                f"be logits [{len(real)}]"
+            )
+        return [logits]
+
+    def _expect(self, what: str, logits: object, least: tuple[int, ...]) -> None:
+        """The shape `least`, of whose last part there may be more (padding)."""
+        fits = (
+            isinstance(logits, Tensor)
+            and logits.is_floating_point()
+            and logits.shape[:-1] == least[:-1]
+            and logits.shape[-1] >= least[-1]
+        )
+        if not fits:
+            raise BadInput(
+                f"{self.name}: {what} returned {_shape(logits)}, must be floating logits "
+                f"{list(least)}"
+            )
+
+    def _run(self, what: str, function, *inputs):
+        try:
+            return function(*inputs)
+        except MprunError:
+            raise
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            raise BadInput(f"{self.name}: {what}: {raised(error)}") from error
+
+
+@contextmanager
+def _random_states_kept(device: torch.device):
+    before = random_states(device)
+    try:
+        yield
+    finally:
+        restore_random_states(before, device)
+
+
+def _shape(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    return f"a {type(value).__name__}"

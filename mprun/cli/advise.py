@@ -1,4 +1,7 @@
-"""`mprun advise`: what FP16 needs for this configuration, from probes of a few FP32 steps."""
+"""`mprun advise --check`: brief runs with the advice and without it, beside FP32.
+
+`mprun advise`: what FP16 needs for this configuration, from probes of a few FP32 steps.
+"""
 
 import json
 import math
@@ -13,6 +16,10 @@ from pathlib import Path
 import torch
 
 from mprun.build import Built
+from mprun.compare.assess import assess
+from mprun.compare.findings import Row
+from mprun.compare.grouping import group_runs
+from mprun.compare.load import load_runs
 from mprun.config.compose import Composed, compose_config, config_from_record
 from mprun.config.schema import MAX_STEPS, RunConfig
 from mprun.config.user_code import (
@@ -23,7 +30,7 @@ from mprun.config.user_code import (
     recorded_factories,
     vouched,
 )
-from mprun.errors import DIVERGED, DONE, BadInput
+from mprun.errors import DIVERGED, DONE, BadInput, MprunError
 from mprun.numerics.advice import advise
 from mprun.numerics.advice_findings import Advice
 from mprun.numerics.advice_text import as_text, check_as_text
@@ -41,7 +48,69 @@ from mprun.record.run_directory import (
     write_config,
     write_json,
 )
+from mprun.sweep import sweep
+from mprun.sweep.plan import plan
 from mprun.training.run import attempt, prepare, resolve_device
+
+SEEDS = (0, 1, 2)  # no verdict below 3
+
+
+def check(
+    advice: Advice, base: list[str], folder: Path, steps: int, config_dir: str | None
+) -> dict:
+    """Train FP32, the advised static scale, and scale 1, each with 3 seeds; what came of it.
+
+    base: overrides without precision, scaler, seed and length. folder: of the runs, one process
+    each; they are left there for `mprun compare`.
+    """
+    common = [*base, f"seed={','.join(map(str, SEEDS))}", f"train.steps={steps}"]
+    common.append(f"output_root='{folder}'")
+    directories = []
+    arms = {"advised scale": advice.static or advice.overrides, "scale 1": advice.unscaled}
+    for overrides in (["precision=fp32", "scaler=none"], *arms.values()):
+        given = [*common, *overrides]
+        with redirect_stdout(sys.stderr):
+            code = sweep(given, config_dir)
+        directories += [cell.directory for cell in plan(given, config_dir).cells]
+        if code != DONE:
+            raise MprunError(f"advise --check: a run did not end (exit code {code}), see {folder}")
+    runs, _ = load_runs(directories)
+    protos, refused = group_runs(runs)
+    if not protos:
+        raise MprunError(f"advise --check: {refused[0]}")
+    group = assess(protos[0])
+    mean = group.baseline.mean
+    found = []
+    for name, overrides in arms.items():
+        row = next(row for row in group.rows if _is_of(row, overrides))
+        difference = None
+        if mean and row.mean is not None:
+            difference = 100 * (row.mean - mean) / abs(mean)
+        found.append(
+            {
+                "name": name,
+                "overrides": " ".join(overrides),
+                "mean": row.mean,
+                "difference_percent": difference,
+                "skipped": row.skipped,
+                "diverged": sum(outcome.diverged is not None for outcome in row.outcomes),
+                "verdict": row.verdict.sentence,
+            }
+        )
+    return {
+        "folder": str(folder),
+        "seeds": len(SEEDS),
+        "steps": steps,
+        "metric": group.metric,
+        "baseline": mean,
+        "arms": found,
+    }
+
+
+def _is_of(row: Row, overrides: list[str]) -> bool:
+    scaled = "scaler=static" in overrides
+    return scaled == (row.arm.runs[0].scaler == "static")
+
 
 _USAGE = """\
 mprun advise [key=value ...] : what does FP16 need to train this configuration?
@@ -250,7 +319,7 @@ def _claimed(config: RunConfig, plain: dict, composed: Composed) -> Path:
 def _check(
     options: Options, given: Vouched, advice: Advice, base: list[str], directory: Path
 ) -> dict:
-    from mprun.cli.advise_check import check
+    pass
 
     # Of a run these are the overrides of its record, which may name code like its configuration.
     named = recorded_factories(compose_config(base, options.config_dir).as_dict())

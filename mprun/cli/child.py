@@ -3,26 +3,12 @@
 `python -m mprun.cli.child PARENT_ID OVERRIDE...`
 """
 
-import ctypes
-import os
 import signal
 import sys
 
 from mprun.cli import main
 from mprun.errors import PREEMPTED
-
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
-
-
-def end_with_parent(parent: int) -> bool:
-    """Ask Linux for SIGTERM when the parent dies; False if process `parent` has died already.
-
-    Elsewhere only the second part. Source: prctl(2), PR_SET_PDEATHSIG.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    # It may have died before the request: then this process has another parent by now.
-    return os.getppid() == parent
+from mprun.training.signals import end_with_parent
 
 
 def _run(arguments: list[str]) -> int:

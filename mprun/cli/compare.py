@@ -10,11 +10,10 @@ from pathlib import Path
 
 from mprun import __version__
 from mprun.compare.assess import assess
-from mprun.compare.equivalence import ALPHA
+from mprun.compare.equivalence import ALPHA, nominal_alpha
 from mprun.compare.findings import Comparison, RunData
 from mprun.compare.grouping import group_runs
 from mprun.compare.load import load_runs
-from mprun.compare.looks import nominal_alpha
 from mprun.compare.markdown import console, markdown
 from mprun.compare.paper import paper_html, paper_markdown, paper_rows
 from mprun.compare.results import results

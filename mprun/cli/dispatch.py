@@ -110,15 +110,15 @@ def _dispatch(arguments: list[str]) -> int:
         return DONE
     options = _split_options(arguments)
     if options.completion is not None:
-        from mprun.cli.show_config import complete
+        from mprun.cli.help import complete
 
         return complete(options.completion)
     if options.cfg is not None:
-        from mprun.cli.show_config import show_config
+        from mprun.cli.help import show_config
 
         return show_config(options.cfg, options.overrides, options.config_dir, options.package)
     if options.info is not None:
-        from mprun.cli.show_config import show_info
+        from mprun.cli.help import show_info
 
         return show_info(options.info, options.overrides, options.config_dir)
     if options.multirun:

@@ -13,8 +13,8 @@ from mprun.config.user_code import NOTHING, Vouched, is_factory, vouched
 from mprun.errors import DONE, BadInput, Damaged
 from mprun.numerics import interventions as cures
 from mprun.numerics.explanation import Explanation, as_dict, as_text
+from mprun.numerics.failure import kept_state, recorded_rows
 from mprun.numerics.first_nonfinite import Finding, find_culprit
-from mprun.numerics.kept_state import kept_state, recorded_rows
 from mprun.numerics.post_mortem import LAST, explosion, read_post_mortem
 from mprun.numerics.replay import Steps, all_finite, restore, same_loss, weights
 from mprun.record.run_directory import read_config, read_json

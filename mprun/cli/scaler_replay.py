@@ -11,7 +11,7 @@ from mprun.config.compose import compose_config
 from mprun.config.rules import nearest
 from mprun.config.schema import ScalerConfig
 from mprun.errors import DONE, BadInput
-from mprun.record.markdown_table import markdown_table
+from mprun.record.console import markdown_table
 
 SCALERS = (
     "torch",
@@ -100,7 +100,7 @@ def main(arguments: list[str]) -> int:
 def _read(path: Path):
     """(trace, the run's own scaler configuration or None)."""
     if not path.is_dir():
-        from mprun.numerics.overflow_trace_file import read_trace_file
+        from mprun.numerics.overflow_trace import read_trace_file
 
         return read_trace_file(path), None
     from mprun.build.precision import build_loss_scale
@@ -250,7 +250,7 @@ def _as_json(path: Path, trace, replays: dict, left_out: dict[str, str]) -> dict
 
 
 def _write(out: Path, trace, replays: dict, content: dict) -> None:
-    from mprun.numerics.scaler_replay_figure import draw_replays
+    from mprun.numerics.scaler_replay import draw_replays
 
     out.mkdir(parents=True, exist_ok=True)
     paths = [out / "scaler-replay.png", out / "scaler-replay.svg"]

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from mprun.compare.arms import is_gan
+from mprun.compare.divergence import ENDED, outcomes
 from mprun.compare.findings import Arm, Group, Outcome, Row, RunData, Verdict
-from mprun.compare.group_notes import post_mortems
-from mprun.compare.grouping import ProtoGroup
-from mprun.compare.outcome import ENDED, outcomes
+from mprun.compare.grouping import ProtoGroup, post_mortems
 from mprun.compare.verdict import judge
-from mprun.config.margin import ACCURACIES, default_margin
+from mprun.config.check import ACCURACIES, default_margin
 from mprun.errors import BadInput
 
 # Same-seed losses of a correct mode stay within about 1 % for 20 steps (measured on one small

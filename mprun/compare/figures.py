@@ -6,9 +6,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from mprun.compare.arms import is_gan
-from mprun.compare.figures_curves import evaluation, training_loss
+from mprun.compare.figures_curves import evaluation, loss_scale, training_loss
 from mprun.compare.figures_numerics import numerics_figures
-from mprun.compare.figures_scale import loss_scale
 from mprun.compare.findings import Group, Row
 from mprun.compare.formatting import (
     answer,

@@ -21,7 +21,8 @@ from mprun.compare.findings import Comparison, Group, RunData
 from mprun.compare.numerics_section import numerics_tables
 from mprun.compare.probed_modes import ProbedMode, probed_modes
 from mprun.plots.inline_svg import inline_svg
-from mprun.plots.palette import Style, styles_of
+from mprun.plots.palette import Style
+from mprun.plots.palette import styles as styles_of
 from mprun.plots.panel import Drawing, settings
 
 LIMIT = 1_000_000  # bytes of report.html
@@ -52,7 +53,8 @@ def write_report(comparison: Comparison, folder: Path, beside_paper: str = "") -
     comparison gives the same bytes.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    styles = styles_of(comparison)
+    rows = [row for group in comparison.groups for row in (group.baseline, *group.rows)]
+    styles = styles_of(row.arm.label for row in rows)
     probes = {group.slug: probed_modes(group) for group in comparison.groups}
     with settings(), warnings.catch_warnings():
         # A label in a script that the PNG's font lacks; the page itself shows it.

@@ -16,7 +16,7 @@ from mprun.compare.formatting import (
     scale_text,
     seeds_text,
 )
-from mprun.record.markdown_table import markdown_table
+from mprun.record.console import markdown_table
 
 _WIDTH = 120  # of a terminal line where the columns allow it
 

@@ -9,8 +9,8 @@ import numpy as np
 
 from mprun.compare.findings import Group, Row
 from mprun.errors import Damaged
+from mprun.numerics.exponent_shares import LostUpdates
 from mprun.numerics.gradient_range import Gradients
-from mprun.numerics.lost_update_shares import LostUpdates
 from mprun.numerics.probe_record import FOLDER, ProbeRecord, TensorStats, read_probe
 
 GRADIENTS = ("activation_gradients", "weight_gradients")

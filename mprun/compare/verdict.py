@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mprun.compare import equivalence
-from mprun.compare import looks as planned
-from mprun.compare.divergence import baseline_progress
+from mprun.compare import equivalence as planned
+from mprun.compare.divergence import baseline_progress, ended_runs, outcomes, refuse_other_lengths
 from mprun.compare.equivalence import FEWEST_SEEDS, Unit
 from mprun.compare.findings import Arm, Outcome, Verdict
-from mprun.compare.outcome import ended_runs, outcomes, refuse_other_lengths
 from mprun.errors import BadInput
 
 GAN_LOSSES = ("loss", "d_loss", "g_loss")

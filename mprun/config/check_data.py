@@ -4,7 +4,7 @@ import os
 
 from mprun.config import schema
 from mprun.config.schema import RunConfig
-from mprun.config.tasks import task_of
+from mprun.config.schema_models import task_of
 from mprun.errors import BadInput
 
 _FAMILY = {

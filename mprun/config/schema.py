@@ -183,7 +183,7 @@ class CompareConfig:
     # classifiers, else loss. This and the margin are filled in when the configuration is composed.
     metric: str | None = None
     # Relative to the FP32 mean (0.01: 1 %); top1 and top5: percentage points. null: the default
-    # of the metric (mprun.config.margin).
+    # of the metric (mprun.config.check).
     margin: float | None = ranged(None, above=0.0)
     window: int = ranged(1, at_least=1)  # last evaluations, averaged into the outcome of a run
 

@@ -1,4 +1,7 @@
-"""The options of each model as typed data; imports neither torch nor a model."""
+"""The options of each model as typed data; imports neither torch nor a model.
+
+What kind of task a model is for.
+"""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -100,3 +103,19 @@ MODELS: dict[str, type] = {
     "conv_autoencoder": ConvAutoencoderConfig,
     "custom": CustomModelConfig,
 }
+
+
+TASKS = {
+    "alexnet": "classification",
+    "resnet50": "classification",
+    "lstm_lm": "language_model",
+    "dcgan": "gan",
+    "conv_autoencoder": "reconstruction",
+}
+
+
+def task_of(model: ModelConfig) -> str:
+    """classification, language_model, gan or reconstruction."""
+    if isinstance(model, CustomModelConfig):
+        return model.task
+    return TASKS[model.name]

@@ -8,12 +8,11 @@ held-out split in a fixed order. Batches lie on the source's device.
 """
 
 from mprun.data.dataset_source import DatasetSource
-from mprun.data.digits import DigitsImages
 from mprun.data.docs_text import DocsText
-from mprun.data.errors import DataError
-from mprun.data.order import permutation
+from mprun.data.image_store import DigitsImages
+from mprun.data.source import DataError, permutation
 from mprun.data.synthetic import SyntheticImages, SyntheticTokens
-from mprun.data.token_source import TokenSource
+from mprun.data.token_streams import TokenSource
 
 __all__ = [
     "DataError",

@@ -1,14 +1,229 @@
-"""CIFAR-10, decoded once and held on the device as bytes."""
+"""CIFAR-10 as it lies on disk: torchvision's pickles, the binary files, or class folders.
 
+CIFAR-10, decoded once and held on the device as bytes.
+"""
+
+import codecs
+import hashlib
+import io
+import os
+import pickle
 from collections.abc import Iterator
+from typing import NamedTuple
 
+import numpy as np
+import PIL
 import torch
 from torch import Tensor
 
-from mprun.data.cifar10_files import CLASSES, Part, read_cifar10
+from mprun.data.array_cache import key_of, load_arrays, store_arrays
+from mprun.data.augmentation import PaddedCrop
+from mprun.data.image_files import Images, find_images
+from mprun.data.image_listing import ImageSplit, printable
+from mprun.data.image_reader import decode_rgb
 from mprun.data.image_store import ImageBatch, ImageStore
-from mprun.data.order import permutation
-from mprun.data.padded_crop import PaddedCrop
+from mprun.data.source import DamagedData, permutation
+
+CLASSES, SIZE = 10, 32
+PIXEL_BYTES = 3 * SIZE * SIZE
+IMAGES_PER_FILE = 10_000
+PYTHON_FOLDER, BINARY_FOLDER = "cifar-10-batches-py", "cifar-10-batches-bin"
+# As in torchvision.datasets.CIFAR10: the last file is the held-out split.
+MD5 = {
+    "data_batch_1": "c99cafc152244af753f735de768cd75f",
+    "data_batch_2": "d4bba439e000b95fd0a9bffe97cbabec",
+    "data_batch_3": "54ebc095f3ab1f0389bbae665268c751",
+    "data_batch_4": "634d18415352ddfa80567beed471001a",
+    "data_batch_5": "482c414d41f54cd18b22e5b47cb7c3cb",
+    "test_batch": "40351d587109b95175f43aff81a1287e",
+}
+_ARCHIVES = (".tar.gz", ".tgz", ".tar.xz", ".tar", ".zip")
+
+
+class Part(NamedTuple):
+    """``images`` uint8 ``[n, 3, 32, 32]``, ``labels`` int64 ``[n]`` in 0 ... 9."""
+
+    images: np.ndarray
+    labels: np.ndarray
+
+
+class Cifar10Files(NamedTuple):
+    """Both splits, the layout they came in, and the number of files passed over."""
+
+    train: Part
+    held_out: Part
+    origin: str
+    ignored: int
+
+
+def read_cifar10(root: str) -> Cifar10Files:
+    """CIFAR-10 below ``root``, in the first of the layouts that is found there.
+
+    cifar-10-batches-py/ or cifar-10-batches-bin/, in ``root`` or ``root`` itself, or class folders
+    of 32x32 images in train/ and test/ (val, valid, validation). Raises ``DamagedData`` naming the
+    file or folder.
+    """
+    for folder in (os.path.join(root, PYTHON_FOLDER), root):
+        if os.path.isfile(os.path.join(folder, "data_batch_1")) or _is(folder, PYTHON_FOLDER):
+            return read_python_batches(folder)
+    for folder in (os.path.join(root, BINARY_FOLDER), root):
+        if os.path.isfile(os.path.join(folder, "data_batch_1.bin")) or _is(folder, BINARY_FOLDER):
+            return read_binary_batches(folder)
+    if os.path.isdir(os.path.join(root, "train")):
+        return read_class_folders(root)
+    raise DamagedData(_nothing_found(root))
+
+
+def read_python_batches(folder: str, md5: dict[str, str] = MD5) -> Cifar10Files:
+    """torchvision's files, checked by MD5, read without running what a pickle may hold."""
+    parts = []
+    for name, expected in md5.items():
+        path = os.path.join(folder, name)
+        content = _read(path)
+        found = hashlib.md5(content, usedforsecurity=False).hexdigest()
+        if found != expected:
+            raise DamagedData(f"{printable(path)}: MD5 is {found}, that of CIFAR-10 is {expected}")
+        parts.append(_from_pickle(content, printable(path)))
+    return _joined(parts, f"{PYTHON_FOLDER}, MD5 checked")
+
+
+def read_binary_batches(folder: str) -> Cifar10Files:
+    """The binary version: records of a label byte and 3,072 bytes (red, green, blue planes)."""
+    parts = []
+    for name in MD5:
+        path = os.path.join(folder, f"{name}.bin")
+        content = np.frombuffer(_read(path), np.uint8)
+        wanted = IMAGES_PER_FILE * (1 + PIXEL_BYTES)
+        if len(content) != wanted:
+            raise DamagedData(f"{printable(path)}: {len(content)} bytes, must be {wanted}")
+        records = content.reshape(IMAGES_PER_FILE, 1 + PIXEL_BYTES)
+        parts.append(_part(records[:, 1:], records[:, 0], printable(path)))
+    return _joined(parts, BINARY_FOLDER)
+
+
+def read_class_folders(root: str) -> Cifar10Files:
+    """Images in class folders, decoded: 6 to 10 s for 60,000 files, then kept in the cache."""
+    images = find_images(root, layout="classes", eval_share=0.1, imagenet=False)
+    if len(images.classes) != CLASSES:
+        raise DamagedData(
+            f"{printable(images.train.source)}: {len(images.classes)} classes, CIFAR-10 has "
+            f"{CLASSES}"
+        )
+    pixels = _cached_pixels(images)
+    train, held_out = np.split(pixels, [len(images.train)])
+    return Cifar10Files(
+        Part(train, images.train.labels),
+        Part(held_out, images.held_out.labels),
+        "class folders",
+        images.ignored,
+    )
+
+
+def _cached_pixels(images: Images) -> np.ndarray:
+    n = len(images.train) + len(images.held_out)
+    # Decoders of other Pillow versions may round differently.
+    key = key_of("cifar10", images.sha256, PIL.__version__)
+    kept = load_arrays(key) if images.sha256_of == "content" else None
+    if kept is not None and [a.shape for a in kept] == [(n, 3, SIZE, SIZE)]:
+        return kept[0]
+    pixels = np.empty((n, 3, SIZE, SIZE), np.uint8)
+    # In one thread: two were slower, most of the time goes to Python's part of the work.
+    for split, into in (
+        (images.train, pixels[: len(images.train)]),
+        (images.held_out, pixels[len(images.train) :]),
+    ):
+        for i in range(len(split)):
+            into[i] = _decoded(split, i)
+    if images.sha256_of == "content":
+        store_arrays(key, [pixels])
+    return pixels
+
+
+def _decoded(split: ImageSplit, i: int) -> np.ndarray:
+    image = decode_rgb(split.read(i), split.name(i))
+    if image.size != (SIZE, SIZE):
+        width, height = image.size
+        raise DamagedData(f"{split.name(i)}: {width} x {height} pixels, CIFAR-10 has 32 x 32")
+    return np.asarray(image).transpose(2, 0, 1)
+
+
+def _from_pickle(content: bytes, shown: str) -> Part:
+    try:
+        batch = _ArraysOnly(io.BytesIO(content), encoding="latin1").load()
+        pixels, labels = batch["data"], np.array(batch["labels"], np.int64)
+    except MemoryError:
+        raise
+    except Exception as error:
+        # Unpickling damaged data can raise almost anything.
+        reason = " ".join(str(error).split())
+        raise DamagedData(f"{shown}: not a batch of CIFAR-10: {reason}") from error
+    if not isinstance(pixels, np.ndarray) or pixels.dtype != np.uint8:
+        raise DamagedData(f"{shown}: not a batch of CIFAR-10: data are not bytes")
+    return _part(pixels, labels, shown)
+
+
+class _ArraysOnly(pickle.Unpickler):
+    """Rebuilds NumPy arrays and plain values; any other name in the pickle is refused."""
+
+    def find_class(self, module: str, name: str) -> object:
+        if module in ("numpy.core.multiarray", "numpy._core.multiarray"):
+            if name == "_reconstruct":
+                return np.ndarray(0).__reduce__()[0]
+        if module == "numpy" and name in ("ndarray", "dtype"):
+            return getattr(np, name)
+        if (module, name) == ("_codecs", "encode"):
+            return _encode_latin1
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is not allowed")
+
+
+def _encode_latin1(text: str, encoding: str) -> bytes:
+    if encoding != "latin1":
+        raise pickle.UnpicklingError(f"it asks for the encoding {encoding}, which is not allowed")
+    return codecs.encode(text, "latin1")
+
+
+def _part(pixels: np.ndarray, labels: np.ndarray, shown: str) -> Part:
+    n = len(labels)
+    if pixels.shape != (n, PIXEL_BYTES):
+        raise DamagedData(f"{shown}: {n} labels, but pixels of shape {pixels.shape}")
+    if n == 0 or labels.min() < 0 or labels.max() >= CLASSES:
+        raise DamagedData(f"{shown}: no labels, or one outside 0 ... {CLASSES - 1}")
+    return Part(pixels.reshape(n, 3, SIZE, SIZE), labels.astype(np.int64))
+
+
+def _joined(parts: list[Part], origin: str) -> Cifar10Files:
+    train = Part(*(np.concatenate(column) for column in zip(*parts[:-1], strict=True)))
+    return Cifar10Files(train, parts[-1], origin, 0)
+
+
+def _is(folder: str, name: str) -> bool:
+    return os.path.basename(os.path.abspath(folder)) == name and os.path.isdir(folder)
+
+
+def _read(path: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError as error:
+        raise DamagedData(f"{printable(path)}: cannot be read: {error.strerror}") from error
+
+
+def _nothing_found(root: str) -> str:
+    archives = [
+        name
+        for name in sorted(os.listdir(root))
+        if name.startswith("cifar") and name.endswith(_ARCHIVES)
+    ]
+    if archives:
+        return (
+            f"{printable(os.path.join(root, archives[0]))}: an archive, which mprun does not "
+            "unpack; unpack it and set data.root to the folder that comes of it"
+        )
+    return (
+        f"{printable(root)}: no CIFAR-10 here; needs {PYTHON_FOLDER}/, {BINARY_FOLDER}/, or train/ "
+        "and test/ with 10 class folders each"
+    )
+
 
 # Channel means and deviations of the 50,000 training images, over the range 0 ... 1.
 MEAN, DEVIATION = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
@@ -20,7 +235,7 @@ SPLIT_SEED = 20171010
 class Cifar10:
     """50,000 training and 10,000 held-out RGB images of 32x32 px in 10 classes, below ``root``.
 
-    Krizhevsky (2009), in any of the layouts of ``mprun.data.cifar10_files``; class folders may
+    Krizhevsky (2009), in any of the layouts of ``mprun.data.cifar10``; class folders may
     hold other numbers of images. A batch is ``(images float32 [batch, 3, image_size, image_size],
     labels int64 [batch])``; the last evaluation batch may be smaller.
 

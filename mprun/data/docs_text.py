@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from mprun.data.errors import DataError
+from mprun.data.source import DataError
 from mprun.data.token_streams import EVAL_STREAMS, TokenBatch, TokenStreams
 from mprun.data.vocabulary import END_OF_LINE, UNKNOWN, build_vocabulary, joined_words
 

@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mprun.data.errors import DamagedData
-from mprun.data.order import checked_index, permutation, rotation
+from mprun.data.source import DamagedData, checked_index, permutation, rotation
 from mprun.data.token_streams import EVAL_STREAMS, TokenBatch, check_streams
 
 # Read at once, over all streams: 3 MB of memory, and system calls become a small part of a batch.

@@ -7,10 +7,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mprun.data.errors import DamagedData
-from mprun.data.image_listing import Listing, list_classes, list_flat
-from mprun.data.image_split import ImageSplit, pack_names, printable
+from mprun.data.image_listing import (
+    ImageSplit,
+    Listing,
+    list_classes,
+    list_flat,
+    pack_names,
+    printable,
+)
 from mprun.data.imagenet_archives import CLASSES, WHERE_FILES_GO, find_archived_images, has_archive
+from mprun.data.source import DamagedData
 
 __all__ = ["HELD_OUT_FOLDERS", "ImageSplit", "Images", "find_images"]
 

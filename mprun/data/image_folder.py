@@ -5,13 +5,11 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from mprun.data.augmentation import Augmentation
-from mprun.data.device_feed import DeviceFeed
+from mprun.data.augmentation import Augmentation, imagenet_constants, normalise
 from mprun.data.image_files import find_images
 from mprun.data.image_reader import ImageReader
 from mprun.data.image_store import ImageBatch
-from mprun.data.loader import BatchLoader, default_workers
-from mprun.data.normalise import imagenet_constants, normalise
+from mprun.data.loader import BatchLoader, DeviceFeed, default_workers
 
 
 class ImageFolder:

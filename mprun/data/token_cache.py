@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mprun.data.errors import DamagedData, DataError
+from mprun.data.source import DamagedData, DataError
 from mprun.errors import Resource
 
 FORMAT = 1

@@ -6,11 +6,9 @@ kernels, which round differently. Every step goes through one `Stepper`.
 """
 
 from mprun.execution.compilation import Compilation
-from mprun.execution.cuda_graph import CudaRecorder
-from mprun.execution.graphed_step import GraphedStep
-from mprun.execution.host_bound import HostBound
+from mprun.execution.cuda_graph import CudaRecorder, why_not_captured
+from mprun.execution.graphed_step import GraphedStep, HostBound
 from mprun.execution.step_runner import Stepper
-from mprun.execution.uncapturable import why_not_captured
 
 __all__ = [
     "Compilation",

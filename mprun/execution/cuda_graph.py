@@ -2,16 +2,30 @@
 
 torch documentation, CUDA semantics, "CUDA Graphs": capture on a side stream, after a warm-up on
 that stream, with all inputs and outputs at fixed addresses.
+
+The same machinery without a GPU: recording remembers a function, replaying calls it.
+
+So what the host does in a recorded step is tested on a CPU: fixed inputs and outputs, the carried
+state, when a step is recorded and when it is eager.
+
+Which optimizers a CUDA graph can hold; read from torch.optim of torch 2.11 to 2.15.
+
+A replay repeats the kernels of one step with that step's host numbers. So every number that
+changes from step to step has to be a tensor on the device.
 """
 
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Adam
+
+from mprun.precision import MixedPrecisionOptimizer
+from mprun.precision.torch_update import is_fused
 
 _WAITS = "called a synchronizing CUDA operation"
 
@@ -123,3 +137,65 @@ def _first(error: BaseException) -> BaseException:
     while error.__context__ is not None:
         error = error.__context__
     return error
+
+
+class CallRecorder:
+    """As `CudaRecorder`, for any device."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def warm(self, function: Callable[[], Any]) -> tuple[Any, str | None]:
+        return function(), None
+
+    def record(self, function: Callable[[], Tensor]) -> "CallRecording":
+        return CallRecording(function)
+
+
+class CallRecording:
+    """As `CudaRecording`: every replay writes into one and the same output."""
+
+    def __init__(self, function: Callable[[], Tensor]):
+        self._function = function
+        self._output: Tensor | None = None
+
+    def replay(self) -> Tensor:
+        output = self._function()
+        if self._output is None:
+            self._output = output
+        else:
+            self._output.copy_(output)
+        return self._output
+
+
+def why_not_captured(
+    optimizers: Iterable[MixedPrecisionOptimizer], constant_rate: bool
+) -> str | None:
+    """The reason why the updates of `optimizers` cannot be replayed, or None.
+
+    constant_rate: the learning rate never changes, so that its number may be part of the graph.
+
+    SGD and Adagrad keep no number on the host that their formulas read (Adagrad counts its steps
+    there, for lr_decay alone, which is 0 here; a replay does not count). Adam and AdamW count
+    steps for their bias correction: on the device if fused or capturable. Fused kernels and the
+    single pass take a tensor as their rate; foreach and loop implementations ask the host for its
+    value.
+    """
+    for optimizer in optimizers:
+        inner = optimizer.inner
+        single_pass = optimizer.update_path == "single_pass"
+        name, groups = type(inner).__name__, inner.param_groups
+        counts_on_host = not all(group.get("capturable") for group in groups)
+        if isinstance(inner, Adam) and counts_on_host and not single_pass:
+            return (
+                f"{name} without a fused kernel counts its steps on the host, "
+                "where a replay does not count"
+            )
+        on_device = all(isinstance(group["lr"], Tensor) for group in groups)
+        reads_on_device = single_pass or is_fused(inner)
+        if not constant_rate and not (on_device and reads_on_device):
+            return (
+                f"optim.schedule: {name} without a fused kernel reads its rate on the host, "
+                "and a replay would keep the first one"
+            )
+    return None

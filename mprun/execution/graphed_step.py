@@ -1,11 +1,17 @@
-"""A training step that is recorded once and then replayed: forward, backward, update, loss scale.
+"""Does the device wait for the host? Only then does a replayed graph save time.
+
+What a recorded step reads, at fixed addresses: the batches of a step, and the carried state.
+
+A training step that is recorded once and then replayed: forward, backward, update, loss scale.
 
 Outside of the recording stays what depends on the step's number or on the host: loading and its
 decisions, the copy into fixed inputs, the learning rate (a tensor that the optimizers read), and
 the state of a language model where an epoch starts.
 """
 
+import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
@@ -15,9 +21,129 @@ from torch import Tensor
 
 from mprun.errors import BadInput
 from mprun.execution.cuda_graph import CannotCapture
-from mprun.execution.host_bound import DEVICE_LIMITS, HostBound, pays
-from mprun.execution.static_inputs import CarriedState, StaticBatches, is_fresh
 from mprun.tasks import LanguageModel
+from mprun.tasks.language_model import Tokens
+
+STEPS = 5
+# Replaying a graph saves what the host needs to launch kernels one by one. Where the device is
+# still busy for a fifth of the step when the host has launched the last one, the host is ahead in
+# every later step, and a graph would cost a second pool of memory for nothing (whole-step capture
+# of ResNet-50 on a V100: -44 % time at batch 1, 0 % from batch 8 on, pytorch/benchmark#796).
+LEAST_SHARE = 0.8
+DEVICE_LIMITS = "the device is the limit"  # begins the reason why steps stay eager then
+
+
+class HostBound:
+    """Times steps one by one on an idle device: the host's part, and the device's.
+
+    Host: from the first launch to the last. Device: from the first launch until it is idle again.
+    The device is waited for between these few steps and never inside of one. (A host that launches
+    more than about a thousand kernels ahead is held up by CUDA; a single step seldom does.)
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.host: list[float] = []
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    @property
+    def enough(self) -> bool:
+        return len(self.host) >= STEPS
+
+    def time(self, step: Callable[[], Any]) -> Any:
+        """What `step` returns; its times are kept."""
+        idle, begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+        stream = torch.cuda.current_stream(self.device)
+        idle.record(stream)
+        idle.synchronize()
+        begin.record(stream)
+        started = time.perf_counter()
+        result = step()
+        self.host.append(1000 * (time.perf_counter() - started))
+        end.record(stream)
+        self._events.append((begin, end))
+        return result
+
+    def milliseconds(self) -> tuple[float, float]:
+        """Medians of (host, device) over the steps; waits for the last one."""
+        self._events[-1][1].synchronize()
+        device = [begin.elapsed_time(end) for begin, end in self._events]
+        return statistics.median(self.host), statistics.median(device)
+
+
+def pays(host_ms: float, device_ms: float) -> bool:
+    """Whether a graph is worth its memory."""
+    return host_ms >= LEAST_SHARE * device_ms
+
+
+class StaticBatches:
+    """Copies of a step's micro-batches that the batches of later steps are written into.
+
+    Costs the memory of one step's inputs. `fresh` of `Tokens` is False in the copies: a recorded
+    step reads the carried state, whatever it is (see `CarriedState`).
+    """
+
+    def __init__(self, batches: Sequence[tuple]):
+        self.batches = [_copied(batch) for batch in batches]
+
+    def fit(self, batches: Sequence[tuple]) -> bool:
+        """Whether shapes and dtypes are those of the copies."""
+        own, new = _tensors(self.batches), _tensors(batches)
+        return len(own) == len(new) and all(
+            a.shape == b.shape and a.dtype == b.dtype for a, b in zip(own, new, strict=True)
+        )
+
+    def fill(self, batches: Sequence[tuple]) -> None:
+        """Write `batches` into the copies, on the current stream."""
+        for own, new in zip(_tensors(self.batches), _tensors(batches), strict=True):
+            own.copy_(new, non_blocking=True)
+
+
+class CarriedState:
+    """A language model's state in tensors that stay where they are.
+
+    `task.hidden` refers to them between recorded steps, so that a checkpoint holds what the next
+    step starts from. Steps outside, and a restored checkpoint, may put other tensors there.
+    """
+
+    def __init__(self, task: LanguageModel):
+        self.task = task
+        self.static = tuple(part.clone() for part in task.hidden)
+
+    @torch.no_grad()
+    def bring(self, fresh: bool) -> None:
+        """Before a recorded step: the state as the task has it, or zeros where `fresh`."""
+        hidden = self.task.hidden
+        if hidden is not self.static and hidden is not None:
+            for own, part in zip(self.static, hidden, strict=True):
+                own.copy_(part)
+        if fresh or hidden is None:
+            for own in self.static:
+                own.zero_()
+        self.task.hidden = self.static
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """At the end of a recorded step: the new state goes where the next step reads it."""
+        for own, part in zip(self.static, self.task.hidden, strict=True):
+            own.copy_(part)
+        self.task.hidden = self.static
+
+
+def is_fresh(batches: Sequence[tuple]) -> bool:
+    """Whether the carried state starts anew with these micro-batches."""
+    return any(isinstance(batch, Tokens) and batch.fresh for batch in batches)
+
+
+def _copied(batch: tuple) -> tuple:
+    if isinstance(batch, Tokens):
+        return Tokens(batch.tokens.clone(), batch.targets.clone(), fresh=False)
+    return tuple(part.clone() for part in batch)
+
+
+def _tensors(batches: Sequence[tuple]) -> list[Tensor]:
+    return [part for batch in batches for part in batch if isinstance(part, Tensor)]
+
 
 # Real training steps, taken eagerly. They choose and load kernels (cudnn.benchmark), and create
 # what lives longer than a step, on the stream and in the memory that are there later.

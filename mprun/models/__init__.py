@@ -4,15 +4,12 @@ Each works in whatever dtype its parameters and inputs have, and under autocast;
 is belongs to the precision policy.
 """
 
-from mprun.models.alexnet import AlexNet2012, alexnet
-from mprun.models.autoencoder import ConvAutoencoder
-from mprun.models.dcgan import Discriminator, Generator
-from mprun.models.local_response_norm import LocalResponseNorm
+from mprun.models.alexnet import AlexNet2012, LocalResponseNorm, alexnet
+from mprun.models.dcgan import ConvAutoencoder, Discriminator, Generator
 from mprun.models.lstm_lm import SIZES, LSTMLanguageModel, LSTMSize, pad_to_multiple
 from mprun.models.resnet import resnet50
 from mprun.models.row_table import RowTable
-from mprun.models.sampled_lstm import SampledLSTM
-from mprun.models.sampled_softmax import LogUniformSampler, SampledSoftmax
+from mprun.models.sampled_lstm import LogUniformSampler, SampledLSTM, SampledSoftmax
 
 __all__ = [
     "SIZES",

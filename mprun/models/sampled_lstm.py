@@ -1,10 +1,138 @@
-"""LSTM language model whose embedding and softmax are tables of used rows: bigLSTM."""
+"""Softmax over a huge vocabulary: from a sample of the words in training, over all to evaluate.
 
+LSTM language model whose embedding and softmax are tables of used rows: bigLSTM.
+"""
+
+import math
+
+import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from mprun.models.lstm_lm import State, check_sizes, check_values, initialise, zero_state
 from mprun.models.row_table import RowTable
-from mprun.models.sampled_softmax import SampledSoftmax
+
+BLOCK = 8192  # words at a time in evaluation
+# Accidental hits lie this far below the target's own logit: exp(-10000) is 0. Not at minus
+# infinity, so that whoever looks for overflows finds none.
+_BELOW = 1e4
+# So late that every word has arrived: -expm1(-P t) is 1 for every P above 1e-10.
+_AFTER_ALL = 1e12
+
+
+class LogUniformSampler:
+    """Draws `count` different ids below `vocabulary`, small ones (frequent words) most often.
+
+    One draw has P(k) = log((k + 2) / (k + 1)) / log(vocabulary + 1), about Zipf's law for ids that
+    are numbered by falling frequency. TensorFlow's sampler (unique=True, range_max) draws until it
+    has `count` different ids, which the host has to count. Here each id waits an exponential time
+    of rate P(k), and the first `count` are taken: the order of arrivals without repetition has the
+    same distribution (successive sampling), in fixed shapes and without the host.
+
+    The correction is the probability that id k is among the candidates. TensorFlow takes
+    1 - (1 - P(k))^T after T tries. Here it is 1 - exp(-P(k) t), t being the arrival of the
+    id after the last one taken: whatever the others do, k is taken if and only if it arrives
+    before the `count`-th of them, and that is at t when k was taken. So the sum over the
+    candidates of f(k) / (1 - exp(-P(k) t)) is an unbiased estimate of the sum of f over the
+    vocabulary (Cohen and Kaplan, "Summarizing data using bottom-k sketches", PODC 2007; Kool et
+    al., arXiv 1903.06059, section 4.2); with the tries up to the last arrival it is an
+    approximation. Both agree for small P(k) and large T.
+
+    Time and memory grow with the vocabulary: 3.2 MB and one partial sort of 793,472 numbers a draw.
+    """
+
+    def __init__(self, vocabulary: int, count: int):
+        if not 1 <= count <= vocabulary:
+            raise ValueError(f"count={count} is not allowed: 1 to {vocabulary}, the vocabulary")
+        # FP32 counts to 2^24 exactly.
+        if vocabulary >= 2**24:
+            raise ValueError(f"vocabulary={vocabulary} is not allowed: below {2**24}")
+        self.vocabulary, self.count = vocabulary, count
+
+    def probability(self, ids: Tensor) -> Tensor:
+        """P(k) of each id, float32."""
+        return torch.log1p(1.0 / (ids.float() + 1.0)) / math.log(self.vocabulary + 1)
+
+    def draw(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """(ids int64 [count] in the order of arrival, t float32 0-dim).
+
+        From torch's global generator on `device`. With `count` = vocabulary: all ids in order, t so
+        late that every inclusion probability is 1, and no random number is used.
+        """
+        everything = torch.arange(self.vocabulary, device=device)
+        if self.count == self.vocabulary:
+            return everything, torch.full((), _AFTER_ALL, device=device)
+        waits = torch.empty(self.vocabulary, device=device).exponential_()
+        waits /= self.probability(everything)
+        first = waits.topk(self.count + 1, largest=False)
+        return first.indices[:-1], first.values[-1]
+
+    def log_inclusion(self, ids: Tensor, t: Tensor) -> Tensor:
+        """Logarithm of the probability that each id is among the candidates, float32."""
+        return torch.log(-torch.expm1(-self.probability(ids) * t))
+
+
+class SampledSoftmax(nn.Module):
+    """Cross-entropy per token; from `count` candidate words in training, over all in evaluation.
+
+    Training: the logits of a token are those of its target and of the candidates, which all tokens
+    of a step share, each minus the logarithm of its inclusion probability (Jean et al., arXiv
+    1412.2007; tf.nn.sampled_softmax_loss). A candidate that is the token's own target (accidental
+    hit) is masked for that token. The target is corrected in the same way, as published: then the
+    minimum is at the distribution of the words, but the loss is no estimate of the full one.
+    Evaluation (`eval()`): the full softmax, block by block with a running log-sum-exp; the largest
+    tensor is [tokens, BLOCK].
+
+    Logits and loss are computed in FP32 in every mode, also under autocast, as in the code behind
+    bigLSTM (okuchaiev/f-lm casts the inputs up). The rows of the table come in the parameters' own
+    dtype and their gradients are rounded to it; f-lm keeps softmax rows in FP32, which is an FP32
+    override of the table here.
+
+    count: more than the vocabulary means the vocabulary, and the full softmax in training too.
+
+    `forward(hidden, targets, table)`: hidden [M, D] in any dtype, targets int64 [M], table: a
+    RowTable of the vocabulary with bias; float32 [M]. Raises ValueError for count < 1.
+    """
+
+    computes_in_fp32 = True
+
+    def __init__(self, vocabulary: int, count: int):
+        super().__init__()
+        self.sampler = LogUniformSampler(vocabulary, min(count, vocabulary))
+
+    def forward(self, hidden: Tensor, targets: Tensor, table: RowTable) -> Tensor:
+        with torch.autocast(hidden.device.type, enabled=False):
+            if self.training:
+                return self._sampled(hidden.float(), targets, table)
+            return _full(hidden.float(), targets, table)
+
+    def _sampled(self, hidden: Tensor, targets: Tensor, table: RowTable) -> Tensor:
+        candidates, t = self.sampler.draw(hidden.device)
+        rows = table.gather(torch.cat([targets, candidates]))
+        weight = rows.leaves["weight"].float()
+        bias = rows.leaves["bias"].float()[:, None]
+        sizes = [len(targets), len(candidates)]
+        of_target, of_candidates = F.embedding(rows.place, weight).split(sizes)
+        own_bias, biases = F.embedding(rows.place, bias).squeeze(1).split(sizes)
+        own = (hidden * of_target).sum(1) + own_bias - self.sampler.log_inclusion(targets, t)
+        others = torch.addmm(
+            biases - self.sampler.log_inclusion(candidates, t), hidden, of_candidates.t()
+        )
+        own = own[:, None]
+        others = torch.where(candidates == targets[:, None], own.detach() - _BELOW, others)
+        logits = torch.cat([own, others], 1)
+        return F.cross_entropy(logits, torch.zeros_like(targets), reduction="none")
+
+
+def _full(hidden: Tensor, targets: Tensor, table: RowTable) -> Tensor:
+    weight = table.rounded(table.weight.index_select(0, targets)).float()
+    bias = table.rounded(table.bias.index_select(0, targets)).float()
+    own = (hidden * weight).sum(1) + bias
+    total = None
+    for block in table.blocks(BLOCK):
+        of_block = torch.addmm(block["bias"], hidden, block["weight"].t()).logsumexp(1)
+        total = of_block if total is None else torch.logaddexp(total, of_block)
+    return total - own
 
 
 class SampledLSTM(nn.Module):

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
-from mprun.numerics.events import Largest
 from mprun.numerics.first_nonfinite import Finding, in_words, reason_of
 from mprun.numerics.interventions import Tried
+from mprun.numerics.operands import Largest
 from mprun.numerics.post_mortem import power
 from mprun.precision import DTYPE_NAMES
 

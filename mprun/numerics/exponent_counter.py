@@ -1,12 +1,144 @@
-"""Histograms and largest values of many tensors under keys, gathered on the device."""
+"""Counting a tensor's values by binary exponent, where the tensor is.
 
-from collections.abc import Hashable
+The mantissa classes of `exponent_shares` make the histogram exact for FP16 at every scale 2^k. All
+of it is integer arithmetic on the bits of the FP32 value, so no rounding mode, flush-to-zero or
+order of summation can change a count, and nothing waits for the device.
+
+Histograms and largest values of many tensors under keys, gathered on the device.
+
+Updates that round away: w + u is w again in a 16-bit format (paper sections 2 and 3.1).
+
+Counted is what FP16 and BF16 would do if they held the weights: with r = round(w), the update u is
+lost if round(r + u) == r, r + u taken exactly and rounded to nearest, ties to even. That is the
+case if |u| is below half of the gap between r and its neighbour in the direction of u, or equal to
+it while the mantissa of r is even. Half a gap is a power of two, so integers decide: no sum is
+formed, and nothing can round.
+"""
+
+from collections.abc import Hashable, Iterator, Sequence
 from math import gcd
 
 import torch
 from torch import Tensor
 
-from mprun.numerics.exponents import chunk_size, counts_of_each
+from mprun.numerics.exponent_shares import BINS, CLASSES, ExponentCounts, LostUpdates, Shares
+
+__all__ = [
+    "BINS",
+    "CLASSES",
+    "ExponentCounts",
+    "LostUpdates",
+    "Shares",
+    "counts_of_each",
+    "exponent_counts",
+    "extended",
+    "histogram",
+    "in_groups",
+    "lost_updates",
+    "lost_updates_of_each",
+    "read_counts",
+]
+
+MAGNITUDE, _MANTISSA = 0x7FFFFFFF, 0x7FFFFF
+_SMALLEST_NORMAL = 0x800000
+# The float of an integer n has the exponent field 127 + log2 n. The subnormal n * 2^-149 shall have
+# the field of its true exponent, log2 n - 149 + 127, which is 0 or negative.
+_SUBNORMAL_SHIFT = 149 << 23
+_ZERO_KEY = -CLASSES * 23
+# Working sets that stay in a CPU's second-level cache are several times as fast as large ones; on a
+# GPU the temporaries are what is bounded: at most 5 of 4 bytes a value.
+_CHUNK, _CHUNK_ON_GPU = 1 << 16, 1 << 25
+
+
+@torch.no_grad()
+def exponent_counts(tensor: Tensor) -> Tensor:
+    """Histogram of `tensor` over exponents and mantissa classes: int64 [BINS] on its device.
+
+    tensor: float32, float16 or bfloat16, any shape; TypeError otherwise. No synchronisation, no
+    random numbers. About 3 ns a value on one CPU core. `ExponentCounts(counts.cpu().numpy())`
+    reads the result.
+    """
+    flat = _checked(tensor).detach().reshape(-1)
+    counts = torch.zeros(BINS, dtype=torch.int64, device=flat.device)
+    for part in flat.split(chunk_size(flat)):
+        counts += histogram(_keys(part.float().view(torch.int32)), BINS)
+    return counts
+
+
+@torch.no_grad()
+def counts_of_each(tensors: Sequence[Tensor]) -> Tensor:
+    """`exponent_counts` of every tensor: int64 [len(tensors), BINS]; one or more, of one device.
+
+    Small tensors share their operations: for the 161 parameters of ResNet-50 that is a fifth of
+    the calls.
+    """
+    rows = []
+    for group in in_groups([_checked(tensor) for tensor in tensors]):
+        if len(group) == 1:
+            rows.append(exponent_counts(tensors[group[0]]))
+            continue
+        flat = torch.cat([tensors[i].detach().reshape(-1).float() for i in group])
+        keys = _keys(flat.view(torch.int32))
+        sizes = [tensors[i].numel() for i in group]
+        rows += [histogram(part, BINS) for part in keys.split(sizes)]
+    return torch.stack(rows)
+
+
+def in_groups(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
+    """Indices of neighbouring tensors that together are no larger than one chunk."""
+    group, size = [], 0
+    for index, tensor in enumerate(tensors):
+        if group and size + tensor.numel() > chunk_size(tensor):
+            yield group
+            group, size = [], 0
+        group.append(index)
+        size += tensor.numel()
+    if group:
+        yield group
+
+
+def chunk_size(tensor: Tensor) -> int:
+    """Elements to be worked on at a time."""
+    return _CHUNK if tensor.device.type == "cpu" else _CHUNK_ON_GPU
+
+
+def extended(magnitude: Tensor) -> Tensor:
+    """int32 bits of a float32 without its sign -> the same, subnormals with their true exponent.
+
+    Bits 23 and above are 127 plus the exponent, which for a subnormal is 0 or negative; zero is
+    below all of them. Larger values have larger integers, equal ones equal integers.
+    """
+    clamped = magnitude.clamp(max=_SMALLEST_NORMAL)
+    # Exact, up to 2^23. Of the smallest normal, 1 << 23, this makes 1 << 23 again.
+    subnormal = clamped.float().view(torch.int32).sub_(_SUBNORMAL_SHIFT)
+    return subnormal.sub_(clamped).add_(magnitude)
+
+
+def histogram(keys: Tensor, bins: int) -> Tensor:
+    """How often each of 0 ... bins-1 occurs in `keys` (int32): int64 [bins], no synchronisation."""
+    if keys.device.type == "cpu":
+        return torch.bincount(keys, minlength=bins)
+    # bincount waits for the largest key on a GPU; histc of integers does not and is deterministic.
+    return torch.histc(keys, bins=bins, min=0, max=bins).long()
+
+
+def _keys(bits: Tensor) -> Tensor:
+    """int32 bit patterns of float32 -> int32 bin numbers."""
+    value = extended(bits & MAGNITUDE)
+    mantissa = value & _MANTISSA
+    keys = value.bitwise_right_shift_(23).mul_(CLASSES)
+    # Sums that carry into bit 23 from 2 - 2^-11 and from 2 - 2^-10 on.
+    keys += (mantissa + (1 << 12)).bitwise_right_shift_(23)
+    keys += (mantissa + (1 << 13)).bitwise_right_shift_(23)
+    keys += mantissa.clamp_(max=1)
+    return keys.clamp_(min=_ZERO_KEY).sub_(_ZERO_KEY)
+
+
+def _checked(tensor: Tensor) -> Tensor:
+    if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise TypeError(f"{tensor.dtype}: must be float32, float16 or bfloat16")
+    return tensor
+
 
 COUNTED = (torch.float32, torch.float16, torch.bfloat16)
 # Of a larger tensor every stride-th value is counted, which keeps a probe at about two training
@@ -90,3 +222,92 @@ def largest(tensor: Tensor) -> Tensor:
     """The largest absolute value, 0-dim float32, NaN if a value is; one pass, no copy."""
     low, high = torch.aminmax(tensor.detach())
     return torch.maximum(low.abs(), high.abs()).float()
+
+
+_INFINITE = 0x7F800000
+_CODES = 16  # bit 0: lost in FP16, 1: lost in BF16, 2: update is zero, 3: not finite
+# Keeps differences to half a gap, whose exponent field is -8 to 247, inside an int32.
+_LOWEST, _HIGHEST = -8 << 23, (247 << 23) + 1
+
+
+def lost_updates(weights: Tensor, updates: Tensor) -> Tensor:
+    """How often which of the 16 outcomes occurs: int64 [16] on the device, for `read_counts`.
+
+    weights: before the update; float32, or 16-bit values, which are their own rounding. updates:
+    float32, same shape. No synchronisation.
+
+    An infinite r (|w| from 65520 on in FP16) loses every finite update. In a run whose weights are
+    16 bits wide an update that was lost is not to be seen in them: it is one of the zeros.
+    """
+    return lost_updates_of_each([weights], [updates])[0]
+
+
+@torch.no_grad()
+def lost_updates_of_each(weights: Sequence[Tensor], updates: Sequence[Tensor]) -> Tensor:
+    """`lost_updates` of every pair: int64 [pairs, 16]; one or more, of one device."""
+    rows = []
+    for group in in_groups(weights):
+        w, u = (
+            torch.cat([tensors[i].detach().reshape(-1).float() for i in group])
+            if len(group) > 1
+            else tensors[group[0]].detach().reshape(-1).float()
+            for tensors in (weights, updates)
+        )
+        if len(group) == 1:
+            size = chunk_size(w)
+            parts = zip(w.split(size), u.split(size), strict=True)
+            rows.append(torch.stack([histogram(_codes(*part), _CODES) for part in parts]).sum(0))
+        else:
+            sizes = [weights[i].numel() for i in group]
+            rows += [histogram(part, _CODES) for part in _codes(w, u).split(sizes)]
+    return torch.stack(rows)
+
+
+def read_counts(counts: Sequence[int]) -> LostUpdates:
+    """The 16 numbers of `lost_updates`, on the host, as counts with names."""
+    clean = range(4)
+    return LostUpdates(
+        total=int(sum(counts)),
+        zero=int(sum(counts[4:8])),
+        nonfinite=int(sum(counts[8:])),
+        fp16=int(sum(counts[code] for code in clean if code & 1)),
+        bf16=int(sum(counts[code] for code in clean if code & 2)),
+    )
+
+
+def _codes(w: Tensor, u: Tensor) -> Tensor:
+    """float32 -> int32 outcome of each weight."""
+    bits = u.contiguous().view(torch.int32)
+    magnitude = bits & MAGNITUDE
+    size = extended(magnitude).clamp_(_LOWEST, _HIGHEST)
+    codes = _lost(w.to(torch.float16), 10, bits, size)
+    codes += _lost(w.to(torch.bfloat16), 7, bits, size) * 2
+    codes += (magnitude == 0).int() * 4
+    magnitude = torch.maximum(magnitude, w.contiguous().view(torch.int32) & MAGNITUDE)
+    codes += (magnitude >= _INFINITE).int() * 8
+    return codes
+
+
+def _lost(rounded: Tensor, mantissa_bits: int, update_bits: Tensor, update_size: Tensor) -> Tensor:
+    """int32, 1 where `rounded` (float16 or bfloat16) plus the update rounds to `rounded`.
+
+    Comparisons are differences whose sign bit is shifted down to 0 or -1: several times as fast on
+    a CPU as comparisons and selections.
+    """
+    exponent_bits = 15 - mantissa_bits
+    infinite = (1 << exponent_bits) - 1
+    bits = rounded.view(torch.int16).int()  # sign-extended
+    field = (bits >> mantissa_bits).bitwise_and_(infinite)
+    mantissa = bits & ((1 << mantissa_bits) - 1)
+    # A gap is 2^-mantissa_bits of the power of two below; towards zero from that power itself it is
+    # half of that, but not at the smallest normal, below which the gaps stay.
+    narrow = (bits ^ update_bits).bitwise_right_shift_(31)
+    narrow &= (mantissa - 1).bitwise_right_shift_(31)
+    narrow &= (1 - field).bitwise_right_shift_(31)
+    bias_to_fp32 = 127 - (infinite >> 1)
+    half_gap = field.clamp(min=1).add_(bias_to_fp32 - mantissa_bits - 1).add_(narrow)
+    half_gap = half_gap.bitwise_left_shift_(23)
+    excess = half_gap.neg_().add_(update_size).add_(bits & 1)
+    lost = excess.sub_(1).bitwise_right_shift_(31)
+    lost |= (infinite - 1 - field).bitwise_right_shift_(31)
+    return lost.neg_()

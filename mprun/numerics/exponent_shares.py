@@ -10,10 +10,12 @@ A value m * 2^e (1 <= m < 2) is kept as its exponent e and the class of its mant
 That is all it takes to know exactly what FP16 (round to nearest, ties to even) makes of a value
 times 2^k, for every integer k: below exponent -25 it is 0, at -25 class 0 is 0; up to -15 it is
 subnormal but for classes 2 and 3 at -15; at 15 class 3 is infinite, above 15 everything is.
+
+How many updates a 16-bit format would have lost, on the host; imports no torch.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 
@@ -165,3 +167,48 @@ class ExponentCounts:
         if (bins < 0).any():
             raise ValueError("a negative count")
         return cls(bins)
+
+
+FORMATS = ("fp16", "bf16")
+
+
+@dataclass(frozen=True, slots=True)
+class LostUpdates:
+    """Counts over the weights of a module or a model.
+
+    total: all weights. zero: those whose update is exactly 0. nonfinite: weight or update is NaN
+    or infinite. fp16, bf16: of the others those whose update rounds away in that format.
+    """
+
+    total: int = 0
+    zero: int = 0
+    nonfinite: int = 0
+    fp16: int = 0
+    bf16: int = 0
+
+    @property
+    def nonzero(self) -> int:
+        """Finite non-zero updates: what the shares are parts of."""
+        return self.total - self.zero - self.nonfinite
+
+    def share(self, format: str) -> float:
+        """Part (0 to 1) of the non-zero updates that are lost; 0 where there are none.
+
+        format: "fp16" or "bf16"; ValueError otherwise.
+        """
+        if format not in FORMATS:
+            raise ValueError(f"format={format!r}: must be one of {', '.join(FORMATS)}")
+        return getattr(self, format) / self.nonzero if self.nonzero else 0.0
+
+    def merge(self, other: "LostUpdates") -> "LostUpdates":
+        """The counts over the weights of both."""
+        own, others = asdict(self), asdict(other)
+        return LostUpdates(**{name: own[name] + others[name] for name in own})
+
+    def to_json(self) -> dict[str, int]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, content: Mapping) -> "LostUpdates":
+        """The inverse of `to_json`; TypeError or ValueError for anything else."""
+        return cls(**{name: int(count) for name, count in content.items()})

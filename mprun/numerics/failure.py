@@ -5,6 +5,8 @@ and by then the weights are NaN. So a copy of the state is kept from time to tim
 when the run has diverged it goes back to that copy, trains again up to the step that went wrong
 and saves what that step started from. No step waits for any of this: on a GPU the device itself
 decides whether a copy is worth keeping, and the host learns of it later.
+
+The state before the bad step of a run: as the run kept it, or found by training again.
 """
 
 import shutil
@@ -17,8 +19,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mprun.errors import MprunError
-from mprun.numerics.post_mortem import write_post_mortem
+from mprun.errors import BadInput, Damaged, MprunError
+from mprun.numerics.post_mortem import LAST, read_post_mortem, write_post_mortem
 from mprun.numerics.replay import (
     Snapshot,
     Steps,
@@ -31,8 +33,10 @@ from mprun.numerics.replay import (
     size_of,
     weights,
 )
+from mprun.precision.random_states import restore_random_states
 from mprun.record import checkpoint
 from mprun.record.async_copy import PinnedRing, Sent
+from mprun.record.metrics import read_metrics
 
 LARGEST_STATE = 2**30  # bytes; a larger state would take memory that the run may need
 # A copy is taken at most once a second, and only after 200 times as long as the last one took:
@@ -268,3 +272,57 @@ class FailureKeeper:
         if kind == "evaluation":
             tensors += buffers(task).values()
         return not all_finite(tensors)
+
+
+CPU = torch.device("cpu")
+
+
+def kept_state(directory: Path, record: dict, plain: dict, build) -> dict:
+    """The state before the bad step; found by training again where the run kept none."""
+    folder = failure_folder(directory)
+    if not folder.is_dir():
+        _train_again(directory, record, plain, build)
+    if not folder.is_dir():
+        reason = read_post_mortem(directory)["failure"]["reason"]
+        raise BadInput(f"explain {directory}: no state before the bad step ({reason})")
+    _, kept, _ = checkpoint.load_newest(folder, CPU)
+    if not {"task", "step", "skipped", "random", "kind", "batch"} <= kept.keys():
+        raise Damaged(f"{folder}: not the state before a bad step")
+    return kept
+
+
+def _train_again(directory: Path, record: dict, plain: dict, build) -> None:
+    """From the newest checkpoint whose weights are finite, or the start, to the bad step."""
+    if not {"last_step", "cause"} <= record.keys():
+        raise Damaged(f"{directory / 'run.json'}: no last_step or cause; not the record of a run")
+    last, built, step, skipped = record["last_step"], build(plain), 0, 0
+    folder = directory / "checkpoints"
+    if folder.is_dir() and any(folder.iterdir()):
+        step, state, _ = checkpoint.load_newest(folder, CPU)
+        built.task.load_state_dict(state["task"])
+        skipped = state["skipped"]
+        if step < last and all_finite(weights(built.task).values()):
+            restore_random_states(state["random"], built.device)
+        else:
+            built, step, skipped = build(plain), 0, 0
+    keeper = FailureKeeper(built)
+    keeper.snapshot.take(step, skipped)
+    before = read_post_mortem(directory)
+    rows = before["rows"] if before else recorded_rows(directory)[-LAST:]
+    scaler = plain["scaler"]["kind"]
+    report_failure(keeper, directory, record["cause"], last, rows, scaler_kind=scaler)
+
+
+def recorded_rows(directory: Path) -> list[dict]:
+    """The recorded training steps, in the form of `post_mortem.History`."""
+    rows, skipped = [], 0
+    for record in read_metrics(directory / "metrics.jsonl"):
+        if record["split"] != "train":
+            continue
+        # Every step with a skipped update has a record, so a higher count is this step's own.
+        row = {name: record[name] for name in ("step", "loss", "loss_scale", "skipped")}
+        row["found_inf"] = record["skipped"] > skipped
+        row |= {name: value for name, value in record.items() if name.endswith("grad_norm")}
+        rows.append(row)
+        skipped = record["skipped"]
+    return rows

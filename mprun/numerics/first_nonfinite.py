@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from mprun.numerics.events import BACKWARD, FORWARD, INPUT, LOSS, UNSCALE, UPDATE, Event, Largest
 from mprun.numerics.observation import Observation
+from mprun.numerics.operands import BACKWARD, FORWARD, INPUT, LOSS, UNSCALE, UPDATE, Event, Largest
 from mprun.numerics.post_mortem import power
 from mprun.numerics.replay import Steps, buffers, carried, nonfinite, optimizer_state, weights
 from mprun.precision import DTYPE_NAMES

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from mprun.errors import BadInput, MprunError
-from mprun.numerics.events import BACKWARD, UNSCALE, UPDATE
 from mprun.numerics.first_nonfinite import Finding, reason_of
+from mprun.numerics.operands import BACKWARD, UNSCALE, UPDATE
 from mprun.numerics.post_mortem import EXPLOSION, power
 from mprun.numerics.replay import KeptBatch, Steps, all_finite, carried, resume_from, weights
 from mprun.precision import MODES, NoLossScale

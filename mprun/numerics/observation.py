@@ -22,9 +22,16 @@ from torch.nn.modules.module import (
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from mprun.numerics.events import BACKWARD, FORWARD, INPUT, LOSS, UNSCALE, UPDATE, Event, Largest
 from mprun.numerics.operands import (
+    BACKWARD,
+    FORWARD,
+    INPUT,
+    LOSS,
+    UNSCALE,
     UNWRITTEN,
+    UPDATE,
+    Event,
+    Largest,
     floats,
     has_values,
     in_fp32,

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mprun.numerics.operation_summary import lines
-from mprun.numerics.products import PRODUCTS, RECURRENT, flops, recurrent_flops
+from mprun.numerics.operation_summary import PRODUCTS, RECURRENT, flops, lines, recurrent_flops
 from mprun.precision import DTYPE_NAMES, PrecisionPolicy, read_math_flags
 from mprun.record.memory import SavedForBackward, memory_by_kind
 

@@ -3,12 +3,22 @@
 A step overflows at loss scale S when its largest gradient, times S, does not fit FP16. So each step
 has a limit, and overflows at every scale above it. A recorded run shows one side of that limit:
 a skipped update at scale S says "below S", a clean step at scale S says "S or above".
+
+An overflow trace from a CSV or JSONL file that somebody else's training wrote.
 """
 
+import csv
+import json
+import math
 from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+
+from mprun.errors import BadInput
 
 SCAN = 256  # steps looked at first for the next overflow
 
@@ -147,3 +157,148 @@ def _insert(ascending: list[float], value: float) -> None:
     at = bisect_left(ascending, value)
     if at == len(ascending) or ascending[at] != value:
         ascending.insert(at, value)
+
+
+MAX_STEPS = 10_000_000
+_WANTED = "step and found_inf (0 or 1) or limit (largest scale without overflow)"
+_OTHER_NUMBERS = {"Infinity": math.inf, "inf": math.inf, "true": 1.0, "false": 0.0}
+_OTHER_NUMBERS |= {"True": 1.0, "False": 0.0}
+
+
+def read_trace_file(path: Path) -> OverflowTrace:
+    """The trace of a CSV file with a header, or of a file with one JSON object a line.
+
+    Columns: `step`, ascending integers from 0 or 1 or later; of a step that is missing nothing is
+    known. And `limit`, the largest loss scale 2^k at which the step does not overflow (0: it does
+    at every scale; inf: at none; empty: not known); or `found_inf`, 0 or 1, with `loss_scale`, the
+    scale it was seen at (without that column the step is taken to overflow at every scale).
+    Optional `grad_max`: largest unscaled gradient magnitude. Other columns are not read.
+
+    Raises BadInput, naming the line, for anything else.
+    """
+    rows = list(_rows(path))
+    if not rows:
+        raise BadInput(f"{path}: no steps in it; columns: {_WANTED}")
+    has = {name for _, row in rows for name in row}
+    if "step" not in has or not has & {"found_inf", "limit"}:
+        raise BadInput(f"{path}: columns {_WANTED} are needed")
+    steps = [_step(path, line, row.get("step")) for line, row in rows]
+    for (line, _), before, after in zip(rows[1:], steps, steps[1:], strict=False):
+        if after <= before:
+            raise BadInput(f"{path}: line {line}: step={after} after {before}; must ascend")
+    count = steps[-1] - steps[0] + 1
+    if count > MAX_STEPS:
+        raise BadInput(f"{path}: {count} steps; at most {MAX_STEPS} are allowed")
+    clean, overflow = np.zeros(count), np.full(count, np.inf)
+    grad_max = np.full(count, np.nan)
+    bounds = _limit_bounds if "limit" in has else _found_inf_bounds
+    for (line, row), step in zip(rows, steps, strict=True):
+        values = {
+            name: _number(path, line, name, row.get(name))
+            for name in ("limit", "found_inf", "loss_scale", "grad_max")
+        }
+        at = step - steps[0]
+        clean[at], overflow[at] = bounds(path, line, values, "loss_scale" in has)
+        if values["grad_max"] is not None:
+            grad_max[at] = values["grad_max"]
+    notes = _notes(has, count - len(steps))
+    known = _grad_max(grad_max, clean if "limit" in has else None, notes)
+    return trace_from_bounds(steps[0], clean, overflow, known, notes)
+
+
+def _limit_bounds(path: Path, line: int, values: dict, _: bool) -> tuple[float, float]:
+    limit = values["limit"]
+    if limit is None:
+        return 0.0, math.inf
+    # A limit 2^k says that 2^(k+1) overflows, not where between the two it starts.
+    power = 0 < limit < math.inf and math.frexp(limit)[0] == 0.5
+    return limit, 2 * limit if power else math.nextafter(limit, math.inf)
+
+
+def _found_inf_bounds(path: Path, line: int, values: dict, scaled: bool) -> tuple[float, float]:
+    found, scale = values["found_inf"], values["loss_scale"]
+    if found is None:
+        return 0.0, math.inf
+    if found not in (0, 1):
+        raise BadInput(f"{path}: line {line}: found_inf={found:g}: must be 0 or 1")
+    if not scaled:
+        return (0.0, 0.0) if found else (math.inf, math.inf)
+    if scale is None or not 0 < scale < math.inf:
+        raise BadInput(f"{path}: line {line}: loss_scale={scale}: must be a number above 0")
+    return (0.0, scale) if found else (scale, math.inf)
+
+
+def _notes(has: set[str], missing: int) -> list[str]:
+    if "limit" in has:
+        notes = ["known: the limit of each step, as the file gives it"]
+    elif "loss_scale" in has:
+        notes = ["known: whether each step overflowed at its own scale, as the file gives it"]
+    else:
+        notes = ["the file has no loss_scale: its overflows are taken to happen at every scale"]
+    if missing:
+        notes.append(f"{missing} steps are not in the file; of these nothing is known")
+    return notes
+
+
+def _grad_max(given: np.ndarray, limit: np.ndarray | None, notes: list[str]) -> np.ndarray | None:
+    if np.isfinite(given).all():
+        return given
+    if limit is None or not (np.isfinite(limit) & (limit > 0)).all():
+        return None
+    notes.append("largest gradient for logmax: 65504 / limit (the file has no grad_max)")
+    return 65504.0 / limit
+
+
+def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(line number, values by column)."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError:
+        raise BadInput(f"{path}: not text; give a CSV or JSONL file") from None
+    except OSError as error:
+        raise BadInput(f"{path}: cannot be read ({error.strerror})") from None
+    if text.lstrip()[:1] == "{":
+        for number, line in enumerate(text.splitlines(), start=1):
+            if line.strip():
+                yield number, _json_row(path, number, line)
+        return
+    reader = csv.DictReader(text.splitlines(), skipinitialspace=True)
+    try:
+        for row in reader:
+            if None in row or None in row.values():
+                raise BadInput(f"{path}: line {reader.line_num}: not as many values as columns")
+            yield reader.line_num, {key.strip(): value for key, value in row.items()}
+    except csv.Error as error:
+        raise BadInput(f"{path}: line {reader.line_num}: {error}") from None
+
+
+def _json_row(path: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        raise BadInput(f"{path}: line {number} is not JSON") from None
+    if not isinstance(row, dict):
+        raise BadInput(f"{path}: line {number} is no JSON object")
+    if "split" in row:
+        raise BadInput(f"{path}: a run's own record; give the run directory, {path.parent}")
+    return row
+
+
+def _step(path: Path, line: int, value: Any) -> int:
+    number = _number(path, line, "step", value)
+    if number is None or number < 0 or number != int(min(number, 2**53)):
+        raise BadInput(f"{path}: line {line}: step={value}: must be a whole number >= 0")
+    return int(number)
+
+
+def _number(path: Path, line: int, name: str, value: Any) -> float | None:
+    """A number >= 0; None for an empty value."""
+    if value is None or value == "":
+        return None
+    try:
+        number = float(_OTHER_NUMBERS.get(value, value) if isinstance(value, str) else value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not number >= 0:
+        raise BadInput(f"{path}: line {line}: {name}={str(value)[:40]}: must be a number >= 0")
+    return number

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from mprun.errors import Damaged
-from mprun.record.markdown_table import markdown_table
+from mprun.record.console import markdown_table
 from mprun.record.run_directory import write_json
 
 LAST = 50  # steps

@@ -1,25 +1,78 @@
-"""One step under observation: every tensor of it counted, nothing of it changed.
+"""Which modules are measured, and to which of them a parameter belongs.
+
+One step under observation: every tensor of it counted, nothing of it changed.
 
 Hooks only look: they return nothing, draw no random numbers and work under no_grad, outside the
 modes that emulate 16-bit products. They exist during the step that is probed and at no other time.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from mprun.numerics.exponent_counter import Tally, largest, sampled, sampling_stride
+from mprun.errors import BadInput
+from mprun.numerics.exponent_counter import (
+    BINS,
+    LostUpdates,
+    Tally,
+    largest,
+    lost_updates_of_each,
+    read_counts,
+    sampled,
+    sampling_stride,
+)
 from mprun.numerics.exponent_shares import ExponentCounts
-from mprun.numerics.exponents import BINS
-from mprun.numerics.lost_updates import LostUpdates, lost_updates_of_each, read_counts
 from mprun.numerics.probe_record import KINDS, LearnerProbe, TensorStats
-from mprun.numerics.selection import Chosen, owner
 from mprun.precision import DTYPE_NAMES
+from mprun.tasks import Learner
+
+Chosen = dict[str, dict[str, nn.Module]]
+
+
+def chosen_modules(learners: Mapping[str, Learner], patterns: Sequence[str]) -> Chosen:
+    """Learner -> module name -> module; BadInput for a pattern that matches no module.
+
+    patterns: glob patterns over module names, as in precision.overrides; each has to match in one
+    of the models at least. None at all: every module that has no modules inside.
+    """
+    names = {
+        label: {name: module for name, module in learner.model.named_modules() if name}
+        for label, learner in learners.items()
+    }
+    if not patterns:
+        return {
+            label: {name: m for name, m in own.items() if not any(m.children())}
+            for label, own in names.items()
+        }
+    everything = [name for own in names.values() for name in own]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in everything):
+            close = get_close_matches(pattern, everything, n=3, cutoff=0.0)
+            raise BadInput(
+                f"numerics.modules={pattern}: matches no module; some modules: {', '.join(close)}"
+            )
+    return {
+        label: {n: m for n, m in own.items() if any(fnmatchcase(n, p) for p in patterns)}
+        for label, own in names.items()
+    }
+
+
+def owner(parameter: str, chosen: Mapping[str, nn.Module]) -> str | None:
+    """The innermost chosen module around the parameter of this name, or None."""
+    name = parameter
+    while name:
+        name = name.rpartition(".")[0]
+        if name in chosen:
+            return name
+    return None
+
 
 _OUTCOMES = 16  # of an update, see lost_updates
 

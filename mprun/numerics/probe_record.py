@@ -44,8 +44,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mprun.errors import Damaged
-from mprun.numerics.exponent_shares import ExponentCounts
-from mprun.numerics.lost_update_shares import LostUpdates
+from mprun.numerics.exponent_shares import ExponentCounts, LostUpdates
 
 VERSION = 1
 KINDS = ("weights", "activations", "activation_gradients", "weight_gradients", "updates")

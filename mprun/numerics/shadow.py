@@ -12,8 +12,8 @@ import copy
 import torch
 from torch import Tensor, nn
 
+from mprun.numerics.probe import Chosen, owner
 from mprun.numerics.probe_record import Agreement
-from mprun.numerics.selection import Chosen, owner
 from mprun.precision import (
     Arithmetic,
     BatchNormGuard,

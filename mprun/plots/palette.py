@@ -7,8 +7,6 @@ for a line on white and gives way to a brown, and a grey is added. FP32 is black
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from mprun.compare.findings import Comparison
-
 INK = "#111111"  # text, axes and FP32: black; inline figures show it in the page's own text colour
 
 _OF_MODE = {
@@ -68,10 +66,3 @@ def styles(labels: Iterable[str]) -> dict[str, Style]:
     for position, label in enumerate(others):
         chosen[label] = free[position % len(free)]
     return chosen
-
-
-def styles_of(comparison: Comparison) -> dict[str, Style]:
-    """The styles of all arms of a comparison: a label looks the same in every group."""
-    return styles(
-        row.arm.label for group in comparison.groups for row in (group.baseline, *group.rows)
-    )

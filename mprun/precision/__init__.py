@@ -17,14 +17,16 @@ Usable without the rest of mprun:
         scale.update()
 """
 
-from mprun.precision.batch_norm_guard import BatchNormGuard
-from mprun.precision.casting import CastModel, cast_model, fp32_copy
-from mprun.precision.device_support import why_no_lstm, why_unsupported
-from mprun.precision.forward_context import Arithmetic
-from mprun.precision.loss_scale import DynamicLossScale, LossScale, NoLossScale, StaticLossScale
-from mprun.precision.loss_scale_logmax import LogMaxLossScale
+from mprun.precision.casting import BatchNormGuard, CastModel, cast_model, fp32_copy
+from mprun.precision.forward_context import Arithmetic, why_no_lstm, why_unsupported
+from mprun.precision.loss_scale import (
+    DynamicLossScale,
+    LogMaxLossScale,
+    LossScale,
+    NoLossScale,
+    StaticLossScale,
+)
 from mprun.precision.loss_scale_presets import PRESETS, build_preset
-from mprun.precision.math_flags import ieee_fp32, pin_math_flags, read_math_flags
 from mprun.precision.optimizer import MixedPrecisionOptimizer, Update
 from mprun.precision.policy import (
     DEFAULT_SCALER,
@@ -34,6 +36,9 @@ from mprun.precision.policy import (
     PrecisionPolicy,
     build_policy,
     get_policy,
+    ieee_fp32,
+    pin_math_flags,
+    read_math_flags,
 )
 
 __all__ = [

@@ -1,21 +1,60 @@
-"""Put a model into a policy's dtypes, with chosen modules kept in another one.
+"""Glob patterns over module names, as `precision.overrides` and other settings take them.
+
+Put a model into a policy's dtypes, with chosen modules kept in another one.
 
 Models are written in FP32 terms; here each parameter gets its dtype, and a module that computes
 in another dtype than its neighbours gets a cast in front of and behind its `forward`.
+
+Keep BatchNorm's running statistics out of reach of an update that is skipped.
+
+The forward pass has moved the statistics before anybody knows that the gradients overflowed:
+without this guard one infinite activation makes the evaluation NaN for ever, although the
+skipped update left the weights alone.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.utils._pytree import tree_map
 
-from mprun.precision.module_patterns import matching_modules
 from mprun.precision.policy import PrecisionPolicy
 from mprun.precision.recurrent import own_recurrent
 from mprun.precision.row_updates import row_tables
+
+
+def those_that_match(model: nn.Module, patterns: Iterable[str]) -> list[str]:
+    """The patterns that match a module of the model."""
+    names = [name for name, _ in model.named_modules() if name]
+    return [p for p in patterns if any(fnmatchcase(name, p) for name in names)]
+
+
+def matching_modules(model: nn.Module, pattern: str, key: str) -> list[str]:
+    """Names of the modules that `pattern` matches; ValueError, naming `key`, if there are none."""
+    names = [name for name, _ in model.named_modules() if name]
+    matched = [name for name in names if fnmatchcase(name, pattern)]
+    if not matched:
+        close = get_close_matches(pattern, names, n=3, cutoff=0.0)
+        raise ValueError(f"{key}: {pattern!r} matches no module; some modules: {', '.join(close)}")
+    return matched
+
+
+def matching_parameters(model: nn.Module, patterns: Iterable[str], key: str) -> set[str]:
+    """Names of all parameters in the modules that match, and in what is inside these modules.
+
+    Without any pattern all parameters. ValueError for a pattern that matches no module.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    patterns = list(patterns)
+    if not patterns:
+        return set(names)
+    around = {f"{m}." for pattern in patterns for m in matching_modules(model, pattern, key)}
+    return {name for name in names if any(name.startswith(prefix) for prefix in around)}
+
 
 # _NormBase: batch and instance norm of every dimension.
 NORM_LAYERS = (_NormBase, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.LocalResponseNorm)
@@ -212,3 +251,43 @@ def _device_type(args, kwargs) -> str:
         if isinstance(value, Tensor):
             return value.device.type
     return "cpu"
+
+
+class BatchNormGuard:
+    """Remembers the running statistics of `module`, and puts them back where told to.
+
+    The statistics of all layers are moved into one flat tensor per dtype, so that remembering and
+    restoring are one operation each, on the device. One guard per module: a second one would move
+    the statistics away from the first.
+    """
+
+    def __init__(self, module: nn.Module):
+        homes: dict[torch.dtype, list[tuple[nn.Module, str, Tensor]]] = {}
+        for layer in module.modules():
+            if isinstance(layer, _BatchNorm):
+                for name, buffer in layer.named_buffers(recurse=False):
+                    homes.setdefault(buffer.dtype, []).append((layer, name, buffer))
+        self.flat = []
+        for buffers in homes.values():
+            flat = torch.cat([buffer.reshape(-1) for _, _, buffer in buffers])
+            parts = flat.split([buffer.numel() for _, _, buffer in buffers])
+            for (layer, name, buffer), part in zip(buffers, parts, strict=True):
+                setattr(layer, name, part.view(buffer.shape))
+            self.flat.append(flat)
+        self.saved = [flat.clone() for flat in self.flat]
+
+    @torch.no_grad()
+    def save(self) -> None:
+        """Remember the statistics as they are now."""
+        for saved, flat in zip(self.saved, self.flat, strict=True):
+            saved.copy_(flat)
+
+    @torch.no_grad()
+    def restore_where(self, found_inf: Tensor) -> None:
+        """Put the saved statistics back if `found_inf` (0-dim) is non-zero; decided on the device.
+
+        torch.where, not arithmetic: NaN * 0 would keep the NaN.
+        """
+        skipped = found_inf != 0 if self.flat else None
+        for saved, flat in zip(self.saved, self.flat, strict=True):
+            torch.where(skipped, saved, flat, out=flat)

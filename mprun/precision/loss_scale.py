@@ -1,27 +1,170 @@
-"""Loss scales `none`, `static` and `dynamic`.
+"""What every loss scale has: scale, overflow flag and skip counters, as tensors on the device.
+
+Loss scales `none`, `static` and `dynamic`.
 
 Paper: Micikevicius et al., arXiv 1710.03740, section 3.2. Whether to skip is decided on the device:
 nothing here reads a tensor on the host.
+
+Loss scale `logmax`: set every step from the statistics of the largest gradient.
 """
 
 from __future__ import annotations
 
+import math
+import struct
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from mprun.precision.loss_scale_state import (
-    LARGEST_SCALE,
-    SMALLEST_SCALE,
-    LossScale,
-    checked_count,
-    checked_fraction,
-    checked_scale,
-)
-
 __all__ = ["DynamicLossScale", "LossScale", "NoLossScale", "StaticLossScale"]
+
+# Between these bounds both the scale and its reciprocal are normal FP32 numbers, so neither can
+# become 0 or inf, also where subnormals are flushed to zero.
+SMALLEST_SCALE = 2.0**-126
+LARGEST_SCALE = 2.0**126
+
+
+def checked_scale(name: str, value: float, low: float, high: float) -> float:
+    """`value` rounded to FP32. Raises ValueError unless it is a finite number in [low, high]."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not math.isfinite(value) or not low <= value <= high:
+        raise ValueError(f"{name}={value!r}: a finite number from {low:g} to {high:g} is allowed")
+    return struct.unpack("f", struct.pack("f", value))[0]
+
+
+def checked_fraction(name: str, value: float, low: float, high: float, *, ends: bool) -> float:
+    """`value` as a float. Raises ValueError unless in [low, high] (`ends`) or in (low, high)."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    inside = number and (low <= value <= high if ends else low < value < high)
+    if not inside:
+        raise ValueError(
+            f"{name}={value!r}: a number {'from' if ends else 'strictly between'} "
+            f"{low:g} {'to' if ends else 'and'} {high:g} is allowed"
+        )
+    return float(value)
+
+
+def checked_count(name: str, value: int, low: int) -> int:
+    """`value` itself. Raises ValueError unless it is an integer in [low, 2**31 - 1]."""
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if not whole or not low <= value < 2**31:
+        raise ValueError(f"{name}={value!r}: an integer from {low} to {2**31 - 1} is allowed")
+    return value
+
+
+class LossScale:
+    """State and bookkeeping shared by the kinds `none`, `static`, `dynamic` and `logmax`.
+
+    All state is 0-dim tensors on one device (unless stated), changed in place only: a training step
+    neither waits for the device nor moves them, so the calls can be captured in a CUDA graph.
+    Each kind adds `update()`: apply the rule, count the skip if any, clear `found_inf`.
+    One iteration is: `backward`, multiply gradients by `inverse()`, `record` (once per
+    optimizer that shares the scale), apply or skip, `update` (once).
+
+    Tensors: `scale` float32; `found_inf` float32, 0 or 1, cleared by `update`; `steps_skipped`
+    int64, total; `consecutive_skips` int64, since the last clean step; `stuck` bool, whether the
+    last update was an overflow with the scale already as low as its rule lets it go.
+    """
+
+    kind: ClassVar[str]
+    skips_nonfinite: ClassVar[bool] = True
+    needs_grad_max: ClassVar[bool] = False
+
+    scale: Tensor
+    found_inf: Tensor
+    steps_skipped: Tensor
+    consecutive_skips: Tensor
+    stuck: Tensor
+
+    def __init__(self, scale: float, max_consecutive_skips: int, device: torch.device | str):
+        self.max_consecutive_skips = checked_count(
+            "max_consecutive_skips", max_consecutive_skips, 1
+        )
+        self._one = torch.ones((), dtype=torch.float64, device=device)
+        self._fields: list[str] = []
+        self._add("scale", torch.float32, scale, device)
+        self._add("found_inf", torch.float32, 0.0, device)
+        self._add("steps_skipped", torch.int64, 0, device)
+        self._add("consecutive_skips", torch.int64, 0, device)
+        self._add("stuck", torch.bool, False, device)
+
+    def _add(
+        self,
+        name: str,
+        dtype: torch.dtype,
+        value: float,
+        device: torch.device | str,
+        shape: tuple[int, ...] = (),
+    ) -> None:
+        setattr(self, name, torch.full(shape, value, dtype=dtype, device=device))
+        self._fields.append(name)
+
+    def backward(self, loss: Tensor) -> None:
+        """Propagate `loss` (0-dim, floating point) in float32, times the scale.
+
+        Backward starts from the scale where it would start from 1: the same bits as a multiplied
+        loss gives, for three operations on the device less.
+        """
+        loss.float().backward(self.scale)
+
+    def inverse(self) -> Tensor:
+        """1/scale, float32, 0-dim; computed in float64 and rounded once, as torch.amp does."""
+        return torch.div(self._one, self.scale, out=torch.empty_like(self.scale))
+
+    def record(self, found_inf: Tensor, grad_max: Tensor | None = None) -> None:
+        """OR one optimizer's flag into `found_inf`.
+
+        `found_inf`: one element, any dtype; non-zero or NaN means a gradient was not finite.
+        `grad_max`: used by `logmax` only.
+        """
+        self.found_inf.logical_or_(found_inf.reshape(()))
+
+    def collapsed(self) -> Tensor:
+        """Bool, 0-dim: `max_consecutive_skips` skips in a row, and no room left to back off."""
+        return self.stuck & (self.consecutive_skips >= self.max_consecutive_skips)
+
+    def _count(self, overflow: Tensor) -> None:
+        self.steps_skipped.add_(overflow)
+        # (n + 1) times the flag, in one operation.
+        torch.addcmul(overflow, self.consecutive_skips, overflow, out=self.consecutive_skips)
+        self.found_inf.zero_()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copies of every state tensor, on their device, and the `kind`."""
+        return {"kind": self.kind} | {name: getattr(self, name).clone() for name in self._fields}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore `state_dict()` bit for bit, in place, from any device.
+
+        Raises ValueError naming the key when a key is missing or unknown, when a tensor has
+        another dtype or shape, or when the state is of another kind; nothing is changed then.
+        """
+        if "kind" not in state:
+            raise ValueError("loss scale state: key 'kind' is missing")
+        if state["kind"] != self.kind:
+            raise ValueError(f"loss scale state: kind={state['kind']!r}, needed: {self.kind!r}")
+        for name in self._fields:
+            if name not in state:
+                raise ValueError(f"loss scale state: key {name!r} is missing")
+            own, saved = getattr(self, name), state[name]
+            form = (own.dtype, own.shape)
+            if not isinstance(saved, Tensor) or (saved.dtype, saved.shape) != form:
+                raise ValueError(
+                    f"loss scale state: {name!r} must be a {own.dtype} tensor of shape "
+                    f"{tuple(own.shape)}"
+                )
+        if unknown := set(state) - {"kind", *self._fields}:
+            raise ValueError(f"loss scale state: unknown key {min(unknown)!r}")
+        for name in self._fields:
+            getattr(self, name).copy_(state[name])
+
+    def to(self, device: torch.device | str) -> Self:
+        """Move all state to `device` (new tensors) and return self; not for use inside a step."""
+        for name in (*self._fields, "_one"):
+            setattr(self, name, getattr(self, name).to(device))
+        return self
 
 
 class NoLossScale(LossScale):
@@ -199,3 +342,113 @@ class DynamicLossScale(LossScale):
         # Growth does not clear this one, so the rate can pass 1 (fairseq's rule).
         self.overflows_since_backoff.masked_fill_(backs_off, 0)
         return backs_off
+
+
+class LogMaxLossScale(LossScale):
+    """Keeps log2 max|gradient| + `overflow_std_dev` standard deviations at `log_max`.
+
+    Kuchaiev et al., arXiv 1805.10387, "LogNormal" scaling; NVIDIA/OpenSeq2Seq,
+    optimizers/automatic_loss_scaler.py, LogMaxScaler. With x = log2 of the step's largest unscaled
+    gradient magnitude: mu is the moving average of x (`beta1`), sigma the standard deviation from
+    moving averages of x and x**2 (`beta2`), all bias-corrected, and
+    scale = 2**(log_max - mu - overflow_std_dev * sigma), kept in [min_scale, max_scale]. 3.09
+    standard deviations leave an overflow probability of 0.001. Overflowing steps are skipped.
+
+    Differences from that source: the averages are float64, since E[x**2] - E[x]**2 cancels in
+    float32; `log_max` is used in the formula, where the source writes 16; a step whose largest
+    gradient is 0 changes nothing, where the source reaches log2(0). A step with a non-finite
+    gradient counts as x = `overflow_log2` (default: `log_max`); the source has 2**log_max there, in
+    a quantity that is already a logarithm, so that one overflow pins the scale to its floor for
+    hundreds of steps: `overflow_log2=2.0**16` reproduces it.
+
+    init_scale, min_scale, max_scale: FP32, 2**-126 <= min <= init <= max <= 2**126. log_max,
+    overflow_log2: finite, at most 2**31 in magnitude. beta1, beta2 in (0, 1). overflow_std_dev in
+    [0, 100]. max_consecutive_skips >= 1. Raises ValueError naming the argument.
+
+    Further tensors: `grad_max` float32, largest of this iteration; `averages` float64 (3,): of x
+    with beta1, of x with beta2, of x**2 with beta2, not bias-corrected; `start_weights` float64
+    (3,): beta**steps, what the start value 0 still weighs in each.
+    """
+
+    kind = "logmax"
+    needs_grad_max = True
+
+    grad_max: Tensor
+    averages: Tensor
+    start_weights: Tensor
+
+    def __init__(
+        self,
+        init_scale: float = 1.0,
+        min_scale: float = 1.0,
+        max_scale: float = 2.0**24,
+        log_max: float = 16.0,
+        beta1: float = 0.99,
+        beta2: float = 0.999,
+        overflow_std_dev: float = 3.09,
+        overflow_log2: float | None = None,
+        max_consecutive_skips: int = 50,
+        device: torch.device | str = "cpu",
+    ):
+        self.min_scale = checked_scale("min_scale", min_scale, SMALLEST_SCALE, LARGEST_SCALE)
+        self.max_scale = checked_scale("max_scale", max_scale, self.min_scale, LARGEST_SCALE)
+        init_scale = checked_scale("init_scale", init_scale, self.min_scale, self.max_scale)
+        self.log_max = checked_fraction("log_max", log_max, -(2.0**31), 2.0**31, ends=True)
+        self.beta1 = checked_fraction("beta1", beta1, 0.0, 1.0, ends=False)
+        self.beta2 = checked_fraction("beta2", beta2, 0.0, 1.0, ends=False)
+        self.overflow_std_dev = checked_fraction(
+            "overflow_std_dev", overflow_std_dev, 0.0, 100.0, ends=True
+        )
+        if overflow_log2 is None:
+            overflow_log2 = self.log_max
+        self.overflow_log2 = checked_fraction(
+            "overflow_log2", overflow_log2, -(2.0**31), 2.0**31, ends=True
+        )
+        super().__init__(init_scale, max_consecutive_skips, device)
+        self._add("grad_max", torch.float32, 0.0, device)
+        self._add("averages", torch.float64, 0.0, device, (3,))
+        self._add("start_weights", torch.float64, 1.0, device, (3,))
+        betas = (self.beta1, self.beta2, self.beta2)
+        self._betas = torch.tensor(betas, dtype=torch.float64, device=device)
+
+    def record(self, found_inf: Tensor, grad_max: Tensor | None = None) -> None:
+        """OR one optimizer's flag in, and keep the largest `grad_max` of the iteration.
+
+        `found_inf`: one element, any dtype. `grad_max`: one element, floating point, max |gradient|
+        after unscaling; its value is ignored when the iteration overflows. Raises ValueError
+        without it.
+        """
+        if grad_max is None:
+            raise ValueError("grad_max=None: logmax needs the largest unscaled gradient magnitude")
+        super().record(found_inf)
+        torch.maximum(self.grad_max, grad_max.reshape(()).float(), out=self.grad_max)
+
+    def update(self) -> None:
+        """End the iteration: set the scale, count the skip, clear `found_inf` and `grad_max`."""
+        overflow = self.found_inf != 0
+        torch.logical_and(overflow, self.scale <= self.min_scale, out=self.stuck)
+        no_number = overflow | ~torch.isfinite(self.grad_max)
+        x = self.grad_max.double().log2().masked_fill_(no_number, self.overflow_log2)
+        informative = torch.isfinite(x)
+
+        new = self._betas * self.averages + (1 - self._betas) * torch.stack((x, x, x * x))
+        torch.where(informative, new, self.averages, out=self.averages)
+        torch.where(
+            informative,
+            self._betas * self.start_weights,
+            self.start_weights,
+            out=self.start_weights,
+        )
+
+        mu, slow_mu, mean_square = (self.averages / (1 - self.start_weights)).unbind()
+        sigma = (mean_square - slow_mu * slow_mu).clamp_(min=0).sqrt_()
+        proposed = torch.exp2(self.log_max - mu - self.overflow_std_dev * sigma)
+        proposed.clamp_(self.min_scale, self.max_scale)
+        torch.where(informative, proposed.float(), self.scale, out=self.scale)
+        self.grad_max.zero_()
+        self._count(overflow)
+
+    def to(self, device: torch.device | str) -> Self:
+        """As `LossScale.to`."""
+        self._betas = self._betas.to(device)
+        return super().to(device)

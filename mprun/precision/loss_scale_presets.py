@@ -20,8 +20,7 @@ from typing import Any
 
 import torch
 
-from mprun.precision.loss_scale import DynamicLossScale
-from mprun.precision.loss_scale_state import LARGEST_SCALE, SMALLEST_SCALE
+from mprun.precision.loss_scale import LARGEST_SCALE, SMALLEST_SCALE, DynamicLossScale
 
 
 def _preset(**arguments: Any) -> MappingProxyType[str, Any]:

@@ -1,4 +1,6 @@
-"""From a loss to an update, in every precision mode: the order of operations that is the subject.
+"""What one step of an optimizer did, and what it did it with.
+
+From a loss to an update, in every precision mode: the order of operations that is the subject.
 
     loss (FP32) -> times scale -> backward                     | backward(loss)
     -> cast gradients to grad_dtype -> divide by scale         |
@@ -22,23 +24,71 @@ collects them first, as the plain way does after every loss.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mprun.precision.batch_norm_guard import BatchNormGuard
-from mprun.precision.casting import CastModel
-from mprun.precision.gradient_lists import counted, global_norm, norms_of
-from mprun.precision.gradients import CollectedGradients
+from mprun.precision.casting import BatchNormGuard, CastModel, matching_parameters
+from mprun.precision.gradients import CollectedGradients, counted, global_norm, norms_of
 from mprun.precision.loss_scale import LossScale, NoLossScale
-from mprun.precision.module_patterns import matching_parameters
-from mprun.precision.optimizer_state import restore
 from mprun.precision.row_updates import RowUpdate, row_tables
-from mprun.precision.single_pass import SinglePass, choose_update
+from mprun.precision.single_pass import SinglePass
 from mprun.precision.torch_update import initialise_state, step_unless
-from mprun.precision.update import Update, UsedGradients
-from mprun.precision.weight_average import WeightAverage, choose_averaged
+from mprun.precision.update_choice import choose_update
+from mprun.precision.weight_average import WeightAverage, choose_averaged, restore
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What one step did, as 0-dim device tensors.
+
+    loss_scale: float32, the scale of the (first) loss of this step.
+    found_inf: float32, 1 if the update was skipped; None if the loss scale never skips.
+    grad_norm: float32, global L2 norm of the unscaled gradients before clipping, of those that are
+    clipped where `clip_modules` chooses some; None if neither needed for clipping nor asked for.
+    """
+
+    loss_scale: Tensor
+    found_inf: Tensor | None
+    grad_norm: Tensor | None
+
+    def metrics(self, prefix: str = "") -> dict[str, Tensor]:
+        """What there is to report, by the name it has in metrics.jsonl behind `prefix`."""
+        values = {
+            f"{prefix}loss_scale": self.loss_scale,
+            f"{prefix}found_inf": self.found_inf,
+            f"{prefix}grad_norm": self.grad_norm,
+        }
+        return {name: value for name, value in values.items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class UsedGradients:
+    """The gradients of one update; inverse, clip: 0-dim, what it multiplied with on the way."""
+
+    gradients: Sequence[Tensor | None]
+    inverse: Tensor | None
+    clip: Tensor | None
+
+    @torch.no_grad()
+    def by_name(
+        self, names: Sequence[str], updated: Sequence[Tensor], is_clipped: Sequence[bool]
+    ) -> dict[str, Tensor]:
+        """Copies, unscaled and clipped, in the dtype of `updated`; those that there are."""
+        found = {}
+        rows = zip(names, updated, self.gradients, is_clipped, strict=False)
+        for name, tensor, gradient, counts in rows:
+            if gradient is None:
+                continue
+            gradient = gradient.to(tensor.dtype, copy=True)
+            if self.inverse is not None:
+                gradient.mul_(self.inverse)
+            if self.clip is not None and counts:
+                gradient.mul_(self.clip)
+            found[name] = gradient
+        return found
 
 
 class MixedPrecisionOptimizer:

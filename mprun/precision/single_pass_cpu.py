@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mprun.precision.gradient_lists import by_dtype
+from mprun.precision.gradients import by_dtype
 from mprun.precision.single_pass import (
     Checked,
     in_memory_order,

@@ -1,4 +1,7 @@
-"""Progress on stderr: a bar on a terminal, plain lines otherwise; stdout stays free for results."""
+"""Progress on stderr: a bar on a terminal, plain lines otherwise; stdout stays free for results.
+
+A Markdown table whose columns are aligned in plain text as well.
+"""
 
 import sys
 import time
@@ -73,3 +76,15 @@ def _clock(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes:02}:{seconds:02}"
+
+
+def markdown_table(header: list[str], rows: list[list[str]]) -> str:
+    """The table as text, every column as wide as its longest cell; a `|` in a cell is escaped."""
+    header, *rows = [[cell.replace("|", "\\|") for cell in row] for row in [header, *rows]]
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+
+    def line(cells: list[str]) -> str:
+        return "| " + " | ".join(c.ljust(w) for c, w in zip(cells, widths, strict=True)) + " |"
+
+    rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
+    return "\n".join([line(header), rule, *(line(row) for row in rows)])

@@ -20,11 +20,10 @@ from datetime import UTC, datetime
 
 from mprun.errors import RESOURCE
 from mprun.record.run_directory import read_json, write_json
+from mprun.sweep.attempt import Ended, Outcome, settle
 from mprun.sweep.jobs import Cell, State, look, record_of
 from mprun.sweep.launcher import ChosenLauncher
-from mprun.sweep.outcome import Outcome, settle
 from mprun.sweep.plan import Plan
-from mprun.sweep.processes import Ended
 
 _CLOSE_S = 60.0  # a launcher has nothing left to do by then
 

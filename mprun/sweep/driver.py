@@ -4,10 +4,10 @@ import json
 import sys
 from pathlib import Path
 
-from mprun.cli.child import end_with_parent
 from mprun.errors import PREEMPTED
 from mprun.sweep.launcher import launch
 from mprun.sweep.worker import RunJob
+from mprun.training.signals import end_with_parent
 
 
 def _drive(parent: int, folder: str) -> int:

@@ -17,8 +17,7 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext
 from omegaconf import DictConfig
 
-from mprun.config.compose import hydra_session
-from mprun.config.diagnose import COMPOSITION_ERRORS, group_options, loader
+from mprun.config.compose import COMPOSITION_ERRORS, group_options, hydra_session, loader
 from mprun.config.overrides import printable
 from mprun.config.rules import nearest
 from mprun.errors import BadInput

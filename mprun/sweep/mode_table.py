@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mprun.record.markdown_table import markdown_table
+from mprun.record.console import markdown_table
 from mprun.record.run_directory import read_json
 
 _MIB = 2**20

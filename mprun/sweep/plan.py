@@ -4,8 +4,7 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-from mprun.config.compose import compose_config, hydra_session
-from mprun.config.diagnose import group_options
+from mprun.config.compose import compose_config, group_options, hydra_session
 from mprun.config.overrides import parse_overrides, split_launcher, sweep_values
 from mprun.config.user_code import as_overrides
 from mprun.errors import BadInput

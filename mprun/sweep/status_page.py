@@ -10,10 +10,10 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
-from mprun.record.markdown_table import markdown_table
+from mprun.record.console import markdown_table
+from mprun.sweep.attempt import Outcome, last_line
 from mprun.sweep.jobs import OUTCOMES, Cell, record_of
 from mprun.sweep.mode_table import Run, load_run, outcome_words, short, table
-from mprun.sweep.outcome import Outcome, last_line
 from mprun.sweep.plan import Plan
 
 _EVERY_S = 10.0  # at least this often the file shows how far the runs are

@@ -15,9 +15,8 @@ from omegaconf import DictConfig
 
 from mprun.errors import PREEMPTED
 from mprun.record.run_directory import write_json
-from mprun.sweep.attempt import Attempt
+from mprun.sweep.attempt import Attempt, Outcome
 from mprun.sweep.jobs import Cell
-from mprun.sweep.outcome import Outcome
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,7 @@ from torch.nn import functional as F
 
 from mprun.data.source import Batch
 from mprun.precision import Arithmetic, LossScale, PrecisionPolicy
-from mprun.tasks.cross_entropy import cross_entropy
-from mprun.tasks.micro_batches import mean, micro_batches, share
+from mprun.tasks.supervised import cross_entropy, mean, micro_batches, share
 from mprun.tasks.train_state import Learner
 
 

@@ -8,8 +8,8 @@ from torch.nn import functional as F
 
 from mprun.data.source import Batch
 from mprun.precision import Arithmetic, BatchNormGuard, LossScale, PrecisionPolicy
-from mprun.tasks.micro_batches import micro_batches
 from mprun.tasks.sample_distance import SampleDistance
+from mprun.tasks.supervised import micro_batches
 from mprun.tasks.train_state import Learner
 
 # The same codes at every evaluation and in every run, so that samples can be compared.

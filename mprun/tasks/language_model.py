@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mprun.precision import Arithmetic, LossScale, PrecisionPolicy
-from mprun.tasks.cross_entropy import cross_entropy
-from mprun.tasks.micro_batches import mean, share
+from mprun.tasks.supervised import cross_entropy, mean, share
 from mprun.tasks.train_state import Learner
 
 

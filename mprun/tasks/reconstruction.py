@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from mprun.data.source import Batch
 from mprun.precision import Arithmetic, LossScale, PrecisionPolicy
-from mprun.tasks.micro_batches import mean, micro_batches, share
+from mprun.tasks.supervised import mean, micro_batches, share
 from mprun.tasks.train_state import Learner
 
 

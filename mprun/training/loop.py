@@ -19,7 +19,7 @@ from mprun.numerics.operations import FirstStep
 from mprun.numerics.probing import Probing
 from mprun.precision.random_states import random_states
 from mprun.record import checkpoint, memory
-from mprun.record.heartbeat import Heartbeat
+from mprun.record.run_directory import Heartbeat
 from mprun.training.metric_buffer import Trace
 from mprun.training.metric_logger import Recorder
 from mprun.training.signals import Interruption

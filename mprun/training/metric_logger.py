@@ -7,8 +7,7 @@ from pathlib import Path
 from mprun.build import Built
 from mprun.numerics.post_mortem import History
 from mprun.record.console import Progress
-from mprun.record.metrics import MetricsFile, TensorBoardView
-from mprun.record.sample_grid import write_sample_grid
+from mprun.record.metrics import MetricsFile, TensorBoardView, write_sample_grid
 from mprun.training.metric_buffer import Interval, StepRow, Trace
 
 # Each of these steps has a record, whatever train.log_every: a comparison takes the loss at the

@@ -10,12 +10,12 @@ import torch
 from mprun.config.compose import config_from_record
 from mprun.config.overrides import parse_overrides
 from mprun.config.user_code import is_factory, vouched
-from mprun.data.errors import DamagedData
+from mprun.data.source import DamagedData
 from mprun.errors import BadInput, Damaged
 from mprun.numerics.probe_record import drop_later_probes
 from mprun.precision.random_states import restore_random_states
 from mprun.record import checkpoint
-from mprun.record.metrics import truncate_metrics
+from mprun.record.metrics import drop_later_grids, truncate_metrics
 from mprun.record.run_directory import (
     NOT_HASHED_DATA,
     config_hash,
@@ -24,7 +24,6 @@ from mprun.record.run_directory import (
     read_json,
     write_config,
 )
-from mprun.record.sample_grid import drop_later_grids
 from mprun.training.run import attempt, prepare, resolve_device
 
 # State is read on the host and copied into tensors that exist: no second model on the GPU.

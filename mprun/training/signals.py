@@ -1,6 +1,11 @@
-"""Signals that ask a run to stop: noted at once, obeyed at the next step boundary."""
+"""What asks a process to stop: signals, obeyed at the next step boundary, and its parent's end."""
 
+import ctypes
+import os
 import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class Interruption:
@@ -28,3 +33,14 @@ class Interruption:
         if self.reason == "SIGINT" and name == "SIGINT":
             raise KeyboardInterrupt
         self.reason = name
+
+
+def end_with_parent(parent: int) -> bool:
+    """Ask Linux for SIGTERM when the parent dies; False if process `parent` has died already.
+
+    Elsewhere only the second part. Source: prctl(2), PR_SET_PDEATHSIG.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    # It may have died before the request: then this process has another parent by now.
+    return os.getppid() == parent

@@ -13,7 +13,7 @@ from mprun.bench.peers.loop import make_tuned_loop
 from mprun.bench.peers.peer import SkipCount
 from mprun.bench.peers.task import set_up
 from mprun.errors import BadInput
-from mprun.precision.math_flags import read_math_flags
+from mprun.precision.policy import read_math_flags
 
 from .peer_cases import MODELS, TOKENS, make_peer, offered, own_losses, tiny_network  # noqa: F401
 

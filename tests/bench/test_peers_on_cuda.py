@@ -7,7 +7,7 @@ from mprun.bench.contender import Case
 from mprun.bench.equality import compare, rounding_unit, sensitivity, trial_of
 from mprun.bench.first_steps import first_steps
 from mprun.bench.registry import PEERS, available
-from mprun.precision.math_flags import read_math_flags
+from mprun.precision.policy import read_math_flags
 
 from .peer_cases import MODELS, make_peer, own_losses, tiny_network  # noqa: F401
 

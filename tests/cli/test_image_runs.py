@@ -17,9 +17,9 @@ from PIL import Image
 
 from mprun.cli import main
 from mprun.data.loader import available_cores
-from mprun.data.order import EpochOrder
+from mprun.data.source import EpochOrder
 from mprun.record.metrics import read_metrics
-from mprun.training import data_notes
+from mprun.training import run as data_notes
 
 COMMAND = [
     "device=cpu",

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from mprun.cli.dispatch import VERBS
-from mprun.config.compose import compose_config, hydra_session
-from mprun.config.diagnose import group_options
+from mprun.config.compose import compose_config, group_options, hydra_session
 from mprun.config.overrides import parse_overrides, sweep_values
 
 README = Path(__file__).resolve().parents[2] / "README.md"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from mprun.compare.looks import DRAWS, checked_looks, nominal_alpha, smallest_p_values
+from mprun.compare.equivalence import DRAWS, checked_looks, nominal_alpha, smallest_p_values
 
 # Standard error of the level that the calibration reaches, and of its alpha near `alpha`.
 LEVEL_ERROR = math.sqrt(0.05 * 0.95 / DRAWS)

@@ -10,8 +10,7 @@ from mprun.compare.figures_numerics import exponent_shares, numerics_figures, ov
 from mprun.compare.html_report import LIMIT, write_report
 from mprun.compare.numerics_section import numerics_tables
 from mprun.compare.probed_modes import probed_modes
-from mprun.numerics.exponent_shares import ExponentCounts
-from mprun.numerics.lost_update_shares import LostUpdates
+from mprun.numerics.exponent_shares import ExponentCounts, LostUpdates
 from mprun.numerics.post_mortem import write_post_mortem
 from mprun.numerics.probe_record import (
     Agreement,

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from mprun.compare.outcome import outcomes
+from mprun.compare.divergence import outcomes
 from mprun.errors import BadInput
 
 from .made_runs import made_arm, made_run

@@ -90,7 +90,7 @@ def test_resnet_stands_beside_table_1_and_its_own_numbers():
 
 def test_differences_of_the_paper_are_those_of_its_numbers():
     """Every number pair in the facts: worse is positive, accuracies fall when they are worse."""
-    from mprun.compare import paper_facts
+    from mprun.compare import paper as paper_facts
 
     claims = [c for c in vars(paper_facts).values() if isinstance(c, paper_facts.Claim)]
     pairs = [r for c in claims for r in c.results if r.baseline and r.value]

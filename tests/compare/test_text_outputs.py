@@ -16,7 +16,7 @@ from mprun.compare.formatting import (
 )
 from mprun.compare.markdown import console, markdown
 from mprun.compare.results import results
-from mprun.record.markdown_table import markdown_table
+from mprun.record.console import markdown_table
 
 from .made_comparison import comparison, gan_group, group
 

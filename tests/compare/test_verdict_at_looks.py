@@ -2,8 +2,8 @@
 
 import pytest
 
+from mprun.compare.equivalence import nominal_alpha
 from mprun.compare.findings import Arm, Verdict
-from mprun.compare.looks import nominal_alpha
 from mprun.compare.verdict import judge
 
 from .made_runs import made_arm

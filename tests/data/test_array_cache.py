@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mprun.data.array_cache import load_arrays, store_arrays
-from mprun.data.cifar10_files import read_cifar10
+from mprun.data.cifar10 import read_cifar10
 
 from .made_images import CIFAR10_CLASSES as CLASSES
 from .made_images import cifar10_folders, encoded, write

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from mprun.data.errors import DamagedData
 from mprun.data.image_files import find_images
+from mprun.data.source import DamagedData
 
 from .made_images import class_folders, encoded, split_folders, write
 

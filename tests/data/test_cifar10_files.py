@@ -9,8 +9,8 @@ import struct
 import numpy as np
 import pytest
 
-from mprun.data.cifar10_files import MD5, read_binary_batches, read_cifar10, read_python_batches
-from mprun.data.errors import DamagedData
+from mprun.data.cifar10 import MD5, read_binary_batches, read_cifar10, read_python_batches
+from mprun.data.source import DamagedData
 
 from .made_images import cifar10_folders, encoded, write
 

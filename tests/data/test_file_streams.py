@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from mprun.data import DataError, file_streams
-from mprun.data.errors import DamagedData
 from mprun.data.file_streams import FileStreams
-from mprun.data.order import permutation
+from mprun.data.source import DamagedData, permutation
 from mprun.data.token_streams import TokenStreams
 
 

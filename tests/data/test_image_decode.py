@@ -11,8 +11,8 @@ import pytest
 from PIL import Image, ImageFile
 from torchvision.datasets.folder import pil_loader
 
-from mprun.data.errors import DamagedData
-from mprun.data.image_decode import MAX_PIXELS, decode_rgb
+from mprun.data.image_reader import MAX_PIXELS, decode_rgb
+from mprun.data.source import DamagedData
 from mprun.errors import BadInput
 
 from .made_images import encoded, image, pixels, write

@@ -9,10 +9,9 @@ from PIL import Image
 from torchvision import transforms
 from torchvision.transforms import functional as F
 
-from mprun.data.augmentation import draws, random_resized_box
+from mprun.data.augmentation import draws, imagenet_constants, normalise, random_resized_box
 from mprun.data.image_folder import ImageFolder
-from mprun.data.normalise import imagenet_constants, normalise
-from mprun.data.order import permutation
+from mprun.data.source import permutation
 
 from .image_folders import make_folder, picture
 

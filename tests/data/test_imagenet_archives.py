@@ -13,9 +13,9 @@ import pytest
 from scipy.io import savemat
 
 from mprun.data import imagenet_archives
-from mprun.data.errors import DamagedData
 from mprun.data.image_files import find_images
-from mprun.data.tar_members import Member, list_members
+from mprun.data.imagenet_archives import Member, list_members
+from mprun.data.source import DamagedData
 
 from .made_images import encoded, tar_bytes, write
 

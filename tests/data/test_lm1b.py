@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from mprun.data.errors import DamagedData
 from mprun.data.lm1b import Lm1b
-from mprun.data.order import permutation
+from mprun.data.source import DamagedData, permutation
 
 FOLDER = "1-billion-word-language-modeling-benchmark-r13output"
 VOCABULARY = "the 9\n<S> 7\na 5\n<UNK> 3\n</S> 0\n" + "".join(f"w{n} 1\n" for n in range(1, 100))

@@ -11,10 +11,10 @@ import torch
 from PIL import Image
 
 from mprun.data.augmentation import Augmentation
-from mprun.data.errors import DamagedData
 from mprun.data.image_files import find_images
 from mprun.data.image_reader import ImageReader
 from mprun.data.loader import BatchLoader, available_cores, default_workers
+from mprun.data.source import DamagedData
 from mprun.errors import Resource
 
 from .image_folders import make_folder

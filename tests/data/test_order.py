@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mprun.data import permutation
-from mprun.data.order import EpochOrder, rotation
+from mprun.data.source import EpochOrder, rotation
 
 CPU = torch.device("cpu")
 

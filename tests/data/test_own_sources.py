@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mprun.data import DatasetSource, TokenSource, permutation
-from mprun.data.errors import DamagedData, DataError
+from mprun.data.source import DamagedData, DataError
 
 
 class Noisy(torch.utils.data.Dataset):

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torchvision.transforms import functional as transforms
 
-from mprun.data.padded_crop import PaddedCrop, draw
+from mprun.data.augmentation import PaddedCrop, draw
 
 
 def test_crop_and_mirror_equal_torchvision():

@@ -2,8 +2,8 @@
 
 import pytest
 
-from mprun.data.errors import DamagedData
-from mprun.data.text_files import find_text_files
+from mprun.data.source import DamagedData
+from mprun.data.text import find_text_files
 
 
 def made(folder, *names):

@@ -12,7 +12,7 @@ import torch
 
 from mprun.cli import main
 from mprun.data import DataError
-from mprun.data.errors import DamagedData
+from mprun.data.source import DamagedData
 from mprun.data.text import Text
 from mprun.data.token_streams import TokenStreams
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from mprun.data import DataError, token_cache
-from mprun.data.errors import DamagedData
+from mprun.data.source import DamagedData
 from mprun.data.token_cache import TokenCache
 from mprun.errors import Resource
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mprun.data.errors import DamagedData
-from mprun.data.words import LONGEST_WORD, text_blocks, word_blocks
+from mprun.data.source import DamagedData
+from mprun.data.vocabulary import LONGEST_WORD, text_blocks, word_blocks
 
 
 def read(path, content: bytes, **options) -> list[str]:

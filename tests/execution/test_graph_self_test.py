@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from mprun.execution.call_recorder import CallRecorder, CallRecording
-from mprun.execution.cuda_graph import CannotCapture
+from mprun.execution.cuda_graph import CallRecorder, CallRecording, CannotCapture
 from mprun.execution.graph_self_test import difference, why_no_replay_on
 
 CPU = torch.device("cpu")

@@ -5,8 +5,8 @@ import torch
 
 from mprun.errors import BadInput
 from mprun.execution.cuda_graph import CannotCapture, CudaRecorder
+from mprun.execution.graphed_step import STEPS as TIMED
 from mprun.execution.graphed_step import WARM_UP
-from mprun.execution.host_bound import STEPS as TIMED
 from mprun.precision.random_states import random_states, restore_random_states
 from mprun.precision.recurrent import restore_dropout_state
 

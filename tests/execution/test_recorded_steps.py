@@ -5,10 +5,8 @@ import torch
 
 from mprun.errors import BadInput
 from mprun.execution import GraphedStep, Stepper
-from mprun.execution.call_recorder import CallRecorder
-from mprun.execution.cuda_graph import CannotCapture
-from mprun.execution.graphed_step import WARM_UP
-from mprun.execution.host_bound import pays
+from mprun.execution.cuda_graph import CallRecorder, CannotCapture
+from mprun.execution.graphed_step import WARM_UP, pays
 
 from .trained import SMALL, Training, assert_same_rows, assert_same_state, copy_of
 

@@ -11,12 +11,12 @@ from mprun.build import build, policy_from
 from mprun.build.execution import uses_channels_last
 from mprun.build.precision import optimizer_maker
 from mprun.cli import main
-from mprun.config.check_execution import auto_channels_last
+from mprun.config.check import auto_channels_last
 from mprun.config.compose import compose_config
 from mprun.errors import BadInput
 from mprun.execution import why_not_captured
-from mprun.precision.single_pass import torch_path
 from mprun.precision.torch_update import has_fused_kernel
+from mprun.precision.update_choice import torch_path
 
 LSTM = ["model=lstm_lm", "data=synthetic_tokens"]
 IMAGES = "model=conv_autoencoder"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mprun import fake_cuda
+from mprun.bench import fake_cuda
 
 ROOT = Path(__file__).parents[2]
 
@@ -89,7 +89,7 @@ def build_with(python: str, folder: Path) -> None:
     """`fake_cuda.build` for the torch of `python`; RuntimeError says why not."""
     if python == sys.executable:
         return fake_cuda.build(folder)
-    code = "import pathlib, sys, mprun.fake_cuda as f; f.build(pathlib.Path(sys.argv[1]))"
+    code = "import pathlib, sys, mprun.bench.fake_cuda as f; f.build(pathlib.Path(sys.argv[1]))"
     command = [python, "-c", code, str(folder)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:

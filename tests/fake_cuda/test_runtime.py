@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from mprun.fake_cuda import Counts, is_fake
+from mprun.bench.fake_cuda import Counts, is_fake
 
 from .cells import MODELS
 
@@ -238,7 +238,7 @@ return {rule: difference(cuda, rule) for rule in ("sgd", "adam", "adamw", "adagr
 def test_counts_are_read_as_they_are_written():
     from pathlib import Path
 
-    import mprun.fake_cuda as module
+    import mprun.bench.fake_cuda as module
 
     text = (Path(module.__file__).parent / "counts.h").read_text()
     struct = text[text.index("{") + 1 : text.index("};")]

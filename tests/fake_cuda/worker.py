@@ -1,4 +1,4 @@
-"""A process on the fake CUDA device (`mprun.fake_cuda`): takes requests, answers what happened.
+"""A process on the fake CUDA device (`bench.fake_cuda`): takes requests, answers what happened.
 
 Started with the fake runtime preloaded, it reads one JSON object a line, {"function": name of a
 function below, ...its arguments}, and writes one: what the function returned, with the warnings and
@@ -27,7 +27,7 @@ import mprun.precision.single_pass_self_test as self_test
 import mprun.record.async_copy
 import mprun.training.loop
 import mprun.training.metric_logger
-from mprun import fake_cuda
+from mprun.bench import fake_cuda
 from mprun.cli import main
 from mprun.config.compose import compose_config
 from mprun.execution.step_runner import Stepper

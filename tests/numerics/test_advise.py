@@ -11,8 +11,7 @@ from mprun.errors import BadInput
 from mprun.models import ConvAutoencoder
 from mprun.numerics.advice import advise
 from mprun.numerics.advice_text import as_text
-from mprun.numerics.exponent_shares import ExponentCounts
-from mprun.numerics.lost_update_shares import LostUpdates
+from mprun.numerics.exponent_shares import ExponentCounts, LostUpdates
 from mprun.numerics.probe_record import LearnerProbe, ProbeRecord, TensorStats
 from mprun.numerics.shapes import Layout, idle_shapes
 from mprun.precision import NoLossScale

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from mprun.config.compose import compose_config
-from mprun.numerics.events import Event
 from mprun.numerics.first_nonfinite import Finding
 from mprun.numerics.interventions import Origin, changes, survives, transplant
+from mprun.numerics.operands import Event
 from mprun.numerics.replay import Steps
 
 from .failing_runs import GAN, LM

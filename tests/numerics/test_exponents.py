@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from mprun.numerics.exponents import BINS, ExponentCounts, counts_of_each, exponent_counts
+from mprun.numerics.exponent_counter import BINS, ExponentCounts, counts_of_each, exponent_counts
 
 F16_MAX = 65504.0
 

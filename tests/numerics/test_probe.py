@@ -13,11 +13,14 @@ from mprun.cli import main
 from mprun.compare.arms import is_no_key
 from mprun.config.compose import compose_config
 from mprun.errors import BadInput
-from mprun.numerics.exponents import ExponentCounts, exponent_counts
-from mprun.numerics.lost_updates import lost_updates, read_counts
-from mprun.numerics.probe import Probe
+from mprun.numerics.exponent_counter import (
+    ExponentCounts,
+    exponent_counts,
+    lost_updates,
+    read_counts,
+)
+from mprun.numerics.probe import Probe, chosen_modules, owner
 from mprun.numerics.probe_record import KINDS, read_probes
-from mprun.numerics.selection import chosen_modules, owner
 from mprun.precision import Arithmetic, MixedPrecisionOptimizer, cast_model, get_policy
 from mprun.precision.loss_scale import NoLossScale
 from mprun.record.metrics import read_metrics

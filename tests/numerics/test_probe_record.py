@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from mprun.errors import Damaged
-from mprun.numerics.exponent_shares import BINS, ExponentCounts
-from mprun.numerics.lost_update_shares import LostUpdates
+from mprun.numerics.exponent_shares import BINS, ExponentCounts, LostUpdates
 from mprun.numerics.probe_record import (
     Agreement,
     LearnerProbe,

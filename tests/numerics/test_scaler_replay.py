@@ -10,9 +10,8 @@ import torch
 from mprun.cli import main
 from mprun.cli.scaler_replay import OWN, SCALERS
 from mprun.errors import BadInput, Damaged
-from mprun.numerics.exponents import ExponentCounts, exponent_counts
-from mprun.numerics.overflow_trace import trace_from_bounds
-from mprun.numerics.overflow_trace_file import read_trace_file
+from mprun.numerics.exponent_counter import ExponentCounts, exponent_counts
+from mprun.numerics.overflow_trace import read_trace_file, trace_from_bounds
 from mprun.numerics.overflow_trace_run import run_trace
 from mprun.numerics.probe_record import LearnerProbe, ProbeRecord, TensorStats, write_probe
 from mprun.numerics.scaler_replay import replay

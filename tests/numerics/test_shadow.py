@@ -6,8 +6,8 @@ import statistics
 import pytest
 import torch
 
+from mprun.numerics.probe import chosen_modules
 from mprun.numerics.probe_record import read_probes
-from mprun.numerics.selection import chosen_modules
 from mprun.numerics.shadow import Shadow
 
 from .small_runs import SMALL, bits, watched_steps

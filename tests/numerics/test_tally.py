@@ -5,8 +5,13 @@ import math
 import pytest
 import torch
 
-from mprun.numerics.exponent_counter import SAMPLED_FROM, Tally, sampling_stride
-from mprun.numerics.exponents import ExponentCounts, exponent_counts
+from mprun.numerics.exponent_counter import (
+    SAMPLED_FROM,
+    ExponentCounts,
+    Tally,
+    exponent_counts,
+    sampling_stride,
+)
 
 
 def finished(tally: Tally) -> Tally:

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from mprun.cli import main
-from mprun.numerics.overflow_trace_file import read_trace_file
+from mprun.numerics.overflow_trace import read_trace_file
 
 SMALL = [
     "device=cpu",

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from mprun.precision.loss_scale_logmax import LogMaxLossScale
+from mprun.precision.loss_scale import LogMaxLossScale
 
 # One rounding of the float64 result to FP32.
 FP32 = 2.0**-24

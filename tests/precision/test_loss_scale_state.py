@@ -6,8 +6,13 @@ import math
 import pytest
 import torch
 
-from mprun.precision.loss_scale import DynamicLossScale, LossScale, NoLossScale, StaticLossScale
-from mprun.precision.loss_scale_logmax import LogMaxLossScale
+from mprun.precision.loss_scale import (
+    DynamicLossScale,
+    LogMaxLossScale,
+    LossScale,
+    NoLossScale,
+    StaticLossScale,
+)
 
 KINDS = {
     "none": NoLossScale,

@@ -15,7 +15,7 @@ from mprun.precision import (
     cast_model,
     get_policy,
 )
-from mprun.precision.parameter_groups import norm_parameter_names, parameter_groups
+from mprun.precision.torch_update import norm_parameter_names, parameter_groups
 
 CPU = torch.device("cpu")
 SCALE = 2.0**7

@@ -11,12 +11,10 @@ import pytest
 
 from mprun.cli import main
 from mprun.errors import BadInput
-from mprun.record.heartbeat import Heartbeat, Pulse
-from mprun.record.run_directory import locked, write_json
+from mprun.record.run_directory import Heartbeat, Pulse, locked, write_json
+from mprun.sweep.attempt import Ended, Outcome, exit_code, settle
 from mprun.sweep.jobs import State, look, put_aside, record_of
-from mprun.sweep.outcome import Outcome, exit_code, settle
 from mprun.sweep.plan import plan
-from mprun.sweep.processes import Ended
 from mprun.sweep.worker import cell_of
 
 RECORD = {

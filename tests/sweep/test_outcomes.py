@@ -8,9 +8,8 @@ import threading
 import pytest
 
 from mprun.cli import main
-from mprun.sweep import processes
-from mprun.sweep.attempt import Attempt
-from mprun.sweep.outcome import Outcome
+from mprun.sweep import attempt as processes
+from mprun.sweep.attempt import Attempt, Outcome
 from mprun.sweep.plan import plan
 
 # Longer than a process takes to start on a busy machine: that counts as no progress, too.

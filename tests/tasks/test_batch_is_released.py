@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from mprun.execution import GraphedStep
-from mprun.execution.call_recorder import CallRecorder
+from mprun.execution.cuda_graph import CallRecorder
 from mprun.precision import get_policy
-from mprun.tasks.micro_batches import micro_batches
+from mprun.tasks.supervised import micro_batches
 
 MODELS = {
     "resnet50": ["model=resnet50", "data.batch_size=8"],

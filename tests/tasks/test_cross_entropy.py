@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from mprun.tasks.cross_entropy import cross_entropy
+from mprun.tasks.supervised import cross_entropy
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -5,8 +5,7 @@ from torch import nn
 
 from mprun.config.schema import OptimConfig
 from mprun.errors import BadInput
-from mprun.precision.parameter_groups import norm_parameter_names, parameter_groups
-from mprun.precision.torch_update import has_fused_kernel
+from mprun.precision.torch_update import has_fused_kernel, norm_parameter_names, parameter_groups
 
 
 def groups_of(config: OptimConfig, network: nn.Module) -> list[dict]:

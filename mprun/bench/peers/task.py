@@ -13,7 +13,7 @@ from mprun.build.data import build_data
 from mprun.build.model import gan_builders, model_builder
 from mprun.config.compose import compose_config
 from mprun.config.schema import RunConfig
-from mprun.config.tasks import task_of
+from mprun.config.schema_models import task_of
 from mprun.errors import BadInput
 from mprun.precision import pin_math_flags
 

@@ -6,7 +6,7 @@ from mprun.bench.roofline.ceilings import LAUNCH_SOURCE, Ceilings
 from mprun.bench.roofline.count import Counted
 from mprun.bench.roofline.limits import Limit
 from mprun.bench.roofline.update import RECIPES
-from mprun.record.markdown_table import markdown_table
+from mprun.record.console import markdown_table
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from mprun.build.data import build_data
-from mprun.build.user_data import check_batches, own_source
+from mprun.build.data import build_data, check_batches, own_source
 from mprun.config import schema
-from mprun.config.tasks import task_of
+from mprun.config.schema_models import task_of
 from mprun.errors import BadInput
 
 _CLASSES = {"digits": 10, "cifar10": 10, "imagenet": 1000}

@@ -12,6 +12,6 @@ is without the workspaces that cuDNN asks for. torch.compile and libraries that 
 of their own are not covered.
 """
 
-from mprun.fake_cuda.library import Counts, build, counts, environment, is_fake, why_not
+from mprun.bench.fake_cuda.library import Counts, build, counts, environment, is_fake, why_not
 
 __all__ = ["Counts", "build", "counts", "environment", "is_fake", "why_not"]
