@@ -114,8 +114,8 @@ _HEAD = """\
 
 The host side alone: no kernel ran, and no value means anything (`mprun/bench/fake_cuda`). Each cell
 is a run of 12 steps with evaluations and, but for AlexNet, checkpoints, in which a wait for the
-device between evaluations is an error; as a graph, 3 steps are eager and 9 replayed. "single_pass": the
-Triton kernels, compiled for sm_90a. Made by benchmarks/fake_cuda_cells.py.
+device between evaluations is an error; as a graph, 3 steps are eager and 9 replayed. "single_pass":
+the Triton kernels, compiled for sm_90a. Made by benchmarks/fake_cuda_cells.py.
 
 """
 
