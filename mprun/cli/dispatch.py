@@ -68,6 +68,8 @@ def main(arguments: list[str] | None = None) -> int:
         longest = 600 if error.exit_code == DAMAGED else 200
         print(_one_line(f"mprun: {error}", longest), file=sys.stderr)
         return error.exit_code
+    except SystemExit as ended:  # argparse, after a help page
+        return int(ended.code or DONE)
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:

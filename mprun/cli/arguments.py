@@ -1,0 +1,90 @@
+"""One parser for every verb: argparse, whose complaints become one line with exit code 2.
+
+A verb declares its options and gets its help page from them; what is allowed stands once, in the
+declaration. Hydra's overrides (key=value) may stand anywhere between the options.
+"""
+
+import argparse
+from collections.abc import Callable
+from typing import NoReturn
+
+from mprun.config.rules import nearest
+from mprun.errors import BadInput
+
+
+class Arguments(argparse.ArgumentParser):
+    """The command line of `mprun VERB`.
+
+    Args:
+        verb: "bench"; "" for mprun itself.
+        what: what the verb does, above the options of its help page.
+        more: what stands below them: examples, exit codes. Line breaks are kept.
+        overrides: whether key=value is taken, as `overrides` of the result.
+    """
+
+    def __init__(self, verb: str, what: str, more: str = "", *, overrides: bool = False):
+        super().__init__(
+            prog=f"mprun {verb}".strip(),
+            description=what,
+            epilog=more,
+            allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        self.verb, self.takes_overrides = verb, overrides
+        if overrides:
+            self.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="as for a run")
+
+    def parse(self, arguments: list[str]) -> argparse.Namespace:
+        """The values of the options.
+
+        Raises:
+            BadInput: an unknown option, a missing or bad value, or what is no key=value.
+            SystemExit: with code 0, after `--help`.
+        """
+        found, unknown = self.parse_known_intermixed_args(arguments)
+        if unknown:
+            known = [name for action in self._actions for name in action.option_strings]
+            self.error(f"{unknown[0]}: unknown option{nearest(unknown[0], known)}")
+        for word in found.overrides if self.takes_overrides else ():
+            if "=" not in word and not word.startswith("~"):
+                self.error(f"{word}: neither an option nor key=value")
+        return found
+
+    def error(self, message: str) -> NoReturn:
+        """Raise BadInput with `message`, which names the argument."""
+        # argparse says "argument --out: expected one argument".
+        message = message.removeprefix("argument ")
+        start = f"{self.verb}: " if self.verb else ""
+        raise BadInput(f"{start}{message} (see {self.prog} --help)")
+
+
+def number(
+    flag: str, low: float, high: float, what: str = "a number", *, whole: bool = False
+) -> Callable[[str], float]:
+    """A `type` for add_argument: a number from `low` to `high`, an int if `whole`.
+
+    Raises BadInput that names flag, value and what is allowed.
+    """
+
+    def read(text: str) -> float:
+        try:
+            value = int(text) if whole else float(text)
+        except ValueError:
+            value = float("nan")
+        if not low <= value <= high:
+            raise BadInput(f"{flag} {text}: must be {what} from {low:g} to {high:g}")
+        return value
+
+    return read
+
+
+def names(flag: str) -> Callable[[str], list[str]]:
+    """A `type` for add_argument: names separated by commas, at least one."""
+
+    def read(text: str) -> list[str]:
+        found = [name.strip() for name in text.split(",") if name.strip()]
+        if not found:
+            raise BadInput(f"{flag} {text}: needs names, separated by commas")
+        return found
+
+    return read
