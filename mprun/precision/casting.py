@@ -1,15 +1,9 @@
-"""Glob patterns over module names, as `precision.overrides` and other settings take them.
-
-Put a model into a policy's dtypes, with chosen modules kept in another one.
+"""Put a model into a policy's dtypes, with chosen modules kept in another one.
 
 Models are written in FP32 terms; here each parameter gets its dtype, and a module that computes
-in another dtype than its neighbours gets a cast in front of and behind its `forward`.
-
-Keep BatchNorm's running statistics out of reach of an update that is skipped.
-
-The forward pass has moved the statistics before anybody knows that the gradients overflowed:
-without this guard one infinite activation makes the evaluation NaN for ever, although the
-skipped update left the weights alone.
+in another dtype than its neighbours gets a cast in front of and behind its `forward`. Which modules
+are meant is said in glob patterns over their names, for `precision.overrides` as for every other
+setting.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -254,7 +248,11 @@ def _device_type(args, kwargs) -> str:
 
 
 class BatchNormGuard:
-    """Remembers the running statistics of `module`, and puts them back where told to.
+    """Keeps BatchNorm's running statistics out of reach of an update that is skipped.
+
+    The forward pass has moved the statistics before anybody knows that the gradients overflowed:
+    without this guard one infinite activation makes the evaluation NaN for ever, although the
+    skipped update left the weights alone.
 
     The statistics of all layers are moved into one flat tensor per dtype, so that remembering and
     restoring are one operation each, on the device. One guard per module: a second one would move

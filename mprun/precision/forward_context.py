@@ -1,6 +1,6 @@
-"""The context in which a mode's forward and backward passes run on one device.
+"""The context in which a mode's forward and backward passes run, and which devices can honour it.
 
-What a device can honour; a mode that it cannot is refused, never replaced.
+A mode that a device cannot honour is refused, never replaced.
 """
 
 from collections import Counter

@@ -1,7 +1,4 @@
-"""Sums over the gradients of a model, whose dtypes may differ.
-
-Gradients taken out of `.grad`: cast, unscaled, checked, added up over the losses of a step.
-"""
+"""The gradients of a step, whose dtypes may differ: cast, unscaled, checked, added up, measured."""
 
 from collections.abc import Iterable, Sequence
 
@@ -66,11 +63,17 @@ def global_norm(gradients: list[Tensor]) -> Tensor:
     return torch.linalg.vector_norm(norms_of(gradients), 2)
 
 
-class CollectedGradients:
-    """values: of the parameters, then of the rows, each in its dtype; None where there is none.
+class Gradients:
+    """The gradients of a step on their way from backward to the update.
 
-    dtypes: in which each is unscaled and added up, in the same order. found_inf: float32, 0-dim,
-    which becomes 1 where a gradient is not finite.
+    Attributes:
+        values: of the parameters, then of the rows, each in its dtype; None where there is none.
+        dtypes: in which each is unscaled and added up, in the same order.
+        is_clipped: whether each counts in the norm and is clipped, in the same order.
+        collects: whether they are taken out of `.grad`; those that need neither cast nor scale
+            stay where autograd accumulates them.
+        skips: whether a step with a gradient that is not finite is skipped.
+        found_inf: float32, 0-dim, which becomes 1 where a gradient is not finite.
     """
 
     def __init__(
@@ -78,20 +81,42 @@ class CollectedGradients:
         parameters: Sequence[Tensor],
         rows: Sequence[RowUpdate],
         dtypes: Sequence[torch.dtype],
-        found_inf: Tensor,
+        is_clipped: Sequence[bool],
+        *,
+        collects: bool,
+        skips: bool,
+        device: torch.device,
     ):
         self.parameters, self.rows = list(parameters), list(rows)
-        self.dtypes, self.found_inf = list(dtypes), found_inf
-        self.values: list[Tensor | None] = [None] * len(dtypes)
-        self._one = torch.ones((), device=found_inf.device)
+        self.dtypes, self.is_clipped = list(dtypes), list(is_clipped)
+        self.collects, self.skips = collects, skips
+        self.found_inf = torch.zeros((), device=device)
+        self.values: list[Tensor | None] = [None] * len(self.dtypes)
+        self._one = torch.ones((), device=device)
 
     def clear(self) -> None:
-        """Forget all of them."""
+        """Forget all of them, in `.grad` too."""
+        for parameter in self.parameters:
+            parameter.grad = None
         self.values = [None] * len(self.values)
+        if self.skips:
+            self.found_inf.zero_()
 
     def any(self) -> bool:
-        """Whether there is one."""
+        """Whether one has been taken out of `.grad`."""
         return any(value is not None for value in self.values)
+
+    def parts(self) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        """Those of the parameters and those of the rows, as they are."""
+        if not self.collects:
+            return [p.grad for p in self.parameters], [row.gradient for row in self.rows]
+        count = len(self.parameters)
+        return self.values[:count], self.values[count:]
+
+    def clipped(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
+        """Those that count in the norm and are clipped; in the order of `values`."""
+        pairs = zip(gradients, self.is_clipped, strict=True)
+        return [gradient for gradient, counts in pairs if counts and gradient is not None]
 
     def add(self, scale: LossScale) -> None:
         """Take every new gradient, those of one loss, and tell `scale` what was found in them."""
@@ -102,8 +127,10 @@ class CollectedGradients:
     def add_rows(self, scale: LossScale) -> Tensor | None:
         """The same for the rows alone, `scale` being told by the caller: their largest magnitude.
 
-        None where `scale` does not need it.
+        None where `scale` does not need it, and where there is nothing to take.
         """
+        if not self.rows or not self.collects:
+            return None
         return self._add(scale, [*[None] * len(self.parameters), *self._take_rows()])[1]
 
     def _take_own(self) -> list[Tensor | None]:

@@ -1,11 +1,10 @@
-"""What every loss scale has: scale, overflow flag and skip counters, as tensors on the device.
+"""Loss scales `none`, `static`, `dynamic` and `logmax`.
 
-Loss scales `none`, `static` and `dynamic`.
+All state (scale, overflow flag, skip counters) is tensors on the device, and whether to skip is
+decided there: nothing here reads a tensor on the host. The published dynamic rules are arguments of
+`DynamicLossScale`, which stand in conf/scaler/*.yaml.
 
-Paper: Micikevicius et al., arXiv 1710.03740, section 3.2. Whether to skip is decided on the device:
-nothing here reads a tensor on the host.
-
-Loss scale `logmax`: set every step from the statistics of the largest gradient.
+Paper: Micikevicius et al., arXiv 1710.03740, section 3.2.
 """
 
 from __future__ import annotations
@@ -17,8 +16,6 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
-
-__all__ = ["DynamicLossScale", "LossScale", "NoLossScale", "StaticLossScale"]
 
 # Between these bounds both the scale and its reciprocal are normal FP32 numbers, so neither can
 # become 0 or inf, also where subnormals are flushed to zero.

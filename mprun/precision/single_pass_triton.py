@@ -1,6 +1,4 @@
-"""Addresses of tensors on the device, brought there without waiting for it.
-
-The single pass on CUDA: tables of addresses for the Triton kernels, and their launches.
+"""The single pass on CUDA: tables of addresses for the Triton kernels, and their launches.
 
 Nothing here waits for the device. In a CUDA graph the addresses of the gradients are part of what
 is captured, so the pinned memory that they were copied from lives as long as this object.

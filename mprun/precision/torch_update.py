@@ -1,15 +1,13 @@
-"""torch's optimizers, made safe to skip: complete state from the start, and a guarded step.
+"""torch's optimizers: made safe to skip, and with groups of parameters that they treat alike.
 
 Two traps of torch.optim are closed here. A fused SGD whose very first step is skipped keeps an
 uninitialised momentum buffer and uses it afterwards (seen in torch 2.15), so all state exists
 before the first step. And optimizers without a fused kernel know no found_inf, so their step is
 taken back on the device where it must not count.
 
-Which parameters an optimizer treats alike: weights, biases, parameters of norm layers.
-
-Caffe gives each bias twice the rate and no weight decay (`lr_mult: 2, decay_mult: 0` in its
-AlexNet); recipes for ResNet-50 since Goyal et al. (arXiv 1706.02677, section 5.1) leave the
-parameters of BatchNorm out of the decay.
+Weights, biases and parameters of norm layers are such groups. Caffe gives each bias twice the rate
+and no weight decay (`lr_mult: 2, decay_mult: 0` in its AlexNet); recipes for ResNet-50 since Goyal
+et al. (arXiv 1706.02677, section 5.1) leave the parameters of BatchNorm out of the decay.
 """
 
 import functools

@@ -1,7 +1,4 @@
-"""Learning-rate schedules as pure functions of the number of applied updates.
-
-Set the learning rate by the number of applied updates, without asking the device for it.
-"""
+"""The learning rate by the number of applied updates: schedules, and setting it on the device."""
 
 import math
 from collections.abc import Sequence

@@ -145,8 +145,8 @@ def a_whole_optimizer():
             update=update,
         )
         if update == "single_pass":
-            optimizer._single = KernelUpdate(
-                optimizer.inner, optimizer.parameters, optimizer.updated, [True] * 6
+            optimizer.use(
+                KernelUpdate(optimizer.inner, optimizer.parameters, optimizer.updated, [True] * 6)
             )
         metrics = []
         for factors in ((1.0,), (float("inf"),), (1.0, 2.0), (0.5,)):
