@@ -10,7 +10,7 @@ from mprun.data.source import Batch
 from mprun.precision import Arithmetic, BatchNormGuard, LossScale, PrecisionPolicy
 from mprun.tasks.sample_distance import SampleDistance
 from mprun.tasks.supervised import micro_batches
-from mprun.tasks.train_state import Learner
+from mprun.tasks.task import Learner
 
 # The same codes at every evaluation and in every run, so that samples can be compared.
 GRID_SEED, SAMPLE_SEED = 2018, 2019

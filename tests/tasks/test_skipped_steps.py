@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
+from mprun.execution import Stepper
 from mprun.tasks.learning_rate import LearningRate
-from mprun.training.metric_buffer import Trace
+from mprun.training.metric_buffer import MetricBuffer
 
 TOKENS = [
     "model=lstm_lm",
@@ -106,18 +107,18 @@ def test_the_schedule_counts_applied_updates(build_run):
     factor = plant(task.learner.model.decoder.layers.conv0.bias)
     optimizer = task.learner.optimizer
     device = torch.device("cpu")
-    rate, trace = LearningRate([4e-4, 3e-4, 2e-4, 1e-4], [optimizer], device), Trace(device)
+    rate, buffer = LearningRate([4e-4, 3e-4, 2e-4, 1e-4], [optimizer], device), MetricBuffer(device)
+    runner = Stepper(task, rate, device)
     rates = []
     for step, bad in enumerate([False, True, True, False, True, False]):
-        rate.apply(step, trace.skipped)
-        rates.append(optimizer.inner.param_groups[0]["lr"])
         factor[0] = float("inf") if bad else 1.0
-        trace.add(step + 1, task.train_step(step))
+        buffer.add(step + 1, runner.step(step))
+        rates.append(optimizer.inner.param_groups[0]["lr"])
     assert rates == [4e-4, 3e-4, 3e-4, 3e-4, 2e-4, 2e-4]
-    assert trace.skipped == task.loss_scale.steps_skipped == 3
+    assert runner.skipped == task.loss_scale.steps_skipped == 3
     # Adam's own counter counts applied updates too: its bias correction depends on it.
     steps = {state["step"].item() for state in optimizer.inner.state.values()}
     assert steps == {3.0}
-    trace.close(logged=False)
-    [interval] = trace.read()
+    buffer.close(logged=False)
+    [interval] = buffer.read()
     assert [row.skipped for row in interval.rows] == [0, 1, 2, 2, 3, 3]

@@ -1,13 +1,70 @@
-"""One model with its optimizer, and a look at it in FP32 for evaluation."""
+"""What a task is, and the model with its optimizer that a task trains."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from mprun.precision import Arithmetic, CastModel, MixedPrecisionOptimizer, fp32_copy, ieee_fp32
+from mprun.data.source import Source
+from mprun.precision import (
+    Arithmetic,
+    CastModel,
+    LossScale,
+    MixedPrecisionOptimizer,
+    fp32_copy,
+    ieee_fp32,
+)
+from mprun.precision.optimizer import copy_exactly
+
+
+class Task(Protocol):
+    """What is learned and how: owns model, optimizer, data and a step to read through.
+
+    Attributes:
+        sample: the unit of throughput, "image" or "token".
+        learners: what is trained, by name.
+        loss_scales: by the name that each has in the records.
+    """
+
+    sample: str
+    channels_last: bool
+    data: Source
+    learners: Mapping[str, "Learner"]
+    loss_scales: Mapping[str, LossScale]
+    samples_per_step: int
+    steps_per_epoch: int
+
+    def train_step(self, step: int, measure: bool = False) -> dict[str, Tensor]:
+        """`compute(load(step), measure)`."""
+        ...
+
+    def load(self, step: int) -> Iterator[Any]:
+        """What is decided on the host: the micro-batches of `step` (from 0)."""
+        ...
+
+    def compute(self, batches: Iterable[Any], measure: bool = False) -> dict[str, Tensor]:
+        """The step on the device alone.
+
+        Returns:
+            0-dim device tensors by metric name: always `loss` and `loss_scale`; `found_inf` where
+            updates can be skipped; `grad_norm` where something is clipped or `measure` asks for it.
+        """
+        ...
+
+    def evaluate(self) -> dict[str, float]:
+        """Metrics of the held-out split; always `loss`."""
+        ...
+
+    def samples(self) -> Tensor | None:
+        """Generated images, float [n, channels, h, w] in [0, 1]; None: of no such task."""
+        ...
+
+    def state_dict(self) -> dict: ...
+
+    def load_state_dict(self, state: dict) -> None: ...
 
 
 @dataclass(slots=True)
@@ -79,11 +136,5 @@ class Learner:
         if own.keys() != saved["model"].keys():
             raise ValueError("model state is of another model")
         for name, tensor in own.items():
-            value = saved["model"][name]
-            if value.dtype != tensor.dtype or value.shape != tensor.shape:
-                raise ValueError(
-                    f"{name}: saved as {value.dtype} {tuple(value.shape)}, needed "
-                    f"{tensor.dtype} {tuple(tensor.shape)}"
-                )
-            tensor.copy_(value)
+            copy_exactly(name, tensor, saved["model"][name])
         self.optimizer.load_state_dict(saved["optimizer"])
