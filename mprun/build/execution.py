@@ -49,7 +49,7 @@ def build_stepper(config: RunConfig, task, rate: LearningRate, device: torch.dev
     compilation = _compilation(config, task.learners)
     if reason is not None:
         settings["cuda_graph"] = f"off: {reason}"
-        return Stepper(task, compilation=compilation, settings=settings)
+        return Stepper(task, rate, device, compilation=compilation, settings=settings)
     stream = torch.cuda.Stream(device)
     required = config.train.cuda_graph == "on"
     graph = GraphedStep(
@@ -59,7 +59,9 @@ def build_stepper(config: RunConfig, task, rate: LearningRate, device: torch.dev
         clock=None if required else HostBound(device),
         zero_state=isinstance(config.model, LSTMConfig),
     )
-    return Stepper(task, graph=graph, compilation=compilation, stream=stream, settings=settings)
+    return Stepper(
+        task, rate, device, graph=graph, compilation=compilation, stream=stream, settings=settings
+    )
 
 
 def _why_no_graph(config: RunConfig, task, rate: LearningRate, device: torch.device) -> str | None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from mprun.execution.cuda_graph import CannotCapture, CudaRecorder
-from mprun.execution.graphed_step import WARM_UP, Recorder
+from mprun.execution.graphed_step import WARM_UP, GraphRecorder
 from mprun.precision import (
     Arithmetic,
     DynamicLossScale,
@@ -34,7 +34,7 @@ def why_no_replay_on(device: torch.device) -> str | None:
         return difference(CudaRecorder(device, stream), device)
 
 
-def difference(recorder: Recorder, device: torch.device) -> str | None:
+def difference(recorder: GraphRecorder, device: torch.device) -> str | None:
     """In what steps recorded by `recorder` differ from eager ones; None: in no bit."""
     with torch.random.fork_rng(devices=[]):  # the random state belongs to the caller
         layer, inputs = nn.Linear(_WIDTH, _WIDTH), torch.randn(_BATCH, _WIDTH)

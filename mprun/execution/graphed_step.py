@@ -150,7 +150,7 @@ def _tensors(batches: Sequence[tuple]) -> list[Tensor]:
 WARM_UP = 3
 
 
-class Recorder(Protocol):
+class GraphRecorder(Protocol):
     """`CudaRecorder`, or its twin `CallRecorder`."""
 
     seconds: float
@@ -172,7 +172,7 @@ class GraphedStep:
     def __init__(
         self,
         task,
-        recorder: Recorder,
+        recorder: GraphRecorder,
         *,
         required: bool,
         clock: HostBound | None = None,

@@ -1,21 +1,29 @@
 """The one place that training steps go through, however they are executed."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from mprun.execution.compilation import Compilation
 from mprun.execution.graphed_step import GraphedStep
+from mprun.tasks.learning_rate import LearningRate
+from mprun.tasks.task import Task
 
 
 class Stepper:
     """Takes training steps of `task`; each step computes what `task.train_step` computes.
 
-    settings: what is fixed beforehand, for the record: "cuda_graph" (why it is off, where `graph`
-    is None), "channels_last" and "autotune". compilation: networks to compile, None: none.
-    stream: on which graphs are captured; None without graphs.
+    Args:
+        compilation: networks to compile; None: none.
+        stream: on which graphs are captured; None without graphs.
+        settings: what is fixed beforehand, for the record: "cuda_graph" (why it is off, where
+            `graph` is None), "channels_last" and "autotune".
+
+    Attributes:
+        skipped: steps with a skipped update so far, int64, 0-dim, on the device.
 
     The first step is eager and uncompiled, so that it can be watched operation by operation. It
     is the step that compiles from the second one on; a graph is captured a few steps later.
@@ -23,28 +31,40 @@ class Stepper:
 
     def __init__(
         self,
-        task,
+        task: Task,
+        rate: LearningRate,
+        device: torch.device,
         *,
         graph: GraphedStep | None = None,
         compilation: Compilation | None = None,
         stream: torch.cuda.Stream | None = None,
-        settings: dict[str, str],
+        settings: Mapping[str, str] = MappingProxyType({}),
     ):
-        self.task, self.graph, self.compilation = task, graph, compilation
+        self.task, self.rate, self.graph, self.compilation = task, rate, graph, compilation
         self.stream, self.settings = stream, dict(settings)
         self.taken = 0
+        self.skipped = torch.zeros((), dtype=torch.int64, device=device)
 
     def step(self, index: int, measure: bool = False) -> dict[str, Tensor]:
-        """Step `index` (from 0): 0-dim device tensors by metric name, no synchronisation.
+        """Set the rate, take step `index` (from 0), count a skipped update; no synchronisation.
 
-        measure: also compute the gradient norm. Raises BadInput where train.compile, or a CUDA
-        graph that is required, turns out to be impossible, and what the data source raises.
+        Args:
+            measure: also compute the gradient norm.
+
+        Returns:
+            0-dim device tensors by metric name.
+
+        Raises:
+            BadInput: train.compile, or a CUDA graph that is required, turns out to be impossible.
+            MprunError: what the data source raises.
         """
         self.taken += 1
-        if self.stream is None:
-            return self._take(index, measure)
         with self.on_stream():
-            return self._take(index, measure)
+            self.rate.apply(index, self.skipped)
+            metrics = self._take(index, measure)
+            if "found_inf" in metrics:
+                self.skipped.add_(metrics["found_inf"].to(torch.int64))
+        return metrics
 
     def _take(self, index: int, measure: bool) -> dict[str, Tensor]:
         if self.compilation is not None and self.taken <= 2:

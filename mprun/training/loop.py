@@ -10,6 +10,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
+
+from torch import Tensor
 
 from mprun.build import Built
 from mprun.config.schema import RunConfig
@@ -20,14 +23,20 @@ from mprun.numerics.probing import Probing
 from mprun.precision.random_states import random_states
 from mprun.record import checkpoint, memory
 from mprun.record.run_directory import Heartbeat
-from mprun.training.metric_buffer import Trace
-from mprun.training.metric_logger import Recorder
+from mprun.training.metric_buffer import MetricBuffer
+from mprun.training.metric_logger import MetricLogger
 from mprun.training.signals import Interruption
 
 
 @dataclass(slots=True)
 class Outcome:
-    """How a run ended. status: done, diverged or preempted; `step` counts from 1."""
+    """How a run ended.
+
+    Attributes:
+        status: done, diverged or preempted.
+        step: the last one, from 1.
+        data_wait: share of the time; None: the source does not read ahead.
+    """
 
     status: str
     step: int
@@ -36,10 +45,15 @@ class Outcome:
     final: dict[str, float] = field(default_factory=dict)
     samples_per_s: float | None = None
     windows: int = 0
-    data_wait: float | None = None  # share of the time; None: the source does not read ahead
+    data_wait: float | None = None
     saved_for_backward_bytes: int | None = None
     first_step: dict = field(default_factory=dict)
     peak: dict = field(default_factory=dict)
+
+    def diverged(self, step: int, cause: str) -> bool:
+        """Note that the run is over; False, for whoever asks whether it goes on."""
+        self.status, self.step, self.cause = "diverged", step, cause
+        return False
 
 
 def train(
@@ -54,127 +68,179 @@ def train(
 ) -> Outcome:
     """Train from step `start` to the end, recording into `directory`.
 
-    evaluate_first: begin with the evaluation of step `start`, in which an earlier attempt failed.
+    Args:
+        skipped: updates skipped before `start`.
+        evaluate_first: begin with the evaluation of step `start`, in which an earlier attempt
+            failed.
     """
-    task, device, every = built.task, built.device, config.train
-    rate, defer_wait = built.rate, getattr(built.data, "defer_wait", None)
-    trace = Trace(device, skipped, task.loss_scales, defer_wait)
-    recorder = Recorder(directory, built, trace, start)
-    outcome = Outcome("done", start, skipped=skipped)
-    heartbeat = Heartbeat(directory)
-
-    def save(step: int) -> None:
-        state = {
-            "task": task.state_dict(),
-            "step": step,
-            "skipped": trace.host_skipped,
-            "random": random_states(device),
-        }
-        checkpoint.save(directory / "checkpoints", step, state, every.keep_checkpoints)
-
-    def due(step: int, interval: int) -> bool:
-        return interval > 0 and step % interval == 0
-
-    advance = built.stepper.step
-
-    def take_step(index: int, measure: bool) -> dict:
-        if index > start:
-            return advance(index, measure=measure)
-        with FirstStep(task, built.policy, config.precision.overrides, index + 1) as first:
-            metrics = advance(index, measure=measure)
-        outcome.saved_for_backward_bytes = first.saved.bytes
-        outcome.first_step = first.record()
-        recorder.progress.note(first.summary(device.type))
-        return metrics
-
-    numerics, probing = config.numerics, None
-    if numerics.enabled:
-        probing = Probing(
-            task,
-            directory,
-            recorder.board.writer,
-            every=numerics.every,
-            patterns=numerics.modules,
-            shadow_every=numerics.shadow_every,
-        )
-    forget_failure(directory)
-    keeper = FailureKeeper(built) if config.numerics.keep_failure else None
-    if keeper is not None:
-        keeper.keep(start, skipped)
-
-    def keep(step: int) -> None:
-        if trace.late:
-            keeper.keep_if(step, trace.skipped, trace.sound)
-        else:
-            healthy = not recorder.history.rows[-1]["found_inf"]
-            keeper.keep(step, trace.host_skipped, healthy=healthy)
-
-    memory.reset_peak(device)
+    loop = Loop(built, config, directory, start, skipped)
     try:
         if evaluate_first:
-            outcome.final = recorder.evaluate(start)
+            loop.outcome.final = loop.logger.evaluate(start)
         for index in range(start, built.steps):
-            heartbeat.beat()
-            step, last = index + 1, index + 1 == built.steps
-            logging = due(step, every.log_every) or last
-            saving = due(step, every.checkpoint_every) or (last and every.checkpoint_every > 0)
-            evaluating = due(step, every.eval_every) or last
-            rate.apply(index, trace.skipped)
-            if probing is not None and probing.due(step):
-                metrics = probing.watch(step, index, partial(take_step, index, logging))
-            else:
-                metrics = take_step(index, logging)
-            trace.add(step, metrics)
-            outcome.step = step
-
-            stop = interruption.requested
-            if logging or saving or evaluating or stop:
+            step, due = index + 1, loop.due(index + 1)
+            loop.advance(index, measure=due.log)
+            stop = interruption.requested and step < built.steps
+            if any(due) or interruption.requested:
                 # What is evaluated or saved has to be known to be sound.
-                outcome.cause = recorder.flush(logging, wait=saving or evaluating or stop)
-                if outcome.cause is not None:
-                    outcome.status = "diverged"
-                    outcome.step = recorder.diverged_at
+                wait = due.evaluate or due.save or interruption.requested
+                if not loop.log(step, due.log, wait):
                     break
-                if keeper is not None:
-                    keep(step)
-            if evaluating:
-                # Of training alone: evaluation holds an FP32 model beside it.
-                outcome.peak = memory.higher(outcome.peak, device)
-                heartbeat.beat()
-                outcome.final = recorder.evaluate(step)
-                built.stepper.give_back_cache()
-                heartbeat.beat()
-                memory.reset_peak(device)
-                if not all(math.isfinite(value) for value in outcome.final.values()):
-                    outcome.status, outcome.cause = "diverged", "non-finite evaluation loss"
-                    break
-            if saving or (stop and not last):
-                save(step)
-                trace.restart_clock()
-            if stop and not last:
-                outcome.status, outcome.cause = "preempted", interruption.reason
+            if due.evaluate and not loop.evaluate(step):
+                break
+            if due.save or stop:
+                loop.save(step)
+            if stop:
+                loop.outcome.status, loop.outcome.cause = "preempted", interruption.reason
                 break
     except (Damaged, Resource):
         # Data failed, in an evaluation or before the step moved anything: the work is not lost.
         # (Not between micro-batches, the first of which have moved BatchNorm statistics.)
-        if outcome.step > start and every.accumulate == 1 and recorder.flush(False, True) is None:
-            with suppress(MprunError, OSError):
-                save(outcome.step)
-                recorder.progress.note(f"checkpoint at step {outcome.step} kept for mprun resume=")
+        if config.train.accumulate == 1:
+            loop.save_what_is_whole()
         raise
     finally:
-        recorder.close()
-    outcome.skipped = trace.host_skipped
-    outcome.peak = memory.higher(outcome.peak, device)
-    if keeper is not None and device.type == "cuda":
-        # What a mode needs, not what is kept beside it.
-        kept = {key: outcome.peak[key] - keeper.bytes for key in memory.OF_CUDA}
-        outcome.peak = outcome.peak | kept
-    outcome.samples_per_s, outcome.windows = recorder.throughput()
-    outcome.data_wait = recorder.data_wait()
-    if outcome.status == "diverged":
-        rows = recorder.history.up_to(outcome.step)
-        report_failure(
-            keeper, directory, outcome.cause, outcome.step, rows, scaler_kind=config.scaler.kind
+        loop.logger.close()
+    return loop.finish()
+
+
+class Due(NamedTuple):
+    """What is to be done after a step."""
+
+    log: bool
+    save: bool
+    evaluate: bool
+
+
+class Loop:
+    """What `train` does between two steps. `logger` is to be closed."""
+
+    def __init__(self, built: Built, config: RunConfig, directory: Path, start: int, skipped: int):
+        self.built, self.config, self.directory, self.start = built, config, directory, start
+        built.stepper.skipped.fill_(skipped)
+        self.buffer = MetricBuffer(
+            built.device,
+            skipped,
+            built.task.loss_scales,
+            getattr(built.data, "defer_wait", None),
         )
-    return outcome
+        self.logger = MetricLogger(directory, built, self.buffer, start)
+        self.outcome = Outcome("done", start, skipped=skipped)
+        self.heartbeat = Heartbeat(directory)
+        numerics, self.probing = config.numerics, None
+        if numerics.enabled:
+            self.probing = Probing(
+                built.task,
+                directory,
+                self.logger.board.writer,
+                every=numerics.every,
+                patterns=numerics.modules,
+                shadow_every=numerics.shadow_every,
+            )
+        forget_failure(directory)
+        self.keeper = FailureKeeper(built) if numerics.keep_failure else None
+        if self.keeper is not None:
+            self.keeper.keep(start, skipped)
+        memory.reset_peak(built.device)
+
+    def due(self, step: int) -> Due:
+        """What is to be done after `step`; everything that is done at all after the last one."""
+        train, last = self.config.train, step == self.built.steps
+
+        def now(every: int) -> bool:
+            return every > 0 and (last or step % every == 0)
+
+        return Due(
+            last or now(train.log_every), now(train.checkpoint_every), last or now(train.eval_every)
+        )
+
+    def advance(self, index: int, measure: bool) -> None:
+        """Take step `index` (from 0), watched where that was asked for; waits for nothing."""
+        self.heartbeat.beat()
+        take = self.built.stepper.step if index > self.start else self._first_step
+        if self.probing is not None and self.probing.due(index + 1):
+            metrics = self.probing.watch(index + 1, index, partial(take, index, measure))
+        else:
+            metrics = take(index, measure)
+        self.buffer.add(index + 1, metrics)
+        self.outcome.step = index + 1
+
+    def log(self, step: int, logged: bool, wait: bool) -> bool:
+        """Write what can be read of the steps so far; whether the run goes on."""
+        cause = self.logger.flush(logged, wait=wait)
+        if cause is not None:
+            return self.outcome.diverged(self.logger.diverged_at, cause)
+        if self.keeper is None:
+            return True
+        if self.buffer.late:
+            self.keeper.keep_if(step, self.built.stepper.skipped, self.buffer.sound)
+        else:
+            healthy = not self.logger.history.rows[-1]["found_inf"]
+            self.keeper.keep(step, self.buffer.host_skipped, healthy=healthy)
+        return True
+
+    def evaluate(self, step: int) -> bool:
+        """Evaluate after `step`; whether the run goes on."""
+        outcome, device = self.outcome, self.built.device
+        # Of training alone: evaluation holds an FP32 model beside it.
+        outcome.peak = memory.higher(outcome.peak, device)
+        self.heartbeat.beat()
+        outcome.final = self.logger.evaluate(step)
+        self.built.stepper.give_back_cache()
+        self.heartbeat.beat()
+        memory.reset_peak(device)
+        if all(math.isfinite(value) for value in outcome.final.values()):
+            return True
+        return outcome.diverged(step, "non-finite evaluation loss")
+
+    def save(self, step: int) -> None:
+        """Write a checkpoint of the state after `step`."""
+        state = {
+            "task": self.built.task.state_dict(),
+            "step": step,
+            "skipped": self.buffer.host_skipped,
+            "random": random_states(self.built.device),
+        }
+        folder, kept = self.directory / "checkpoints", self.config.train.keep_checkpoints
+        checkpoint.save(folder, step, state, kept)
+        self.buffer.restart_clock()
+
+    def save_what_is_whole(self) -> None:
+        """A checkpoint of the last step that was taken, if there is one and it is sound."""
+        step = self.outcome.step
+        if step > self.start and self.logger.flush(False, wait=True) is None:
+            with suppress(MprunError, OSError):
+                self.save(step)
+                self.logger.progress.note(f"checkpoint at step {step} kept for mprun resume=")
+
+    def finish(self) -> Outcome:
+        """The outcome, with what was measured; of a run that diverged the post-mortem."""
+        outcome, device = self.outcome, self.built.device
+        outcome.skipped = self.buffer.host_skipped
+        outcome.peak = memory.higher(outcome.peak, device)
+        if self.keeper is not None and device.type == "cuda":
+            # What a mode needs, not what is kept beside it.
+            kept = {key: outcome.peak[key] - self.keeper.bytes for key in memory.OF_CUDA}
+            outcome.peak = outcome.peak | kept
+        outcome.samples_per_s, outcome.windows = self.logger.throughput()
+        outcome.data_wait = self.logger.data_wait()
+        if outcome.status == "diverged":
+            report_failure(
+                self.keeper,
+                self.directory,
+                outcome.cause,
+                outcome.step,
+                self.logger.history.up_to(outcome.step),
+                scaler_kind=self.config.scaler.kind,
+            )
+        return outcome
+
+    def _first_step(self, index: int, measure: bool) -> dict[str, Tensor]:
+        """The step whose operations and memory are counted, see `mprun.numerics.operations`."""
+        built, overrides = self.built, self.config.precision.overrides
+        with FirstStep(built.task, built.policy, overrides, index + 1) as first:
+            metrics = built.stepper.step(index, measure)
+        self.outcome.saved_for_backward_bytes = first.saved.bytes
+        self.outcome.first_step = first.record()
+        self.logger.progress.note(first.summary(built.device.type))
+        return metrics

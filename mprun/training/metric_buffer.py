@@ -66,15 +66,15 @@ class _Unread:
     waited: Waited | None
 
 
-class Trace:
-    """Collects the steps' metrics; `skipped` counts steps with a skipped update, on the device.
+class MetricBuffer:
+    """Collects the steps' metrics.
 
     loss_scales: by name, those whose collapse is to be noticed. defer_wait: of a source that reads
     ahead, see `mprun.data.source`. host_skipped: `skipped` as of the last interval that was read.
 
-        trace.add(step, metrics)                 # each step
-        trace.close(logged=True)                 # where an interval ends
-        for interval in trace.read(): ...        # what has arrived; read(wait=True): everything
+        buffer.add(step, metrics)                # each step
+        buffer.close(logged=True)                # where an interval ends
+        for interval in buffer.read(): ...        # what has arrived; read(wait=True): everything
     """
 
     def __init__(
@@ -85,7 +85,6 @@ class Trace:
         defer_wait: Callable[[], Waited] | None = None,
     ):
         self.device = device
-        self.skipped = torch.full((), skipped, dtype=torch.int64, device=device)
         self.host_skipped = skipped
         scales = (loss_scales or {}).items()
         self.scales = {name: scale for name, scale in scales if scale.skips_nonfinite}
@@ -115,7 +114,6 @@ class Trace:
             self.rows.append(metrics["loss"].clone())
         else:
             self.rows.append(torch.stack((metrics["loss"], metrics["loss_scale"], found_inf)))
-            self.skipped.add_(found_inf.to(torch.int64))
         self.steps.append(step)
         self.last = metrics
 

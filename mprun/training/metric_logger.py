@@ -1,4 +1,4 @@
-"""From the intervals of a run's trace to its records: files, TensorBoard, progress, throughput."""
+"""From the metric buffer to a run's records: files, TensorBoard, progress, throughput."""
 
 import statistics
 import time
@@ -8,22 +8,22 @@ from mprun.build import Built
 from mprun.numerics.post_mortem import History
 from mprun.record.console import Progress
 from mprun.record.metrics import MetricsFile, TensorBoardView, write_sample_grid
-from mprun.training.metric_buffer import Interval, StepRow, Trace
+from mprun.training.metric_buffer import Interval, MetricBuffer, StepRow
 
 # Each of these steps has a record, whatever train.log_every: a comparison takes the loss at the
 # start from them, and a wrong cast or scale shows there before chance drives two runs apart.
 EARLY_STEPS = 20
 
 
-class Recorder:
-    """Turns what the trace has read into records below `directory`.
+class MetricLogger:
+    """Turns what the buffer has read into records below `directory`.
 
     start: the step that the run goes on from. history: the newest steps that were read.
     diverged_at: the step of a divergence once `flush` has returned its cause.
     """
 
-    def __init__(self, directory: Path, built: Built, trace: Trace, start: int):
-        self.task, self.rate, self.trace = built.task, built.rate, trace
+    def __init__(self, directory: Path, built: Built, buffer: MetricBuffer, start: int):
+        self.task, self.rate, self.buffer = built.task, built.rate, buffer
         self.directory = directory
         self.metrics = MetricsFile(directory / "metrics.jsonl")
         self.board = TensorBoardView(directory, purge_step=start + 1 if start else None)
@@ -32,15 +32,15 @@ class Recorder:
         self.speeds: list[float] = []
         self.waits: list[tuple[float, float]] = []  # seconds waited for data, seconds in all
         self.diverged_at = start
-        trace.restart_clock()
+        buffer.restart_clock()
 
     def flush(self, logged: bool, wait: bool) -> str | None:
-        """End the trace's interval and write what it has to read; the cause of a divergence.
+        """End the buffer's interval and write what it has to read; the cause of a divergence.
 
         wait: read all of it, waiting for the device. Nothing after a divergence is written.
         """
-        self.trace.close(logged)
-        for interval in self.trace.read(wait):
+        self.buffer.close(logged)
+        for interval in self.buffer.read(wait):
             cause = self._write_interval(interval)
             if cause is not None:
                 return cause
@@ -56,21 +56,22 @@ class Recorder:
         record = {
             "split": "eval",
             "step": step,
-            "updates": step - self.trace.host_skipped,
-            "skipped": self.trace.host_skipped,
+            "updates": step - self.buffer.host_skipped,
+            "skipped": self.buffer.host_skipped,
             "epoch": self._epoch(step),
             **values,
             "seconds": time.perf_counter() - started,
         }
         self._write(record)
-        if hasattr(self.task, "samples"):
-            samples = self.task.samples().cpu()
+        samples = self.task.samples()
+        if samples is not None:
+            samples = samples.cpu()
             self.board.images("eval/samples", samples, step)
             write_sample_grid(self.directory, step, samples)
         self.progress.note(
             f"eval at step {step}: " + "  ".join(f"{k} {v:.5g}" for k, v in values.items())
         )
-        self.trace.restart_clock()
+        self.buffer.restart_clock()
         return values
 
     def throughput(self) -> tuple[float | None, int]:

@@ -18,9 +18,9 @@ CASES = [(task, mode) for task in SMALL for mode in ("fp32", *SCALED)]
 SLOW = {"batch_norm", "dropout"}
 
 
-def recorded(task, recorder=None, **options):
-    graph = GraphedStep(task, recorder or CallRecorder(), **{"required": True, **options})
-    return Stepper(task, graph=graph, settings={})
+def recorded(built, recorder=None, **options):
+    graph = GraphedStep(built.task, recorder or CallRecorder(), **{"required": True, **options})
+    return Stepper(built.task, built.rate, built.device, graph=graph)
 
 
 def pair(build_run, *overrides):
@@ -50,7 +50,7 @@ def test_replayed_steps_are_the_eager_ones(build_run, task, mode):
     eager, built, random = pair(build_run, *overrides)
     expected = trained_eagerly(eager, random, bad)
     torch.set_rng_state(random)
-    stepper = recorded(built.task)
+    stepper = recorded(built)
     run = Training(built, stepper.step, bad).steps(0, STEPS)
     assert_same_rows(expected, run)
     assert_same_state(eager.task.state_dict(), built.task.state_dict())
@@ -68,12 +68,12 @@ def test_a_checkpoint_of_replayed_steps_continues_in_another_run(build_run, task
     eager, built, random = pair(build_run, *overrides)
     expected = trained_eagerly(eager, random)
     torch.set_rng_state(random)
-    Training(built, recorded(built.task).step).steps(0, 5)
+    Training(built, recorded(built).step).steps(0, 5)
     saved, random = copy_of(built.task.state_dict()), torch.get_rng_state()
     again = build_run(*overrides)
     again.task.load_state_dict(saved)
     torch.set_rng_state(random)
-    run = Training(again, recorded(again.task).step).steps(5, STEPS)
+    run = Training(again, recorded(again).step).steps(5, STEPS)
     assert torch.equal(run.values("loss"), expected.values("loss")[5:])
     assert_same_state(eager.task.state_dict(), again.task.state_dict())
 
@@ -84,7 +84,7 @@ def test_going_back_and_eager_steps_between_replays(build_run, task):
     eager, built, random = pair(build_run, *SMALL[task], "precision=fp16_master_scaled")
     expected = trained_eagerly(eager, random)
     torch.set_rng_state(random)
-    stepper = recorded(built.task)
+    stepper = recorded(built)
     run = Training(built, stepper.step).steps(0, 5)
     saved, random = copy_of(built.task.state_dict()), torch.get_rng_state()
     run.steps(5, 7)
@@ -105,7 +105,7 @@ def test_the_state_of_another_network_starts_in_an_eager_step(build_run):
     eager, built, random = pair(build_run, *SMALL["language_model"])
     expected = trained_eagerly(eager, random, steps=14)
     torch.set_rng_state(random)
-    stepper = recorded(built.task, zero_state=False)
+    stepper = recorded(built, zero_state=False)
     run = Training(built, stepper.step).steps(0, 14)
     assert_same_rows(expected, run)
     assert_same_state(eager.task.state_dict(), built.task.state_dict())
@@ -135,7 +135,7 @@ def test_a_batch_of_another_size_is_eager(build_run):
         one.task.data = OneSmaller(one.task.data, 5)
     expected = trained_eagerly(eager, random)
     torch.set_rng_state(random)
-    stepper = recorded(built.task)
+    stepper = recorded(built)
     assert_same_rows(expected, Training(built, stepper.step).steps(0, STEPS))
     assert stepper.description["replayed"] == STEPS - WARM_UP - 1
 
@@ -162,7 +162,7 @@ def test_what_cannot_be_captured_stays_eager(build_run, capsys, task, waits):
     eager, built, random = pair(build_run, *SMALL[task], "precision=amp")
     expected = trained_eagerly(eager, random)
     torch.set_rng_state(random)
-    stepper = recorded(built.task, Refusing(built.task, waits), required=False)
+    stepper = recorded(built, Refusing(built.task, waits), required=False)
     run = Training(built, stepper.step).steps(0, STEPS)
     assert_same_rows(expected, run)
     assert_same_state(eager.task.state_dict(), built.task.state_dict())
@@ -174,7 +174,7 @@ def test_what_cannot_be_captured_stays_eager(build_run, capsys, task, waits):
 
 def test_what_cannot_be_captured_ends_a_run_that_requires_it(build_run):
     built = build_run(*SMALL["reconstruction"])
-    stepper = recorded(built.task, Refusing(built.task))
+    stepper = recorded(built, Refusing(built.task))
     run = Training(built, stepper.step).steps(0, WARM_UP)
     with pytest.raises(BadInput) as error:
         run.steps(WARM_UP, WARM_UP + 1)
@@ -205,7 +205,7 @@ class Clock:
 def test_a_step_that_the_device_limits_stays_eager(build_run, capsys):
     built = build_run(*SMALL["reconstruction"])
     clock = Clock(5.0, 41.0)
-    stepper = recorded(built.task, required=False, clock=clock)
+    stepper = recorded(built, required=False, clock=clock)
     Training(built, stepper.step).steps(0, STEPS)
     assert clock.timed == 2
     assert stepper.description == {
@@ -218,7 +218,7 @@ def test_a_step_that_the_device_limits_stays_eager(build_run, capsys):
 
 def test_a_step_that_the_host_limits_is_replayed(build_run):
     built = build_run(*SMALL["reconstruction"])
-    stepper = recorded(built.task, required=False, clock=Clock(6.0, 6.2))
+    stepper = recorded(built, required=False, clock=Clock(6.0, 6.2))
     Training(built, stepper.step).steps(0, STEPS)
     found = stepper.description
     assert found["cuda_graph"] == "on" and found["replayed"] == STEPS - WARM_UP - 2
@@ -232,7 +232,7 @@ def test_where_a_graph_pays():
 
 def test_a_run_that_ends_early_says_so(build_run):
     built = build_run(*SMALL["reconstruction"])
-    stepper = recorded(built.task, required=False)
+    stepper = recorded(built, required=False)
     Training(built, stepper.step).steps(0, 2)
     assert stepper.description == {"cuda_graph": "off: ended after 2 steps, before a capture"}
 
@@ -241,7 +241,7 @@ def test_the_cache_is_given_back_once_steps_are_replayed(build_run, monkeypatch)
     given_back = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given_back.append(True))
     built = build_run(*SMALL["language_model"])
-    stepper = recorded(built.task)
+    stepper = recorded(built)
     for index in range(WARM_UP):
         stepper.step(index)
     stepper.give_back_cache()

@@ -84,7 +84,7 @@ def watched():
     samples = GAN.samples
     step, save, wait = Stepper.step, checkpoint.save, torch.cuda.synchronize
     evaluate, read = (
-        mprun.training.metric_logger.Recorder.evaluate,
+        mprun.training.metric_logger.MetricLogger.evaluate,
         mprun.record.async_copy.Sent.read,
     )
 
@@ -120,7 +120,7 @@ def watched():
         ),
         mock.patch.object(torch.cuda, "synchronize", synchronize),
         mock.patch.object(GAN, "samples", lambda task: torch.zeros_like(samples(task).cpu())),
-        mock.patch.object(mprun.training.metric_logger.Recorder, "evaluate", finite),
+        mock.patch.object(mprun.training.metric_logger.MetricLogger, "evaluate", finite),
         mock.patch.object(
             mprun.record.async_copy.Sent, "read", lambda sent: [0.0 for _ in read(sent)]
         ),

@@ -8,7 +8,7 @@ import torch
 from mprun.numerics.failure import FailureKeeper, Suspect
 from mprun.numerics.replay import Snapshot, all_finite, finite_on_device
 from mprun.record import checkpoint
-from mprun.training.metric_buffer import Trace
+from mprun.training.metric_buffer import MetricBuffer
 
 from .failing_runs import CPU, GAN, LM, set_weight
 from .test_failure import assert_same_state
@@ -140,14 +140,14 @@ def test_a_new_copy_settles_the_one_before(build_run):
 def test_a_record_knows_which_step_the_copy_is_of(tmp_path, build_run):
     """Steps 3 and 4 are trained after the copy; the replay starts from the copy all the same."""
     built = build_run(*LM, "precision=fp32", "optim=sgd_plain", "model.dropout=0.3")
-    keeper, trace, losses = keeper_of(built), Trace(CPU), {}
+    keeper, trace, losses = keeper_of(built), MetricBuffer(CPU), {}
     for index in range(4):
         metrics = built.task.train_step(index)
         losses[index + 1] = metrics["loss"].item()
         trace.add(index + 1, metrics)
         if index == 1:
             trace.close(logged=False)
-            keeper.keep_if(2, trace.skipped, trace.sound)
+            keeper.keep_if(2, built.stepper.skipped, trace.sound)
     kept = keeper.record(tmp_path, Suspect("loss", 4), losses)
     assert (kept.replayed_from, kept.replayed, kept.compared) == (2, 2, 2)
     assert kept.first_difference is None

@@ -18,7 +18,7 @@ from mprun.precision import (
     cast_model,
     get_policy,
 )
-from mprun.tasks.train_state import Learner
+from mprun.tasks.task import Learner
 
 BATCH, CHANNELS, SIZE, WIDTH, CLASSES = 4, 3, 8, 6, 10
 CONVOLUTION_FLOPS = 2 * BATCH * WIDTH * SIZE * SIZE * CHANNELS * 9

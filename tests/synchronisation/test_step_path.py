@@ -15,7 +15,7 @@ from mprun.config.compose import compose_config
 from mprun.numerics import failure
 from mprun.numerics.failure import FailureKeeper
 from mprun.record.async_copy import Moment, PinnedRing, Sent
-from mprun.training.metric_buffer import Trace
+from mprun.training.metric_buffer import MetricBuffer
 
 from .without_values import (
     CPU,
@@ -86,18 +86,17 @@ def test_two_intervals_wait_for_nothing(monkeypatch, model, mode):
     monkeypatch.setattr(failure, "PAUSE_FACTOR", 0.0)
     with without_values() as state:
         run = built(*MODELS[model].split(), f"precision={mode}")
-        trace = Trace(GPU, 0, run.task.loss_scales)
+        trace = MetricBuffer(GPU, 0, run.task.loss_scales)
         keeper = FailureKeeper(run)
         keeper.keep(0, 0)
         with steps(state):
             for index in range(4):
                 measure = index % 2 == 1
-                run.rate.apply(index, trace.skipped)
-                metrics = run.task.train_step(index, measure=measure)
+                metrics = run.stepper.step(index, measure=measure)
                 trace.add(index + 1, metrics)
                 if measure:
                     trace.close(logged=True)
-                    keeper.keep_if(index + 1, trace.skipped, trace.sound)
+                    keeper.keep_if(index + 1, run.stepper.skipped, trace.sound)
     assert all(isinstance(value, OnGpu) for value in metrics.values())
     assert [unread.steps for unread in trace.unread] == [[1, 2], [3, 4]]
 
@@ -122,11 +121,9 @@ def test_other_settings_wait_for_nothing(setting):
     with without_values() as state:
         model = MODELS["conv_autoencoder"].split()
         run = built(*model, "precision=fp16_master_scaled", *setting.split())
-        skipped = torch.zeros((), dtype=torch.int64, device=GPU)
         with steps(state):
             for index in range(2):
-                run.rate.apply(index, skipped)
-                run.task.train_step(index, measure=True)
+                run.stepper.step(index, measure=True)
 
 
 def flag(form):
