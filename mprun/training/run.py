@@ -1,11 +1,7 @@
-"""One run from a checked configuration to a finished run directory.
-
-What is said about a run's data at its end: waiting for them, files that were replaced.
-"""
+"""One run from a checked configuration to a finished run directory."""
 
 import os
 import random
-import sys
 import time
 import warnings
 from collections.abc import Iterator
@@ -25,7 +21,6 @@ from mprun.numerics.probe import chosen_modules
 from mprun.numerics.replay import Snapshot
 from mprun.precision import pin_math_flags
 from mprun.precision.recurrent import restore_dropout_state
-from mprun.record.console import DATA_BOUND
 from mprun.record.metrics import TensorBoardView
 from mprun.record.run_directory import (
     claim,
@@ -38,6 +33,7 @@ from mprun.record.run_directory import (
 )
 from mprun.training.environment import effective_dtypes, environment, flags, updates
 from mprun.training.loop import Outcome, train
+from mprun.training.messages import replaced, replaced_line, tell, tell_ending, warn
 from mprun.training.signals import Interruption
 
 
@@ -65,7 +61,7 @@ def start(composed: Composed) -> int:
             "created": _now(),
             "attempts": 0,
         }
-        _warn(config, built)
+        warn(config, built)
         return attempt(directory, config, built, record, first_step=0, skipped=0)
 
 
@@ -138,47 +134,33 @@ def attempt(
     """Train from `first_step` on and keep run.json true whatever happens; the exit code."""
     started = time.perf_counter()
     earlier = record.get("data", {})  # of the attempt before this one
-    record |= {
-        "status": "running",
-        "config": asdict(config),
-        "seed": config.seed,
-        "attempts": record["attempts"] + 1,
-        "steps": built.steps,
-        "steps_per_epoch": built.task.steps_per_epoch,
-        "sample": built.task.sample,
-        "samples_per_step": built.task.samples_per_step,
-        "precision": {
-            "mode": mode_label(config.precision),
-            "scaler": config.scaler.name,
-            "half_products": built.arithmetic.kind(),
-            "effective_dtypes": effective_dtypes(built.task),
-            "update": updates(built.task),
-            "flags": flags(),
-        },
-        "data": {"sha256": built.data.sha256, **built.data.description},
-        "environment": environment(built.device),
-    }
+    record |= _beginning(config, built) | {"attempts": record["attempts"] + 1}
     write_json(directory / "run.json", record)
-    interruption = Interruption()
-    try:
-        with interruption, closed_afterwards(built.data), built.stepper.on_stream():
-            outcome = train(
-                built,
-                config,
-                directory,
-                start=first_step,
-                skipped=skipped,
-                interruption=interruption,
-                evaluate_first=evaluate_first,
-            )
-        _check_honoured(built)
-    except BaseException as error:
-        record |= {"status": "failed", "cause": f"{type(error).__name__}: {error}", "ended": _now()}
+
+    def settle(ending: dict) -> None:
+        record.update(ending)
         record["data"] |= replaced(built.data, earlier)
         record["execution"] = built.stepper.description
+        write_json(directory / "run.json", record)
+
+    try:
+        with Interruption() as interruption, closed_afterwards(built.data):
+            with built.stepper.on_stream():
+                outcome = train(
+                    built,
+                    config,
+                    directory,
+                    start=first_step,
+                    skipped=skipped,
+                    interruption=interruption,
+                    evaluate_first=evaluate_first,
+                )
+        _check_honoured(built)
+    except BaseException as error:
         with suppress(OSError):  # where the disk is full, the first error is the one to tell
-            write_json(directory / "run.json", record)
-        _tell(replaced_line(record["data"]))
+            cause = f"{type(error).__name__}: {error}"
+            settle({"status": "failed", "cause": cause, "ended": _now()})
+        tell(replaced_line(record["data"]))
         print(f"run: {directory}")
         if config.deterministic and "deterministic" in str(error):
             raise BadInput(_nondeterministic(error)) from error
@@ -186,23 +168,38 @@ def attempt(
             raise Resource(f"{error.strerror or error} ({error.filename or directory})") from error
         with _memory_as_resource():
             raise
-    record |= _result(outcome, built, time.perf_counter() - started)
-    record["data"] |= replaced(built.data, earlier)
-    record["execution"] = built.stepper.description
-    write_json(directory / "run.json", record)
+    settle(_result(outcome, built, time.perf_counter() - started))
     if outcome.status != "preempted":
         _write_hyperparameters(directory, config, record)
-    if outcome.cause:
-        print(f"mprun: {outcome.status} at step {outcome.step}: {outcome.cause}", file=sys.stderr)
-    if outcome.status == "diverged":
-        print(f"mprun: its cause: mprun explain {directory}", file=sys.stderr)
-    _tell(
-        data_bound(built.data, outcome.data_wait, record["seconds"]), replaced_line(record["data"])
-    )
+    tell_ending(directory, built.data, outcome, record)
     print(f"run: {directory}")
     if outcome.status == "preempted" and outcome.cause == "SIGINT":
         return INTERRUPTED
     return STATUS_EXIT_CODE[outcome.status]
+
+
+def _beginning(config: RunConfig, built: Built) -> dict:
+    """What run.json says before step 1."""
+    task = built.task
+    return {
+        "status": "running",
+        "config": asdict(config),
+        "seed": config.seed,
+        "steps": built.steps,
+        "steps_per_epoch": task.steps_per_epoch,
+        "sample": task.sample,
+        "samples_per_step": task.samples_per_step,
+        "precision": {
+            "mode": mode_label(config.precision),
+            "scaler": config.scaler.name,
+            "half_products": built.arithmetic.kind(),
+            "effective_dtypes": effective_dtypes(task),
+            "update": updates(task),
+            "flags": flags(),
+        },
+        "data": {"sha256": built.data.sha256, **built.data.description},
+        "environment": environment(built.device),
+    }
 
 
 @contextmanager
@@ -251,51 +248,14 @@ def _check_honoured(built: Built) -> None:
         )
 
 
-def _warn(config: RunConfig, built: Built) -> None:
-    """Say on stderr what the user may not expect, before step 1."""
-    lines, device = [], built.device
-    policy, optim, scaler = config.precision, config.optim, config.scaler
-    numerics, steps = config.numerics, config.train.steps
-    if numerics.enabled and steps is not None and numerics.every > steps:
-        lines.append(f"numerics.every={numerics.every}: no step of {steps} will be probed")
-    fp16_update = policy.master_dtype is None and policy.param_dtype == "fp16"
-    eps = {"adam": 1e-8, "adamw": 1e-8, "adagrad": 1e-10}.get(optim.name)
-    eps = optim.eps if optim.eps is not None else eps
-    if fp16_update and eps is not None and 0 < eps <= 2.0**-25:
-        lines.append(
-            f"optim.eps={eps:g} rounds to 0 in FP16 (2^-25 and below): {policy.name} "
-            f"with {optim.name} divides by zero and ends in NaN; this is a finding"
-        )
-    half = policy.autocast_dtype or policy.param_dtype
-    if scaler.kind != "none" and {half, *policy.overrides.values()} == {"fp32"}:
-        lines.append(
-            f"scaler={scaler.name} changes nothing in {policy.name} but rounding: "
-            "FP32 gradients do not underflow"
-        )
-    ignored = built.data.description.get("ignored_files")
-    if ignored:
-        lines.append(
-            f"data.root={config.data.root}: {ignored} files that are no images passed over"
-        )
-    candidates = getattr(config.model, "sampled_softmax", None)
-    if candidates is not None and candidates >= built.data.vocab_size:
-        lines.append(
-            f"model.sampled_softmax={candidates}: the data have {built.data.vocab_size} words, so "
-            "this is the full softmax"
-        )
-    if device.type == "cpu" and half != "fp32":
-        how = "emulated (16-bit tensors, FP32 products rounded once)"
-        lines.append(
-            f"no GPU in use: {half} products are "
-            f"{how if config.cpu_half == 'emulated' else 'native CPU kernels'}"
-        )
-    _tell(*lines)
-
-
-def _tell(*lines: str | None) -> None:
-    for line in lines:
-        if line is not None:
-            print(f"mprun: {line}", file=sys.stderr)
+@contextmanager
+def closed_afterwards(source) -> Iterator[None]:
+    """End what a data source has started, whatever happens."""
+    try:
+        yield
+    finally:
+        if hasattr(source, "close"):
+            source.close()
 
 
 def resolve_device(name: str) -> torch.device:
@@ -326,65 +286,3 @@ def _write_hyperparameters(directory: Path, config: RunConfig, record: dict) -> 
 
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-_NAMED, _TOLD = 20, 3  # files in run.json, files on the console
-_LONG_ENOUGH_S = 20.0
-
-
-@contextmanager
-def closed_afterwards(source) -> Iterator[None]:
-    """End what a data source has started, whatever happens."""
-    try:
-        yield
-    finally:
-        if hasattr(source, "close"):
-            source.close()
-
-
-def data_bound(source, share: float | None, seconds: float) -> str | None:
-    """One line if the device waited for more than a tenth of the time; None otherwise.
-
-    seconds: length of the run; of a few seconds too much is start-up to say anything.
-    """
-    if share is None or share <= DATA_BOUND or seconds < _LONG_ENOUGH_S:
-        return None
-    line = f"data-bound: the device waited {100 * share:.0f} % of the time for data"
-    workers = getattr(source, "workers", None)
-    if workers is None:
-        return line
-    cores = len(os.sched_getaffinity(0))
-    if workers >= cores:
-        return f"{line}; data.workers={workers} on {cores} cores: smaller files would help"
-    return f"{line}; more data.workers (now {workers}, {cores} cores) or smaller files would help"
-
-
-def replaced(source, earlier: dict) -> dict:
-    """What run.json says of files that data.on_corrupt=skip replaced; {} for other sources.
-
-    earlier: the same of the attempt that this one continues. A file that both met counts once, even
-    if it has moved: `replaced_places` holds the place of each in its split, the names only of the
-    first.
-    """
-    if not hasattr(source, "replaced_files"):
-        return {}
-    places = dict.fromkeys(earlier.get("replaced_places", []))
-    new = {place: name for place, name in source.replaced_files().items() if place not in places}
-    names = [*earlier.get("replaced_files", []), *new.values()]
-    places = [*places, *new]
-    return {
-        "replaced": len(places),
-        "replaced_files": names[:_NAMED],
-        "replaced_places": places,
-    }
-
-
-def replaced_line(data: dict) -> str | None:
-    """One line if files were replaced."""
-    count = data.get("replaced")
-    if not count:
-        return None
-    names = ", ".join(data["replaced_files"][:_TOLD])
-    more = f" and {count - _TOLD} more (run.json)" if count > _TOLD else ""
-    files = "file" if count == 1 else "files"
-    return f"data.on_corrupt=skip: {count} {files} replaced by the next usable one: {names}{more}"

@@ -19,7 +19,7 @@ from mprun.cli import main
 from mprun.data.loader import available_cores
 from mprun.data.source import EpochOrder
 from mprun.record.metrics import read_metrics
-from mprun.training import run as data_notes
+from mprun.training import messages
 
 COMMAND = [
     "device=cpu",
@@ -99,7 +99,7 @@ def loader_processes(root: int) -> list[int]:
 @pytest.mark.parametrize("workers", [0, 1])
 def test_data_wait_is_recorded_and_told(folder, tmp_path, capsys, monkeypatch, workers):
     """Decoding in the calling thread takes a share of the time; the record says which."""
-    monkeypatch.setattr(data_notes, "_LONG_ENOUGH_S", 0.0)
+    monkeypatch.setattr(messages, "_LONG_ENOUGH_S", 0.0)
     run = tmp_path / "r"
     command = arguments(folder, run, f"data.workers={workers}", "train.steps=6")
     assert main([*command, "train.log_every=2"]) == 0
@@ -147,9 +147,9 @@ def test_a_damaged_first_batch_is_4_and_nothing_is_written(folder, tmp_path, cap
 def test_a_short_run_says_nothing_of_waiting():
     """Of a few seconds most is start-up."""
     waiting = SimpleNamespace(workers=0)
-    assert data_notes.data_bound(waiting, 0.9, 5.0) is None
-    assert "waited 90 %" in data_notes.data_bound(waiting, 0.9, 60.0)
-    assert data_notes.data_bound(waiting, 0.05, 60.0) is None
+    assert messages.data_bound(waiting, 0.9, 5.0) is None
+    assert "waited 90 %" in messages.data_bound(waiting, 0.9, 60.0)
+    assert messages.data_bound(waiting, 0.05, 60.0) is None
 
 
 def test_a_damaged_evaluation_keeps_the_work_and_it_goes_on_after_the_repair(

@@ -1,6 +1,6 @@
 """What run.json says of replaced files, over several attempts at a run."""
 
-from mprun.training.run import replaced, replaced_line
+from mprun.training.messages import replaced, replaced_line
 
 
 class Replacing:
