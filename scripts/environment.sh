@@ -6,6 +6,10 @@
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 cd "$root"
 
+# The dependency groups of pyproject.toml: older versions of pip cannot install groups.
+testers=(pytest pytest-xdist hypothesis)
+checkers=(ruff mypy import-linter types-PyYAML "${testers[@]}")
+
 ensure_environment() {  # arguments: further packages
     if [ -n "${MPRUN_PYTHON:-}" ]; then
         python="$MPRUN_PYTHON"
