@@ -4,13 +4,19 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
+from mprun import __version__
 from mprun.precision import read_math_flags
+from mprun.precision.gradients import counted
+from mprun.tasks import Task
 
+_STATUS = ("status", "--porcelain")
 _PACKAGES = (
     "torch",
     "torchvision",
@@ -24,10 +30,8 @@ _PACKAGES = (
 
 def environment(device: torch.device) -> dict:
     """Versions, source commit and machine as plain values."""
-    import mprun
-
     return {
-        "mprun": mprun.__version__,
+        "mprun": __version__,
         **_commit(),
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in _PACKAGES},
@@ -40,7 +44,7 @@ def environment(device: torch.device) -> dict:
     }
 
 
-def effective_dtypes(task) -> dict:
+def effective_dtypes(task: Task) -> dict:
     """Dtype -> number of elements of parameters, masters and optimizer state, by learner."""
     return {
         name: {
@@ -52,7 +56,7 @@ def effective_dtypes(task) -> dict:
                 value
                 for state in learner.optimizer.state_by_name().values()
                 for value in state.values()
-                if isinstance(value, torch.Tensor) and value.dim()
+                if isinstance(value, Tensor) and value.dim()
             ),
             "norm_statistics": _count(b for b in learner.model.buffers() if b.dim()),
         }
@@ -60,7 +64,7 @@ def effective_dtypes(task) -> dict:
     }
 
 
-def updates(task) -> dict:
+def updates(task: Task) -> dict:
     """How the weights are updated, and why not otherwise, by learner."""
     return {
         name: {"path": learner.optimizer.update_path, "reason": learner.optimizer.update_reason}
@@ -68,17 +72,13 @@ def updates(task) -> dict:
     }
 
 
-def flags() -> dict:
+def flags() -> dict[str, str | bool]:
     """The numeric flags as torch reports them now."""
     return read_math_flags()
 
 
-def _count(tensors) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for tensor in tensors:
-        name = str(tensor.dtype).removeprefix("torch.")
-        counts[name] = counts.get(name, 0) + tensor.numel()
-    return counts
+def _count(tensors: Iterable[Tensor]) -> dict[str, int]:
+    return counted((tensor.dtype, tensor.numel()) for tensor in tensors)
 
 
 def _commit() -> dict:
@@ -87,25 +87,18 @@ def _commit() -> dict:
     if not (root / ".git").exists():
         return {"commit": None, "dirty": None}
     try:
-        head = subprocess.run(
-            ["git", "rev-parse", "HEAD"],
-            cwd=root,
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=True,
-        ).stdout.strip()
-        status = subprocess.run(
-            ["git", "status", "--porcelain"],
-            cwd=root,
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=True,
-        ).stdout
+        head, status = (_git(root, *words) for words in (("rev-parse", "HEAD"), _STATUS))
     except (OSError, subprocess.SubprocessError):
         return {"commit": None, "dirty": None}
-    return {"commit": head, "dirty": bool(status.strip())}
+    return {"commit": head, "dirty": bool(status)}
+
+
+def _git(root: Path, *words: str) -> str:
+    """What `git WORDS` prints, stripped; raises OSError or SubprocessError."""
+    found = subprocess.run(
+        ["git", *words], cwd=root, capture_output=True, text=True, timeout=10, check=True
+    )
+    return found.stdout.strip()
 
 
 def _version(package: str) -> str | None:

@@ -90,17 +90,11 @@ class MetricLogger:
         self.progress.close()
 
     def _write_interval(self, interval: Interval) -> str | None:
-        rows = interval.rows
+        rows, newest = interval.rows, interval.rows[-1]
         self.history.add(rows, interval.metrics)
-        speed = len(rows) * self.task.samples_per_step / interval.seconds
-        self.speeds.append(speed)
-        window = {"samples_per_s": speed}
-        if interval.waited is not None:
-            self.waits.append((interval.waited, interval.seconds))
-            window["data_wait"] = _share(self.waits[-1:])
+        window = self._window(interval)
         for row in rows:
-            newest = row is rows[-1]
-            full = newest and (interval.logged or row.diverged)
+            full = row is newest and (interval.logged or row.diverged)
             if full or row.step <= EARLY_STEPS or row.found_inf or row.diverged:
                 extra = {**window, **interval.metrics} if full else {}
                 self._write(self._record(row) | extra)
@@ -109,12 +103,21 @@ class MetricLogger:
                 self.progress.note(f"diverged at step {row.step}: loss {row.loss}")
                 return "non-finite loss"
         if interval.logged:
-            self.progress.show(rows[-1].step, self._record(rows[-1]) | window)
-        if interval.collapsed is not None:
-            self.diverged_at = rows[-1].step
-            name, skips = interval.collapsed
-            return f"{name} collapsed: {skips} skipped updates in a row at its floor"
-        return None
+            self.progress.show(newest.step, self._record(newest) | window)
+        if interval.collapsed is None:
+            return None
+        self.diverged_at = newest.step
+        name, skips = interval.collapsed
+        return f"{name} collapsed: {skips} skipped updates in a row at its floor"
+
+    def _window(self, interval: Interval) -> dict[str, float]:
+        """Speed of the interval, and the share of its time that the device waited for data."""
+        speed = len(interval.rows) * self.task.samples_per_step / interval.seconds
+        self.speeds.append(speed)
+        if interval.waited is None:
+            return {"samples_per_s": speed}
+        self.waits.append((interval.waited, interval.seconds))
+        return {"samples_per_s": speed, "data_wait": _share(self.waits[-1:])}
 
     def _record(self, row: StepRow) -> dict:
         skipped_before = row.skipped - int(row.found_inf)
