@@ -12,7 +12,7 @@ Contenders, on the parameter shapes of each model and gradients that are already
 
 They take turns in one process, so that a slow spell of the machine hits all of them; a ratio is the
 median over turns of one time over another of the same turn, with its quartiles and their number.
-GB/s are the bytes of mprun.bench.roofline.update_bytes over the median time; the share is that of a
+GB/s are the bytes of update_bytes.py over the median time; the share is that of a
 copy measured in the same run. --blocks measures block sizes of the CPU's single pass instead.
 """
 
@@ -28,9 +28,9 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam, Optimizer
+from update_bytes import update_bytes
 
 from mprun import models
-from mprun.bench.roofline.update_bytes import update_bytes
 from mprun.precision import (
     CastModel,
     MixedPrecisionOptimizer,

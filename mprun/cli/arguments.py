@@ -5,9 +5,11 @@ declaration. Hydra's overrides (key=value) may stand anywhere between the option
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import NoReturn
 
+from mprun.config.compose import group_options, hydra_session
 from mprun.config.rules import nearest
 from mprun.errors import BadInput
 
@@ -41,7 +43,7 @@ class Arguments(argparse.ArgumentParser):
             BadInput: an unknown option, a missing or bad value, or what is no key=value.
             SystemExit: with code 0, after `--help`.
         """
-        found, unknown = self.parse_known_intermixed_args(arguments)
+        found, unknown = self.parse_known_intermixed_args(self._with_values(arguments))
         if unknown:
             known = [name for action in self._actions for name in action.option_strings]
             self.error(f"{unknown[0]}: unknown option{nearest(unknown[0], known)}")
@@ -49,6 +51,20 @@ class Arguments(argparse.ArgumentParser):
             if "=" not in word and not word.startswith("~"):
                 self.error(f"{word}: neither an option nor key=value")
         return found
+
+    def _with_values(self, arguments: list[str]) -> list[str]:
+        """Options whose value may be left out (nargs="?") take no KEY=VALUE for theirs."""
+        optional = {
+            name: action.const
+            for action in self._actions
+            for name in (action.option_strings if action.nargs == "?" else ())
+        }
+        return [
+            f"{word}={optional[word]}"
+            if word in optional and ("=" in after or after.startswith("-"))
+            else word
+            for word, after in zip_longest(arguments, arguments[1:], fillvalue="-")
+        ]
 
     def error(self, message: str) -> NoReturn:
         """Raise BadInput with `message`, which names the argument."""
@@ -88,3 +104,14 @@ def names(flag: str) -> Callable[[str], list[str]]:
         return found
 
     return read
+
+
+def known_modes(flag: str, given: Sequence[str], config_dir: str | None) -> list[str]:
+    """Precision modes as given, each once; BadInput for one that has no YAML file."""
+    with hydra_session(config_dir):
+        known = group_options("precision")
+    for name in given:
+        if name not in known:
+            hint = nearest(name, known)
+            raise BadInput(f"{flag} {name}: unknown mode{hint} (allowed: {', '.join(known)})")
+    return list(dict.fromkeys(given))

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from mprun.bench.roofline.counter import Counter
+from mprun.bench.roofline.count import Counter
 from mprun.bench.roofline.cuda_kernels import cuda_kernels
 from mprun.bench.roofline.weightless import weightless
 

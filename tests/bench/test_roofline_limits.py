@@ -4,13 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from mprun.bench.roofline.ceilings import GPUS, Ceilings, ceilings_of, why_not
+from benchmarks.update_bytes import amp_recipe_bytes, update_bytes
 from mprun.bench.roofline.count import Counted, count
-from mprun.bench.roofline.limits import limit
-from mprun.bench.roofline.memory import Memory, SavedTensors
-from mprun.bench.roofline.rows import Row
-from mprun.bench.roofline.update import RECIPES
-from mprun.bench.roofline.weightless import weightless
+from mprun.bench.roofline.limits import GPUS, RECIPES, Ceilings, ceilings_of, limit, why_not
+from mprun.bench.roofline.operations import Row
+from mprun.bench.roofline.weightless import Memory, SavedTensors, weightless
 from mprun.errors import BadInput
 from mprun.precision import get_policy
 
@@ -112,6 +110,20 @@ def test_memory_of_masters_and_state():
 def test_recipes_have_their_published_bytes():
     # 24 with a scale: the check reads the FP16 gradients once more.
     assert list(RECIPES.values()) == [24, 38, 22, 24]
+    sgd, modes = "sgd_momentum", ("fp16_master", "fp16_master_scaled")
+    assert RECIPES == {
+        "fp32": update_bytes(sgd, get_policy("fp32"), path="plain", checks=False).total,
+        "torch.amp as documented": amp_recipe_bytes(sgd).total,
+        **{
+            name: update_bytes(sgd, get_policy(mode), path="single_pass", checks=scaled).total
+            for name, mode, scaled in zip(
+                ("fp16 with masters, one pass", "the same scaled"),
+                modes,
+                (False, True),
+                strict=True,
+            )
+        },
+    }
 
 
 def test_bytes_of_the_update_by_implementation():

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from mprun.bench.roofline.counter import Counter
+from mprun.bench.roofline.count import Counter
 from mprun.bench.roofline.cuda_kernels import cuda_kernels
 from mprun.bench.roofline.operations import bytes_of
 from mprun.bench.roofline.weightless import weightless

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from mprun.bench.roofline.counter import Counter
+from mprun.bench.roofline.count import Counter
 from mprun.bench.roofline.cuda_kernels import cuda_kernels
 from mprun.bench.roofline.weightless import weightless
 
@@ -86,7 +86,7 @@ def test_autocast_casts_every_weight_on_every_call():
 
 
 def test_saved_for_backward_are_gates_cells_and_inputs():
-    from mprun.bench.roofline.memory import SavedTensors
+    from mprun.bench.roofline.weightless import SavedTensors
 
     with cuda_kernels(lambda *_: None), weightless():
         layer, x = nn.LSTM(D, H), torch.empty(T, B, D)

@@ -12,9 +12,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from mprun.bench.roofline.ceilings import GPUS
 from mprun.bench.roofline.count import count
-from mprun.bench.roofline.limits import limit
+from mprun.bench.roofline.limits import GPUS, limit
 from mprun.models import AlexNet2012
 
 IMAGENET = ("data=synthetic_images", "data.image_size=224", "data.num_classes=1000")

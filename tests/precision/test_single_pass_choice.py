@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam, RMSprop
 
-from mprun.bench.roofline.update_bytes import amp_recipe_bytes, update_bytes
+from benchmarks.update_bytes import amp_recipe_bytes, update_bytes
 from mprun.config.compose import compose_config
 from mprun.errors import BadInput
 from mprun.precision import MixedPrecisionOptimizer, StaticLossScale, cast_model, get_policy

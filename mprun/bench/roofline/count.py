@@ -1,28 +1,41 @@
-"""One training step of a configuration counted: the real task, on tensors without values."""
+"""One training step of a configuration counted: the real task, on tensors without values.
+
+A dispatch mode writes a row for each kernel and finds what BatchNorm can fold; what no dispatcher
+sees, the update in one pass and recurrent layers, writes its rows itself.
+"""
 
 import dataclasses
 import time
 import warnings
-from collections.abc import Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from mprun.bench.roofline.counter import Counter
 from mprun.bench.roofline.cuda_kernels import cuda_kernels
-from mprun.bench.roofline.memory import Memory, SavedTensors, held_bytes
-from mprun.bench.roofline.rows import Row
-from mprun.bench.roofline.shapes import NO_END, ShapeSource, shape_source
-from mprun.bench.roofline.update import CountedPass
-from mprun.bench.roofline.weightless import weightless
+from mprun.bench.roofline.operations import FORMATS, Row, Write, bytes_of, costs, tensors_in
+from mprun.bench.roofline.weightless import (
+    NO_END,
+    Memory,
+    SavedTensors,
+    ShapeSource,
+    held_bytes,
+    shape_source,
+    storage_key,
+    weightless,
+)
 from mprun.build.precision import mode_label, policy_from
 from mprun.build.task import build_task
 from mprun.config.compose import compose_config
 from mprun.config.schema import DataConfig, RunConfig
 from mprun.errors import BadInput, MprunError, raised
 from mprun.precision import DTYPES, Arithmetic, PrecisionPolicy
+from mprun.precision.single_pass import Checked
 
 _CPU = torch.device("cpu")
+_RELU = {"relu", "leaky_relu"}
+_RELU_BACKWARD = {"relu backward", "leaky_relu_backward"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -113,17 +126,19 @@ def _step(config: RunConfig, policy: PrecisionPolicy, source: ShapeSource):
         # cuda_kernels outside: what it registers is for the dispatcher, not for tensors.
         with cuda_kernels(counter.write), weightless():
             task = _built(config, policy, source)
-            optimizers = [learner.optimizer for learner in task.learners.values()]
-            for learner, optimizer in zip(task.learners.values(), optimizers, strict=True):
+            for optimizer in (learner.optimizer for learner in task.learners.values()):
                 if optimizer.update_path == "single_pass":
                     # The kernels themselves are of one device and no dispatcher sees them.
                     optimizer.use(CountedPass(optimizer, counter.write))
-                learner.optimizer = _Marked(optimizer, counter)
+                for name in ("backward", "zero_grad", "step"):
+                    setattr(optimizer, name, counter.as_update(getattr(optimizer, name)))
             with counter:
                 task.compute(task.load(0))
             counter.rows.clear()
             held = held_bytes(task.learners.values())
-            saved = SavedTensors(_held(task))
+            models = [learner.model for learner in task.learners.values()]
+            # Parameters and buffers are held anyway: a graph that keeps them costs nothing more.
+            saved = SavedTensors(t for m in models for t in (*m.parameters(), *m.buffers()))
             with counter, saved.watching():
                 task.compute(task.load(1))
     finally:
@@ -148,38 +163,140 @@ def _built(config: RunConfig, policy: PrecisionPolicy, source: ShapeSource):
         source.batches_per_epoch = NO_END
 
 
-def _held(task) -> list[torch.Tensor]:
-    """Parameters and buffers, which a graph keeps without costing anything more."""
-    models = [learner.model for learner in task.learners.values()]
-    return [t for model in models for t in (*model.parameters(), *model.buffers())]
+class Counter(TorchDispatchMode):
+    """Within it every operation adds its rows to `rows`. The tensors are fake ones.
+
+    fp32_math: "ieee" or "tf32", how FP32 products are computed.
+
+    Foldable into a BatchNorm kernel are a ReLU (or leaky ReLU) of a BatchNorm's output, its
+    gradient, the addition of a residual to such an output, of which the residual is still read,
+    and the addition of the two gradients that meet there, of which one is still read.
+    """
+
+    def __init__(self, fp32_math: str):
+        super().__init__()
+        self.fp32_math, self._updating = fp32_math, False
+        self.rows: list[Row] = []
+        # By id of the storage; holding the tensors keeps the ids theirs, and fake ones are small.
+        self._normalised: dict[int, Tensor] = {}
+        self._activated: dict[int, Tensor] = {}
+        self._residual_shapes: set[torch.Size] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._local_scalar_dense.default and self._updating:
+            return 1.0  # the step counter of an optimizer, which lies on the host
+        # What returns nothing only changes values, of which there are none; some such operators
+        # (fused optimizers) do not know tensors without values.
+        results = func(*args, **kwargs) if func._schema.returns else None
+        for kind, flops, size, launches in costs(func, args, kwargs, results):
+            kind = self._kind(kind, args, results)
+            folded = self._folded(kind, args, results)
+            form = self._format(next(tensors_in(args)).dtype) if flops else ""
+            self.rows.append(Row(kind, self.phase, form, flops, size, launches, folded))
+        return results
+
+    def as_update(self, method: Callable) -> Callable:
+        """`method` of an optimizer so that what it does counts as update; a backward pass in it
+        does not, but casting and checking what that made does."""
+
+        def call(*arguments, **keywords):
+            before, self._updating = self._updating, True
+            try:
+                return method(*arguments, **keywords)
+            finally:
+                self._updating = before
+
+        return call
+
+    @property
+    def phase(self) -> str:
+        """Of what runs now: "forward", "backward" or "update"."""
+        if torch._C._current_graph_task_id() != -1:
+            return "backward"
+        return "update" if self._updating else "forward"
+
+    def write(self, kind: str, dtype: torch.dtype, flops: int, size: int, launches: int) -> None:
+        """A row of something that is no operator."""
+        form = self._format(dtype) if flops else ""
+        self.rows.append(Row(kind, self.phase, form, flops, size, launches))
+
+    def _format(self, dtype: torch.dtype) -> str:
+        form = FORMATS.get(dtype, "fp32")
+        return "tf32" if form == "fp32" and self.fp32_math == "tf32" else form
+
+    def _kind(self, kind: str, args, results) -> str:
+        if kind != "add" or not isinstance(results, Tensor) or results.dim() < 4:
+            return kind
+        two = sum(t.shape == results.shape for t in tensors_in(args)) == 2
+        if not two or self.phase == "update":
+            return kind
+        return "gradient add" if self.phase == "backward" else "residual add"
+
+    def _folded(self, kind: str, args, results) -> int | None:
+        """The bytes left where this kernel can be folded into a BatchNorm's, else None."""
+        if kind == "batch norm":
+            self._normalised[storage_key(results[0])] = results[0]
+        elif kind in _RELU and storage_key(args[0]) in self._normalised:
+            self._activated |= {storage_key(args[0]): args[0], storage_key(results): results}
+            return 0
+        elif kind == "residual add":
+            sides = [t for t in tensors_in(args) if t.dim() >= 4]
+            if any(storage_key(side) in self._normalised for side in sides):
+                self._normalised[storage_key(results)] = results
+                self._residual_shapes.add(results.shape)
+                return bytes_of(results)
+        elif kind in _RELU_BACKWARD and storage_key(args[1]) in self._activated:
+            return 0
+        elif kind == "gradient add" and results.shape in self._residual_shapes:
+            return bytes_of(results)
+        return None
 
 
-class _Marked:
-    """An optimizer of which the counter knows when it works on gradients and weights."""
+class CountedPass:
+    """`mprun.precision.single_pass.SinglePass` on tensors without values: writes what it costs.
 
-    def __init__(self, optimizer, counter: Counter):
-        self._optimizer, self._counter = optimizer, counter
+    Check: every gradient read once. Update: gradients read; weights and optimizer state read and
+    written; 16-bit copies written.
+    """
 
-    def __getattr__(self, name: str):
-        return getattr(self._optimizer, name)
+    def __init__(self, optimizer, write: Write):
+        self._parameters, self._updated = optimizer.parameters, optimizer.updated
+        self._state = optimizer.inner.state
+        self._write = write
 
-    def backward(self, loss: torch.Tensor, loss_index: int = 0) -> None:
-        """The backward pass is not the optimizer's; casting and checking what it made is."""
-        with self._updating():
-            self._optimizer.backward(loss, loss_index)
+    def check(
+        self,
+        gradients: Sequence[Tensor | None],
+        inverse: Tensor | None,
+        found_inf: Tensor | None,
+        *,
+        norm: bool,
+        grad_max: bool,
+    ) -> Checked:
+        """As of the protocol."""
+        if found_inf is not None or norm or grad_max:
+            size = sum(g.nbytes for g in gradients if g is not None)
+            self._write("check of gradients", torch.float32, 0, size, 1)
+        return Checked(
+            norms=torch.empty(len(gradients)) if norm else None,
+            grad_max=torch.empty(()) if grad_max else None,
+        )
 
-    def zero_grad(self) -> None:
-        with self._updating():
-            self._optimizer.zero_grad()
-
-    def step(self, measure: bool = False):
-        with self._updating():
-            return self._optimizer.step(measure)
-
-    @contextmanager
-    def _updating(self):
-        self._counter.updating = True
-        try:
-            yield
-        finally:
-            self._counter.updating = False
+    def update(
+        self,
+        gradients: Sequence[Tensor | None],
+        inverse: Tensor | None,
+        clip: Tensor | None,
+        found_inf: Tensor | None,
+    ) -> None:
+        """As of the protocol."""
+        size = 0
+        for gradient, own, updated in zip(gradients, self._parameters, self._updated, strict=True):
+            if gradient is None:
+                continue
+            state = self._state[updated].values()
+            held = [t for t in state if isinstance(t, Tensor) and t.shape == updated.shape]
+            size += gradient.nbytes + 2 * sum(tensor.nbytes for tensor in (updated, *held))
+            size += own.nbytes if own is not updated else 0
+        self._write("update in one pass", torch.float32, 0, size, 1)

@@ -1,11 +1,109 @@
-"""From counted rows to the least time of a step on a GPU with given ceilings."""
+"""What a GPU can do at best, and the least time that a counted step takes there.
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+Imports no torch: names of GPUs are on a help page.
+"""
 
-from mprun.bench.roofline.ceilings import Ceilings
-from mprun.bench.roofline.count import Counted
-from mprun.bench.roofline.rows import Row
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from mprun.config.rules import nearest
+from mprun.errors import BadInput
+
+if TYPE_CHECKING:
+    from mprun.bench.roofline.count import Counted
+    from mprun.bench.roofline.operations import Row
+    from mprun.precision import PrecisionPolicy
+
+# Seconds per kernel, an assumption: replayed from a CUDA graph, and started one by one.
+GRAPH_LAUNCH_S, EAGER_LAUNCH_S = 1.5e-6, 8e-6
+LAUNCH_SOURCE = "assumed: 1.5 us a kernel in a CUDA graph, 8 us eager"
+# Bytes per parameter and step of SGD with momentum, the write of the gradient and autocast's cast
+# of the weight included: benchmarks/update_bytes.py counts them.
+RECIPES = {
+    "fp32": 24,
+    "torch.amp as documented": 38,
+    "fp16 with masters, one pass": 22,
+    "the same scaled": 24,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """Rates that a program can reach, not those of the data sheet.
+
+    Attributes:
+        source: where the rates are from.
+        flops: FLOP/s of large products by number format, of "fp16", "bf16", "tf32" and "fp32"
+            those that the GPU has; a multiply-add is 2.
+        bandwidth: bytes/s of a copy, read and written together.
+        memory: bytes.
+        graph_launch_s, eager_launch_s: seconds that one kernel takes at least.
+    """
+
+    name: str
+    source: str
+    flops: dict[str, float]
+    bandwidth: float
+    memory: float
+    graph_launch_s: float = GRAPH_LAUNCH_S
+    eager_launch_s: float = EAGER_LAUNCH_S
+
+
+def _gpu(
+    name: str, half: float, tf32: float | None, fp32: float, bandwidth: float, gib: float
+) -> Ceilings:
+    flops = {"fp16": half, "fp32": fp32}
+    if tf32 is not None:
+        # BF16 Tensor Cores came with TF32 and run at the rate of FP16 (NVIDIA A100 data sheet).
+        flops |= {"bf16": half, "tf32": tf32}
+    source = (
+        f"assumed for {name}: FP16 products {half / 1e12:g} TFLOP/s and copies "
+        f"{bandwidth / 1e12:g} TB/s as programs reach them; FP32 0.86 of the data sheet"
+    )
+    return Ceilings(name, source, flops, bandwidth, gib * 2**30)
+
+
+# FP16 rate and bandwidth of H200: matrix products and copies seen on one (769 to 798 TFLOP/s,
+# 4.3 TB/s); of the others: what published training runs were judged by. TF32 is half of FP16 on
+# every one of them. FP32 is 0.86 of the data sheet (15.7, 19.5, 67 TFLOP/s), as 57.5 of 67 is on
+# an H200, the middle of 55 to 60.
+GPUS = {
+    "H200": _gpu("H200", 790e12, 395e12, 57.5e12, 4.3e12, 139),
+    "H100": _gpu("H100", 740e12, 370e12, 57.5e12, 3.0e12, 79),
+    "A100": _gpu("A100", 260e12, 130e12, 16.7e12, 1.75e12, 79),
+    "V100": _gpu("V100", 100e12, None, 13.5e12, 0.80e12, 31.5),
+}
+
+
+def ceilings_of(name: str) -> Ceilings:
+    """The ceilings of a named GPU, in any case of letters; BadInput for an unknown one."""
+    if name.upper() in GPUS:
+        return GPUS[name.upper()]
+    allowed = f"allowed: {', '.join(GPUS)}"
+    if name.lower() in ("cpu", "cuda", "auto"):
+        raise BadInput(f"--gpu {name}: a roofline is that of a named GPU ({allowed})")
+    raise BadInput(f"--gpu {name}: unknown{nearest(name.upper(), GPUS)} ({allowed})")
+
+
+def why_not(policy: PrecisionPolicy, overrides: Sequence[str], ceilings: Ceilings) -> str | None:
+    """The reason why this GPU has no such mode, or None.
+
+    TF32 and BF16 products exist from compute capability 8.0 on (NVIDIA Ampere), V100 is 7.0.
+
+    Args:
+        overrides: dtype names of module overrides.
+    """
+    names = {"torch.float16": "fp16", "torch.bfloat16": "bf16"}
+    wanted = [names.get(str(policy.half_dtype)), *overrides]
+    wanted.append("tf32" if policy.fp32_math == "tf32" else None)
+    for form in wanted:
+        if form is not None and form not in ceilings.flops:
+            has = ", ".join(sorted(ceilings.flops))
+            return f"{ceilings.name} has no {form.upper()} products (it has {has})"
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,13 +123,18 @@ class Kind:
 class Limit:
     """Samples per second that a step cannot exceed, under different readings.
 
-    eager: each operation takes the longer of its products and its traffic, one after the other.
-    fused: the same with ReLUs, residuals and their gradients folded into BatchNorm kernels; None
-    where there is nothing to fold. flop_only: products at their full rate, traffic free. Each with
-    the update; without_update: eager, forward and backward alone. memory_bound_share: part of the
-    eager time in which traffic takes longer than products. update_s: part of the update in the
-    eager time. launches: kernels per step; graph and eager_launches: samples per second if every
-    kernel takes the ceilings' launch time and nothing else. kinds: most expensive first.
+    Attributes:
+        eager: each operation takes the longer of its products and its traffic, one after the other.
+        fused: the same with ReLUs, residuals and their gradients folded into BatchNorm kernels;
+            None where there is nothing to fold.
+        flop_only: products at their full rate, traffic free. Each of the three with the update.
+        without_update: eager, forward and backward alone.
+        memory_bound_share: part of the eager time in which traffic takes longer than products.
+        step_s, update_s: the eager time, and the part of the update in it.
+        launches: kernels per step.
+        graph_launches, eager_launches: samples per second if every kernel takes the ceilings'
+            launch time and nothing else.
+        kinds: most expensive first.
     """
 
     ceilings: Ceilings
@@ -50,23 +153,26 @@ class Limit:
 
 def limit(counted: Counted, ceilings: Ceilings) -> Limit:
     """The limits of a counted step; KeyError where the GPU has no such products (`why_not`)."""
-    timed = [(row, _seconds(row, ceilings)) for row in counted.rows]
+    costs = [(row, row.seconds(ceilings.flops, ceilings.bandwidth)) for row in counted.rows]
+    timed = [(row, max(both)) for row, both in costs]
     total = sum(seconds for _, seconds in timed)
     update = sum(seconds for row, seconds in timed if row.phase == "update")
-    bound = sum(seconds for row, seconds in timed if not _is_product_bound(row, ceilings))
-    products = sum(row.flops / ceilings.flops[row.form] for row in counted.rows if row.flops)
+    bound = sum(traffic for _, (products, traffic) in costs if products <= traffic)
+    folds = any(row.folded_bytes is not None for row in counted.rows)
+    folded = sum(
+        seconds if row.folded_bytes is None else row.folded_bytes / ceilings.bandwidth
+        for row, seconds in timed
+    )
     launches = sum(row.launches for row in counted.rows)
 
     def rate(seconds: float) -> float:
         return counted.samples / seconds
 
-    folds = any(row.folded_bytes is not None for row in counted.rows)
-    folded = sum(_folded_seconds(row, ceilings) for row in counted.rows)
     return Limit(
         ceilings=ceilings,
         eager=rate(total),
         fused=rate(folded) if folds else None,
-        flop_only=rate(products),
+        flop_only=rate(sum(products for _, (products, _) in costs)),
         without_update=rate(total - update),
         memory_bound_share=bound / total,
         step_s=total,
@@ -78,35 +184,30 @@ def limit(counted: Counted, ceilings: Ceilings) -> Limit:
     )
 
 
-def _seconds(row: Row, ceilings: Ceilings) -> float:
-    return max(row.seconds(ceilings.flops, ceilings.bandwidth))
-
-
-def _is_product_bound(row: Row, ceilings: Ceilings) -> bool:
-    products, traffic = row.seconds(ceilings.flops, ceilings.bandwidth)
-    return products > traffic
-
-
-def _folded_seconds(row: Row, ceilings: Ceilings) -> float:
-    if row.folded_bytes is None:
-        return _seconds(row, ceilings)
-    return row.folded_bytes / ceilings.bandwidth
-
-
-def _kinds(timed: Iterable[tuple[Row, float]], total: float) -> list[Kind]:
+def _kinds(timed: list[tuple[Row, float]], total: float) -> list[Kind]:
     groups: dict[tuple[str, str], list[tuple[Row, float]]] = {}
     for row, seconds in timed:
         groups.setdefault((row.kind, row.phase), []).append((row, seconds))
     kinds = [
         Kind(
-            kind,
-            phase,
+            *place,
             seconds := sum(s for _, s in group),
             seconds / total,
-            sum(row.flops for row, _ in group),
-            sum(row.bytes for row, _ in group),
-            sum(row.launches for row, _ in group),
+            *(sum(getattr(r, name) for r, _ in group) for name in ("flops", "bytes", "launches")),
         )
-        for (kind, phase), group in groups.items()
+        for place, group in groups.items()
     ]
     return sorted(kinds, key=lambda kind: -kind.seconds)
+
+
+def measured_limit(counted: Counted, ceilings: dict, name: str) -> dict:
+    """Plain values of the limit of a step on a device whose ceilings were measured.
+
+    Args:
+        ceilings: of `mprun.bench.measure.measure_ceilings`.
+        name: of the device.
+    """
+    rates = ceilings["flops"], ceilings["bandwidth"]
+    found = asdict(limit(counted, Ceilings(name, "measured in this bench", *rates, memory=0.0)))
+    kept = ("eager", "fused", "flop_only", "memory_bound_share", "launches")
+    return {key: found[key] for key in kept} | {"flops": counted.flops, "bytes": counted.bytes()}

@@ -1,4 +1,4 @@
-"""FLOPs and bytes of one operation, by its arguments and results.
+"""FLOPs and bytes of one operation, by its arguments and results; a `Row` is what it comes to.
 
 Rule: a kernel reads each input once and writes each output once; what is written in place is read
 too; views, empty tensors and sizes cost nothing. A tensor counts with the memory that it covers: a
@@ -7,6 +7,7 @@ the functions below. Products are 2 FLOP per multiply-add, everything else count
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from math import prod
 
 import torch
@@ -18,49 +19,53 @@ aten = torch.ops.aten
 
 # (kind, FLOPs, bytes, launches)
 Cost = tuple[str, int, int, int]
+# (kind, dtype, flops, bytes, launches): whatever no dispatcher sees writes its rows by this.
+Write = Callable[[str, torch.dtype, int, int, int], None]
+# How products are computed, by dtype; FP32 ones may be in TF32, which the counter knows.
+FORMATS = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
-_FREE = {
-    "empty",
-    "empty_like",
-    "empty_strided",
-    "new_empty",
-    "new_empty_strided",
-    "_unsafe_view",
-    "_reshape_alias",
-    "lift_fresh",
-    "lift",
-    "resize_",
-    "set_",
-    "is_same_size",
-    "_has_compatible_shallow_copy_type",
-    "sym_size",
-    "sym_numel",
-    "sym_stride",
-    "sym_storage_offset",
-    "_local_scalar_dense",
-}
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """`launches` kernels of one kind that together do `flops` and move `bytes`.
+
+    Attributes:
+        kind: "convolution", "batch norm backward", "cast", ...
+        phase: "forward", "backward" or "update".
+        form: number format of the products, "" where there are none.
+        folded_bytes: what is left of the bytes where the kernel's work is folded into a BatchNorm
+            kernel beside it; None: it cannot be.
+    """
+
+    kind: str
+    phase: str
+    form: str
+    flops: int
+    bytes: int
+    launches: int = 1
+    folded_bytes: int | None = None
+
+    def seconds(self, flops_per_s: dict[str, float], bytes_per_s: float) -> tuple[float, float]:
+        """(time of the products, time of the traffic); the longer one is the row's."""
+        products = self.flops / flops_per_s[self.form] if self.flops else 0.0
+        return products, self.bytes / bytes_per_s
+
+
+_FREE = set(
+    """
+    empty empty_like empty_strided new_empty new_empty_strided _unsafe_view _reshape_alias
+    lift_fresh lift resize_ set_ is_same_size _has_compatible_shallow_copy_type
+    sym_size sym_numel sym_stride sym_storage_offset _local_scalar_dense
+    """.split()
+)
 # What is there before is overwritten without being read, and so is the argument after which a
 # tensor is shaped.
-_WRITES_ONLY = {
-    "zero_",
-    "fill_",
-    "copy_",
-    "_foreach_copy_",
-    "_foreach_zero_",
-    "uniform_",
-    "normal_",
-    "bernoulli_",
-    "exponential_",
-    "random_",
-    "zeros_like",
-    "ones_like",
-    "full_like",
-    "rand_like",
-    "randn_like",
-    "new_zeros",
-    "new_ones",
-    "new_full",
-}
+_WRITES_ONLY = set(
+    """
+    zero_ fill_ copy_ _foreach_copy_ _foreach_zero_ uniform_ normal_ bernoulli_ exponential_
+    random_ zeros_like ones_like full_like rand_like randn_like new_zeros new_ones new_full
+    """.split()
+)
 _KINDS = {
     "mm": "matrix product",
     "addmm": "matrix product",

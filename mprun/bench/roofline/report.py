@@ -2,10 +2,8 @@
 
 from dataclasses import asdict, dataclass
 
-from mprun.bench.roofline.ceilings import LAUNCH_SOURCE, Ceilings
 from mprun.bench.roofline.count import Counted
-from mprun.bench.roofline.limits import Limit
-from mprun.bench.roofline.update import RECIPES
+from mprun.bench.roofline.limits import LAUNCH_SOURCE, RECIPES, Ceilings, Limit
 from mprun.record.console import markdown_table
 
 
@@ -32,9 +30,8 @@ def as_text(lines: list[Line], ceilings: Ceilings, refused: list[str], top: int)
         *_notes(lines, ceilings),
         *refused,
     ]
-    if top:
-        for line in lines:
-            parts += ["", f"{line.counted.mode}: the {top} most expensive", _kinds(line, top)]
+    for line in lines if top else ():
+        parts += ["", f"{line.counted.mode}: the {top} most expensive", _kinds(line, top)]
     return "\n".join(parts)
 
 
@@ -69,22 +66,12 @@ def as_dict(lines: list[Line], ceilings: Ceilings, refused: list[str]) -> dict:
 
 
 def _speed(lines: list[Line], unit: str) -> str:
-    header = [
-        "mode",
-        f"limit {unit}s/s",
-        "BN fused",
-        "FLOP only",
-        f"GFLOP/{unit}",
-        f"MB/{unit}",
-        "memory-bound",
-        "update ms",
-        "kernels",
-        "x fp32",
-        "x tf32",
-    ]
+    header = ["mode", f"limit {unit}s/s", "BN fused", "FLOP only", f"GFLOP/{unit}", f"MB/{unit}"]
+    header += ["memory-bound", "update ms", "kernels", "x fp32", "x tf32"]
     rows = []
     for line in lines:
         counted, limit = line.counted, line.limit
+        ratios = [_ratio(lines, line, base) for base in ("fp32", "tf32")]
         rows.append(
             [
                 counted.mode,
@@ -96,7 +83,7 @@ def _speed(lines: list[Line], unit: str) -> str:
                 f"{limit.memory_bound_share:.0%}",
                 f"{limit.update_s * 1e3:.3g}",
                 str(limit.launches),
-                *(_times(_ratio(lines, line, base)) for base in ("fp32", "tf32")),
+                *("-" if ratio is None else f"{ratio:.2f}" for ratio in ratios),
             ]
         )
     return markdown_table(header, rows)
@@ -135,23 +122,21 @@ def _notes(lines: list[Line], ceilings: Ceilings) -> list[str]:
 
 
 def _kinds(line: Line, top: int) -> str:
-    rows = []
-    for kind in line.limit.kinds[:top]:
-        rows.append(
-            [
-                kind.kind,
-                kind.phase,
-                f"{kind.share:.1%}",
-                f"{kind.seconds * 1e3:.3g}",
-                f"{kind.flops / line.counted.samples / 1e9:.3g}",
-                f"{kind.bytes / line.counted.samples / 1e6:.3g}",
-                str(kind.launches),
-            ]
-        )
-    unit = line.counted.sample
-    return markdown_table(
-        ["operation", "phase", "of step", "ms", f"GFLOP/{unit}", f"MB/{unit}", "kernels"], rows
-    )
+    unit, samples = line.counted.sample, line.counted.samples
+    rows = [
+        [
+            kind.kind,
+            kind.phase,
+            f"{kind.share:.1%}",
+            f"{kind.seconds * 1e3:.3g}",
+            f"{kind.flops / samples / 1e9:.3g}",
+            f"{kind.bytes / samples / 1e6:.3g}",
+            str(kind.launches),
+        ]
+        for kind in line.limit.kinds[:top]
+    ]
+    header = ["operation", "phase", "of step", "ms", f"GFLOP/{unit}", f"MB/{unit}", "kernels"]
+    return markdown_table(header, rows)
 
 
 def _recipes(counted: Counted, ceilings: Ceilings) -> dict[str, float]:
@@ -162,10 +147,6 @@ def _ratio(lines: list[Line], line: Line, base: str) -> float | None:
     """Limit over that of the mode `base`, where it is among the lines."""
     found = [other.limit.eager for other in lines if other.counted.mode == base]
     return line.limit.eager / found[0] if found else None
-
-
-def _times(ratio: float | None) -> str:
-    return "-" if ratio is None else f"{ratio:.2f}"
 
 
 def _three(value: float) -> str:

@@ -1,6 +1,31 @@
-"""Tensors with shape, dtype and history, and no values."""
+"""Tensors without values: their mode, a step's batches, and the memory that they stand for.
 
+Batches are known from the configuration alone; memory is what the tensors of a step would take.
+"""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mprun.build.data import build_data, check_batches, own_source
+from mprun.config import schema
+from mprun.config.schema_models import task_of
+from mprun.errors import BadInput
+
+_CLASSES = {"digits": 10, "cifar10": 10, "imagenet": 1000}
+# Entries of the vocabulary file of the One Billion Word benchmark (Jozefowicz et al., arXiv
+# 1602.02410, section 4.1).
+_LM1B_WORDS = 793_470
+NO_END = 1 << 40
+_TextData = (
+    schema.SyntheticTokensConfig | schema.DocsTextConfig | schema.TextConfig | schema.Lm1bConfig
+)
 
 
 def weightless() -> FakeTensorMode:
@@ -10,7 +35,8 @@ def weightless() -> FakeTensorMode:
     with real tensors of full size.
     """
     mode = _Weightless(allow_fallback_kernels=False)
-    mode.fake_tensor_converter.meta_converter.tensor_memo = _Newest()
+    # A dictionary with the one method that the converter asks its own kind of memo for.
+    mode.fake_tensor_converter.meta_converter.tensor_memo = _Newest()  # type: ignore[assignment]
     return mode
 
 
@@ -27,3 +53,211 @@ class _Newest(dict):
     def __setitem__(self, key, value):
         self.clear()
         super().__setitem__(key, value)
+
+
+class ShapeSource:
+    """A `mprun.data.source.Source` whose batches have shapes and dtypes and no meaning.
+
+    Called inside a FakeTensorMode its batches take no memory, whatever their size. There is nothing
+    to evaluate.
+    """
+
+    sha256 = "shapes only"
+    batches_per_epoch = NO_END
+
+    def __init__(self, first: torch.Size, second: torch.Size, images: bool, **about: int):
+        self.first, self.second, self.images = first, second, images
+        self.samples_per_batch = second.numel() if not images else first[0]
+        self.num_classes = about.get("num_classes", 0)
+        self.vocab_size = about.get("vocab_size", 0)
+        self.description = {"name": "shapes", "train_samples": 0, "eval_samples": 0, **about}
+
+    def train_batch(self, index: int) -> tuple[Tensor, Tensor]:
+        """Images float32 [batch, channels, height, width] and int64 labels [batch], or int64
+        tokens and targets [time, batch]."""
+        first = torch.float32 if self.images else torch.int64
+        return torch.empty(self.first, dtype=first), torch.empty(self.second, dtype=torch.int64)
+
+    def eval_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """None."""
+        return iter(())
+
+
+def shape_source(config: schema.RunConfig) -> ShapeSource:
+    """The shapes of the training batches of a configuration; no file is read.
+
+    Except for data=custom, whose factory is called and asked for one batch, on the CPU. BadInput
+    where a size is known to the files alone.
+    """
+    data = config.data
+    match data:
+        case schema.CustomDataConfig():
+            return _of_own_data(config, data)
+        case (
+            schema.DigitsConfig()
+            | schema.SyntheticImagesConfig()
+            | schema.ImageFolderConfig()
+            | schema.Cifar10Config()
+        ):
+            size, channels = data.image_size, data.channels
+            return ShapeSource(
+                torch.Size((data.batch_size, channels, size, size)),
+                torch.Size((data.batch_size,)),
+                True,
+                num_classes=_classes(config),
+                channels=channels,
+                image_size=size,
+            )
+        case (
+            schema.SyntheticTokensConfig()
+            | schema.DocsTextConfig()
+            | schema.TextConfig()
+            | schema.Lm1bConfig()
+        ):
+            shape = torch.Size((data.sequence_length, data.batch_size))
+            return ShapeSource(shape, shape, False, vocab_size=_vocabulary(config, data))
+    raise ValueError(f"data={data.name}: its batches have no known shape")
+
+
+def _of_own_data(config: schema.RunConfig, data: schema.CustomDataConfig) -> ShapeSource:
+    device = torch.device("cpu")
+    try:
+        source = own_source(data, config.seed, device)
+    except ValueError as error:
+        raise BadInput(f"data.factory={data.factory}: {error}") from error
+    check_batches(data, task_of(config.model), source, device)
+    if source.batches_per_epoch < 1:
+        raise BadInput(f"data.batch_size={data.batch_size}: too large, the data have no full batch")
+    first, second = source.train_batch(0)
+    kept = ("channels", "image_size")
+    about: dict[str, Any] = {k: v for k, v in source.description.items() if k in kept}
+    for key in ("num_classes", "vocab_size"):
+        if isinstance(getattr(source, key, None), int):
+            about[key] = getattr(source, key)
+    images = first.is_floating_point()
+    return ShapeSource(first.shape, second.shape, images, **about)
+
+
+def _classes(config: schema.RunConfig) -> int:
+    data = config.data
+    if data.name in _CLASSES:
+        return _CLASSES[data.name]
+    if isinstance(data, schema.SyntheticImagesConfig):
+        return data.num_classes
+    if task_of(config.model) != "classification":
+        return 0
+    classes = getattr(config.model, "num_classes", None)
+    if classes is None:
+        raise BadInput(
+            f"model.num_classes=null: data={data.name} has its classes in files, which a count "
+            "does not read; give model.num_classes=N"
+        )
+    return classes
+
+
+def _vocabulary(config: schema.RunConfig, data: _TextData) -> int:
+    match data:
+        case schema.SyntheticTokensConfig():
+            return data.vocab_size
+        case schema.DocsTextConfig():
+            few = dataclasses.replace(data, batch_size=1, sequence_length=1)
+            text: Any = build_data(few, config.seed, torch.device("cpu"))
+            return text.vocab_size
+        case schema.Lm1bConfig():
+            words: int | None = _LM1B_WORDS
+        case _:
+            words = data.vocab_limit or getattr(config.model, "vocab_size", None)
+    if words is None:
+        raise BadInput(
+            f"model.vocab_size=null: data={data.name} has its words in files, which a "
+            "count does not read; give model.vocab_size=N or data.vocab_limit=N"
+        )
+    return -(-words // data.vocab_multiple) * data.vocab_multiple
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes by kind.
+
+    parameters, masters, optimizer: as they are held between steps (buffers and averages count as
+    parameters). gradients: as backward makes them, all at once. activations: the most that is kept
+    for a backward pass at one time, inputs included, parameters not. Workspaces of libraries,
+    results on their way and fragments of the allocator come on top.
+    """
+
+    parameters: int
+    masters: int
+    optimizer: int
+    gradients: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.masters + self.optimizer + self.gradients + self.activations
+
+
+class SavedTensors:
+    """Counts what autograd keeps for backward while `watching`, except the tensors given.
+
+    peak: bytes, the most at one time. Views of one storage count once.
+    """
+
+    def __init__(self, known: Iterable[Tensor]):
+        self.peak = self._now = 0
+        self._known = {storage_key(tensor): tensor for tensor in known}
+        self._uses: Counter[int] = Counter()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Within it whatever is saved is counted for as long as it is held."""
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: _Kept(tensor, self), lambda kept: kept.tensor
+        ):
+            yield
+
+    def hold(self, tensor: Tensor, places: int) -> None:
+        """That many more places of the graph hold `tensor`: 1, or -1 when one lets go."""
+        key = storage_key(tensor)
+        if key in self._known:
+            return
+        before = self._uses[key]
+        self._uses[key] += places
+        if before == 0 or self._uses[key] == 0:
+            self._now += places * tensor.untyped_storage().nbytes()
+            self.peak = max(self.peak, self._now)
+
+
+class _Kept:
+    """A saved tensor; gives its bytes back when the graph lets go of it."""
+
+    def __init__(self, tensor: Tensor, saved: SavedTensors):
+        self.tensor, self._saved = tensor, saved
+        saved.hold(tensor, 1)
+
+    def __del__(self):
+        self._saved.hold(self.tensor, -1)
+
+
+def held_bytes(learners) -> dict[str, int]:
+    """parameters, masters, optimizer and gradients of a task's learners, in bytes."""
+    held = dict.fromkeys(("parameters", "masters", "optimizer", "gradients"), 0)
+    for learner in learners:
+        model, optimizer = learner.model, learner.optimizer
+        parameters = list(model.parameters())
+        state = [v for own in optimizer.state_by_name().values() for v in own.values()]
+        held["parameters"] += _distinct(
+            [*parameters, *model.buffers(), *optimizer.averages.values()]
+        )
+        held["masters"] += _distinct(learner.cast.masters.values())
+        held["optimizer"] += _distinct(value for value in state if isinstance(value, Tensor))
+        held["gradients"] += _distinct(p for p in parameters if p.requires_grad)
+    return held
+
+
+def _distinct(tensors: Iterable[Tensor]) -> int:
+    return sum({id(tensor): tensor.nbytes for tensor in tensors}.values())
+
+
+def storage_key(tensor: Tensor) -> int:
+    """What two views of one memory have in common, values or none."""
+    return tensor.untyped_storage()._cdata
