@@ -1,9 +1,11 @@
-"""NVML through ctypes: what it says without a driver, and that the calls fit its C interface."""
+"""NVML: what it says without a driver, and that readings and units fit its C interface."""
 
+import ctypes
 import shutil
 import subprocess
 import time
 
+import pynvml
 import pytest
 import torch
 
@@ -16,7 +18,7 @@ _LIBRARY = r"""
 typedef struct { unsigned int pid; unsigned long long used; unsigned int gpu, compute; } info;
 typedef void *device;
 static int handle; static unsigned long long energy = 5000000000ULL;
-int nvmlInit_v2(void) { return 0; }
+int nvmlInitWithFlags(unsigned int flags) { return 0; }
 const char *nvmlErrorString(int code) { return code == 3 ? "Not Supported" : "other"; }
 int nvmlSystemGetDriverVersion(char *text, unsigned int size) {
     if (size < 10) return 7;
@@ -44,19 +46,31 @@ int nvmlDeviceGetComputeRunningProcesses_v3(device d, unsigned int *count, info 
 """
 
 
+@pytest.fixture
+def nvml(monkeypatch):
+    """``nvml(library)``: what pynvml has for NVML then; None: it looks for the driver's."""
+
+    def load(library):
+        monkeypatch.setattr(pynvml, "nvmlLib", library)
+        monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer_cache", {})
+
+    return load
+
+
 @pytest.fixture(scope="module")
-def library(tmp_path_factory):
+def built(tmp_path_factory):
     if shutil.which("gcc") is None:
         pytest.skip("needs a C compiler")
     folder = tmp_path_factory.mktemp("nvml")
     source, built = folder / "nvml.c", folder / "libnvidia-ml-test.so"
     source.write_text(_LIBRARY, encoding="utf-8")
     subprocess.run(["gcc", "-shared", "-fPIC", "-o", built, source], check=True)
-    return str(built)
+    return ctypes.CDLL(str(built))
 
 
-def test_readings_in_their_units(library):
-    meter = PowerMeter("1234", library)
+def test_readings_in_their_units(nvml, built):
+    nvml(built)
+    meter = PowerMeter("1234")
     first = meter.energy_mj()
     assert first > 2**32  # unsigned long long
     assert meter.energy_mj() - first == 1500
@@ -66,17 +80,21 @@ def test_readings_in_their_units(library):
     assert meter.why == {"temperature_c": "nvmlDeviceGetTemperature: Not Supported"}
 
 
-def test_another_gpu_is_not_read_instead(library):
-    meter = PowerMeter("GPU-99", library)
+def test_another_gpu_is_not_read_instead(nvml, built):
+    nvml(built)
+    meter = PowerMeter("GPU-99")
     assert meter.energy_mj() is None and meter.sample() == {}
-    assert meter.why["energy"] == "nvmlDeviceGetHandleByUUID: other"
+    assert meter.why["energy"] == "nvmlDeviceGetHandleByUUID: Not Found"
+    assert meter.driver() == "580.65.06"
 
 
-def test_without_a_driver_every_reading_is_none_and_says_why():
-    meter = PowerMeter("1234", "libnvidia-ml-that-is-not-there.so")
+def test_without_a_driver_every_reading_is_none_and_says_why(nvml, monkeypatch):
+    nvml(None)
+    monkeypatch.setattr(pynvml, "CDLL", lambda name: ctypes.CDLL(f"{name}.that-is-not-there"))
+    meter = PowerMeter("1234")
     assert meter.energy_mj() is None and meter.process_bytes() is None
     assert meter.sample() == {} and meter.driver() is None
-    assert "libnvidia-ml-that-is-not-there.so" in meter.why["energy"]
+    assert meter.why["energy"] == "nvmlInit: NVML Shared Library Not Found"
 
 
 def test_a_cpu_has_no_meter():
