@@ -19,6 +19,7 @@ _OWN_MODES = "fp32,tf32,fp16_master_scaled,amp"
 # Of the tests of graphs these modes can wait; "]" ends the name of a test, and tells the mode
 # fp16_master from fp16_master_scaled.
 _LATER_MODES = ("fp16_naive", "fp16_master]", "bf16_master")
+_OURS = ("mprun", "benchmarks")  # packages that are not installed
 # A mode that diverges is a result.
 _DONE_OR_DIVERGED = (0, 3)
 
@@ -125,7 +126,7 @@ def _bench(setting: Setting, seconds: float, name: str, usual: list[str]) -> Ste
     out = setting.work / name
     # It ends by its own budget, of at least 20 s; the rest is for imports and for the report.
     budget = str(int(max(seconds - 20, 20)))
-    command = _python("-m", "mprun", "bench", "--budget", budget, "--out", str(out))
+    command = _python("-m", "benchmarks.suite", "--budget", budget, "--out", str(out))
     if "BENCH" in os.environ:
         usual = shlex.split(os.environ["BENCH"])
     elif setting.dry:
@@ -242,7 +243,7 @@ def _missing_imports(tree: ast.Module) -> list[str]:
             names |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
             names.add(node.module.partition(".")[0])
-    return sorted(n for n in names if n != "mprun" and importlib.util.find_spec(n) is None)
+    return sorted(n for n in names if n not in _OURS and importlib.util.find_spec(n) is None)
 
 
 def _python(*arguments: str) -> list[str]:

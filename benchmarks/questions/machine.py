@@ -42,7 +42,7 @@ def _watts(meter, device: torch.device, busy: bool) -> float:
 
 def ceilings(device: torch.device) -> Answer:
     """What do a copy and a large matrix product reach on this device?"""
-    from mprun.bench.ceilings import measure_ceilings
+    from mprun.bench.measure import measure_ceilings
 
     numbers = measure_ceilings(device)
     rates = ", ".join(f"{name} {rate / 1e12:.4g}" for name, rate in numbers["flops"].items())

@@ -5,26 +5,29 @@ address space, so the peak of a step is measured to the byte at full size; kerne
 the time of a step is the host's. No value, no time of a device and no rate is measured here.
 """
 
-import gc
 import json
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mprun.bench import fake_cuda
-from mprun.bench.contender import Case
-from mprun.bench.options import REFERENCES, Options
-from mprun.config.compose import compose_config
+from mprun.bench.plan import REFERENCES, Case, Options
 from mprun.errors import DONE, INTERRUPTED, RESOURCE, BadInput
+from mprun.record.console import markdown_table
+
+if TYPE_CHECKING:
+    import torch
+
+    from mprun.bench.contender import Contender
+    from mprun.bench.own import Contest
 
 WARM_UP, COUNTED, TIMED = 4, 3, 15  # steps; a graph is recorded within the first ones
 SPARED = 2**30  # bytes of a card that are not torch's: context, workspaces of cuDNN and cuBLAS
-_NOT_COVERED = ("mprun+", "loop+", "amp+")  # torch.compile
 _MIB = 2**20
 
 NOTE = """\
@@ -40,9 +43,13 @@ through a step; no time of a device is in it."""
 class HostRow:
     """One contender in one mode, eager or replayed. Bytes; numbers of one step; milliseconds.
 
-    peak: allocated, of steady steps (replays allocate nothing: None). reserved: after them.
-    library: calls of cuDNN and cuBLAS. work: pieces of work that a replay launches at once. waits:
-    of the host for the device. why_not: why there are no numbers.
+    Attributes:
+        peak: allocated, of steady steps (replays allocate nothing: None).
+        reserved: after them.
+        library: calls of cuDNN and cuBLAS.
+        work: pieces of work that a replay launches at once.
+        waits: of the host for the device.
+        why_not: why there are no numbers.
     """
 
     label: str
@@ -61,25 +68,42 @@ class HostRow:
     why_not: str | None = None
 
 
-def main(arguments: list[str], options: Options) -> int:
-    """The verb's part: on the fake device, in a process of its own if this one is not on it."""
-    if not fake_cuda.is_fake():
-        return _on_the_fake_device(arguments)
+def on_the_fake_device(verb: list[str]) -> int:
+    """Run `python -m VERB...` again on the fake device; its exit code."""
+    with tempfile.TemporaryDirectory(prefix="mprun-fake-cuda-") as folder:
+        try:
+            fake_cuda.build(Path(folder))
+        except RuntimeError as error:
+            raise BadInput(f"bench --host: {error}") from None
+        # Whatever the largest card holds: what fits where is said afterwards.
+        environment = fake_cuda.environment(Path(folder), memory_bytes=2**42)
+        child = subprocess.Popen([sys.executable, "-m", *verb], env=environment)
+        while True:
+            try:
+                code = child.wait()
+                return code if code >= 0 else RESOURCE
+            except KeyboardInterrupt:
+                continue  # the child has it too, and prints what there is
+
+
+def host(contest: "Contest", options: Options) -> int:
+    """Measure every case of the contest and print the table; in a process on the fake device."""
     import torch
 
-    from mprun.bench.plan import plan
     from mprun.precision.single_pass_self_test import take_for_granted
 
     take_for_granted()
     device = torch.device("cuda", 0)
-    groups, left_out = plan(options, device)
-    cases = [c for group in groups for c in group.cases if c.contender not in _NOT_COVERED]
-    rows = []
+    groups, left_out = contest.plan(options, device)
+    # Without the best settings, of mprun and of others: torch.compile is not covered.
+    cases = [c for group in groups for c in group.cases if not c.contender.endswith("+")]
+    rows: list[HostRow] = []
+    code = DONE
     try:
         for number, case in enumerate(cases, start=1):
             name = f"{case.label} {case.mode} {case.contender}"
             print(f"mprun: {number}/{len(cases)} {name}", file=sys.stderr, flush=True)
-            rows += measured(case, device)
+            rows += _measured(contest, case, device)
     except KeyboardInterrupt:
         print(report(rows, options.card_bytes))
         return INTERRUPTED
@@ -93,62 +117,40 @@ def main(arguments: list[str], options: Options) -> int:
         (folder / "host.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
         (folder / "host.md").write_text(text + "\n", encoding="utf-8")
     print(json.dumps(facts, indent=1) if options.json else text)
-    return DONE
+    return code
 
 
-def _on_the_fake_device(arguments: list[str]) -> int:
-    with tempfile.TemporaryDirectory(prefix="mprun-fake-cuda-") as folder:
-        try:
-            fake_cuda.build(Path(folder))
-        except RuntimeError as error:
-            raise BadInput(f"bench --host: {error}") from None
-        # Whatever the largest card holds: what fits where is said afterwards.
-        environment = fake_cuda.environment(Path(folder), memory_bytes=2**42)
-        command = [sys.executable, "-m", "mprun", "bench", *arguments]
-        child = subprocess.Popen(command, env=environment)
-        while True:
-            try:
-                code = child.wait()
-                return code if code >= 0 else RESOURCE
-            except KeyboardInterrupt:
-                continue  # the child has it too, and prints what there is
-
-
-def measured(case: Case, device) -> list[HostRow]:
+def _measured(contest: "Contest", case: Case, device: "torch.device") -> list[HostRow]:
     """The rows of a case: eager, and of mprun also replayed. What cannot run says why."""
-    graphs = ("off", "on") if case.contender == "mprun" else (None,)
-    return [_row(case, device, graph) for graph in graphs]
-
-
-def _row(case: Case, device, graph: str | None) -> HostRow:
     import torch
 
-    from mprun.bench.registry import make
+    from mprun.bench.worker import release
 
-    execution = "replayed" if graph == "on" else "eager"
-    row = HostRow(case.label, case.mode, case.contender, execution)
-    if graph is not None:
-        case = replace(case, overrides=(*case.overrides, f"train.cuda_graph={graph}"))
-    case = replace(case, real_data=True, overrides=(*case.overrides, *_two_batches(case)))
-    _release(torch, device)
-    try:
-        return _measure(row, make(case, device), device)
-    except (BadInput, torch.OutOfMemoryError, MemoryError) as error:
-        return replace(row, why_not=str(error).partition("\n")[0])
-    finally:
-        _release(torch, device)
+    own, rows = case.contender == "mprun", []
+    data = case.config().data
+    overrides = case.overrides
+    if data.name == "synthetic_images":
+        # They lie on the device: as many as a loader would have there.
+        overrides = (*overrides, f"data.train_size={2 * data.batch_size}")
+    for execution, graph in (("eager", "off"), ("replayed", "on")) if own else (("eager", None),):
+        chosen = () if graph is None else (f"train.cuda_graph={graph}",)
+        asked = replace(case, real_data=True, overrides=(*overrides, *chosen))
+        row = HostRow(case.label, case.mode, case.contender, execution)
+        release(device)
+        try:
+            row = _numbers(row, contest.make(asked, device), device)
+        except (BadInput, torch.OutOfMemoryError, MemoryError) as error:
+            row = replace(row, why_not=str(error).partition("\n")[0])
+        finally:
+            release(device)
+        rows.append(row)
+    return rows
 
 
-def _two_batches(case: Case) -> list[str]:
-    """Of synthetic images, which lie on the device, as many as a loader would have there."""
-    data = compose_config(case.overrides).config.data
-    return [f"data.train_size={2 * data.batch_size}"] if data.name == "synthetic_images" else []
-
-
-def _measure(row: HostRow, contender, device) -> HostRow:
+def _numbers(row: HostRow, contender: "Contender", device: "torch.device") -> HostRow:
     import torch
 
-    with getattr(contender, "running", nullcontext)():
+    with contender.running():
         for _ in range(WARM_UP):
             contender.step()
         torch.cuda.reset_peak_memory_stats(device)
@@ -182,55 +184,49 @@ def _measure(row: HostRow, contender, device) -> HostRow:
 
 def report(rows: list[HostRow], card: int | None) -> str:
     """The table in Markdown, and what it is. card: bytes of a card that is asked about."""
-    from mprun.record.console import markdown_table
-
-    fp32 = {(r.label, r.contender): r.peak for r in rows if r.mode == "fp32" and r.peak}
-    recipe = {(r.label, r.mode): r.peak for r in rows if r.contender == "amp"}
     header = ["model", "mode", "contender", "", "peak MiB", "of FP32", "of recipe", "reserved MiB"]
     header += ["launches", "Triton", "library", "copies", "waits", "host ms"]
-    if card is not None:
-        header.append(f"fits {card / 2**30:g} GiB")
+    header += [] if card is None else [f"fits {card / 2**30:g} GiB"]
+    peaks = {(row.label, row.mode, row.contender): row.peak for row in rows if row.peak}
     lines = []
     for row in rows:
-        names = [row.label, row.mode, row.contender, row.execution]
-        if row.why_not is not None:
-            lines.append([*names, row.why_not, *[""] * (len(header) - len(names) - 1)])
-            continue
-        of_recipe = row.contender == "mprun" and row.mode not in REFERENCES
-        nearest = "amp_bf16" if "bf16" in row.mode else "amp"
-        line = [
-            *names,
-            _mib(row.peak),
-            _ratio(row.peak, fp32.get((row.label, row.contender))),
-            _ratio(row.peak, recipe.get((row.label, nearest))) if of_recipe else "",
-            _mib(row.reserved),
-            *map(_count, (row.launches, row.triton, row.library, row.copies, row.waits)),
-            f"{row.host_ms:.2f}",
-        ]
-        if row.work is not None:
-            line[8] = f"{_count(row.launches)} + {_count(row.work)} replayed"
-        if card is not None:
-            line.append("yes" if row.reserved + SPARED <= card else "no")
-        lines.append(line)
+        cells = [row.why_not] if row.why_not is not None else _cells(row, peaks, card)
+        line = [row.label, row.mode, row.contender, row.execution, *cells]
+        lines.append([*line, *[""] * (len(header) - len(line))])
     text = f"{markdown_table(header, lines)}\n\n{NOTE}"
     if card is not None:
         text += f"\nFits: reserved and {SPARED / 2**30:g} GiB for what is not torch's."
     return text
 
 
-def _release(torch, device) -> None:
-    gc.collect()
-    torch.cuda.synchronize(device)
-    torch.cuda.empty_cache()
+def _cells(row: HostRow, peaks: dict[tuple[str, str, str], int], card: int | None) -> list[str]:
+    def of(mode: str, contender: str) -> str:
+        base = peaks.get((row.label, mode, contender))
+        return "" if not row.peak or not base else f"{row.peak / base:.3f}"
+
+    # Of the torch.amp recipe, where it takes part (benchmarks.suite), what mprun needs in 16 bits.
+    held = row.contender == "mprun" and row.mode not in REFERENCES
+    launches = _count(row.launches)
+    counts = (row.triton, row.library, row.copies, row.waits)
+    cells = [
+        _mib(row.peak),
+        of("fp32", row.contender),
+        of("amp_bf16" if "bf16" in row.mode else "amp", "amp") if held else "",
+        _mib(row.reserved),
+        launches if row.work is None else f"{launches} + {_count(row.work)} replayed",
+        *map(_count, counts),
+        f"{row.host_ms:.2f}",
+    ]
+    if card is None:
+        return cells
+    return [*cells, "yes" if (row.reserved or 0) + SPARED <= card else "no"]
 
 
 def _mib(value: int | None) -> str:
     return "" if value is None else f"{value / _MIB:,.0f}"
 
 
-def _ratio(value: int | None, base: int | None) -> str:
-    return "" if not value or not base else f"{value / base:.3f}"
-
-
-def _count(value: float) -> str:
+def _count(value: float | None) -> str:
+    if value is None:
+        return ""
     return f"{value:.0f}" if value == round(value) else f"{value:.1f}"

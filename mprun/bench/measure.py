@@ -1,25 +1,36 @@
-"""One window of training steps, timed without a synchronisation inside; warm-up; equality losses.
+"""One window of steps, timed without a synchronisation inside; warm-up; what a device does at best.
 
 On CUDA a window lies between two events of the current stream (the device's own clock), so a
 contender has to leave its work ordered on that stream. The host waits before and after it, never
 inside. On a CPU it is wall-clock time, with the processor time of the process beside it.
+
+Ceilings, what the device can do at best, are measured on random data, because products of zeros
+draw less power and clock higher. A product is 8192^3 on CUDA and 1024^3 on a CPU; a copy moves
+1 GiB on CUDA and 256 MiB on a CPU, far beyond the caches.
 """
 
 import math
 import time
+import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 
-from mprun.bench.contender import EQUALITY_STEPS, Contender, run_steps
+from mprun.bench.contender import FIRST_STEPS, Contender
 from mprun.bench.energy import PowerMeter
-from mprun.bench.first_steps import WeightWatch
+from mprun.precision import pin_math_flags
 
 WINDOW_S = 0.3  # at least; NVML's counter and torch's launch queue are invisible beyond that
 AGREE, IN_A_ROW = 0.02, 3  # warm-up ends when that many windows agree this well
 LEAD_IN = 1  # untimed steps before each window: another process had the caches
+_CEILING_WINDOWS = 5
+_T = TypeVar("_T")
+_HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
+# What torch says each time (c10::cuda::warn_or_error_on_sync).
+_WAITED = "called a synchronizing CUDA operation"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,73 +66,71 @@ def synchronise(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def equality_losses(contender: Contender, device: torch.device) -> dict:
-    """What the equality check needs of the first 20 steps, and how long each of them took.
+def attempt(measure: Callable[[], Any]) -> Any:
+    """What `measure` finds, or {"why_not": reason}."""
+    try:
+        return measure()
+    except (RuntimeError, MemoryError) as error:
+        return {"why_not": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"}
 
-    losses, skipped updates, and how far the weights travelled (first_steps.WeightWatch), None where
-    a contender does not show them. The first steps of a fresh contender hold its
-    compilation, capture and autotuning, which is why they are timed: seconds, each waited for.
+
+def first_steps(
+    contender: Contender, device: torch.device, after_each: Callable[[], None] = lambda: None
+) -> dict:
+    """Losses and skipped updates of the first 20 steps, and the seconds that each of them took.
+
+    The first steps of a fresh contender hold its compilation, capture and autotuning, which is why
+    they are timed, each waited for. after_each: called outside of the time.
     """
-    watch = WeightWatch(contender) if hasattr(contender, "weights") else None
     losses, seconds = [], []
-    for _ in range(EQUALITY_STEPS):
+    for _ in range(FIRST_STEPS):
         before = time.perf_counter()
         loss = contender.step()
         synchronise(device)
         seconds.append(time.perf_counter() - before)
         losses.append(float(loss))
-        if watch is not None:
-            watch.record()
-    return {
-        "losses": losses,
-        "skipped": contender.skipped(),
-        "travel": None if watch is None else watch.travel(),
-        "seconds": seconds,
-    }
+        after_each()
+    return {"losses": losses, "skipped": contender.skipped(), "seconds": seconds}
 
 
 def window(
     contender: Contender, device: torch.device, steps: int, meter: PowerMeter | None = None
 ) -> Window:
     """Time `steps` steps, at least 1, after one untimed step."""
-    run_steps(contender, LEAD_IN)
-    defer_wait = getattr(contender, "defer_wait", None)
-    if defer_wait is not None:
-        defer_wait()
+    meter = meter or PowerMeter(None)
+    contender.run(LEAD_IN)
+    contender.defer_wait()
     synchronise(device)
-    before = meter.sample() if meter else {}
-    energy = meter.energy_mj() if meter else None
+    before, energy = meter.sample(), meter.energy_mj()
     wall, cpu = time.perf_counter(), time.process_time()
-    with getattr(contender, "running", nullcontext)():
-        seconds, loss = _timed(contender, device, steps)
+    with contender.running():
+        seconds, loss = _timed(partial(contender.run, steps), device)
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-    if energy is not None:
-        after = meter.energy_mj()
-        energy = None if after is None else after - energy
-    after = meter.sample() if meter else {}
+    energy_after, after = meter.energy_mj(), meter.sample()
+    wait = contender.defer_wait()
     return Window(
         steps=steps,
         samples=steps * contender.samples_per_step,
         seconds=wall if seconds is None else seconds,
         wall_s=wall,
         cpu_s=cpu,
-        energy_mj=energy,
+        energy_mj=None if energy is None or energy_after is None else energy_after - energy,
         sensors={name: [before[name], after[name]] for name in before if name in after},
-        data_wait_s=None if defer_wait is None else defer_wait()(),
+        data_wait_s=None if wait is None else wait(),
         loss_is_finite=math.isfinite(float(loss)),
     )
 
 
-def _timed(contender: Contender, device: torch.device, steps: int):
-    """(seconds of the device or None, last loss)."""
+def _timed(work: Callable[[], _T], device: torch.device) -> tuple[float | None, _T]:
+    """(seconds of the device or None, what `work` returned); on CUDA waits for its end."""
     if device.type != "cuda":
-        return None, run_steps(contender, steps)
+        return None, work()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
-    loss = run_steps(contender, steps)
+    result = work()
     end.record()
     torch.cuda.synchronize(device)
-    return start.elapsed_time(end) / 1000, loss
+    return start.elapsed_time(end) / 1000, result
 
 
 def steps_for(step_s: float, seconds: float = WINDOW_S) -> int:
@@ -179,3 +188,102 @@ def host_seconds(contender: Contender, device: torch.device, repeats: int = 10) 
         times.append(time.perf_counter() - before)
     synchronise(device)
     return sorted(times)[len(times) // 2]
+
+
+def count_synchronisations(
+    work: Callable[[], object], device: torch.device | None = None
+) -> int | None:
+    """Call `work` and count the operations in it that made the host wait for a GPU.
+
+    None, and `work` is not called, where there is no GPU or `device` is another one.
+
+    By torch.cuda.set_sync_debug_mode("warn"), which sees copies to and from memory that is not
+    page-locked, and reading of values (`.item()`, `if tensor`, sizes that depend on values). It
+    does not see waiting that is asked for by name (`torch.cuda.synchronize`, `Event.synchronize`)
+    nor waiting inside libraries. Whatever mode was set before is set again afterwards.
+    """
+    if not torch.cuda.is_available() or (device is not None and device.type != "cuda"):
+        return None
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            work()
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    return sum(_WAITED in str(warning.message) for warning in seen)
+
+
+def measure_ceilings(device: torch.device, seconds: float = 6.0, size: int | None = None) -> dict:
+    """{"bandwidth": bytes/s, read and written together, "flops": {format: FLOP/s}, ...}.
+
+    A multiply-add is 2 FLOP. Formats: fp32 (TF32 off), tf32 where the GPU has it, fp16, bf16; each
+    is the median of up to five windows, of fewer where `seconds` in all do not allow them. size:
+    side of the matrices, for tests. Leaves the flags of FP32 products at "ieee".
+    """
+    on_gpu = device.type == "cuda"
+    size = size or (8192 if on_gpu else 1024)
+    formats = _formats(device)
+    each = seconds / (1 + len(formats))
+    windows = {}
+    elements = 2**28 if on_gpu else 2**26  # float32
+    bandwidth, windows["copy"] = _copied_per_s(elements, device, each)
+    flops = {}
+    for name, dtype, fp32_math in formats:
+        pin_math_flags(fp32_math)
+        a, b = (torch.rand(size, size, device=device).sub_(0.5).to(dtype) for _ in range(2))
+        out = torch.empty_like(a)
+        work = partial(torch.mm, a, b, out=out)
+        once, windows[name] = _median_s(work, device, each)
+        flops[name] = 2 * size**3 / once
+    pin_math_flags("ieee")
+    return {
+        "bandwidth": bandwidth,
+        "flops": flops,
+        "copy_bytes": 4 * elements,
+        "matmul_size": size,
+        "windows": windows,
+        "threads": None if on_gpu else torch.get_num_threads(),
+    }
+
+
+def _copied_per_s(elements: int, device: torch.device, seconds: float) -> tuple[float, int]:
+    """(bytes read and written per second, windows) of copies of float32."""
+    source = torch.rand(elements, device=device)
+    target = torch.empty_like(source)
+    once, windows = _median_s(partial(target.copy_, source), device, seconds)
+    return 2 * 4 * elements / once, windows
+
+
+def _formats(device: torch.device) -> list[tuple[str, torch.dtype, str]]:
+    """(name, dtype of the operands, FP32 flag) of each rate that the device has."""
+    formats = [("fp32", torch.float32, "ieee")]
+    modern = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    if modern:
+        formats.append(("tf32", torch.float32, "tf32"))
+    halves = _HALF if modern or device.type == "cpu" else {"fp16": torch.float16}
+    return formats + [(name, dtype, "ieee") for name, dtype in halves.items()]
+
+
+def _median_s(
+    work: Callable[[], object], device: torch.device, seconds: float
+) -> tuple[float, int]:
+    """(seconds of one call, windows): the median over up to five windows of several calls."""
+    work()
+    once = _window_s(work, device, 1)
+    count = max(1, round(seconds / (_CEILING_WINDOWS + 2) / max(once, 1e-7)))
+    windows = max(1, min(_CEILING_WINDOWS, int(seconds / (count * once))))
+    times = sorted(_window_s(work, device, count) / count for _ in range(windows))
+    return times[len(times) // 2], windows
+
+
+def _window_s(work: Callable[[], object], device: torch.device, count: int) -> float:
+    def repeated() -> None:
+        for _ in range(count):
+            work()
+
+    synchronise(device)
+    before = time.perf_counter()
+    seconds, _ = _timed(repeated, device)
+    return time.perf_counter() - before if seconds is None else seconds

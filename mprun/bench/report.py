@@ -1,15 +1,20 @@
-"""bench.md: the tables of a bench, from the plain content of bench.json."""
+"""bench.md and bench.png: tables and bars of a bench, from the plain content of bench.json."""
 
-from mprun.bench.report_cells import (
-    bytes_text,
-    number,
-    rate_text,
-    ratio_text,
-    share_text,
-    split_text,
-)
-from mprun.record.console import markdown_table as _aligned
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from mprun.bench.plan import OWN
+from mprun.plots.palette import INK, styles
+from mprun.plots.panel import GREY, settings, thousands
+from mprun.record.console import markdown_table
+
+Columns = Sequence[tuple[str, Callable[[dict], str]]]  # header, cell of a row
+_KINDS = ("parameters", "master_weights", "gradients", "optimizer_state", "activations")
 _PUBLISHED = (
     "Published for comparison: 1.3 to 6 times FP32 on V100 (Micikevicius et al., arXiv 1710.03740, "
     "section 5); ResNet-50 3.26 times FP32 on V100 and 2.63 times TF32 on A100 (NVIDIA "
@@ -18,44 +23,103 @@ _PUBLISHED = (
 _RATES = (
     "samples/s: median [first quartile, third quartile], n windows. Ratios: median of paired "
     "windows with a bootstrap 95 % interval; ~ marks two that were not alive together (ratio of "
-    "medians). "
+    "medians). Limit: the roofline of eager execution under the ceilings below; above 100 % means "
+    "that operations were fused or stayed in a cache. First use: compilation, capture and "
+    "autotuning, in seconds, with what the compiler's cache on this machine already held."
 )
+_MEMORY = (
+    "MiB. Process: as the driver counts it, on a CPU the resident set, Python and torch "
+    "included. Activations: what one step saves for its backward pass. All kinds: also casts "
+    "of weights and gradients, averages and norm statistics. Where steps are replayed from a "
+    "graph the peak allocated is that of the same step taken eagerly."
+)
+_TIME = (
+    "Host: median time to issue one step to an idle device without waiting for it; on a CPU "
+    "that is the step. Shares of a step: eager steps of mprun alone, from events on the stream."
+)
+_ENDINGS = {
+    "complete": "",
+    "deadline": " The budget ended the bench.",
+    "interrupted": " Interrupted: what was measured until then.",
+}
+_ROW, _HEAD, _FOOT, _GAP = 0.2, 0.34, 0.42, 0.12  # inches
+_WIDTH, _LEFT, _RIGHT = 6.4, 2.05, 0.75
+_DPI = 160
 
 
-def markdown(bench: dict) -> str:
-    """The whole report; `bench` with its summaries (mprun.bench.summary)."""
+def markdown(bench: dict, beside: Columns = (), more: Mapping[str, str] | None = None) -> str:
+    """The whole report.
+
+    Args:
+        bench: with its summaries (`mprun.bench.summary`).
+        beside: further columns of the table of speeds, after the ratios.
+        more: further sections before the ceilings: title -> text.
+    """
     rows = bench["rows"]
     timed = [row for row in rows if row["summary"] is not None]
-    synthetic = [row for row in timed if not row["case"]["real_data"]]
-    parts = [f"# mprun bench: {bench['device_name']}", _ending(bench)]
-    if synthetic:
-        parts += ["## A. Speed, batches that lie on the device", _speed(synthetic), _rate_note()]
-        parts += _section("B. Speed of mprun's modes over FP32 and TF32", _modes(synthetic))
-        parts += _section("C. Memory", _memory(synthetic))
-        parts += _section("D. Energy", _energy(synthetic, bench))
-        parts += _section("E. Time of a step", _time(synthetic))
+    held = [row for row in timed if not row["case"]["real_data"]]
     real = [row for row in timed if row["case"]["real_data"]]
-    if real:
-        parts += _section(
-            "End to end: mprun with the data source of the configuration", _real(real)
-        )
-    parts += _section("F. Correctness", _correctness(rows))
-    parts += _section("Not measured", _missing(bench))
-    if bench.get("targets"):
-        parts += _section("Targets for one H200", _targets(bench["targets"]))
-    parts += _section("Ceilings, measured in this run", _ceilings(bench))
-    parts += _section("Where it ran", _environment(bench))
-    return "\n\n".join(part for part in parts if part) + "\n"
+    sections = {
+        "A. Speed, batches that lie on the device": _noted(
+            _of_rows(_speed_columns(beside), held), _RATES
+        ),
+        "B. Speed of mprun's modes over FP32 and TF32": _noted(_modes(held), _PUBLISHED),
+        "C. Memory": _noted(_memory(held), _MEMORY),
+        "D. Energy": _energy(held, bench),
+        "E. Time of a step": _noted(_time(held), _TIME),
+        "End to end: mprun with the data source of the configuration": _real(real),
+        "F. Correctness": _correctness(rows),
+        "Not measured": _missing(bench),
+        **(more or {}),
+        "Ceilings, measured in this run": _ceilings(bench["ceilings"]),
+        "Where it ran": _environment(bench),
+    }
+    parts = [f"# mprun bench: {bench['device_name']}", _ending(bench)]
+    parts += [f"## {title}\n\n{text}" for title, text in sections.items() if text]
+    return "\n\n".join(parts) + "\n"
 
 
-def _table(header: list[str], lines: list[list[str]]) -> str:
-    """The table without the columns in which no row has anything."""
+def number(value: float | None, form: str) -> str:
+    """The value in a format, or a dash for what was not measured."""
+    return "-" if value is None else format(value, form)
+
+
+def significant(value: float) -> str:
+    """Four digits with thousands separated: 12,340 or 0.1234."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+
+
+def ratio_text(row: dict, name: str) -> str:
+    """A ratio of the summary with its interval."""
+    found = row["summary"]["ratios"].get(name)
+    if found is None:
+        return "-"
+    mark = "" if found["paired"] else "~"
+    text = f"{mark}{found['median']:.3f} [{found['low']:.3f}, {found['high']:.3f}]"
+    return f"{text} {found['peer']}" if "peer" in found else text
+
+
+def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """The table without the columns in which no line has anything; "" without lines."""
+    if not lines:
+        return ""
     kept = [i for i in range(len(header)) if any(line[i] not in ("", "-") for line in lines)]
-    return _aligned([header[i] for i in kept], [[line[i] for i in kept] for line in lines])
+    return markdown_table([header[i] for i in kept], [[line[i] for i in kept] for line in lines])
 
 
-def _section(title: str, text: str) -> list[str]:
-    return [f"## {title}", text] if text else []
+def _of_rows(columns: Columns, rows: Sequence[dict]) -> str:
+    lines = [[*_names(row), *(cell(row) for _, cell in columns)] for row in rows]
+    return table(["model", "mode", "contender", *(header for header, _ in columns)], lines)
+
+
+def _noted(text: str, note: str) -> str:
+    return f"{text}\n\n{note}" if text else ""
+
+
+def _names(row: dict) -> list[str]:
+    case = row["case"]
+    where = " (end to end)" if case["real_data"] else ""
+    return [case["label"], case["mode"], f"{case['contender']}{where}"]
 
 
 def _ending(bench: dict) -> str:
@@ -63,14 +127,9 @@ def _ending(bench: dict) -> str:
     timed = sum(row["summary"] is not None for row in rows)
     text = f"{timed} of {len(rows)} cases measured in {bench['elapsed_s']:.0f} s"
     text += f" (budget {bench['options']['budget_s']:g} s), {bench['created']}."
-    endings = {
-        "complete": "",
-        "deadline": " The budget ended the bench.",
-        "interrupted": " Interrupted: what was measured until then.",
-    }
+    text += _ENDINGS[bench["ended"]]
     cohorts = {(r["case"]["label"], w["cohort"]) for r in rows for w in r["windows"]}
     apart = sorted({label for label, _ in cohorts if sum(c[0] == label for c in cohorts) > 1})
-    text += endings[bench["ended"]]
     if apart:
         text += (
             f" Memory did not hold all contenders at once: {', '.join(apart)} in several cohorts, "
@@ -79,33 +138,28 @@ def _ending(bench: dict) -> str:
     return text
 
 
-def _rate_note() -> str:
-    return _RATES + (
-        "Limit: the roofline of eager execution under the ceilings below; above 100 % means that "
-        "operations were fused or stayed in a cache. First use: compilation, capture and "
-        "autotuning, in seconds, with what the compiler's cache on this machine already held."
-    )
+def _speed_columns(beside: Columns) -> Columns:
+    return [
+        ("samples/s", _rate),
+        ("vs FP32", lambda row: ratio_text(row, "fp32")),
+        ("vs TF32", lambda row: ratio_text(row, "tf32")),
+        *beside,
+        ("of limit", lambda row: _share(row["summary"]["limit_share"])),
+        ("first use s", lambda row: number(row["facts"]["prepare"]["first_use_s"], ".1f")),
+        ("notes", _notes),
+    ]
 
 
-def _speed(rows: list[dict]) -> str:
-    header = ["model", "mode", "contender", "samples/s", "vs FP32", "vs TF32", "vs best peer"]
-    header += ["of limit", "first use s", "notes"]
-    return _table(
-        header,
-        [
-            [
-                *_names(row),
-                rate_text(row),
-                ratio_text(row, "fp32"),
-                ratio_text(row, "tf32"),
-                ratio_text(row, "best_peer"),
-                share_text(row["summary"]["limit_share"]),
-                number(row["facts"]["prepare"]["first_use_s"], ".1f"),
-                _notes(row),
-            ]
-            for row in rows
-        ],
-    )
+def _rate(row: dict) -> str:
+    """Median [quartiles] and n of samples per second, with the unit."""
+    rate = row["summary"]["rate"]
+    quartiles = f"[{significant(rate['q1'])}, {significant(rate['q3'])}]"
+    unit = row["facts"]["build"]["sample"]
+    return f"{significant(rate['median'])} {quartiles} {unit}s/s, n={rate['n']}"
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.0f} %"
 
 
 def _notes(row: dict) -> str:
@@ -122,156 +176,138 @@ def _notes(row: dict) -> str:
 
 
 def _modes(rows: list[dict]) -> str:
-    own = [row for row in rows if row["case"]["contender"] in ("mprun", "mprun+")]
-    lines = [
-        [*_names(row), ratio_text(row, "fp32"), ratio_text(row, "tf32")]
-        for row in own
-        if row["summary"]["ratios"].keys() & {"fp32", "tf32"}
+    own = [row for row in rows if row["case"]["contender"] in OWN]
+    own = [row for row in own if row["summary"]["ratios"].keys() & {"fp32", "tf32"}]
+    columns = [
+        ("over FP32", lambda row: ratio_text(row, "fp32")),
+        ("over TF32", lambda row: ratio_text(row, "tf32")),
     ]
-    if not lines:
-        return ""
-    table = _table(["model", "mode", "contender", "over FP32", "over TF32"], lines)
-    return f"{table}\n\n{_PUBLISHED}"
+    return _of_rows(columns, own)
 
 
 def _memory(rows: list[dict]) -> str:
-    kinds = ("parameters", "master_weights", "gradients", "optimizer_state", "activations")
-    header = ["model", "mode", "contender", "peak allocated", "of FP32", "reserved", "process"]
-    header += [kind.replace("_", " ") for kind in kinds] + ["all kinds", "of FP32"]
-    lines = []
-    for row in rows:
-        peak, found = row["details"].get("peak"), row["details"].get("memory_by_kind", {})
-        if peak is None:
-            continue
-        process = peak.get("process", peak.get("resident"))
-        by_kind = {} if "why_not" in found else found
-        lines.append(
-            [
-                *_names(row),
-                bytes_text(peak.get("allocated")),
-                number(row["summary"]["peak_ratio"], ".2f"),
-                bytes_text(peak.get("reserved")),
-                bytes_text(process),
-                *(bytes_text(sum(by_kind[k].values()) if k in by_kind else None) for k in kinds),
-                bytes_text(row["summary"]["memory_bytes"]),
-                number(row["summary"]["memory_ratio"], ".2f"),
-            ]
-        )
-    if not lines:
-        return ""
-    note = (
-        "MiB. Process: as the driver counts it, on a CPU the resident set, Python and torch "
-        "included. Activations: what one step saves for its backward pass. All kinds: also casts "
-        "of weights and gradients, averages and norm statistics. Where steps are replayed from a "
-        "graph the peak allocated is that of the same step taken eagerly."
-    )
-    return f"{_table(header, lines)}\n\n{note}"
+    def kind(name: str) -> Callable[[dict], str]:
+        def cell(row: dict) -> str:
+            found = row["details"].get("memory_by_kind", {})
+            return _mib(sum(found[name].values()) if name in found else None)
+
+        return cell
+
+    def peak(*names: str) -> Callable[[dict], str]:
+        def cell(row: dict) -> str:
+            found = row["details"]["peak"]
+            return _mib(next((found[name] for name in names if name in found), None))
+
+        return cell
+
+    columns = [
+        ("peak allocated", peak("allocated")),
+        ("of FP32", lambda row: number(row["summary"]["peak_ratio"], ".2f")),
+        ("reserved", peak("reserved")),
+        ("process", peak("process", "resident")),
+        *((name.replace("_", " "), kind(name)) for name in _KINDS),
+        ("all kinds", lambda row: _mib(row["summary"]["memory_bytes"])),
+        ("of FP32", lambda row: number(row["summary"]["memory_ratio"], ".2f")),
+    ]
+    return _of_rows(columns, [row for row in rows if row["details"].get("peak") is not None])
+
+
+def _mib(value: float | None) -> str:
+    return "-" if value is None else f"{value / 2**20:,.1f}"
 
 
 def _energy(rows: list[dict], bench: dict) -> str:
-    lines = []
-    for row in rows:
+    def sensors(row: dict) -> dict:
         window = row["details"].get("energy_window") or row["windows"][-1]
-        sensors = {name: f"{b:.0f} to {a:.0f}" for name, (b, a) in window["sensors"].items()}
-        if row["summary"]["energy_j"] is None and not sensors:
-            continue
-        names = ("power_w", "sm_clock_mhz", "temperature_c")
-        energy = number(row["summary"]["energy_j"], ".4g")
-        lines.append([*_names(row), energy, *(sensors.get(name, "-") for name in names)])
-    if not lines:
-        reasons = sorted(set(bench["nvml"].values()))
-        return f"Not readable: {'; '.join(reasons)}." if reasons else ""
-    header = ["model", "mode", "contender", "J per sample", "power W", "SM clock MHz", "degrees C"]
-    return _table(header, lines)
+        return {name: f"{b:.0f} to {a:.0f}" for name, (b, a) in window["sensors"].items()}
+
+    columns = [
+        ("J per sample", lambda row: number(row["summary"]["energy_j"], ".4g")),
+        ("power W", lambda row: sensors(row).get("power_w", "-")),
+        ("SM clock MHz", lambda row: sensors(row).get("sm_clock_mhz", "-")),
+        ("degrees C", lambda row: sensors(row).get("temperature_c", "-")),
+    ]
+    known = [row for row in rows if row["summary"]["energy_j"] is not None or sensors(row)]
+    if known or not rows:
+        return _of_rows(columns, known)
+    reasons = sorted(set(bench["nvml"].values()))
+    return f"Not readable: {'; '.join(reasons)}." if reasons else ""
 
 
 def _time(rows: list[dict]) -> str:
-    header = ["model", "mode", "contender", "step ms", "host us", "syncs", "data / forward / "]
-    header[-1] += "backward / update, %"
-    lines = []
-    for row in rows:
-        if "host_s" not in row["details"]:
-            continue
+    def step(row: dict) -> str:
         window = row["windows"][-1]
+        return number(1000 * window["seconds"] / window["steps"], ".3g")
+
+    def waits(row: dict) -> str:
         found = row["details"].get("synchronisations")
-        count = number(found, "g") if isinstance(found, int | float) else "-"
-        step = number(1000 * window["seconds"] / window["steps"], ".3g")
-        host = number(row["summary"]["host_us"], ",.0f")
-        lines.append([*_names(row), step, host, count, split_text(row["details"])])
-    if not lines:
-        return ""
-    note = (
-        "Host: median time to issue one step to an idle device without waiting for it; on a CPU "
-        "that is the step. Shares of a step: eager steps of mprun alone, from events on the stream."
-    )
-    return f"{_table(header, lines)}\n\n{note}"
+        return number(found, "g") if isinstance(found, int | float) else "-"
+
+    columns = [
+        ("step ms", step),
+        ("host us", lambda row: number(row["summary"]["host_us"], ",.0f")),
+        ("syncs", waits),
+        ("data / forward / backward / update, %", _split),
+    ]
+    return _of_rows(columns, [row for row in rows if "host_s" in row["details"]])
+
+
+def _split(row: dict) -> str:
+    """The phases of a step in percent, or why there are none."""
+    found = row["details"].get("time_split")
+    if not found or "why_not" in found:
+        return found["why_not"] if found else "-"
+    phases = ("data", "forward", "backward", "update")
+    return " / ".join(f"{100 * found[phase] / found['step']:.0f}" for phase in phases)
 
 
 def _real(rows: list[dict]) -> str:
-    lines = [
-        [*_names(row), rate_text(row), share_text(row["summary"]["data_wait"])] for row in rows
-    ]
-    return _table(["model", "mode", "contender", "samples/s", "waiting for data"], lines)
+    waiting = ("waiting for data", lambda row: _share(row["summary"]["data_wait"]))
+    return _of_rows([("samples/s", _rate), waiting], rows)
 
 
 def _correctness(rows: list[dict]) -> str:
-    lines = []
-    for row in rows:
-        found = row["equality"]
-        if "losses" not in found:
-            continue
-        verdict = {True: "equal", False: "UNEQUAL", None: "not compared"}[found.get("ok")]
-        last = found["losses"][-1]
-        last = f"{last:.5f}" if isinstance(last, float) else str(last)
-        skipped = [str(found["skipped"]), number(row["details"].get("skipped"), "d")]
-        lines.append([*_names(row), last, *skipped, verdict, found.get("reason") or ""])
-    if not lines:
-        return ""
-    header = ["model", "mode", "contender", "loss at step 20", "skipped by 20", "skipped in all"]
-    return _table([*header, "verdict", "why"], lines)
+    def last(row: dict) -> str:
+        loss = row["equality"]["losses"][-1]
+        return f"{loss:.5f}" if isinstance(loss, float) else str(loss)
+
+    answers = {True: "equal", False: "UNEQUAL", None: "not compared"}
+    columns = [
+        ("loss at step 20", last),
+        ("skipped by 20", lambda row: str(row["equality"]["skipped"])),
+        ("skipped in all", lambda row: number(row["details"].get("skipped"), "d")),
+        ("verdict", lambda row: answers[row["equality"].get("ok")]),
+        ("why", lambda row: row["equality"].get("reason") or ""),
+    ]
+    return _of_rows(columns, [row for row in rows if "losses" in row["equality"]])
 
 
 def _missing(bench: dict) -> str:
     rows = [row for row in bench["rows"] if not row["windows"]]
     lines = [[*_names(row), row["status"], row["reason"]] for row in rows]
-    # One line for all modes of a tool that are left out for the same reason.
+    # One line for all modes of a contender that are left out for the same reason.
     groups: dict[tuple[str, str, str], list[str]] = {}
     for left in bench["left_out"]:
         place = left["label"], left["contender"], left["reason"]
         groups.setdefault(place, []).append(left["mode"])
     for (label, contender, reason), modes in groups.items():
         lines.append([label, ", ".join(modes), contender, "left out", reason])
-    if not lines:
-        return ""
-    return _table(["model", "mode", "contender", "status", "reason"], lines)
+    return table(["model", "mode", "contender", "status", "reason"], lines)
 
 
-def _targets(targets: list[dict]) -> str:
-    lines = []
-    for target in targets:
-        sign = "at most" if target["at_most"] else "at least"
-        value = number(target["value"], ",.4g")
-        bound = f"{sign} {target['bound']:,g}"
-        where = target["row"] or ""
-        lines.append([target["label"], target["what"], bound, value, where, target["outcome"]])
-    return _table(["model", "what", "target", "measured", "of", "outcome"], lines)
-
-
-def _ceilings(bench: dict) -> str:
-    found = bench["ceilings"]
+def _ceilings(found: dict | None) -> str:
     if not found:
         return ""
     lines = [["copy, bytes read and written", f"{found['bandwidth'] / 1e9:,.1f} GB/s"]]
-    size = found["matmul_size"]
     for name, rate in found["flops"].items():
         text = f"{rate / 1e12:,.1f} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:,.1f} GFLOP/s"
-        lines.append([f"{name} product, {size} cubed", text])
-    return _table(["what", "rate"], lines)
+        lines.append([f"{name} product, {found['matmul_size']} cubed", text])
+    return table(["what", "rate"], lines)
 
 
 def _environment(bench: dict) -> str:
     facts = bench["environment"]
-    dirty = {True: " (with local changes)", False: "", None: ""}[facts["dirty"]]
+    dirty = " (with local changes)" if facts["dirty"] else ""
     lines = [
         ["device", bench["device_name"]],
         ["driver", bench["driver"] or "-"],
@@ -282,29 +318,82 @@ def _environment(bench: dict) -> str:
         ["CPU", f"{facts['cpu']}, {facts['cpu_count']} cores"],
         ["windows asked for", str(bench["options"]["windows"])],
     ]
-    return "\n\n".join([_table(["what", "value"], lines), *_flags(bench["rows"])])
+    return "\n\n".join([table(["what", "value"], lines), *_flags(bench["rows"])])
 
 
 def _flags(rows: list[dict]) -> list[str]:
     """Flags in force: those of all modes once, then what single modes have of their own."""
-    modes = {
-        row["case"]["mode"]: row["facts"]["prepare"]["flags"]
-        for row in rows
-        if "prepare" in row["facts"]
-    }
+    prepared = [row for row in rows if "prepare" in row["facts"]]
+    modes = {row["case"]["mode"]: row["facts"]["prepare"]["flags"] for row in prepared}
     if not modes:
         return []
     first = next(iter(modes.values()))
-    common = {k for k, v in first.items() if all(f.get(k) == v for f in modes.values())}
-    lines = ["Flags of all modes: " + ", ".join(f"{k}={first[k]}" for k in first if k in common)]
+    common = {k: v for k, v in first.items() if all(f.get(k) == v for f in modes.values())}
+    lines = ["Flags of all modes: " + ", ".join(f"{k}={v}" for k, v in common.items())]
     for mode, values in modes.items():
         own = ", ".join(f"{k}={v}" for k, v in values.items() if k not in common)
-        if own:
-            lines.append(f"Flags of {mode}: {own}")
+        lines += [f"Flags of {mode}: {own}"] if own else []
     return lines
 
 
-def _names(row: dict) -> list[str]:
-    case = row["case"]
-    where = " (end to end)" if case["real_data"] else ""
-    return [case["label"], case["mode"], f"{case['contender']}{where}"]
+def write_figure(path: Path, bench: dict) -> bool:
+    """Samples per second of every model, mode and contender, as horizontal bars.
+
+    Of what was timed on synthetic data; False, and no file, where nothing was.
+    """
+    groups: dict[str, list[dict]] = {}
+    for row in bench["rows"]:
+        if row["summary"] is not None and not row["case"]["real_data"]:
+            groups.setdefault(row["case"]["label"], []).append(row)
+    if not groups:
+        return False
+    with settings():
+        _figure(groups, bench["device_name"]).savefig(path, dpi=_DPI)
+    return True
+
+
+def _figure(groups: dict[str, list[dict]], device: str) -> Figure:
+    heights = [_HEAD + _ROW * len(rows) + _FOOT for rows in groups.values()]
+    total = sum(heights) + _GAP * len(heights) + 0.4
+    figure = Figure(figsize=(_WIDTH, total))
+    FigureCanvasAgg(figure)
+    note = "median of windows, whiskers: quartiles; x: ratio to FP32 of the same contender"
+    figure.text(0.1 / _WIDTH, 1 - 0.2 / total, device, fontweight="bold", va="center")
+    figure.text(0.1 / _WIDTH, 1 - 0.38 / total, note, fontsize=8, color=GREY, va="center")
+    colours = styles([row["case"]["mode"] for rows in groups.values() for row in rows])
+    top = total - 0.4
+    for (label, rows), height in zip(groups.items(), heights, strict=True):
+        top -= _GAP
+        plot = height - _HEAD - _FOOT
+        bottom = (top - _HEAD - plot) / total
+        width = (_WIDTH - _LEFT - _RIGHT) / _WIDTH
+        axes = figure.add_axes((_LEFT / _WIDTH, bottom, width, plot / total))
+        _bars(axes, label, rows, colours)
+        top -= height
+    return figure
+
+
+def _bars(axes: Axes, label: str, rows: list[dict], colours: dict) -> None:
+    unit = rows[0]["facts"]["build"]["sample"]
+    axes.set_title(label, x=(0.1 - _LEFT) / (_WIDTH - _LEFT - _RIGHT), pad=5)
+    axes.set_xlabel(f"{unit}s per second", labelpad=2)
+    axes.xaxis.set_major_formatter(FuncFormatter(thousands))
+    axes.xaxis.set_major_locator(MaxNLocator(5))
+    axes.grid(axis="x")
+    axes.set_axisbelow(True)
+    for position, row in enumerate(rows):
+        rate, mode = row["summary"]["rate"], row["case"]["mode"]
+        median = rate["median"]
+        below, above = median - rate["q1"], rate["q3"] - median
+        axes.barh(position, median, height=0.72, color=colours[mode].colour, alpha=0.85)
+        axes.errorbar(
+            median, position, xerr=[[below], [above]], color=GREY, capsize=2.5, linewidth=1
+        )
+        versus = row["summary"]["ratios"].get("fp32")
+        text = significant(median) + (f"  x{versus['median']:.2f}" if versus else "")
+        axes.text(rate["q3"], position, f"  {text}", va="center", fontsize=8, color=INK)
+    names = [f"{row['case']['mode']}  {row['case']['contender']}" for row in rows]
+    axes.set_yticks(range(len(rows)), names)
+    axes.tick_params(axis="y", length=0)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_xlim(0, 1.18 * max(row["summary"]["rate"]["q3"] for row in rows))

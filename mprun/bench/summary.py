@@ -1,38 +1,109 @@
 """From raw windows to the numbers of a report; works on the plain rows of bench.json.
 
-Every ratio is above 1 where the row is faster than what it is compared with.
+Every ratio is above 1 where the row is faster than what it is compared with. Intervals are
+percentile bootstraps (Efron and Tibshirani, An Introduction to the Bootstrap, 1993, section 13.3),
+drawn with a fixed seed, so that one set of windows always gives the same interval. With fewer than
+some ten windows they are narrower than 95 % coverage would ask for.
 """
 
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
-from mprun.bench.registry import AMP, NEAREST_MODE, OWN
-from mprun.bench.statistics import Ratio, paired_ratio, spread, unpaired_ratio
+import numpy
+from numpy.typing import NDArray
+
+from mprun.bench.plan import REFERENCES
 from mprun.execution.graphed_step import DEVICE_LIMITS
 
-REFERENCES = ("fp32", "tf32")
+RESAMPLES, CONFIDENCE, SEED = 4000, 0.95, 20171010
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Median and quartiles (linear interpolation between order statistics) of n values."""
+
+    median: float
+    q1: float
+    q3: float
+    n: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """A ratio of two rates with a bootstrap interval at 95 %.
+
+    paired: of windows that followed one another in the same round, so that drift of clock and
+    temperature cancels; else of two medians, from windows at different times.
+    """
+
+    median: float
+    low: float
+    high: float
+    n: int
+    paired: bool
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Median and quartiles of at least one value; ValueError for none."""
+    if not len(values):
+        raise ValueError("no values")
+    q1, median, q3 = numpy.percentile(numpy.asarray(values, dtype=float), (25, 50, 75))
+    return Spread(float(median), float(q1), float(q3), len(values))
+
+
+def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Ratio:
+    """Median of the ratios pair by pair; pairs are resampled. ValueError for unequal lengths."""
+    if len(numerators) != len(denominators) or not len(numerators):
+        raise ValueError(f"{len(numerators)} and {len(denominators)} values make no pairs")
+    ratios = numpy.asarray(numerators, dtype=float) / numpy.asarray(denominators, dtype=float)
+    low, high = _interval(_medians(ratios, numpy.random.default_rng(SEED)))
+    return Ratio(float(numpy.median(ratios)), low, high, len(ratios), True)
+
+
+def unpaired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Ratio:
+    """Ratio of the two medians; each side is resampled on its own. ValueError for an empty one."""
+    if not len(numerators) or not len(denominators):
+        raise ValueError("no values")
+    above = numpy.asarray(numerators, dtype=float)
+    below = numpy.asarray(denominators, dtype=float)
+    random = numpy.random.default_rng(SEED)
+    low, high = _interval(_medians(above, random) / _medians(below, random))
+    ratio = float(numpy.median(above) / numpy.median(below))
+    return Ratio(ratio, low, high, min(len(above), len(below)), False)
+
+
+def _medians(values: NDArray[Any], random: numpy.random.Generator) -> NDArray[Any]:
+    draws = random.integers(0, len(values), (RESAMPLES, len(values)))
+    return numpy.median(values[draws], axis=1)
+
+
+def _interval(resampled: NDArray[Any]) -> tuple[float, float]:
+    tail = (1 - CONFIDENCE) / 2
+    low, high = numpy.quantile(resampled, (tail, 1 - tail))
+    return float(low), float(high)
 
 
 def summarise(rows: list[dict]) -> None:
     """Put "summary" into each row; None where nothing of it was timed.
 
     rate: samples/s, median, quartiles, n. ratios: to the same contender in "fp32" and "tf32" (but
-    where one of the two replays a graph that the other's update cannot have: see "no_ratio"); of
-    mprun's own to "best_peer" of the same model and mode, with its name as "peer" (and its mode,
-    where no other tool has this one and the nearest is taken), and in modes of 16 bits to "recipe",
-    the torch.amp recipe as documented. A ratio pairs windows of the same
-    round; of two rows that were never alive together it says paired: false. limit_share: of the
-    roofline limit of eager execution. energy_j: per sample. memory_bytes: of weights, gradients,
-    optimizer state and what is saved for backward; memory_ratio: the same over FP32's; peak_ratio:
-    peak allocated over FP32's (over TF32's where FP32 was not measured: the same formats);
-    peak_over_recipe: over that of the torch.amp recipe. skipped: updates since the beginning.
-    host_us: per step. data_wait: share of the windows' time.
+    where one of the two replays a graph that the other's update cannot have: see "no_ratio"). A
+    ratio pairs windows of the same round; of two rows that were never alive together it says
+    paired: false. limit_share: of the roofline limit of eager execution. energy_j: per sample.
+    memory_bytes: of weights, gradients, optimizer state and what is saved for backward;
+    memory_ratio: the same over FP32's; peak_ratio: peak allocated over FP32's (over TF32's where
+    FP32 was not measured: the same formats). skipped: updates since the beginning. host_us: per
+    step. data_wait: share of the windows' time.
     """
-    timed = {_place(row): row for row in rows if row["windows"]}
+    timed = timed_rows(rows)
     for row in rows:
         row["summary"] = _summary(row, timed) if row["windows"] else None
-    for row in rows:
-        if row["summary"] is not None:
-            _against_fp32(row, timed)
+
+
+def timed_rows(rows: list[dict]) -> dict[tuple, dict]:
+    """Those that have windows, by (label, mode, contender, real_data)."""
+    return {_place(row): row for row in rows if row["windows"]}
 
 
 def rates(row: dict) -> list[float]:
@@ -40,54 +111,46 @@ def rates(row: dict) -> list[float]:
     return [window["samples"] / window["seconds"] for window in row["windows"]]
 
 
-def ratio(row: dict, other: dict) -> Ratio:
+def ratio(row: dict, other: dict) -> dict:
     """How much faster `row` is than `other`, of windows in the same rounds where there are any."""
     mine, theirs = _by_round(row), _by_round(other)
     rounds = [place for place in mine if place in theirs]
     if rounds:
-        return paired_ratio([mine[r] for r in rounds], [theirs[r] for r in rounds])
-    return unpaired_ratio(list(mine.values()), list(theirs.values()))
+        return asdict(paired_ratio([mine[r] for r in rounds], [theirs[r] for r in rounds]))
+    return asdict(unpaired_ratio(list(mine.values()), list(theirs.values())))
 
 
-def kinds_total(row: dict) -> int | None:
-    """Bytes of all kinds and dtypes, or None where they were not measured."""
-    kinds = row["details"].get("memory_by_kind")
-    if not kinds or "why_not" in kinds:
+def peak_ratio(row: dict, other: dict | None) -> float | None:
+    """Peak allocated over that of another row."""
+    if other is None:
         return None
-    return sum(size for sizes in kinds.values() for size in sizes.values())
+    mine, theirs = (r["details"].get("peak", {}).get("allocated") for r in (row, other))
+    return mine / theirs if mine and theirs else None
 
 
-def _summary(row: dict, timed: dict) -> dict:
-    case, details, own_rates = row["case"], row["details"], rates(row)
-    found = {"rate": asdict(spread(own_rates)), "ratios": {}}
+def _summary(row: dict, timed: dict[tuple, dict]) -> dict:
+    details = row["details"]
+    found: dict[str, Any] = {"rate": asdict(spread(rates(row))), "ratios": {}}
     for mode in REFERENCES:
-        other = timed.get(_place(row, mode=mode))
-        if other is None or mode == case["mode"]:
+        other = timed.get(_place(row, mode))
+        if other is None or mode == row["case"]["mode"]:
             continue
         if _executed_alike(row, other):
-            found["ratios"][mode] = asdict(ratio(row, other))
+            found["ratios"][mode] = ratio(row, other)
         else:
             found["no_ratio"] = f"no ratio to {mode}: one is replayed, the other cannot be"
-    if case["contender"] in OWN and not case["real_data"]:
-        peers = _peers_of(case, timed)
-        if peers:
-            best = max(peers, key=lambda peer: spread(rates(peer)).median)
-            other = best["case"]
-            name = other["contender"] + (
-                "" if other["mode"] == case["mode"] else f" ({other['mode']})"
-            )
-            found["ratios"]["best_peer"] = asdict(ratio(row, best)) | {"peer": name}
-        recipe = _recipe(row, timed)
-        if recipe is not None:
-            found["ratios"]["recipe"] = asdict(ratio(row, recipe))
-    eager = row["limit"].get("eager")
-    found["limit_share"] = None if eager is None else found["rate"]["median"] / eager
-    found["energy_j"] = _energy(row)
-    found["memory_bytes"] = kinds_total(row)
-    found["skipped"] = details.get("skipped")
-    found["host_us"] = None if "host_s" not in details else 1e6 * details["host_s"]
-    found["data_wait"] = _data_wait(row)
-    return found
+    eager, fp32 = row["limit"].get("eager"), timed.get(_place(row, "fp32"))
+    memory, of_fp32 = _all_kinds(row), None if fp32 is None else _all_kinds(fp32)
+    return found | {
+        "limit_share": None if eager is None else found["rate"]["median"] / eager,
+        "energy_j": _energy(row),
+        "memory_bytes": memory,
+        "memory_ratio": memory / of_fp32 if memory and of_fp32 else None,
+        "peak_ratio": peak_ratio(row, fp32 or timed.get(_place(row, "tf32"))),
+        "skipped": details.get("skipped"),
+        "host_us": None if "host_s" not in details else 1e6 * details["host_s"],
+        "data_wait": _data_wait(row),
+    }
 
 
 def _executed_alike(row: dict, other: dict) -> bool:
@@ -104,31 +167,12 @@ def _executed_alike(row: dict, other: dict) -> bool:
     return not reason.startswith("off: ") or reason.startswith(f"off: {DEVICE_LIMITS}")
 
 
-def _against_fp32(row: dict, timed: dict) -> None:
-    """Memory ratios; a peer without memory by kind has its peak alone."""
-    summary, base = row["summary"], timed.get(_place(row, mode="fp32"))
-    own, of_base = summary["memory_bytes"], base and base["summary"]["memory_bytes"]
-    summary["memory_ratio"] = own / of_base if own and of_base else None
-    base = base or timed.get(_place(row, mode="tf32"))
-    summary["peak_ratio"] = _peak_ratio(row, base)
-    summary["peak_over_recipe"] = _peak_ratio(row, _recipe(row, timed))
-
-
-def _peak_ratio(row: dict, other: dict | None) -> float | None:
-    peaks = [
-        r["details"].get("peak", {}).get("allocated") if r is not None else None
-        for r in (row, other)
-    ]
-    return peaks[0] / peaks[1] if all(peaks) else None
-
-
-def _recipe(row: dict, timed: dict) -> dict | None:
-    """The row of the torch.amp recipe for a mode of 16 bits; None where there is none."""
-    case = row["case"]
-    mode = NEAREST_MODE.get(case["mode"], case["mode"])
-    if mode not in AMP or case["contender"] not in OWN or case["real_data"]:
+def _all_kinds(row: dict) -> int | None:
+    """Bytes of all kinds and dtypes, or None where they were not measured."""
+    kinds = row["details"].get("memory_by_kind")
+    if not kinds or "why_not" in kinds:
         return None
-    return timed.get((case["label"], mode, "amp", False))
+    return sum(size for sizes in kinds.values() for size in sizes.values())
 
 
 def _place(row: dict, mode: str | None = None) -> tuple:
@@ -139,22 +183,6 @@ def _place(row: dict, mode: str | None = None) -> tuple:
 def _by_round(row: dict) -> dict[tuple[int, int], float]:
     places = [(window["cohort"], window["round"]) for window in row["windows"]]
     return dict(zip(places, rates(row), strict=True))
-
-
-def _peers_of(case: dict, timed: dict) -> list[dict]:
-    """Timed rows of other tools on the same model: in this mode, else in the nearest one."""
-    for mode in (case["mode"], NEAREST_MODE.get(case["mode"])):
-        found = [
-            row
-            for (label, its_mode, contender, real_data), row in timed.items()
-            if label == case["label"]
-            and its_mode == mode
-            and contender not in OWN
-            and not real_data
-        ]
-        if found:
-            return found
-    return []
 
 
 def _energy(row: dict) -> float | None:

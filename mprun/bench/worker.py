@@ -4,49 +4,53 @@ import gc
 import math
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from mprun.bench.ceilings import measure_ceilings
-from mprun.bench.contender import Case, Contender, run_steps
-from mprun.bench.energy import meter_of
-from mprun.bench.equality import sensitivity
-from mprun.bench.inside import look_inside
+from mprun.bench.contender import Contender
+from mprun.bench.energy import PowerMeter, meter_of
 from mprun.bench.measure import (
-    equality_losses,
+    attempt,
+    count_synchronisations,
     host_seconds,
+    measure_ceilings,
     steps_for,
     synchronise,
     warm_up,
     window,
 )
-from mprun.bench.registry import OWN, make
-from mprun.config.compose import compose_config
+from mprun.bench.own import Contest
+from mprun.bench.plan import OWN, Case, without_device
+from mprun.record.memory import peak
 from mprun.training.environment import flags
 from mprun.training.run import resolve_device
 
 ENERGY_S = 2.0  # NVML's counter moves some ten times a second: one window alone is coarse
 _MEMINFO = Path("/proc/meminfo")
 _REPEATS = 10  # steps of which the host's time is the median
+_WATCHED = 5  # steps in which synchronisations are counted
 
 
 class Worker:
     """Holds one contender and answers requests about it; every answer can be written as JSON."""
 
-    def __init__(self):
-        self.contender: Contender | None = None
-        self.device = torch.device("cpu")
-        self.meter = None
+    contender: Contender
+    case: Case
+
+    def __init__(self, contest: Contest):
+        self.contest, self.device = contest, torch.device("cpu")
+        self.meter = PowerMeter(None)
 
     def ask(self, name: str, request: dict) -> dict:
         """The answer to a request; ValueError for an unknown one."""
-        requests = {
+        requests: dict[str, Callable[..., dict]] = {
             "ceilings": self.ceilings,
             "limit": self.limit,
             "build": self.build,
-            "equality": self.equality,
-            "twin": self.twin,
+            "first_steps": self.first_steps,
             "prepare": self.prepare,
             "warm_up": self.warm_up,
             "window": self.window,
@@ -58,67 +62,53 @@ class Worker:
 
     def ceilings(self, device: str, seconds: float, threads: int | None = None) -> dict:
         """The device's ceilings in some `seconds`, and what NVML says of it."""
-        if threads is not None:
-            torch.set_num_threads(threads)
-        self._on(device)
+        self._on(device, threads)
         measured = measure_ceilings(self.device, seconds)
         return {"ceilings": measured, "driver": self.meter.driver(), "nvml": self.meter.why}
 
-    def limit(self, overrides: list[str], mode: str, ceilings: dict, name: str) -> dict:
-        """See `mprun.bench.roofline_share.step_limit`."""
-        from mprun.bench.roofline_share import step_limit
+    def limit(self, case: dict, ceilings: dict, name: str) -> dict:
+        """Samples per second that no execution of a step can exceed, under measured ceilings.
+
+        See `roofline.limits.Limit`. BadInput for a step that cannot be counted.
+        """
+        from mprun.bench.roofline.count import count
+        from mprun.bench.roofline.limits import measured_limit
 
         torch.set_num_threads(1)
-        return step_limit(overrides, mode, ceilings, name)
+        overrides = without_device(case["overrides"])
+        return measured_limit(count(overrides, case["mode"], case["config_dir"]), ceilings, name)
 
     def build(self, case: dict, device: str) -> dict:
-        """Make the contender; memory is what the device has left then."""
-        self._on(device)
-        case = Case(**(case | {"overrides": tuple(case["overrides"])}))
-        threads = compose_config(case.overrides).config.threads
-        if threads is not None:
-            torch.set_num_threads(threads)
-        self.case, self.contender = case, make(case, self.device)
+        """Make the contender."""
+        self.case = Case(**(case | {"overrides": tuple(case["overrides"])}))
+        self._on(device, self.case.config().threads)
+        self.contender = self.contest.make(self.case, self.device)
         return {
             "samples_per_step": self.contender.samples_per_step,
             "sample": self.contender.sample,
             "threads": torch.get_num_threads(),
         }
 
-    def equality(self) -> dict:
-        """Losses and skips of the first 20 steps, and what their first use cost."""
-        found = equality_losses(self.contender, self.device)
+    def first_steps(self) -> dict:
+        """What the check needs of the first 20 steps, and what their first use cost."""
+        found = self.contest.first_steps(self.contender, self.case, self.device)
         # Once everything is compiled and captured a step takes what the fastest ones take.
         usual = sorted(found["seconds"])[len(found["seconds"]) // 4]
         self.first_use_s = max(0.0, sum(found["seconds"]) - usual * len(found["seconds"]))
         return found
 
-    def twin(self) -> dict:
-        """How fast rounding grows in this case (`mprun.bench.equality`); {} for want of memory.
-
-        Needs the memory of a second contender for its 20 steps, less what the first has cached.
-        """
-        _release(self.device)
-        try:
-            found = sensitivity(self.case, self.device)
-        except (torch.OutOfMemoryError, MemoryError):
-            found = None
-        _release(self.device)
-        return {} if found is None else {"twin": found}
-
     def prepare(self) -> dict:
         """The rest of the first use; memory that is left afterwards, in bytes."""
         # Autotuning and the steps before a capture leave memory cached that others need.
-        _release(self.device)
+        release(self.device)
         self.contender.prepare()
-        run_steps(self.contender, 2)
+        self.contender.run(2)
         synchronise(self.device)
-        settings = self.contender.settings
         return {
-            "settings": {key: _plain(value) for key, value in settings.items()},
+            "settings": _plain(self.contender.settings()),
             "flags": flags(),
             "first_use_s": self.first_use_s,
-            "replays": bool(getattr(self.contender, "replays", False)),
+            "replays": self.contender.replays(),
             **_memory_left(self.device),
         }
 
@@ -135,7 +125,7 @@ class Worker:
 
         The order matters: what disturbs the step comes last.
         """
-        answer = {"skipped": self.contender.skipped()}
+        answer: dict[str, Any] = {"skipped": self.contender.skipped()}
         # Of others the timed windows have to do: this would be a third of the time they take.
         own = self.case.contender in OWN
         if own and self.meter.energy_mj() is not None and seconds > 2 * ENERGY_S:
@@ -143,8 +133,14 @@ class Worker:
         repeats = max(2, min(_REPEATS, math.floor(0.2 * seconds / step_s)))
         answer["host_s"] = host_seconds(self.contender, self.device, repeats)
         answer["peak"] = self._peak(step_s)
-        answer |= look_inside(self.contender, self.device)
+        answer["synchronisations"] = attempt(self._synchronisations)
+        answer |= self.contender.look_inside(self.device)
         return answer | {"nvml": self.meter.why}
+
+    def _synchronisations(self) -> float | None:
+        """Per step; None on a CPU, which waits for nobody."""
+        count = count_synchronisations(lambda: self.contender.run(_WATCHED), self.device)
+        return None if count is None else count / _WATCHED
 
     def _peak(self, step_s: float) -> dict:
         """Peak memory of steady steps in bytes; allocated, where they are replayed, of eager ones.
@@ -154,7 +150,7 @@ class Worker:
         again beside the graph.
         """
         if self.device.type != "cuda":
-            return {"resident": _resident_peak()}
+            return {"resident": peak(self.device)["peak_bytes"]}
         synchronise(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         window(self.contender, self.device, min(3, steps_for(step_s)))
@@ -162,7 +158,7 @@ class Worker:
             "reserved": torch.cuda.max_memory_reserved(self.device),
             "process": self.meter.process_bytes(),
         }
-        if getattr(self.contender, "replays", False):
+        if self.contender.replays():
             torch.cuda.reset_peak_memory_stats(self.device)
             try:
                 for _ in range(2):
@@ -171,14 +167,16 @@ class Worker:
                 return held | {"why_not": "no memory for an eager step beside the graph"}
         return held | {"allocated": torch.cuda.max_memory_allocated(self.device)}
 
-    def _on(self, device: str) -> None:
+    def _on(self, device: str, threads: int | None) -> None:
+        if threads is not None:
+            torch.set_num_threads(threads)
         self.device = resolve_device(device)
         if self.device.type == "cuda":
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.meter = meter_of(self.device)
 
 
-def _release(device: torch.device) -> None:
+def release(device: torch.device) -> None:
     """Give back the memory that nothing holds any more."""
     gc.collect()
     if device.type == "cuda":
@@ -199,12 +197,6 @@ def _memory_left(device: torch.device) -> dict[str, int]:
         "free": int(facts["MemAvailable"].split()[0]) * 1024,
         "held": pages * os.sysconf("SC_PAGE_SIZE"),
     }
-
-
-def _resident_peak() -> int:
-    from mprun.record.memory import peak
-
-    return peak(torch.device("cpu"))["peak_bytes"]
 
 
 def _plain(value):

@@ -1,47 +1,38 @@
-"""`mprun bench`: speed, memory and energy of precision modes, beside other tools if asked for."""
+"""`mprun bench`: speed, memory and energy of precision modes on one configuration.
+
+What a bench of more contenders adds to the command line, it adds to `parser` (benchmarks.suite).
+"""
 
 import json
 import sys
 import time
-from datetime import UTC, datetime
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from mprun.bench.options import Options, check_overrides, device_of, parse
+from mprun.bench.plan import REFERENCES, Group, Options, check_overrides, device_of
+from mprun.cli.arguments import Arguments, known_modes, names, number
+from mprun.config.compose import compose_config
 from mprun.errors import BUG, DONE, INTERRUPTED, RESOURCE, BadInput
 
-_REPORT_S = 6.0  # kept back for tables and figure
-_USAGE = """\
-mprun bench                       : the suite: ResNet-50, AlexNet, DCGAN, LSTM language models on a
-                                    GPU, small sizes of them on a CPU
-mprun bench model=... [key=value] : one configuration
+if TYPE_CHECKING:
+    from mprun.bench.own import Contest
+
+LEAST_BUDGET_S = 20
+_WHAT = """\
+Speed, memory and energy per precision mode of the configuration, and its share of the device's
+limit. Each mode runs in a process of its own; their windows follow one another round robin, on
+batches that lie on the device.
+
+mprun bench [key=value ...]       : the modes of this configuration, as measured here
 mprun bench --host ...            : will it fit, and what does the host need? Memory to the byte,
                                     launches and host time of a CUDA step, without a GPU: on a fake
                                     CUDA device (needs a CUDA build of torch and a C compiler)
 mprun bench --roofline ...        : FLOPs, bytes and limits of a step, without a GPU
-                                    (mprun bench --roofline --help)
-
-Each contender of a model runs in a process of its own; their windows follow one another round
-robin. Batches lie on the device. Nothing is timed that does not compute what the others do.
-
-Options
-  --modes A,B        precision modes (fp32,tf32,fp16_naive,fp16_master_scaled,amp,amp_bf16 on a GPU;
-                     fp32,fp16_master_scaled,amp on a CPU)
-  --peers [A,B]      other tools beside mprun: all, or names of
-                     {peers}
-                     (the suite takes all of them in 16-bit modes, the loop alone in FP32, TF32)
-  --only A,B         of the suite the models whose names begin so: ResNet-50 b256,DCGAN
-  --budget SECONDS   the whole bench ends by then, with what is there (540)
-  --out DIR          where to write (outputs/bench/...); must not exist
-  --windows N        windows of each contender (5)
-  --steps-per-window K   steps of a window (as many as last 0.3 s)
-  --end-to-end       also with the data source of the configuration, loading included
-  --plain            mprun with its defaults alone, not with its best settings as well
-  --card GIB         with --host: what fits a card with that much memory
-  --json             print bench.json instead of the tables
-
+                                    (mprun bench --roofline --help)"""
+_MORE = """\
 Writes bench.jsonl (windows as they are measured), bench.json, bench.md, bench.png, logs/.
-Exit codes: 0 done, 2 bad input, 5 nothing measured for want of memory, 130 interrupted.
-"""
+Exit codes: 0 done, 2 bad input, 5 nothing measured for want of memory, 130 interrupted."""
 
 
 def main(arguments: list[str]) -> int:
@@ -50,32 +41,96 @@ def main(arguments: list[str]) -> int:
         from mprun.cli.roofline import main as roofline
 
         return roofline([argument for argument in arguments if argument != "--roofline"])
-    if "--help" in arguments or "-h" in arguments:
-        from mprun.bench.registry import PEERS
-
-        print(_USAGE.format(peers=", ".join(PEERS)), end="")
-        return DONE
     started = time.monotonic()
     options = parse(arguments)
-    # Checked before torch is loaded.
-    from mprun.config.compose import compose_config
 
-    check_overrides(options.overrides)
-    compose_config(options.overrides)
+    def contest() -> "Contest":
+        from mprun.bench.own import Contest
+
+        return Contest()
+
+    return bench(contest, options, ["mprun", "bench", *arguments], started)
+
+
+def parser(verb: str = "bench", what: str = _WHAT, more: str = _MORE) -> Arguments:
+    """The options that every bench has."""
+    found = Arguments(verb, what, more, overrides=True)
+    add = found.add_argument
+    add("--modes", type=names("--modes"), metavar="A,B", help="precision modes, also your own "
+        "(fp32,tf32,fp16_naive,fp16_master_scaled,amp,amp_bf16 on a GPU; "
+        "fp32,fp16_master_scaled,amp on a CPU)")  # fmt: skip
+    add("--budget", dest="budget_s", default=540.0, metavar="SECONDS",
+        type=number("--budget", LEAST_BUDGET_S, 86_400, "seconds"),
+        help="the whole bench ends by then, with what is there (540)")  # fmt: skip
+    add("--out", metavar="DIR", help="where to write (outputs/bench/...); must not exist")
+    add("--windows", type=number("--windows", 1, 1000, whole=True), default=5, metavar="N",
+        help="windows of each contender (5)")  # fmt: skip
+    add("--steps-per-window", type=number("--steps-per-window", 1, 10_000, whole=True),
+        metavar="K", help="steps of a window (as many as last 0.3 s)")  # fmt: skip
+    add("--end-to-end", action="store_true",
+        help="also with the data source of the configuration, loading included")  # fmt: skip
+    add("--plain", action="store_true",
+        help="mprun with its defaults alone, not with its best settings as well")  # fmt: skip
+    add("--host", action="store_true", help="the host side of a CUDA step, without a GPU")
+    add("--card", dest="card_bytes", metavar="GIB",
+        type=number("--card", 0.5, 4096, "the card's memory in GiB,"),
+        help="with --host: what fits a card with that much memory")  # fmt: skip
+    add("--json", action="store_true", help="print bench.json instead of the tables")
+    add("--config-dir", metavar="DIR", help="options of your own, as for a run")
+    return found
+
+
+def parse(arguments: list[str]) -> Options:
+    """The options of the command line; BadInput names what is wrong with one."""
+    return Options(**checked(vars(parser().parse(arguments))))
+
+
+def checked(found: dict[str, Any]) -> dict[str, Any]:
+    """The values of `parser`, held to each other and to the configuration; imports no torch."""
+    if found["modes"] is not None:
+        modes = known_modes("--modes", found["modes"], found["config_dir"])
+        found["modes"] = sorted(modes, key=lambda name: name not in REFERENCES)
+    if found["card_bytes"] is not None:
+        if not found["host"]:
+            raise BadInput("bench --card: goes with --host")
+        found["card_bytes"] = int(found["card_bytes"] * 2**30)
+    if found["end_to_end"] and found["host"]:
+        raise BadInput("bench --end-to-end: not with --host, which measures the step alone")
+    check_overrides(found["overrides"])
+    compose_config(found["overrides"], found["config_dir"])
+    return found
+
+
+def bench(
+    contest: Callable[[], "Contest"], options: Options, again: list[str], started: float
+) -> int:
+    """Measure, write and print; the exit code.
+
+    Args:
+        contest: imports and makes what is measured.
+        again: what `python -m` runs for the same command, for --host.
+        started: of time.monotonic.
+    """
     if options.host:
-        from mprun.bench.host import main as host
+        from mprun.bench import fake_cuda
+        from mprun.bench.host import host, on_the_fake_device
 
-        return host(arguments, options)
-    from mprun.bench.plan import plan
+        return host(contest(), options) if fake_cuda.is_fake() else on_the_fake_device(again)
+    from mprun.bench.run import run_bench
     from mprun.training.run import resolve_device
 
-    device = resolve_device(device_of(options.overrides))
-    groups, left_out = plan(options, device)
-    folder = claimed(options, groups)
-    return _measure(options, device, groups, left_out, folder, started)
+    device, own = resolve_device(device_of(options.overrides)), contest()
+    plan = own.plan(options, device)
+    folder = claimed(options, plan[0])
+    content, text = run_bench(own, options, device, plan, folder, started)
+    if options.json:
+        print(json.dumps(content, indent=1, allow_nan=False))
+    else:
+        print(f"{text}\nbench: {folder}")
+    return exit_code(content)
 
 
-def claimed(options: Options, groups: list) -> Path:
+def claimed(options: Options, groups: list[Group]) -> Path:
     """A new folder for this bench; BadInput where --out exists already."""
     from mprun.record.run_directory import claim
 
@@ -91,25 +146,6 @@ def claimed(options: Options, groups: list) -> Path:
     except OSError as error:
         raise BadInput(f"--out {path}: cannot be made ({error.strerror})") from None
     return path
-
-
-def _measure(options, device, groups, left_out, folder: Path, started: float) -> int:
-    from mprun.bench.result import assemble, write_all
-    from mprun.bench.run_bench import run_bench
-    from mprun.training.signals import Interruption
-
-    deadline = started + options.budget_s - _REPORT_S
-    with Interruption() as interruption:
-        outcome = run_bench(options, device, groups, folder, interruption, deadline)
-        bench = assemble(options, device, outcome, left_out)
-        bench["created"] = datetime.now(UTC).isoformat(timespec="seconds")
-        bench["elapsed_s"] = time.monotonic() - started
-        text = write_all(folder, bench)
-    if options.json:
-        print(json.dumps(bench, indent=1, allow_nan=False))
-    else:
-        print(f"{text}\nbench: {folder}")
-    return exit_code(bench)
 
 
 def exit_code(bench: dict) -> int:

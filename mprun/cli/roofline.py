@@ -1,18 +1,21 @@
 """`mprun bench --roofline`: the limit of a training step on a named GPU, without one."""
 
-from __future__ import annotations
-
 import json
 from argparse import Namespace
-from typing import TYPE_CHECKING
 
-from mprun.bench.roofline.limits import GPUS, Ceilings, ceilings_of, limit, why_not
+from mprun.bench.roofline.limits import (
+    GPUS,
+    Ceilings,
+    Line,
+    as_dict,
+    as_text,
+    ceilings_of,
+    limit,
+    why_not,
+)
 from mprun.cli.arguments import Arguments, known_modes, names, number
 from mprun.config.overrides import parse_overrides
 from mprun.errors import DONE, BadInput
-
-if TYPE_CHECKING:
-    from mprun.bench.roofline.report import Line
 
 _WHAT = """\
 What a training step can reach on a GPU, counted without it: FLOPs and bytes of one step of the
@@ -28,8 +31,6 @@ def main(arguments: list[str]) -> int:
     """Entry point, without the word --roofline; returns the exit code."""
     options = parse(arguments)
     ceilings = ceilings_of(options.gpu)
-    from mprun.bench.roofline.report import as_dict, as_text
-
     lines, refused = roofline(options, ceilings)
     if options.json:
         print(json.dumps(as_dict(lines, ceilings, refused), indent=1, allow_nan=False))
@@ -75,7 +76,6 @@ def roofline(options: Namespace, ceilings: Ceilings) -> tuple[list[Line], list[s
     BadInput for a mode that was asked for and that the GPU does not have.
     """
     from mprun.bench.roofline.count import count
-    from mprun.bench.roofline.report import Line
 
     modes = [None] if _sets_precision(options) else options.mode or DEFAULT_MODES
     lines, refused = [], []

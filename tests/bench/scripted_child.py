@@ -40,8 +40,11 @@ def answer(what: str, extra: dict) -> dict:
             return {"ok": False, "kind": "memory", "reason": "out of memory: as told"}
     answers = {
         "build": {"samples_per_step": 10, "sample": "image", "threads": 1},
-        "equality": {"losses": [extra.get("loss", 1.0)] * 20, "skipped": 0, "seconds": [0.01] * 20},
-        "twin": {},
+        "first_steps": {
+            "losses": [extra.get("loss", 1.0)] * 20,
+            "skipped": 0,
+            "seconds": [0.01] * 20,
+        },
         "prepare": {
             "settings": {},
             "flags": {},

@@ -2,18 +2,26 @@
 
 import json
 import time
+from dataclasses import asdict
 
 import pytest
 import torch
 
-from mprun.bench.ceilings import measure_ceilings
-from mprun.bench.contender import Case, RotatingSource, rotating_batches
+from mprun.bench.contender import Contender, RotatingSource, rotating_batches
 from mprun.bench.energy import meter_of
-from mprun.bench.inside import look_inside
-from mprun.bench.measure import equality_losses, host_seconds, steps_for, warm_up, window
-from mprun.bench.own import make_own
-from mprun.bench.phases import time_split
-from mprun.bench.rows import Log
+from mprun.bench.measure import (
+    count_synchronisations,
+    first_steps,
+    host_seconds,
+    measure_ceilings,
+    steps_for,
+    warm_up,
+    window,
+)
+from mprun.bench.own import Contest, Own, time_split
+from mprun.bench.plan import Case
+from mprun.bench.session import Log
+from mprun.bench.worker import Worker
 from mprun.precision import pin_math_flags, read_math_flags
 
 CPU = torch.device("cpu")
@@ -30,16 +38,13 @@ TINY_LM = (
 )
 
 
-class Sleeper:
+class Sleeper(Contender):
     """Steps of known length; the loss is the number of steps taken."""
 
-    settings, samples_per_step, sample = {}, 7, "image"
+    samples_per_step, sample = 7, "image"
 
     def __init__(self, *lengths: float):
         self.lengths, self.taken = lengths, 0
-
-    def prepare(self) -> None:
-        pass
 
     def step(self) -> torch.Tensor:
         time.sleep(self.lengths[min(self.taken, len(self.lengths) - 1)])
@@ -52,7 +57,7 @@ class Sleeper:
 
 def make(mode: str = "fp32", *more: str, contender: str = "mprun", **extra):
     case = Case("tiny", (*TINY_LM, *more), mode, contender, **extra)
-    return make_own(case, CPU, contender == "mprun+")
+    return Own(case, CPU)
 
 
 @pytest.fixture(autouse=True)
@@ -71,10 +76,9 @@ def test_a_window_holds_its_steps_and_no_more():
     assert found.cpu_s < found.wall_s
 
 
-def test_equality_takes_the_first_twenty_losses():
-    found = equality_losses(Sleeper(0.0), CPU)
+def test_the_first_twenty_losses_are_kept():
+    found = first_steps(Sleeper(0.0), CPU)
     assert found["losses"] == [float(step) for step in range(1, 21)]
-    assert found["travel"] is None
     assert found["skipped"] == 2 and len(found["seconds"]) == 20
 
 
@@ -83,7 +87,7 @@ def test_a_loss_that_is_not_finite_can_be_written_as_json(tmp_path):
     broken.step = lambda: torch.tensor(float("nan"))
     assert window(broken, CPU, 1).loss_is_finite is False
     log = Log(tmp_path / "bench.jsonl", 1.0)
-    log.write("ready", equality=equality_losses(broken, CPU))
+    log.write("ready", equality=first_steps(broken, CPU))
     log.close()
     (line,) = (tmp_path / "bench.jsonl").read_text().splitlines()
     assert json.loads(line, parse_constant=pytest.fail)["equality"]["losses"] == ["nan"] * 20
@@ -134,23 +138,11 @@ def test_mprun_as_a_contender_takes_the_steps_of_a_run_on_rotating_batches(build
 
 def test_batches_that_are_rotated_lie_as_the_network_wants_them():
     settings = ("model=resnet50", "data.batch_size=2", "train.channels_last=on")
-    own = make_own(Case("images", settings, "amp", "mprun"), CPU, False)
+    own = Own(Case("images", settings, "amp", "mprun"), CPU)
     held, _ = own.built.data.train_batch(0)
     (images, _), *_ = own.task.load(0)
     assert held.is_contiguous(memory_format=torch.channels_last)
     assert images.data_ptr() == held.data_ptr()
-
-
-def test_what_is_watched_are_the_master_weights():
-    own = make("fp16_master_scaled")
-    before = [tensor.clone() for tensor in own.weights().values()]
-    found = equality_losses(own, CPU)
-    assert {tensor.dtype for tensor in own.weights().values()} == {torch.float32}
-    moved = [a - b for a, b in zip(own.weights().values(), before, strict=True)]
-    length = torch.cat([t.flatten() for t in before]).norm()
-    # Of float32 tensors, in float64: what differs is the float32 norm here.
-    distance = float(torch.cat([t.flatten() for t in moved]).norm() / length)
-    assert found["travel"][-1][0] == pytest.approx(distance, rel=2.0**-16)
 
 
 def test_batches_rotate():
@@ -178,7 +170,7 @@ def test_a_schedule_does_not_end_with_its_steps():
 
 def test_best_settings_that_are_refused_are_left_out_with_the_reason():
     own = make("fp16_naive", contender="mprun+")
-    kept = own.settings["optimizer"] == "single_pass"
+    kept = own.settings()["optimizer"] == "single_pass"
     assert kept != any("optim.implementation" in key for key in own.left_out)
     for setting, reason in own.left_out.items():
         assert reason.startswith(setting.partition("=")[0])
@@ -217,12 +209,19 @@ def test_a_look_inside_has_memory_by_kind():
     """fp16_master_scaled: 2 bytes a parameter, 4 a master; all of them have one here."""
     own = make("fp16_master_scaled")
     own.step()
-    found = look_inside(own, CPU)
+    found = own.look_inside(CPU)
     count = sum(p.numel() for p in own.task.learner.model.parameters())
     assert found["memory_by_kind"]["parameters"] == {"float16": 2 * count}
     assert found["memory_by_kind"]["master_weights"] == {"float32": 4 * count}
-    assert found["synchronisations"] is None  # a CPU waits for nobody
     assert found["time_split"]["step"] > 0
+
+
+def test_a_cpu_waits_for_nobody():
+    worker = Worker(Contest())
+    case = Case("tiny", TINY_LM, "fp32", "mprun")
+    worker.build(asdict(case), "cpu")
+    found = worker.details(step_s=0.001, seconds=0.1)
+    assert found["synchronisations"] is None and found["time_split"]["step"] > 0
 
 
 def test_ceilings_are_those_of_the_product_and_the_copy():
@@ -238,15 +237,14 @@ def test_on_cuda_the_device_and_the_host_agree_on_a_window():
     """A window is far longer than what the host adds: launch of the first step, two waits."""
     device = torch.device("cuda", torch.cuda.current_device())
     case = Case("tiny", (*TINY_LM, "train.cuda_graph=off"), "amp", "mprun")
-    own = make_own(case, device, False)
+    own = Own(case, device)
     for _ in range(20):
         own.step()
     found = window(own, device, steps_for(warm_up(own, device, 5.0)["step_s"]), meter_of(device))
     assert found.loss_is_finite
     assert 0.9 < found.seconds / found.wall_s <= 1.01
-    split = look_inside(own, device)
-    assert split["synchronisations"] == 0
-    assert split["time_split"]["step"] > 0
+    assert count_synchronisations(lambda: own.run(5), device) == 0
+    assert own.look_inside(device)["time_split"]["step"] > 0
 
 
 @pytest.mark.gpu

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from mprun.bench.child_process import ChildFailed, ChildProcess, Interrupted, TimeUp
-from mprun.bench.contender import Case
-from mprun.bench.limits import Limits
-from mprun.bench.plan import Group
-from mprun.bench.rows import Log
-from mprun.bench.session import Session
+from mprun.bench import session
+from mprun.bench.child import ChildFailed, ChildProcess, Interrupted, TimeUp
+from mprun.bench.own import Contest
+from mprun.bench.plan import Case, Group, Options
+from mprun.bench.session import Limits, Log, Session
 from mprun.training.signals import Interruption
 
 COMMAND = (sys.executable, str(Path(__file__).with_name("scripted_child.py")))
@@ -33,26 +32,20 @@ class Bench:
         self.cases.append(Case("model", (), mode, contender, extra=extra))
 
     def run(self, windows: int = 2, check=lambda rows: {}):
-        limits = Limits(None, "cpu", self.folder / "limits.log", self.interruption, "here")
+        contest, options = Contest(), Options(windows=windows)
+        contest.command, contest.check = COMMAND, check
         log = Log(self.folder / "bench.jsonl", 30)
-        session = Session(
-            [Group("model", tuple(self.cases), 1.0)],
-            "cpu",
-            self.folder,
-            log,
-            self.interruption,
-            self.deadline,
-            limits,
-            check,
-            windows=windows,
-            command=COMMAND,
+        shared = session.Bench(
+            contest, options, "cpu", self.folder, log, self.interruption, self.deadline
         )
+        groups = [Group("model", tuple(self.cases), 1.0)]
+        found = Session(shared, groups, Limits(shared, None, "here"))
         try:
-            session.run()
+            found.run()
         finally:
-            session.close()
+            found.close()
             log.close()
-        return session.all_rows()
+        return found.all_rows()
 
     def asked(self, what: str) -> list[str]:
         lines = [line.split(" ", 1) for line in self.trace.read_text().splitlines()]
@@ -76,7 +69,7 @@ def test_windows_of_contenders_that_are_alive_together_alternate(bench):
 
 def test_a_child_that_dies_is_a_row_with_its_reason_and_the_rest_goes_on(bench):
     bench.add("mprun", exit_at="warm_up")
-    bench.add("loop", error_at="equality")
+    bench.add("loop", error_at="first_steps")
     bench.add("fabric", exit_at="details")
     bench.add("trainer")
     first, second, third, last = bench.run()

@@ -6,7 +6,7 @@ import numpy
 import pytest
 from scipy import stats
 
-from mprun.bench.statistics import RESAMPLES, paired_ratio, spread, unpaired_ratio
+from mprun.bench.summary import RESAMPLES, paired_ratio, spread, unpaired_ratio
 
 
 def test_spread_by_hand():

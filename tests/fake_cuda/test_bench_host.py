@@ -1,4 +1,4 @@
-"""`mprun bench --host`: memory, launches and host time of a CUDA step, without a GPU."""
+"""`mprun bench --host`, alone and in the suite: memory, launches and host time of a CUDA step, without a GPU."""
 
 import json
 import subprocess
@@ -16,13 +16,23 @@ GIB = 2**30
 
 def host(device, *arguments):
     """The rows of the command; `device` skips where there is no fake runtime."""
-    command = [device.python, "-m", "mprun", "bench", "--host", "--json", *arguments]
+    command = [device.python, "-m", "benchmarks.suite", "--host", "--json", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     return {
         (row["label"], row["mode"], row["contender"], row["execution"]): row
         for row in json.loads(done.stdout)["rows"]
     }
+
+
+@pytest.mark.slow
+def test_without_other_tools(device):
+    command = [device.python, "-m", "mprun", "bench", "--host", "model=conv_autoencoder"]
+    more = ["data.batch_size=8", "--modes", "fp32,amp", "--card", "24"]
+    done = subprocess.run([*command, *more], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = [line for line in done.stdout.splitlines() if "| mprun " in line]
+    assert len(lines) == 4 and all(line.split("|")[-2].strip() == "yes" for line in lines)
 
 
 @pytest.mark.slow
@@ -77,7 +87,7 @@ def test_what_cannot_run_says_why():
     ("arguments", "line"),
     [
         (["--card", "24"], "bench --card: goes with --host"),
-        (["--host", "--card", "x"], "--card x: must be the card's memory in GiB, 0.5 to 4096"),
+        (["--host", "--card", "x"], "--card x: must be the card's memory in GiB, from 0.5 to 4096"),
         (["--host", "--end-to-end"], "bench --end-to-end: not with --host"),
         (["--host", "model=nothing"], "model=nothing"),
     ],

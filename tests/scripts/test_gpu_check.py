@@ -247,14 +247,15 @@ def test_which_modes_of_graphs_come_first(module, tmp_path):
 
 
 def test_the_bench_of_the_first_call_is_mprun_alone(module, tmp_path, monkeypatch):
-    parts, options = module("gpu_check_parts"), importlib.import_module("mprun.bench.options")
-    suite = importlib.import_module("mprun.bench.suite").GPU_SUITE
+    parts = module("gpu_check_parts")
+    parse = importlib.import_module("benchmarks.suite.__main__").parse
+    suite = importlib.import_module("benchmarks.suite.models").GPU_SUITE
     monkeypatch.delenv("BENCH", raising=False)
     setting = parts.Setting(tmp_path, "cuda", None)
 
     def parsed(name):
         (step,) = parts.PARTS[name].steps(setting, 150.0)
-        return options.parse(step.command[step.command.index("bench") + 1 :])
+        return parse(step.command[step.command.index("benchmarks.suite") + 1 :])
 
     own, peers = parsed("bench"), parsed("bench_peers")
     assert own.peers is None and own.budget_s == 130

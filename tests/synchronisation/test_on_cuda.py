@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mprun.bench.synchronisations import count_synchronisations
+from mprun.bench.measure import count_synchronisations
 from mprun.config.compose import compose_config
 from mprun.numerics import failure
 from mprun.numerics.failure import FailureKeeper

@@ -1,0 +1,66 @@
+"""`python -m benchmarks.suite`: `mprun bench` with the suite and other tools; the same options."""
+
+import sys
+import time
+
+from benchmarks.suite.contenders import PEERS
+from benchmarks.suite.contest import SuiteOptions
+from mprun.cli.arguments import names
+from mprun.cli.bench import bench, checked, parser
+from mprun.errors import DONE, INTERRUPTED, MprunError
+
+_WHAT = """\
+mprun's precision modes beside other tools.
+
+benchmarks.suite                  : the suite: ResNet-50, AlexNet, DCGAN, LSTM language models on a
+                                    GPU, small sizes of them on a CPU
+benchmarks.suite model=... [key=value] : one configuration
+benchmarks.suite --host ...       : the host side of a CUDA step on a fake device, without a GPU
+
+Nothing is timed that does not compute what the others do."""
+
+
+def main(arguments: list[str]) -> int:
+    """The exit code: that of `mprun bench`."""
+    started = time.monotonic()
+
+    def contest():
+        from benchmarks.suite.contest import Suite
+
+        return Suite()
+
+    try:
+        return bench(contest, parse(arguments), ["benchmarks.suite", *arguments], started)
+    except MprunError as error:
+        print(f"benchmarks.suite: {error}", file=sys.stderr)
+        return error.exit_code
+    except SystemExit as ended:  # argparse, after a help page
+        return int(ended.code or DONE)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def parse(arguments: list[str]) -> SuiteOptions:
+    """The options of the command line; BadInput names what is wrong with one."""
+    found = parser("bench", _WHAT)
+    found.prog = "python -m benchmarks.suite"
+    found.add_argument(
+        "--peers",
+        nargs="?",
+        const="all",
+        type=names("--peers"),
+        metavar="A,B",
+        help=f"other tools beside mprun: all, or names of {', '.join(PEERS)} (the suite takes all "
+        "of them in 16-bit modes, the loop alone in FP32, TF32)",
+    )
+    found.add_argument(
+        "--only",
+        type=names("--only"),
+        metavar="A,B",
+        help='of the suite the models whose names begin so: "ResNet-50 b256,DCGAN"',
+    )
+    return SuiteOptions(**checked(vars(found.parse(arguments))))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

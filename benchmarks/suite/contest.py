@@ -1,0 +1,176 @@
+"""The contest of the suite: mprun's modes and other tools on models and sizes of its own."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import torch
+
+from benchmarks.suite import equality, targets
+from benchmarks.suite.contenders import CONTENDERS, PEERS, available, make
+from benchmarks.suite.models import MODES_WITH_PEERS, suite_of
+from mprun.bench.own import Contest, left_out_of
+from mprun.bench.plan import OWN, REFERENCES, Case, Entry, Group, Options, Row, without_device
+from mprun.bench.report import markdown, ratio_text
+from mprun.bench.summary import summarise
+from mprun.config.schema_models import task_of
+from mprun.errors import BadInput
+
+if TYPE_CHECKING:
+    from mprun.bench.contender import Contender
+
+# Keys that do not choose what is trained: the suite takes them too.
+_OF_THE_SUITE = ("device", "threads", "seed", "deterministic", "cpu_half")
+
+
+@dataclass(slots=True)
+class SuiteOptions(Options):
+    """peers: names, ["all"], or None: mprun alone. only: starts of labels of the suite."""
+
+    peers: list[str] | None = None
+    only: list[str] | None = None
+
+    @property
+    def suite(self) -> bool:
+        """Whether nothing on the command line chooses a configuration."""
+        return all(o.lstrip("+~").partition("=")[0] in _OF_THE_SUITE for o in self.overrides)
+
+    @property
+    def named_peers(self) -> list[str]:
+        """Those asked for by name."""
+        return [] if self.peers in (None, ["all"]) else list(self.peers or ())
+
+
+class Suite(Contest):
+    """As `mprun.bench.own.Contest`, with options of this module."""
+
+    command = (sys.executable, "-m", "benchmarks.suite.child")
+
+    def plan(self, options: SuiteOptions, device: torch.device) -> tuple[list[Group], list[dict]]:
+        """As of `Contest`; BadInput too for a peer that is unknown, not installed, or useless in
+        every mode that was asked for."""
+        _known_peers(options.named_peers)
+        groups, left_out = super().plan(options, device)
+        _no_peer_in_vain(options.named_peers, groups, left_out)
+        return groups, left_out
+
+    def entries(self, options: SuiteOptions, device: torch.device) -> list[Entry]:
+        if options.suite:
+            return [_of_suite(entry, options) for entry in _chosen(options.only, device.type)]
+        if options.only is not None:
+            raise BadInput("--only: chooses models of the suite; leave out model=... and the like")
+        return super().entries(options, device)
+
+    def others(
+        self,
+        entry: Entry,
+        case: Case,
+        options: SuiteOptions,
+        device: torch.device,
+        left_out: list[dict],
+    ) -> list[str]:
+        found = super().others(entry, case, options, device, left_out)
+        task, asked = task_of(case.config().model), options.named_peers
+        few = options.suite and not asked and options.modes is None and case.mode in REFERENCES
+        for peer in () if options.peers is None else asked or PEERS:
+            reason = None if peer in OWN else available(peer, case.mode, task, device)
+            if reason is None and few and peer != "loop":
+                reason = f"in a suite the loop alone is the peer in {case.mode}"
+            if reason is None:
+                found.append(peer)
+            elif asked or CONTENDERS[peer].would_fit(task, case.mode):
+                left_out.append(left_out_of(case, peer, reason))
+        return found
+
+    def turn(self, case: Case) -> int:
+        """mprun in every mode first; then the amp recipe and the plain loop, without which the
+        equality check has no twin; then what is tuned, the hardest to beat, though it may compile
+        for a minute; then the others in 16 bits; last the others in FP32 and TF32, which take the
+        most time."""
+        if case.contender == "mprun":
+            return 0
+        reference = case.mode in REFERENCES
+        if case.contender in equality.TWINS:
+            return 2 if reference else 1
+        if reference:
+            return 5
+        return 3 if case.contender.endswith("+") else 4
+
+    def make(self, case: Case, device: torch.device) -> Contender:
+        return make(case, device)
+
+    def first_steps(self, contender: Contender, case: Case, device: torch.device) -> dict:
+        found = equality.watched_steps(contender, device)
+        if case.contender in equality.TWINS and not case.real_data:
+            twin = equality.twin_if_it_fits(case, device)
+            found |= {} if twin is None else {"twin": twin}
+        return found
+
+    def check(self, rows: Sequence[Row]) -> dict[str, tuple[bool, str]]:
+        return equality.check(rows)
+
+    def summarise(self, bench: dict) -> None:
+        """Ratios to peers too, and targets: those of an H200, judged on no other device."""
+        summarise(bench["rows"])
+        targets.against_peers(bench["rows"])
+        judged = targets.judge(bench["rows"]) if "H200" in bench["device_name"] else None
+        bench["targets"] = judged
+
+    def report(self, bench: dict) -> str:
+        beside = [("vs best peer", lambda row: ratio_text(row, "best_peer"))]
+        more = {"Targets for one H200": targets.as_table(bench["targets"] or [])}
+        return markdown(bench, beside, more)
+
+
+def _of_suite(entry: Entry, options: SuiteOptions) -> Entry:
+    modes = entry.modes if options.modes is None else tuple(options.modes)
+    if options.modes is None and options.peers is not None:
+        modes = tuple(mode for mode in modes if mode in MODES_WITH_PEERS)
+    overrides = (*entry.overrides, *without_device(options.overrides))
+    return replace(entry, modes=modes, overrides=overrides)
+
+
+def _chosen(only: Sequence[str] | None, device_type: str) -> list[Entry]:
+    """The suite, or of it the models whose labels begin with what --only says."""
+    entries = suite_of(device_type)
+    if only is None:
+        return list(entries)
+    found: list[Entry] = []
+    for start in only:
+        named = [e for e in entries if e.label.lower().startswith(start.lower())]
+        if not named:
+            labels = ", ".join(entry.label for entry in entries)
+            raise BadInput(f"--only {start}: no such model (allowed: {labels}, or how one begins)")
+        found += [entry for entry in named if entry not in found]
+    return found
+
+
+def _known_peers(names: Sequence[str]) -> None:
+    for name in names:
+        if name not in CONTENDERS:
+            allowed = f"allowed: all, {', '.join(PEERS)}"
+            raise BadInput(f"--peers {name}: no such peer ({allowed})")
+        package = CONTENDERS[name].package
+        if package is not None and find_spec(package) is None:
+            raise BadInput(f"--peers {name}: the package {package} is not installed")
+
+
+def _no_peer_in_vain(asked: Sequence[str], groups: list[Group], left_out: list[dict]) -> None:
+    """BadInput for a peer named on the command line that fits nowhere: why, for each mode."""
+    used = {case.contender for group in groups for case in group.cases}
+    for peer in asked:
+        if peer in used:
+            continue
+        own = CONTENDERS[peer].modes
+        modes: dict[str, dict] = {}  # reason -> modes that it is the reason for, in order
+        for left in left_out:
+            if left["contender"] == peer:
+                lacks = own is not None and left["mode"] not in own
+                reason = f"it has {', '.join(own)}" if lacks else left["reason"]
+                modes.setdefault(reason, {})[left["mode"]] = None
+        reasons = [f"{', '.join(of)}: {reason}" for reason, of in modes.items()]
+        raise BadInput(f"--peers {peer}: in no mode asked for ({'; '.join(reasons)})")

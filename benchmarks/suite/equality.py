@@ -1,0 +1,337 @@
+"""Do contenders compute the same? Asked of the first 20 steps, before anything is timed.
+
+Compared are the losses, the number of skipped updates and, because a loss that is rounded to 16
+bits cannot show a learning rate that is 1 % off, how far the weights have travelled and in what
+direction. All contenders start from the same weights and see the same batches, so what is left
+between two of them is rounding and its growth.
+
+How fast rounding grows depends on the model: a tiny LSTM keeps a difference of 1e-7, ResNet-50 on
+32 pixels and random labels makes 1e-2 of it in one update. So it is measured: a *twin* of the
+plainest contender starts from weights that are off by a factor 1 + p N(0, 1) with p = max(u,
+2^-20), u being half a unit in the last place of the format in which the mode multiplies (2^-24
+FP32, 2^-11 TF32 and FP16, 2^-8 BF16). Allowed at a step is
+
+    max(floor, 4 * the twin's largest difference so far)
+
+- floor = max(u, 2^-16), relative: every step rounds anew, and FP32 kernels that transform their
+  inputs (Winograd convolutions) are some 256 roundings off. A sixteenth of it for the direction, a
+  cosine, in which errors of many weights cancel.
+- 4: p is more than a contender's own roundings, so this is some ten times what they explain. A
+  single loss can be close to its twin's by chance: the next one counts too.
+
+A learning rate that is 1 % off moves the weights 1 % further in the first update; a forgotten
+momentum shows in the second, a missing zero_grad too. tests/benchmarks/test_equality.py plants such
+errors in real models.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from benchmarks.suite.contenders import NEAREST_MODE, SCALES_PER_OPTIMIZER, make
+from mprun.bench.contender import Contender
+from mprun.bench.measure import first_steps
+from mprun.bench.plan import Case
+from mprun.bench.worker import release
+from mprun.config.schema_models import task_of
+from mprun.precision import get_policy
+
+# Modes that change what is learned: without master weights updates are lost, without loss scaling
+# FP16 gradients are. Their contenders are compared with each other, not with FP32.
+UNLIKE_FP32 = ("fp16_naive", "fp16_master", "bf16_naive")
+_REFERENCES = ("loop", "amp", "mprun")  # the plainest first
+TWINS = ("loop", "amp")  # contenders of which a twin is run
+_FLOOR, _PERTURBATION, _DRAWS = 2.0**-16, 2.0**-20, 4.0
+_SAMPLED = 2**20  # elements of a tensor that are watched
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """The first steps of a contender.
+
+    losses: of each step, NaN and infinities included. skipped: updates in these steps. travel: of
+    each step (distance, direction) as of `WeightWatch`, None where it was not watched.
+    scale_per_optimizer: the loss scale is updated after each optimizer's step, so that a GAN's
+    skips come at other steps than with one update per iteration. twin: of the twin (needs travel).
+    """
+
+    name: str
+    mode: str
+    losses: tuple[float, ...]
+    skipped: int = 0
+    travel: tuple[tuple[float, float], ...] | None = None
+    scale_per_optimizer: bool = False
+    twin: Trial | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """ok: no difference beyond rounding; reason: the first one, or what could not be compared.
+
+    loss_difference: at the last step, absolute; NaN where a loss is not finite.
+    """
+
+    name: str
+    ok: bool
+    reason: str
+    loss_difference: float
+
+
+def rounding_unit(mode: str) -> float:
+    """u of the module docstring."""
+    policy = get_policy(mode)
+    if policy.half_dtype is not None:
+        return torch.finfo(policy.half_dtype).eps / 2
+    return 2.0**-11 if policy.fp32_math == "tf32" else 2.0**-24
+
+
+class WeightWatch:
+    """How far a contender's weights are from where they started, step by step.
+
+    Watches at most 2^20 elements of each tensor, every n-th one, and holds copies of them: 4 bytes
+    each. To be made before the first step. A contender shows its weights by `weights()`: those
+    that its optimizer updates (master weights where there are some) by name.
+    """
+
+    def __init__(self, contender: Contender):
+        self._tensors = list(contender.weights().values())
+        self._start = [sample.clone() for sample in self._samples()]
+        self._length = self._norm(self._start).sqrt()
+        self._steps: list[Tensor] = []
+
+    @torch.no_grad()
+    def record(self) -> None:
+        """Note where the weights are after a step; work for the device alone."""
+        moved = [now.float() - then for now, then in zip(self._samples(), self._start, strict=True)]
+        distance = self._norm(moved).sqrt()
+        pairs = zip(moved, self._start, strict=True)
+        along = sum((a.double() * b.double()).sum() for a, b in pairs)
+        self._steps.append(torch.stack([distance / self._length, along / self._length / distance]))
+
+    def travel(self) -> list[list[float]]:
+        """[distance over the length of the start, cosine to the start] of each step.
+
+        The cosine is 0 where nothing has moved. Waits for the device.
+        """
+        rows = torch.stack(self._steps).tolist()
+        return [[distance, cosine if distance else 0.0] for distance, cosine in rows]
+
+    def _samples(self) -> list[Tensor]:
+        # `flatten` numbers the elements alike in NCHW and NHWC.
+        return [t.detach().flatten()[:: -(-t.numel() // _SAMPLED)].float() for t in self._tensors]
+
+    @staticmethod
+    def _norm(tensors: Iterable[Tensor]) -> Tensor:
+        return sum(tensor.double().square().sum() for tensor in tensors)
+
+
+def watched_steps(contender: Contender, device: torch.device) -> dict:
+    """As `mprun.bench.measure.first_steps`, with how far the weights travelled as "travel": of each
+    step (distance, direction) as of `WeightWatch`, None where a contender does not show them."""
+    watch = WeightWatch(contender) if contender.weights() else None
+    found = first_steps(contender, device, watch.record if watch else lambda: None)
+    return found | {"travel": watch.travel() if watch else None}
+
+
+def sensitivity(case: Case, device: torch.device) -> dict:
+    """How a case's twin ends: {"losses", "travel", "skipped"}, for the row's `equality["twin"]`.
+
+    For contenders of `TWINS`. Takes 20 steps of a contender of its own, which is gone afterwards.
+    """
+    extent = max(rounding_unit(case.mode), _PERTURBATION)
+    return watched_steps(make(replace(case, extra={"perturb": extent}), device), device)
+
+
+def twin_if_it_fits(case: Case, device: torch.device) -> dict | None:
+    """`sensitivity`, None for want of memory.
+
+    Needs the memory of a second contender for its 20 steps, less what the first has cached.
+    """
+    release(device)
+    try:
+        return sensitivity(case, device)
+    except (torch.OutOfMemoryError, MemoryError):
+        return None
+    finally:
+        release(device)
+
+
+def check(rows: Sequence) -> dict[str, tuple[bool, str]]:
+    """Row key -> (computes what the others do, why not or what could not be judged).
+
+    rows: `mprun.bench.plan.Row` of one model, those with "losses" in their `equality`. Each is held
+    to the plainest contender of its mode (of the nearest mode where it is alone), and where its
+    mode should learn as FP32 does to the plainest FP32 one.
+    """
+    trials = {row.key: _trial(row) for row in rows}
+    verdicts = {}
+    for key, trial in trials.items():
+        references = [_plainest(trials.values(), trial.mode)]
+        if references[0] is trial:
+            references.append(_plainest(trials.values(), NEAREST_MODE.get(trial.mode)))
+        if trial.mode not in UNLIKE_FP32:
+            references.append(_plainest(trials.values(), "fp32"))
+        twins = [_plainest(trials.values(), NEAREST_MODE.get(trial.mode, trial.mode))]
+        held = [r for r in references if r is not None and r is not trial]
+        found = [compare(reference, [trial], twins)[0] for reference in held]
+        wrong = next((verdict for verdict in found if not verdict.ok), None)
+        notes = "; ".join(dict.fromkeys(v.reason for v in found if v.reason))
+        verdicts[key] = (wrong is None, notes if wrong is None else wrong.reason)
+    return verdicts
+
+
+def compare(
+    reference: Trial, others: Iterable[Trial], twins: Iterable[Trial] = ()
+) -> list[Verdict]:
+    """Hold each of the others to the reference.
+
+    twins: further trials whose own twin tells how rounding grows, in the coarsest format that is
+    compared. Without a twin differences are noted and nobody is found wrong, but for skipped
+    updates and losses that are not finite.
+    """
+    return [_verdict(reference, other, [reference, *twins]) for other in others]
+
+
+def _verdict(reference: Trial, other: Trial, twins: Iterable[Trial]) -> Verdict:
+    difference = abs(other.losses[-1] - reference.losses[-1])
+    unit = max(rounding_unit(reference.mode), rounding_unit(other.mode))
+    allowed = Allowed(unit, [t for t in twins if t is not None])
+    against = f"{reference.name} in {reference.mode}"
+    note, compared = "", len(reference.losses)
+    if reference.skipped != other.skipped:
+        text = f"{other.skipped} updates skipped, {reference.skipped} by {against}"
+        same_rule = reference.scale_per_optimizer == other.scale_per_optimizer
+        if same_rule and reference.mode == other.mode:
+            return Verdict(other.name, False, text, difference)
+        # From the first skip on the weights are others: only the first loss can be compared.
+        compared, note = 1, f"only the first loss compared: {text}"
+    for finding in _differences(reference, other, allowed, compared):
+        if allowed.is_known or not finding.measured:
+            return Verdict(other.name, False, f"{finding.text} {against}", difference)
+        note = note or f"{finding.text} {against}, but no twin was run to judge it"
+    return Verdict(other.name, True, note, difference)
+
+
+@dataclass(frozen=True, slots=True)
+class _Difference:
+    text: str
+    measured: bool  # a number off by too much, instead of something that must never differ
+
+
+def _differences(
+    reference: Trial, other: Trial, allowed: Allowed, steps: int
+) -> Iterator[_Difference]:
+    watched = reference.travel is not None and other.travel is not None
+    for step in range(steps):
+        loss, expected = other.losses[step], reference.losses[step]
+        if not math.isfinite(expected):
+            if math.isfinite(loss):
+                yield _Difference(f"loss {loss:.5g} at step {step + 1}, {expected} in", False)
+            return
+        apart, limit = abs(loss - expected) / max(abs(expected), 1e-30), allowed.loss(step)
+        if not apart <= limit:
+            text = f"loss off by {apart:.1e} at step {step + 1} ({limit:.1e} allowed) from"
+            yield _Difference(text, math.isfinite(loss))
+        if not watched:
+            continue
+        (distance, cosine), (distance_0, cosine_0) = other.travel[step], reference.travel[step]
+        if distance_0 == 0:
+            if distance != 0:
+                yield _Difference(f"weights moved at step {step + 1}, not in", False)
+            continue
+        apart, limit = distance / distance_0 - 1, allowed.distance(step)
+        if not abs(apart) <= limit:
+            yield _Difference(
+                f"weights travelled {100 * apart:+.2g} % further by step {step + 1} "
+                f"({100 * limit:.2g} % allowed) than",
+                True,
+            )
+        apart, limit = abs(cosine - cosine_0), allowed.cosine(step)
+        if not apart <= limit:
+            yield _Difference(
+                f"direction of the weights off by {apart:.1e} at step {step + 1} "
+                f"({limit:.1e} allowed) from",
+                True,
+            )
+
+
+class Allowed:
+    """The differences that rounding explains, by step; see the module docstring.
+
+    unit: of the format. trials: those with a twin in this format or a coarser one tell; where there
+    is none, is_known is False and only the floor is left.
+    """
+
+    def __init__(self, unit: float, trials: Iterable[Trial]):
+        trials = [t for t in trials if t.twin is not None and rounding_unit(t.mode) >= unit]
+        self.is_known = bool(trials)
+        self._floor = max(unit, _FLOOR)
+        columns = [_twin_differences(trial) for trial in trials]
+        # [steps, 3]: the largest of all twins, then the largest so far.
+        self._twin = [
+            [max(values) for values in zip(*step, strict=True)]
+            for step in zip(*columns, strict=True)
+        ]
+        for before, now in itertools.pairwise(self._twin):
+            now[:] = map(max, before, now)
+
+    def loss(self, step: int) -> float:
+        return self._allowed(min(step + 1, len(self._twin) - 1), 0, self._floor)
+
+    def distance(self, step: int) -> float:
+        return self._allowed(step, 1, self._floor)
+
+    def cosine(self, step: int) -> float:
+        return self._allowed(step, 2, self._floor / 16)
+
+    def _allowed(self, step: int, column: int, floor: float) -> float:
+        if not self._twin:
+            return floor
+        return max(floor, _DRAWS * self._twin[step][column])
+
+
+def _twin_differences(trial: Trial) -> list[tuple[float, float, float]]:
+    """Of each step: relative difference of loss and distance, difference of the cosine."""
+    rows = []
+    for step, (loss, twin_loss) in enumerate(zip(trial.losses, trial.twin.losses, strict=True)):
+        of_loss = abs(twin_loss - loss) / max(abs(loss), 1e-30)
+        distance, cosine = trial.travel[step]
+        twin_distance, twin_cosine = trial.twin.travel[step]
+        of_distance = abs(twin_distance / distance - 1) if distance else 0.0
+        row = (of_loss, of_distance, abs(twin_cosine - cosine))
+        # Where the twin is lost nothing can be said.
+        rows.append(tuple(x if math.isfinite(x) else math.inf for x in row))
+    return rows
+
+
+def _plainest(trials: Iterable[Trial], mode: str | None) -> Trial | None:
+    of_mode = {trial.name: trial for trial in trials if trial.mode == mode}
+    names = [*(name for name in _REFERENCES if name in of_mode), *of_mode]
+    return of_mode[names[0]] if names else None
+
+
+def _trial(row) -> Trial:
+    gan = task_of(row.case.config().model) == "gan"
+    per_optimizer = gan and row.case.contender in SCALES_PER_OPTIMIZER
+    twin = row.equality.get("twin")
+    return trial_of(row.case, row.equality, twin, scale_per_optimizer=per_optimizer)
+
+
+def trial_of(case: Case, found: Mapping, twin: Mapping | None = None, **further) -> Trial:
+    """A Trial from what `watched_steps` (or a child) returned."""
+    travel = found.get("travel")
+    return Trial(
+        case.contender,
+        case.mode,
+        tuple(float(loss) for loss in found["losses"]),  # of a file: "nan" and "inf" are strings
+        found["skipped"],
+        None if travel is None else tuple((d, c) for d, c in travel),
+        twin=None if twin is None or travel is None else trial_of(case, twin),
+        **further,
+    )

@@ -1,0 +1,128 @@
+"""What is measured where nothing is asked for: models and sizes, as plain data."""
+
+from mprun.bench.own import CPU_MODES, GPU_MODES
+from mprun.bench.plan import Entry
+
+# Of the modes of a suite those that are measured when other tools take part: each is that many
+# processes more.
+MODES_WITH_PEERS = ("fp32", "tf32", "fp16_master_scaled", "amp")
+
+
+_BEST_MODES = ("tf32", "fp16_master_scaled", "amp")  # measured with mprun's best settings too
+
+
+def _entry(
+    label: str,
+    overrides: tuple[str, ...],
+    modes: tuple[str, ...],
+    weight: float,
+    best_modes: tuple[str, ...] = _BEST_MODES,
+    compile: bool = False,
+) -> Entry:
+    return Entry(label, overrides, modes, weight, best_modes, compile)
+
+
+def _images(size: int, batch: int, classes: int, *more: str) -> tuple[str, ...]:
+    return (
+        "data=synthetic_images",
+        f"data.image_size={size}",
+        f"data.num_classes={classes}",
+        f"data.batch_size={batch}",
+        f"data.train_size={4 * batch}",  # the four batches that are rotated
+        "data.eval_size=1",
+        *more,
+    )
+
+
+def _tokens(words: int, time: int, batch: int, *more: str) -> tuple[str, ...]:
+    return (
+        "data=synthetic_tokens",
+        f"data.vocab_size={words}",
+        f"data.sequence_length={time}",
+        f"data.batch_size={batch}",
+        f"data.train_tokens={40 * time * batch}",
+        *more,
+    )
+
+
+def _resnet(batch: int, weight: float) -> Entry:
+    overrides = ("model=resnet50", *_images(224, batch, 1000))
+    large = batch >= 128
+    best = ("fp16_master_scaled", "amp") if large else _BEST_MODES
+    return _entry(f"ResNet-50 b{batch}", overrides, GPU_MODES, weight, best, compile=large)
+
+
+def _alexnet(batch: int, weight: float) -> Entry:
+    overrides = ("model=alexnet", *_images(224, batch, 1000))
+    return _entry(f"AlexNet b{batch}", overrides, GPU_MODES, weight)
+
+
+def _dcgan(batch: int, weight: float) -> Entry:
+    # Without fp16_naive: Adam's eps is 0 in FP16, and the speed of NaN is no speed.
+    modes = tuple(mode for mode in GPU_MODES if mode != "fp16_naive")
+    overrides = ("model=dcgan", *_images(64, batch, 2, "data.value_range=tanh"))
+    return _entry(f"DCGAN b{batch}", overrides, modes, weight)
+
+
+_LSTM = _entry(
+    "LSTM LM b128",
+    (
+        "model=lstm_lm_projected",
+        "model.embedding_size=512",
+        "model.hidden_size=1024",
+        "model.projection_size=512",
+        "model.dropout=0",
+        *_tokens(32_000, 35, 128),
+    ),
+    GPU_MODES,
+    60,
+)
+_BIGLSTM = _entry(
+    "bigLSTM b256",
+    ("model=biglstm", "model.dropout=0", *_tokens(793_472, 20, 256)),
+    ("tf32", "fp16_master_scaled", "amp"),
+    50,
+)
+
+# What most is asked of comes first: a budget may end before the last.
+GPU_SUITE = (
+    _resnet(256, 200),
+    _dcgan(128, 60),
+    _LSTM,
+    _alexnet(512, 50),
+    _alexnet(128, 40),
+    _resnet(32, 50),
+    _BIGLSTM,
+    _dcgan(512, 30),
+)
+
+CPU_SUITE = (
+    _entry(
+        "tiny LM b16",
+        (
+            "model=lstm_lm",
+            "model.embedding_size=128",
+            "model.hidden_size=128",
+            *_tokens(2_000, 20, 16),
+        ),
+        CPU_MODES,
+        30,
+    ),
+    _entry(
+        "DCGAN 32 px b32",
+        (
+            "model=dcgan",
+            "model.generator_width=32",
+            "model.discriminator_width=32",
+            *_images(32, 32, 2, "data.value_range=tanh"),
+        ),
+        CPU_MODES,
+        30,
+    ),
+    _entry("ResNet-50 32 px b32", ("model=resnet50", *_images(32, 32, 10)), CPU_MODES, 45),
+)
+
+
+def suite_of(device_type: str) -> tuple[Entry, ...]:
+    """The suite of a kind of device, "cuda" or "cpu"."""
+    return GPU_SUITE if device_type == "cuda" else CPU_SUITE

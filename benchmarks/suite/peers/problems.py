@@ -1,0 +1,79 @@
+"""The loss of each kind of task, as a tutorial writes it; what a loop around it is left out."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from benchmarks.suite.peers.task import PeerTask
+from mprun.data.source import Batch
+
+
+class Problem:
+    """Classification, reconstruction or language modelling: one model, one loss.
+
+    `loss(model, batch)` is what is propagated, 0-dim float32; `reported` makes the loss of mprun's
+    records of it. input_dtype: of images, float16 for a model that is float16. A language model's
+    state is carried from batch to batch, detached, and starts from zero in each epoch.
+    """
+
+    def __init__(self, task: PeerTask):
+        self.kind, model = task.kind, task.config.model
+        self.input_dtype = torch.float32
+        self.label_smoothing = getattr(model, "label_smoothing", 0.0)
+        self.sampled = getattr(model, "sampled_softmax", None) is not None
+        self.sums_over_time = getattr(model, "time_reduction", "mean") == "sum"
+        self.batches_per_epoch, self.steps = task.batches_per_epoch, 0
+        self.hidden: tuple[Tensor, Tensor] | None = None
+        self.factor = 1  # of the propagated loss over the reported one
+
+    def loss(self, model, batch: Batch) -> Tensor:
+        if self.kind == "language_model":
+            return self._language_model(model, *batch)
+        images, labels = batch
+        outputs = model(images.to(self.input_dtype)).float()
+        if self.kind == "reconstruction":
+            return F.mse_loss(outputs, images)
+        return F.cross_entropy(outputs, labels, label_smoothing=self.label_smoothing)
+
+    def reported(self, loss: Tensor) -> Tensor:
+        return loss.detach() if self.factor == 1 else loss.detach() / self.factor
+
+    def _language_model(self, model, tokens: Tensor, targets: Tensor) -> Tensor:
+        if self.steps % self.batches_per_epoch == 0:
+            self.hidden = None
+        self.steps += 1
+        if self.sampled:
+            losses, hidden = model(tokens, targets, self.hidden)
+            loss = losses.mean()
+        else:
+            logits, hidden = model(tokens, self.hidden)
+            loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+        self.hidden = tuple(part.detach() for part in hidden)
+        if self.sums_over_time:
+            self.factor = len(tokens)
+            return loss * self.factor
+        return loss
+
+
+class Adversaries:
+    """DCGAN's three losses on logits, real = 1 and fake = 0, as the PyTorch example has them.
+
+    input_dtype: of images and codes, float16 for networks that are float16.
+    """
+
+    def __init__(self, task: PeerTask):
+        self.latent_size, self.device = task.config.model.latent_size, task.device
+        self.input_dtype = torch.float32
+
+    def codes(self, images: Tensor) -> Tensor:
+        """As many random codes as images, from torch's global generator."""
+        codes = torch.randn(len(images), self.latent_size, device=self.device)
+        return codes.to(self.input_dtype)
+
+    def images(self, images: Tensor) -> Tensor:
+        return images.to(self.input_dtype)
+
+    def against(self, logits: Tensor, label: float) -> Tensor:
+        """Binary cross-entropy of [batch] logits against one label, 0-dim float32."""
+        logits = logits.float()
+        return F.binary_cross_entropy_with_logits(logits, torch.full_like(logits, label))

@@ -1,0 +1,166 @@
+"""What every peer is given: mprun's own configuration, initial weights and batches."""
+
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from benchmarks.suite.peers.dense_table import with_dense_tables
+from mprun.bench.contender import in_channels_last, rotating_batches
+from mprun.bench.plan import Case
+from mprun.build.data import build_data
+from mprun.build.model import gan_builders, model_builder
+from mprun.config.schema import RunConfig
+from mprun.config.schema_models import task_of
+from mprun.data.source import Batch, Source
+from mprun.errors import BadInput
+from mprun.precision import pin_math_flags
+
+# The numbers of torch.amp.GradScaler, which every peer's scaler has unless told otherwise; those of
+# scaler=dynamic too.
+GRAD_SCALER = {
+    "init_scale": 2.0**16,
+    "growth_factor": 2.0,
+    "backoff_factor": 0.5,
+    "growth_interval": 2000,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PeerTask:
+    """A model to train in plain PyTorch terms.
+
+    kind: classification, language_model, gan or reconstruction. networks: FP32 on the device, in
+    train mode; one, or generator and discriminator. source: where real data come from. held: the
+    batches that are rotated otherwise, on the device. batches_per_epoch: a language model's state
+    starts from zero at multiples of it.
+    """
+
+    kind: str
+    mode: str
+    config: RunConfig
+    device: torch.device
+    networks: tuple[nn.Module, ...]
+    source: Source
+    held: tuple[Batch, ...]
+    batches_per_epoch: int
+    samples_per_step: int
+    sample: str
+    channels_last: bool = False
+
+    @property
+    def clip_norm(self) -> float | None:
+        return self.config.train.clip_norm
+
+    def batch(self, index: int) -> Batch:
+        """The batch of a step number (from 0), on the device."""
+        if self.held:
+            return self.held[index % len(self.held)]
+        batch = self.source.train_batch(index)
+        return in_channels_last(batch) if self.channels_last else batch
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """All parameters by name, those of a discriminator behind the generator's."""
+        return {
+            f"{index}.{name}": parameter
+            for index, network in enumerate(self.networks)
+            for name, parameter in network.named_parameters()
+        }
+
+    def in_channels_last(self) -> "PeerTask":
+        """The same networks and batches of images with NHWC strides."""
+        for network in self.networks:
+            network.to(memory_format=torch.channels_last)
+        return replace(self, channels_last=True, held=tuple(map(in_channels_last, self.held)))
+
+    @property
+    def is_convolutional(self) -> bool:
+        """Whether the networks have convolutions: NHWC and torch.compile can help them."""
+        return any(isinstance(m, nn.Conv2d) for net in self.networks for m in net.modules())
+
+
+def set_up(case: Case, device: torch.device) -> PeerTask:
+    """The task of a case: flags pinned and seeded as mprun does, so that the weights are equal.
+
+    The networks are built in the same order from the same random state. BadInput for settings that
+    the peers' loops do not have. case.extra["perturb"]: the weights are off by that much, relative
+    (`benchmarks.suite.equality`).
+    """
+    config = case.config(f"device={device.type}")
+    kind = task_of(config.model)
+    _check(config)
+    pin_flags(config)
+    # torch says that its CPU library has no LSTM with projection; its other one is slower.
+    warnings.filterwarnings("ignore", message="LSTM with projections")
+    torch.manual_seed(config.seed)
+    data = build_data(config.data, config.seed, device)
+    if kind == "gan":
+        builders = gan_builders(config.model, data)
+    else:
+        builders = (model_builder(config.model, data),)
+    networks = tuple(builder().to(device).train() for builder in builders)
+    if "perturb" in case.extra:
+        _perturb(networks, case.extra["perturb"])
+    return PeerTask(
+        kind,
+        case.mode,
+        config,
+        device,
+        tuple(with_dense_tables(network) for network in networks),
+        data,
+        () if case.real_data else tuple(rotating_batches(data)),
+        data.batches_per_epoch,
+        data.samples_per_batch,
+        "token" if kind == "language_model" else "image",
+    )
+
+
+@torch.no_grad()
+def _perturb(networks: Iterable[nn.Module], extent: float) -> None:
+    """Multiply every weight by 1 + extent * N(0, 1), without touching the global random state."""
+    for network in networks:
+        for parameter in network.parameters():
+            random = torch.Generator(parameter.device).manual_seed(2017)
+            noise = torch.empty_like(parameter).normal_(generator=random)
+            parameter.mul_(noise.mul_(extent).add_(1.0))
+
+
+def pin_flags(config: RunConfig) -> None:
+    """mprun's math flags, in a state that torch's older readers of them accept too.
+
+    Where only the per-operator settings are made, `torch.get_float32_matmul_precision` (Lightning)
+    and `torch.backends.cudnn.allow_tf32` (Inductor) raise; the older setters bring both forms to
+    the same value.
+    """
+    tf32 = config.precision.fp32_math == "tf32"
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    torch.backends.cudnn.allow_tf32 = tf32
+    pin_math_flags(config.precision.fp32_math, config.deterministic)
+    autotune = {"on": True, "off": False, "auto": not config.deterministic}
+    torch.backends.cudnn.benchmark = autotune[config.train.autotune]
+
+
+def _check(config: RunConfig) -> None:
+    """BadInput for what mprun would do and a peer's loop would not: unequal settings."""
+    train, optim, scaler = config.train, config.optim, config.scaler
+    plain = {
+        "train.accumulate": (train.accumulate, 1),
+        "train.clip_modules": (train.clip_modules, []),
+        "optim.schedule": (optim.schedule, "constant"),
+        "optim.warmup_updates": (optim.warmup_updates, 0),
+        "optim.warmup_epochs": (optim.warmup_epochs, 0.0),
+        "optim.average_decay": (optim.average_decay, None),
+        "precision.overrides": (config.precision.overrides, {}),
+    }
+    if scaler.kind != "none":
+        plain |= {f"scaler.{k}": (getattr(scaler, k), v) for k, v in GRAD_SCALER.items()}
+        plain |= {"scaler.kind": (scaler.kind, "dynamic"), "scaler.per": (scaler.per, "shared")}
+        plain |= {"scaler.hysteresis": (scaler.hysteresis, 1)}
+    for key, (value, allowed) in plain.items():
+        if value != allowed:
+            raise BadInput(
+                f"{key}={value}: must be {allowed} in a benchmark with peers, whose loops know "
+                "no other"
+            )

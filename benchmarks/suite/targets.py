@@ -1,0 +1,237 @@
+"""Ratios to other tools; what an H200 has to reach, and whether it did, checked against rows.
+
+Absolute rates are floors for one H200; the ratios are against contenders measured in the same run.
+"""
+
+from dataclasses import dataclass
+
+from benchmarks.suite.contenders import AMP, NEAREST_MODE
+from mprun.bench.plan import OWN
+from mprun.bench.report import number, table
+from mprun.bench.summary import peak_ratio, ratio, timed_rows
+
+_HALF = ("amp", "fp16_master_scaled", "amp_bf16")
+_OWN = tuple(OWN)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """`measure` of `label` in one of `modes` by one of `contenders`: at least, or at most.
+
+    measure: "rate" (samples/s), a name of the summary's ratios, "memory_ratio", "peak_ratio",
+    "peak_over_recipe", "energy_ratio" (to FP32) or "synchronisations". Of a rate the best mode and
+    contender counts, of "best_peer" the mode that does worst with the better of the contenders, of
+    what has to be small the largest value.
+    """
+
+    label: str
+    what: str
+    measure: str
+    bound: float
+    modes: tuple[str, ...] = _HALF
+    contenders: tuple[str, ...] = _OWN
+    at_most: bool = False
+
+
+TARGETS = (
+    Target("ResNet-50 b256", "eager", "rate", 4900, contenders=("mprun",)),
+    Target("ResNet-50 b256", "compiled or fused", "rate", 6000, contenders=("mprun+",)),
+    Target("ResNet-50 b256", "against the best peer", "best_peer", 1.00, contenders=("mprun+",)),
+    Target("ResNet-50 b256", "over the torch.amp recipe", "recipe", 1.25, contenders=("mprun+",)),
+    Target("ResNet-50 b256", "TF32 against peers", "best_peer", 1.00, modes=("tf32",)),
+    Target("ResNet-50 b256", "FP32 against peers", "best_peer", 1.00, modes=("fp32",)),
+    Target("ResNet-50 b256", "TF32", "rate", 2300, modes=("tf32",)),
+    Target("ResNet-50 b256", "FP32 (TF32 off)", "rate", 1150, modes=("fp32",)),
+    Target("ResNet-50 b256", "AMP over FP32", "fp32", 3.5, modes=("amp",)),
+    Target("ResNet-50 b256", "AMP over TF32", "tf32", 1.9, modes=("amp",)),
+    Target(
+        "ResNet-50 b256",
+        "peak memory of master weights over FP32",
+        "peak_ratio",
+        0.55,
+        modes=("fp16_master_scaled",),
+        contenders=("mprun",),
+        at_most=True,
+    ),
+    Target("ResNet-50 b256", "energy of AMP over FP32", "energy_ratio", 0.5, ("amp",), _OWN, True),
+    Target("ResNet-50 b32", "by a graph, against the best peer", "best_peer", 1.15),
+    Target("ResNet-50 b32", "rate", "rate", 3500),
+    Target("AlexNet b512", "against the best peer", "best_peer", 1.05),
+    Target("AlexNet b512", "rate", "rate", 50_000),
+    Target(
+        "AlexNet b512",
+        "peak memory of master weights over FP32",
+        "peak_ratio",
+        0.74,
+        modes=("fp16_master_scaled",),
+        contenders=("mprun",),
+        at_most=True,
+    ),
+    Target("AlexNet b128", "against the best peer", "best_peer", 1.08),
+    Target("AlexNet b128", "rate", "rate", 35_000),
+    Target("DCGAN b128", "by a graph, against the best peer", "best_peer", 1.8),
+    Target("DCGAN b128", "rate", "rate", 90_000),
+    Target("LSTM LM b128", "by a graph, against the best peer", "best_peer", 1.15),
+    Target("bigLSTM b256", "against dense updates of peers", "best_peer", 2.0),
+    Target("bigLSTM b256", "rate", "rate", 150_000),
+    Target(
+        "bigLSTM b256",
+        "peak memory of master weights over TF32",
+        "peak_ratio",
+        0.80,
+        modes=("fp16_master_scaled",),
+        contenders=("mprun",),
+        at_most=True,
+    ),
+    *(
+        Target(
+            label,
+            "peak memory over the torch.amp recipe",
+            "peak_over_recipe",
+            1.00,
+            modes=("fp16_master_scaled",),
+            contenders=("mprun",),
+            at_most=True,
+        )
+        for label in ("ResNet-50 b256", "AlexNet b512", "AlexNet b128", "bigLSTM b256")
+    ),
+)
+
+
+def against_peers(rows: list[dict]) -> None:
+    """Add to the summaries of mprun's own rows what they are beside other tools.
+
+    ratios: to "best_peer" of the same model and mode, with its name as "peer" (and its mode, where
+    no other tool has this one and the nearest is taken), and in modes of 16 bits to "recipe", the
+    torch.amp recipe as documented. peak_over_recipe: peak allocated over that of the recipe.
+    """
+    timed = timed_rows(rows)
+    for row in timed.values():
+        case, summary = row["case"], row["summary"]
+        summary["peak_over_recipe"] = None
+        if case["contender"] not in OWN or case["real_data"]:
+            continue
+        peers = _peers_of(case, timed)
+        if peers:
+            best = max(peers, key=lambda peer: peer["summary"]["rate"]["median"])
+            other = best["case"]
+            mode = "" if other["mode"] == case["mode"] else f" ({other['mode']})"
+            found = ratio(row, best) | {"peer": f"{other['contender']}{mode}"}
+            summary["ratios"]["best_peer"] = found
+        recipe = _recipe(case, timed)
+        if recipe is not None:
+            summary["ratios"]["recipe"] = ratio(row, recipe)
+            summary["peak_over_recipe"] = peak_ratio(row, recipe)
+
+
+def _recipe(case: dict, timed: dict) -> dict | None:
+    """The row of the torch.amp recipe for a mode of 16 bits; None where there is none."""
+    mode = NEAREST_MODE.get(case["mode"], case["mode"])
+    return timed.get((case["label"], mode, "amp", False)) if mode in AMP else None
+
+
+def _peers_of(case: dict, timed: dict) -> list[dict]:
+    """Timed rows of other tools on the same model: in this mode, else in the nearest one."""
+    for mode in (case["mode"], NEAREST_MODE.get(case["mode"])):
+        found = [
+            row
+            for (label, its_mode, contender, real_data), row in timed.items()
+            if label == case["label"]
+            and its_mode == mode
+            and contender not in OWN
+            and not real_data
+        ]
+        if found:
+            return found
+    return []
+
+
+def judge(rows: list[dict]) -> list[dict]:
+    """Each target with its value, the row it is of, and "reached", "missed" or "not measured".
+
+    rows: with their summaries. Synchronisations are to be 0 in every row of mprun.
+    """
+    judged = [_judged(target, rows) for target in TARGETS]
+    return judged + [_judged_synchronisations(rows)]
+
+
+def _judged(target: Target, rows: list[dict]) -> dict:
+    found = []
+    for row in rows:
+        case = row["case"]
+        if (
+            row["summary"] is not None
+            and case["label"] == target.label
+            and case["mode"] in target.modes
+            and case["contender"] in target.contenders
+            and not case["real_data"]
+        ):
+            value = _value(target.measure, row, rows)
+            if value is not None:
+                found.append((value, f"{case['mode']}, {case['contender']}"))
+    answer = {
+        "label": target.label,
+        "what": target.what,
+        "measure": target.measure,
+        "bound": target.bound,
+        "at_most": target.at_most,
+    }
+    if not found:
+        return answer | {"value": None, "row": None, "outcome": "not measured"}
+    if target.measure == "best_peer":
+        modes = {where.partition(",")[0] for _, where in found}
+        found = [max(f for f in found if f[1].startswith(f"{mode},")) for mode in modes]
+        value, where = min(found)
+    else:
+        value, where = max(found)
+    reached = value <= target.bound if target.at_most else value >= target.bound
+    outcome = "reached" if reached else "missed"
+    return answer | {"value": value, "row": where, "outcome": outcome}
+
+
+def _value(measure: str, row: dict, rows: list[dict]) -> float | None:
+    summary = row["summary"]
+    if measure == "rate":
+        return summary["rate"]["median"]
+    if measure in ("memory_ratio", "peak_ratio", "peak_over_recipe"):
+        return summary[measure]
+    if measure == "energy_ratio":
+        wanted = row["case"] | {"mode": "fp32"}
+        base = next((r for r in rows if r["case"] == wanted and r["summary"]), None)
+        energies = summary["energy_j"], base and base["summary"]["energy_j"]
+        return energies[0] / energies[1] if all(energies) else None
+    found = summary["ratios"].get(measure)
+    return None if found is None else found["median"]
+
+
+def _judged_synchronisations(rows: list[dict]) -> dict:
+    own = [row for row in rows if row["case"]["contender"] in _OWN and row["summary"]]
+    counts = [
+        (row["details"]["synchronisations"], row["key"])
+        for row in own
+        if isinstance(row["details"].get("synchronisations"), int | float)
+    ]
+    answer = {
+        "label": "every model",
+        "what": "synchronisations per step",
+        "measure": "synchronisations",
+        "bound": 0,
+        "at_most": True,
+    }
+    if not counts:
+        return answer | {"value": None, "row": None, "outcome": "not measured"}
+    value, where = max(counts)
+    outcome = "missed" if value else "reached"
+    return answer | {"value": value, "row": where, "outcome": outcome}
+
+
+def as_table(judged: list[dict]) -> str:
+    """Of `judge`, for bench.md."""
+    lines = []
+    for target in judged:
+        sign = "at most" if target["at_most"] else "at least"
+        value = number(target["value"], ",.4g")
+        bound = f"{sign} {target['bound']:,g}"
+        where = target["row"] or ""
+        lines.append([target["label"], target["what"], bound, value, where, target["outcome"]])
+    return table(["model", "what", "target", "measured", "of", "outcome"], lines)

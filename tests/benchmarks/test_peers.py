@@ -1,0 +1,245 @@
+"""Every peer computes what mprun computes: the same losses from the same weights and batches."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from benchmarks.suite import contenders as registry
+from benchmarks.suite.peers.amp import make_tuned_amp
+from benchmarks.suite.peers.loop import make_tuned_loop
+from benchmarks.suite.peers.peer import SkipCount
+from benchmarks.suite.peers.task import set_up
+from mprun.bench.plan import Case
+from mprun.errors import BadInput
+from mprun.precision.policy import read_math_flags
+
+from .peer_cases import MODELS, TOKENS, make_peer, offered, own_losses, tiny_network  # noqa: F401
+
+CPU = torch.device("cpu")
+STEPS = 5
+EVERY = [(kind, "fp32", name) for kind in MODELS for name in offered(kind, "fp32")]
+EVERY += [
+    pytest.param(
+        *(kind, "amp_bf16", name),
+        marks=[] if kind in ("classification", "gan") else [pytest.mark.slow],
+    )
+    for kind in MODELS
+    for name in offered(kind, "amp_bf16")
+]
+
+
+@pytest.fixture(scope="module")
+def known():
+    return {}
+
+
+@pytest.mark.parametrize("kind, mode, name", EVERY)
+def test_losses_equal_mprun_s_own(make_peer, build_run, known, kind, mode, name):  # noqa: F811
+    if (kind, mode) not in known:
+        known[kind, mode], _ = own_losses(build_run, kind, mode, steps=STEPS)
+    expected = known[kind, mode]
+    peer = make_peer(kind, mode, name)
+    losses = torch.stack([peer.step() for _ in range(STEPS)])
+    if name.endswith("+") and mode == "amp_bf16":
+        # NHWC kernels round elsewhere: one unit in the last place of bfloat16.
+        torch.testing.assert_close(losses, expected, rtol=2**-8, atol=0)
+    elif kind == "gan" and mode == "fp32" and name != "loop+":
+        # mprun's Adam is the fused one, which rounds elsewhere, and near a gradient of 0 a rounding
+        # changes the sign of an update: 7e-6 of the loss at the fourth step.
+        torch.testing.assert_close(losses, expected, rtol=2e-5, atol=0)
+    else:
+        assert torch.equal(losses, expected)
+    assert peer.skipped() == 0 and peer.first_use_s > 0
+    assert len(set(expected.tolist())) == STEPS
+
+
+@pytest.mark.parametrize("name", offered("language_model", "fp32"))
+def test_clipping_and_a_loss_summed_over_time(make_peer, build_run, name):  # noqa: F811
+    overrides = ("train.clip_norm=0.5", "model.time_reduction=sum", "optim.lr=0.5")
+    expected, _ = own_losses(build_run, "language_model", "fp32", *overrides, steps=STEPS)
+    peer = make_peer("language_model", "fp32", name, *overrides)
+    losses = torch.stack([peer.step() for _ in range(STEPS)])
+    # The norm is a sum in another order: a few roundings of FP32.
+    torch.testing.assert_close(losses, expected, rtol=4 * 2**-23, atol=0)
+
+
+@pytest.mark.parametrize("name", offered("gan", "fp32"))
+def test_clipping_two_networks(make_peer, build_run, name):  # noqa: F811
+    expected, _ = own_losses(build_run, "gan", "fp32", "train.clip_norm=0.1", steps=2)
+    peer = make_peer("gan", "fp32", name, "train.clip_norm=0.1")
+    losses = torch.stack([peer.step() for _ in range(2)])
+    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("optim", ["adamw", "adagrad"])
+@pytest.mark.parametrize("name", ["loop", "loop+", "timm"])
+def test_the_other_optimizers(make_peer, build_run, optim, name):  # noqa: F811
+    own = (f"optim={optim}", "optim.lr=0.01")
+    expected, _ = own_losses(build_run, "classification", "fp32", *own, steps=STEPS)
+    peer = make_peer("classification", "fp32", name, *own)
+    losses = torch.stack([peer.step() for _ in range(STEPS)])
+    # torch's fused and looped formulas of one optimizer differ in their last roundings.
+    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections")
+@pytest.mark.parametrize("name", ["loop", "accelerate"])
+def test_dense_tables_learn_as_row_tables_do(make_peer, build_run, name):  # noqa: F811
+    overrides = (
+        "model=biglstm",
+        "model.embedding_size=16",
+        "model.hidden_size=32",
+        "model.projection_size=16",
+        "model.sampled_softmax=20",
+        "model.embedding_gradient_factor=8",
+        "model.dropout=0",
+        "train.clip_norm=0.5",
+        *TOKENS,
+    )
+    expected, _ = own_losses(build_run, "language_model", "fp32", *overrides, steps=STEPS)
+    peer = make_peer("language_model", "fp32", name, *overrides)
+    losses = torch.stack([peer.step() for _ in range(STEPS)])
+    torch.testing.assert_close(losses, expected, rtol=1e-6, atol=0)
+    assert peer.task.networks[0].embedding.weight.grad.shape == (100, 16)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_weights_are_mprun_s_and_no_flag_moves(make_peer, build_run, kind):  # noqa: F811
+    built = build_run(*MODELS[kind], "precision=fp32")
+    models = [learner.model for learner in built.task.learners.values()]
+    own = [parameter.detach() for model in models for parameter in model.parameters()]
+    flags = read_math_flags()
+    for name in offered(kind, "fp32"):
+        weights = list(make_peer(kind, "fp32", name).weights().values())
+        assert len(weights) == len(own)
+        assert all(torch.equal(a, b) for a, b in zip(weights, own, strict=True)), name
+        assert read_math_flags() == flags, name
+
+
+@pytest.mark.slow
+# torch.compile looks at `.grad` of the generated images.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@pytest.mark.parametrize("kind", ["classification", "gan"])
+def test_a_compiled_network_computes_the_same(make_peer, build_run, tiny_network, kind):  # noqa: F811
+    expected, _ = own_losses(build_run, kind, "fp32", steps=3)
+    task = set_up(Case(kind, MODELS[kind], "fp32", "loop+"), CPU)
+    peer = make_tuned_loop(task, compiler="eager")
+    assert peer.settings() == {"optimizer": "fused", "channels_last": False, "compile": "eager"}
+    assert torch.equal(torch.stack([peer.step() for _ in range(3)]), expected)
+
+
+def test_nhwc_reaches_weights_and_images(tiny_network):  # noqa: F811
+    task = set_up(Case("", MODELS["classification"], "amp_bf16", "amp+"), CPU)
+    peer = make_tuned_amp(task)
+    peer.step()
+    images, _ = peer.task.batch(0)
+    weight = peer.task.networks[0][3].weight
+    for tensor in (images, weight, weight.grad):
+        assert tensor.is_contiguous(memory_format=torch.channels_last)
+        assert not tensor.is_contiguous()
+
+
+def test_the_trainer_takes_as_many_steps_as_asked_for(make_peer, build_run):  # noqa: F811
+    expected, _ = own_losses(build_run, "reconstruction", "fp32", steps=6)
+    peer = make_peer("reconstruction", "fp32", "trainer")
+    losses, taken = [], []
+    for steps in (1, 3, 2):
+        losses.append(peer.run(steps))
+        taken.append(peer._trainer.global_step)
+    # The loss of the last step of each window. Between windows the trainer stands still.
+    assert torch.equal(torch.stack(losses), expected[[0, 3, 5]])
+    assert taken == [1, 4, 6]
+    peer.close()
+    assert not peer._thread.is_alive()
+
+
+def test_what_fails_in_the_trainer_s_thread_is_raised(make_peer):  # noqa: F811
+    peer = make_peer("reconstruction", "fp32", "trainer")
+    peer.step()
+    peer._module.network.register_forward_hook(lambda *_: 1 / 0)
+    for _ in range(2):  # the thread has ended after the first one
+        with pytest.raises(ZeroDivisionError):
+            peer.step()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_skipped_updates_are_counted_by_step(fused):
+    parameters = [torch.nn.Parameter(torch.ones(4)) for _ in range(2)]
+    optimizers = [torch.optim.SGD([p], 0.1, fused=fused) for p in parameters]
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    skips = SkipCount(optimizers)
+    totals = []
+    # Which gradients overflow: none, the first's, both, none, the second's.
+    for overflows in ((0, 0), (1, 0), (1, 1), (0, 0), (0, 1)):
+        for parameter, optimizer, overflow in zip(parameters, optimizers, overflows, strict=True):
+            optimizer.zero_grad()
+            scaler.scale((parameter * (float("inf") if overflow else 1.0)).sum()).backward()
+            scaler.step(optimizer)
+        scaler.update()
+        skips.end_step()
+        totals.append(skips.total())
+    assert totals == [0, 1, 2, 2, 3]
+    assert scaler.get_scale() == 4.0 / 2**3
+
+
+def test_tf32_flags_can_be_read_by_the_older_functions_too(tiny_network):  # noqa: F811
+    try:
+        task = set_up(Case("", MODELS["classification"], "fp32", "loop"), CPU)
+        task.config.precision.fp32_math = "tf32"
+        from benchmarks.suite.peers.task import pin_flags
+
+        pin_flags(task.config)
+        assert torch.get_float32_matmul_precision() == "high"
+        assert torch.backends.cuda.matmul.allow_tf32 and torch.backends.cudnn.allow_tf32
+        assert read_math_flags()["cudnn.rnn.fp32_precision"] == "tf32"
+    finally:
+        task.config.precision.fp32_math = "ieee"
+        pin_flags(task.config)
+    assert torch.get_float32_matmul_precision() == "highest"
+    assert not torch.backends.cudnn.allow_tf32
+    assert read_math_flags()["cudnn.rnn.fp32_precision"] == "ieee"
+
+
+@pytest.mark.parametrize(
+    "override", ["optim.schedule=cosine", "train.accumulate=2", "optim.average_decay=0.9"]
+)
+def test_settings_that_no_peer_has_are_refused(tiny_network, override):  # noqa: F811
+    case = Case("", (*MODELS["classification"], override), "fp32", "loop")
+    with pytest.raises(BadInput, match=override.partition("=")[0]):
+        registry.make(case, CPU)
+
+
+def test_who_can_do_what(monkeypatch):
+    def why(name, mode, kind="classification"):
+        return registry.available(name, mode, kind, CPU)
+
+    monkeypatch.setattr(
+        registry, "find_spec", lambda package: None if package.endswith("has") else package
+    )
+    assert why("timm", "fp32") is None
+    assert "classification only" in why("timm", "fp32", "gan")
+    assert "compare with its amp" in why("fabric", "fp16_master_scaled")
+    assert "10 to 60 times" in why("amp", "amp")
+    assert "no TF32" in why("loop", "tf32")
+    missing = registry.Entry("", "package_that_nobody_has", ("fp32",))
+    monkeypatch.setitem(registry.PEERS, "nobody", missing)
+    monkeypatch.setitem(registry.CONTENDERS, "nobody", missing)
+    assert "not installed" in why("nobody", "fp32")
+
+
+@pytest.mark.slow
+def test_a_plain_loop_loads_no_package_of_a_peer():
+    script = (
+        "import sys, torch\n"
+        "from benchmarks.suite import contenders as registry\n"
+        "from mprun.bench.contender import Case\n"
+        "for name in registry.PEERS:\n"
+        "    registry.available(name, 'fp32', 'reconstruction', torch.device('cpu'))\n"
+        "case = Case('', ('model=conv_autoencoder', 'model.width=1'), 'fp32', 'loop')\n"
+        "registry.make(case, torch.device('cpu'))\n"
+        "print({'timm', 'lightning', 'accelerate'} & set(sys.modules))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout.strip() == "set()", done.stderr

@@ -1,0 +1,134 @@
+"""The command line of the suite: what it refuses, who takes part, in what order."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks.suite.__main__ import main, parse
+from benchmarks.suite.contest import Suite, SuiteOptions
+from benchmarks.suite.models import CPU_SUITE, GPU_SUITE
+from mprun.config.compose import compose_config
+from mprun.errors import BadInput
+
+from ..bench.test_bench_command import CPU, TINY
+
+
+def bench(*arguments, **more) -> subprocess.Popen:
+    command = [sys.executable, "-m", "benchmarks.suite", *arguments]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, **more)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--modes", "tf32", "device=cpu"], "--modes tf32: a CPU has no TF32"),
+        (["--peers", "nobody"], "--peers nobody: no such peer (allowed: all, loop"),
+        (
+            ["--peers", "loop,amp", "--modes", "fp32,amp", "device=cpu", "model=resnet50"],
+            "--peers amp: in no mode asked for (fp32: it has amp, amp_bf16; "
+            "amp: amp would run amp on torch's own half kernels",
+        ),
+        (["--only", "VGG", "device=cpu"], "--only VGG: no such model (allowed: tiny LM b16, "),
+        (["--only", "tiny", "model=resnet50"], "--only: chooses models of the suite"),
+        (["--budget", "5"], "--budget 5: must be seconds from 20 to 86400"),
+    ],
+)
+def test_bad_input_is_one_line_and_writes_nothing(arguments, line, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"benchmarks.suite: {line}") and error.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_peers_may_stand_alone_or_with_names():
+    assert parse(["--peers", "model=dcgan"]).peers == ["all"]
+    assert parse(["--peers", "--json"]).peers == ["all"]
+    assert parse(["--peers", "loop,timm"]).peers == ["loop", "timm"]
+    assert parse(["--peers=loop"]).peers == ["loop"]
+    assert parse([]).peers is None
+
+
+def test_a_peer_runs_in_the_modes_that_it_has():
+    options = SuiteOptions(overrides=TINY, modes=["fp32", "amp_bf16"], peers=["loop", "amp"])
+    ((group,), left_out) = Suite().plan(options, CPU)
+    assert [(c.mode, c.contender) for c in group.cases] == [
+        ("fp32", "mprun"),
+        ("amp_bf16", "mprun"),
+        ("amp_bf16", "amp"),
+        ("fp32", "loop"),
+    ]
+    assert {(left["mode"], left["contender"]) for left in left_out} == {
+        ("fp32", "amp"),
+        ("amp_bf16", "loop"),
+    }
+    assert "device=cpu" not in group.cases[0].overrides
+    assert group.cases[0].label == "lstm_lm b2"
+
+
+def test_the_suite_takes_what_does_not_choose_a_configuration():
+    groups, _ = Suite().plan(
+        SuiteOptions(overrides=["device=cpu", "threads=1"], modes=["fp32"]), CPU
+    )
+    assert [group.label for group in groups] == [entry.label for entry in CPU_SUITE]
+    assert all(group.cases[0].overrides[-1] == "threads=1" for group in groups)
+
+
+def test_what_says_most_is_measured_first_and_compiles_last_of_what_a_ratio_needs():
+    options = SuiteOptions(overrides=TINY, modes=["fp32", "amp_bf16"], peers=["all"])
+    ((group,), _) = Suite().plan(options, CPU)
+    order = [(case.mode, case.contender) for case in group.cases]
+    half = [contender for mode, contender in order if mode == "amp_bf16"]
+    assert half[:3] == ["mprun", "amp", "amp+"]
+    assert order[:4] == [
+        ("fp32", "mprun"),
+        ("amp_bf16", "mprun"),
+        ("amp_bf16", "amp"),
+        ("fp32", "loop"),
+    ]
+
+
+def test_in_a_suite_the_references_have_the_loop_alone():
+    groups, left_out = Suite().plan(
+        SuiteOptions(overrides=["device=cpu"], peers=["all"], only=["tiny"]), CPU
+    )
+    assert [group.label for group in groups] == ["tiny LM b16"]
+    of_fp32 = [case.contender for case in groups[0].cases if case.mode == "fp32"]
+    assert of_fp32 == ["mprun", "loop"]
+    reasons = {left["reason"] for left in left_out if left["contender"] == "loop+"}
+    assert reasons == {"in a suite the loop alone is the peer in fp32"}
+    named = SuiteOptions(overrides=["device=cpu"], modes=["fp32"], peers=["loop+"], only=["tiny"])
+    assert [case.contender for case in Suite().plan(named, CPU)[0][0].cases] == ["mprun", "loop+"]
+
+
+@pytest.mark.parametrize("entry", [*GPU_SUITE, *CPU_SUITE], ids=lambda entry: entry.label)
+def test_every_case_of_the_suites_can_be_configured(entry):
+    config = compose_config([*entry.overrides, f"precision={entry.modes[-1]}"]).config
+    assert config.data.name.startswith("synthetic_")
+    assert f"b{config.data.batch_size}" == entry.label.rpartition(" ")[2]
+    assert set(entry.best_modes) <= set(entry.modes) | {"tf32"}
+
+
+def test_a_peer_that_is_not_installed_is_named(monkeypatch):
+    monkeypatch.setattr("benchmarks.suite.contest.find_spec", lambda package: None)
+    with pytest.raises(BadInput, match="--peers timm: the package timm is not installed"):
+        Suite().plan(SuiteOptions(overrides=TINY, peers=["timm"]), CPU)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_a_bench_on_a_gpu(tmp_path):
+    folder = tmp_path / "bench"
+    tiny = [override for override in TINY if override != "device=cpu"]
+    arguments = (*tiny, "--modes", "fp32,amp", "--peers", "loop,amp", "--budget", "180")
+    process = bench(*arguments, "--out", str(folder))
+    _, error = process.communicate()
+    assert process.returncode == 0, error
+    rows = json.loads((folder / "bench.json").read_text())["rows"]
+    assert {row["status"] for row in rows} == {"measured"}, [row["reason"] for row in rows]
+    own = [row for row in rows if row["case"]["contender"] == "mprun"]
+    assert all(row["details"]["synchronisations"] == 0 for row in own)
+    assert all(row["details"]["peak"]["allocated"] > 0 for row in rows)
