@@ -201,7 +201,7 @@ def _nvml(meter: PowerMeter) -> dict:
 
 
 def _emulated_operations() -> list[str]:
-    from mprun.precision.emulated_products import routes
+    from mprun.precision.emulation import routes
 
     return sorted({name for name, _ in routes().values() if not name.endswith("_")} | {"lstm"})
 

@@ -18,7 +18,7 @@ Usable without the rest of mprun:
 """
 
 from mprun.precision.casting import BatchNormGuard, CastModel, cast_model, fp32_copy
-from mprun.precision.forward_context import Arithmetic, why_no_lstm, why_unsupported
+from mprun.precision.emulation import Arithmetic, why_no_lstm, why_unsupported
 from mprun.precision.loss_scale import (
     DynamicLossScale,
     LogMaxLossScale,

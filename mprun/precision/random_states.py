@@ -1,17 +1,25 @@
-"""The states of every global random generator of a run, cuDNN's dropout among them."""
+"""The states of every global random generator of a run, and cuDNN's dropout, which is one more.
+
+Dropout between recurrent layers draws from a state inside of cuDNN, which torch keeps to itself;
+mprun's layers (`mprun.precision.recurrent`) draw from one that is kept here.
+"""
 
 import random
+from typing import Any
 
 import numpy
 import torch
+from torch import Tensor
 
-from mprun.precision.recurrent import dropout_state, restore_dropout_state
+# Device index -> the state that cuDNN draws dropout masks from: uint8, on that device.
+_dropout_states: dict[int, Tensor] = {}
 
 
 def random_states(device: torch.device) -> dict:
     """The states of every global random generator, as tensors and plain values."""
-    name, keys, position, has_gauss, cached = numpy.random.get_state()
-    states = {
+    state: Any = numpy.random.get_state()
+    name, keys, position, has_gauss, cached = state
+    states: dict[str, Any] = {
         "python": random.getstate(),
         "numpy": (name, torch.from_numpy(keys.astype("int64")), position, has_gauss, cached),
         "torch": torch.get_rng_state(),
@@ -32,3 +40,40 @@ def restore_random_states(states: dict, device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.set_rng_state(states["cuda"].cpu(), device)
         restore_dropout_state(states.get("cudnn_dropout"), device)
+
+
+def dropout_state(device: torch.device) -> Tensor | None:
+    """A copy of the state that masks between recurrent layers come from; None before its use."""
+    state = _dropout_states.get(_index(device))
+    return None if state is None else state.clone()
+
+
+def restore_dropout_state(state: Tensor | None, device: torch.device) -> None:
+    """Go back to what `dropout_state` gave; no synchronisation for a state on the device.
+
+    None: to the one that the present seed of torch's generator gives. Where there is a state it is
+    overwritten, as a captured graph knows its address.
+    """
+    own = _dropout_states.get(_index(device))
+    if own is not None:
+        own.copy_(_seeded_state(device) if state is None else state)
+    elif state is not None:
+        _dropout_states[_index(device)] = state.to(device, copy=True)
+
+
+def own_dropout_state(device: torch.device) -> Tensor:
+    """The state itself, made where there is none yet."""
+    if _index(device) not in _dropout_states:
+        _dropout_states[_index(device)] = _seeded_state(device)
+    return _dropout_states[_index(device)]
+
+
+def _seeded_state(device: torch.device) -> Tensor:
+    seed = torch.cuda.default_generators[_index(device)].initial_seed() % 2**63
+    # How much is dropped is said with each use; the state is the same for any share.
+    return torch._cudnn_init_dropout_state(0.5, True, seed, dtype=torch.uint8, device=device)
+
+
+def _index(device: torch.device) -> int:
+    index: int | Any = device.index  # None of "cuda", which torch's stub does not know
+    return torch.cuda.current_device() if index is None else index

@@ -20,7 +20,7 @@ from mprun.errors import INTERRUPTED, STATUS_EXIT_CODE, BadInput, MprunError, Re
 from mprun.numerics.probe import chosen_modules
 from mprun.numerics.replay import Snapshot
 from mprun.precision import pin_math_flags
-from mprun.precision.recurrent import restore_dropout_state
+from mprun.precision.random_states import restore_dropout_state
 from mprun.record.metrics import TensorBoardView
 from mprun.record.run_directory import (
     claim,

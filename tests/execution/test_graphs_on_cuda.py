@@ -7,8 +7,11 @@ from mprun.errors import BadInput
 from mprun.execution.cuda_graph import CannotCapture, CudaRecorder
 from mprun.execution.graphed_step import STEPS as TIMED
 from mprun.execution.graphed_step import WARM_UP
-from mprun.precision.random_states import random_states, restore_random_states
-from mprun.precision.recurrent import restore_dropout_state
+from mprun.precision.random_states import (
+    random_states,
+    restore_dropout_state,
+    restore_random_states,
+)
 
 from .trained import Training, copy_of
 

@@ -45,14 +45,14 @@ def test_what_goes_back_is_what_was_there(device, tmp_path):
         tmp_path,
         BUILT
         + """
-from mprun.precision import recurrent
+from mprun.precision.random_states import _dropout_states
 step(0)
-[state] = recurrent._dropout_states.values()
+[state] = _dropout_states.values()
 state.fill_(0), state[:3].copy_(torch.tensor([1, 2, 3], dtype=torch.uint8))
 saved, address = random_states(device), state.data_ptr()
 state[:3].copy_(torch.tensor([7, 7, 7], dtype=torch.uint8))
 restore_random_states(saved, device)
-[again] = recurrent._dropout_states.values()
+[again] = _dropout_states.values()
 return {"values": again[:3].tolist(), "same": again.data_ptr() == address}
 """,
     )

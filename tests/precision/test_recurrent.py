@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from mprun.precision.recurrent import dropout_state, own_recurrent, restore_dropout_state
+from mprun.precision.random_states import dropout_state, restore_dropout_state
+from mprun.precision.recurrent import own_recurrent
 
 KINDS = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN}
 

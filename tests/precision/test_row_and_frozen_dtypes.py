@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from mprun.precision import MixedPrecisionOptimizer, cast_model, get_policy
-from mprun.precision.forward_context import Arithmetic
+from mprun.precision.emulation import Arithmetic
 from mprun.tasks import Learner
 
 SAMPLED = (
