@@ -1,4 +1,4 @@
-"""`mprun bench --host`, alone and in the suite: memory, launches and host time of a CUDA step, without a GPU."""
+"""`mprun bench --host` on the fake device: every model in its own modes, and what it says of them."""
 
 import json
 import subprocess
