@@ -117,6 +117,11 @@ class Row:
     def key(self) -> str:
         return self.case.key
 
+    def leaves_room(self, factor: float) -> bool:
+        """Whether that many times the memory of this child is free beside it."""
+        memory = self.facts["prepare"]
+        return memory["free"] >= factor * memory["held"]
+
     def failed(self, status: str, reason: str, kind: str | None = None) -> None:
         """Note why there is nothing, or nothing more, of this case."""
         if self.windows:

@@ -1,6 +1,6 @@
 """bench.md and bench.png: tables and bars of a bench, from the plain content of bench.json."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -324,16 +324,18 @@ def _environment(bench: dict) -> str:
 def _flags(rows: list[dict]) -> list[str]:
     """Flags in force: those of all modes once, then what single modes have of their own."""
     prepared = [row for row in rows if "prepare" in row["facts"]]
-    modes = {row["case"]["mode"]: row["facts"]["prepare"]["flags"] for row in prepared}
+    modes: dict[str, dict] = {r["case"]["mode"]: r["facts"]["prepare"]["flags"] for r in prepared}
     if not modes:
         return []
-    first = next(iter(modes.values()))
-    common = {k: v for k, v in first.items() if all(f.get(k) == v for f in modes.values())}
-    lines = ["Flags of all modes: " + ", ".join(f"{k}={v}" for k, v in common.items())]
-    for mode, values in modes.items():
-        own = ", ".join(f"{k}={v}" for k, v in values.items() if k not in common)
-        lines += [f"Flags of {mode}: {own}"] if own else []
-    return lines
+    first, *others = modes.values()
+    common = {key for key in first if all(flags.get(key) == first[key] for flags in others)}
+    own = {mode: _pairs(flags.keys() - common, flags) for mode, flags in modes.items()}
+    texts = {"all modes": _pairs(common, first)} | own
+    return [f"Flags of {who}: {text}" for who, text in texts.items() if text]
+
+
+def _pairs(keys: Iterable[str], flags: dict) -> str:
+    return ", ".join(f"{key}={value}" for key, value in flags.items() if key in keys)
 
 
 def write_figure(path: Path, bench: dict) -> bool:

@@ -12,7 +12,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -144,16 +144,6 @@ class Limits:
             self._child = None
 
 
-@dataclass(slots=True)
-class Member:
-    """A child that is ready to be measured."""
-
-    row: Row
-    child: ChildProcess
-    steps: int = 1
-    step_s: float = 0.0
-
-
 class Session:
     """Measures groups until all is done or the deadline has come.
 
@@ -164,8 +154,7 @@ class Session:
         self.bench, self.groups, self.limits = bench, groups, limits
         self.log, self.deadline = bench.log, bench.deadline
         self.rows = {group.label: [Row(case) for case in group.cases] for group in groups}
-        self._children: list[ChildProcess] = []
-        self._started: dict[str, ChildProcess] = {}
+        self._children: dict[str, ChildProcess] = {}  # that are alive, by the key of their row
         self._late: set[str] = set()  # keys of rows that found no memory beside others
         self._fastest_s = 0.0  # the fastest of all children until it was ready
         self._cohort = 0
@@ -184,10 +173,7 @@ class Session:
 
     def close(self) -> None:
         """End every child."""
-        for child in self._children:
-            child.end()
-        self._children.clear()
-        self._started.clear()
+        self._end(self.all_rows())
         self.limits.close()
 
     def _measure_group(self, rows: list[Row], until: float) -> None:
@@ -195,182 +181,169 @@ class Session:
         waiting = list(rows)
         # Another cohort only where there is time for one more child at least.
         while waiting and START_SHARE * (until - time.monotonic()) > self._fastest_s:
-            members = self._admit(waiting, rows, until)
+            alive = self._admit(waiting, rows, until)
             try:
                 self.limits.collect(rows, until)
-                self._measure(members, until)
+                self._measure(alive, until)
             finally:
-                for member in members:
-                    self._end(member.child)
-        for row in rows:
-            self._end(self._started.pop(row.key, None))
+                self._end(alive)
+        self._end(rows)
 
-    def _admit(self, waiting: list[Row], rows: list[Row], until: float) -> list[Member]:
+    def _admit(self, waiting: list[Row], rows: list[Row], until: float) -> list[Row]:
         """Start children from the front of `waiting` until memory or time ends; those that may be
         timed."""
         self._cohort += 1
         now = time.monotonic()
         start_by, first_by = (now + share * (until - now) for share in (START_SHARE, FIRST_SHARE))
-        members: list[Member] = []
-        anchored: set[str] = set()
-        while waiting and time.monotonic() < (start_by if members else first_by):
+        alive: list[Row] = []
+        tried: set[str] = set()  # keys of anchors
+        while waiting and time.monotonic() < (start_by if alive else first_by):
             row = waiting[0]
-            anchor = self._anchor(row, rows, members)
-            if anchor is not None and anchor.key not in anchored:
-                anchored.add(anchor.key)
-                partner = self._ready(anchor, start_by)
-                members += [] if partner is None else [partner]
+            for anchor in self._anchors(row, rows, tried):
+                tried.add(anchor.key)
+                alive += self._ready(anchor, start_by)
             for soon in waiting[: 1 + AHEAD[self.bench.device]]:
                 self._start(soon)
-            member = self._ready(row, start_by if members else first_by)
-            if member is None and row.kind == "memory" and members and row.key not in self._late:
-                self._late.add(row.key)
-                self.log.say(f"{row.key}: no memory beside {len(members)} others; in turn later")
+            ready = self._ready(row, start_by if alive else first_by)
+            if not ready and self._waits_for_memory(row, alive):
                 break
+            alive += ready
             waiting.pop(0)
-            if member is None:
-                continue
-            members.append(member)
-            if row.facts["prepare"]["free"] < ROOM * row.facts["prepare"]["held"]:
+            if ready and not row.leaves_room(ROOM):
                 break
-        if all(member.row.windows for member in members):
-            # Nobody new is there to be held to them.
-            for member in members:
-                self._end(member.child)
-            return []
-        return self._equal(members, rows)
+        return self._worth_timing(alive, rows)
 
-    def _anchor(self, row: Row, rows: list[Row], members: list[Member]) -> Row | None:
+    def _anchors(self, row: Row, rows: list[Row], tried: set[str]) -> list[Row]:
         """mprun's row that another tool's row is held to, if it was measured and is gone."""
-        alive = {member.row.key for member in members}
         if row.case.real_data or row.case.contender in OWN:
-            return None
-        for own in rows:
-            of_mode = own.case.contender == "mprun" and own.case.mode == row.case.mode
-            if of_mode and own.windows and own.key not in alive and not own.case.real_data:
-                return own
-        return None
+            return []
+        wanted = replace(row.case, contender="mprun").key
+        alive = tried | self._children.keys()
+        return [own for own in rows if own.key == wanted and own.windows and wanted not in alive]
 
-    def _ready(self, row: Row, start_by: float) -> Member | None:
-        """Build a contender, take its first steps, prepare it; None if it does not get there."""
+    def _waits_for_memory(self, row: Row, alive: list[Row]) -> bool:
+        """Whether a row that found no memory beside others is tried once more without them."""
+        if row.kind != "memory" or not alive or row.key in self._late:
+            return False
+        self._late.add(row.key)
+        self.log.say(f"{row.key}: no memory beside {len(alive)} others; in turn later")
+        return True
+
+    def _ready(self, row: Row, start_by: float) -> list[Row]:
+        """Build a contender, take its first steps, prepare it; the row, if it gets there."""
         child = self._start(row)
-        self._started.pop(row.key)
         by, began = min(start_by, self.deadline), time.monotonic()
+        case = asdict(row.case)
         try:
-            row.facts["build"] = child.ask(
-                by, "build", case=asdict(row.case), device=self.bench.device
-            )
+            row.facts["build"] = child.ask(by, "build", case=case, device=self.bench.device)
             found = child.ask(by, "first_steps")
             row.facts["prepare"] = child.ask(by, "prepare")
         except ChildFailed as failure:
-            self._failed(row, child, failure, timed=False)
-            return None
+            self._failed(row, failure, timed=False)
+            return []
         except TimeUp:
-            self._end(child)
+            self._end([row])
             if not row.windows:
                 row.failed("not measured", _LATE)
             self.log.say(f"{row.key}: {_LATE}")
             if time.monotonic() >= self.deadline:
                 raise
-            return None
+            return []
         took = time.monotonic() - began
         self._fastest_s = min(took, self._fastest_s or took)
         row.kind = None
         row.equality = row.equality or found
         self.log.write("ready", case=row.key, equality=found, **row.facts)
         self.log.say(f"{row.key}: ready after {sum(found['seconds']):.1f} s of first steps")
-        return Member(row, child)
+        return [row]
 
-    def _equal(self, members: list[Member], rows: list[Row]) -> list[Member]:
+    def _worth_timing(self, alive: list[Row], rows: list[Row]) -> list[Row]:
         """Those that compute the same as the others; the rest is ended and says why."""
+        if all(row.windows for row in alive):
+            self._end(alive)  # nobody new is there to be held to them
+            return []
         taken = [row for row in rows if "losses" in row.equality and not row.case.real_data]
         answers = self.bench.contest.check(taken)
         for row in taken:
-            if row.key in answers:
-                row.equality |= dict(zip(("ok", "reason"), answers[row.key], strict=True))
-        kept = []
-        for member in members:
-            row = member.row
-            if row.equality.get("ok", True):
-                kept.append(member)
-                continue
-            self._end(member.child)
+            ok, reason = answers.get(row.key, (True, ""))
+            row.equality |= {"ok": ok, "reason": reason}
+        wrong = [row for row in alive if not row.equality.get("ok", True)]
+        self._end(wrong)
+        for row in wrong:
             row.failed("unequal", row.equality["reason"])
             self.log.write("unequal", case=row.key, reason=row.reason)
             self.log.say(f"{row.key}: not timed, {row.reason}")
-        return kept
+        return [row for row in alive if row not in wrong]
 
-    def _measure(self, members: list[Member], until: float) -> None:
-        alive = list(members)
+    def _measure(self, alive: list[Row], until: float) -> None:
         left = max(0.0, until - time.monotonic())
         least, most = WARM_UP_S
         limit = min(max(least, 0.4 * left / max(1, len(alive))), most[self.bench.device])
-        for member in members:
-            self._try(member, alive, self._warm_up, limit)
+        alive = [row for row in alive if self._asked(row, self._warm_up, limit)]
+        alive = self._rounds(alive, until)
+        for position, row in enumerate(alive):
+            seconds = min(DETAILS_S, (until - time.monotonic()) / (len(alive) - position + 1))
+            if seconds > 0 and not row.details:
+                self._asked(row, self._details, seconds)
+
+    def _rounds(self, alive: list[Row], until: float) -> list[Row]:
+        """A window of each, again and again; those that are alive then."""
         windows = self.bench.options.windows
         for number in range(windows if alive else 0):
-            steps = DETAILS_STEPS if number >= ROUNDS else 0
-            length = sum((member.steps + steps) * member.step_s for member in alive)
+            more = DETAILS_STEPS if number >= ROUNDS else 0
+            warm = [row.warm_up for row in alive]
+            length = sum((found["steps_per_window"] + more) * found["step_s"] for found in warm)
             if number and time.monotonic() + length > until:
                 self.log.say(f"{number} of {windows} rounds within the budget")
                 break
-            for member in list(alive):
-                self._try(member, alive, self._window, number)
-        for position, member in enumerate(list(alive)):
-            left = until - time.monotonic()
-            seconds = min(DETAILS_S, left / (len(alive) - position + 1))
-            if seconds > 0 and not member.row.details:
-                self._try(member, alive, self._details, seconds)
+            alive = [row for row in alive if self._asked(row, self._window, number)]
+        return alive
 
-    def _try(
-        self, member: Member, alive: list[Member], measure: Callable[..., None], argument: float
-    ) -> None:
+    def _asked(self, row: Row, measure: Callable[..., None], argument: float) -> bool:
+        """Whether it went well; else the child is ended and the row says why."""
         try:
-            measure(member, argument)
+            measure(row, self._children[row.key], argument)
         except ChildFailed as failure:
-            alive.remove(member)
-            self._failed(member.row, member.child, failure, timed=True)
+            self._failed(row, failure, timed=True)
+            return False
+        return True
 
-    def _failed(self, row: Row, child: ChildProcess, failure: ChildFailed, timed: bool) -> None:
+    def _failed(self, row: Row, failure: ChildFailed, timed: bool) -> None:
         """End the child and note why; `timed`: while it was measured, not while it got ready."""
-        self._end(child)
+        self._end([row])
         if timed or not row.windows:
             row.failed(_KINDS[failure.kind], failure.reason, failure.kind)
         self.log.write("failed", case=row.key, kind=failure.kind, reason=failure.reason)
         if timed or failure.kind != "memory":
             self.log.say(f"{row.key}: {failure.reason}")
 
-    def _warm_up(self, member: Member, limit_s: float) -> None:
+    def _warm_up(self, row: Row, child: ChildProcess, limit_s: float) -> None:
         steps = self.bench.options.steps_per_window
-        found = member.child.ask(self.deadline, "warm_up", limit_s=limit_s, steps=steps)
-        member.steps, member.step_s = found["steps_per_window"], found["step_s"]
-        member.row.warm_up = found
-        self.log.write("warm_up", case=member.row.key, cohort=self._cohort, **found)
+        row.warm_up = child.ask(self.deadline, "warm_up", limit_s=limit_s, steps=steps)
+        self.log.write("warm_up", case=row.key, cohort=self._cohort, **row.warm_up)
 
-    def _window(self, member: Member, number: int) -> None:
-        found = member.child.ask(self.deadline, "window", steps=member.steps)
-        found = {"cohort": self._cohort, "round": number, **found}
-        member.row.add(found)
-        self.log.write("window", case=member.row.key, **found)
-        rate, sample = found["samples"] / found["seconds"], member.row.facts["build"]["sample"]
-        self.log.say(f"{member.row.key}: {rate:,.0f} {sample}s/s")
+    def _window(self, row: Row, child: ChildProcess, number: int) -> None:
+        found = child.ask(self.deadline, "window", steps=row.warm_up["steps_per_window"])
+        row.add({"cohort": self._cohort, "round": number, **found})
+        self.log.write("window", case=row.key, **row.windows[-1])
+        rate, sample = found["samples"] / found["seconds"], row.facts["build"]["sample"]
+        self.log.say(f"{row.key}: {rate:,.0f} {sample}s/s")
 
-    def _details(self, member: Member, seconds: float) -> None:
-        step_s = member.row.windows[-1]["seconds"] / member.row.windows[-1]["steps"]
-        found = member.child.ask(self.deadline, "details", step_s=step_s, seconds=seconds)
-        member.row.details = found
-        self.log.write("details", case=member.row.key, **found)
+    def _details(self, row: Row, child: ChildProcess, seconds: float) -> None:
+        step_s = row.windows[-1]["seconds"] / row.windows[-1]["steps"]
+        row.details = child.ask(self.deadline, "details", step_s=step_s, seconds=seconds)
+        self.log.write("details", case=row.key, **row.details)
 
     def _start(self, row: Row) -> ChildProcess:
-        if row.key not in self._started:
+        if row.key not in self._children:
             number = len(list((self.bench.folder / "logs").glob("*.log"))) + 1
             name = f"{row.case.label}-{row.case.mode}-{row.case.contender}"
             name = "".join(c if c.isalnum() or c in "+-." else "_" for c in name)
-            self._started[row.key] = self.bench.child(f"{number:03d}-{name}")
-            self._children.append(self._started[row.key])
-        return self._started[row.key]
+            self._children[row.key] = self.bench.child(f"{number:03d}-{name}")
+        return self._children[row.key]
 
-    def _end(self, child: ChildProcess | None) -> None:
-        if child is not None and child in self._children:
-            child.end()
-            self._children.remove(child)
+    def _end(self, rows: Sequence[Row]) -> None:
+        for row in rows:
+            child = self._children.pop(row.key, None)
+            if child is not None:
+                child.end()

@@ -6,7 +6,7 @@ from argparse import Namespace
 from mprun.bench.roofline.limits import (
     GPUS,
     Ceilings,
-    Line,
+    Limit,
     as_dict,
     as_text,
     ceilings_of,
@@ -70,7 +70,7 @@ def parse(arguments: list[str]) -> Namespace:
     return options
 
 
-def roofline(options: Namespace, ceilings: Ceilings) -> tuple[list[Line], list[str]]:
+def roofline(options: Namespace, ceilings: Ceilings) -> tuple[list[Limit], list[str]]:
     """A line per mode, and why modes of the default list are missing.
 
     BadInput for a mode that was asked for and that the GPU does not have.
@@ -83,7 +83,7 @@ def roofline(options: Namespace, ceilings: Ceilings) -> tuple[list[Line], list[s
         counted = count(options.overrides, mode, options.config_dir)
         reason = why_not(counted.policy, counted.overrides, ceilings)
         if reason is None:
-            lines.append(Line(counted, limit(counted, ceilings)))
+            lines.append(limit(counted, ceilings))
         elif options.mode is not None or mode is None:
             raise BadInput(f"precision={counted.policy.name} --gpu {ceilings.name}: {reason}")
         else:

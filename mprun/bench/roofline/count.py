@@ -34,8 +34,6 @@ from mprun.precision import DTYPES, Arithmetic, PrecisionPolicy
 from mprun.precision.single_pass import Checked
 
 _CPU = torch.device("cpu")
-_RELU = {"relu", "leaky_relu"}
-_RELU_BACKWARD = {"relu backward", "leaky_relu_backward"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -189,11 +187,11 @@ class Counter(TorchDispatchMode):
         # What returns nothing only changes values, of which there are none; some such operators
         # (fused optimizers) do not know tensors without values.
         results = func(*args, **kwargs) if func._schema.returns else None
-        for kind, flops, size, launches in costs(func, args, kwargs, results):
+        for kind, flops, size in costs(func, args, kwargs, results):
             kind = self._kind(kind, args, results)
             folded = self._folded(kind, args, results)
             form = self._format(next(tensors_in(args)).dtype) if flops else ""
-            self.rows.append(Row(kind, self.phase, form, flops, size, launches, folded))
+            self.rows.append(Row(kind, self.phase, form, flops, size, folded_bytes=folded))
         return results
 
     def as_update(self, method: Callable) -> Callable:
@@ -235,22 +233,25 @@ class Counter(TorchDispatchMode):
 
     def _folded(self, kind: str, args, results) -> int | None:
         """The bytes left where this kernel can be folded into a BatchNorm's, else None."""
-        if kind == "batch norm":
-            self._normalised[storage_key(results[0])] = results[0]
-        elif kind in _RELU and storage_key(args[0]) in self._normalised:
-            self._activated |= {storage_key(args[0]): args[0], storage_key(results): results}
-            return 0
-        elif kind == "residual add":
-            sides = [t for t in tensors_in(args) if t.dim() >= 4]
-            if any(storage_key(side) in self._normalised for side in sides):
+        match kind:
+            case "batch norm":
+                self._normalised[storage_key(results[0])] = results[0]
+            case "relu" | "leaky_relu" if storage_key(args[0]) in self._normalised:
+                self._activated |= {storage_key(args[0]): args[0], storage_key(results): results}
+                return 0
+            case "relu backward" | "leaky_relu_backward":
+                return 0 if storage_key(args[1]) in self._activated else None
+            case "residual add" if any(storage_key(t) in self._normalised for t in _images(args)):
                 self._normalised[storage_key(results)] = results
                 self._residual_shapes.add(results.shape)
                 return bytes_of(results)
-        elif kind in _RELU_BACKWARD and storage_key(args[1]) in self._activated:
-            return 0
-        elif kind == "gradient add" and results.shape in self._residual_shapes:
-            return bytes_of(results)
+            case "gradient add" if results.shape in self._residual_shapes:
+                return bytes_of(results)
         return None
+
+
+def _images(tree: object) -> list[Tensor]:
+    return [tensor for tensor in tensors_in(tree) if tensor.dim() >= 4]
 
 
 class CountedPass:

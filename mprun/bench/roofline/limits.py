@@ -6,7 +6,7 @@ Imports no torch: names of GPUs are on a help page.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING
 
 from mprun.config.rules import nearest
@@ -138,6 +138,7 @@ class Limit:
         kinds: most expensive first.
     """
 
+    counted: Counted
     ceilings: Ceilings
     eager: float
     fused: float | None
@@ -159,20 +160,17 @@ def limit(counted: Counted, ceilings: Ceilings) -> Limit:
     total = sum(seconds for _, seconds in timed)
     update = sum(seconds for row, seconds in timed if row.phase == "update")
     bound = sum(traffic for _, (products, traffic) in costs if products <= traffic)
-    folds = any(row.folded_bytes is not None for row in counted.rows)
-    folded = sum(
-        seconds if row.folded_bytes is None else row.folded_bytes / ceilings.bandwidth
-        for row, seconds in timed
-    )
+    folded = _folded(timed, ceilings)
     launches = sum(row.launches for row in counted.rows)
 
     def rate(seconds: float) -> float:
         return counted.samples / seconds
 
     return Limit(
+        counted=counted,
         ceilings=ceilings,
         eager=rate(total),
-        fused=rate(folded) if folds else None,
+        fused=None if folded is None else rate(folded),
         flop_only=rate(sum(products for _, (products, _) in costs)),
         without_update=rate(total - update),
         memory_bound_share=bound / total,
@@ -182,6 +180,16 @@ def limit(counted: Counted, ceilings: Ceilings) -> Limit:
         graph_launches=rate(launches * ceilings.graph_launch_s),
         eager_launches=rate(launches * ceilings.eager_launch_s),
         kinds=tuple(_kinds(timed, total)),
+    )
+
+
+def _folded(timed: list[tuple[Row, float]], ceilings: Ceilings) -> float | None:
+    """Seconds with what can be folded into BatchNorm kernels folded; None: there is nothing."""
+    if all(row.folded_bytes is None for row, _ in timed):
+        return None
+    return sum(
+        seconds if row.folded_bytes is None else row.folded_bytes / ceilings.bandwidth
+        for row, seconds in timed
     )
 
 
@@ -209,20 +217,13 @@ def measured_limit(counted: Counted, ceilings: dict, name: str) -> dict:
         name: of the device.
     """
     rates = ceilings["flops"], ceilings["bandwidth"]
-    found = asdict(limit(counted, Ceilings(name, "measured in this bench", *rates, memory=0.0)))
+    found = limit(counted, Ceilings(name, "measured in this bench", *rates, memory=0.0))
     kept = ("eager", "fused", "flop_only", "memory_bound_share", "launches")
-    return {key: found[key] for key in kept} | {"flops": counted.flops, "bytes": counted.bytes()}
+    numbers = {key: getattr(found, key) for key in kept}
+    return numbers | {"flops": counted.flops, "bytes": counted.bytes()}
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
-    """One mode: its count and its limit."""
-
-    counted: Counted
-    limit: Limit
-
-
-def as_text(lines: list[Line], ceilings: Ceilings, refused: list[str], top: int) -> str:
+def as_text(lines: list[Limit], ceilings: Ceilings, refused: list[str], top: int) -> str:
     """Tables and notes for a terminal."""
     first = lines[0].counted
     unit = first.sample
@@ -242,13 +243,14 @@ def as_text(lines: list[Line], ceilings: Ceilings, refused: list[str], top: int)
     return "\n".join(parts)
 
 
-def as_dict(lines: list[Line], ceilings: Ceilings, refused: list[str]) -> dict:
+def as_dict(lines: list[Limit], ceilings: Ceilings, refused: list[str]) -> dict:
     """Everything as numbers in base units: seconds, bytes, FLOP, samples per second."""
     modes = {}
     for line in lines:
-        counted, limit = line.counted, asdict(line.limit)
-        limit.pop("ceilings")
-        modes[counted.mode] = limit | {
+        counted = line.counted
+        numbers = {f.name: getattr(line, f.name) for f in fields(Limit)[2:]}
+        numbers["kinds"] = [asdict(kind) for kind in line.kinds]
+        modes[counted.mode] = numbers | {
             "flops_per_sample": counted.flops / counted.samples,
             "bytes_per_sample": counted.bytes() / counted.samples,
             "update_bytes": counted.bytes(("update",)),
@@ -272,31 +274,31 @@ def as_dict(lines: list[Line], ceilings: Ceilings, refused: list[str]) -> dict:
     }
 
 
-def _speed(lines: list[Line], unit: str) -> str:
+def _speed(lines: list[Limit], unit: str) -> str:
     header = ["mode", f"limit {unit}s/s", "BN fused", "FLOP only", f"GFLOP/{unit}", f"MB/{unit}"]
     header += ["memory-bound", "update ms", "kernels", "x fp32", "x tf32"]
     rows = []
     for line in lines:
-        counted, limit = line.counted, line.limit
+        counted = line.counted
         ratios = [_ratio(lines, line, base) for base in ("fp32", "tf32")]
         rows.append(
             [
                 counted.mode,
-                _three(limit.eager),
-                "-" if limit.fused is None else _three(limit.fused),
-                _three(limit.flop_only),
+                _three(line.eager),
+                "-" if line.fused is None else _three(line.fused),
+                _three(line.flop_only),
                 f"{counted.flops / counted.samples / 1e9:.3g}",
                 f"{counted.bytes() / counted.samples / 1e6:.3g}",
-                f"{limit.memory_bound_share:.0%}",
-                f"{limit.update_s * 1e3:.3g}",
-                str(limit.launches),
+                f"{line.memory_bound_share:.0%}",
+                f"{line.update_s * 1e3:.3g}",
+                str(line.launches),
                 *("-" if ratio is None else f"{ratio:.2f}" for ratio in ratios),
             ]
         )
     return markdown_table(header, rows)
 
 
-def _memory(lines: list[Line], ceilings: Ceilings) -> str:
+def _memory(lines: list[Limit], ceilings: Ceilings) -> str:
     kinds = ("parameters", "masters", "optimizer", "gradients", "activations", "total")
     base = next((line.counted.memory for line in lines if line.counted.mode == "fp32"), None)
     fits = f"fits {ceilings.memory / 2**30:.3g} GiB"
@@ -310,9 +312,9 @@ def _memory(lines: list[Line], ceilings: Ceilings) -> str:
     return markdown_table(["memory, GiB", *kinds, "x fp32", fits], rows)
 
 
-def _notes(lines: list[Line], ceilings: Ceilings) -> list[str]:
+def _notes(lines: list[Limit], ceilings: Ceilings) -> list[str]:
     first, unit = lines[0], lines[0].counted.sample
-    graph, eager = map(_three, (first.limit.graph_launches, first.limit.eager_launches))
+    graph, eager = map(_three, (first.graph_launches, first.eager_launches))
     paths = ", ".join(dict.fromkeys(line.counted.update for line in lines))
     seconds = _recipes(first.counted, ceilings).items()
     recipes = ", ".join(f"{name} {value * 1e3:.3g}" for name, value in seconds)
@@ -328,7 +330,7 @@ def _notes(lines: list[Line], ceilings: Ceilings) -> list[str]:
     ]
 
 
-def _most_expensive(line: Line, top: int) -> str:
+def _most_expensive(line: Limit, top: int) -> str:
     unit, samples = line.counted.sample, line.counted.samples
     rows = [
         [
@@ -340,7 +342,7 @@ def _most_expensive(line: Line, top: int) -> str:
             f"{kind.bytes / samples / 1e6:.3g}",
             str(kind.launches),
         ]
-        for kind in line.limit.kinds[:top]
+        for kind in line.kinds[:top]
     ]
     header = ["operation", "phase", "of step", "ms", f"GFLOP/{unit}", f"MB/{unit}", "kernels"]
     return markdown_table(header, rows)
@@ -350,10 +352,10 @@ def _recipes(counted: Counted, ceilings: Ceilings) -> dict[str, float]:
     return {name: size * counted.dense / ceilings.bandwidth for name, size in RECIPES.items()}
 
 
-def _ratio(lines: list[Line], line: Line, base: str) -> float | None:
+def _ratio(lines: list[Limit], line: Limit, base: str) -> float | None:
     """Limit over that of the mode `base`, where it is among the lines."""
-    found = [other.limit.eager for other in lines if other.counted.mode == base]
-    return line.limit.eager / found[0] if found else None
+    found = [other.eager for other in lines if other.counted.mode == base]
+    return line.eager / found[0] if found else None
 
 
 def _three(value: float) -> str:

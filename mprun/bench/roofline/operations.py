@@ -9,6 +9,7 @@ the functions below. Products are 2 FLOP per multiply-add, everything else count
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,8 +18,8 @@ from torch.utils.flop_counter import flop_registry
 
 aten = torch.ops.aten
 
-# (kind, FLOPs, bytes, launches)
-Cost = tuple[str, int, int, int]
+# (kind, FLOPs, bytes) of one kernel
+Cost = tuple[str, int, int]
 # (kind, dtype, flops, bytes, launches): whatever no dispatcher sees writes its rows by this.
 Write = Callable[[str, torch.dtype, int, int, int], None]
 # How products are computed, by dtype; FP32 ones may be in TF32, which the counter knows.
@@ -126,7 +127,7 @@ def costs(operator: OpOverload, args: tuple, kwargs: dict, results: object) -> I
         return
     formula = flop_registry.get(operator.overloadpacket)
     flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=results))
-    yield _KINDS.get(name, name), flops, _traffic(operator, name, args, kwargs, results), 1
+    yield _KINDS.get(name, name), flops, _traffic(operator, name, args, kwargs, results)
 
 
 def _is_view(operator: OpOverload) -> bool:
@@ -137,24 +138,20 @@ def _is_view(operator: OpOverload) -> bool:
 
 def _traffic(operator: OpOverload, name: str, args: tuple, kwargs: dict, results: object) -> int:
     """Bytes by the rule: read, written, and written in place."""
-    reads = writes = 0
-    write_only = name in _WRITES_ONLY
-    schema = operator._schema
+    schema, overwrites = operator._schema, name in _WRITES_ONLY
     positional = [a for a in schema.arguments if not a.kwarg_only]
     given = list(zip(positional, args, strict=False))
     given += [(a, kwargs[a.name]) for a in schema.arguments if a.name in kwargs]
-    mutated: set[int] = set()
+    read: list[object] = []
+    in_place: list[Tensor] = []
     for argument, value in given:
-        size = sum(map(bytes_of, tensors_in(value)))
         if argument.alias_info is not None and argument.alias_info.is_write:
-            mutated |= {id(tensor) for tensor in tensors_in(value)}
-            writes += size
-            reads += 0 if write_only or argument.is_out else size
-        elif argument.name != "self" or not write_only:
-            reads += size
-    if not mutated:
-        writes = sum(map(bytes_of, tensors_in(results)))
-    return reads + writes
+            in_place += tensors_in(value)
+            unread = overwrites or argument.is_out
+        else:
+            unread = overwrites and argument.name == "self"
+        read += [] if unread else [value]
+    return _total(*read) + (_total(in_place) if in_place else _total(results))
 
 
 def _total(*trees: object) -> int:
@@ -164,10 +161,10 @@ def _total(*trees: object) -> int:
 def _convolution(args, kwargs, results) -> Iterator[Cost]:
     inputs, weight, bias, *_ = args
     flops = _convolution_flops(inputs, weight, results, args[6])
-    yield "convolution", flops, _total(inputs, weight, results), 1
+    yield "convolution", flops, _total(inputs, weight, results)
     if bias is not None:
         # ATen/native/Convolution.cpp adds it in place, after cuDNN.
-        yield "convolution bias", 0, 2 * _total(results) + _total(bias), 1
+        yield "convolution bias", 0, 2 * _total(results) + _total(bias)
 
 
 def _convolution_backward(args, kwargs, results) -> Iterator[Cost]:
@@ -175,11 +172,11 @@ def _convolution_backward(args, kwargs, results) -> Iterator[Cost]:
     flops = _convolution_flops(inputs, weight, gradient, args[7])
     of_inputs, of_weight, of_bias = args[10]
     if of_inputs:
-        yield "convolution backward", flops, _total(gradient, weight, results[0]), 1
+        yield "convolution backward", flops, _total(gradient, weight, results[0])
     if of_weight:
-        yield "convolution weight gradient", flops, _total(gradient, inputs, results[1]), 1
+        yield "convolution weight gradient", flops, _total(gradient, inputs, results[1])
     if of_bias:
-        yield "convolution bias gradient", 0, _total(gradient, results[2]), 1
+        yield "convolution bias gradient", 0, _total(gradient, results[2])
 
 
 def _convolution_flops(inputs: Tensor, weight: Tensor, outputs: Tensor, transposed: bool) -> int:
@@ -192,18 +189,18 @@ def _batch_norm(args, kwargs, results) -> Iterator[Cost]:
     training = args[5]
     once = _total(args[:5]) + _total(results)
     # Statistics first, then the values: cuDNN and ATen read a big tensor twice.
-    yield "batch norm", 0, once + (_total(args[0]) + _total(args[3:5]) if training else 0), 1
+    yield "batch norm", 0, once + (_total(args[0]) + _total(args[3:5]) if training else 0)
 
 
 def _batch_norm_backward(args, kwargs, results) -> Iterator[Cost]:
     again = _total(args[:2]) if args[7] else 0
-    yield "batch norm backward", 0, _total(args) + again + _total(results), 1
+    yield "batch norm backward", 0, _total(args) + again + _total(results)
 
 
 def _attention(args, kwargs, results) -> Iterator[Cost]:
     query, key, value = args[:3]
     products = query.shape[:-1].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
-    yield "attention", 2 * products, _total(args[:3], results[0]), 1
+    yield "attention", 2 * products, _total(args[:3], results[0])
 
 
 def _attention_backward(args, kwargs, results) -> Iterator[Cost]:
@@ -212,39 +209,7 @@ def _attention_backward(args, kwargs, results) -> Iterator[Cost]:
     # Scores again, then the gradients of values, scores, queries and keys.
     flops = 2 * pairs * (3 * query.shape[-1] + 2 * value.shape[-1])
     moved = _total(gradient, query, key, value, outputs, results)
-    yield "attention backward", flops, moved, 1
-
-
-def _rows_read(kind: str, ids_at: int) -> Callable:
-    """Rows of a table: as many as there are ids, not the table."""
-
-    def cost(args, kwargs, results) -> Iterator[Cost]:
-        yield kind, 0, _total(args[ids_at]) + 2 * _total(results), 1
-
-    return cost
-
-
-def _rows_written(args, kwargs, results) -> Iterator[Cost]:
-    _, _, ids, source = args[:4]
-    yield "row update", 0, _total(ids) + 2 * _total(source), 1
-
-
-def _embedding_backward(args, kwargs, results) -> Iterator[Cost]:
-    # A dense gradient: zeros everywhere, then the rows of the step are added up in it.
-    gradient, ids = args[:2]
-    yield "embedding backward", 0, _total(results), 1
-    yield "embedding backward", 0, 2 * _total(gradient) + _total(ids), 1
-
-
-def _nll_loss(args, kwargs, results) -> Iterator[Cost]:
-    # One number of each row.
-    yield "nll_loss", 0, 2 * _total(args[1]) + _total(results), 1
-
-
-def _nll_loss_backward(args, kwargs, results) -> Iterator[Cost]:
-    # Zeros everywhere, then one number of each row.
-    yield "nll_loss backward", 0, _total(results), 1
-    yield "nll_loss backward", 0, _total(args[0]) + 2 * _total(args[3]), 1
+    yield "attention backward", flops, moved
 
 
 def _fused_update(state_lists: Iterable[int]) -> Callable:
@@ -254,12 +219,16 @@ def _fused_update(state_lists: Iterable[int]) -> Callable:
     def cost(args, kwargs, results) -> Iterator[Cost]:
         unscales = kwargs.get("grad_scale") is not None
         state = sum(_total(args[number]) for number in state_lists)
-        yield "update", 0, 2 * state + _total(args[1]) * (2 if unscales else 1), 1
+        yield "update", 0, 2 * state + _total(args[1]) * (2 if unscales else 1)
 
     return cost
 
 
-_SPECIAL: dict[str, Callable[[tuple, dict, object], Iterator[Cost]]] = {
+def _rows_written(args, kwargs, results) -> Iterator[Cost]:
+    yield "row update", 0, _total(args[2]) + 2 * _total(args[3])
+
+
+_SPECIAL: dict[str, Callable[[tuple, dict, Any], Iterable[Cost]]] = {
     "convolution": _convolution,
     "convolution_backward": _convolution_backward,
     "native_batch_norm": _batch_norm,
@@ -267,13 +236,22 @@ _SPECIAL: dict[str, Callable[[tuple, dict, object], Iterator[Cost]]] = {
     "native_batch_norm_backward": _batch_norm_backward,
     "_scaled_dot_product_flash_attention_for_cpu": _attention,
     "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
-    "embedding": _rows_read("embedding", 1),
-    "index_select": _rows_read("index_select", 2),
+    # Rows of a table: as many as there are ids, not the table.
+    "embedding": lambda args, _, out: [("embedding", 0, _total(args[1]) + 2 * _total(out))],
+    "index_select": lambda args, _, out: [("index_select", 0, _total(args[2]) + 2 * _total(out))],
     "index_copy_": _rows_written,
     "index_add_": _rows_written,
-    "embedding_dense_backward": _embedding_backward,
-    "nll_loss_forward": _nll_loss,
-    "nll_loss_backward": _nll_loss_backward,
+    # A dense gradient: zeros everywhere, then the rows of the step are added up in it.
+    "embedding_dense_backward": lambda args, _, out: [
+        ("embedding backward", 0, _total(out)),
+        ("embedding backward", 0, 2 * _total(args[0]) + _total(args[1])),
+    ],
+    # One number of each row; in the backward pass zeros everywhere before.
+    "nll_loss_forward": lambda args, _, out: [("nll_loss", 0, 2 * _total(args[1]) + _total(out))],
+    "nll_loss_backward": lambda args, _, out: [
+        ("nll_loss backward", 0, _total(out)),
+        ("nll_loss backward", 0, _total(args[0]) + 2 * _total(args[3])),
+    ],
     "_fused_sgd_": _fused_update((0, 2)),
     "_fused_adam_": _fused_update((0, 2, 3, 4)),
     "_fused_adamw_": _fused_update((0, 2, 3, 4)),
