@@ -51,19 +51,28 @@ def plant(defect: str) -> None:
     """Break the engine of this process in the named way."""
     import torch
 
-    from mprun.precision.loss_scale import LossScale
-    from mprun.precision.optimizer import MixedPrecisionOptimizer
+    from mprun.precision import LossScale, MixedPrecisionOptimizer
 
     if defect == "scale_stays":
         LossScale.inverse = lambda self: torch.ones((), device=self.scale.device)
     elif defect == "no_copy_back":
-        build = MixedPrecisionOptimizer.__init__
+        step = MixedPrecisionOptimizer.step
 
+        @torch.no_grad()
         def without_copies(self, *arguments, **named):
-            build(self, *arguments, **named)
-            self._copies, self._masters = [], []
+            # Taken back after the step, so that it does not matter which form of the update made
+            # the copies: torch's operations, or a single pass that writes them as it goes.
+            pairs = zip(self.parameters, self.updated, strict=True)
+            copies = [own for own, master in pairs if own is not master]
+            before = [own.clone() for own in copies]
+            done = step(self, *arguments, **named)
+            for own, value in zip(copies, before, strict=True):
+                own.copy_(value)
+            return done
 
-        MixedPrecisionOptimizer.__init__ = without_copies
+        MixedPrecisionOptimizer.step = without_copies
+    elif defect != "none":
+        raise ValueError(f"{defect}: no such defect")
 
 
 def main() -> int:

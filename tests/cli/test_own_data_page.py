@@ -80,18 +80,30 @@ def test_every_command_ends_as_the_page_says(replayed):
         assert ended.returncode == (2 if command.endswith(REFUSED) else 0), (command, ended.stderr)
 
 
+def without_measured(line: str) -> str:
+    """A line by its words: how wide columns are depends on speeds, which a machine has of its own.
+
+    Of a row of verdicts also means, intervals and ratios are measured: its words, seeds, counts and
+    scales are not.
+    """
+    if re.search(r"\dx( |$)", line):
+        line = re.sub(r"[-+]?\d+\.\d+", "#", line)
+    return " ".join(line.split())
+
+
 @pytest.mark.slow
 def test_what_does_not_depend_on_the_machine_is_as_shown(replayed):
-    """Every line of the page without a measured number is a line of the output."""
+    """Every line of the page is a line of the output, but for the numbers that were measured."""
     compared = 0
     for command, text in shown().items():
         printed = (replayed[command].stdout + replayed[command].stderr).splitlines()
+        printed = [without_measured(line) for line in printed]
         for line in text.splitlines():
-            measured = re.search(r"\d/s|\dx |/s |data-bound|\|| MiB|eval at|^\.\.\.$", line)
+            measured = re.search(r"\d/s|/s |data-bound|\|| MiB|eval at|^\.\.\.$", line)
             if line.strip() and not measured:
-                assert line.rstrip() in [one.rstrip() for one in printed], (command, line)
+                assert without_measured(line) in printed, (command, line)
                 compared += 1
-    assert compared >= 12
+    assert compared == 13
 
 
 @pytest.mark.slow
