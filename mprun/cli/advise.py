@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 
 from mprun.build import Built
-from mprun.compare.assess import assess
 from mprun.compare.findings import Row
 from mprun.compare.grouping import group_runs
 from mprun.compare.load import load_runs
+from mprun.compare.verdict import assess
 from mprun.config.compose import Composed, compose_config, config_from_record
 from mprun.config.schema import MAX_STEPS, RunConfig
 from mprun.config.user_code import (

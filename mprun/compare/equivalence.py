@@ -22,6 +22,8 @@ from functools import lru_cache
 import numpy as np
 from scipy.special import stdtr, stdtrit
 
+from mprun.compare.text import decimals_for
+
 # scipy.stats has the same quantile but takes ten times as long to import.
 
 ALPHA = 0.05  # one-sided
@@ -220,11 +222,6 @@ def needs_text(needed: int | None) -> str:
     if needed is None:
         return f"not reachable with more seeds (needs over {MOST_SEEDS})"
     return f"needs about {needed} more seed{'' if needed == 1 else 's'}"
-
-
-def decimals_for(margin: float) -> int:
-    """Decimals that show two to three digits of the margin: 1 -> 2, 0.5 -> 2, 10 -> 1."""
-    return min(12, max(0, 2 - math.ceil(math.log10(margin))))
 
 
 def _mean_and_variance(values: Sequence[float]) -> tuple[float, float]:

@@ -158,8 +158,8 @@ _BASELINES = ("fp32", "baseline")
 _DRAWN = 500
 
 
-def load_foreign(specs: Sequence[str], tag: str) -> tuple[ProtoGroup, list[str]]:
-    """One group of the curves `tag`, and notes on how they were taken.
+def load_foreign(specs: Sequence[str], tag: str) -> ProtoGroup:
+    """One group of the curves `tag`, with notes on how they were taken.
 
     specs: LABEL=PATH[,PATH...] each. A run's `evals` hold "step", "updates" (the same) and `tag`,
     float64, all points that were written. Imports no torch.
@@ -192,7 +192,7 @@ def load_foreign(specs: Sequence[str], tag: str) -> tuple[ProtoGroup, list[str]]
         notes.append(f"no label is fp32 or baseline: the first one, {baseline}, is the baseline")
     notes.append("foreign logs: runs are paired by their position in the list, not by seed")
     others = [arm for label, arm in arms.items() if label != baseline]
-    return ProtoGroup(tag, "foreign", arms[baseline], others, {}, notes), []
+    return ProtoGroup(tag, "foreign", arms[baseline], others, {}, notes)
 
 
 def refuse_same_logs(group: ProtoGroup) -> None:

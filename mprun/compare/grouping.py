@@ -1,125 +1,54 @@
-"""What a reader of a comparison must know beside its numbers: missing runs, other machines.
-
-Which runs may be compared with which: groups, their baselines, and the labels of their arms.
+"""Which runs may be compared with which: groups, their baselines, and the labels of their arms.
 
 Runs belong together if their configurations agree in everything but precision, scaler and seed
-(and what cannot change a number). The baseline of a group is precision=fp32 with scaler=none.
+(and what cannot change a number). Those that differ in nothing but the seed are a cell, which
+becomes an arm of its group. The baseline of a group is FP32 without loss scaling, as its recorded
+configuration says.
 """
 
+import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from mprun.compare.arms import (
-    Cell,
-    arm_label,
-    canonical,
-    cells_of,
-    differences,
-    is_no_key,
-    of_arm,
-    pairs_text,
-    same,
-    value_text,
-)
+import yaml
+
 from mprun.compare.findings import Arm, RunData
-from mprun.compare.load import OUTCOMES, first_with_outcome
+from mprun.compare.load import OUTCOMES, first_with_outcome, group_notes, missing_seeds
+from mprun.compare.text import setting_text
 from mprun.config.rules import nearest
-from mprun.config.schema import MODES
-from mprun.errors import BadInput, Damaged
-from mprun.numerics.post_mortem import read_post_mortem
+from mprun.errors import BadInput
+from mprun.plots.palette import SHIPPED
+from mprun.record.run_directory import NOT_HASHED, NOT_HASHED_DATA, NOT_HASHED_TRAIN
 
-
-def missing_seeds(runs: Sequence[RunData]) -> list[str]:
-    """ "seed 3: failed (out of memory)" for each run without an outcome."""
-    notes = []
-    for run in sorted(runs, key=lambda run: run.seed):
-        if run.status not in OUTCOMES:
-            cause = (run.cause or "").partition("\n")[0][:120]
-            notes.append(f"seed {run.seed}: {run.status}" + (f" ({cause})" if cause else ""))
-    return notes
-
-
-def post_mortems(runs: Sequence[RunData]) -> list[str]:
-    """What ended each diverged run, where it left a post-mortem, and how to find the cause."""
-    notes = []
-    for run in sorted(runs, key=lambda run: run.seed):
-        if run.status != "diverged" or run.foreign:
-            continue
-        try:
-            found = read_post_mortem(Path(run.path))
-        except Damaged as error:  # the verdict does not rest on it
-            notes.append(f"seed {run.seed}: {error}")
-            continue
-        if found is not None:
-            lines = "; ".join(str(line) for line in found["classification"])
-            notes.append(f"seed {run.seed}: {lines}; see mprun explain {run.path}")
-    return notes
-
-
-def group_notes(baseline: Arm, arms: Sequence[Arm]) -> list[str]:
-    """Differences of environment inside a group, and a baseline whose products are not FP32."""
-    every = [baseline, *arms]
-    notes = []
-    for what, read in _MUST_AGREE.items():
-        found: dict[str, list[str]] = {}
-        for arm in every:
-            for run in arm.runs:
-                labels = found.setdefault(str(read(run.environment)), [])
-                if arm.label not in labels:
-                    labels.append(arm.label)
-        if len(found) > 1:
-            text = "; ".join(f"{value} ({', '.join(labels)})" for value, labels in found.items())
-            notes.append(f"{what} differs: {text}")
-    dirty = [arm.label for arm in every if any(run.environment.get("dirty") for run in arm.runs)]
-    if dirty:
-        notes.append(
-            f"recorded with uncommitted changes to mprun: {', '.join(dirty)}; their code may differ"
-        )
-    return notes + _not_ieee(baseline)
-
-
-def _not_ieee(baseline: Arm) -> list[str]:
-    """The flags are those of `mprun.precision.read_math_flags`."""
-    lowered = sorted(
-        {
-            f"{name.removesuffix('.fp32_precision')} {value}"
-            for run in baseline.runs
-            for name, value in run.flags.items()
-            if name.endswith(".fp32_precision") and value != "ieee"
-        }
-    )
-    if not lowered:
-        return []
-    return [
-        f"the baseline {baseline.label} did not compute FP32 products in full FP32: "
-        f"{', '.join(lowered)}"
-    ]
-
-
-def _packages(name: str):
-    return lambda environment: (environment.get("packages") or {}).get(name, "unknown")
-
-
-def _machine(environment: dict[str, Any]) -> str:
-    device = environment.get("device", "unknown device")
-    return f"{environment.get('gpu') or environment.get('cpu') or 'unknown'} ({device})"
-
-
-_MUST_AGREE = {
-    "Python": lambda environment: ".".join(str(environment.get("python")).split(".")[:2]),
-    "torch": _packages("torch"),
-    "device": _machine,
-    "mprun": lambda environment: environment.get("mprun", "unknown"),
-    "commit of mprun": lambda environment: (environment.get("commit") or "unknown")[:12],
+# Keys, and groups of keys, that neither change a number nor separate runs.
+_NO_KEYS = (
+    "seed",
+    *NOT_HASHED,
+    *(f"train.{key}" for key in NOT_HASHED_TRAIN),
+    *(f"data.{key}" for key in NOT_HASHED_DATA),
+)
+# Keys that may differ inside a group: they make an arm.
+_ARM_PREFIXES = ("precision.", "scaler.")
+_ARM_KEYS = ("cpu_half",)  # how 16-bit products are computed where there is no GPU
+BASELINE = "fp32"  # by name, where several modes compute so
+_DTYPES = ("param_dtype", "norm_dtype", "master_dtype", "grad_dtype", "loss_dtype")
+# What every value of a mode's configuration is where it computes in FP32 alone.
+_FP32 = {f"precision.{key}": "fp32" for key in _DTYPES} | {
+    "precision.autocast_dtype": None,
+    "precision.fp32_math": "ieee",
+    "precision.overrides": {},
 }
-
-
+_NOT_RECORDED = "(not recorded)"
+_MOST_KEYS_SHOWN = 5
 _MOST_KEYS_ALLOWED = 5  # more than these to allow is another experiment, not worth a hint
 _JUDGED = ("compare.metric", "compare.margin")
+# Runs of another length or judged otherwise cannot be compared, whatever is allowed.
+_NEVER_ALLOWED = ("train.steps", "train.epochs", "compare.metric", "compare.window")
 _LEARNED = ("model", "data")
 
 
@@ -135,6 +64,22 @@ class ProtoGroup:
     notes: list[str] = field(default_factory=list)
 
 
+@dataclass(slots=True)
+class Cell:
+    """Runs that differ in nothing but the seed."""
+
+    runs: list[RunData]
+    shared: dict[str, Any]  # keys that must agree inside a group
+    own: dict[str, Any]  # keys that make the arm
+    is_baseline: bool = False  # one may be: FP32 without scaler, or given by --baseline
+    given: bool = False  # by --baseline
+
+    @property
+    def first(self) -> RunData:
+        """Any of them: they agree in all that is asked of it."""
+        return self.runs[0]
+
+
 def group_runs(
     runs: Sequence[RunData],
     allow: Sequence[str] = (),
@@ -143,17 +88,21 @@ def group_runs(
 ) -> tuple[list[ProtoGroup], list[str]]:
     """Groups with a baseline and at least one other arm, and one line for each cell without one.
 
-    allow: keys (or groups of keys: "optim") in which runs of a group may differ all the same; a
-    run that differs in one is an arm of its own, FP32 runs too. Where several FP32 configurations
-    of a group differ in allowed keys, the one that most other runs agree with is the baseline.
-    baseline_path: runs below it are the baseline of their group, whatever their mode.
-    judged_otherwise: the command line gives metric or margin, so that compare.metric and
-    compare.margin of the runs may differ.
-
     Runs without an outcome are in no arm; the arm's notes name them. An arm may have no run.
 
-    Raises BadInput for an allowed key that no run has, and where more than one configuration
-    could be the baseline.
+    Args:
+        runs: as `load_runs` gives them.
+        allow: keys (or groups of keys: "optim") in which runs of a group may differ all the same;
+            a run that differs in one is an arm of its own, FP32 runs too. Where several FP32
+            configurations of a group differ in allowed keys, the one that most other runs agree
+            with is the baseline.
+        baseline_path: runs below it are the baseline of their group, whatever their mode.
+        judged_otherwise: the command line gives metric or margin, so that compare.metric and
+            compare.margin of the runs may differ.
+
+    Raises:
+        BadInput: an allowed key that no run has, or more than one configuration that could be the
+            baseline.
     """
     _check_allowed(allow, runs)
     cells = cells_of(runs, baseline_path, ignored=_JUDGED if judged_otherwise else ())
@@ -161,21 +110,152 @@ def group_runs(
     for cell in cells:
         strict = {k: v for k, v in cell.shared.items() if not _matches(k, allow)}
         families.setdefault(canonical(strict), []).append(cell)
-    groups, rest, lone = [], [], []
+    groups: list[ProtoGroup] = []
+    lone: list[str] = []
+    without: dict[str, Cell] = {}  # a baseline: one cell for each configuration, of all its modes
     for family in families.values():
         baseline = _baseline(family, allow)
         if baseline is None:
-            rest += family
+            for cell in family:
+                key = canonical(cell.shared)
+                without.setdefault(key, Cell([], cell.shared, {})).runs.extend(cell.runs)
         elif len(family) == 1:
-            lone.append(_only_baseline(baseline))
+            lone.append(f"{_runs_text(baseline, ' alone')}: nothing to compare it with")
         elif not any(run.status in OUTCOMES for run in baseline.runs):
-            lone.append(_no_outcome(baseline))
+            run, missing = baseline.first, "; ".join(missing_seeds(baseline.runs))
+            lone.append(
+                f"{_title(run)}: not compared, the baseline {run.mode} has no run with an outcome "
+                f"({missing})"
+            )
         else:
             groups.append(_group(baseline, family))
     _name(groups)
     baselines = [cell for cell in cells if cell.is_baseline]
-    lines = [_why_not(cell, baselines) for cell in _by_configuration(rest)]
-    return groups, lines + lone
+    return groups, [_why_not(cell, baselines) for cell in without.values()] + lone
+
+
+def cells_of(
+    runs: Sequence[RunData], baseline_path: Path | None, ignored: Sequence[str]
+) -> list[Cell]:
+    """The cells of all runs, in the order of their first run; `ignored` keys separate none."""
+    side = None if baseline_path is None else baseline_path.resolve()
+    cells: dict[tuple, Cell] = {}
+    for run in runs:
+        given = side is not None and Path(run.path).resolve().is_relative_to(side)
+        own = {k: v for k, v in run.keys.items() if of_arm(k)}
+        shared = {
+            k: v
+            for k, v in run.keys.items()
+            if k not in own and not is_no_key(k) and k not in ignored
+        }
+        plain_fp32 = _is_plain_fp32(run)
+        # FP32 computes nothing in 16 bits: there such a key makes no arm.
+        telling = {k: v for k, v in own.items() if not (plain_fp32 and k in _ARM_KEYS)}
+        key = (run.mode, run.scaler, canonical(telling), canonical(shared), given)
+        cell = cells.setdefault(key, Cell([], shared, own, given or plain_fp32, given))
+        cell.runs.append(run)
+    return list(cells.values())
+
+
+def of_arm(key: str) -> bool:
+    """Whether a key describes an arm: precision, scaler, and how 16-bit products are computed."""
+    return key.startswith(_ARM_PREFIXES) or key in _ARM_KEYS
+
+
+def is_no_key(key: str) -> bool:
+    """Whether runs that differ in `key` alone are the same experiment."""
+    return key in _NO_KEYS or key.partition(".")[0] in _NO_KEYS
+
+
+def arm_label(cell: Cell, baseline: Cell, rivals: list[Cell]) -> str:
+    """The mode, and no more than tells it from its rivals: "amp (static scale=128) optim.lr=0.05".
+
+    rivals: the cells of the group; `baseline` says which allowed keys differ. A scaler that is
+    not the mode's usual one is always named.
+    """
+    run = cell.first
+    details = []
+    if run.scaler != _usual_scaler(run):
+        details.append(run.scaler)
+    # Settings that tell it from cells of the same mode and scaler.
+    alike = [
+        other
+        for other in rivals
+        if other is not cell and (other.first.mode, other.first.scaler) == (run.mode, run.scaler)
+    ]
+    varied = sorted({key for other in alike for key in _differing(cell.own, other.own)})
+    details += [
+        f"{key.removeprefix('scaler.')}={setting_text(cell.own.get(key, _NOT_RECORDED))}"
+        for key in varied
+    ]
+    if varied and run.scaler not in ("none", *details):
+        details.insert(0, run.scaler)
+    label = f"{run.mode} ({' '.join(details)})" if details else run.mode
+    if cell is baseline:
+        return label
+    allowed = differences(baseline, cell)
+    label += "".join(f" {key}={setting_text(own)}" for key, (_, own) in allowed.items())
+    told = allowed or _differing(cell.own, baseline.own) or run.mode != baseline.first.mode
+    return label if told else f"{label} (other)"
+
+
+def differences(one: Cell, other: Cell, arm_keys: bool = False) -> dict[str, tuple[Any, Any]]:
+    """Key -> (value of one, value of other) where they differ; with those of the arm if asked."""
+    if arm_keys:
+        return _differing(one.shared | one.own, other.shared | other.own)
+    return _differing(one.shared, other.shared)
+
+
+def _differing(one: dict[str, Any], other: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    pairs = {
+        key: (one.get(key, _NOT_RECORDED), other.get(key, _NOT_RECORDED))
+        for key in dict.fromkeys([*one, *other])
+    }
+    return {key: pair for key, pair in pairs.items() if not same(*pair)}
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two configuration values are equal."""
+    return canonical(one) == canonical(other)
+
+
+def canonical(value: Any) -> str:
+    """Canonical text of plain data: equal texts are equal values."""
+    return json.dumps(value, sort_keys=True, default=str)
+
+
+def _is_plain_fp32(run: RunData) -> bool:
+    """Whether a run computed in full FP32 without loss scaling, whatever its mode is called.
+
+    What was not recorded is as in FP32 where the mode has that name, and nowhere else.
+    """
+    absent = _FP32 if run.mode == BASELINE else {}
+    recorded = {key: run.keys.get(key, absent.get(key, _NOT_RECORDED)) for key in _FP32}
+    return run.keys.get("scaler.kind", run.scaler) == "none" and recorded == _FP32
+
+
+@cache
+def _shipped_scalers() -> dict[str, str]:
+    """Mode -> the scaler that its file in conf/precision chooses."""
+    from mprun.config.compose import conf_dir
+
+    found = {}
+    for path in (conf_dir() / "precision").glob("*.yaml"):
+        chosen = yaml.safe_load(path.read_text(encoding="utf-8")).get("defaults", [])
+        found[path.stem] = next((name for part in chosen for name in part.values()), "none")
+    return found
+
+
+def _usual_scaler(run: RunData) -> str:
+    """What the mode's name says already: the scaler that comes with it.
+
+    A mode of the user's own has its file elsewhere: there it is what no word of the command line
+    asked for. A mode with changed fields ("amp+norm_dtype=fp16") says nothing of its scaler.
+    """
+    if run.mode in SHIPPED or "+" in run.mode:
+        return _shipped_scalers().get(run.mode, "none")
+    asked = any(word.lstrip("+").startswith("scaler") for word in run.overrides)
+    return "none" if asked else run.scaler
 
 
 def _matches(key: str, allowed: Sequence[str]) -> bool:
@@ -194,7 +274,9 @@ def _check_allowed(allow: Sequence[str], runs: Sequence[RunData]) -> None:
 def _baseline(family: list[Cell], allow: Sequence[str]) -> Cell | None:
     """The baseline among cells that agree in all keys but the allowed ones; None if none."""
     given = [cell for cell in family if cell.given]
-    candidates = given or [cell for cell in family if cell.is_baseline]
+    plain = [cell for cell in family if cell.is_baseline]
+    # A mode of the user's own that is FP32 under another name gives way to it.
+    candidates = given or [cell for cell in plain if cell.first.mode == BASELINE] or plain
     if len(candidates) < 2:
         return candidates[0] if candidates else None
     if given:
@@ -203,7 +285,7 @@ def _baseline(family: list[Cell], allow: Sequence[str]) -> Cell | None:
             f"{pairs_text(differences(*candidates[:2], arm_keys=True))}; give one configuration"
         )
     # The configuration with which most runs of other modes agree exactly.
-    following = Counter()
+    following: Counter[str] = Counter()
     for cell in family:
         if not cell.is_baseline:
             following[canonical(cell.shared)] += len(cell.runs)
@@ -219,8 +301,14 @@ def _baseline(family: list[Cell], allow: Sequence[str]) -> Cell | None:
 
 
 def _group(baseline: Cell, family: list[Cell]) -> ProtoGroup:
-    others = [cell for cell in family if cell is not baseline]
-    arms = [_arm(cell, baseline, family) for cell in _ordered(baseline, others)]
+    def rank(cell: Cell) -> tuple[int, str, int]:
+        """Shipped modes first, in the order of every table; of a mode exact matches first."""
+        mode = cell.first.mode
+        name = mode.partition("+")[0]
+        return [*SHIPPED, name].index(name), mode, len(differences(baseline, cell))
+
+    others = sorted((cell for cell in family if cell is not baseline), key=rank)
+    arms = [_arm(cell, baseline, family) for cell in others]
     own = _arm(baseline, baseline, family)
     every = [run for cell in family for run in cell.runs]
     common = {
@@ -229,58 +317,25 @@ def _group(baseline: Cell, family: list[Cell]) -> ProtoGroup:
         if not is_no_key(key)
         and all(key in run.keys and same(run.keys[key], value) for run in every)
     }
-    notes = group_notes(own, arms)
-    return ProtoGroup(_title(baseline.first), "", own, arms, common, notes)
-
-
-def _ordered(baseline: Cell, others: list[Cell]) -> list[Cell]:
-    """Modes in the order in which the configuration lists them, exact matches first."""
-
-    def rank(cell: Cell) -> tuple[int, str, int]:
-        mode = cell.first.mode
-        name = mode.partition("+")[0]
-        place = MODES.index(name) if name in MODES else len(MODES)
-        return place, mode, len(differences(baseline, cell))
-
-    return sorted(others, key=rank)
+    return ProtoGroup(_title(baseline.first), "", own, arms, common, group_notes(own, arms))
 
 
 def _arm(cell: Cell, baseline: Cell, rivals: list[Cell]) -> Arm:
     """The arm of a cell, labelled so that it is told from its rivals and from the baseline."""
     runs, notes = first_with_outcome(cell.runs, lambda run: run.seed, "arm and seed")
     runs.sort(key=lambda run: run.seed)
-    ended = [run for run in runs if run.status in OUTCOMES]
-    differs = {
-        key: pair
-        for key, pair in differences(baseline, cell, arm_keys=True).items()
-        if cell is not baseline
-    }
     return Arm(
         label=arm_label(cell, baseline, rivals),
         mode=cell.first.mode,
-        runs=ended,
-        differs=differs,
+        runs=[run for run in runs if run.status in OUTCOMES],
+        differs={} if cell is baseline else differences(baseline, cell, arm_keys=True),
         notes=missing_seeds(runs) + notes,
         missing=[run.seed for run in runs if run.status not in OUTCOMES],
     )
 
 
-def _by_configuration(cells: Iterable[Cell]) -> list[Cell]:
-    """One cell for each configuration, holding the runs of all its modes."""
-    merged: dict[str, Cell] = {}
-    for cell in cells:
-        one = merged.setdefault(canonical(cell.shared), Cell([], cell.shared, {}))
-        one.runs += cell.runs
-    return list(merged.values())
-
-
-# Runs of another length or judged otherwise cannot be compared, whatever is allowed.
-_NEVER_ALLOWED = ("train.steps", "train.epochs", "compare.metric", "compare.window")
-
-
 def _why_not(cell: Cell, baselines: list[Cell]) -> str:
-    modes = ", ".join(dict.fromkeys(run.mode for run in cell.runs))
-    what = f"{_title(cell.first)}: {modes} ({_count(cell.runs)}, e.g. {cell.first.path})"
+    what = _runs_text(cell)
     if not baselines:
         return f"{what}: not compared, no FP32 runs (precision=fp32, scaler=none) were given"
     best = min(baselines, key=lambda baseline: len(differences(baseline, cell)))
@@ -295,22 +350,21 @@ def _why_not(cell: Cell, baselines: list[Cell]) -> str:
     return f"{line}, or --allow {','.join(found)}"
 
 
-def _only_baseline(cell: Cell) -> str:
-    return (
-        f"{_title(cell.first)}: {cell.first.mode} alone ({_count(cell.runs)}, e.g. "
-        f"{cell.first.path}): nothing to compare it with"
-    )
+def pairs_text(differences: dict[str, tuple[Any, Any]]) -> str:
+    """ "optim.lr (0.1, here 0.05)", and how many more there are."""
+    shown = [
+        f"{key} ({setting_text(base)}, here {setting_text(own)})"
+        for key, (base, own) in list(differences.items())[:_MOST_KEYS_SHOWN]
+    ]
+    more = len(differences) - len(shown)
+    return ", ".join(shown) + (f" and {more} more keys" if more else "")
 
 
-def _no_outcome(cell: Cell) -> str:
-    return (
-        f"{_title(cell.first)}: not compared, the baseline {cell.first.mode} has no run with an "
-        f"outcome ({'; '.join(missing_seeds(cell.runs))})"
-    )
-
-
-def _count(runs: list[RunData]) -> str:
-    return "1 run" if len(runs) == 1 else f"{len(runs)} runs"
+def _runs_text(cell: Cell, word: str = "") -> str:
+    """ "lstm_lm-docs_words: amp (2 runs, e.g. outputs/x)"."""
+    modes = ", ".join(dict.fromkeys(run.mode for run in cell.runs))
+    count = "1 run" if len(cell.runs) == 1 else f"{len(cell.runs)} runs"
+    return f"{_title(cell.first)}: {modes}{word} ({count}, e.g. {cell.first.path})"
 
 
 def _title(run: RunData) -> str:
@@ -336,7 +390,7 @@ def _name(groups: list[ProtoGroup]) -> None:
             if not of_arm(key) and any(not same(group.keys.get(key), first[key]) for group in alike)
         ]
         for group in alike if len(alike) > 1 else []:
-            shown = [f"{key}={value_text(group.keys.get(key))}" for key in varied]
+            shown = [f"{key}={setting_text(group.keys.get(key))}" for key in varied]
             more = [f"and {len(shown) - 3} more keys"] if len(shown) > 3 else []
             group.title = " ".join([title, *shown[:3], *more])
     taken: set[str] = set()

@@ -1,13 +1,18 @@
-"""Find run directories and read what a comparison needs of each: run.json and metrics.jsonl."""
+"""Find run directories and read what a comparison needs of each: run.json and metrics.jsonl.
+
+What a reader must know of the runs beside their numbers (missing ones, how they ended, other
+machines) is noted here as well.
+"""
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from mprun.compare.findings import RunData
+from mprun.compare.findings import Arm, RunData
 from mprun.errors import BadInput, Damaged
+from mprun.numerics.post_mortem import read_post_mortem
 from mprun.record.metrics_columns import read_columns
 from mprun.record.run_directory import read_json
 
@@ -137,6 +142,7 @@ def load_run(directory: Path, record: dict[str, Any]) -> RunData:
             nonfinite_step=columns.nonfinite_step,
             keys=_ADDED_LATER | flat(record["config"]) | _data_keys(record),
             choices=record["choices"],
+            overrides=record.get("overrides", []),
             config_hash=record["config_hash"],
             created=record["created"],
             sample=record.get("sample", "sample"),
@@ -212,3 +218,80 @@ def _newest_samples(directory: Path) -> str | None:
         if re.fullmatch(r"step-\d+\.png", path.name)
     )
     return str(max(grids, key=lambda path: int(path.stem[5:]))) if grids else None
+
+
+def missing_seeds(runs: Iterable[RunData]) -> list[str]:
+    """ "seed 3: failed (out of memory)" for each run without an outcome."""
+    notes = []
+    for run in sorted(runs, key=lambda run: run.seed):
+        if run.status not in OUTCOMES:
+            cause = (run.cause or "").partition("\n")[0][:120]
+            notes.append(f"seed {run.seed}: {run.status}" + (f" ({cause})" if cause else ""))
+    return notes
+
+
+def post_mortems(runs: Iterable[RunData]) -> list[str]:
+    """What ended each diverged run, where it left a post-mortem, and how to find the cause."""
+    notes = []
+    for run in sorted(runs, key=lambda run: run.seed):
+        if run.status != "diverged" or run.foreign:
+            continue
+        try:
+            found = read_post_mortem(Path(run.path))
+        except Damaged as error:  # the verdict does not rest on it
+            notes.append(f"seed {run.seed}: {error}")
+            continue
+        if found is not None:
+            lines = "; ".join(str(line) for line in found["classification"])
+            notes.append(f"seed {run.seed}: {lines}; see mprun explain {run.path}")
+    return notes
+
+
+def group_notes(baseline: Arm, arms: Sequence[Arm]) -> list[str]:
+    """Differences of environment inside a group, and a baseline whose products are not FP32."""
+    every = [baseline, *arms]
+    notes = []
+    for what, read in _MUST_AGREE.items():
+        found: dict[str, dict[str, None]] = {}  # value -> labels, in order
+        for arm in every:
+            for run in arm.runs:
+                found.setdefault(str(read(run.environment)), {})[arm.label] = None
+        if len(found) > 1:
+            text = "; ".join(f"{value} ({', '.join(labels)})" for value, labels in found.items())
+            notes.append(f"{what} differs: {text}")
+    dirty = [arm.label for arm in every if any(run.environment.get("dirty") for run in arm.runs)]
+    if dirty:
+        notes.append(
+            f"recorded with uncommitted changes to mprun: {', '.join(dirty)}; their code may differ"
+        )
+    # The flags are those of `mprun.precision.read_math_flags`.
+    lowered = {
+        f"{name.removesuffix('.fp32_precision')} {value}"
+        for run in baseline.runs
+        for name, value in run.flags.items()
+        if name.endswith(".fp32_precision") and value != "ieee"
+    }
+    if lowered:
+        notes.append(
+            f"the baseline {baseline.label} did not compute FP32 products in full FP32: "
+            f"{', '.join(sorted(lowered))}"
+        )
+    return notes
+
+
+def _package(name: str) -> Callable[[dict[str, Any]], str]:
+    return lambda environment: (environment.get("packages") or {}).get(name, "unknown")
+
+
+def _machine(environment: dict[str, Any]) -> str:
+    device = environment.get("device", "unknown device")
+    return f"{environment.get('gpu') or environment.get('cpu') or 'unknown'} ({device})"
+
+
+_MUST_AGREE: dict[str, Callable[[dict[str, Any]], str]] = {
+    "Python": lambda environment: ".".join(str(environment.get("python")).split(".")[:2]),
+    "torch": _package("torch"),
+    "device": _machine,
+    "mprun": lambda environment: environment.get("mprun", "unknown"),
+    "commit of mprun": lambda environment: (environment.get("commit") or "unknown")[:12],
+}

@@ -3,18 +3,16 @@
 Table 1, its settings and figure 2a were read in the paper's text; table 2 and figures 5 and 6 in
 notes on version 3. A difference has the sign that `mprun compare` gives it: positive is worse.
 
-Our result beside the paper's for the same model, with the scale of both.
-
-The paper's data sets are not those of an embedded run, so a row shows whether the outcome is the
-same one, and says where numbers cannot be compared.
+Our result stands beside the paper's for the same model, with the scale of both. The paper's data
+sets are not those of an embedded run, so a row shows whether the outcome is the same one, and says
+where numbers cannot be compared.
 """
 
 from dataclasses import dataclass
-from html import escape
+from typing import NamedTuple
 
-from mprun.compare import paper as facts
 from mprun.compare.findings import Comparison, Group, Row, RunData
-from mprun.compare.formatting import difference_text, metric_name, seeds_text, value_text
+from mprun.compare.text import difference_text, metric_name, seeds_text, value_text
 from mprun.record.console import markdown_table
 
 
@@ -125,9 +123,8 @@ _DATA = {
 _FP16_MODES = ("fp16_naive", "fp16_master", "fp16_master_scaled", "amp")
 
 
-@dataclass(frozen=True, slots=True)
-class PaperLine:
-    """One line of a row's table: the paper's or ours, all as text."""
+class PaperLine(NamedTuple):
+    """One line of a row's table: the paper's or ours, all as text, in the order of HEADER."""
 
     who: str
     mode: str
@@ -149,6 +146,17 @@ class PaperRow:
     our_scale: str
     reading: str
 
+    @property
+    def title(self) -> str:
+        """ "ResNet-50, table 1 of the paper"."""
+        return f"{self.model}, {self.source} of the paper" if self.source else self.model
+
+    @property
+    def remarks(self) -> list[str]:
+        """The scale of both, and how to read them beside each other."""
+        named = {"paper": self.paper_scale, "ours": self.our_scale, "reading": self.reading}
+        return [f"{name}: {text}" for name, text in named.items() if text]
+
 
 def paper_rows(comparison: Comparison) -> list[PaperRow]:
     """For each group the paper's result for its model, then for the technique that it tests.
@@ -158,17 +166,17 @@ def paper_rows(comparison: Comparison) -> list[PaperRow]:
     rows = []
     for group in comparison.groups:
         model = group.keys.get("model.name")
-        if model in facts.OF_MODEL:
-            rows.append(_beside(group, facts.OF_MODEL[model], _FP16_MODES))
+        if model in OF_MODEL:
+            rows.append(_beside(group, OF_MODEL[model], _FP16_MODES))
         else:
             rows.append(_without(group, model))
         if model is None:
             continue
         if model == "conv_autoencoder":
-            rows.append(_beside(group, facts.LOSS_SCALING, _FP16_MODES[1:]))
+            rows.append(_beside(group, LOSS_SCALING, _FP16_MODES[1:]))
         modes = {_mode(row) for row in group.rows}
         if "fp16_naive" in modes and modes & set(_FP16_MODES[1:3]):
-            rows.append(_beside(group, facts.MASTER_WEIGHTS, _FP16_MODES[:3]))
+            rows.append(_beside(group, MASTER_WEIGHTS, _FP16_MODES[:3]))
     return rows
 
 
@@ -176,31 +184,11 @@ def paper_markdown(rows: list[PaperRow]) -> str:
     """A section with a table for each row."""
     parts = []
     for row in rows:
-        parts.append(f"### {row.group}: {_title(row)}")
+        parts.append(f"### {row.group}: {row.title}")
         if row.lines:
-            parts.append(markdown_table(HEADER, [_cells(line) for line in row.lines]))
-        parts.append("\n".join(f"- {name}: {text}" for name, text in _remarks(row)))
+            parts.append(markdown_table(HEADER, [list(line) for line in row.lines]))
+        parts.append("\n".join(f"- {remark}" for remark in row.remarks))
     return "\n\n".join(parts)
-
-
-def paper_html(rows: list[PaperRow]) -> str:
-    """The same as an HTML fragment, every text escaped."""
-    parts = []
-    for row in rows:
-        parts.append(f"<h3>{escape(row.group)}: {escape(_title(row))}</h3>")
-        if row.lines:
-            head = "".join(f"<th>{escape(cell)}</th>" for cell in HEADER)
-            body = "".join(
-                "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in _cells(line)) + "</tr>"
-                for line in row.lines
-            )
-            parts.append(
-                f'<div class="scroll"><table class="paper"><thead><tr>{head}</tr></thead>'
-                f"<tbody>{body}</tbody></table></div>"
-            )
-        items = "".join(f"<li>{escape(name)}: {escape(text)}</li>" for name, text in _remarks(row))
-        parts.append(f"<ul>{items}</ul>")
-    return "\n".join(parts)
 
 
 def _beside(group: Group, claim: Claim, modes: tuple[str, ...]) -> PaperRow:
@@ -257,9 +245,9 @@ def _reading(group: Group, claim: Claim, any_ours: bool) -> str:
         said.append(f"Numbers compare only if the data are {claim.data}.")
     if claim.ours_differs:
         said.append(claim.ours_differs)
-    if claim is facts.BIGLSTM:
+    if claim is BIGLSTM:
         said += _about_biglstm(group)
-    if claim is facts.DCGAN and group.metric != "sliced_wasserstein":
+    if claim is DCGAN and group.metric != "sliced_wasserstein":
         said.append("Losses of a GAN are no outcome; look at the sample grids.")
     said.append("The paper has one run per result and no interval.")
     return " ".join(said)
@@ -272,10 +260,10 @@ def _about_biglstm(group: Group) -> list[str]:
     )
     if size != (2, 8192, 1024):
         said.append(f"A smaller relative of bigLSTM ({_lstm(group)}).")
-    if (steps := _steps(group)) is not None and steps < facts.DIVERGES_AFTER:
+    if (steps := _steps(group)) is not None and steps < DIVERGES_AFTER:
         said.append(
             "The paper's run without loss scaling fails after "
-            f"{facts.DIVERGES_AFTER:,} iterations; {steps:,} steps cannot show that."
+            f"{DIVERGES_AFTER:,} iterations; {steps:,} steps cannot show that."
         )
     return said
 
@@ -311,7 +299,7 @@ def _batch(keys: dict, run: RunData) -> str:
 def _machine(group: Group) -> list[str]:
     """The devices of the runs; "CPU, 16-bit products emulated" where that is so."""
     names = {}  # a dict keeps the order
-    for run in (run for row in (group.baseline, *group.rows) for run in row.arm.runs):
+    for run in group.every_run:
         name = run.environment.get("gpu") or (run.environment.get("device") or "").upper()
         emulated = name == "CPU" and run.keys.get("cpu_half", "emulated") == "emulated"
         names["CPU, 16-bit products emulated" if emulated else name] = None
@@ -334,16 +322,3 @@ def _lstm(group: Group) -> str:
 def _mode(row: Row) -> str:
     """The named mode; one with changed fields is "fp16_master+norm_dtype=fp16" in the record."""
     return row.arm.mode.partition("+")[0]
-
-
-def _title(row: PaperRow) -> str:
-    return f"{row.model}, {row.source} of the paper" if row.source else row.model
-
-
-def _cells(line: PaperLine) -> list[str]:
-    return [line.who, line.mode, line.baseline, line.value, line.difference, line.outcome]
-
-
-def _remarks(row: PaperRow) -> list[tuple[str, str]]:
-    named = [("paper", row.paper_scale), ("ours", row.our_scale), ("reading", row.reading)]
-    return [(name, text) for name, text in named if text]

@@ -19,9 +19,8 @@ from tensorboard.plugins.custom_scalar import metadata as custom_scalar
 from tensorboard.plugins.text import metadata as text_plugin
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from mprun.compare.findings import Comparison, Group, Row, RunData
-from mprun.compare.markdown import group_markdown
-from mprun.compare.seed_bands import Band, Curve, band, curve, grid
+from mprun.compare.findings import Band, Comparison, Curve, Group, Row, RunData, band, curve, grid
+from mprun.compare.text import group_markdown
 
 FOLDER = "_summary"
 _SUFFIX = ".mprun-compare"  # of the event files, so that a later comparison finds its own

@@ -1,26 +1,30 @@
 """One colour, one line style and one mark for everything that a report draws more than once.
 
 Colours: Okabe and Ito's eight, which stay apart for colour-blind readers; their yellow is too pale
-for a line on white and gives way to a brown, and a grey is added. FP32 is black.
+for a line on white and gives way to a brown, and a grey is added. FP32 is black. Further ones,
+readable on black and on white, are for what is no shipped mode: a mode of the user's own, a mode
+with another scaler, a label of a foreign log.
 """
 
+import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 INK = "#111111"  # text, axes and FP32: black; inline figures show it in the page's own text colour
 
-_OF_MODE = {
+# The shipped modes, in the order of every table.
+SHIPPED = {
     "fp32": INK,
-    "amp": "#009e73",
-    "fp16_master_scaled": "#0072b2",
-    "fp16_master": "#e69f00",
-    "fp16_naive": "#d55e00",
-    "amp_bf16": "#56b4e9",
-    "bf16_master": "#cc79a7",
-    "bf16_naive": "#8c6d1f",
     "tf32": "#808080",
+    "fp16_naive": "#d55e00",
+    "fp16_master": "#e69f00",
+    "fp16_master_scaled": "#0072b2",
+    "amp": "#009e73",
+    "bf16_naive": "#8c6d1f",
+    "bf16_master": "#cc79a7",
+    "amp_bf16": "#56b4e9",
 }
-_FREE = tuple(colour for colour in _OF_MODE.values() if colour != INK)
+_FURTHER = ("#7a5cf0", "#d01c9f", "#5aa02c", "#c2253f", "#9a9a1f")
 # On and off lengths in units of the line width, as matplotlib takes them.
 _DASHES = ((), (5.0, 2.0), (1.5, 1.5), (6.0, 2.0, 1.5, 2.0))
 
@@ -46,23 +50,25 @@ class Style:
     dashes: tuple[float, ...] = ()
 
     @property
-    def linestyle(self):
+    def linestyle(self) -> str | tuple[float, tuple[float, ...]]:
         """For matplotlib's `linestyle`."""
         return (0, self.dashes) if self.dashes else "-"
 
 
 def styles(labels: Iterable[str]) -> dict[str, Style]:
-    """A style per label: a known mode has its own colour, another label the next free one.
+    """A style per label, the same in every figure: a shipped mode's own, else one by its name.
 
-    Free are the colours of known modes that are not among the labels. When none is left the
-    colours start again with another line style, so that 33 labels can be told apart.
+    Where two names would get the same one, the later of them takes the next that is free: first of
+    the further colours, then of those of shipped modes that are not among the labels, then with
+    another line style. More than fifty labels can be told apart.
     """
     labels = list(dict.fromkeys(labels))
-    chosen = {label: Style(_OF_MODE[label]) for label in labels if label in _OF_MODE}
-    taken = {style.colour for style in chosen.values()}
-    free = [Style(colour) for colour in _FREE if colour not in taken]
-    free += [Style(colour, dashes) for dashes in _DASHES[1:] for colour in _FREE]
-    others = [label for label in labels if label not in chosen]
-    for position, label in enumerate(others):
-        chosen[label] = free[position % len(free)]
+    chosen = {label: Style(SHIPPED[label]) for label in labels if label in SHIPPED}
+    for label in (label for label in labels if label not in chosen):
+        start = zlib.crc32(label.encode()) % len(_FURTHER)
+        colours = [*_FURTHER[start:], *_FURTHER[:start]]
+        colours += [colour for colour in SHIPPED.values() if colour != INK]
+        every = [Style(colour, dashes) for dashes in _DASHES for colour in colours]
+        taken = set(chosen.values())
+        chosen[label] = next((style for style in every if style not in taken), every[0])
     return chosen

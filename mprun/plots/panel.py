@@ -1,9 +1,15 @@
 """One panel per figure, narrow enough to be read on a phone, with its legend below the curves.
 
-Figures are matplotlib `Figure` objects without pyplot: no window, no state kept between two.
+Figures are matplotlib `Figure` objects without pyplot: no window, no state kept between two. As
+SVG a figure can stand inside a page: its ids are its own, it has no size, no rules for the whole
+page and no metadata, and its ink is the page's text colour, so that text, axes and FP32 are black
+on white and white on black.
 """
 
+import io
+import re
 from dataclasses import dataclass
+from html import escape
 
 import matplotlib
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -48,6 +54,16 @@ SETTINGS = {
     "svg.fonttype": "none",
     "text.parse_math": False,  # a label may hold a dollar sign
 }
+
+_SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+_NO_METADATA = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+# What there is no setting for: what stands before the figure, rules for the whole page, comments,
+# ids of groups (`figure_1`, the same in every figure), indentation.
+_NOT_INLINE = re.compile(
+    r"^.*?(?=<svg)|<defs>\s*<style.*?</defs>|<!--.*?-->|(?<=<g) id=\"[^\"]*\"|(?<=\n)\s+", re.DOTALL
+)
+_TAG = re.compile(r"<[^>]*>")
+_NUMBER = re.compile(r"-?\d+\.\d{2,}")
 
 
 @dataclass(slots=True)
@@ -131,6 +147,34 @@ def thousands(value: float, _=None) -> str:
     return f"{value:,.0f}" if value == round(value) else f"{value:g}"
 
 
+def power_of_two(exponent: int) -> str:
+    """ "2⁻³"."""
+    return "2" + str(exponent).translate(_SUPERSCRIPT)
+
+
 def _columns(labels: list[str]) -> int:
     longest = max((len(label) for label in labels), default=0)
     return 3 if longest <= 16 else 2 if longest <= 30 else 1
+
+
+def inline_svg(figure: Figure, prefix: str, label: str) -> str:
+    """The `<svg>` element of a figure; call it inside `settings()`.
+
+    Args:
+        figure: drawn as it is; the same figure gives the same text every time.
+        prefix: unique in the page; ids are made from it.
+        label: what is read out for the figure.
+    """
+    buffer = io.StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": prefix}):
+        figure.savefig(buffer, format="svg", transparent=True, metadata=_NO_METADATA)
+    text = _TAG.sub(_for_page, _NOT_INLINE.sub("", buffer.getvalue()))
+    opening, inside = text.split(">", 1)
+    opening = re.sub(r' (width|height|version)="[^"]*"', "", opening)
+    return f'{opening} role="img" aria-label="{escape(label)}">{inside.rstrip()}'
+
+
+def _for_page(tag: re.Match) -> str:
+    """Colour and font of the page; a tenth of a point is less than a screen or a printer shows."""
+    text = tag[0].replace(INK, "currentColor").replace("'DejaVu Sans', ", "")
+    return _NUMBER.sub(lambda number: f"{float(number[0]):.1f}".removesuffix(".0"), text)

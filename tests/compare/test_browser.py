@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from mprun.compare.html_report import write_report
+from mprun.compare.report import write_report
 
 from .made_comparison import comparison, gan_group, group
 

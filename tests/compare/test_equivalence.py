@@ -12,7 +12,6 @@ from mprun.compare.equivalence import (
     Interval,
     Unit,
     decide,
-    decimals_for,
     paired_interval,
     seeds_needed,
     sentence,
@@ -20,6 +19,7 @@ from mprun.compare.equivalence import (
     too_few_sentence,
     welch_interval,
 )
+from mprun.compare.text import decimals_for
 
 PERCENT = Unit(100.0, " %")  # of a baseline mean of 1
 OPPOSITE = {

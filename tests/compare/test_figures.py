@@ -10,11 +10,9 @@ import pytest
 from matplotlib.colors import to_hex
 
 from mprun.compare.figures import group_figures
-from mprun.compare.findings import Verdict
-from mprun.compare.seed_bands import band, grid
-from mprun.plots.inline_svg import inline_svg
+from mprun.compare.findings import Verdict, band, grid
 from mprun.plots.palette import INK, styles
-from mprun.plots.panel import settings
+from mprun.plots.panel import inline_svg, settings
 
 from .made_comparison import gan_group, group, row, run
 

@@ -6,10 +6,13 @@ import numpy as np
 import pytest
 
 from mprun.cli.compare import compare, parse
-from mprun.compare.figures_numerics import exponent_shares, numerics_figures, overflow
-from mprun.compare.html_report import LIMIT, write_report
-from mprun.compare.numerics_section import numerics_tables
-from mprun.compare.probed_modes import probed_modes
+from mprun.compare.numerics import (
+    exponent_shares,
+    numerics_figures,
+    overflow,
+    probed_modes,
+)
+from mprun.compare.report import LIMIT, numerics_html, write_report
 from mprun.numerics.exponent_shares import ExponentCounts, LostUpdates
 from mprun.numerics.post_mortem import write_post_mortem
 from mprun.numerics.probe_record import (
@@ -140,7 +143,7 @@ def test_what_the_figures_show(probed_group):
 
 
 def test_the_tables(probed_group):
-    text = numerics_tables(probed_modes(probed_group), LABELS)
+    text = numerics_html(probed_modes(probed_group), LABELS)
     rows = [line.split("</tr>")[0] for line in text.split("<tr>")]
     weights = next(row for row in rows if ">weights</td>" in row)
     # zeros, rounded to 0, subnormal, to infinity, not finite, largest, headroom
@@ -166,7 +169,7 @@ def test_a_page_with_probes(probed_group, tmp_path):
 def test_nothing_without_probes(tmp_path):
     one = group()
     assert probed_modes(one) == []
-    assert numerics_tables([], {}) == ""
+    assert numerics_html([], {}) == ""
     with settings():
         assert numerics_figures([], {}) == []
     text = write_report(comparison(one), tmp_path).read_text(encoding="utf-8")
@@ -183,7 +186,7 @@ def test_gradients_that_are_all_zero_or_infinite_have_no_figure(probed_group, tm
     assert fp32.only_skipped
     with settings():
         assert numerics_figures([fp32], LABELS) == []
-    text = numerics_tables([fp32], LABELS)
+    text = numerics_html([fp32], LABELS)
     assert "all of skipped updates" in text
     assert ">60 %</td>" in text and ">inf</td>" in text and ">2</td>" in text
 
@@ -200,7 +203,7 @@ def test_of_many_probes_some_are_read(probed_group, tmp_path):
         write_probe(tmp_path / "runs" / "fp32-s0", record(step))
     fp32 = probed_modes(probed_group)[0]
     assert len(set(fp32.steps)) == 100 and fp32.steps == sorted(fp32.steps)
-    assert ", drawn from 150" in numerics_tables([fp32], LABELS)
+    assert ", drawn from 150" in numerics_html([fp32], LABELS)
     assert probed_modes(probed_group)[0].steps == fp32.steps  # the same ones every time
 
 

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from mprun.compare.findings import Arm, Comparison, Group, Outcome, Row, RunData, Verdict
-from mprun.compare.paper import HEADER, paper_html, paper_markdown, paper_rows
+from mprun.compare.paper import HEADER, paper_markdown, paper_rows
+from mprun.compare.report import paper_html
 
 EMPTY = np.empty(0)
 
@@ -202,7 +203,7 @@ class Cells(HTMLParser):
 def test_markdown_and_html_show_every_cell_and_escape_them():
     odd = group(RESNET, [("fp16_master", 97.2, MATCH)], "top1", 97.0, 1.0, title="<b>|&")
     rows = paper_rows(Comparison([odd, group(LM, [("amp", 2.0, MATCH)], baseline=2.0)]))
-    rows[0] = replace(rows[0], lines=(*rows[0].lines, replace(rows[0].lines[0], mode='<i a="1">|')))
+    rows[0] = replace(rows[0], lines=(*rows[0].lines, rows[0].lines[0]._replace(mode='<i a="1">|')))
     wanted = [
         [line.who, line.mode, line.baseline, line.value, line.difference, line.outcome]
         for made in rows

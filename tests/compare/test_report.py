@@ -10,8 +10,9 @@ import pytest
 from PIL import Image
 
 from mprun.compare.findings import VERDICTS, Arm, Comparison, Row, Verdict
-from mprun.compare.formatting import answer
-from mprun.compare.html_report import LIMIT, write_report
+from mprun.compare.paper import paper_rows
+from mprun.compare.report import LIMIT, write_report
+from mprun.compare.text import answer
 from mprun.plots.palette import MARKS
 
 from .made_comparison import comparison, gan_group, group
@@ -208,13 +209,12 @@ def test_planned_looks_are_explained_with_both_error_rates(tmp_path):
     assert "the error rate over all of them stays 5 %" in page.words
 
 
-def test_a_fragment_about_the_paper_follows_the_groups(tmp_path):
+def test_the_rows_of_the_paper_follow_the_groups(tmp_path):
     made = comparison(group(seeds=3, steps=400), not_compared=["x: no FP32 run"])
-    path = write_report(made, tmp_path, beside_paper="<p>the paper has 75.9 %</p>")
+    path = write_report(made, tmp_path, paper_rows(made))
     page = Page(path.read_text(encoding="utf-8"))
-    places = [
-        page.words.index(t) for t in ("Environment", "Beside the paper the paper", "x: no FP32")
-    ]
+    wanted = ("Environment", "Beside the paper resnet50-digits_32: ResNet-50, table 1 of the paper")
+    places = [page.words.index(t) for t in (*wanted, "75.92 76.04", "x: no FP32")]
     assert places == sorted(places)
 
 

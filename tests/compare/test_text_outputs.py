@@ -6,16 +6,17 @@ from dataclasses import replace
 import pytest
 
 from mprun.compare.findings import Comparison, Verdict
-from mprun.compare.formatting import (
+from mprun.compare.text import (
+    console,
     difference_text,
     level_text,
     margin_text,
+    markdown,
+    results,
     scale_text,
     seeds_text,
     value_text,
 )
-from mprun.compare.markdown import console, markdown
-from mprun.compare.results import results
 from mprun.record.console import markdown_table
 
 from .made_comparison import comparison, gan_group, group

@@ -23,7 +23,7 @@ def test_a_light_module_loads_no_torch(module):
 
 
 def test_reading_runs_and_drawing_them_loads_no_torch():
-    imports = "import mprun.cli.compare, mprun.compare.html_report"
+    imports = "import mprun.cli.compare, mprun.compare.report"
     program = f"import sys; {imports}; assert 'torch' not in sys.modules"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr

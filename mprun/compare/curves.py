@@ -3,82 +3,71 @@
 The loss scale of each mode that scales, and the updates that it skipped.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import numpy as np
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from mprun.compare.findings import Group, Row, RunData
-from mprun.compare.seed_bands import Band, Curve, band, curve, grid
+from mprun.compare.findings import Band, Curve, Group, Row, RunData, band, curve, grid
 from mprun.plots.palette import Style
-from mprun.plots.panel import Drawing, line_entry, mark_entry, panel, thousands
+from mprun.plots.panel import Drawing, line_entry, mark_entry, panel, power_of_two, thousands
 
 _HEIGHT = 2.5  # inches
 _NOTE = "Band: min to max over seeds; not the test."
 
 
-def training_loss(group: Group, styles: dict[str, Style], axis: str, points: int):
-    """Training loss over `axis`, "step" or "updates"; None where no run recorded one."""
-    words = {"step": "step", "updates": "applied updates"}[axis]
-    return _curves(
-        group,
-        styles,
-        {id(run): curve(run.train, axis, "loss") for run in _runs(group)},
-        points,
-        name={"step": "loss-steps", "updates": "loss-updates"}[axis],
-        title=f"Training loss over {words}s" if axis == "step" else f"Training loss over {words}",
-        xlabel=words,
-        ylabel="training loss",
-        axis=axis,
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """Which columns of the runs a figure of curves shows, and what they are called."""
+
+    name: str
+    title: str
+    xlabel: str
+    ylabel: str
+    x: str
+    y: str
+    of_evals: bool = False
+
+    def curve_of(self, run: RunData) -> Curve:
+        """What a run recorded."""
+        return curve(run.evals if self.of_evals else run.train, self.x, self.y)
+
+
+TRAINING = tuple(
+    Plot(name, f"Training loss over {title}", xlabel, "training loss", x, "loss")
+    for name, title, xlabel, x in (
+        ("loss-steps", "steps", "step", "step"),
+        ("loss-updates", "applied updates", "applied updates", "updates"),
     )
+)
 
 
-def evaluation(group: Group, styles: dict[str, Style], metric: str, points: int):
-    """A metric of the evaluations over steps; None unless some run has two of them."""
-    curves = {id(run): curve(run.evals, "step", metric) for run in _runs(group)}
-    if max((len(x) for x, _ in curves.values()), default=0) < 2:
-        return None
-    return _curves(
-        group,
-        styles,
-        curves,
-        points,
-        name=f"eval-{_file_safe(metric)}",
-        title=f"Evaluation: {metric}",
-        xlabel="step",
-        ylabel=metric,
-        axis="step",
-        markers=True,
-    )
+def evaluation(metric: str) -> Plot:
+    """A metric of the evaluations over steps."""
+    name = "".join(c if c.isalnum() or c in "_-" else "_" for c in metric)
+    return Plot(f"eval-{name}", f"Evaluation: {metric}", "step", metric, "step", metric, True)
 
 
-def _curves(
-    group: Group,
-    styles: dict[str, Style],
-    curves: dict[int, Curve],
-    points: int,
-    *,
-    name: str,
-    title: str,
-    xlabel: str,
-    ylabel: str,
-    axis: str,
-    markers: bool = False,
-):
-    """Mean and seed band per mode, the baseline last; `curves` is keyed by the run's identity."""
-    x = grid(list(curves.values()), points)
+def curves(group: Group, styles: dict[str, Style], plot: Plot, points: int) -> Drawing | None:
+    """Mean and seed band per mode, the baseline on top; None where there is no curve to show."""
+    found = {id(run): plot.curve_of(run) for run in group.every_run}
+    longest = max((len(x) for x, _ in found.values()), default=0)
+    x = grid(list(found.values()), points)
     rows = [*group.rows, group.baseline]
-    bands = [(row, band([curves[id(run)] for run in row.arm.runs], x)) for row in rows]
+    bands = [(row, band([found[id(run)] for run in row.arm.runs], x)) for row in rows]
     bands = [(row, b) for row, b in bands if np.isfinite(b.mean).any()]
-    if not bands:
+    if not bands or (plot.of_evals and longest < 2):
         return None
-    ends = [end for row, _ in bands for end in _ends(row, curves, axis)]
+    ends = [end for row, _ in bands for end in _ends(row, found, plot.x)]
     order = sorted(bands, key=lambda item: item[0] is not group.baseline)
     entries = [line_entry(row.arm.label, styles[row.arm.label]) for row, _ in order]
     if ends:
         entries.append(mark_entry("diverged", "x"))
     seeds = max(len(row.arm.runs) for row, _ in bands)
-    figure, axes = panel(title, _HEIGHT, entries, _NOTE if seeds > 1 else "")
+    figure, axes = panel(plot.title, _HEIGHT, entries, _NOTE if seeds > 1 else "")
     for layer, (row, b) in enumerate(bands):
-        _draw(axes, b, styles[row.arm.label], 2 + layer, markers)
+        _draw(axes, b, styles[row.arm.label], 2 + layer, plot.of_evals)
     limits, logarithmic = _limits([b for _, b in bands], bands[-1][1])
     if logarithmic:
         axes.set_yscale("log")
@@ -87,27 +76,19 @@ def _curves(
         axes.tick_params(axis="y", which="minor", labelsize=8)
     axes.set_ylim(*limits)
     for row, at, value in ends:
-        axes.plot(
-            [at],
-            [_inside(value, limits, logarithmic)],
-            "x",
-            color=styles[row.arm.label].colour,
-            markersize=8,
-            markeredgewidth=2,
-            zorder=40,
-            clip_on=False,
-        )
+        cross = {"color": styles[row.arm.label].colour, "markersize": 8, "markeredgewidth": 2}
+        height = _inside(value, limits, logarithmic)
+        axes.plot([at], [height], "x", zorder=40, clip_on=False, **cross)
     axes.margins(x=0.02)
     axes.xaxis.set_major_formatter(FuncFormatter(thousands))
-    axes.set(xlabel=xlabel, ylabel=f"{ylabel} (log scale)" if logarithmic else ylabel)
+    axes.set(xlabel=plot.xlabel, ylabel=plot.ylabel + (" (log scale)" if logarithmic else ""))
     axes.grid()
     words = "; ".join(f"{row.arm.label} {_course(b)}" for row, b in order)
     caption = "Mean over the seeds" if seeds > 1 else "One seed per mode"
     caption += " that still ran; a cross marks where a run diverged." if ends else "."
-    records = max(len(xs) for xs, _ in curves.values())
-    if records > len(x):
-        caption += f" {len(x)} points, each the mean of about {-(-records // len(x))} records."
-    return Drawing(name, caption, f"{title}, mean over seeds: {words}.", figure)
+    if longest > len(x):
+        caption += f" {len(x)} points, each the mean of about {-(-longest // len(x))} records."
+    return Drawing(plot.name, caption, f"{plot.title}, mean over seeds: {words}.", figure)
 
 
 def _draw(axes, b: Band, style: Style, layer: int, markers: bool) -> None:
@@ -180,32 +161,21 @@ def _course(b: Band) -> str:
     return f"from {known[0]:.3g} to {known[-1]:.3g}"
 
 
-def _runs(group: Group) -> list[RunData]:
-    return [run for row in (group.baseline, *group.rows) for run in row.arm.runs]
-
-
-def _sparse(limits: tuple[float, float]):
+def _sparse(limits: tuple[float, float]) -> Callable[[float, int], str]:
     """Labels for the minor ticks of a logarithmic axis that spans little more than a decade."""
     few = limits[1] / limits[0] < 100
 
-    def text(value: float, _) -> str:
+    def text(value: float, _: int) -> str:
         first = f"{value:.0e}"[0]
         return f"{value:g}" if few and first in "25" else ""
 
     return text
 
 
-def _file_safe(text: str) -> str:
-    return "".join(c if c.isalnum() or c in "_-" else "_" for c in text)
-
-
-_SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
-
-
-def loss_scale(group: Group, styles: dict[str, Style], points: int):
+def loss_scale(group: Group, styles: dict[str, Style], points: int) -> Drawing | None:
     """The loss scale of one seed per mode and its skipped updates; None if no mode scales."""
-    traces = [(row, _scaling_run(row)) for row in (group.baseline, *group.rows)]
-    traces = [(row, run) for row, run in traces if run is not None]
+    found = [(row, _scaling_run(row)) for row in group.every_row]
+    traces = [(row, run) for row, run in found if run is not None]
     if not traces:
         return None
     entries = [line_entry(row.arm.label, styles[row.arm.label]) for row, _ in traces]
@@ -218,18 +188,10 @@ def loss_scale(group: Group, styles: dict[str, Style], points: int):
         step, scale = curve(run.train, "step", "loss_scale")
         keep = np.isfinite(scale) & (scale > 0)
         step, power = _corners(step[keep], np.log2(scale[keep]), points)
-        axes.plot(
-            step,
-            power,
-            color=style.colour,
-            linestyle=style.linestyle,
-            linewidth=width,
-            drawstyle="steps-post",
-        )
+        line = {"color": style.colour, "linestyle": style.linestyle, "linewidth": width}
+        axes.plot(step, power, drawstyle="steps-post", **line)
     _skip_rows(axes, traces, styles)
-    axes.yaxis.set_major_formatter(
-        FuncFormatter(lambda value, _: "2" + f"{value:.0f}".translate(_SUPERSCRIPT))
-    )
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: power_of_two(round(value))))
     axes.xaxis.set_major_formatter(FuncFormatter(thousands))
     axes.set(xlabel="step", ylabel="loss scale")
     axes.grid()

@@ -1,0 +1,357 @@
+"""What the probes of a group's runs measured: one run of each mode, in numbers and in figures.
+
+Gradients over binary exponents, as in Micikevicius et al. (figures 2b and 3), and the loss scales
+at which FP16 holds them.
+"""
+
+import math
+import statistics
+from dataclasses import dataclass, field
+from functools import reduce
+from pathlib import Path
+
+import numpy as np
+from matplotlib.ticker import FuncFormatter
+
+from mprun.compare.findings import Group, Row
+from mprun.errors import Damaged
+from mprun.numerics.exponent_shares import LostUpdates
+from mprun.numerics.gradient_range import Gradients, scale_range
+from mprun.numerics.probe_record import (
+    FOLDER,
+    KINDS,
+    Agreement,
+    ProbeRecord,
+    TensorStats,
+    read_probe,
+)
+from mprun.plots.palette import INK, Style
+from mprun.plots.panel import GREY, Drawing, line_entry, mark_entry, panel, power_of_two
+
+GRADIENTS = ("activation_gradients", "weight_gradients")
+_MOST = 100  # files read of a run; each costs about 0.1 ms per KB
+PREFIX = "numerics-"  # of the names of these figures
+ACCEPTED = 0.001  # underflow share; that of `mprun advise`
+_HEIGHT, _LEFT = 2.3, 0.82  # inches; the percents on the axis are long
+_LOWEST_SHOWN = -64  # smaller values stand in this bin
+_FLOOR = 1e-4  # percent; a smaller share is not drawn
+_ZERO_WIDTH = 4  # exponents that the column of zeros takes, with a gap of two beside it
+# (from, to, name) as powers of two: a value of 2^-25 is rounded to 0, what is above it is not;
+# 65520 = 2^16 - 16 and more to infinity.
+_RANGES = ((None, -25, "to 0"), (-25, -14, "subnormal"), (-14, 16, "normal"), (16, None, "inf"))
+
+
+@dataclass(slots=True)
+class ProbedMode:
+    """The probes of one run, over all its models and modules.
+
+    tensors: kind -> what was measured, at the loss scale of the run. gradients: kind -> the same
+    with the scale of each probe, to ask for other scales. steps: those that are summed up, without
+    skipped updates unless `only_skipped`. recorded: files that the run has, of which at most 100
+    are read, drawn at random. scales: log2 of the smallest and the largest loss scale. cosine,
+    relative_error: medians over the shadow steps, None without one.
+    """
+
+    label: str
+    seed: int
+    recorded: int
+    steps: list[int] = field(default_factory=list)
+    skipped: int = 0
+    only_skipped: bool = False
+    scales: tuple[float, float] | None = None
+    tensors: dict[str, TensorStats] = field(default_factory=dict)
+    gradients: dict[str, Gradients] = field(default_factory=dict)
+    lost: LostUpdates = LostUpdates()
+    cosine: float | None = None
+    relative_error: float | None = None
+    damage: str | None = None  # why the probes could not be read
+
+    def probes_text(self) -> str:
+        """How many were summed up, of which steps, and what was left out."""
+        text = f"{len(self.steps)}, steps {self.steps[0]:,} to {self.steps[-1]:,}"
+        if len(self.steps) + self.skipped * (not self.only_skipped) < self.recorded:
+            text += f", drawn from {self.recorded:,}"
+        if self.only_skipped:
+            return text + ", all of skipped updates"
+        return text + (f", without {self.skipped} of skipped updates" if self.skipped else "")
+
+    def numbers(self) -> tuple[str, ...]:
+        """Seed, loss scale, updates lost in FP16 and in BF16, cosine, relative error."""
+        lost = [share_text(self.lost.share(name)) for name in ("fp16", "bf16")]
+        low, high = (f"2^{scale:.4g}" for scale in self.scales) if self.scales else ("", "")
+        return (
+            str(self.seed),
+            low if low == high else f"{low} to {high}",
+            *(lost if self.lost.nonzero else ("", "")),
+            # A cosine may be 0.99999 and an error 0.0001.
+            *("" if part is None else f"{part:.5g}" for part in (self.cosine, self.relative_error)),
+        )
+
+    def measured(self) -> list[tuple[str, tuple[str, ...]]]:
+        """(kind, its numbers as text) of each kind of tensor that was probed."""
+        kinds = [kind for kind in KINDS if kind in self.tensors]
+        return [(kind.replace("_", " "), _stats_texts(self.tensors[kind])) for kind in kinds]
+
+
+def probed_modes(group: Group) -> list[ProbedMode]:
+    """One entry per mode that has probes, the baseline first: its run of the lowest seed.
+
+    A mode whose probes are damaged has an entry that says so: the verdicts do not rest on them.
+    """
+    found = (_of_row(row) for row in (group.baseline, *group.rows))
+    return [mode for mode in found if mode is not None]
+
+
+def _of_row(row: Row) -> ProbedMode | None:
+    for run in sorted(row.arm.runs, key=lambda run: run.seed):
+        folder = Path(run.path) / FOLDER
+        # Most runs have none: this costs one look at the file system for each.
+        if run.foreign or not folder.is_dir():
+            continue
+        paths = sorted(folder.glob("step-*.json"))
+        if paths:
+            return _of_run(ProbedMode(row.arm.label, run.seed, len(paths)), paths)
+    return None
+
+
+def _of_run(mode: ProbedMode, paths: list[Path]) -> ProbedMode:
+    if len(paths) > _MOST:
+        # Not every n-th: shadow steps come at an interval, too, and could all be missed.
+        chosen = np.random.default_rng(0).choice(len(paths), _MOST, replace=False)
+        paths = [paths[i] for i in sorted(chosen)]
+    try:
+        records = [read_probe(path) for path in paths]
+    except (Damaged, OSError) as error:
+        mode.damage = str(error)
+        return mode
+    kept = [record for record in records if not record.skipped]
+    mode.skipped = len(records) - len(kept)
+    mode.only_skipped = not kept
+    agreements = []
+    for record in kept or records:
+        mode.steps.append(record.step)
+        _add_tensors(mode, record)
+        agreements += _agreement(record)
+    if agreements:
+        mode.cosine = statistics.median(a.cosine for a in agreements)
+        mode.relative_error = statistics.median(a.relative_error for a in agreements)
+    return mode
+
+
+def _add_tensors(mode: ProbedMode, record: ProbeRecord) -> None:
+    for learner in record.learners.values():
+        scales = [record.log2_loss_scale.get(name, 0.0) for name in learner.loss_scales]
+        scales = [scale for scale in scales if math.isfinite(scale)] or [0.0]
+        low, high = mode.scales or (scales[0], scales[0])
+        mode.scales = (min(low, *scales), max(high, *scales))
+        mode.lost = mode.lost.merge(learner.total_lost())
+        for kind in learner.tensors:
+            total = learner.total(kind)
+            if total is None:
+                continue
+            before = mode.tensors.get(kind)
+            mode.tensors[kind] = total if before is None else before.merge(total)
+            if kind in GRADIENTS:
+                mode.gradients.setdefault(kind, Gradients()).add(total, scales)
+
+
+def _agreement(record: ProbeRecord) -> list[Agreement]:
+    """Of all models of the step together: a list of one, or of none without a shadow."""
+    every = [learner.total_agreement() for learner in record.learners.values()]
+    found = [agreement for agreement in every if agreement is not None]
+    return [reduce(Agreement.merge, found)] if found else []
+
+
+def _stats_texts(stats: TensorStats) -> tuple[str, ...]:
+    """Format, zeros, rounded to 0, subnormal, to infinity, not finite, largest, headroom."""
+    counts, shares = stats.counts, stats.counts.shares()
+    wrong = counts.inf + counts.nan
+    return (
+        stats.dtype,
+        share_text(counts.zeros / counts.total) if counts.total else "",
+        share_text(shares.underflow),
+        share_text(shares.subnormal),
+        share_text(shares.overflow),
+        f"{wrong:,}" if wrong else "none",
+        f"{stats.amax:.3g}",
+        "" if stats.headroom is None else f"2^{stats.headroom}",
+    )
+
+
+def numerics_figures(modes: list[ProbedMode], styles: dict[str, Style]) -> list[Drawing]:
+    """Two histograms and the usable loss scales; call it inside `panel.settings()`."""
+    drawings = [*(_histogram(modes, styles, kind) for kind in GRADIENTS), _scales(modes, styles)]
+    return [drawing for drawing in drawings if drawing is not None]
+
+
+def exponent_shares(gradients: Gradients) -> tuple[dict[int, float], float]:
+    """(exponent -> percent, percent of zeros) of all finite values, without their loss scale.
+
+    A scale that is no power of two is taken as the next larger one.
+    """
+    counts: dict[int, int] = {}
+    zeros = 0
+    for (shift, _), stats in gradients.parts.items():
+        zeros += stats.counts.zeros
+        for exponent, count in stats.counts.by_exponent().items():
+            place = max(exponent + math.floor(shift), _LOWEST_SHOWN)
+            counts[place] = counts.get(place, 0) + count
+    total = sum(counts.values()) + zeros
+    shares = {exponent: 100 * count / total for exponent, count in sorted(counts.items())}
+    return shares, 100 * zeros / total if total else 0.0
+
+
+def overflow(gradients: Gradients, k: int) -> float:
+    """Part (0 to 1) of the non-zero finite values that are infinite in FP16 at scale 2^k."""
+    lost = sum(
+        stats.counts.shares(math.floor(k + high)).overflow * stats.counts.nonzero
+        for (_, high), stats in gradients.parts.items()
+    )
+    return lost / gradients.nonzero if gradients.nonzero else 0.0
+
+
+def _histogram(modes: list[ProbedMode], styles: dict[str, Style], kind: str) -> Drawing | None:
+    found = {
+        mode.label: exponent_shares(mode.gradients[kind])
+        for mode in modes
+        if kind in mode.gradients
+    }
+    exponents = [exponent for shares, _ in found.values() for exponent in shares]
+    if not exponents:
+        return None
+    left, right = min(*exponents, -27), max(*exponents, 17) + 1
+    words = kind.replace("_", " ")
+    figure, axes = panel(
+        f"{words.capitalize()} by size",
+        _HEIGHT,
+        [line_entry(name, styles[name]) for name in found],
+        left=_LEFT,
+    )
+    start = left - 2 - _ZERO_WIDTH
+    axes.set(xlim=(start, right), ylim=(_FLOOR, 300), yscale="log")
+    _mark_ranges(axes, left, right)
+    x = np.arange(left, right + 1)
+    # The baseline comes first and is drawn last.
+    for number, (label, (shares, zeros)) in reversed(list(enumerate(found.items()))):
+        style = styles[label]
+        y = [max(shares.get(exponent, 0.0), _FLOOR / 10) for exponent in x]
+        line = {"color": style.colour, "linestyle": style.linestyle, "linewidth": 1.3}
+        axes.plot(x, y, drawstyle="steps-post", **line)
+        width = _ZERO_WIDTH / len(found)
+        if zeros:
+            axes.bar(start + number * width, zeros, width, align="edge", color=style.colour)
+    ticks = [power for power in range(-64, 65, 8) if left <= power <= right]
+    axes.set_xticks([start + _ZERO_WIDTH / 2, *ticks], ["0", *map(power_of_two, ticks)])
+    axes.yaxis.set_major_formatter(FuncFormatter(_percent_tick))
+    axes.yaxis.minorticks_off()
+    axes.set(xlabel="absolute value, without loss scale", ylabel="% of the values")
+    summary = "; ".join(f"{label}: {_course(*shown)}" for label, shown in found.items())
+    caption = (
+        "Share of all values per power of two, exact zeros on the left, divided by the loss scale. "
+        "Shaded: what FP16 makes of such a value without a loss scale; from 65520 on it is "
+        "infinite, its largest number is 65504."
+    )
+    if min(exponents) == _LOWEST_SHOWN:
+        caption += f" The bin at {power_of_two(_LOWEST_SHOWN)} holds all smaller values, too."
+    name = PREFIX + kind.replace("_", "-")
+    return Drawing(name, caption, f"Histogram of {words}. {summary}.", figure)
+
+
+def _course(shares: dict[int, float], zeros: float) -> str:
+    below = share_text(sum(share for exponent, share in shares.items() if exponent < -25) / 100)
+    ends = "nothing else"
+    if shares:
+        ends = f"from {power_of_two(min(shares))} to {power_of_two(max(shares) + 1)}"
+    return f"{share_text(zeros / 100)} zeros, {below} below {power_of_two(-25)}, {ends}"
+
+
+def _mark_ranges(axes, left: int, right: int) -> None:
+    for number, (low, high, name) in enumerate(_RANGES):
+        low = left - 1 if low is None else max(low, left - 1)
+        high = right if high is None else high
+        axes.axvspan(low, high, color=GREY, alpha=(0.26, 0.13, 0, 0.26)[number], linewidth=0)
+        axes.text((low + high) / 2, 150, name, ha="center", va="center", fontsize=7.5)
+    for power in (-25, -14, 16):
+        axes.axvline(power, color=GREY, linewidth=0.8)
+
+
+def _scales(modes: list[ProbedMode], styles: dict[str, Style]) -> Drawing | None:
+    """Underflow and overflow over the loss scale, of the first mode with gradients."""
+    mode = next((m for m in modes if any(g.nonzero for g in m.gradients.values())), None)
+    if mode is None:
+        return None
+    kinds = {kind: mode.gradients[kind] for kind in GRADIENTS if kind in mode.gradients}
+    kinds = {kind: gradients for kind, gradients in kinds.items() if gradients.nonzero}
+    usable = scale_range(kinds.values(), ACCEPTED, headroom=0)
+    other = [m for m in modes if m is not mode and m.scales is not None]
+    at = [round(sum(m.scales) / 2) for m in other]
+    low = min([usable.lowest, usable.highest, 0, *at]) - 8
+    high = max([usable.lowest, usable.highest, 0, *at]) + 8
+    dashes = dict(zip(GRADIENTS, ((), (4.0, 1.8)), strict=True))
+    colour = styles[mode.label].colour
+    entries = [line_entry(k.replace("_", " "), Style(colour, dashes[k])) for k in kinds]
+    if other:
+        entries.append(mark_entry("scale of a mode", "^"))
+    figure, axes = panel(
+        f"What FP16 loses of {mode.label}'s gradients",
+        _HEIGHT,
+        entries,
+        "Shaded: usable scales.",
+        _LEFT,
+    )
+    axes.set(xlim=(low, high), ylim=(_FLOOR, 300), yscale="log")
+    if usable.fits:
+        axes.axvspan(usable.lowest, usable.highest, color=GREY, alpha=0.22, linewidth=0)
+    x = np.arange(low, high + 1)
+    for kind, gradients in kinds.items():
+        line = Style(colour, dashes[kind]).linestyle
+        for share in (gradients.underflow, lambda k, own=gradients: overflow(own, k)):
+            y = np.array([100 * share(int(k)) for k in x])
+            y[y == 0] = _FLOOR / 10
+            axes.plot(x, y, color=colour, linestyle=line, linewidth=1.6)
+    for position, place in zip(other, at, strict=True):
+        axes.plot([place], [2 * _FLOOR], "^", color=styles[position.label].colour, markersize=8)
+    axes.text(low + 0.4, 150, "← rounded to 0", va="center", fontsize=8, color=INK)
+    axes.text(high - 0.4, 150, "infinite →", ha="right", va="center", fontsize=8, color=INK)
+    ticks = [k for k in range(-320, 321, 4 if high - low < 50 else 8) if low <= k <= high]
+    axes.set_xticks(ticks, [power_of_two(k) for k in ticks])
+    axes.yaxis.set_major_formatter(FuncFormatter(_percent_tick))
+    axes.yaxis.minorticks_off()
+    axes.set(xlabel="loss scale", ylabel="% of the non-zero values")
+    return Drawing(
+        f"{PREFIX}scales",
+        f"{_usable_text(usable)} A scale above leaves infinite gradients and skipped updates."
+        + _already_lost(mode),
+        f"Underflow and overflow share of the gradients of {mode.label} over the loss scale. "
+        + _usable_text(usable),
+        figure,
+    )
+
+
+def _usable_text(usable) -> str:
+    limit = f"at most {share_text(ACCEPTED)} of the non-zero values become 0"
+    low, high = power_of_two(usable.lowest), power_of_two(usable.highest)
+    if usable.fits:
+        return f"From a scale of {low} on, {limit}; up to {high} nothing that was probed overflows."
+    return f"No scale holds them: {limit} only from {low} on, and above {high} something overflows."
+
+
+def _already_lost(mode: ProbedMode) -> str:
+    formats = {part for s in mode.tensors.values() for part in s.dtype.split("+")}
+    if "fp16" not in formats:
+        return ""
+    return f" What {mode.label} itself lost in FP16 at its own scale is not counted."
+
+
+def share_text(share: float) -> str:
+    """A part (0 to 1) as percent: "0 %", "12.3 %", "0.0021 %", "<0.0001 %"."""
+    percent = 100 * share
+    if 0 < percent < 1e-4:
+        return "<0.0001 %"
+    if 0 < percent < 0.1:
+        return f"{percent:.4f}".rstrip("0") + " %"
+    return f"{percent:.3g} %"
+
+
+def _percent_tick(value: float, _) -> str:
+    return f"{value:g}" if value <= 100 else ""

@@ -1,0 +1,404 @@
+"""The comparison in words: numbers, answers and rows as text, and report.md, console, results.json.
+
+Every output shows a number as it is written here, and a row's cells as `cells` gives them.
+"""
+
+import math
+import textwrap
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Any
+
+from mprun.compare.findings import Comparison, Group, Row, Verdict
+from mprun.record.console import markdown_table
+
+_PERCENT_METRICS = ("top1", "top5")
+_WIDTH = 120  # of a terminal line where the columns allow it
+
+
+def value_text(value: float | None) -> str:
+    """Four significant digits; empty for None."""
+    if value is None:
+        return ""
+    return f"{value:.4g}" if math.isfinite(value) else str(value)
+
+
+def mean_text(row: Row) -> str:
+    """The mean, and of how many runs if some diverged: "0.5052 (2 of 5)"."""
+    text, ended = value_text(row.mean), sum(outcome.diverged is None for outcome in row.outcomes)
+    return (
+        text
+        if not text or ended == len(row.outcomes)
+        else f"{text} ({ended} of {len(row.outcomes)})"
+    )
+
+
+def unit(group: Group) -> str:
+    """Of the differences that `scaled` gives: "%", "points" or nothing."""
+    if group.relative:
+        return "%"
+    return "points" if group.metric in _PERCENT_METRICS else ""
+
+
+def scaled(group: Group, verdict: Verdict, value: float | None) -> float | None:
+    """A difference of a verdict in the unit that people read: % of the baseline, or as it is.
+
+    The margin in the verdict's unit is margin_setting times the baseline's mean, which gives that
+    mean as it was judged (the logarithm, for perplexity).
+    """
+    if value is None or not group.relative:
+        return value
+    if verdict.margin and math.isfinite(verdict.margin):
+        return 100 * value * group.margin_setting / verdict.margin
+    mean = group.baseline.mean
+    if mean is None or not math.isfinite(mean) or mean == 0 or group.metric == "perplexity":
+        return None
+    return 100 * value / abs(mean)
+
+
+def difference_text(group: Group, verdict: Verdict) -> str:
+    """ "+0.04 % (-0.12 to +0.20)"; without an interval the difference alone, else empty."""
+    middle, low, high = (
+        scaled(group, verdict, value) for value in (verdict.difference, verdict.low, verdict.high)
+    )
+    if middle is None or not math.isfinite(middle):
+        return ""
+    suffix = f" {unit(group)}" if unit(group) else ""
+    digits = decimals_for((100 if group.relative else 1) * group.margin_setting)
+    if low is None or high is None or not (math.isfinite(low) and math.isfinite(high)):
+        return f"{_signed(middle, digits)}{suffix}"
+    return f"{_signed(middle, digits)}{suffix} ({_signed(low, digits)} to {_signed(high, digits)})"
+
+
+def margin_text(group: Group) -> str:
+    """The margin as it was set: "1 % of FP32's mean", "0.5 points"."""
+    if group.relative:
+        return f"{100 * group.margin_setting:g} % of {baseline_name(group)}'s mean"
+    return f"{group.margin_setting:g} {unit(group)}".rstrip()
+
+
+def baseline_name(group: Group) -> str:
+    """ "FP32" for the usual baseline, otherwise its label."""
+    label = group.baseline.arm.label
+    return "FP32" if label == "fp32" else label
+
+
+def answer(group: Group, row: Row) -> str:
+    """What a reader wants to know of one mode, in one short sentence."""
+    name, label, base = row.verdict.name, row.arm.label, baseline_name(group)
+    lost = [outcome for outcome in row.outcomes if outcome.diverged]
+    match name:
+        case "matches":
+            return f"{label} matches {base}."
+        case "worse" | "better" | "likely worse" | "likely better":
+            return f"{label} is {name} than {base}."
+        case "diverged":
+            return f"{label} diverged in {len(lost)} of {len(row.outcomes)} runs."
+        case "invalid baseline":
+            return f"{label} cannot be judged: {base} itself diverged."
+        case "inconclusive" if row.verdict.needed:
+            return f"{label} is undecided: it needs about {row.verdict.needed} more seeds."
+        case "inconclusive":
+            return f"{label} is undecided."
+        case _:
+            return f"{label}: {name}."
+
+
+def metric_name(group: Group) -> str:
+    """With its window, for headings."""
+    if group.window > 1:
+        return f"{group.metric} (mean of the last {group.window} evaluations)"
+    return group.metric
+
+
+def level_text(group: Group) -> str:
+    """The confidence of the group's intervals: "90 %", or "94 to 97 %" where looks differ."""
+    levels = sorted({row.verdict.level for row in group.rows}) or [0.90]
+    texts = list(dict.fromkeys(f"{100 * level:.3g}" for level in (levels[0], levels[-1])))
+    return " to ".join(texts) + " %"
+
+
+def seeds_text(seeds: Iterable[int]) -> str:
+    """Runs of neighbours joined: [0, 1, 2, 5] -> "0-2, 5"."""
+    spans: list[list[int]] = []
+    for seed in sorted(seeds):
+        if spans and seed == spans[-1][1] + 1:
+            spans[-1][1] = seed
+        else:
+            spans.append([seed, seed])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+
+
+def decimals_for(margin: float) -> int:
+    """Decimals that show two to three digits of the margin: 1 -> 2, 0.5 -> 2, 10 -> 1."""
+    return min(12, max(0, 2 - math.ceil(math.log10(margin))))
+
+
+def ratio_text(ratio: float | None) -> str:
+    """ "1.24x"; empty for None."""
+    return "" if ratio is None or not math.isfinite(ratio) else f"{ratio:.2f}x"
+
+
+def scale_text(scale_range: tuple[float, float] | None) -> str:
+    """A range of loss scales with powers of two written as such: "2^9 to 2^16"."""
+    if scale_range is None:
+        return ""
+    low, high = (_power(value) for value in scale_range)
+    return low if low == high else f"{low} to {high}"
+
+
+def bytes_text(count: float | None) -> str:
+    """In MiB, or GiB from 10 GiB on."""
+    if count is None:
+        return ""
+    mib = count / 2**20
+    return f"{mib / 1024:.1f} GiB" if mib >= 10240 else f"{mib:,.0f} MiB"
+
+
+def count_text(value: float) -> str:
+    """Three significant digits below 100, else a whole number with thousands separated."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def setting_text(value: Any) -> str:
+    """A configuration value as it is typed, without a trailing ".0"."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        return f"{value:g}" if float(f"{value:g}") == value else repr(value)
+    return str(value)
+
+
+def cells(group: Group, row: Row) -> dict[str, str]:
+    """Name of a column -> what it says of a row, in the order of every table.
+
+    The baseline shows speed and memory themselves, the others ratios.
+    """
+    own, verdict = row is group.baseline, row.verdict
+    seeds = [outcome.seed for outcome in row.outcomes]
+    speed = f"{count_text(row.samples_per_s)}/s" if row.samples_per_s else ""
+    return {
+        "verdict": "baseline" if own else verdict.name,
+        "mode": row.arm.label,
+        "mean": mean_text(row),
+        "difference": "" if own else difference_text(group, verdict),
+        "seeds": seeds_text(seeds if own else verdict.seeds or seeds),
+        "skipped updates": count_text(row.skipped),
+        "loss scale": scale_text(row.scale_range),
+        "speed": speed if own else ratio_text(row.speedup),
+        "peak memory": bytes_text(row.peak_bytes) if own else ratio_text(row.memory_ratio),
+        "kept for backward": "" if own else ratio_text(row.saved_ratio),
+    }
+
+
+def table(group: Group, heads: dict[str, str | None]) -> list[list[str]]:
+    """Header and rows of a group, without columns that are empty.
+
+    heads: how columns are called where it is not by their name; None leaves one out.
+    """
+    rows = [cells(group, row) for row in group.every_row]
+    names = [name for name in rows[0] if any(row[name] for row in rows)]
+    names = [name for name in names if heads.get(name, name) is not None]
+    return [[heads.get(name) or name for name in names]] + [
+        [row[name] for name in names] for row in rows
+    ]
+
+
+def _signed(value: float, digits: int) -> str:
+    return f"{value:+,.{digits}f}"
+
+
+def _power(value: float) -> str:
+    if value > 0 and math.isfinite(value) and math.frexp(value)[0] == 0.5:
+        exponent = math.frexp(value)[1] - 1
+        return f"2^{exponent}" if abs(exponent) > 3 else f"{value:g}"
+    return f"{value:g}"
+
+
+def markdown(comparison: Comparison) -> str:
+    """report.md: per group the verdict table, its sentences and notes; stamps first."""
+    parts = ["# Does lower precision match FP32?"]
+    if comparison.stamps:
+        parts += ["**Not the comparison that the runs were set up for:**", _list(comparison.stamps)]
+    for group in comparison.groups:
+        parts += [f"## {_plain(group.title)}", group_markdown(comparison, group)]
+    if comparison.not_compared:
+        parts += ["## Not compared", _list(comparison.not_compared)]
+    if comparison.notes:
+        parts += ["## Notes", _list(comparison.notes)]
+    parts.append(f"mprun {comparison.version}, compared {comparison.created}.")
+    return "\n\n".join(parts)
+
+
+def group_markdown(comparison: Comparison, group: Group) -> str:
+    """The verdict table of one group, what was judged, the sentences and the notes."""
+    interval = f"difference ({level_text(group)} interval)"
+    heads: dict[str, str | None] = {"mean": f"{group.metric}, mean", "difference": interval}
+    header, *rows = table(group, heads)
+    sentences = [
+        f"- **{_plain(row.arm.label)}**: {_plain(row.verdict.sentence)}" for row in group.rows
+    ]
+    parts = [
+        markdown_table(header, [[_plain(cell) for cell in row] for row in rows]),
+        _plain(_judged(comparison, group)),
+        "\n".join(sentences),
+        _list(_notes(group)),
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def console(comparison: Comparison) -> str:
+    """What a terminal shows: per group aligned columns, the verdict first, then the sentences."""
+    parts = []
+    if comparison.stamps:
+        lines = ["NOT the comparison that the runs were set up for:"]
+        parts.append("\n".join([*lines, *(_wrapped("  ", stamp) for stamp in comparison.stamps)]))
+    for group in comparison.groups:
+        lines = [f"{group.title}", _wrapped("  ", _judged(comparison, group)), ""]
+        lines += _aligned(group)
+        lines.append("")
+        lines += [_wrapped("  ", f"{row.arm.label}: {row.verdict.sentence}") for row in group.rows]
+        lines += [_wrapped("  ", f"note: {note}") for note in _notes(group)]
+        parts.append("\n".join(lines))
+    if comparison.not_compared:
+        lines = ["not compared:", *(_wrapped("  ", line) for line in comparison.not_compared)]
+        parts.append("\n".join(lines))
+    if comparison.notes:
+        parts.append("\n".join(_wrapped("", f"note: {line}") for line in comparison.notes))
+    return "\n\n".join(parts) if parts else "nothing was compared"
+
+
+def _judged(comparison: Comparison, group: Group) -> str:
+    text = f"Judged: {metric_name(group)}, margin ±{margin_text(group)}; positive is worse; "
+    text += f"speed and memory over {baseline_name(group)}'s."
+    if comparison.looks:
+        text += f" Looks planned at {', '.join(map(str, comparison.looks))} seeds."
+    return text
+
+
+def _notes(group: Group) -> list[str]:
+    """Of every row, then of the group."""
+    notes = [f"{row.arm.label}: {note}" for row in group.every_row for note in row.every_note]
+    return notes + group.notes
+
+
+def _aligned(group: Group) -> list[str]:
+    """The table of a terminal: columns as wide as their longest cell, numbers to the right."""
+    left = {"verdict", "mode", "difference", "scale"}
+    heads = {"mean": group.metric, "skipped updates": "skipped", "loss scale": "scale"}
+    heads |= {"peak memory": "memory", "kept for backward": None}
+    rows = table(group, heads)
+    for row in rows:  # the sentence tells how many runs diverged; a line has no room
+        row[:] = [
+            cell.partition(" (")[0] if head == group.metric else cell
+            for head, cell in zip(rows[0], row, strict=True)
+        ]
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells_ = [
+            cell.ljust(width) if head in left else cell.rjust(width)
+            for cell, width, head in zip(row, widths, rows[0], strict=True)
+        ]
+        lines.append(("  " + "  ".join(cells_)).rstrip())
+    return lines
+
+
+def _wrapped(indent: str, text: str) -> str:
+    return textwrap.fill(
+        text,
+        _WIDTH,
+        initial_indent=indent,
+        subsequent_indent=indent + "  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _list(lines: Iterable[str]) -> str:
+    return "\n".join(f"- {_plain(line)}" for line in lines)
+
+
+def _plain(text: str) -> str:
+    """With the characters escaped that Markdown would take for markup in a label or a note."""
+    for character in "\\`*<[":
+        text = text.replace(character, "\\" + character)
+    return " ".join(text.split())
+
+
+def results(comparison: Comparison) -> dict[str, Any]:
+    """Plain values that JSON can hold; a number that is not finite is "nan", "inf" or "-inf".
+
+    Top: format (1), version, created, alpha (one-sided, per row), looks, stamps (what was allowed
+    or changed after the runs), not_compared and notes (one line each), groups.
+
+    Group: title, slug, metric, higher_is_better, margin (relative to the baseline's mean if
+    `relative`, else in the metric's unit), window (evaluations averaged), notes, keys (what all
+    runs share), baseline and modes, each a row.
+
+    Row: label, mode, scaler, verdict (null for the baseline), mean (of the finite outcomes, in
+    the metric's own unit), outcomes (seed, value, diverged: reason or null, step), runs (paths),
+    differs (key -> [baseline's, own]), skipped (updates, all seeds), scale_range, samples_per_s
+    (median), speedup, peak_bytes, memory_ratio, saved_ratio, first_steps (median relative
+    difference of the training loss over steps 1 to 20), notes.
+
+    Verdict: name, sentence, method, seeds, baseline_seeds, level, needed (about so many more
+    seeds), look, and difference, low, high, margin in the unit of the judged value (nats for
+    perplexity) with positive worse; shown: the same four in `unit`, "%" of the baseline's mean,
+    "points", or "" for the metric's own.
+    """
+    told = ("version", "created", "alpha", "looks", "stamps", "not_compared", "notes")
+    groups = [_group_results(group) for group in comparison.groups]
+    return _json({"format": 1, **_fields(comparison, told), "groups": groups})
+
+
+def _group_results(group: Group) -> dict[str, Any]:
+    return {
+        **_fields(group, ("title", "slug", "metric", "higher_is_better", "relative")),
+        "margin": group.margin_setting,
+        **_fields(group, ("window", "notes", "keys")),
+        "baseline": _row_results(group, group.baseline),
+        "modes": [_row_results(group, row) for row in group.rows],
+    }
+
+
+def _row_results(group: Group, row: Row) -> dict[str, Any]:
+    arm, measured = row.arm, ("skipped", "scale_range", "samples_per_s", "speedup")
+    return {
+        **_fields(arm, ("label", "mode")),
+        "scaler": arm.runs[0].scaler if arm.runs else None,
+        "verdict": None if row is group.baseline else _verdict_results(group, row.verdict),
+        "mean": row.mean,
+        "outcomes": [asdict(outcome) for outcome in row.outcomes],
+        "runs": [run.path for run in arm.runs],
+        "differs": arm.differs,
+        **_fields(row, (*measured, "peak_bytes", "memory_ratio", "saved_ratio", "first_steps")),
+        "notes": row.every_note,
+    }
+
+
+def _verdict_results(group: Group, verdict: Verdict) -> dict[str, Any]:
+    numbers = _fields(verdict, ("difference", "low", "high", "margin"))
+    shown = {name: scaled(group, verdict, number) for name, number in numbers.items()}
+    return {**asdict(verdict), "shown": {"unit": unit(group), **shown}}
+
+
+def _fields(of: Any, names: Iterable[str]) -> dict[str, Any]:
+    return {name: getattr(of, name) for name in names}
+
+
+def _json(value: Any) -> Any:
+    """The value in JSON's own types; numpy scalars become Python's, other objects text."""
+    if isinstance(value, dict):
+        return {str(key): _json(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple | set):
+        return [_json(inner) for inner in value]
+    if hasattr(value, "item") and not isinstance(value, str):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return str(value)
