@@ -11,7 +11,7 @@ from typing import Any
 
 from mprun.errors import Damaged
 
-_NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 class MetricsFile:
@@ -41,23 +41,30 @@ class MetricsFile:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """All records of a metrics.jsonl; a torn last line is left out, damage elsewhere raises."""
     records = []
-    lines = path.read_bytes().split(b"\n")
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(complete_lines(path.read_bytes()), start=1):
         if not line:
             continue
         try:
             record = json.loads(line)
-        except (UnicodeDecodeError, json.JSONDecodeError):
-            if number == len(lines):
-                break
+        except ValueError:  # not JSON, or not UTF-8
             raise Damaged(f"{path}: line {number} is not JSON") from None
         records.append(
             {
-                key: _NON_FINITE.get(value, value) if isinstance(value, str) else value
+                key: NON_FINITE.get(value, value) if isinstance(value, str) else value
                 for key, value in record.items()
             }
         )
     return records
+
+
+def complete_lines(data: bytes) -> list[bytes]:
+    """The lines of a metrics.jsonl without one that a killed run left torn at its end."""
+    *lines, last = data.split(b"\n")
+    try:
+        json.loads(last)
+    except ValueError:  # empty after a whole line
+        return lines
+    return [*lines, last]  # only its newline is missing
 
 
 def truncate_metrics(path: Path, last_step: int) -> None:

@@ -1,9 +1,10 @@
-"""Scanning a metrics.jsonl gives exactly what parsing every line gives; damage is told."""
+"""msgspec takes from a metrics.jsonl exactly what json takes; damage is told."""
 
 import dataclasses
 import json
 import math
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -13,11 +14,8 @@ from hypothesis import strategies as st
 from mprun.build import build
 from mprun.config.compose import compose_config
 from mprun.errors import Damaged
-from mprun.record import metrics_scan
-from mprun.record.metrics import MetricsFile
-from mprun.record.metrics_block import Unscannable, leading_integers
-from mprun.record.metrics_columns import ParsedRecords, _columns, read_columns
-from mprun.record.metrics_scan import ScannedRecords
+from mprun.record.metrics import MetricsFile, complete_lines
+from mprun.record.metrics_columns import _columns, _decoded, _parsed, read_columns
 from mprun.training.loop import train as train_run
 from mprun.training.signals import Interruption
 
@@ -60,11 +58,15 @@ def assert_equal(a, b):
 
 
 def parsed(path):
-    return _columns(path, ParsedRecords(path, path.read_bytes()))
+    """By json, line by line: the reference."""
+    lines = complete_lines(path.read_bytes())
+    return _columns(path, lines, _parsed(path, lines))
 
 
-def scanned(path):
-    return _columns(path, ScannedRecords(path.read_bytes()))
+def decoded(path):
+    """By msgspec, which raises its own error for what it does not take."""
+    lines = complete_lines(path.read_bytes())
+    return _columns(path, lines, _decoded(lines))
 
 
 numbers = st.one_of(st.floats(), st.integers(-(10**9), 10**9))
@@ -100,10 +102,8 @@ def files(draw):
 
 
 @settings(max_examples=120, deadline=None)
-@given(
-    records=files(), tail=st.sampled_from(["", "torn", "no newline"]), block=st.integers(1, 3000)
-)
-def test_scanning_equals_parsing(tmp_path_factory, records, tail, block):
+@given(records=files(), tail=st.sampled_from(["", "torn", "no newline"]))
+def test_msgspec_takes_what_json_takes(tmp_path_factory, records, tail):
     path = tmp_path_factory.mktemp("m") / "metrics.jsonl"
     write(path, records)
     whole = path.read_bytes()
@@ -111,11 +111,7 @@ def test_scanning_equals_parsing(tmp_path_factory, records, tail, block):
         path.write_bytes(whole + b'{"split": "train", "step": 99')
     elif tail == "no newline":
         path.write_bytes(whole[:-1])
-    before, metrics_scan._BLOCK_BYTES = metrics_scan._BLOCK_BYTES, block
-    try:
-        assert_equal(scanned(path), parsed(path))
-    finally:
-        metrics_scan._BLOCK_BYTES = before
+    assert_equal(decoded(path), parsed(path))
 
 
 @settings(max_examples=30, deadline=None)
@@ -140,7 +136,6 @@ def test_another_order_of_the_keys_is_read_all_the_same(tmp_path_factory, record
 @settings(max_examples=100, deadline=None)
 @given(records=files(), at=st.integers(0), byte=st.integers(0, 255))
 def test_a_changed_byte_is_told_or_read_as_json_reads_it(tmp_path_factory, records, at, byte):
-    """Of the exact values none may come from misread text; json itself is the reference."""
     assume(records)
     path = tmp_path_factory.mktemp("m") / "metrics.jsonl"
     write(path, records)
@@ -149,17 +144,12 @@ def test_a_changed_byte_is_told_or_read_as_json_reads_it(tmp_path_factory, recor
     path.write_bytes(data)
     try:
         expected = parsed(path)
-    except Damaged:
-        expected = None
-    try:
-        found = scanned(path)
-    except (Unscannable, Damaged):
-        return  # read_columns parses or tells it
-    if expected is not None:
-        assert found.records == expected.records
-        np.testing.assert_array_equal(found.skip_steps, expected.skip_steps)
-        np.testing.assert_array_equal(found.last_losses, expected.last_losses)
-        assert found.scale_range == expected.scale_range
+    except Damaged as damage:
+        with pytest.raises(Damaged) as told:
+            read_columns(path)
+        assert str(told.value) == str(damage)
+    else:
+        assert_equal(read_columns(path), expected)
 
 
 def test_what_the_columns_hold(tmp_path):
@@ -279,8 +269,8 @@ def test_a_file_from_elsewhere_is_parsed(tmp_path):
     lines = [json.dumps(record, separators=(",", ":")) for record in records]
     lines.insert(7, '{"split":"test","loss":0}')
     other.write_bytes("\r\n\n".join([*lines, ""]).encode())
-    with pytest.raises(Unscannable):
-        ScannedRecords(other.read_bytes())
+    with pytest.raises(msgspec.MsgspecError):
+        decoded(other)
     assert_equal(read_columns(path), read_columns(other))
 
 
@@ -293,30 +283,19 @@ def test_a_key_that_ends_like_another_is_not_taken_for_it(tmp_path, key):
     assert columns.train[key].tolist() == [math.inf, math.inf]
 
 
-def test_integers_are_cut_out_of_words():
-    texts = [
-        b'0, "upda',
-        b'7, "upda',
-        b'10}\n{"sp',
-        b"99999999",
-        b"12345678",
-        b"1000000,",
-        b', "updat',
-    ]
-    words = np.frombuffer(b"".join(texts), dtype="<u8")
-    values, lengths = leading_integers(words)
-    assert values.tolist() == [0, 7, 10, 99999999, 12345678, 1000000, 0]
-    assert lengths.tolist() == [1, 1, 2, 8, 8, 7, 0]
-    # Any byte may follow the digits, also one above 127.
-    after = np.frombuffer(
-        b"".join(b"42" + bytes([b, 255 - b]) + b"9999" for b in range(256)), "<u8"
-    )
-    expected = [(42, 2) if not 48 <= b < 58 else (420 + b - 48, 3) for b in range(256)]
-    assert list(zip(*(part.tolist() for part in leading_integers(after)), strict=True)) == expected
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity"])
+def test_bare_non_finite_values_are_read_like_the_strings(tmp_path, value):
+    """JSON does not have them, but json writes and reads them unless it is told otherwise."""
+    path, other = tmp_path / "metrics.jsonl", tmp_path / "bare.jsonl"
+    records = [train(1), train(2, loss=float(value), grad_norm=float(value)), train(3)]
+    write(path, [*records, evaluation(3, loss=float(value))])
+    other.write_text(path.read_text().replace(f'"{value}"', value))
+    assert_equal(read_columns(other), read_columns(path))
+    assert read_columns(other).nonfinite_step == 2
 
 
-def test_what_the_trainer_writes_is_scanned(tmp_path):
-    """Scanning relies on the order of the keys in a record; parsing would be ten times slower."""
+def test_what_the_trainer_writes_is_read_by_msgspec(tmp_path):
+    """json would take ten times as long."""
     overrides = [
         "model=lstm_lm",
         "model.hidden_size=8",
@@ -329,7 +308,7 @@ def test_what_the_trainer_writes_is_scanned(tmp_path):
     ]
     config = compose_config(overrides).config
     train_run(build(config, torch.device("cpu")), config, tmp_path, interruption=Interruption())
-    columns = scanned(tmp_path / "metrics.jsonl")
+    columns = decoded(tmp_path / "metrics.jsonl")
     assert_equal(columns, parsed(tmp_path / "metrics.jsonl"))
     assert columns.evals["step"].tolist() == [15, 25] and columns.last_step == 25
     assert len(columns.first_losses) == 20 and columns.scale_range[1] == 2.0**24
