@@ -1,6 +1,9 @@
 """Progress: plain lines off a terminal, a bar on one."""
 
 import io
+import re
+
+import pytest
 
 from mprun.record.console import Progress
 
@@ -44,10 +47,28 @@ def test_plain_lines_are_rare_but_the_last_one_comes():
     assert [line.split()[1] for line in lines if line.startswith("step")] == ["2/8", "8/8"]
 
 
-def test_a_terminal_gets_one_bar_that_is_drawn_over():
+@pytest.mark.parametrize("columns", [80, 50])
+def test_a_terminal_gets_one_bar_that_is_drawn_over(monkeypatch, columns):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", "1")  # what is not filled is left empty
+    monkeypatch.setenv("COLUMNS", str(columns))
     text = show_all(Terminal())
-    bars = [part for part in text.replace("\n", "\r").split("\r") if part.startswith("[")]
-    assert [bar[1:21].count("#") for bar in bars] == [5, 10, 15, 20]
-    assert text.endswith("\n")
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+    lines = [part for part in re.split(r"[\r\n]+", shown) if "step " in part and "eval" not in part]
+    # Each is drawn over the one before and fits into a line of the terminal.
+    assert all(len(line) <= columns for line in lines)
+    assert len(set(lines)) == 4 and shown.count("\n") == 2
+    if columns == 80:
+        for line, step in zip(dict.fromkeys(lines), (2, 4, 6, 8), strict=True):
+            width = line.index(" step")  # what the text leaves free
+            assert width > 5 and abs(line.count("\u2501") - width * step / 8) <= 1
+        assert "ETA 00:00" in lines[-1]
     # The note does not stay behind the rest of a longer bar.
-    assert "\neval" not in text and "\reval at step 4: loss 0.5\n" in text
+    assert "\neval" not in text and "\r\x1b[2Keval at step 4: loss 0.5\n" in text
+    # The cursor is there while the bar is: a killed run leaves it behind.
+    assert 0 < text.index("\x1b[?25h") < text.index("step 2/8") and text.endswith("\n\x1b[?25h")
+
+
+def test_a_terminal_that_cannot_move_its_cursor_gets_lines(monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+    assert show_all(Terminal()) == show_all(io.StringIO())
