@@ -15,7 +15,8 @@ class Moment:
     """
 
     def __init__(self, device: torch.device):
-        self.event = self.time = None
+        self.event: torch.cuda.Event | None = None
+        self.time = 0.0
         if device.type == "cuda":
             # blocking: a host that waits leaves its core to the loader processes.
             self.event = torch.cuda.Event(enable_timing=True, blocking=True)
@@ -30,7 +31,7 @@ class Moment:
 
     def seconds_since(self, earlier: "Moment") -> float:
         """Time of the device between two moments that it has passed."""
-        if self.event is not None:
+        if self.event is not None and earlier.event is not None:
             return earlier.event.elapsed_time(self.event) / 1000
         return self.time - earlier.time
 

@@ -55,7 +55,7 @@ def load_newest(folder: Path, map_location: torch.device) -> tuple[int, dict, li
 
     Raises BadInput if `folder` holds no checkpoint, Damaged if none of them is whole.
     """
-    warnings = []
+    warnings: list[str] = []
     for step, path in reversed(_found(folder)):
         try:
             return step, _load(path, step, map_location), warnings

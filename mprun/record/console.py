@@ -27,7 +27,8 @@ class Progress:
         self.total, self.sample, self.seconds = total, sample, seconds
         self.stream = sys.stderr if stream is None else stream
         self.terminal = self.stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
-        self.started, self.first_step, self.printed = time.monotonic(), None, -1e9
+        self.started, self.printed = time.monotonic(), -1e9
+        self.first_step: int | None = None
         self._bar: Bar | None = None
 
     def show(self, step: int, record: dict) -> None:

@@ -31,7 +31,7 @@ class SavedForBackward(torch.autograd.graph.saved_tensors_hooks):
         self.storages: dict[int, tuple[str, str, int]] = {}
         super().__init__(self._count, lambda tensor: tensor)
 
-    def __enter__(self) -> "SavedForBackward":
+    def __enter__(self) -> "SavedForBackward":  # type: ignore[override]  # torch's gives None
         super().__enter__()
         return self
 

@@ -113,7 +113,7 @@ class TensorBoardView:
             k: v if isinstance(v, (int, float, str, bool)) else str(v) for k, v in values.items()
         }
         for summary in hparams(plain, metrics):
-            self.writer.file_writer.add_summary(summary)
+            self.writer.file_writer.add_summary(summary)  # type: ignore[attr-defined]  # says None
         for name, value in metrics.items():
             self.writer.add_scalar(name, value)
 
