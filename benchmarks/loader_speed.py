@@ -47,8 +47,7 @@ from torchvision import datasets, transforms
 
 from mprun.data.augmentation import Augmentation
 from mprun.data.image_files import find_images
-from mprun.data.image_folder import ImageFolder
-from mprun.data.image_reader import ImageReader
+from mprun.data.image_folder import ImageFolder, ImageReader
 from mprun.data.loader import BatchLoader
 from mprun.record.console import markdown_table
 

@@ -1,17 +1,15 @@
 """8x8 digits as data of one's own, shifted at random, and a small network for them."""
 
 import torch
-from sklearn.datasets import load_digits
 from torch import nn
 
-from mprun.data import DatasetSource
+from mprun.data import DatasetSource, load_digits
 
 
 class Digits(torch.utils.data.Dataset):
     def __init__(self, part, shift):
-        digits = load_digits()
-        self.images = torch.tensor(digits.images[part] * 15, dtype=torch.uint8)[:, None]
-        self.labels, self.shift = digits.target[part], shift
+        images, labels = load_digits()
+        self.images, self.labels, self.shift = images[part] * 15, labels[part], shift
 
     def __len__(self):
         return len(self.labels)

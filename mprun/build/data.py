@@ -13,7 +13,7 @@ from mprun.data import DigitsImages, DocsText, SyntheticImages, SyntheticTokens
 from mprun.data.cifar10 import Cifar10
 from mprun.data.image_folder import ImageFolder
 from mprun.data.lm1b import Lm1b
-from mprun.data.source import Source, kept_random_state
+from mprun.data.source import Source, completed, kept_random_state
 from mprun.data.text import Text
 from mprun.errors import BadInput, MprunError, raised
 
@@ -48,7 +48,7 @@ def own_source(config: CustomDataConfig, seed: int, device: torch.device) -> Sou
         factory = Factory("data.factory", config.factory)
         source = factory(**own, **config.options)
     _check_attributes(factory, source)
-    return source
+    return completed(source)
 
 
 def _check_attributes(factory: Factory, source: object) -> None:

@@ -1,18 +1,10 @@
-"""Sources that yield batches, all of one shape.
-
-A source has ``batches_per_epoch``, ``samples_per_batch`` (images or tokens), ``sha256`` (hex, of
-the raw content) and ``description`` (plain values). ``train_batch(index)`` counts batches over the
-whole run, so that the epoch is ``index // batches_per_epoch``; its content depends on the seed and
-the index alone, never on earlier calls or global random state. ``eval_batches()`` walks the
-held-out split in a fixed order. Batches lie on the source's device.
-"""
+"""Sources that yield batches, all of one shape: `mprun.data.source.Source` says what they offer."""
 
 from mprun.data.dataset_source import DatasetSource
-from mprun.data.docs_text import DocsText
-from mprun.data.image_store import DigitsImages
+from mprun.data.image_store import DigitsImages, SyntheticImages, load_digits
 from mprun.data.source import DataError, permutation
-from mprun.data.synthetic import SyntheticImages, SyntheticTokens
-from mprun.data.token_streams import TokenSource
+from mprun.data.text import DocsText
+from mprun.data.token_streams import SyntheticTokens, TokenSource
 
 __all__ = [
     "DataError",
@@ -22,5 +14,6 @@ __all__ = [
     "SyntheticImages",
     "SyntheticTokens",
     "TokenSource",
+    "load_digits",
     "permutation",
 ]

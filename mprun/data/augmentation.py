@@ -1,8 +1,6 @@
-"""From bytes to the numbers that a network sees, on the device.
+"""What happens to an image between its file and the network: crops, mirror images, value ranges.
 
-Random crops of padded images and mirroring, drawn on the host and applied on the device.
-
-Crops and mirror images: the random ones of training, the fixed ones of evaluation.
+Of whole files (`Augmentation`, PIL images in loader processes):
 
 ``resized_crop``: torchvision's ``RandomResizedCrop`` (area 8 to 100 %, sides 3:4 to 4:3, ten tries,
 then the middle) and mirror, as PyTorch's ImageNet example; evaluation resizes the shorter side and
@@ -12,10 +10,11 @@ middle of the image resized; mirror in training (DCGAN).
 
 For the same box the pixels are, bit for bit, those of torchvision's ``resized_crop``, ``resize``
 and ``center_crop`` on PIL images: bilinear, with PIL's antialiasing.
+
+Of small images that lie on the device as bytes (`PaddedCrop`): drawn on the host, applied there.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,15 +31,20 @@ IMAGENET_STD = tuple(255 * share for share in (0.229, 0.224, 0.225))
 CAFFE_MEAN = (123.68, 116.779, 103.939)
 # ITU-R 601: the luma of a colour is the luma of the means; of deviations it is a convention.
 LUMA = (0.299, 0.587, 0.114)
-VALUE_RANGES = ("standardised", "mean_subtracted", "tanh")
 
 
-def normalise(images: Tensor, value_range: str, mean: Tensor, std: Tensor) -> Tensor:
-    """uint8 ``[batch, height, width, channels]`` to contiguous float32 ``[batch, channels, h, w]``.
+def normalise(images: Tensor, offset: Tensor, divisor: Tensor) -> Tensor:
+    """(x - offset) / divisor, in the layout and the dtype that networks take.
 
-    ``standardised``: (x - mean) / std; ``mean_subtracted``: x - mean; ``tanh``: 0 ... 255 mapped to
-    -1 ... 1. ``mean`` and ``std`` are float32 ``[channels]`` in units of pixel values, on the
-    device of the images. Each operation rounds once, so every device gives the same bits.
+    Each operation rounds once, so every device gives the same bits.
+
+    Args:
+        images: uint8 ``[batch, height, width, channels]``.
+        offset: float32 ``[channels, 1, 1]`` in units of pixel values, on the device of the images.
+        divisor: The like.
+
+    Returns:
+        Contiguous float32 ``[batch, channels, height, width]``.
     """
     batch, height, width, channels = images.shape
     values = torch.empty(
@@ -48,32 +52,43 @@ def normalise(images: Tensor, value_range: str, mean: Tensor, std: Tensor) -> Te
     )
     # One transposing copy: three times as fast on a CPU as `.float()` of the permuted bytes.
     values.copy_(images.permute(0, 3, 1, 2))
-    if value_range == "tanh":
-        return values.sub_(127.5).div_(127.5)
-    values.sub_(mean[:, None, None])
-    if value_range == "standardised":
-        values.div_(std[:, None, None])
-    return values
+    return values.sub_(offset).div_(divisor)
+
+
+def offset_and_divisor(value_range: str, mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:
+    """What to subtract from 0 ... 255, and then to divide by, float32 ``[channels, 1, 1]``.
+
+    ``standardised``: (x - mean) / std; ``mean_subtracted``: x - mean; ``tanh``: 0 ... 255 mapped to
+    -1 ... 1. ``mean`` and ``std`` are float32 ``[channels]`` in units of pixel values. Raises
+    ``ValueError`` for another value range.
+    """
+    half = torch.full_like(mean, 127.5)
+    ranges = {
+        "standardised": (mean, std),
+        "mean_subtracted": (mean, torch.ones_like(mean)),
+        "tanh": (half, half),
+    }
+    if value_range not in ranges:
+        allowed = ", ".join(ranges)
+        raise ValueError(f"value_range={value_range!r} is not allowed: one of {allowed}")
+    offset, divisor = ranges[value_range]
+    return offset[:, None, None], divisor[:, None, None]
 
 
 def imagenet_constants(
     value_range: str, channels: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """``(mean, std)`` for `normalise`: ImageNet's or, for ``mean_subtracted``, Caffe's means.
+    """`offset_and_divisor` of ImageNet or, for ``mean_subtracted``, with Caffe's means.
 
     One channel has their luma. Raises ``ValueError`` for another value range.
     """
-    if value_range not in VALUE_RANGES:
-        allowed = ", ".join(VALUE_RANGES)
-        raise ValueError(f"value_range={value_range!r} is not allowed: one of {allowed}")
-    mean = CAFFE_MEAN if value_range == "mean_subtracted" else IMAGENET_MEAN
-    return _on(mean, channels, device), _on(IMAGENET_STD, channels, device)
-
-
-def _on(values: Sequence[float], channels: int, device: torch.device) -> Tensor:
-    if channels == 1:
-        values = [sum(share * value for share, value in zip(LUMA, values, strict=True))]
-    return torch.tensor(values, dtype=torch.float32, device=device)
+    means = CAFFE_MEAN if value_range == "mean_subtracted" else IMAGENET_MEAN
+    constants = [
+        [sum(a * b for a, b in zip(LUMA, values, strict=True))] if channels == 1 else values
+        for values in (means, IMAGENET_STD)
+    ]
+    mean, std = torch.tensor(constants, dtype=torch.float32, device=device)
+    return offset_and_divisor(value_range, mean, std)
 
 
 # Keeps these draws apart from those of the order of samples, which come from (seed, epoch).
@@ -134,8 +149,6 @@ SCALE, RATIO, TRIES = (0.08, 1.0), (3 / 4, 4 / 3), 10
 # Numbers of each training sample: mirror, top, left, one spare, then (area, sides) of each try.
 DRAWS = 4 + 2 * TRIES
 _FLIP, _TOP, _LEFT, _FIRST_TRY = 0, 1, 2, 4
-# Tells this stream from that of the order, which has the key (seed, epoch).
-
 _LOG_RATIO = math.log(RATIO[0]), math.log(RATIO[1])
 
 Box = tuple[int, int, int, int]  # left, top, right, bottom

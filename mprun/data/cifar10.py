@@ -1,6 +1,7 @@
-"""CIFAR-10 as it lies on disk: torchvision's pickles, the binary files, or class folders.
+"""CIFAR-10 below a folder, in any layout, decoded once and held on the device as bytes.
 
-CIFAR-10, decoded once and held on the device as bytes.
+The layouts: torchvision's pickles, which are read without running what a pickle may hold, the
+binary files, or class folders.
 """
 
 import codecs
@@ -8,21 +9,19 @@ import hashlib
 import io
 import os
 import pickle
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 import PIL
 import torch
-from torch import Tensor
 
-from mprun.data.array_cache import key_of, load_arrays, store_arrays
-from mprun.data.augmentation import PaddedCrop
+from mprun.data.augmentation import PaddedCrop, offset_and_divisor
+from mprun.data.cache import load_arrays, store_arrays
 from mprun.data.image_files import Images, find_images
+from mprun.data.image_folder import decode_rgb
 from mprun.data.image_listing import ImageSplit, printable
-from mprun.data.image_reader import decode_rgb
-from mprun.data.image_store import ImageBatch, ImageStore
-from mprun.data.source import DamagedData, permutation
+from mprun.data.image_store import ImageStore
+from mprun.data.source import Batch, DamagedData, permutation
 
 CLASSES, SIZE = 10, 32
 PIXEL_BYTES = 3 * SIZE * SIZE
@@ -122,7 +121,7 @@ def read_class_folders(root: str) -> Cifar10Files:
 def _cached_pixels(images: Images) -> np.ndarray:
     n = len(images.train) + len(images.held_out)
     # Decoders of other Pillow versions may round differently.
-    key = key_of("cifar10", images.sha256, PIL.__version__)
+    key = {"of": "cifar10", "content": images.sha256, "pillow": PIL.__version__}
     kept = load_arrays(key) if images.sha256_of == "content" else None
     if kept is not None and [a.shape for a in kept] == [(n, 3, SIZE, SIZE)]:
         return kept[0]
@@ -232,7 +231,7 @@ PADDING = 4
 SPLIT_SEED = 20171010
 
 
-class Cifar10:
+class Cifar10(ImageStore):
     """50,000 training and 10,000 held-out RGB images of 32x32 px in 10 classes, below ``root``.
 
     Krizhevsky (2009), in any of the layouts of ``mprun.data.cifar10``; class folders may
@@ -253,10 +252,10 @@ class Cifar10:
     ``device``.
     ``sha256`` is over the pixels and labels that are used, in that order.
 
-    Raises ``ValueError`` for an argument out of range, ``DamagedData`` naming a file.
+    Raises:
+        ValueError: An argument is out of range.
+        DamagedData: A file, which is named, cannot be used.
     """
-
-    num_classes = CLASSES
 
     def __init__(
         self,
@@ -276,66 +275,37 @@ class Cifar10:
             raise ValueError(
                 f"augmentation={augmentation!r} is not allowed: 'padded_crop' or 'none'"
             )
-        normalisation = _normalisation(value_range)
+        constants = (255 * torch.tensor(MEAN), 255 * torch.tensor(DEVIATION))
+        normalisation = offset_and_divisor(value_range, *constants)
         files = read_cifar10(root)
         train = _first(files.train, train_size, "train_size", 0)
         held_out = _first(files.held_out, eval_size, "eval_size", 1)
         padding = PADDING if augmentation == "padded_crop" else 0
         augment = PaddedCrop(seed, len(train[0]), padding, flip, device)
-        self._store = ImageStore(
+        super().__init__(
             train,
             held_out,
             255,
-            image_size,
-            3,
-            batch_size,
-            seed,
-            device,
-            None,
+            name="cifar10",
+            num_classes=CLASSES,
+            image_size=image_size,
+            channels=3,
+            batch_size=batch_size,
+            seed=seed,
+            device=device,
+            value_range=value_range,
             normalisation=normalisation,
             augment=augment if padding or flip else None,
         )
-        self.batches_per_epoch = self._store.batches_per_epoch
-        self.samples_per_batch = batch_size
-        self.sha256 = self._store.sha256
-        self.description: dict[str, str | int | float] = {
-            "name": "cifar10",
+        self.description |= {
             "origin": files.origin,
-            "train_samples": len(train[0]),
-            "eval_samples": len(held_out[0]),
-            "num_classes": self.num_classes,
-            "image_size": image_size,
-            "channels": 3,
-            "value_range": value_range,
             "augmentation": augmentation,
             "flip": "half" if flip else "none",
             "ignored_files": files.ignored,
         }
 
-    def train_batch(self, index: int) -> ImageBatch:
-        """Batch ``index`` of the run; raises ``ValueError`` if it is negative."""
-        return self._store.train_batch(index)
 
-    def eval_batches(self) -> Iterator[ImageBatch]:
-        """The held-out images in a fixed order, as they are."""
-        return self._store.eval_batches()
-
-
-def _normalisation(value_range: str) -> tuple[Tensor, Tensor]:
-    """What to subtract from 0 ... 255, and then to divide by."""
-    mean, deviation = (255 * torch.tensor(part).view(3, 1, 1) for part in (MEAN, DEVIATION))
-    ranges = {
-        "standardised": (mean, deviation),
-        "mean_subtracted": (mean, torch.ones(3, 1, 1)),
-        "tanh": (torch.full((3, 1, 1), 127.5), torch.full((3, 1, 1), 127.5)),
-    }
-    if value_range not in ranges:
-        allowed = ", ".join(repr(name) for name in ranges)
-        raise ValueError(f"value_range={value_range!r} is not allowed: {allowed}")
-    return ranges[value_range]
-
-
-def _first(part: Part, size: int | None, name: str, stream: int) -> ImageBatch:
+def _first(part: Part, size: int | None, name: str, stream: int) -> Batch:
     n = len(part.labels)
     if size is not None and not 1 <= size <= n:
         raise ValueError(f"{name}={size} is not allowed: 1 to {n}, the size of the split, or None")

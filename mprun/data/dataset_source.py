@@ -1,31 +1,25 @@
-"""From a batch number to a batch of items of the user's own data set, in any process.
-
-The user's own data sets as a source: order, random augmentation and batches are mprun's.
-"""
+"""The user's own data sets as a source: order, random augmentation and batches are mprun's."""
 
 import hashlib
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
 
-from mprun.data.image_reader import ReadBatch
-from mprun.data.image_store import ImageBatch
-from mprun.data.loader import BatchLoader, DeviceFeed
+from mprun.data.loader import LoadedSource
 from mprun.data.source import (
     DamagedData,
     DataError,
-    EpochOrder,
-    checked_index,
+    ReadBatch,
+    Reader,
     kept_random_state,
     seed_sample,
 )
 from mprun.errors import MprunError, raised
 
-CPU = torch.device("cpu")
 # Keys of random states. What is no training sample has the same for every seed, so that all runs
 # are judged on the same images and equal data have equal hashes.
 _TRAINING, _HELD_OUT, _HASHED = 20171014, 20171015, 20171016
@@ -66,7 +60,7 @@ class Items:
             for number in range(count):
                 image, label = self.item(number * len(self) // count, _HASHED)
                 digest.update(f"{image.dtype} {list(image.shape)} {label}\n".encode())
-                digest.update(image.contiguous().numpy())
+                digest.update(image.contiguous().numpy().data)
         return digest.hexdigest()
 
     def sample(self) -> Tensor:
@@ -81,44 +75,27 @@ class Items:
         return image
 
 
-class DatasetReader:
-    """Batches of one split by number, a pure function of the data set, ``seed`` and the number.
+class DatasetReader(Reader):
+    """Batches of items, uint8 or float32 ``[batch, channels, height, width]``, all like ``like``.
 
-    With a ``seed``: training batches in the order of ``EpochOrder``, number counting over all
-    epochs. Without: the data set in its own order, ``len(reader)`` batches, the last one may be
-    smaller. Images are uint8 or float32 ``[batch, channels, height, width]``, all like ``like``.
-    Can be pickled where the data set can.
+    Can be pickled where the data set can. An item that cannot be used ends the run.
     """
 
-    most_replaced = 0  # an item that cannot be used ends the run
-
     def __init__(self, split: Items, like: Tensor, batch_size: int, seed: int | None) -> None:
-        self.split, self.batch_size, self.seed = split, batch_size, seed
+        super().__init__(split, batch_size, seed)
+        self.split, self.seed = split, seed
         self._like = like.shape, like.dtype
-        self._order = None if seed is None else EpochOrder(seed, len(split), batch_size, CPU)
-
-    def __len__(self) -> int:
-        """Batches of an epoch."""
-        if self._order is not None:
-            return self._order.batches_per_epoch
-        return -(-len(self.split) // self.batch_size)
 
     def read(self, number: int, *, shared: bool = False) -> ReadBatch:
-        """Batch ``number``; ValueError if it is negative, DamagedData naming an item."""
-        if self._order is None:
-            start = number * self.batch_size
-            chosen = range(start, min(start + self.batch_size, len(self.split)))
-            key = (_HELD_OUT,)
-        else:
-            chosen = self._order.indices(checked_index(number)).tolist()
-            key = (_TRAINING, self.seed, number // len(self))
+        """Batch ``number``; raises ``DamagedData`` naming an item."""
+        chosen = self.places(number)
+        key = (_HELD_OUT,) if self.seed is None else (_TRAINING, self.seed, number // len(self))
         with kept_random_state():
             pairs = [self._alike(index, *self.split.item(index, *key)) for index in chosen]
-        images, labels = zip(*pairs, strict=True)
-        images = torch.stack(images)
+        images = torch.stack([image for image, _ in pairs])
         if shared:
             images.share_memory_()
-        return ReadBatch(images, torch.tensor(labels, dtype=torch.int64), (), ())
+        return ReadBatch(images, torch.tensor([label for _, label in pairs], dtype=torch.int64))
 
     def _alike(self, index: int, image: Tensor, label: int) -> tuple[Tensor, int]:
         if (image.shape, image.dtype) != self._like:
@@ -143,7 +120,7 @@ def _image(image: object, what: str) -> Tensor:
     return image if image.dtype is torch.uint8 else image.float()
 
 
-def _label(label: object, num_classes: int, what: str) -> int:
+def _label(label: SupportsIndex, num_classes: int, what: str) -> int:
     try:
         number = operator.index(label)
     except TypeError:
@@ -159,7 +136,7 @@ def _label(label: object, num_classes: int, what: str) -> int:
 HASHED_ITEMS = 64  # of each split
 
 
-class DatasetSource:
+class DatasetSource(LoadedSource):
     """Two map-style data sets (``__len__``, ``__getitem__``) of ``(image, label)``.
 
     An image is a tensor ``[channels, height, width]``, uint8 or floating, all of one shape; a label
@@ -181,8 +158,10 @@ class DatasetSource:
     ``sha256`` covers up to 64 items of each split, evenly spaced, as they are delivered, and both
     lengths; or give it: what you state is recorded, nothing is read for it.
 
-    Raises ``ValueError`` for an argument out of range, ``DamagedData`` for an item that cannot be
-    used or that raises an exception (the message names it), ``Resource`` for a lost process.
+    Raises:
+        ValueError: An argument is out of range.
+        DamagedData: An item, which is named, cannot be used or raises an exception.
+        Resource: A process is lost.
     """
 
     def __init__(
@@ -210,18 +189,12 @@ class DatasetSource:
         self._divisor = _per_channel("divisor", divisor, channels, device)
         reader = DatasetReader(items["train"], image, batch_size, seed)
         eval_reader = DatasetReader(items["held_out"], image, batch_size, None)
-        pinned = device.type == "cuda"
-        self._feed = DeviceFeed(BatchLoader(reader, workers, pin_memory=pinned), device)
-        self._eval_feed = DeviceFeed(
-            BatchLoader(eval_reader, workers, last=len(eval_reader), pin_memory=pinned), device
-        )
-        self._eval_batches = len(eval_reader)
+        super().__init__(reader, eval_reader, workers, device)
         self.num_classes = num_classes
-        self.batches_per_epoch, self.samples_per_batch = len(reader), batch_size
         counts = {name: min(HASHED_ITEMS, len(split)) for name, split in items.items()}
         self.sha256 = sha256 or _sha256(items, counts)
         covers = " and ".join(f"{counts[name]} of {len(items[name])} {name}" for name in items)
-        self.description: dict[str, str | int | float] = {
+        self.description = {
             "name": type(train).__name__,
             "train_samples": len(train),
             "eval_samples": len(held_out),
@@ -233,27 +206,6 @@ class DatasetSource:
         }
         if height == width:
             self.description["image_size"] = height
-
-    def train_batch(self, index: int) -> ImageBatch:
-        """Batch ``index`` of the run; raises ``ValueError`` if it is negative."""
-        images, labels = self._feed.batch(checked_index(index))
-        return self._float(images), labels
-
-    def eval_batches(self) -> Iterator[ImageBatch]:
-        """The whole held-out split in its order; the last batch may be smaller."""
-        for number in range(self._eval_batches):
-            images, labels = self._eval_feed.batch(number)
-            yield self._float(images), labels
-        self._eval_feed.defer_wait()  # only training's is asked for
-
-    def defer_wait(self) -> Callable[[], float]:
-        """What tells how long the device waited for training batches, see ``DeviceFeed``."""
-        return self._feed.defer_wait()
-
-    def close(self) -> None:
-        """End the loader processes; the source can be asked again."""
-        self._feed.close()
-        self._eval_feed.close()
 
     def _float(self, images: Tensor) -> Tensor:
         if images.dtype is torch.uint8:

@@ -167,18 +167,11 @@ def _split_by_hash(whole: ImageSplit, eval_share: float) -> tuple[ImageSplit, Im
             f"{printable(whole.source)}: {len(whole)} images are too few, eval_share="
             f"{eval_share:g} holds none of them out"
         )
-    return _take(whole, ~held_out), _take(whole, held_out)
+    return whole.taken(~held_out), whole.taken(held_out)
 
 
 def _hash64(name: bytes) -> int:
     return int.from_bytes(hashlib.sha256(name).digest()[:8], "big")
-
-
-def _take(split: ImageSplit, chosen: np.ndarray) -> ImageSplit:
-    names, ends = pack_names(split.relative_name(i) for i in np.flatnonzero(chosen))
-    return ImageSplit(
-        split.source, names, ends, split.sizes[chosen], split.labels[chosen], split.classes
-    )
 
 
 def _sha256(parts: dict[str, ImageSplit], skip: bool) -> tuple[str, str]:

@@ -1,18 +1,210 @@
-"""Image files of any size, decoded and augmented on the way by loader processes."""
+"""Image files of any size, decoded and augmented on the way by loader processes.
 
-from collections.abc import Callable, Iterator
+Encoded images become the pixels of torchvision's ``pil_loader``, with these policies.
 
+====================================  ==========================================================
+file                                  what comes out
+====================================  ==========================================================
+JPEG, PNG, BMP, WebP, PPM, PGM,       RGB, as ``PIL.Image.convert("RGB")`` gives it; recognised by
+TIFF, GIF                             content, whatever the extension; other formats are refused
+gray, 1 bit                           repeated on three channels; 1 bit becomes 0 and 255
+palette, with or without              the palette's colours; transparency is dropped
+transparency
+RGBA, LA                              alpha is dropped, the colours beneath it stay
+CMYK and YCCK JPEG                    Pillow's conversion, inverted Adobe files included
+16-bit gray (PNG, PGM, TIFF)          v / 257 rounded; ``convert`` alone would clip at 255
+16-bit colour                         the high byte of each value (Pillow's reader)
+32-bit gray                           as 16-bit if all values fit, otherwise refused
+floating-point pixels                 refused
+EXIF orientation, colour profile      ignored, as torchvision does
+several frames                        the first
+truncated, empty, no image            refused
+more than 89,478,485 pixels           refused: Pillow's limit against decompression bombs
+warnings of Pillow                    silent (damaged EXIF data, palette transparency)
+====================================  ==========================================================
+
+What no error shows, here as in torchvision: flipped bytes that still decode (JPEG has no checksum,
+and Pillow does not read the one of PNG's pixels), and a file cut off behind its last pixel.
+"""
+
+import io
+import logging
+import re
+import warnings
+from collections.abc import Iterable
+
+import numpy as np
 import torch
+from PIL import Image, ImageFile
 from torch import Tensor
 
-from mprun.data.augmentation import Augmentation, imagenet_constants, normalise
+from mprun.data.augmentation import Augmentation, draws, imagenet_constants, normalise
 from mprun.data.image_files import find_images
-from mprun.data.image_reader import ImageReader
-from mprun.data.image_store import ImageBatch
-from mprun.data.loader import BatchLoader, DeviceFeed, default_workers
+from mprun.data.image_listing import ImageSplit
+from mprun.data.loader import LoadedSource, default_workers
+from mprun.data.source import DamagedData, ReadBatch, Reader
+from mprun.errors import BadInput
+
+FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "PPM", "TIFF", "GIF")
+# A quarter of a GiB of RGB bytes would be 89,478,485.3 pixels.
+MAX_PIXELS = 2**28 // 3
+_TOO_MANY_PIXELS = f"more than {MAX_PIXELS:,} pixels"
+_SILENT = ("ignore", None, Warning, re.compile(r"PIL\."), 0)  # an entry of warnings.filters
+_WIDE_GRAY = ("I;16", "I;16B", "I;16L", "I;16N", "I")
+# Pillow tells of every chunk of every file where a program around this one logs at debug level.
+logging.getLogger("PIL").setLevel(logging.INFO)
 
 
-class ImageFolder:
+def decode_rgb(content: bytes, name: str) -> Image.Image:
+    """The image in ``content`` as a loaded PIL image of mode RGB.
+
+    Raises ``DamagedData`` naming ``name`` for what cannot be decoded in full, ``BadInput`` where
+    something has told Pillow to accept truncated files.
+    """
+    if ImageFile.LOAD_TRUNCATED_IMAGES:
+        raise BadInput(
+            "PIL.ImageFile.LOAD_TRUNCATED_IMAGES=True: the missing part of a truncated image "
+            "would be trained on as gray (allowed: False)"
+        )
+    if not content:
+        raise DamagedData(f"{name}: an empty file (0 bytes)")
+    _silence_pillow()
+    try:
+        image = Image.open(io.BytesIO(content), formats=FORMATS)
+        _check_size(image, name)
+        image.load()
+        return _rgb(image, name)
+    except Image.UnidentifiedImageError:
+        raise DamagedData(f"{name}: not an image of a known format") from None
+    except Image.DecompressionBombError:
+        raise DamagedData(f"{name}: {_TOO_MANY_PIXELS}") from None
+    except (DamagedData, MemoryError):
+        raise
+    except Exception as error:
+        # Damaged files make Pillow raise OSError, SyntaxError, ValueError, struct.error, ...
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise DamagedData(f"{name}: cannot be decoded: {reason}") from error
+
+
+def _check_size(image: Image.Image, name: str) -> None:
+    width, height = image.size
+    if width * height > MAX_PIXELS:
+        raise DamagedData(f"{name}: {_TOO_MANY_PIXELS} ({width} x {height})")
+
+
+def _rgb(image: Image.Image, name: str) -> Image.Image:
+    if image.mode == "F":
+        raise DamagedData(f"{name}: floating-point pixels, whose range is not known")
+    if image.mode in _WIDE_GRAY:
+        return _from_wide_gray(image, name)
+    # A copy of what is RGB already would cost 0.1 ms for a photograph of 500 x 400.
+    return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def _from_wide_gray(image: Image.Image, name: str) -> Image.Image:
+    values = np.asarray(image).astype(np.int64)
+    if values.min() < 0 or values.max() > 65535:
+        raise DamagedData(f"{name}: gray values outside 0 ... 65535")
+    return Image.fromarray(((values + 128) // 257).astype(np.uint8)).convert("RGB")
+
+
+def _silence_pillow() -> None:
+    """No warnings from Pillow's modules in this process, from now on.
+
+    Not ``warnings.catch_warnings``, which is not safe in threads.
+    """
+    if _SILENT not in warnings.filters:
+        warnings.filterwarnings("ignore", module=_SILENT[3].pattern)
+
+
+# A thousandth of a split may be replaced; three files of a small one.
+_SHARE_REPLACED, _FEW_REPLACED = 1000, 3
+
+
+class ImageReader(Reader):
+    """Batches of images, uint8 ``[batch, image_size, image_size, channels]``.
+
+    With a ``seed`` they have the random part of the augmentation; of the sample at place p of an
+    epoch it depends on (seed, epoch, p) alone.
+
+    ``on_corrupt="skip"``: in place of a file that cannot be used comes the next one of the split
+    that can (after the last the first), with its own label and the crop of the one it stands for.
+    ``most_replaced`` is how many different files may be replaced: a thousandth of the split, three
+    in a small one. With "stop" a file that cannot be used raises ``DamagedData``.
+
+    An instance can be pickled and holds no open file. Costs per image: decoding, one crop, one
+    resize and one copy of the bytes; nothing is computed in floating point.
+    """
+
+    def __init__(
+        self,
+        split: ImageSplit,
+        augmentation: Augmentation,
+        batch_size: int,
+        *,
+        seed: int | None,
+        on_corrupt: str = "stop",
+    ) -> None:
+        if on_corrupt not in ("stop", "skip"):
+            raise ValueError(f"on_corrupt={on_corrupt!r} is not allowed: 'stop' or 'skip'")
+        super().__init__(split, batch_size, seed)
+        self.split, self.augmentation, self.seed = split, augmentation, seed
+        self.skips = on_corrupt == "skip"
+        self.most_replaced = max(_FEW_REPLACED, len(split) // _SHARE_REPLACED)
+
+    def read(self, number: int, *, shared: bool = False) -> ReadBatch:
+        """Batch ``number``; raises ``DamagedData`` naming a file."""
+        chosen, chances = self._samples(number)
+        size, channels = self.augmentation.image_size, self.augmentation.channels
+        images = torch.empty((len(chosen), size, size, channels), dtype=torch.uint8)
+        if shared:
+            images.share_memory_()
+        rows = images.numpy().reshape(len(chosen), -1)
+        used: list[int] = []
+        replaced: list[int] = []
+        for row, sample, chance in zip(rows, chosen, chances, strict=True):
+            place, image = self._readable(sample, replaced)
+            if chance is None:
+                image = self.augmentation.evaluation(image)
+            else:
+                image = self.augmentation.train(image, chance)
+            row[:] = np.frombuffer(image.tobytes(), np.uint8)
+            used.append(place)
+        labels = torch.from_numpy(self.split.labels[used])
+        names = tuple(self.split.name(place) for place in replaced)
+        return ReadBatch(images, labels, tuple(replaced), names)
+
+    def _samples(self, number: int) -> tuple[list[int], Iterable[np.ndarray | None]]:
+        """Places in the split, and the random numbers of each sample (None in evaluation)."""
+        chosen = self.places(number)
+        if self.seed is None:
+            return chosen, [None] * len(chosen)
+        epoch, batch = divmod(number, len(self))
+        return chosen, draws(self.seed, epoch, batch * self.batch_size, self.batch_size)
+
+    def _readable(self, sample: int, replaced: list[int]) -> tuple[int, Image.Image]:
+        """Place and image of ``sample`` or of the first after it that can be used."""
+        place = sample
+        tried: list[int] = []
+        while True:
+            try:
+                image = decode_rgb(self.split.read(place), self.split.name(place))
+            except DamagedData as error:
+                tried.append(place)
+                if not self.skips:
+                    raise
+                if len(tried) > min(self.most_replaced, len(self.split) - 1):
+                    raise DamagedData(
+                        f"{error}; nor can {len(tried) - 1} before it be used; data.on_corrupt="
+                        f"skip replaces no more than {self.most_replaced} files"
+                    ) from None
+                place = (place + 1) % len(self.split)
+            else:
+                replaced += tried
+                return place, image
+
+
+class ImageFolder(LoadedSource):
     """The images below ``root`` (``find_images`` says in which layouts) as a source of batches.
 
     A batch is ``(images float32 [batch, channels, image_size, image_size], labels int64 [batch])``
@@ -29,8 +221,10 @@ class ImageFolder:
     be used (``ImageReader``); ``replaced_files()`` tells which. With "stop" such a file raises
     ``DamagedData``, as do more than a thousandth of a split (three files of a small one).
 
-    Raises ``ValueError`` for an argument, ``DamagedData`` naming a file or folder, ``Resource`` for
-    a lost or stalled process.
+    Raises:
+        ValueError: An argument is out of range.
+        DamagedData: A file or folder, which is named, cannot be used.
+        Resource: A process is lost or stalled.
     """
 
     def __init__(
@@ -56,8 +250,7 @@ class ImageFolder:
     ) -> None:
         device = torch.device(device)
         geometry = Augmentation(augmentation, image_size, channels, flip, resize_to, centre_crop)
-        self._mean, self._std = imagenet_constants(value_range, channels, device)
-        self._value_range = value_range
+        self._offset, self._divisor = imagenet_constants(value_range, channels, device)
         found = find_images(
             root, layout=layout, eval_share=eval_share, imagenet=imagenet, on_corrupt=on_corrupt
         )
@@ -65,18 +258,12 @@ class ImageFolder:
         held_out = ImageReader(
             found.held_out, geometry, batch_size, seed=None, on_corrupt=on_corrupt
         )
-        self.workers = default_workers(device) if workers is None else workers
-        pinned = device.type == "cuda"
-        self._train = BatchLoader(train, self.workers, prefetch, pin_memory=pinned)
-        self._held_out = BatchLoader(
-            held_out, self.workers, prefetch, last=len(held_out), pin_memory=pinned
-        )
-        self._train_feed = DeviceFeed(self._train, device)
-        self._eval_feed = DeviceFeed(self._held_out, device)
+        workers = default_workers(device) if workers is None else workers
+        super().__init__(train, held_out, workers, device, prefetch)
+        self.workers = workers
         self.num_classes = max(1, len(found.classes))
-        self.batches_per_epoch, self.samples_per_batch = len(train), batch_size
         self.sha256 = found.sha256
-        self.description: dict[str, str | int | float] = {
+        self.description = {
             "name": "imagenet" if imagenet else "image_folder",
             "train_samples": len(found.train),
             "eval_samples": len(found.held_out),
@@ -89,22 +276,6 @@ class ImageFolder:
             "sha256_of": found.sha256_of,
             "ignored_files": found.ignored,
         }
-
-    def train_batch(self, index: int) -> ImageBatch:
-        """Batch ``index`` of the run; raises ``ValueError`` if it is negative."""
-        images, labels = self._train_feed.batch(index)
-        return self._float(images), labels
-
-    def eval_batches(self) -> Iterator[ImageBatch]:
-        """The held-out split in the order of its names; the last batch may be smaller."""
-        for number in range(self._held_out.last):
-            images, labels = self._eval_feed.batch(number)
-            yield self._float(images), labels
-        self._eval_feed.defer_wait()  # only training's is asked for
-
-    def defer_wait(self) -> Callable[[], float]:
-        """What tells how long the device waited for training batches, see ``DeviceFeed``."""
-        return self._train_feed.defer_wait()
 
     def replaced_files(self) -> dict[str, str]:
         """Files that ``on_corrupt="skip"`` replaced so far, each once: place -> name.
@@ -119,10 +290,5 @@ class ImageFolder:
             for number, name in loader.replaced.items()
         }
 
-    def close(self) -> None:
-        """End the loader processes; the source can be asked again."""
-        self._train_feed.close()
-        self._eval_feed.close()
-
     def _float(self, images: Tensor) -> Tensor:
-        return normalise(images, self._value_range, self._mean, self._std)
+        return normalise(images, self._offset, self._divisor)

@@ -1,6 +1,4 @@
-"""One split of an image data set: where each image lies, and its bytes on demand.
-
-The image files below a folder, by name and size, and what is not counted among them.
+"""The image files below a folder, by name and size, and one split of them with its content.
 
 Images are files with one of torchvision's extensions in any case; what they hold is decided when
 they are decoded, so a PNG file named .jpg is read as the PNG that it is. Names that begin with a
@@ -58,6 +56,14 @@ class ImageSplit:
         """
         separator = os.sep if self.starts is None else ":"
         return printable(os.fsencode(self.source) + separator.encode() + self.relative_name(i))
+
+    def taken(self, order: np.ndarray) -> "ImageSplit":
+        """The images ``order`` (int64, or bool ``[n]``), in that order."""
+        chosen = np.arange(len(self))[order].tolist()
+        names, ends = pack_names(self.relative_name(i) for i in chosen)
+        starts = None if self.starts is None else self.starts[order]
+        sizes, labels = self.sizes[order], self.labels[order]
+        return ImageSplit(self.source, names, ends, sizes, labels, self.classes, starts)
 
     def read(self, i: int) -> bytes:
         """The encoded content of image ``i``, never empty. Safe in forked and spawned processes.

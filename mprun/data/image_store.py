@@ -1,47 +1,60 @@
-"""Labelled images held as bytes on the device and turned into float batches there.
+"""Small images held as bytes on the device and turned into float batches there.
 
-scikit-learn's handwritten digits, enlarged: real images without a download.
+`ImageStore` serves them. The two sources without files: handwritten digits, real images without a
+download, and random images with nothing to learn, whose content depends neither on the run's seed
+nor on the device.
 """
 
 import hashlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mprun.data.source import DataError, EpochOrder, permutation
+from mprun.data.source import Batch, DataError, EpochOrder, Source, permutation
 
-ImageBatch = tuple[Tensor, Tensor]
 # (uint8 images [batch, channels, h, w], epoch, position of the first one in the epoch) -> the like.
 Augment = Callable[[Tensor, int, int], Tensor]
 
 
-class ImageStore:
+class ImageStore(Source):
     """A training and an evaluation split of uint8 images, served at ``image_size``.
 
-    ``train_images`` and ``eval_images`` are uint8 ``[n, channels or 1, h, w]`` with values up to
-    ``maximum``, labels int64 ``[n]``. Batches are ``(images float32
-    [batch, channels, image_size, image_size], labels int64 [batch])``: bilinear resize if the
-    stored size differs, one channel repeated if more are asked for, and values either
-    ``standardised`` (mean 0, standard deviation 1 over the stored training split) or ``tanh``
-    (0 ... maximum mapped to -1 ... 1). ``normalisation`` replaces both: (offset, divisor), float32
-    ``[channels, 1, 1]``, to subtract and then to divide by. ``augment`` changes training batches
-    on the device while they are bytes.
+    Batches are ``(images float32 [batch, channels, image_size, image_size], labels int64
+    [batch])``: bilinear resize if the stored size differs, one channel repeated if more are asked
+    for; the last evaluation batch may be smaller. ``sha256`` is over the stored images and labels.
+
+    Args:
+        train: Images uint8 ``[n, channels or 1, h, w]`` and labels int64 ``[n]``.
+        held_out: The like, for evaluation.
+        maximum: The largest value that an image may have.
+        value_range: ``standardised`` (mean 0, standard deviation 1 over the stored training split)
+            or ``tanh`` (0 ... maximum mapped to -1 ... 1).
+        normalisation: Replaces both: (offset, divisor), float32 ``[channels, 1, 1]``, to subtract
+            and then to divide by.
+        augment: Changes training batches on the device while they are bytes.
+
+    Raises:
+        ValueError: An argument is out of range.
     """
 
     def __init__(
         self,
-        train: ImageBatch,
-        held_out: ImageBatch,
+        train: Batch,
+        held_out: Batch,
         maximum: int,
+        *,
+        name: str,
+        num_classes: int,
         image_size: int,
         channels: int,
         batch_size: int,
         seed: int,
         device: torch.device | str,
-        value_range: str | None,
-        *,
+        value_range: str,
         normalisation: tuple[Tensor, Tensor] | None = None,
         augment: Augment | None = None,
     ) -> None:
@@ -50,45 +63,51 @@ class ImageStore:
             raise ValueError(f"image_size={image_size} is not allowed: 8 or more")
         if channels < 1 or channels % stored:
             raise ValueError(f"channels={channels} is not allowed: a multiple of {stored}")
-        if normalisation is not None:
-            self.offset, self.divisor = (part.to(device) for part in normalisation)
-        elif value_range == "standardised":
-            std, mean = torch.std_mean(train[0].double(), correction=0)
-            self.offset, self.divisor = float(mean), float(std)
-        elif value_range == "tanh":
-            self.offset = self.divisor = maximum / 2
-        else:
-            raise ValueError(
-                f"value_range={value_range!r} is not allowed: 'standardised' or 'tanh'"
-            )
         device = torch.device(device)
         self._order = EpochOrder(seed, len(train[0]), batch_size, device)
-        self.batches_per_epoch = self._order.batches_per_epoch
+        self.description = {
+            "name": name,
+            "train_samples": len(train[0]),
+            "eval_samples": len(held_out[0]),
+            "num_classes": num_classes,
+            "image_size": image_size,
+            "channels": channels,
+            "value_range": value_range,
+        }
+        self._offset: Tensor | float
+        self._divisor: Tensor | float
+        if normalisation is not None:
+            self._offset, self._divisor = (part.to(device) for part in normalisation)
+        else:
+            offset, divisor = _offset_and_divisor(value_range, train[0], maximum)
+            self._offset, self._divisor = offset, divisor
+            self.description |= {"offset": offset, "divisor": divisor}
+        self.num_classes = num_classes
+        self.batches_per_epoch, self.samples_per_batch = self._order.batches_per_epoch, batch_size
         self.sha256 = _sha256(*train, *held_out)
         self._train = tuple(part.to(device) for part in train)
         self._held_out = tuple(part.to(device) for part in held_out)
-        self._image_size, self._channels, self._batch_size = image_size, channels, batch_size
-        self._augment = augment
+        self._image_size, self._channels, self._augment = image_size, channels, augment
 
-    def train_batch(self, index: int) -> ImageBatch:
+    def train_batch(self, index: int) -> Batch:
         """Batch ``index`` of the run; raises ``ValueError`` if it is negative."""
         picked = self._order.indices(index)
         images, labels = self._train
         batch = images.index_select(0, picked)
         if self._augment is not None:
             epoch, number = divmod(index, self.batches_per_epoch)
-            batch = self._augment(batch, epoch, number * self._batch_size)
+            batch = self._augment(batch, epoch, number * self.samples_per_batch)
         return self._float(batch), labels.index_select(0, picked)
 
-    def eval_batches(self) -> Iterator[ImageBatch]:
-        """The whole held-out split in its stored order; the last batch may be smaller."""
+    def eval_batches(self) -> Iterator[Batch]:
+        """The whole held-out split in its stored order, as it is."""
         images, labels = self._held_out
-        for start in range(0, len(images), self._batch_size):
-            part = slice(start, start + self._batch_size)
+        for start in range(0, len(images), self.samples_per_batch):
+            part = slice(start, start + self.samples_per_batch)
             yield self._float(images[part]), labels[part]
 
     def _float(self, images: Tensor) -> Tensor:
-        values = images.float().sub_(self.offset).div_(self.divisor)
+        values = images.float().sub_(self._offset).div_(self._divisor)
         size = (self._image_size, self._image_size)
         if values.shape[-2:] != size:
             values = F.interpolate(values, size, mode="bilinear", align_corners=False)
@@ -97,10 +116,19 @@ class ImageStore:
         return values
 
 
+def _offset_and_divisor(value_range: str, images: Tensor, maximum: int) -> tuple[float, float]:
+    if value_range == "standardised":
+        std, mean = torch.std_mean(images.double(), correction=0)
+        return float(mean), float(std)
+    if value_range == "tanh":
+        return maximum / 2, maximum / 2
+    raise ValueError(f"value_range={value_range!r} is not allowed: 'standardised' or 'tanh'")
+
+
 def _sha256(*tensors: Tensor) -> str:
     digest = hashlib.sha256()
     for tensor in tensors:
-        digest.update(tensor.contiguous().numpy())
+        digest.update(tensor.contiguous().numpy().data)
     return digest.hexdigest()
 
 
@@ -110,21 +138,19 @@ MAXIMUM = 16
 SPLIT_SEED = 20171010
 
 
-class DigitsImages:
+class DigitsImages(ImageStore):
     """1,797 digits of 8x8 px in 10 classes, split 1,437 for training and 360 held out.
 
     Enlarged bilinearly to ``image_size`` px, batch by batch on ``device``; the one gray channel is
     repeated if ``channels`` is more than 1. ``value_range`` is ``standardised`` (mean 0, standard
     deviation 1 over the 8x8 training pixels) or ``tanh`` ([-1, 1]). The images are those of
-    ``sklearn.datasets.load_digits`` (UCI optical recognition of handwritten digits, test part).
+    ``sklearn.datasets.load_digits`` (UCI optical recognition of handwritten digits, test part);
+    digits.LICENSE beside this file says where they come from.
 
-    A batch is ``(images float32 [batch, channels, image_size, image_size], labels int64
-    [batch])``; the last evaluation batch may be smaller.
-
-    Raises ``ValueError`` for an argument out of range, ``DataError`` without scikit-learn.
+    Raises:
+        ValueError: An argument is out of range.
+        DataError: The file of images is not as it was installed.
     """
-
-    num_classes = 10
 
     def __init__(
         self,
@@ -135,54 +161,92 @@ class DigitsImages:
         channels: int = 3,
         value_range: str = "standardised",
     ) -> None:
-        images, labels = _load()
+        images, labels = load_digits()
         order = permutation(SPLIT_SEED, 0, len(images))
         train, held_out = order[:-EVAL_SAMPLES], order[-EVAL_SAMPLES:]
-        self._store = ImageStore(
+        super().__init__(
             (images[train], labels[train]),
             (images[held_out], labels[held_out]),
             MAXIMUM,
-            image_size,
-            channels,
-            batch_size,
-            seed,
-            device,
-            value_range,
+            name="digits",
+            num_classes=10,
+            image_size=image_size,
+            channels=channels,
+            batch_size=batch_size,
+            seed=seed,
+            device=device,
+            value_range=value_range,
         )
-        self.batches_per_epoch = self._store.batches_per_epoch
-        self.samples_per_batch = batch_size
-        self.sha256 = self._store.sha256
-        self.description: dict[str, str | int | float] = {
-            "name": "digits",
-            "origin": "sklearn.datasets.load_digits",
-            "train_samples": len(train),
-            "eval_samples": len(held_out),
-            "num_classes": self.num_classes,
-            "image_size": image_size,
-            "channels": channels,
-            "value_range": value_range,
-            "offset": self._store.offset,
-            "divisor": self._store.divisor,
-        }
-
-    def train_batch(self, index: int) -> ImageBatch:
-        """Batch ``index`` of the run; raises ``ValueError`` if it is negative."""
-        return self._store.train_batch(index)
-
-    def eval_batches(self) -> Iterator[ImageBatch]:
-        """The 360 held-out digits in a fixed order."""
-        return self._store.eval_batches()
+        self.description["origin"] = "sklearn.datasets.load_digits"
 
 
-def _load() -> ImageBatch:
+_DIGITS = Path(__file__).with_name("digits.npz")
+
+
+def load_digits() -> Batch:
     """All digits: uint8 ``[1797, 1, 8, 8]`` with values 0 ... 16, labels int64 ``[1797]``."""
     try:
-        # Imported here because it brings scipy, which no other source needs.
-        from sklearn.datasets import load_digits
-    except ImportError as error:
+        with open(_DIGITS, "rb") as file, np.load(file, allow_pickle=False) as digits:
+            images, labels = (torch.from_numpy(digits[name]) for name in ("images", "labels"))
+    except Exception as error:  # a damaged archive makes NumPy raise many types
         raise DataError(
-            "the digits data need scikit-learn, which is not installed: pip install scikit-learn"
+            f"{_DIGITS}: the digits cannot be read ({error}): install mprun again"
         ) from error
-    digits = load_digits()
-    images = torch.from_numpy(digits.images).to(torch.uint8)[:, None]
-    return images, torch.from_numpy(digits.target).to(torch.int64)
+    return images[:, None], labels.to(torch.int64)
+
+
+CONTENT_SEED = 20171010
+
+
+class SyntheticImages(ImageStore):
+    """Uniform random bytes as images with uniform random labels.
+
+    Values and batches as for ``DigitsImages``, but stored at full size: ``channels *
+    image_size**2`` bytes a sample on the device. The content comes from a fixed CPU generator; the
+    seed sets the order alone.
+
+    Raises:
+        ValueError: An argument is out of range.
+    """
+
+    def __init__(
+        self,
+        num_classes: int,
+        image_size: int,
+        batch_size: int,
+        seed: int,
+        device: torch.device | str,
+        channels: int = 3,
+        train_size: int = 256,
+        eval_size: int = 64,
+        value_range: str = "standardised",
+    ) -> None:
+        for name, value, least in (
+            ("num_classes", num_classes, 1),
+            ("channels", channels, 1),
+            ("train_size", train_size, 1),
+            ("eval_size", eval_size, 1),
+            ("image_size", image_size, 8),
+        ):
+            if value < least:
+                raise ValueError(f"{name}={value} is not allowed: {least} or more")
+        generator = torch.Generator().manual_seed(CONTENT_SEED)
+
+        def split(n: int) -> Batch:
+            shape = (n, channels, image_size, image_size)
+            images = torch.randint(256, shape, dtype=torch.uint8, generator=generator)
+            return images, torch.randint(num_classes, (n,), generator=generator)
+
+        super().__init__(
+            split(train_size),
+            split(eval_size),
+            255,
+            name="synthetic_images",
+            num_classes=num_classes,
+            image_size=image_size,
+            channels=channels,
+            batch_size=batch_size,
+            seed=seed,
+            device=device,
+            value_range=value_range,
+        )

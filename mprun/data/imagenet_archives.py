@@ -1,20 +1,21 @@
-"""The members of a tar archive by place, checked, for reading without extraction.
+"""ILSVRC12 read in place from its original tar archives; nothing is ever extracted.
 
-ILSVRC12 read in place from its original archives; nothing is ever extracted.
+The members' places are listed and checked once; `ImageSplit` reads each image at its offset.
 """
 
 import gzip
+import hashlib
 import io
 import os
 import re
 import tarfile
 import zlib
 from collections.abc import Iterator
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple, cast
 
 import numpy as np
 
-from mprun.data.array_cache import fingerprint, key_of, load_arrays, store_arrays
+from mprun.data.cache import load_arrays, store_arrays
 from mprun.data.image_listing import (
     IMAGE_EXTENSIONS,
     MAX_FILE_BYTES,
@@ -54,29 +55,33 @@ def list_members(path: str, inside: Member | None = None) -> list[Member]:
     try:
         with open(path, "rb", buffering=0) as file:
             start, size = inside[1:] if inside else (0, os.fstat(file.fileno()).st_size)
-            return sorted(_members(_Window(file.fileno(), start, size), shown, start, size))
+            return sorted(_members(file, shown, start, size))
     except OSError as error:
         raise DamagedData(f"{shown}: cannot be read: {error.strerror}") from error
     except tarfile.TarError as error:
         raise DamagedData(f"{shown}: a damaged tar archive: {error}") from error
 
 
-def entries(file: BinaryIO) -> Iterator[tarfile.TarInfo]:
+def entries(file: BinaryIO, start: int, size: int) -> Iterator[tarfile.TarInfo]:
     """The members of an uncompressed tar in its order, in memory that does not grow with it.
 
-    Raises ``tarfile.TarError`` for headers of more than ``MAX_HEADER_BYTES`` before one member and
-    where no valid header follows: tarfile takes a damaged one for the end, and members would be
-    missing.
+    The tar is bytes ``start : start + size`` of ``file``. Raises ``tarfile.TarError`` for headers
+    of more than ``MAX_HEADER_BYTES`` before one member and where no valid header follows: tarfile
+    takes a damaged one for the end, and members would be missing.
     """
-    reads = _BoundedReads(file)
+    headers = _Headers(file, start, size)
     try:
-        tar = tarfile.open(fileobj=reads, mode="r:")
-        while (entry := _next(tar)) is not None:
-            tar.members = []  # tarfile would keep them all, at a kilobyte each
-            reads.left = MAX_HEADER_BYTES
+        # tarfile asks its file for no more than these three.
+        tar = tarfile.open(fileobj=cast(BinaryIO, headers), mode="r:")
+        while (entry := tar.next()) is not None:
+            if entry.size < 0:
+                raise tarfile.ReadError(f"a member of {entry.size} bytes")
+            # tarfile would keep them all, at a kilobyte each.
+            tar.members = []  # type: ignore[attr-defined]  # not in its types
+            headers.left = MAX_HEADER_BYTES
             yield entry
-        reads.seek(tar.offset)
-        end = reads.read(tarfile.BLOCKSIZE)
+        headers.seek(tar.offset)
+        end = headers.read(tarfile.BLOCKSIZE)
     except (ValueError, OverflowError, RecursionError) as error:
         # tarfile's, of numbers that are none and of headers for headers.
         raise tarfile.ReadError(f"no valid header ({error})") from None
@@ -84,41 +89,24 @@ def entries(file: BinaryIO) -> Iterator[tarfile.TarInfo]:
         raise tarfile.ReadError(f"no valid header at byte {tar.offset}")
 
 
-def _next(tar: tarfile.TarFile) -> tarfile.TarInfo | None:
-    entry = tar.next()
-    if entry is not None and entry.size < 0:
-        raise tarfile.ReadError(f"a member of {entry.size} bytes")
-    return entry
-
-
 def member_name(path: str, member: Member) -> str:
     """What messages call ``member`` of the archive ``path``."""
     return f"{printable(path)}:{printable(member.name)}"
 
 
-class _BoundedReads:
-    """``file`` as tarfile reads headers from it, no more than ``left`` bytes."""
+class _Headers:
+    """Bytes ``start : start + size`` of a file as tarfile reads headers there, ``left`` at most."""
 
-    def __init__(self, file: BinaryIO) -> None:
-        self._file, self.left = file, MAX_HEADER_BYTES
-        self.seek, self.tell = file.seek, file.tell
+    def __init__(self, file: BinaryIO, start: int, size: int) -> None:
+        self._file, self._start, self._size = file, start, size
+        self._at, self.left = 0, MAX_HEADER_BYTES
 
     def read(self, n: int) -> bytes:
         self.left -= n
         if self.left < 0:
             raise tarfile.ReadError(f"headers of more than {MAX_HEADER_BYTES:,} bytes for a member")
-        return self._file.read(n)
-
-
-class _Window:
-    """Bytes ``start : start + size`` of a file as what ``tarfile`` reads from."""
-
-    def __init__(self, descriptor: int, start: int, size: int) -> None:
-        self._descriptor, self._start, self._size, self._at = descriptor, start, size, 0
-
-    def read(self, n: int) -> bytes:
-        n = max(0, min(n, self._size - self._at))
-        content = os.pread(self._descriptor, n, self._start + self._at)
+        self._file.seek(self._start + self._at)
+        content = self._file.read(max(0, min(n, self._size - self._at)))
         self._at += len(content)
         return content
 
@@ -129,9 +117,10 @@ class _Window:
         return self._at
 
 
-def _members(window: _Window, shown: str, start: int, size: int) -> list[Member]:
-    members, seen = [], set()
-    for entry in entries(window):
+def _members(file: BinaryIO, shown: str, start: int, size: int) -> list[Member]:
+    members: list[Member] = []
+    seen: set[str] = set()
+    for entry in entries(file, start, size):
         if entry.isdir():
             continue
         name = entry.name.removeprefix("./")
@@ -165,6 +154,7 @@ GROUND_TRUTH, META = "data/ILSVRC2012_validation_ground_truth.txt", "data/meta.m
 MAX_DEVKIT_BYTES = 16 * 2**20  # of one of its files
 MAX_UNPACKED_BYTES = 64 * 2**20
 CLASSES = 1000
+_EDGE_BYTES = 64 * 2**10
 _CLASS_TAR = re.compile(r"n\d{8}\.tar")
 
 
@@ -185,22 +175,24 @@ def find_archived_images(root: str) -> tuple[ImageSplit, ImageSplit]:
     Raises ``DamagedData`` naming the archive or the member that is missing or cannot be used.
     """
     train_path, validation_path = (os.path.join(root, name) for name in (TRAIN, VALIDATION))
-    key = key_of("imagenet", *_fingerprint(train_path), *_fingerprint(validation_path))
+    key = {
+        "of": "imagenet",
+        "train": _fingerprint(train_path),
+        "validation": _fingerprint(validation_path),
+    }
     index = load_arrays(key)
     if index is None:
         index = [*_list_train(train_path), *_list_validation(validation_path)]
         store_arrays(key, index)
     names, ends, starts, sizes, labels = index[:5]
-    blob = names.tobytes()
-    firsts = np.unique(labels, return_index=True)[1]
-    classes = tuple(
-        blob[ends[first - 1] if first else 0 :].partition(b".tar/")[0].decode() for first in firsts
-    )
+    train = ImageSplit(train_path, names.tobytes(), ends, sizes, labels, (), starts)
+    firsts = np.unique(labels, return_index=True)[1].tolist()
+    classes = tuple(train.relative_name(i).partition(b".tar/")[0].decode() for i in firsts)
     if len(classes) != CLASSES:
         raise DamagedData(
             f"{printable(train_path)}: {len(classes)} classes, ImageNet has {CLASSES}"
         )
-    train = ImageSplit(train_path, blob, ends, sizes, labels, classes, starts)
+    train.classes = classes
 
     names, ends, starts, sizes = index[5:]
     wnids = _validation_wnids(root)
@@ -219,16 +211,21 @@ def find_archived_images(root: str) -> tuple[ImageSplit, ImageSplit]:
     labels = np.array([label_of[wnid] for wnid in wnids], np.int64)
     by_class = np.argsort(labels, kind="stable")
     held_out = ImageSplit(validation_path, names.tobytes(), ends, sizes, labels, classes, starts)
-    return train, _in_order(held_out, by_class)
+    return train, held_out.taken(by_class)
 
 
-def _fingerprint(path: str) -> tuple[int, int, bytes]:
+def _fingerprint(path: str) -> str:
+    """Tells large files apart in a moment: size, time stamp, hash of the first and last 64 KiB."""
     try:
-        return fingerprint(path)
+        with open(path, "rb", buffering=0) as file:
+            found = os.fstat(file.fileno())
+            edges = hashlib.sha256(os.pread(file.fileno(), _EDGE_BYTES, 0))
+            edges.update(os.pread(file.fileno(), _EDGE_BYTES, max(0, found.st_size - _EDGE_BYTES)))
     except FileNotFoundError:
         raise DamagedData(f"{printable(path)}: no such file; {WHERE_FILES_GO}") from None
     except OSError as error:
         raise DamagedData(f"{printable(path)}: cannot be read: {error.strerror}") from error
+    return f"{found.st_size} {found.st_mtime_ns} {edges.hexdigest()}"
 
 
 def _list_train(path: str) -> list[np.ndarray]:
@@ -267,12 +264,6 @@ def _columns(images: list[Member]) -> list[np.ndarray]:
     return [np.frombuffer(names, np.uint8), ends, starts, sizes]
 
 
-def _in_order(split: ImageSplit, order: np.ndarray) -> ImageSplit:
-    names, ends = pack_names(split.relative_name(i) for i in order)
-    sizes, labels, starts = split.sizes[order], split.labels[order], split.starts[order]
-    return ImageSplit(split.source, names, ends, sizes, labels, split.classes, starts)
-
-
 def _validation_wnids(root: str) -> list[str]:
     """The class of each validation image in the order of file names."""
     # Imported here because only archives need it.
@@ -308,7 +299,7 @@ def _read_devkit(root: str) -> list[bytes]:
             raise DamagedData(
                 f"{printable(archive)}: unpacks to more than {MAX_UNPACKED_BYTES // 2**20} MiB"
             )
-        for member in entries(io.BytesIO(unpacked)):
+        for member in entries(io.BytesIO(unpacked), 0, len(unpacked)):
             name = member.name.removeprefix("./").removeprefix(f"{DEVKIT_FOLDER}/")
             if name not in wanted:
                 continue

@@ -1,23 +1,18 @@
-"""Where the files of the One Billion Word benchmark lie, and its vocabulary file.
-
-The One Billion Word benchmark (Chelba et al., arXiv 1312.3005), shard by shard.
-"""
+"""The One Billion Word benchmark (Chelba et al., arXiv 1312.3005), shard by shard."""
 
 import hashlib
 import sys
-from collections.abc import Iterable, Iterator
-from functools import cached_property
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Unpack
 
 import numpy as np
-import torch
 
-from mprun.data.file_streams import FileStreams
+from mprun.data.cache import Cache
 from mprun.data.source import DamagedData
-from mprun.data.token_cache import TokenCache
-from mprun.data.token_streams import EVAL_STREAMS, TokenBatch
-from mprun.data.vocabulary import joined_words, read_words, text_blocks
-from mprun.data.word_table import WordTable, encoded_blocks
+from mprun.data.text import EncodedText, check_options
+from mprun.data.token_streams import Sizes
+from mprun.data.vocabulary import WordIds, read_words, text_blocks, word_blocks
 
 TRAINING_SHARDS = 99
 _CORPUS = "1-billion-word-language-modeling-benchmark-r13output"
@@ -91,8 +86,8 @@ def read_vocabulary(path: Path, sha256: str, required: tuple[str, ...]) -> tuple
     if not lines[-1]:
         lines.pop()
     words: dict[str, None] = {}
-    for number, line in enumerate(lines, 1):
-        fields = line.split()
+    for number, text in enumerate(lines, 1):
+        fields = text.split()
         if not 1 <= len(fields) <= 2 or not all(count.isdecimal() for count in fields[1:]):
             raise DamagedData(f"{path}: line {number} is not a word, or a word and its count")
         if fields[0] in words:
@@ -116,7 +111,7 @@ def _corpus_folder(root: Path) -> Path:
 SENTENCE, UNKNOWN = "<S>", "<UNK>"
 
 
-class Lm1b:
+class Lm1b(EncodedText):
     """99 training shards and one held-out shard below ``root``, as streams of words.
 
     ``root`` is the unpacked folder 1-billion-word-language-modeling-benchmark-r13output or the one
@@ -124,7 +119,6 @@ class Lm1b:
     on which results are published, and 00001 for "valid". ``vocabulary`` is the file of words, one
     a line, a count after each or not; None: 1b_word_vocab.txt or vocab-2016-09-10.txt in ``root``
     or the folder. Ids are line numbers from 0, ``<UNK>`` stands for words that are not in the file.
-    ``vocab_size`` is the number of lines padded to ``vocab_multiple``; the padding ids never occur.
 
     Sentences are ``<S> w1 ... wn``, one after the other, so that the ``<S>`` of the next one is
     the end of the one before, as in the code of Jozefowicz et al. (arXiv 1602.02410), where each
@@ -137,112 +131,73 @@ class Lm1b:
     anew in each epoch and deals them out to the streams one by one. Evaluation runs in 16 streams
     over the first ``eval_tokens`` of the held-out shard, None for all.
 
-    Each shard is encoded once, into the folder ``cache`` (``TokenCache``; 3.3 GB in all), and an
+    Each shard is encoded once, into the folder ``cache`` (`Cache`; 3.3 GB in all), and an
     interrupted preparation goes on where it was. Memory holds one block of a shard, and while
-    shards are encoded the vocabulary. ``sha256`` stands for the contents of all files used.
+    shards are encoded the vocabulary.
 
-    Batches are ``(tokens, targets)``, int64 ``[time, batch]``, as ``FileStreams`` describes.
-    Raises ``ValueError`` for an argument out of range, ``DataError`` for too little text or a
-    cache that cannot be written, ``DamagedData`` for missing or unusable files, ``Resource`` for a
-    full disk.
+    Raises:
+        ValueError: An argument is out of range.
+        DataError: There is too little text, or the cache cannot be written.
+        DamagedData: Files are missing or unusable.
+        Resource: The disk is full.
     """
 
     def __init__(
         self,
         root: str | Path,
         *,
-        sequence_length: int,
-        batch_size: int,
-        seed: int,
-        device: torch.device | str,
         vocabulary: str | Path | None = None,
         vocab_multiple: int = 8,
         eval_split: str = "valid",
         eval_tokens: int | None = None,
         cache: str | Path | None = None,
+        **sizes: Unpack[Sizes],
     ) -> None:
-        if eval_split not in ("valid", "test"):
-            raise ValueError(f"eval_split={eval_split!r} is not allowed: 'valid' or 'test'")
-        if vocab_multiple < 1:
-            raise ValueError(f"vocab_multiple={vocab_multiple} is not allowed: 1 or more")
+        check_options(vocab_multiple, split=eval_split)
         shards, held_out = find_shards(root, eval_split)
-        words = find_vocabulary(root, vocabulary)
-        self._cache = TokenCache(cache)
-        hashes = {p: self._cache.content_sha256(p) for p in (words, *shards, held_out)}
-        key = {"kind": "words", "vocabulary": hashes[words]}
-        self._words_file = self._cache.find(key) or self._cache.store(
-            key, _checked_words(words, hashes[words])
-        )
-        tokens = self._encoded_shards(hashes)
-        self._streams = FileStreams(
-            tokens[:-1],
-            tokens[-1],
-            batch_size,
-            sequence_length,
-            seed,
-            device,
+        source = find_vocabulary(root, vocabulary)
+        kept = Cache(cache)
+        hashes = {path: kept.content_sha256(path) for path in (source, *shards, held_out)}
+
+        def checked_words() -> Iterator[bytes]:
+            for word in read_vocabulary(source, hashes[source], (SENTENCE, UNKNOWN)):
+                yield f"{word}\n".encode()
+
+        words = kept.made({"kind": "words", "vocabulary": hashes[source]}, checked_words)
+        super().__init__(
+            "lm1b",
+            f"{len(shards)} training shards, {held_out.name}, {source.name}",
+            hashes.values(),
+            words,
+            SENTENCE,
+            _encoded_shards(kept, hashes, words),
+            vocab_multiple=vocab_multiple,
+            eval_split=eval_split,
             rotate=False,
             shuffle_files=True,
             overlap=1,
             eval_tokens=eval_tokens,
+            **sizes,
         )
-        entries = self._words_file.read_bytes().count(b"\n")
-        self.vocab_size = -(-entries // vocab_multiple) * vocab_multiple
-        self.batches_per_epoch = self._streams.batches_per_epoch
-        self.samples_per_batch = batch_size * sequence_length
-        self.sha256 = hashlib.sha256("".join(hashes.values()).encode()).hexdigest()
-        self.description: dict[str, str | int | float] = {
-            "name": "lm1b",
-            "files": f"{len(shards)} training shards, {held_out.name}, {words.name}",
-            "train_samples": self._streams.train_tokens,
-            "eval_samples": self._streams.eval_tokens,
-            "eval_split": eval_split,
-            "eval_streams": EVAL_STREAMS,
-            "sequence_length": sequence_length,
-            "vocab_entries": entries,
-            "vocab_size": self.vocab_size,
-            "rotate": False,
-        }
-
-    def train_batch(self, index: int) -> TokenBatch:
-        """Batch ``index`` of the run; raises ``ValueError`` if it is negative."""
-        return self._streams.train_batch(index)
-
-    def eval_batches(self) -> Iterator[TokenBatch]:
-        """The held-out shard in order; the last batch may be shorter in time."""
-        return self._streams.eval_batches()
-
-    @cached_property
-    def vocabulary(self) -> tuple[str, ...]:
-        """All entries, in the order of their ids."""
-        return read_words(self._words_file)
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """The text of ``ids``: words joined by blanks, one sentence a line."""
-        return joined_words([self.vocabulary[i] for i in ids], SENTENCE)
-
-    def _encoded_shards(self, hashes: dict[Path, str]) -> list[Path]:
-        """Token files of all shards, made where the cache does not have them."""
-        table, tokens = None, []
-        (_, vocabulary), *shards = hashes.items()
-        for number, (path, sha256) in enumerate(shards, 1):
-            key = {"kind": "tokens", "vocabulary": vocabulary, "source": sha256}
-            entry = self._cache.find(key)
-            if entry is None:
-                if sys.stderr.isatty() or number % 10 == 0:
-                    print(f"mprun: encoding shard {number} of {len(shards)}", file=sys.stderr)
-                table = table or WordTable(read_words(self._words_file), UNKNOWN, SENTENCE)
-                entry = self._cache.store(key, _encoded(path, sha256, table))
-            tokens.append(entry)
-        return tokens
 
 
-def _checked_words(path: Path, sha256: str) -> Iterator[bytes]:
-    for word in read_vocabulary(path, sha256, (SENTENCE, UNKNOWN)):
-        yield f"{word}\n".encode()
+def _encoded_shards(cache: Cache, hashes: dict[Path, str], words: Path) -> list[Path]:
+    """Token files of all shards, made where the cache does not have them."""
+    ids, tokens = None, []
+    (_, vocabulary), *shards = hashes.items()
+    for number, (path, sha256) in enumerate(shards, 1):
+        key = {"kind": "tokens", "vocabulary": vocabulary, "source": sha256}
+        entry = cache.find(key)
+        if entry is None:
+            if sys.stderr.isatty() or number % 10 == 0:
+                print(f"mprun: encoding shard {number} of {len(shards)}", file=sys.stderr)
+            ids = ids or WordIds(read_words(words), UNKNOWN)
+            entry = cache.store(key, _encoded(path, sha256, ids))
+        tokens.append(entry)
+    return tokens
 
 
-def _encoded(path: Path, sha256: str, table: WordTable) -> Iterator[np.ndarray]:
+def _encoded(path: Path, sha256: str, ids: WordIds) -> Iterator[np.ndarray]:
     """``<S>`` once at the beginning and after each sentence: one more than the shard has of it."""
-    yield table.encode(b"\n")
-    yield from encoded_blocks(text_blocks(path, sha256), table)
+    yield from ids.encoded([[SENTENCE]])
+    yield from ids.encoded(word_blocks(text_blocks(path, sha256), SENTENCE))

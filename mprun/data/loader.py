@@ -1,6 +1,7 @@
-"""Loader processes: batches of a reader (images, or a user's items) read ahead, by number.
+"""Sources whose samples are read on the way: loader processes, and a device that is fed.
 
-Batches of a loader on the device, and how long the device waited for them.
+A `BatchLoader` has processes read the batches of a `Reader` ahead. A `DeviceFeed` brings them to
+the device and notes how long it waited for them. A `LoadedSource` has both for each split.
 """
 
 import atexit
@@ -22,14 +23,14 @@ from multiprocessing import (
     resource_tracker,
 )
 from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from mprun.data.image_reader import ImageReader, ReadBatch
-from mprun.data.source import DamagedData
+from mprun.data.source import Batch, DamagedData, ReadBatch, Reader, Source, checked_index
 from mprun.errors import MprunError, Resource
 
 MOST_WORKERS = 16
@@ -84,7 +85,7 @@ class BatchLoader:
 
     def __init__(
         self,
-        reader: ImageReader,
+        reader: Reader,
         workers: int,
         prefetch: int = 2,
         *,
@@ -103,8 +104,9 @@ class BatchLoader:
         self._recent: OrderedDict[int, ReadBatch] = OrderedDict()
         self._keep = _KEPT
         self._numbers = _Numbers(last)
-        self._loader = self._iterator = None
-        self._processes: list = []
+        self._loader: DataLoader | None = None
+        self._iterator: Iterator[ReadBatch | Exception] = iter(())
+        self._processes: list[BaseProcess] = []
         self._next = -1
         if workers:
             start_fork_server()  # it imports torch while the caller builds the model
@@ -151,7 +153,7 @@ class BatchLoader:
                 if time.monotonic() - waiting_since > self._stall_after:
                     self._stop(gently=False)
                     raise Resource(
-                        f"{self.reader.split.source}: no batch for {self._stall_after:g} s from "
+                        f"{self.reader.where}: no batch for {self._stall_after:g} s from "
                         f"{self.workers} loader processes; does the file system still answer?"
                     ) from None
             except (ConnectionError, EOFError, FileNotFoundError) as error:
@@ -205,7 +207,7 @@ class BatchLoader:
         if not gently:
             self._kill()
         # Without a reference left, torch asks the processes to end and waits for them.
-        self._iterator = self._loader = None
+        self._iterator, self._loader = iter(()), None
         self._next = -1
         # They ignore the signal that torch, and at exit Python, sends to what is left.
         self._kill()
@@ -231,7 +233,7 @@ class BatchLoader:
         if len(self.replaced) > most:
             raise DamagedData(
                 f"{batch.replaced_names[-1]}: cannot be used, nor can {most} others of "
-                f"{len(self.reader.split)}; data.on_corrupt=skip replaces no more than {most}"
+                f"{self.reader.samples}; data.on_corrupt=skip replaces no more than {most}"
             )
 
 
@@ -241,7 +243,7 @@ def start_fork_server() -> None:
     # Blocked signals stay blocked in what is started here; those that arrive meanwhile come later.
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
-        forkserver.set_forkserver_preload(["torch.utils.data", "mprun.data.image_reader"])
+        forkserver.set_forkserver_preload(["torch.utils.data", "mprun.data.image_folder"])
         forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
@@ -259,10 +261,10 @@ class _Numbers:
         return iter(range(self.first, self._last))
 
 
-class _Readings:
+class _Readings(Dataset):
     """Batches, or the error in place of one: raised in a worker, it would arrive as a traceback."""
 
-    def __init__(self, reader: ImageReader):
+    def __init__(self, reader: Reader):
         self._reader = reader
 
     def __getitem__(self, number: int) -> ReadBatch | Exception:
@@ -286,7 +288,9 @@ def _settle(worker: int) -> None:
 
 
 def _end_with_parent() -> None:
-    wait([parent_process().sentinel])
+    parent = parent_process()
+    assert parent is not None  # the one that started this process
+    wait([parent.sentinel])
     os._exit(1)
 
 
@@ -355,8 +359,8 @@ class DeviceFeed:
         idle_from, idle_to = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         idle_from.record(stream)  # reached when the last step's work is done
         started = time.perf_counter()
-        here = self._copy(number) if not self._is_ahead(number) else self._ahead[1]
-        self._ahead = None
+        ahead, self._ahead = self._ahead, None
+        here = ahead[1] if ahead is not None and ahead[0] == number else self._copy(number)
         if isinstance(here, Exception):
             raise here
         if number + 1 != self._loader.last:
@@ -373,9 +377,6 @@ class DeviceFeed:
         here.labels.record_stream(stream)
         return here.images, here.labels
 
-    def _is_ahead(self, number: int) -> bool:
-        return self._ahead is not None and self._ahead[0] == number
-
     def _copy(self, number: int) -> _OnDevice:
         read = self._loader.batch(number)
         with torch.cuda.stream(self._copies):
@@ -384,3 +385,51 @@ class DeviceFeed:
             copied = torch.cuda.Event()
             copied.record(self._copies)
         return _OnDevice(images, labels, copied)
+
+
+class LoadedSource(Source):
+    """A training and a held-out split, read by ``workers`` processes each (0: by the caller).
+
+    They start with the first batch and end with ``close()``; neither their number nor ``prefetch``
+    changes a sample. What the readers make becomes float images on the device in ``_float``.
+    """
+
+    def __init__(
+        self,
+        train: Reader,
+        held_out: Reader,
+        workers: int,
+        device: torch.device,
+        prefetch: int = 2,
+    ) -> None:
+        pinned = device.type == "cuda"
+        self._train = BatchLoader(train, workers, prefetch, pin_memory=pinned)
+        self._eval_count = len(held_out)
+        self._held_out = BatchLoader(
+            held_out, workers, prefetch, last=self._eval_count, pin_memory=pinned
+        )
+        self._train_feed = DeviceFeed(self._train, device)
+        self._eval_feed = DeviceFeed(self._held_out, device)
+        self.batches_per_epoch, self.samples_per_batch = len(train), train.batch_size
+        self.defer_wait = self._train_feed.defer_wait
+
+    def train_batch(self, index: int) -> Batch:
+        """Batch ``index`` of the run; raises ``ValueError`` if it is negative."""
+        images, labels = self._train_feed.batch(checked_index(index))
+        return self._float(images), labels
+
+    def eval_batches(self) -> Iterator[Batch]:
+        """The held-out split in its own order; the last batch may be smaller."""
+        for number in range(self._eval_count):
+            images, labels = self._eval_feed.batch(number)
+            yield self._float(images), labels
+        self._eval_feed.defer_wait()  # only training's is asked for
+
+    def close(self) -> None:
+        """End the loader processes; the source can be asked again."""
+        self._train_feed.close()
+        self._eval_feed.close()
+
+    def _float(self, images: Tensor) -> Tensor:
+        """The float images that a network takes, of those that the readers made."""
+        raise NotImplementedError

@@ -1,16 +1,15 @@
-"""What every data source offers; tasks and the loop rely on nothing else.
+"""What every data source offers, and the order and the chances of its samples.
 
-What a source raises when the data themselves are at fault.
-
-The order of samples, as a pure function of seed and epoch.
-
-Random state of one sample: set from what it is, not from what was drawn before it.
+Tasks and the loop rely on `Source` and on nothing else. `Reader` is what a source has that reads
+its samples on the way: batches on the CPU by number, in any process. The order of samples is a pure
+function of seed and epoch; random state of one sample is set from what the sample is, not from what
+was drawn before it.
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
@@ -19,6 +18,8 @@ from torch import Tensor
 from mprun.errors import Damaged
 
 Batch = tuple[Tensor, Tensor]
+# Text, whole numbers and others, as run.json records them.
+Description = dict[str, str | int | float]
 
 
 class Source(Protocol):
@@ -26,20 +27,28 @@ class Source(Protocol):
 
     ``train_batch(index)`` counts batches over the whole run, so that the epoch is
     ``index // batches_per_epoch``; what it returns depends on the seed and the index alone, never
-    on earlier calls, worker counts or global random state. ``eval_batches()`` walks the held-out
-    split in a fixed order. ``sha256`` (hex) stands for the content; ``description`` holds plain
-    values for the record, among them ``name``, ``train_samples`` and ``eval_samples``.
+    on earlier calls, worker counts or global random state. Image sources also have ``num_classes``,
+    text sources ``vocab_size``. What only sources that read ahead have to say has a default here,
+    for the others to inherit.
 
-    Image sources also have ``num_classes``, text sources ``vocab_size``. Sources that read ahead
-    also have ``close()`` (ends loader processes; a closed source can be asked again) and
-    ``defer_wait()``: a function that returns the seconds that the device waited for the training
-    batches handed out since the last call, to be called once the device has used them.
+    Attributes:
+        batches_per_epoch: Training batches; the tail that fills none is dropped.
+        samples_per_batch: Images or tokens of a training batch.
+        sha256: Stands for the content, hex.
+        description: Plain values for the record, among them ``name``, ``train_samples`` and
+            ``eval_samples``.
+        workers: Processes that read ahead for training; None where nothing is read on the way.
+        defer_wait: Returns a function that tells the seconds that the device waited for the
+            training batches handed out since the last call, to be called once the device has used
+            them; None where there is nothing to wait for.
     """
 
     batches_per_epoch: int
     samples_per_batch: int
     sha256: str
-    description: dict[str, str | int | float]
+    description: Description
+    workers: int | None = None
+    defer_wait: Callable[[], Callable[[], float]] | None = None
 
     def train_batch(self, index: int) -> Batch:
         """Batch ``index`` of the run; raises ``ValueError`` if it is negative."""
@@ -48,6 +57,36 @@ class Source(Protocol):
     def eval_batches(self) -> Iterator[Batch]:
         """The held-out split in a fixed order; the last batch may be smaller."""
         ...
+
+    def replaced_files(self) -> dict[str, str] | None:
+        """Files that could not be used and were replaced so far, place in the split -> name.
+
+        None where such a file ends the run.
+        """
+        return None
+
+    def close(self) -> None:
+        """End loader processes; a closed source can be asked again."""
+        return
+
+
+def completed(source: Any) -> Source:
+    """The user's own source, with the defaults of what it leaves out."""
+    names = ("workers", "defer_wait", "replaced_files", "close")
+    whole = all(hasattr(source, name) for name in names)
+    return source if whole else cast(Source, _Completed(source))
+
+
+class _Completed:
+    def __init__(self, source: Any) -> None:
+        self._source = source
+        self.workers = getattr(source, "workers", None)
+        self.defer_wait = getattr(source, "defer_wait", None)
+        self.replaced_files = getattr(source, "replaced_files", lambda: None)
+        self.close = getattr(source, "close", lambda: None)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
 
 
 class DataError(ValueError):
@@ -115,6 +154,76 @@ class EpochOrder:
             self._epoch = epoch
         start = batch * self._batch_size
         return self._order[start : start + self._batch_size]
+
+
+class ReadBatch(NamedTuple):
+    """A batch on the CPU.
+
+    Attributes:
+        images: ``[batch, ...]``, as the reader makes them.
+        labels: int64 ``[batch]``.
+        replaced: Numbers in the split of the samples that could not be used, in whose place others
+            are here.
+        replaced_names: What messages call them.
+    """
+
+    images: Tensor
+    labels: Tensor
+    replaced: tuple[int, ...] = ()
+    replaced_names: tuple[str, ...] = ()
+
+
+class Split(Protocol):
+    """Samples of which messages say where they are from."""
+
+    @property
+    def source(self) -> str:
+        """Name or folder."""
+
+    def __len__(self) -> int: ...
+
+
+class Reader:
+    """Batches of one split by number, a pure function of the split, ``seed`` and the number.
+
+    With a ``seed``: training batches, in the order of ``EpochOrder``, number counting over all
+    epochs. Without: the split in its own order, ``len(reader)`` batches, the last one may be
+    smaller. ``most_replaced`` is how many different samples may be replaced.
+    """
+
+    most_replaced = 0
+
+    def __init__(self, split: Split, batch_size: int, seed: int | None) -> None:
+        if batch_size < 1:
+            raise ValueError(f"batch_size={batch_size} is not allowed: 1 or more")
+        self.batch_size, self.samples, self.where = batch_size, len(split), split.source
+        self._order = (
+            None
+            if seed is None
+            else EpochOrder(seed, self.samples, batch_size, torch.device("cpu"))
+        )
+
+    def __len__(self) -> int:
+        """Batches of an epoch."""
+        if self._order is not None:
+            return self._order.batches_per_epoch
+        return -(-self.samples // self.batch_size)
+
+    def places(self, number: int) -> list[int]:
+        """Which samples batch ``number`` holds; ``ValueError`` for a number out of range."""
+        if self._order is not None:
+            return self._order.indices(number).tolist()
+        start = checked_index(number) * self.batch_size
+        if start >= self.samples:
+            raise ValueError(f"index={number} is not allowed: below {len(self)}")
+        return list(range(start, min(start + self.batch_size, self.samples)))
+
+    def read(self, number: int, *, shared: bool = False) -> ReadBatch:
+        """Batch ``number``; ``shared``: in shared memory, from where it can be sent for free.
+
+        Raises ``ValueError`` for a number out of range, ``DamagedData`` naming a sample.
+        """
+        raise NotImplementedError
 
 
 def checked_index(index: int) -> int:

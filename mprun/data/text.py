@@ -1,30 +1,33 @@
-"""Which files below a folder are the splits of a text: WikiText, Penn Treebank, plain text.
+"""Text as streams of words: folders of text files, and CPython's own documentation.
 
-Text files on disk, word by word: WikiText, Penn Treebank, plain text.
+Files (WikiText, Penn Treebank, plain text) are encoded once into a cache and read from there; the
+documentation is small enough to lie in memory, and needs no download.
 """
 
 import hashlib
+import re
 from collections.abc import Iterable, Iterator
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
+from typing import Unpack
 
 import numpy as np
 import torch
 
-from mprun.data.file_streams import FileStreams
-from mprun.data.source import DamagedData
-from mprun.data.token_cache import TokenCache
-from mprun.data.token_streams import EVAL_STREAMS, TokenBatch
+from mprun.data.cache import Cache, Key
+from mprun.data.source import DamagedData, DataError
+from mprun.data.token_streams import EVAL_STREAMS, FileOptions, FileStreams, TokenStreams
 from mprun.data.vocabulary import (
     END_OF_LINE,
     UNKNOWN,
+    WordIds,
+    build_vocabulary,
     joined_words,
     read_words,
     text_blocks,
     vocabulary_of_blocks,
     word_blocks,
 )
-from mprun.data.word_table import WordTable, encoded_blocks
 
 _PATTERNS = ("wiki.{}.tokens", "wiki.{}.raw", "ptb.{}.txt", "{}.txt", "{}.tokens")
 _NAMES = {
@@ -75,7 +78,74 @@ def _pattern(name: str, split: str) -> str | None:
     return next((p for p in _PATTERNS for alias in _NAMES[split] if p.format(alias) == name), None)
 
 
-class Text:
+class EncodedText(FileStreams):
+    """`FileStreams` of encoded words, with the vocabulary that they were encoded by.
+
+    ``vocab_size`` is the number of entries padded to ``vocab_multiple``; the padding ids never
+    occur. ``sha256`` stands for the contents of the files that the text was read from.
+
+    Args:
+        name: What the record calls the source.
+        files: What the record says of its files.
+        hashes: SHA-256 (hex) of the contents of the files.
+        words: The file of the vocabulary, one word a line.
+        marker: The word that stands for the end of a line.
+        tokens: Encoded files; the last one is the held-out split ``eval_split``.
+        options: Those of `FileStreams`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        files: str,
+        hashes: Iterable[str],
+        words: Path,
+        marker: str,
+        tokens: list[Path],
+        *,
+        vocab_multiple: int,
+        eval_split: str,
+        **options: Unpack[FileOptions],
+    ) -> None:
+        super().__init__(tokens[:-1], tokens[-1], **options)
+        self._words, self._marker = words, marker
+        entries = words.read_bytes().count(b"\n")
+        self.vocab_size = -(-entries // vocab_multiple) * vocab_multiple
+        self.sha256 = hashlib.sha256("".join(hashes).encode()).hexdigest()
+        self.description = {
+            "name": name,
+            "files": files,
+            "train_samples": self.train_tokens,
+            "eval_samples": self.eval_tokens,
+            "eval_split": eval_split,
+            "eval_streams": EVAL_STREAMS,
+            "sequence_length": self._sequence_length,
+            "vocab_entries": entries,
+            "vocab_size": self.vocab_size,
+            "rotate": self._rotate,
+        }
+
+    @cached_property
+    def vocabulary(self) -> tuple[str, ...]:
+        """All entries, in the order of their ids."""
+        return read_words(self._words)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of ``ids``: words joined by blanks and ended by lines."""
+        return joined_words([self.vocabulary[i] for i in ids], self._marker)
+
+
+def check_options(vocab_multiple: int, vocab_limit: int | None = None, split: str = "test") -> None:
+    """Raise ``ValueError`` for an option that no text has."""
+    if split not in ("valid", "test"):
+        raise ValueError(f"eval_split={split!r} is not allowed: 'valid' or 'test'")
+    if vocab_limit is not None and vocab_limit < 3:
+        raise ValueError(f"vocab_limit={vocab_limit} is not allowed: 3 or more, or None")
+    if vocab_multiple < 1:
+        raise ValueError(f"vocab_multiple={vocab_multiple} is not allowed: 1 or more")
+
+
+class Text(EncodedText):
     """The training split and one held-out split of a text below ``root``, as streams of words.
 
     Recognised names: wiki.{train,valid,test}.tokens or .raw (WikiText), ptb.{train,valid,test}.txt
@@ -87,117 +157,175 @@ class Text:
     The vocabulary comes from the training split: ``<unk>`` (0), ``<eos>`` (1), then words by
     falling count, equal counts in alphabetical order. ``<unk>`` in the text is that entry and
     stands for all words outside of the vocabulary, of which ``vocab_limit`` caps the entries, None
-    for no cap. ``vocab_size`` is the number of entries padded to ``vocab_multiple``; the padding
-    ids never occur.
+    for no cap.
 
-    Batches are ``(tokens, targets)``, int64 ``[time, batch]``, as ``FileStreams`` describes: each
-    epoch starts elsewhere (``rotate``) or at the first word, evaluation runs in 16 streams over
-    the first ``eval_tokens`` of ``eval_split`` ("valid" or "test"), None for all.
+    Batches are those of `FileStreams`: each epoch starts elsewhere (``rotate``) or at the first
+    word, evaluation runs over the first ``eval_tokens`` of ``eval_split`` ("valid" or "test"),
+    None for all.
 
-    The files are read block by block and encoded once, into the folder ``cache``
-    (``TokenCache``), which is all that is read afterwards: memory does not grow with the text.
-    ``sha256`` stands for the contents of the two files.
+    The files are read block by block and encoded once, into the folder ``cache`` (`Cache`), which
+    is all that is read afterwards: memory grows with the different words of a text and not with
+    its length.
 
-    Raises ``ValueError`` for an argument out of range, ``DataError`` for too little text or a
-    cache that cannot be written, ``DamagedData`` for missing or unusable files, ``Resource`` for a
-    full disk.
+    Raises:
+        ValueError: An argument is out of range.
+        DataError: There is too little text, or the cache cannot be written.
+        DamagedData: Files are missing or unusable.
+        Resource: The disk is full.
     """
 
     def __init__(
         self,
         root: str | Path,
         *,
-        sequence_length: int,
-        batch_size: int,
-        seed: int,
-        device: torch.device | str,
         vocab_limit: int | None = None,
         vocab_multiple: int = 8,
         lower: bool = False,
         eval_split: str = "valid",
-        rotate: bool = True,
-        eval_tokens: int | None = None,
         cache: str | Path | None = None,
+        **options: Unpack[FileOptions],
     ) -> None:
-        if eval_split not in ("valid", "test"):
-            raise ValueError(f"eval_split={eval_split!r} is not allowed: 'valid' or 'test'")
-        if vocab_limit is not None and vocab_limit < 3:
-            raise ValueError(f"vocab_limit={vocab_limit} is not allowed: 3 or more, or None")
-        if vocab_multiple < 1:
-            raise ValueError(f"vocab_multiple={vocab_multiple} is not allowed: 1 or more")
-        self._options = {"lower": lower, "vocab_limit": vocab_limit}
-        self._cache = TokenCache(cache)
+        check_options(vocab_multiple, vocab_limit, eval_split)
+        kept = Cache(cache)
         files = find_text_files(root, ("train", eval_split))
-        hashes = {path: self._cache.content_sha256(path) for path in files.values()}
+        hashes = {path: kept.content_sha256(path) for path in files.values()}
         train, held_out = files["train"], files[eval_split]
+
+        def blocks(path: Path) -> Iterator[list[str]]:
+            return word_blocks(text_blocks(path, hashes[path], lower=lower), END_OF_LINE)
+
+        def ranked_words() -> Iterator[bytes]:
+            special = (UNKNOWN, END_OF_LINE)
+            for word in vocabulary_of_blocks(blocks(train), special, vocab_limit):
+                yield f"{word}\n".encode()
+
+        def encoded(path: Path) -> Iterator[np.ndarray]:
+            yield from WordIds(read_words(words), UNKNOWN).encoded(blocks(path))
+
         # Words depend on the training split alone, so that both held-out splits share them.
-        words_key = {"kind": "words", "train": hashes[train], **self._options}
-        words = self._cache.find(words_key)
-        self._words_file = words or self._cache.store(
-            words_key, self._ranked_words(train, hashes[train])
+        key: Key = {"train": hashes[train], "lower": lower, "vocab_limit": vocab_limit}
+        words = kept.made({**key, "kind": "words"}, ranked_words)
+        tokens = [
+            kept.made({**key, "kind": "tokens", "source": hashes[path]}, partial(encoded, path))
+            for path in (train, held_out)
+        ]
+        super().__init__(
+            "text",
+            f"{train.name}, {held_out.name}",
+            hashes.values(),
+            words,
+            END_OF_LINE,
+            tokens,
+            vocab_multiple=vocab_multiple,
+            eval_split=eval_split,
+            **options,
         )
-        tokens = []
-        for path in (train, held_out):
-            key = {**words_key, "kind": "tokens", "source": hashes[path]}
-            entry = self._cache.find(key)
-            tokens.append(entry or self._cache.store(key, self._encoded(path, hashes[path])))
-        self._streams = FileStreams(
-            tokens[:1],
-            tokens[1],
-            batch_size,
-            sequence_length,
-            seed,
-            device,
-            rotate=rotate,
-            eval_tokens=eval_tokens,
-        )
-        entries = self._words_file.read_bytes().count(b"\n")
-        self.vocab_size = -(-entries // vocab_multiple) * vocab_multiple
-        self.batches_per_epoch = self._streams.batches_per_epoch
-        self.samples_per_batch = batch_size * sequence_length
-        self.sha256 = hashlib.sha256("".join(hashes.values()).encode()).hexdigest()
-        self.description: dict[str, str | int | float] = {
-            "name": "text",
-            "files": f"{train.name}, {held_out.name}",
-            "train_samples": self._streams.train_tokens,
-            "eval_samples": self._streams.eval_tokens,
-            "eval_split": eval_split,
+
+
+HELD_OUT_SHARE = 0.1
+_WORD = re.compile(r"\w+|[^\w\s]")
+
+
+class DocsText(TokenStreams):
+    """The topics of ``pydoc_data.topics``, sorted by name; about half a million characters.
+
+    The last 10 % of the text, from the start of a line on, is held out; the vocabulary is made
+    from the rest. ``level="word"``: each line is lower-cased and split into runs of letters,
+    digits and underscores, and single other characters; blanks are dropped, each line that is not
+    blank ends in ``<eos>``. ``level="char"``: every character is a token, case kept. Ids are in
+    order of falling frequency after ``<unk>`` (0) and, for words, ``<eos>`` (1).
+
+    ``vocab_limit`` caps the number of entries, these two included, None for no cap; tokens outside
+    are ``<unk>``. ``vocab_size`` is the number of entries padded to ``vocab_multiple``; the padding
+    ids never occur.
+
+    The text differs between Python versions: compare runs of equal ``sha256`` (of the whole text in
+    UTF-8) only.
+
+    Raises:
+        ValueError: An argument is out of range.
+        DataError: This Python comes without ``pydoc_data``.
+    """
+
+    def __init__(
+        self,
+        level: str,
+        batch_size: int,
+        sequence_length: int,
+        seed: int,
+        device: torch.device | str,
+        vocab_limit: int | None = None,
+        vocab_multiple: int = 8,
+    ) -> None:
+        if level not in ("word", "char"):
+            raise ValueError(f"level={level!r} is not allowed: 'word' or 'char'")
+        check_options(vocab_multiple, vocab_limit)
+        text = load_text()
+        split = _split_words if level == "word" else list
+        special = (UNKNOWN, END_OF_LINE) if level == "word" else (UNKNOWN,)
+        train_text, held_out_text = split_text(text)
+        train, held_out = split(train_text), split(held_out_text)
+        self.level = level
+        self.vocabulary: tuple[str, ...] = build_vocabulary(train, special, vocab_limit)
+        self.vocab_size = -(-len(self.vocabulary) // vocab_multiple) * vocab_multiple
+        self._ids = WordIds(self.vocabulary, UNKNOWN)
+        tokens = self._encode(train), self._encode(held_out)
+        super().__init__(*tokens, batch_size, sequence_length, seed, device)
+        self.sha256 = hashlib.sha256(text.encode()).hexdigest()
+        self.description = {
+            "name": "docs_text",
+            "origin": "pydoc_data.topics",
+            "level": level,
+            "train_samples": len(train),
+            "eval_samples": len(held_out),
             "eval_streams": EVAL_STREAMS,
             "sequence_length": sequence_length,
-            "vocab_entries": entries,
+            "vocab_entries": len(self.vocabulary),
             "vocab_size": self.vocab_size,
-            "rotate": rotate,
         }
 
-    def train_batch(self, index: int) -> TokenBatch:
-        """Batch ``index`` of the run; raises ``ValueError`` if it is negative."""
-        return self._streams.train_batch(index)
-
-    def eval_batches(self) -> Iterator[TokenBatch]:
-        """The held-out text in order; the last batch may be shorter in time."""
-        return self._streams.eval_batches()
-
-    @cached_property
-    def vocabulary(self) -> tuple[str, ...]:
-        """All entries, in the order of their ids."""
-        return read_words(self._words_file)
+    def encode(self, text: str) -> torch.Tensor:
+        """Token ids of ``text``, int64 ``[tokens]`` on the CPU."""
+        return self._encode(_split_words(text) if self.level == "word" else text)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of ``ids``: words joined by blanks and ended by lines."""
-        return joined_words([self.vocabulary[i] for i in ids], END_OF_LINE)
+        """The text of ``ids``: exact for characters, words joined by blanks and ended by lines."""
+        tokens = [self.vocabulary[i] for i in ids]
+        if self.level == "char":
+            return "".join(tokens)
+        return joined_words(tokens, END_OF_LINE)
 
-    def _blocks(self, path: Path, sha256: str) -> Iterator[bytes]:
-        return text_blocks(path, sha256, lower=self._options["lower"])
+    def _encode(self, tokens: Iterable[str]) -> torch.Tensor:
+        return torch.tensor([self._ids[token] for token in tokens], dtype=torch.int64)
 
-    def _ranked_words(self, path: Path, sha256: str) -> Iterator[bytes]:
-        words = vocabulary_of_blocks(
-            word_blocks(self._blocks(path, sha256), END_OF_LINE),
-            (UNKNOWN, END_OF_LINE),
-            self._options["vocab_limit"],
-            self._cache.folder,
-        )
-        yield from (f"{word}\n".encode() for word in words)
 
-    def _encoded(self, path: Path, sha256: str) -> Iterator[np.ndarray]:
-        table = WordTable(read_words(self._words_file), UNKNOWN, END_OF_LINE)
-        yield from encoded_blocks(self._blocks(path, sha256), table)
+def load_text() -> str:
+    """All topics joined by newlines, in the order of their names.
+
+    Raises ``DataError`` where Python comes without ``pydoc_data``, as some distributions do.
+    """
+    try:
+        from pydoc_data.topics import topics
+    except ImportError as error:
+        raise DataError(
+            "the documentation text needs the module pydoc_data.topics, which this Python lacks: "
+            "install the standard library in full, or choose other data"
+        ) from error
+    return "\n".join(topics[name] for name in sorted(topics))
+
+
+def split_text(text: str) -> tuple[str, str]:
+    """``(training, held-out)``: the last 10 % by position, from the next start of a line on."""
+    position = int(len(text) * (1 - HELD_OUT_SHARE))
+    cut = text.find("\n", position) + 1 or position
+    return text[:cut], text[cut:]
+
+
+def _split_words(text: str) -> list[str]:
+    tokens = []
+    for line in text.lower().splitlines():
+        words = _WORD.findall(line)
+        if words:
+            tokens += words
+            tokens.append(END_OF_LINE)
+    return tokens

@@ -24,7 +24,6 @@ _PACKAGES = (
     "omegaconf",
     "tensorboard",
     "numpy",
-    "scikit-learn",
 )
 
 

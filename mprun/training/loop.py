@@ -119,10 +119,7 @@ class Loop:
         self.built, self.config, self.directory, self.start = built, config, directory, start
         built.stepper.skipped.fill_(skipped)
         self.buffer = MetricBuffer(
-            built.device,
-            skipped,
-            built.task.loss_scales,
-            getattr(built.data, "defer_wait", None),
+            built.device, skipped, built.task.loss_scales, built.data.defer_wait
         )
         self.logger = MetricLogger(directory, built, self.buffer, start)
         self.outcome = Outcome("done", start, skipped=skipped)

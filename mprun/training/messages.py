@@ -7,6 +7,7 @@ from pathlib import Path
 
 from mprun.build import Built
 from mprun.config.schema import RunConfig
+from mprun.data.source import Source
 from mprun.record.console import DATA_BOUND
 from mprun.training.loop import Outcome
 
@@ -26,14 +27,14 @@ def warn(config: RunConfig, built: Built) -> None:
     tell(*_about_precision(config, built), *_about_data(config, built))
 
 
-def tell_ending(directory: Path, source, outcome: Outcome, record: dict) -> None:
+def tell_ending(directory: Path, source: Source, outcome: Outcome, record: dict) -> None:
     """Say how a run ended where that is not plain success, and what became of its data."""
     cause = f"{outcome.status} at step {outcome.step}: {outcome.cause}" if outcome.cause else None
     diverged = outcome.status == "diverged"
     tell(
         cause,
         f"its cause: mprun explain {directory}" if diverged else None,
-        data_bound(source, outcome.data_wait, record["seconds"]),
+        data_bound(source: Source, outcome.data_wait, record["seconds"]),
         replaced_line(record["data"]),
     )
 
@@ -76,7 +77,7 @@ def _about_data(config: RunConfig, built: Built) -> Iterator[str]:
         yield f"no GPU in use: {half} products are {how}"
 
 
-def data_bound(source, share: float | None, seconds: float) -> str | None:
+def data_bound(source: Source, share: float | None, seconds: float) -> str | None:
     """One line if the device waited for more than a tenth of the time; None otherwise.
 
     seconds: length of the run; of a few seconds too much is start-up to say anything.
@@ -84,7 +85,7 @@ def data_bound(source, share: float | None, seconds: float) -> str | None:
     if share is None or share <= DATA_BOUND or seconds < _LONG_ENOUGH_S:
         return None
     line = f"data-bound: the device waited {100 * share:.0f} % of the time for data"
-    workers = getattr(source, "workers", None)
+    workers = source.workers
     if workers is None:
         return line
     cores = len(os.sched_getaffinity(0))
@@ -93,17 +94,18 @@ def data_bound(source, share: float | None, seconds: float) -> str | None:
     return f"{line}; more data.workers (now {workers}, {cores} cores) or smaller files would help"
 
 
-def replaced(source, earlier: dict) -> dict:
+def replaced(source: Source, earlier: dict) -> dict:
     """What run.json says of files that data.on_corrupt=skip replaced; {} for other sources.
 
     earlier: the same of the attempt that this one continues. A file that both met counts once, even
     if it has moved: `replaced_places` holds the place of each in its split, the names only of the
     first.
     """
-    if not hasattr(source, "replaced_files"):
+    found = source.replaced_files()
+    if found is None:
         return {}
     places = dict.fromkeys(earlier.get("replaced_places", []))
-    new = {place: name for place, name in source.replaced_files().items() if place not in places}
+    new = {place: name for place, name in found.items() if place not in places}
     names = [*earlier.get("replaced_files", []), *new.values()]
     places = [*places, *new]
     return {

@@ -5,7 +5,7 @@ import random
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -67,7 +67,7 @@ def start(composed: Composed) -> int:
 
 def _look_at_data(built: Built) -> None:
     """Read the first batch where files are read on the way: before anything is written."""
-    if hasattr(built.data, "close"):
+    if built.data.defer_wait is not None:
         try:
             built.data.train_batch(0)
         except BaseException:
@@ -144,7 +144,7 @@ def attempt(
         write_json(directory / "run.json", record)
 
     try:
-        with Interruption() as interruption, closed_afterwards(built.data):
+        with Interruption() as interruption, closing(built.data):
             with built.stepper.on_stream():
                 outcome = train(
                     built,
@@ -246,16 +246,6 @@ def _check_honoured(built: Built) -> None:
             f"precision={built.policy.name}: no operation ran in "
             f"{built.arithmetic.kind()}; the mode did not happen"
         )
-
-
-@contextmanager
-def closed_afterwards(source) -> Iterator[None]:
-    """End what a data source has started, whatever happens."""
-    try:
-        yield
-    finally:
-        if hasattr(source, "close"):
-            source.close()
 
 
 def resolve_device(name: str) -> torch.device:

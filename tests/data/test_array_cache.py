@@ -1,14 +1,13 @@
 """Arrays kept on disk, through the decoded pixels of CIFAR-10: used, checked, made again."""
 
-import hashlib
 import io
+import json
 import os
-import struct
 
 import numpy as np
 import pytest
 
-from mprun.data.array_cache import load_arrays, store_arrays
+from mprun.data.cache import Cache, load_arrays, store_arrays
 from mprun.data.cifar10 import read_cifar10
 
 from .made_images import CIFAR10_CLASSES as CLASSES
@@ -24,6 +23,15 @@ def cache(tmp_path, monkeypatch):
 @pytest.fixture
 def root(tmp_path):
     return cifar10_folders(tmp_path / "data")
+
+
+def entries(cache):
+    """The entries of the cache, without their headers."""
+    return [path for path in cache.iterdir() if path.suffix == ".arrays"]
+
+
+def key_of(entry):
+    return json.loads(entry.with_suffix(".json").read_text())["key"]
 
 
 def all_pixels(root):
@@ -43,11 +51,11 @@ class MakesFolder:
 
 def test_decoded_pixels_are_kept_and_used(root, cache):
     first = read_cifar10(str(root))
-    (kept,) = cache.iterdir()
+    (kept,) = entries(cache)
     # Other pixels under the same key show that they are taken from there.
-    (pixels,) = load_arrays(kept.name)
+    (pixels,) = load_arrays(key_of(kept))
     assert (pixels.shape, pixels.dtype) == ((80, 3, 32, 32), np.uint8)
-    store_arrays(kept.name, [255 - pixels])
+    store_arrays(key_of(kept), [255 - pixels])
     inverted = read_cifar10(str(root))
     assert (inverted.train.images == 255 - first.train.images).all()
     assert (inverted.train.labels == first.train.labels).all()
@@ -58,30 +66,29 @@ def test_decoded_pixels_are_kept_and_used(root, cache):
     assert changed.reshape(60, -1).any(axis=1).nonzero()[0].tolist() == [
         CLASSES.index("cat") * 6 + 3
     ]
-    assert len(list(cache.iterdir())) == 2
+    assert len(entries(cache)) == 2
 
 
 def test_a_damaged_cache_is_made_again(root, cache):
     pixels = all_pixels(root)
-    (kept,) = cache.iterdir()
+    (kept,) = entries(cache)
     content = kept.read_bytes()
     for damaged in (b"", content[:100], content[:-1], content[:-1] + b"?", content + b"?"):
         kept.write_bytes(damaged)
         assert (all_pixels(root) == pixels).all()
         assert kept.read_bytes() == content
-    store_arrays(kept.name, [np.zeros((1, 3, 32, 32), np.uint8)])
+    store_arrays(key_of(kept), [np.zeros((1, 3, 32, 32), np.uint8)])
     assert (all_pixels(root) == pixels).all()
 
 
 def test_a_cache_with_objects_runs_nothing(root, cache, tmp_path):
     pixels = all_pixels(root)
-    (kept,) = cache.iterdir()
+    (kept,) = entries(cache)
     stream = io.BytesIO()
     canary = MakesFolder(tmp_path / "canary")
     np.lib.format.write_array(stream, np.array([canary], object), allow_pickle=True)
-    body = stream.getvalue()
-    header = b"mprun arrays 1\n" + struct.pack("<Q", len(body)) + hashlib.sha256(body).digest()
-    kept.write_bytes(header + body)
+    Cache(cache).store(key_of(kept), [stream.getvalue()])
+    assert Cache(cache).find(key_of(kept)) == kept
     assert (all_pixels(root) == pixels).all()
     assert not (tmp_path / "canary").exists()
 
@@ -96,4 +103,4 @@ def test_without_a_place_for_the_cache(root, cache, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert (all_pixels(root) == pixels).all()
     assert not (tmp_path / "relative").exists()
-    assert len(list((tmp_path / "home/.cache/mprun/images").iterdir())) == 1
+    assert len(entries(tmp_path / "home/.cache/mprun/images")) == 1

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from mprun.data import DataError, file_streams
-from mprun.data.file_streams import FileStreams
+from mprun.data import DataError, token_streams
 from mprun.data.source import DamagedData, permutation
-from mprun.data.token_streams import TokenStreams
+from mprun.data.token_streams import FileStreams, TokenStreams
 
 
 def token_file(path, tokens):
@@ -37,7 +36,7 @@ def equal(first, second) -> bool:
     ("batch_size", "sequence_length"), [(4, 5), (1, 1), (1, 103), (103, 1), (7, 3), (3, 34)]
 )
 def test_as_from_memory(files, monkeypatch, batch_size, sequence_length, block_tokens):
-    monkeypatch.setattr(file_streams, "BLOCK_TOKENS", block_tokens)
+    monkeypatch.setattr(token_streams, "BLOCK_TOKENS", block_tokens)
     sizes = (batch_size, sequence_length, 3, "cpu")
     streams = FileStreams(*files, *sizes)
     memory = TokenStreams(torch.arange(103), torch.arange(1000, 1060), *sizes)
@@ -50,7 +49,7 @@ def test_as_from_memory(files, monkeypatch, batch_size, sequence_length, block_t
 
 @pytest.mark.parametrize("block_tokens", [1, 45, 1 << 18])
 def test_a_batch_depends_on_seed_and_index_only(files, monkeypatch, block_tokens):
-    monkeypatch.setattr(file_streams, "BLOCK_TOKENS", block_tokens)
+    monkeypatch.setattr(token_streams, "BLOCK_TOKENS", block_tokens)
     in_order = FileStreams(*files, 4, 5, 1, "cpu")
     wanted = [in_order.train_batch(index) for index in range(20)]
     other = FileStreams(*files, 4, 5, 1, "cpu")
@@ -85,7 +84,7 @@ def test_without_rotation_the_last_target_is_the_first_token(files, tmp_path):
 @pytest.mark.parametrize("block_tokens", [1, 50, 1 << 18])
 @pytest.mark.parametrize("overlap", [0, 1])
 def test_files_in_an_order_of_their_own_each_epoch(tmp_path, monkeypatch, block_tokens, overlap):
-    monkeypatch.setattr(file_streams, "BLOCK_TOKENS", block_tokens)
+    monkeypatch.setattr(token_streams, "BLOCK_TOKENS", block_tokens)
     pieces = [np.arange(length) + 100 * number for number, length in enumerate([40, 7, 1, 55, 20])]
     ends = [-1] * overlap  # the first token of the next file, which must not be read here
     train = [token_file(tmp_path / str(n), [*piece, *ends]) for n, piece in enumerate(pieces)]
@@ -141,7 +140,7 @@ def test_refusals(files, change, error, message):
 
 
 def test_a_folder_that_vanishes_changes_nothing(files, tmp_path, monkeypatch):
-    monkeypatch.setattr(file_streams, "BLOCK_TOKENS", 1)
+    monkeypatch.setattr(token_streams, "BLOCK_TOKENS", 1)
     streams = FileStreams(*files, 4, 5, 0, "cpu")
     wanted = [streams.train_batch(index) for index in range(12)]
     shutil.rmtree(tmp_path)
@@ -150,7 +149,7 @@ def test_a_folder_that_vanishes_changes_nothing(files, tmp_path, monkeypatch):
 
 
 def test_a_file_that_is_cut_short(files, monkeypatch):
-    monkeypatch.setattr(file_streams, "BLOCK_TOKENS", 1)
+    monkeypatch.setattr(token_streams, "BLOCK_TOKENS", 1)
     streams = FileStreams(*files, 4, 5, 0, "cpu", rotate=False)
     streams.train_batch(0)
     os.truncate(files[0][0], 4 * 90 + 1)
@@ -173,7 +172,7 @@ def test_files_are_closed_with_the_streams(files):
 
 @pytest.mark.gpu
 def test_on_a_gpu_as_on_the_cpu(files, monkeypatch):
-    monkeypatch.setattr(file_streams, "BLOCK_TOKENS", 45)
+    monkeypatch.setattr(token_streams, "BLOCK_TOKENS", 45)
     cpu, gpu = (FileStreams(*files, 4, 5, 3, device) for device in ("cpu", "cuda"))
     batches = [gpu.train_batch(index) for index in range(20)] + list(gpu.eval_batches())
     wanted = [cpu.train_batch(index) for index in range(20)] + list(cpu.eval_batches())

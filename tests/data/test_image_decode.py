@@ -11,7 +11,7 @@ import pytest
 from PIL import Image, ImageFile
 from torchvision.datasets.folder import pil_loader
 
-from mprun.data.image_reader import MAX_PIXELS, decode_rgb
+from mprun.data.image_folder import MAX_PIXELS, decode_rgb
 from mprun.data.source import DamagedData
 from mprun.errors import BadInput
 

@@ -77,13 +77,13 @@ def test_value_ranges_by_hand():
         "standardised": [-0.485 / 0.229, (128 / 255 - 0.456) / 0.224, (1 - 0.406) / 0.225],
     }
     for value_range, values in expected.items():
-        found = normalise(pixel, value_range, *imagenet_constants(value_range, 3, CPU))
+        found = normalise(pixel, *imagenet_constants(value_range, 3, CPU))
         assert found.shape == (1, 3, 1, 1)
         # Two operations on float32, and a mean of up to 124 that is itself rounded.
         np.testing.assert_allclose(found.flatten().tolist(), values, rtol=2e-6)
     luma = 0.299 * 0.485 + 0.587 * 0.456 + 0.114 * 0.406
     mean, _ = imagenet_constants("standardised", 1, CPU)
-    assert mean.tolist() == pytest.approx([255 * luma], rel=1e-6)
+    assert mean.flatten().tolist() == pytest.approx([255 * luma], rel=1e-6)
     with pytest.raises(ValueError, match="value_range='raw' is not allowed"):
         imagenet_constants("raw", 3, CPU)
 

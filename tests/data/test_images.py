@@ -2,14 +2,13 @@
 
 import hashlib
 import math
-import sys
 
 import numpy as np
 import pytest
 import torch
-from sklearn.datasets import load_digits
 
-from mprun.data import DataError, DigitsImages, SyntheticImages, permutation
+from mprun.data import DataError, DigitsImages, SyntheticImages, image_store, permutation
+from mprun.data.image_store import load_digits
 
 
 def digits(seed=0, batch_size=100, image_size=8, channels=1, value_range="tanh"):
@@ -71,15 +70,15 @@ def test_an_epoch_shows_every_training_digit_once_and_evaluation_the_rest_once()
     assert sorted(train) == sorted(rows(source.train_batch(1)[0]))
     held_out = [row for images, _ in digits().eval_batches() for row in rows(images)]
     assert (len(train), len(held_out)) == (1437, 360)
-    everything = [bytes(image.astype(np.uint8).flatten()) for image in load_digits().images]
+    everything = [bytes(image.flatten().tolist()) for image in load_digits()[0]]
     # Equal as multisets: so the two splits are disjoint and nothing is lost.
     assert sorted(train + held_out) == sorted(everything)
 
 
 def test_labels_stay_with_their_images():
     original = {
-        bytes(image.astype(np.uint8).flatten()): label
-        for image, label in zip(load_digits().images, load_digits().target, strict=True)
+        bytes(image.flatten().tolist()): int(label)
+        for image, label in zip(*load_digits(), strict=True)
     }
     source = digits()
     batches = [source.train_batch(i) for i in range(source.batches_per_epoch)]
@@ -170,9 +169,25 @@ def test_descriptions_are_plain():
         assert all(type(v) in (str, int, float) for v in source.description.values())
 
 
-def test_missing_scikit_learn_is_said(monkeypatch):
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(DataError, match="scikit-learn"):
+def test_the_file_holds_what_runs_have_recorded_and_scikit_learn_distributes():
+    recorded = "0a0dc3d18fe2ef0f2012b63efe6ee98027843286fd97baa764154ba946b78070"
+    assert digits().sha256 == digits(image_size=32, channels=3, seed=5).sha256 == recorded
+    images, labels = load_digits()
+    assert (images.shape, images.dtype) == ((1797, 1, 8, 8), torch.uint8)
+    assert (images.min(), images.max(), labels.dtype) == (0, 16, torch.int64)
+    theirs = pytest.importorskip("sklearn.datasets").load_digits()
+    assert (images[:, 0].numpy() == theirs.images).all()
+    assert (labels.numpy() == theirs.target).all()
+
+
+@pytest.mark.parametrize("content", [None, b"", b"no archive", "cut"])
+def test_a_missing_or_damaged_file_is_said(monkeypatch, tmp_path, content):
+    path = tmp_path / "digits.npz"
+    if content is not None:
+        whole = image_store._DIGITS.read_bytes()
+        path.write_bytes(whole[: len(whole) // 2] if content == "cut" else content)
+    monkeypatch.setattr(image_store, "_DIGITS", path)
+    with pytest.raises(DataError, match=f"{path}: the digits cannot be read"):
         digits()
 
 

@@ -12,7 +12,7 @@ from PIL import Image
 
 from mprun.data.augmentation import Augmentation
 from mprun.data.image_files import find_images
-from mprun.data.image_reader import ImageReader
+from mprun.data.image_folder import ImageReader
 from mprun.data.loader import BatchLoader, available_cores, default_workers
 from mprun.data.source import DamagedData
 from mprun.errors import Resource

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from mprun.data import DataError, DocsText, SyntheticTokens
-from mprun.data.docs_text import build_vocabulary, load_text, split_text
+from mprun.data.text import load_text, split_text
 from mprun.data.token_streams import EVAL_STREAMS, TokenStreams
+from mprun.data.vocabulary import build_vocabulary
 
 
 def docs(level="char", batch_size=8, sequence_length=16, seed=0, **kwargs):

@@ -11,9 +11,10 @@ import time
 import numpy as np
 import pytest
 
-from mprun.data import DataError, token_cache
+from mprun.data import DataError
+from mprun.data import cache as cache_module
+from mprun.data.cache import Cache
 from mprun.data.source import DamagedData
-from mprun.data.token_cache import TokenCache
 from mprun.errors import Resource
 
 KEY = {"kind": "tokens", "source": "abc", "lower": False, "vocab_limit": None}
@@ -22,7 +23,7 @@ TOKENS = np.arange(1000, dtype="<i4")
 
 @pytest.fixture
 def cache(tmp_path):
-    return TokenCache(tmp_path / "cache")
+    return Cache(tmp_path / "cache")
 
 
 def names(cache) -> list[str]:
@@ -32,7 +33,7 @@ def names(cache) -> list[str]:
 def test_an_entry_is_found_by_its_key_alone(cache):
     assert cache.find(KEY) is None
     path = cache.store(KEY, [TOKENS[:7], TOKENS[7:]])
-    assert path == cache.find(KEY) == TokenCache(cache.folder).find(dict(KEY))
+    assert path == cache.find(KEY) == Cache(cache.folder).find(dict(KEY))
     assert path.read_bytes() == TOKENS.tobytes()
     assert names(cache) == sorted([path.name, path.with_suffix(".json").name])
     for change in ({"source": "abd"}, {"lower": True}, {"vocab_limit": 7}, {"kind": "words"}):
@@ -55,8 +56,8 @@ def test_an_entry_is_found_by_its_key_alone(cache):
     ],
 )
 def test_damage_is_noticed_and_repaired(cache, monkeypatch, damage, above):
-    monkeypatch.setattr(token_cache, "REMEMBERED_ABOVE", above)
-    monkeypatch.setattr(token_cache, "_SETTLED_NS", -1)
+    monkeypatch.setattr(cache_module, "REMEMBERED_ABOVE", above)
+    monkeypatch.setattr(cache_module, "_SETTLED_NS", -1)
     path = cache.store(KEY, [TOKENS])
     assert cache.find(KEY) == path
     damage(path)
@@ -81,12 +82,12 @@ def test_the_hash_of_a_large_file_is_remembered(cache, tmp_path, monkeypatch):
     assert cache.content_sha256(path) == wanted
     assert not (cache.folder / "hashes").exists()
 
-    monkeypatch.setattr(token_cache, "REMEMBERED_ABOVE", 2)
+    monkeypatch.setattr(cache_module, "REMEMBERED_ABOVE", 2)
     # A file this young may still change within one tick of the clock.
     assert cache.content_sha256(path) == wanted
     assert not (cache.folder / "hashes").exists()
 
-    monkeypatch.setattr(token_cache, "_SETTLED_NS", -1)
+    monkeypatch.setattr(cache_module, "_SETTLED_NS", -1)
     assert cache.content_sha256(path) == wanted
     (memory,) = (cache.folder / "hashes").iterdir()
     memory.write_text(memory.read_text().replace(wanted, "remembered"))
@@ -128,7 +129,7 @@ def test_temporary_files_of_a_killed_writer_go_after_an_hour(cache):
 def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "file", tmp_path / "file" / "below"):
-        cache = TokenCache(folder)
+        cache = Cache(folder)
         assert cache.find(KEY) is None
         with pytest.raises(DataError, match=rf"data\.cache={folder}: .*; name a folder"):
             cache.store(KEY, [TOKENS])
@@ -150,19 +151,19 @@ def test_the_default_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     for value in ("", "relative"):
         monkeypatch.setenv("XDG_CACHE_HOME", value)
-        assert TokenCache(None).folder == tmp_path / ".cache" / "mprun" / "text"
+        assert Cache(None).folder == tmp_path / ".cache" / "mprun" / "text"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert TokenCache(None).folder == tmp_path / "xdg" / "mprun" / "text"
-    assert TokenCache("here").folder.name == "here"
+    assert Cache(None).folder == tmp_path / "xdg" / "mprun" / "text"
+    assert Cache("here").folder.name == "here"
 
 
 _WRITER = """
 import sys
 from pathlib import Path
 import numpy as np
-from mprun.data.token_cache import TokenCache
+from mprun.data.cache import Cache
 
-cache, key = TokenCache(sys.argv[1]), {"kind": "tokens"}
+cache, key = Cache(sys.argv[1]), {"kind": "tokens"}
 print("ready", flush=True)
 sys.stdin.readline()
 for _ in range(50):

@@ -1,4 +1,4 @@
-"""Vocabularies in bounded memory."""
+"""Vocabularies in bounded memory, and the ids of their words."""
 
 import tracemalloc
 from collections import Counter
@@ -7,7 +7,12 @@ import numpy as np
 import pytest
 
 from mprun.data import DataError, vocabulary
-from mprun.data.vocabulary import build_vocabulary, joined_words, vocabulary_of_blocks
+from mprun.data.vocabulary import (
+    WordIds,
+    build_vocabulary,
+    joined_words,
+    vocabulary_of_blocks,
+)
 
 SPECIAL = ("<unk>", "<eos>")
 SHORT = [f"w{n:02d}" for n in range(100)]
@@ -18,36 +23,33 @@ def blocks_of_words(seed=0, blocks=40, words=500):
     return [[f"w{n}" for n in row] for row in numbers.tolist()]
 
 
-def test_by_hand(tmp_path):
+def test_by_hand():
     blocks = [["b", "a", "<eos>"], ["c", "a", "b", "d", "<eos>", "<unk>", "<unk>"]]
-    assert vocabulary_of_blocks(blocks, SPECIAL, None, tmp_path) == (*SPECIAL, "a", "b", "c", "d")
-    assert vocabulary_of_blocks(blocks, SPECIAL, 5, tmp_path) == (*SPECIAL, "a", "b", "c")
+    assert vocabulary_of_blocks(blocks, SPECIAL, None) == (*SPECIAL, "a", "b", "c", "d")
+    assert vocabulary_of_blocks(blocks, SPECIAL, 5) == (*SPECIAL, "a", "b", "c")
 
 
 @pytest.mark.parametrize("limit", [None, 3, 100, 10_000])
-def test_counting_on_disk_changes_nothing(tmp_path, monkeypatch, limit):
+def test_words_by_falling_count_whatever_the_blocks(limit):
     blocks = blocks_of_words()
-    wanted = build_vocabulary((word for block in blocks for word in block), SPECIAL, limit)
-    counts = Counter(word for block in blocks for word in block)
+    words = [word for block in blocks for word in block]
+    counts = Counter(words)
     ranked = sorted(counts, key=lambda word: (-counts[word], word))
-    assert wanted == (*SPECIAL, *ranked)[:limit]
-    assert vocabulary_of_blocks(blocks, SPECIAL, limit, tmp_path) == wanted
-    # 40 blocks of some 280 words each: files after every block, merged after every third.
-    monkeypatch.setattr(vocabulary, "MAX_COUNTED", 100)
-    monkeypatch.setattr(vocabulary, "MAX_RUNS", 3)
-    assert vocabulary_of_blocks(blocks, SPECIAL, limit, tmp_path) == wanted
-    assert list(tmp_path.iterdir()) == []
+    wanted = (*SPECIAL, *ranked)[:limit]
+    assert build_vocabulary(words, SPECIAL, limit) == wanted
+    assert vocabulary_of_blocks(blocks, SPECIAL, limit) == wanted
+    assert vocabulary_of_blocks([[word] for word in words], SPECIAL, limit) == wanted
 
 
-def test_too_many_words_need_a_limit(tmp_path, monkeypatch):
+def test_too_many_words_need_a_limit(monkeypatch):
     monkeypatch.setattr(vocabulary, "MAX_ENTRIES", 4)
-    assert len(vocabulary_of_blocks([["a", "b"]], SPECIAL, None, tmp_path)) == 4
+    assert len(vocabulary_of_blocks([["a", "b"]], SPECIAL, None)) == 4
     blocks = [["a", "b", "c"]]
     with pytest.raises(DataError, match=r"data\.vocab_limit=null: .* more than 4 different words"):
-        vocabulary_of_blocks(blocks, SPECIAL, None, tmp_path)
-    assert len(vocabulary_of_blocks(blocks, SPECIAL, 4, tmp_path)) == 4
+        vocabulary_of_blocks(blocks, SPECIAL, None)
+    assert len(vocabulary_of_blocks(blocks, SPECIAL, 4)) == 4
     with pytest.raises(ValueError, match=r"^vocab_limit=5 is not allowed: up to 4$"):
-        vocabulary_of_blocks(blocks, SPECIAL, 5, tmp_path)
+        vocabulary_of_blocks(blocks, SPECIAL, 5)
 
 
 def of_long_words():
@@ -58,23 +60,40 @@ def of_long_words():
 
 
 @pytest.mark.parametrize("limit", [None, 50])
-def test_long_words_do_not_take_more_memory(tmp_path, monkeypatch, limit):
+def test_long_words_do_not_take_more_memory(monkeypatch, limit):
     monkeypatch.setattr(vocabulary, "MAX_COUNTED_BYTES", 2**20)
-    monkeypatch.setattr(vocabulary, "MAX_ENTRY_BYTES", 2**21)
     tracemalloc.start()
     try:
-        if limit is None:
-            with pytest.raises(
-                DataError, match=r"data\.vocab_limit=null: the words take more than"
-            ):
-                vocabulary_of_blocks(of_long_words(), SPECIAL, limit, tmp_path)
-        else:
-            found = vocabulary_of_blocks(of_long_words(), SPECIAL, limit, tmp_path)
-            assert found == (*SPECIAL, *SHORT[:48])
+        with pytest.raises(DataError, match="the different words .* take more than 1048576 bytes"):
+            vocabulary_of_blocks(of_long_words(), SPECIAL, limit)
         assert tracemalloc.get_traced_memory()[1] < 8 * 2**20
     finally:
         tracemalloc.stop()
-    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_words_that_are_kept_are_bounded_as_well(monkeypatch):
+    monkeypatch.setattr(vocabulary, "MAX_ENTRY_BYTES", 2**21)
+    with pytest.raises(DataError, match=r"data\.vocab_limit=null: the words take more than .* set"):
+        vocabulary_of_blocks(of_long_words(), SPECIAL, None)
+    with pytest.raises(DataError, match=r"data\.vocab_limit=2000: the words take .* lower it"):
+        vocabulary_of_blocks(of_long_words(), SPECIAL, 2000)
+    assert vocabulary_of_blocks(of_long_words(), SPECIAL, 50) == (*SPECIAL, *SHORT[:48])
+
+
+def test_ids_of_words_and_of_strangers():
+    ids = WordIds(("<unk>", "<eos>", "a", "bc", "日本"), "<unk>")
+    blocks = list(ids.encoded([["a", "x", "bc", "<eos>", "<unk>"], [], ["日本", "b"]]))
+    assert [block.tolist() for block in blocks] == [[2, 0, 3, 1, 0], [], [4, 0]]
+    assert all(block.dtype == np.dtype("<i4") for block in blocks)
+    assert len(ids) == 5  # strangers are not remembered
+
+
+def test_many_words_are_encoded():
+    rng = np.random.default_rng(0)
+    words = ["<S>", "<unk>", *(f"{'w' * (n % 14)}{n}" for n in range(100_000))]
+    wanted = rng.integers(2, len(words), 200_000)
+    (found,) = WordIds(words, "<unk>").encoded([[words[i] for i in wanted.tolist()]])
+    assert np.array_equal(found, wanted)
 
 
 def test_words_as_text():

@@ -16,10 +16,10 @@ def read(path, content: bytes, **options) -> list[str]:
     sha256 = hashlib.sha256(content).hexdigest()
     texts = list(text_blocks(path, sha256, **options))
     words = [word for words in word_blocks(texts, "<eos>") for word in words]
-    # What a reader of bytes relies on.
+    # No word is cut apart, and every line is there.
     assert all(text[-1:].isspace() for text in texts if text)
-    joined = b"".join(texts)
-    assert len(joined.decode().split()) + joined.count(b"\n") == len(words)
+    joined = "".join(texts)
+    assert len(joined.split()) + joined.count("\n") == len(words)
     return words
 
 
@@ -81,7 +81,7 @@ def test_any_text_in_any_block_as_line_by_line(tmp_path_factory, pieces, block):
 def test_lower_case_spares_the_marker(tmp_path):
     content = "The <UNK> ÄRGER\n".encode()
     assert read(tmp_path / "text", content, lower=True) == ["the", "<unk>", "ärger", "<eos>"]
-    assert list(word_blocks([content.lower()], "<S>"))[0][-1] == "<S>"
+    assert list(word_blocks([content.decode().lower()], "<S>"))[0][-1] == "<S>"
 
 
 @pytest.mark.parametrize("block", [3, 1000, 1 << 18])

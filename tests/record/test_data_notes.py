@@ -1,5 +1,6 @@
 """What run.json says of replaced files, over several attempts at a run."""
 
+from mprun.data import DigitsImages
 from mprun.training.messages import replaced, replaced_line
 
 
@@ -32,4 +33,5 @@ def test_moved_files_are_the_same():
 
 
 def test_other_sources_replace_nothing():
-    assert replaced(object(), {"replaced": 3}) == {}
+    digits = DigitsImages(8, 100, 0, "cpu")
+    assert replaced(digits, {"replaced": 3}) == {}

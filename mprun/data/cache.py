@@ -1,13 +1,19 @@
-"""Encoded text on disk, found again by the content of what it was made from."""
+"""What is slow to make from data, on disk, found again by what it was made from.
+
+Encoded text, which a source reads from there, and arrays (decoded pixels, places within archives),
+which only save time.
+"""
 
 import errno
 import hashlib
+import io
 import json
 import os
 import secrets
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -25,11 +31,11 @@ _SETTLED_NS = 2_000_000_000
 _ABANDONED_S = 3600
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
-Key = dict[str, str | int | bool | None]
+Key = Mapping[str, str | int | bool | None]
 
 
-class TokenCache:
-    """Files of int32 tokens (little-endian) or words (UTF-8, one a line), each with a header.
+class Cache:
+    """Files of int32 tokens (little-endian), words (UTF-8, one a line) or arrays, with headers.
 
     ``key`` says what an entry was made from (hashes of contents, options); its own hash is the
     file's name, with ``key["kind"]`` as the ending. The header beside it, JSON, holds the format
@@ -41,19 +47,24 @@ class TokenCache:
     Entries are written under a temporary name, synced and renamed, the header last. Processes that
     make the same entry at once replace each other's by equal ones.
 
-    ``folder`` None stands for ``mprun/text`` in $XDG_CACHE_HOME or ~/.cache.
+    ``folder`` None stands for ``mprun/<what>`` in $XDG_CACHE_HOME or ~/.cache.
     """
 
-    def __init__(self, folder: str | Path | None) -> None:
+    def __init__(self, folder: str | Path | None, what: str = "text") -> None:
         if folder is None:
             base = Path(os.environ.get("XDG_CACHE_HOME", ""))
             # The XDG base directory specification has relative paths ignored.
-            folder = (base if base.is_absolute() else Path.home() / ".cache") / "mprun" / "text"
+            folder = (base if base.is_absolute() else Path.home() / ".cache") / "mprun" / what
         self.folder = Path(folder)
+
+    def made(self, key: Key, blocks: Callable[[], Iterable[np.ndarray | bytes]]) -> Path:
+        """The entry of ``key``, stored from ``blocks()`` if there is none."""
+        return self.find(key) or self.store(key, blocks())
 
     def find(self, key: Key) -> Path | None:
         """The entry of ``key``, or None if there is none or it is damaged (said on stderr)."""
-        path, header = self._path(key), self._header(key)
+        path = self._path(key)
+        header = _json(path.with_suffix(".json"))
         try:
             size = path.stat().st_size
             if header is None:
@@ -93,19 +104,17 @@ class TokenCache:
             status = os.stat(path)
             if status.st_size <= REMEMBERED_ABOVE:
                 return _sha256(path)
+            real = os.path.realpath(path)
             state = {
-                "path": os.path.realpath(path),
+                "path": real,
                 "bytes": status.st_size,
                 "modified_ns": status.st_mtime_ns,
                 "changed_ns": status.st_ctime_ns,
             }
-            name = hashlib.sha256(os.fsencode(state["path"])).hexdigest()[:32]
+            name = hashlib.sha256(os.fsencode(real)).hexdigest()[:32]
             memory = self.folder / "hashes" / f"{name}.json"
             remembered = _json(memory)
-            if remembered is not None and {**remembered, "sha256": None} == {
-                **state,
-                "sha256": None,
-            }:
+            if remembered is not None and remembered.items() >= state.items():
                 return remembered["sha256"]
             sha256 = _sha256(path)
         except OSError as error:
@@ -123,9 +132,6 @@ class TokenCache:
         canonical = json.dumps({"format": FORMAT, **key}, sort_keys=True)
         name = hashlib.sha256(canonical.encode()).hexdigest()[:32]
         return self.folder / f"{name}.{key['kind']}"
-
-    def _header(self, key: Key) -> dict | None:
-        return _json(self._path(key).with_suffix(".json"))
 
     def _remove_abandoned(self, path: Path) -> None:
         for left in self.folder.glob(f".{path.stem}.*"):
@@ -156,8 +162,9 @@ def _write(path: Path, blocks: Iterable[np.ndarray | bytes]) -> tuple[int, str]:
     try:
         with open(temporary, "wb") as file:
             for block in blocks:
-                size += file.write(block)
-                digest.update(block)
+                content = block.data if isinstance(block, np.ndarray) else block
+                size += file.write(content)
+                digest.update(content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -169,3 +176,31 @@ def _write(path: Path, blocks: Iterable[np.ndarray | bytes]) -> tuple[int, str]:
     finally:
         os.close(descriptor)
     return size, digest.hexdigest()
+
+
+def load_arrays(key: Key) -> list[np.ndarray] | None:
+    """The arrays stored under ``key``, or None where there are none or damaged ones."""
+    arrays = []
+    try:
+        path = Cache(None, "images").find({"kind": "arrays", **key})
+        if path is None:
+            return None
+        with open(path, "rb") as file:
+            while file.tell() < path.stat().st_size:
+                arrays.append(np.lib.format.read_array(file, allow_pickle=False))
+    except (OSError, ValueError, RuntimeError):  # RuntimeError: nobody's home
+        return None
+    return arrays
+
+
+def store_arrays(key: Key, arrays: Iterable[np.ndarray]) -> None:
+    """Keep ``arrays`` (of plain dtypes) under ``key``, if the cache folder can be written to."""
+    with suppress(DataError, Resource, RuntimeError):
+        Cache(None, "images").store({"kind": "arrays", **key}, map(_npy, arrays))
+
+
+def _npy(array: np.ndarray) -> bytes:
+    """In NumPy's .npy format."""
+    stream = io.BytesIO()
+    np.lib.format.write_array(stream, array, allow_pickle=False)
+    return stream.getvalue()
