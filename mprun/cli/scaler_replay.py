@@ -1,35 +1,24 @@
 """`mprun scaler-replay TRACE`: what every loss scaler would have done on one overflow trace."""
 
-import argparse
 import json
 import math
 import sys
 from pathlib import Path
 
+from mprun.cli.arguments import Arguments, names
 from mprun.config.check import SCALER_FIELDS
-from mprun.config.compose import compose_config
+from mprun.config.compose import compose_config, group_options, hydra_session
 from mprun.config.rules import nearest
 from mprun.config.schema import ScalerConfig
 from mprun.errors import DONE, BadInput
+from mprun.numerics.overflow_trace import read_trace_file
 from mprun.record.console import markdown_table
+from mprun.record.run_directory import read_json
 
-SCALERS = (
-    "torch",
-    "apex",
-    "apex_fp16",
-    "deepspeed",
-    "megatron",
-    "fairseq",
-    "keras",
-    "openseq2seq",
-    "static",
-    "dynamic",
-    "logmax",
-)
 OWN = "this run's own"
 MOST_CHANGES = 5000  # of one scaler in the JSON; logmax changes at every step
-_USAGE = f"""\
-mprun scaler-replay TRACE [scaler.KEY=VALUE...] : what every loss scaler would have done
+_WHAT = """\
+What every loss scaler would have done on one overflow trace.
 
 TRACE is a run directory, or a CSV or JSONL file with the columns
   step        ascending
@@ -37,14 +26,8 @@ TRACE is a run directory, or a CSV or JSONL file with the columns
   found_inf   0 or 1, with loss_scale: the scale it was seen at
   grad_max    largest unscaled gradient magnitude (optional; logmax needs it)
 scaler.KEY=VALUE changes the scalers that have this setting, as for a run.
-
-Options
-  --scalers NAME[,NAME...]   default: {",".join(SCALERS)}
-  --json                     print everything as JSON instead of the table
-  --out DIR                  folder for scaler-replay.png, .svg and .json
-                             (default: RUN/numerics, or the folder of the file)
-  --no-files                 print only
-
+"""
+_MORE = """\
 A run shows of each step whether it overflowed at the run's own scale. For other scales a step's
 neighbours are asked: "assumed". Where they say nothing the step is taken as clean: "unknown". The
 trace stays as it is: skipping other updates would have changed the training, which is not replayed.
@@ -53,36 +36,62 @@ Exit codes: 0 replayed, 2 bad input, 4 damaged record.
 """
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str):
-        raise BadInput(f"scaler-replay: {message} (see mprun scaler-replay --help)")
-
-
 def main(arguments: list[str]) -> int:
     """Entry point of the verb; returns the exit code."""
-    if "--help" in arguments or "-h" in arguments:
-        print(_USAGE, end="")
-        return DONE
-    given = _parse(arguments)
-    path = Path(given.trace)
+    parser = Arguments("scaler-replay", _WHAT, _MORE)
+    parser.add_argument("words", nargs="*", metavar="TRACE|scaler.KEY=VALUE", help="see above")
+    parser.add_argument(
+        "--scalers",
+        type=names("--scalers"),
+        metavar="NAME,NAME",
+        help=f"options of the group scaler (all: {', '.join(scaler_names())}, and yours)",
+    )
+    parser.add_argument(
+        "--config-dir", metavar="DIR", help="scalers of your own, DIR/scaler/NAME.yaml"
+    )
+    parser.add_argument("--json", action="store_true", help="print everything as JSON, no table")
+    files = parser.add_mutually_exclusive_group()
+    files.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="folder for scaler-replay.png, .svg and .json (RUN/numerics, or the file's folder)",
+    )
+    files.add_argument("--no-files", action="store_true", help="print only")
+    given = parser.parse(arguments)
+    settings = [word for word in given.words if word.startswith("scaler.") and "=" in word]
+    traces = [word for word in given.words if word not in settings]
+    if len(traces) != 1:
+        parser.error(f"needs one TRACE, got {' '.join(traces) or 'none'}")
+    path = Path(traces[0])
     if not path.exists():
         raise BadInput(f"{path}: no such file or directory")
-    out = Path(given.out) if given.out else (path / "numerics" if path.is_dir() else path.parent)
+    out = given.out or (path / "numerics" if path.is_dir() else path.parent)
     if out.exists() and not out.is_dir():
         raise BadInput(f"--out {out}: must be a folder")
-    configs = _configs(given.names, given.settings)
+    configs = _configs(given.scalers, settings, given.config_dir)
+    record, trace = (_record(path), None) if path.is_dir() else (None, read_trace_file(path))
 
     import torch
 
     from mprun.build.precision import build_loss_scale
-    from mprun.numerics.scaler_replay import replay
+    from mprun.numerics.scaler_replay import draw_replays, replay, run_trace
 
-    trace, own = _read(path)
-    if own is not None:
-        configs = {OWN: own} | configs
+    cpu = torch.device("cpu")
+    if record is not None:
+        try:
+            config = ScalerConfig(**record["config"]["scaler"])
+            own = build_loss_scale(config, cpu)
+        except (KeyError, TypeError, ValueError):
+            raise BadInput(
+                f"{path}: recorded by another mprun (run.json: config.scaler)"
+            ) from None
+        trace = run_trace(path, record, own)
+        if own.skips_nonfinite:
+            configs = {OWN: config} | configs
     replays, left_out = {}, {}
     for name, config in configs.items():
-        scale = build_loss_scale(config, torch.device("cpu"))
+        scale = build_loss_scale(config, cpu)
         if scale.needs_grad_max and trace.grad_max is None:
             left_out[name] = "needs the largest gradient of every step, which the trace lacks"
         else:
@@ -93,52 +102,48 @@ def main(arguments: list[str]) -> int:
     else:
         _print(trace, replays, left_out)
     if not given.no_files and replays:
-        _write(out, trace, replays, content)
+        out.mkdir(parents=True, exist_ok=True)
+        figures = [out / "scaler-replay.png", out / "scaler-replay.svg"]
+        draw_replays(replays, trace, figures)
+        text = json.dumps(content, allow_nan=False)
+        (out / "scaler-replay.json").write_text(text + "\n", encoding="utf-8")
+        print(f"figure: {figures[0]}", file=sys.stderr)
     return DONE
 
 
-def _read(path: Path):
-    """(trace, the run's own scaler configuration or None)."""
-    if not path.is_dir():
-        from mprun.numerics.overflow_trace import read_trace_file
-
-        return read_trace_file(path), None
-    from mprun.build.precision import build_loss_scale
-    from mprun.numerics.overflow_trace_run import run_trace
-    from mprun.record.run_directory import read_json
-
-    if not (path / "run.json").is_file():
-        raise BadInput(f"{path}: no run.json there; give a run directory or a file")
-    record = read_json(path / "run.json")
-    try:
-        own = ScalerConfig(**record["config"]["scaler"])
-        scale = build_loss_scale(own, _cpu())
-    except (KeyError, TypeError, ValueError):
-        raise BadInput(f"{path}: recorded by another mprun (run.json: config.scaler)") from None
-    return run_trace(path, record, scale), own if scale.skips_nonfinite else None
+def scaler_names(config_dir: str | None = None) -> list[str]:
+    """The options of the group scaler, those in `config_dir` too; without `none`, which is none."""
+    with hydra_session(config_dir):
+        return [name for name in group_options("scaler") if name != "none"]
 
 
-def _cpu():
-    import torch
-
-    return torch.device("cpu")
-
-
-def _configs(names: list[str], settings: list[str]) -> dict[str, ScalerConfig]:
+def _configs(
+    chosen: list[str] | None, settings: list[str], config_dir: str | None
+) -> dict[str, ScalerConfig]:
     """The configuration of each scaler, checked as for a run, with the settings that it has."""
+    known = scaler_names(config_dir)
+    for name in chosen or ():
+        if name not in known:
+            raise BadInput(
+                f"--scalers {name}: must be among {', '.join(known)}{nearest(name, known)}"
+            )
+    if chosen is not None and len(set(chosen)) < len(chosen):
+        raise BadInput(f"--scalers {','.join(chosen)}: a name is there twice")
     configs, used = {}, set()
-    for name in names:
-        configs[name] = compose_config([f"scaler={name}"]).config.scaler
-        own = [text for text in settings if _key(text) in SCALER_FIELDS[configs[name].kind]]
+    for name in known if chosen is None else chosen:
+        config = compose_config([f"scaler={name}"], config_dir).config.scaler
+        own = [text for text in settings if _key(text) in SCALER_FIELDS[config.kind]]
         if own:
             used.update(own)
-            configs[name] = compose_config([f"scaler={name}", *own]).config.scaler
+            config = compose_config([f"scaler={name}", *own], config_dir).config.scaler
+        if config.kind != "none":  # an option of the user's own that skips nothing
+            configs[name] = config
     for text in settings:
         if text not in used:
-            known = sorted(set().union(*SCALER_FIELDS.values()))
+            keys = sorted(set().union(*SCALER_FIELDS.values()))
             raise BadInput(
-                f"{text}: no scaler here has such a setting{nearest(_key(text), known)} "
-                f"(allowed: {', '.join(known)})"
+                f"{text}: no scaler here has such a setting{nearest(_key(text), keys)} "
+                f"(allowed: {', '.join(keys)})"
             )
     return configs
 
@@ -147,33 +152,10 @@ def _key(text: str) -> str:
     return text.partition("=")[0].removeprefix("scaler.")
 
 
-def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = _Parser(prog="mprun scaler-replay", add_help=False, allow_abbrev=False)
-    parser.add_argument("words", nargs="*")
-    parser.add_argument("--scalers")
-    parser.add_argument("--out")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--no-files", action="store_true")
-    given = parser.parse_intermixed_args(arguments)
-    given.settings = [word for word in given.words if word.startswith("scaler.") and "=" in word]
-    traces = [word for word in given.words if word not in given.settings]
-    if len(traces) != 1:
-        raise BadInput(
-            f"scaler-replay: needs one TRACE, got {' '.join(traces) or 'none'} "
-            "(see mprun scaler-replay --help)"
-        )
-    given.trace = traces[0]
-    if given.out is not None and given.no_files:
-        raise BadInput("--out, --no-files: give one of the two")
-    given.names = list(SCALERS) if given.scalers is None else given.scalers.split(",")
-    for name in given.names:
-        if name not in SCALERS:
-            raise BadInput(
-                f"--scalers {name}: must be among {', '.join(SCALERS)}{nearest(name, SCALERS)}"
-            )
-    if len(set(given.names)) < len(given.names):
-        raise BadInput(f"--scalers {given.scalers}: a name is there twice")
-    return given
+def _record(directory: Path) -> dict:
+    if not (directory / "run.json").is_file():
+        raise BadInput(f"{directory}: no run.json there; give a run directory or a file")
+    return read_json(directory / "run.json")
 
 
 def _print(trace, replays: dict, left_out: dict[str, str]) -> None:
@@ -247,17 +229,6 @@ def _as_json(path: Path, trace, replays: dict, left_out: dict[str, str]) -> dict
         },
         "left_out": left_out,
     }
-
-
-def _write(out: Path, trace, replays: dict, content: dict) -> None:
-    from mprun.numerics.scaler_replay import draw_replays
-
-    out.mkdir(parents=True, exist_ok=True)
-    paths = [out / "scaler-replay.png", out / "scaler-replay.svg"]
-    draw_replays(replays, trace, paths)
-    text = json.dumps(content, allow_nan=False)
-    (out / "scaler-replay.json").write_text(text + "\n", encoding="utf-8")
-    print(f"figure: {paths[0]}", file=sys.stderr)
 
 
 def _power(value: float) -> str:

@@ -4,7 +4,7 @@ A step overflows at loss scale S when its largest gradient, times S, does not fi
 has a limit, and overflows at every scale above it. A recorded run shows one side of that limit:
 a skipped update at scale S says "below S", a clean step at scale S says "S or above".
 
-An overflow trace from a CSV or JSONL file that somebody else's training wrote.
+The trace of a CSV or JSONL file that somebody else's training wrote is read here; imports no torch.
 """
 
 import csv
@@ -174,7 +174,8 @@ def read_trace_file(path: Path) -> OverflowTrace:
     scale it was seen at (without that column the step is taken to overflow at every scale).
     Optional `grad_max`: largest unscaled gradient magnitude. Other columns are not read.
 
-    Raises BadInput, naming the line, for anything else.
+    Raises:
+        BadInput: for anything else, naming the line.
     """
     rows = list(_rows(path))
     if not rows:
@@ -182,32 +183,32 @@ def read_trace_file(path: Path) -> OverflowTrace:
     has = {name for _, row in rows for name in row}
     if "step" not in has or not has & {"found_inf", "limit"}:
         raise BadInput(f"{path}: columns {_WANTED} are needed")
-    steps = [_step(path, line, row.get("step")) for line, row in rows]
-    for (line, _), before, after in zip(rows[1:], steps, steps[1:], strict=False):
-        if after <= before:
-            raise BadInput(f"{path}: line {line}: step={after} after {before}; must ascend")
-    count = steps[-1] - steps[0] + 1
+    found: list[tuple[int, float, float, float]] = []  # step, clean, overflow, grad_max
+    for line, row in rows:
+        try:
+            step = _step(row)
+            if found and step <= found[-1][0]:
+                raise ValueError(f"step={step} after {found[-1][0]}; must ascend")
+            bounds = _of_limit(row) if "limit" in has else _of_found_inf(row, "loss_scale" in has)
+            largest = _number(row, "grad_max")
+            found.append((step, *bounds, math.nan if largest is None else largest))
+        except ValueError as error:
+            raise BadInput(f"{path}: line {line}: {error}") from None
+    first = found[0][0]
+    count = found[-1][0] - first + 1
     if count > MAX_STEPS:
         raise BadInput(f"{path}: {count} steps; at most {MAX_STEPS} are allowed")
     clean, overflow = np.zeros(count), np.full(count, np.inf)
     grad_max = np.full(count, np.nan)
-    bounds = _limit_bounds if "limit" in has else _found_inf_bounds
-    for (line, row), step in zip(rows, steps, strict=True):
-        values = {
-            name: _number(path, line, name, row.get(name))
-            for name in ("limit", "found_inf", "loss_scale", "grad_max")
-        }
-        at = step - steps[0]
-        clean[at], overflow[at] = bounds(path, line, values, "loss_scale" in has)
-        if values["grad_max"] is not None:
-            grad_max[at] = values["grad_max"]
-    notes = _notes(has, count - len(steps))
+    at = np.array([step - first for step, *_ in found])
+    clean[at], overflow[at], grad_max[at] = np.array([known for _, *known in found]).T
+    notes = _notes(has, count - len(found))
     known = _grad_max(grad_max, clean if "limit" in has else None, notes)
-    return trace_from_bounds(steps[0], clean, overflow, known, notes)
+    return trace_from_bounds(first, clean, overflow, known, notes)
 
 
-def _limit_bounds(path: Path, line: int, values: dict, _: bool) -> tuple[float, float]:
-    limit = values["limit"]
+def _of_limit(row: dict[str, Any]) -> tuple[float, float]:
+    limit = _number(row, "limit")
     if limit is None:
         return 0.0, math.inf
     # A limit 2^k says that 2^(k+1) overflows, not where between the two it starts.
@@ -215,16 +216,16 @@ def _limit_bounds(path: Path, line: int, values: dict, _: bool) -> tuple[float, 
     return limit, 2 * limit if power else math.nextafter(limit, math.inf)
 
 
-def _found_inf_bounds(path: Path, line: int, values: dict, scaled: bool) -> tuple[float, float]:
-    found, scale = values["found_inf"], values["loss_scale"]
+def _of_found_inf(row: dict[str, Any], scaled: bool) -> tuple[float, float]:
+    found, scale = _number(row, "found_inf"), _number(row, "loss_scale")
     if found is None:
         return 0.0, math.inf
     if found not in (0, 1):
-        raise BadInput(f"{path}: line {line}: found_inf={found:g}: must be 0 or 1")
+        raise ValueError(f"found_inf={found:g}: must be 0 or 1")
     if not scaled:
         return (0.0, 0.0) if found else (math.inf, math.inf)
     if scale is None or not 0 < scale < math.inf:
-        raise BadInput(f"{path}: line {line}: loss_scale={scale}: must be a number above 0")
+        raise ValueError(f"loss_scale={scale}: must be a number above 0")
     return (0.0, scale) if found else (scale, math.inf)
 
 
@@ -284,15 +285,16 @@ def _json_row(path: Path, number: int, line: str) -> dict[str, Any]:
     return row
 
 
-def _step(path: Path, line: int, value: Any) -> int:
-    number = _number(path, line, "step", value)
-    if number is None or number < 0 or number != int(min(number, 2**53)):
-        raise BadInput(f"{path}: line {line}: step={value}: must be a whole number >= 0")
+def _step(row: dict[str, Any]) -> int:
+    number = _number(row, "step")
+    if number is None or number != int(min(number, 2**53)):
+        raise ValueError(f"step={row.get('step')}: must be a whole number >= 0")
     return int(number)
 
 
-def _number(path: Path, line: int, name: str, value: Any) -> float | None:
+def _number(row: dict[str, Any], name: str) -> float | None:
     """A number >= 0; None for an empty value."""
+    value = row.get(name)
     if value is None or value == "":
         return None
     try:
@@ -300,5 +302,5 @@ def _number(path: Path, line: int, name: str, value: Any) -> float | None:
     except (TypeError, ValueError):
         number = math.nan
     if not number >= 0:
-        raise BadInput(f"{path}: line {line}: {name}={str(value)[:40]}: must be a number >= 0")
+        raise ValueError(f"{name}={str(value)[:40]}: must be a number >= 0")
     return number

@@ -48,6 +48,7 @@ from mprun.numerics.exponent_shares import ExponentCounts, LostUpdates
 
 VERSION = 1
 KINDS = ("weights", "activations", "activation_gradients", "weight_gradients", "updates")
+GRADIENT_KINDS = ("activation_gradients", "weight_gradients")  # times the loss scale
 FOLDER = "numerics"
 _NAME = re.compile(r"step-(\d{8,})\.json$")
 

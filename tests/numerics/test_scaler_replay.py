@@ -7,23 +7,24 @@ import numpy as np
 import pytest
 import torch
 
+from mprun.build.precision import build_loss_scale
 from mprun.cli import main
-from mprun.cli.scaler_replay import OWN, SCALERS
+from mprun.cli.scaler_replay import OWN, scaler_names
+from mprun.config.compose import compose_config
 from mprun.errors import BadInput, Damaged
 from mprun.numerics.exponent_counter import ExponentCounts, exponent_counts
 from mprun.numerics.overflow_trace import read_trace_file, trace_from_bounds
-from mprun.numerics.overflow_trace_run import run_trace
 from mprun.numerics.probe_record import LearnerProbe, ProbeRecord, TensorStats, write_probe
-from mprun.numerics.scaler_replay import replay
-from mprun.precision import (
-    PRESETS,
-    DynamicLossScale,
-    LogMaxLossScale,
-    NoLossScale,
-    StaticLossScale,
-    build_preset,
-)
+from mprun.numerics.scaler_replay import replay, run_trace
+from mprun.precision import DynamicLossScale, LogMaxLossScale, NoLossScale, StaticLossScale
 from mprun.record.metrics import MetricsFile
+
+
+def build_preset(name, **changes):
+    """The loss scale of an option of the group scaler, with other values of its settings."""
+    settings = [f"scaler.{key}={value}" for key, value in changes.items()]
+    config = compose_config([f"scaler={name}", *settings]).config.scaler
+    return build_loss_scale(config, torch.device("cpu"))
 
 
 def limits(values, grad_max=None):
@@ -98,7 +99,9 @@ def step_by_step(scale, trace):
 
 def scalers():
     """Every rule with intervals short enough to be met, and the states that presets leave out."""
-    for name in PRESETS:
+    for name in scaler_names():
+        if name in ("static", "logmax"):
+            continue
         yield name, lambda name=name: build_preset(name, growth_interval=7)
     yield "static", lambda: StaticLossScale(2.0**12)
     yield (
@@ -214,11 +217,30 @@ def test_all_scalers_and_the_table(tmp_path, capsys):
     path = written(tmp_path, "step,limit\n1,4096\n2,4096\n3,\n4,inf\n")
     assert main(["scaler-replay", str(path), "--no-files"]) == 0
     text = capsys.readouterr().out
-    for name in set(SCALERS) - {"logmax"}:
+    for name in set(scaler_names()) - {"logmax"}:
         assert f"\n| {name} " in text
     assert "left out: logmax needs the largest gradient" in text
     assert "taken as clean" in text
     assert sorted(p.name for p in tmp_path.iterdir()) == ["trace.csv"]
+
+
+def test_a_scaler_of_the_users_own_is_replayed_like_the_shipped_ones(tmp_path, capsys):
+    folder = tmp_path / "mine" / "scaler"
+    folder.mkdir(parents=True)
+    (folder / "gentle.yaml").write_text(
+        "name: static\nkind: static\nscale: 32.0\nmax_consecutive_skips: 50\n"
+    )
+    (folder / "off.yaml").write_text("name: none\nkind: none\n")
+    path = written(tmp_path, "step,limit\n1,64\n2,16\n")
+    command = ["scaler-replay", str(path), "--config-dir", str(tmp_path / "mine"), "--json"]
+    assert main([*command, "--no-files"]) == 0
+    found = json.loads(capsys.readouterr().out)["scalers"]
+    assert found["gentle"]["skip_steps"] == [2]
+    # Of its kind there is nothing to replay.
+    assert "off" not in found and "none" not in found and "torch" in found
+    assert main([*command, "--no-files", "--scalers", "gentle", "scaler.scale=8"]) == 0
+    found = json.loads(capsys.readouterr().out)["scalers"]
+    assert list(found) == ["gentle"] and found["gentle"]["skip_steps"] == []
 
 
 def test_jsonl_with_found_inf_at_a_scale(tmp_path):
