@@ -1,16 +1,15 @@
-"""Modules whose values FP16 cannot hold, and what has to stay in FP32 with them.
-
-From the probes of a run to what FP16 needs: master weights, a loss scale, modules in FP32.
+"""From the probes of a run to what FP16 needs: master weights, a loss scale, modules in FP32.
 
 Micikevicius et al., arXiv 1710.03740, section 3: master weights (3.1) where updates round away in
 FP16 weights, loss scaling (3.2) where gradients underflow, FP32 where values exceed FP16's range.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+from mprun.config.schema import OptimConfig, RunConfig
 from mprun.errors import BadInput
-from mprun.numerics.advice_findings import (
+from mprun.numerics.advice_report import (
     Advice,
     Evidence,
     KeepFp32,
@@ -18,18 +17,105 @@ from mprun.numerics.advice_findings import (
     MasterWeights,
     Underflow,
     Worst,
+    words,
 )
-from mprun.numerics.exponent_shares import FORMATS, LostUpdates
+from mprun.numerics.exponent_shares import FORMATS, LostUpdates, merged
 from mprun.numerics.gradient_range import Gradients, scale_range
-from mprun.numerics.probe_record import ProbeRecord, TensorStats
+from mprun.numerics.probe_record import GRADIENT_KINDS, LearnerProbe, ProbeRecord, TensorStats
 from mprun.numerics.shapes import IdleShape, Layout
 
+# A lost update is lost again at the next step as long as weight, gradient and rate are alike: such
+# weights stand still, which no later step averages out. From one weight in a hundred on that is
+# called needing master weights.
+LOST_THRESHOLD = 0.01
+# Smaller modules are judged within the total alone: single weights would decide.
+FEWEST_UPDATES = 1000
+# Powers of two between the recommended scale and the first overflow seen: gradients of later steps
+# and those inside a module (an LSTM's gates) are seen by no probe.
+SCALE_HEADROOM = 2
 # Activations and weights closer than this to 65504, in powers of two, are kept in FP32 before they
 # get there.
 VALUE_HEADROOM = 2
 _NORM_INPUT = 2.0**8  # its square is the first power of two beyond FP16
 _EPS = {"adam": 1e-8, "adamw": 1e-8, "adagrad": 1e-10}
+Key = tuple[str, str]  # learner, module
 Named = Callable[[str, str], str]  # learner, module -> what it is called
+
+
+def advise(
+    records: Sequence[ProbeRecord],
+    layout: Layout,
+    idle: list[IdleShape],
+    config: RunConfig,
+    rates: Sequence[float],
+    *,
+    share: float,
+) -> Advice:
+    """Advice from the probes of one run.
+
+    Args:
+        records: its probes.
+        layout: of its models.
+        idle: sizes that leave Tensor Cores idle, which are handed on.
+        config: of the run.
+        rates: its learning rate by update.
+        share: underflow share to stay at or below.
+
+    Raises:
+        BadInput: if no probe can be used.
+    """
+    used = [r for r in records if not r.skipped and any(o.tensors for o in r.learners.values())]
+    if not used:
+        raise BadInput("no probe with tensors and without a skipped update (numerics=on)")
+    several = len(layout.leaves) > 1
+
+    def named(learner: str, module: str) -> str:
+        return f"{learner}: {module}" if several else module
+
+    gradients = {kind: _gradients(used, kind, layout) for kind in GRADIENT_KINDS}
+    scaling = _loss_scaling(gradients, share, named)
+    keep, largest = modules_in_fp32(used, layout, named)
+    probed = [rates[min(r.step, len(rates)) - 1] for r in used]
+    formats = sorted(
+        {
+            name
+            for kind in GRADIENT_KINDS
+            for _, stats in _tensors(used, kind)
+            for name in stats.dtype.split("+")
+        }
+    )
+    evidence = Evidence(
+        steps=[r.step for r in used],
+        left_out=[r.step for r in records if r.skipped],
+        of_steps=len(rates),
+        lr=(min(probed), max(probed)),
+        schedule_lr=(min(rates), max(rates)),
+        formats=formats,
+        problems=_problems(formats, gradients, named),
+    )
+    masters = _master_weights(used, named)
+    notes = notes_on_naive(used, layout, config.optim, named)
+    return Advice(evidence, masters, scaling, keep, largest, notes, idle, **_modes(scaling, keep))
+
+
+def _learners(used: Sequence[ProbeRecord]) -> Iterator[tuple[str, LearnerProbe, ProbeRecord]]:
+    for record in used:
+        for learner, own in record.learners.items():
+            yield learner, own, record
+
+
+def _tensors(used: Sequence[ProbeRecord], kind: str) -> Iterator[tuple[Key, TensorStats]]:
+    for learner, own, _ in _learners(used):
+        for module, stats in own.tensors.get(kind, {}).items():
+            yield (learner, module), stats
+
+
+def _values(used: Sequence[ProbeRecord], kind: str) -> dict[Key, TensorStats]:
+    """The tensors of one kind, over all probes."""
+    found: dict[Key, TensorStats] = {}
+    for key, stats in _tensors(used, kind):
+        found[key] = found[key].merge(stats) if key in found else stats
+    return found
 
 
 def modules_in_fp32(
@@ -52,16 +138,6 @@ def modules_in_fp32(
     return keep, (named(*largest), activations[largest].amax)
 
 
-def _values(used: Sequence[ProbeRecord], kind: str) -> dict[tuple[str, str], TensorStats]:
-    found: dict[tuple[str, str], TensorStats] = {}
-    for record in used:
-        for learner, own in record.learners.items():
-            for module, stats in own.tensors.get(kind, {}).items():
-                before = found.get((learner, module))
-                found[learner, module] = stats if before is None else before.merge(stats)
-    return found
-
-
 def _near(stats: TensorStats) -> bool:
     headroom = stats.headroom
     return not math.isfinite(stats.amax) or (headroom is not None and headroom < VALUE_HEADROOM)
@@ -74,12 +150,14 @@ def _size(stats: TensorStats) -> float:
 def _reason(stats: TensorStats) -> str:
     if not math.isfinite(stats.amax):
         return "are not finite"
-    if stats.headroom < 0:
+    if stats.headroom is not None and stats.headroom < 0:
         return f"reach {stats.amax:.4g}, beyond FP16's 65504"
     return f"reach {stats.amax:.4g}, within {2**VALUE_HEADROOM} times of FP16's 65504"
 
 
-def _region(learner: str, module: str, near: set, layout: Layout) -> tuple[tuple[str, ...], bool]:
+def _region(
+    learner: str, module: str, near: set[Key], layout: Layout
+) -> tuple[tuple[str, ...], bool]:
     """Patterns that keep `module` and the reader of its output in FP32, and whether only in amp.
 
     Where modules are cast, an FP32 module returns FP16: the smallest module around it that ends
@@ -95,7 +173,9 @@ def _region(learner: str, module: str, near: set, layout: Layout) -> tuple[tuple
     return ((module,) if reader is None else (module, reader)), True
 
 
-def notes_on_naive(used: Sequence[ProbeRecord], layout: Layout, optim, named: Named) -> list[str]:
+def notes_on_naive(
+    used: Sequence[ProbeRecord], layout: Layout, optim: OptimConfig, named: Named
+) -> list[str]:
     """What breaks in fp16_naive alone, where norm layers, optimizer state and update are FP16."""
     notes = []
     eps = optim.eps if optim.eps is not None else _EPS.get(optim.name)
@@ -103,13 +183,13 @@ def notes_on_naive(used: Sequence[ProbeRecord], layout: Layout, optim, named: Na
         notes.append(
             f"fp16_naive: eps={eps:g} of {optim.name} is 0 in FP16 (2^-25 and below): 0/0 is NaN"
         )
-    activations = _values(used, "activations")
-    large = []
-    for learner, leaves in layout.leaves.items():
-        for before, name in zip(leaves, leaves[1:], strict=False):
-            size = _size(activations[learner, before]) if (learner, before) in activations else 0.0
-            if (learner, name) in layout.norms and size >= _NORM_INPUT:
-                large.append((size, named(learner, name)))
+    sizes = {key: _size(stats) for key, stats in _values(used, "activations").items()}
+    large = [
+        (sizes[learner, before], named(learner, name))
+        for learner, leaves in layout.leaves.items()
+        for before, name in zip(leaves, leaves[1:], strict=False)
+        if (learner, name) in layout.norms and sizes.get((learner, before), 0.0) >= _NORM_INPUT
+    ]
     if large:
         size, name = max(large)
         others = f" and {len(large) - 1} more norm layers" if len(large) > 1 else ""
@@ -120,69 +200,13 @@ def notes_on_naive(used: Sequence[ProbeRecord], layout: Layout, optim, named: Na
     return notes
 
 
-# A lost update is lost again at the next step as long as weight, gradient and rate are alike: such
-# weights stand still, which no later step averages out. From one weight in a hundred on that is
-# called needing master weights.
-LOST_THRESHOLD = 0.01
-# Smaller modules are judged within the total alone: single weights would decide.
-FEWEST_UPDATES = 1000
-# Powers of two between the recommended scale and the first overflow seen: gradients of later steps
-# and those inside a module (an LSTM's gates) are seen by no probe.
-SCALE_HEADROOM = 2
-GRADIENT_KINDS = ("activation_gradients", "weight_gradients")
-
-
-def advise(
-    records: Sequence[ProbeRecord],
-    layout: Layout,
-    idle: list[IdleShape],
-    config,
-    rates: Sequence[float],
-    *,
-    share: float,
-) -> Advice:
-    """Advice from the probes of one run.
-
-    config: of the run. rates: its learning rate by update. share: underflow share to stay at or
-    below. Raises BadInput if no probe can be used.
-    """
-    used = [r for r in records if not r.skipped and any(o.tensors for o in r.learners.values())]
-    if not used:
-        raise BadInput("no probe with tensors and without a skipped update (numerics=on)")
-    several = len(layout.leaves) > 1
-
-    def named(learner: str, module: str) -> str:
-        return f"{learner}: {module}" if several else module
-
-    masters = _master_weights(used, named)
-    gradients = {kind: _gradients(used, kind, layout) for kind in GRADIENT_KINDS}
-    scaling = _loss_scaling(gradients, share, named)
-    keep, largest = modules_in_fp32(used, layout, named)
-    modes = _modes(scaling, keep)
-    probed = [rates[min(r.step, len(rates)) - 1] for r in used]
-    evidence = Evidence(
-        steps=[r.step for r in used],
-        left_out=[r.step for r in records if r.skipped],
-        of_steps=len(rates),
-        lr=(min(probed), max(probed)),
-        schedule_lr=(min(rates), max(rates)),
-        formats=_formats(used),
-        problems=_problems(used, gradients, named),
-    )
-    notes = notes_on_naive(used, layout, config.optim, named)
-    return Advice(evidence, masters, scaling, keep, largest, notes, idle, **modes)
-
-
 def _master_weights(used: Sequence[ProbeRecord], named: Named) -> MasterWeights:
     by_module: dict[str, LostUpdates] = {}
-    for record in used:
-        for learner, own in record.learners.items():
-            for module, lost in own.lost_updates.items():
-                key = named(learner, module)
-                by_module[key] = by_module.get(key, LostUpdates()).merge(lost)
-    total = LostUpdates()
-    for lost in by_module.values():
-        total = total.merge(lost)
+    for learner, own, _ in _learners(used):
+        for module, lost in own.lost_updates.items():
+            key = named(learner, module)
+            by_module[key] = by_module.get(key, LostUpdates()).merge(lost)
+    total = merged(by_module.values()) or LostUpdates()
     large = {name: lost for name, lost in by_module.items() if lost.nonzero >= FEWEST_UPDATES}
     worst = {
         format: _worst((name, lost.share(format)) for name, lost in large.items())
@@ -194,21 +218,25 @@ def _master_weights(used: Sequence[ProbeRecord], named: Named) -> MasterWeights:
     return MasterWeights(highest > LOST_THRESHOLD, LOST_THRESHOLD, shares, worst, zero)
 
 
-def _gradients(used: Sequence[ProbeRecord], kind: str, layout: Layout) -> dict:
-    """(learner, module) -> Gradients, without weights that every advised mode keeps in FP32."""
-    found: dict[tuple[str, str], Gradients] = {}
-    for record in used:
-        for learner, own in record.learners.items():
-            scales = [record.log2_loss_scale[name] for name in own.loss_scales] or [0.0]
-            for module, stats in own.tensors.get(kind, {}).items():
-                if kind == "weight_gradients" and (learner, module) in layout.norms:
-                    continue
-                found.setdefault((learner, module), Gradients()).add(stats, scales)
+def _gradients(used: Sequence[ProbeRecord], kind: str, layout: Layout) -> dict[Key, Gradients]:
+    """By (learner, module), without weights that every advised mode keeps in FP32."""
+    found: dict[Key, Gradients] = {}
+    for learner, own, record in _learners(used):
+        scales = [record.log2_loss_scale[name] for name in own.loss_scales] or [0.0]
+        for module, stats in own.tensors.get(kind, {}).items():
+            if kind == "weight_gradients" and (learner, module) in layout.norms:
+                continue
+            found.setdefault((learner, module), Gradients()).add(stats, scales)
     return found
 
 
-def _loss_scaling(gradients: dict[str, dict], share: float, named: Named) -> LossScaling:
-    totals = {kind: _total(by_module.values()) for kind, by_module in gradients.items()}
+def _loss_scaling(
+    gradients: dict[str, dict[Key, Gradients]], share: float, named: Named
+) -> LossScaling:
+    totals = {kind: Gradients() for kind in gradients}
+    for kind, by_module in gradients.items():
+        for own in by_module.values():
+            totals[kind].merge(own)
     found = scale_range(totals.values(), share, SCALE_HEADROOM)
     recommended = 0 if found is None else found.recommended
     kinds = []
@@ -231,17 +259,21 @@ def _loss_scaling(gradients: dict[str, dict], share: float, named: Named) -> Los
                 total.lowest(share),
             )
         )
-    limited_by = min(
-        (
-            (own.highest(), kind, named(*key), own.largest)
-            for kind, by_module in gradients.items()
-            for key, own in by_module.items()
-            if own.highest() is not None
-        ),
-        default=None,
-    )
     needed = found is not None and (found.lowest > 0 or found.highest < 0)
-    return LossScaling(needed, found, kinds, None if limited_by is None else limited_by[1:])
+    return LossScaling(needed, found, kinds, _limit(gradients, named))
+
+
+def _limit(
+    gradients: dict[str, dict[Key, Gradients]], named: Named
+) -> tuple[str, str, float] | None:
+    """Kind and module of the gradients that overflow first, and their largest value."""
+    found = [
+        (highest, kind, named(*key), own.largest)
+        for kind, by_module in gradients.items()
+        for key, own in by_module.items()
+        if (highest := own.highest()) is not None
+    ]
+    return min(found)[1:] if found else None
 
 
 def _modes(scaling: LossScaling, keep: list[KeepFp32]) -> dict[str, list[str]]:
@@ -274,44 +306,23 @@ def _modes(scaling: LossScaling, keep: list[KeepFp32]) -> dict[str, list[str]]:
     }
 
 
-def _formats(used: Sequence[ProbeRecord]) -> list[str]:
-    names = {
-        name
-        for record in used
-        for own in record.learners.values()
-        for kind in GRADIENT_KINDS
-        for stats in own.tensors.get(kind, {}).values()
-        for name in stats.dtype.split("+")
-    }
-    return sorted(names)
-
-
-def _problems(used: Sequence[ProbeRecord], gradients: dict[str, dict], named: Named) -> list[str]:
+def _problems(
+    formats: list[str], gradients: Mapping[str, Mapping[Key, Gradients]], named: Named
+) -> list[str]:
     problems = []
-    formats = set(_formats(used)) - {"fp32"}
-    if formats:
+    narrow = [name for name in formats if name != "fp32"]
+    if narrow:
         problems.append(
-            f"measured in {', '.join(sorted(formats))}: gradients that had already become zero "
+            f"measured in {', '.join(narrow)}: gradients that had already become zero "
             "count as zeros; advise on the configuration itself measures in FP32"
         )
     for kind, by_module in gradients.items():
         bad = [named(*key) for key, own in by_module.items() if not own.finite]
         if bad:
-            problems.append(f"{_words(kind)} of {', '.join(bad[:3])} are not finite at any scale")
+            problems.append(f"{words(kind)} of {', '.join(bad[:3])} are not finite at any scale")
     return problems
 
 
-def _words(kind: str) -> str:
-    return kind.replace("_", " ")
-
-
-def _total(parts: Iterable[Gradients]) -> Gradients:
-    total = Gradients()
-    for part in parts:
-        total.merge(part)
-    return total
-
-
 def _worst(shares: Iterable[tuple[str, float]]) -> Worst | None:
-    name, share = max(shares, key=lambda item: item[1], default=(None, 0.0))
-    return None if name is None else Worst(name, share)
+    name, share = max(shares, key=lambda item: item[1], default=("", 0.0))
+    return Worst(name, share) if name else None

@@ -1,4 +1,4 @@
-"""What a histogram over binary exponents says about FP16, on the host; imports no torch.
+"""What a histogram over binary exponents says about FP16, on the host; needs no torch.
 
 A value m * 2^e (1 <= m < 2) is kept as its exponent e and the class of its mantissa m:
 
@@ -11,11 +11,13 @@ That is all it takes to know exactly what FP16 (round to nearest, ties to even) 
 times 2^k, for every integer k: below exponent -25 it is 0, at -25 class 0 is 0; up to -15 it is
 subnormal but for classes 2 and 3 at -15; at 15 class 3 is infinite, above 15 everything is.
 
-How many updates a 16-bit format would have lost, on the host; imports no torch.
+Beside them: how many updates a 16-bit format would have lost.
 """
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, astuple, dataclass
+from operator import add
+from typing import Protocol, Self, TypeVar
 
 import numpy as np
 
@@ -169,6 +171,21 @@ class ExponentCounts:
         return cls(bins)
 
 
+class _Mergeable(Protocol):
+    def merge(self, other: Self, /) -> Self: ...
+
+
+Part = TypeVar("Part", bound=_Mergeable)
+
+
+def merged(parts: Iterable[Part]) -> Part | None:
+    """The merge of all; None if there are none."""
+    total: Part | None = None
+    for part in parts:
+        total = part if total is None else total.merge(part)
+    return total
+
+
 FORMATS = ("fp16", "bf16")
 
 
@@ -202,8 +219,7 @@ class LostUpdates:
 
     def merge(self, other: "LostUpdates") -> "LostUpdates":
         """The counts over the weights of both."""
-        own, others = asdict(self), asdict(other)
-        return LostUpdates(**{name: own[name] + others[name] for name in own})
+        return LostUpdates(*map(add, astuple(self), astuple(other)))
 
     def to_json(self) -> dict[str, int]:
         return asdict(self)

@@ -31,15 +31,16 @@ class Gradients:
     def add(self, stats: TensorStats, log2_scales: Iterable[float]) -> None:
         """Add a histogram measured with loss scales 2^s for each s of `log2_scales`."""
         scales = list(log2_scales)
-        shifts = (-max(scales), -min(scales))
-        before = self.parts.get(shifts)
-        self.parts[shifts] = stats if before is None else before.merge(stats)
+        self._add((-max(scales), -min(scales)), stats)
 
     def merge(self, other: "Gradients") -> None:
         """Add all histograms of `other`."""
         for shifts, stats in other.parts.items():
-            before = self.parts.get(shifts)
-            self.parts[shifts] = stats if before is None else before.merge(stats)
+            self._add(shifts, stats)
+
+    def _add(self, shifts: tuple[float, float], stats: TensorStats) -> None:
+        before = self.parts.get(shifts)
+        self.parts[shifts] = stats if before is None else before.merge(stats)
 
     @property
     def nonzero(self) -> int:

@@ -6,10 +6,10 @@ scale settles are normal and called so; a row of skips at the floor is called a 
 
 import json
 import math
-import os
 from collections import deque
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from mprun.errors import Damaged
 from mprun.record.console import markdown_table
@@ -111,12 +111,12 @@ def write_post_mortem(
         "step": step,
         "classification": lines,
         "failure": kept,
-        "rows": [{name: _plain(value) for name, value in row.items()} for row in rows],
+        "rows": plain(rows),
     }
-    folder = (directory / _FILE).parent
-    folder.mkdir(exist_ok=True)
-    write_json(directory / _FILE, content)
-    _write(folder / "post-mortem.md", _markdown(content, rows))
+    path = directory / _FILE
+    path.parent.mkdir(exist_ok=True)
+    write_json(path, content)
+    path.with_suffix(".md").write_text(_markdown(content, rows), encoding="utf-8")
     return lines
 
 
@@ -143,6 +143,15 @@ def power(value: float) -> str:
         return f"{value:g}"
     exponent = math.log2(abs(value))
     return f"2^{round(exponent)}" if exponent == round(exponent) else f"2^{exponent:.1f}"
+
+
+def plain(value: Any) -> Any:
+    """Nested values for JSON: non-finite numbers as text, tuples as lists."""
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _skips_in_words(rows: list[Mapping], count: int, scaler_kind: str) -> str:
@@ -200,15 +209,3 @@ def _markdown(content: dict, rows: list[dict]) -> str:
             [str(row["step"]), f"{row['loss']:.6g}", power(row["loss_scale"]), skipped, *measured]
         )
     return "\n".join(lines) + "\n" + markdown_table(header, table) + "\n"
-
-
-def _plain(value):
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
-
-
-def _write(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)

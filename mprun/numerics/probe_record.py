@@ -39,12 +39,13 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, astuple, dataclass, field
+from operator import add
 from pathlib import Path
 
 from mprun.errors import Damaged
-from mprun.numerics.exponent_shares import ExponentCounts, LostUpdates
+from mprun.numerics.exponent_shares import ExponentCounts, LostUpdates, merged
 
 VERSION = 1
 KINDS = ("weights", "activations", "activation_gradients", "weight_gradients", "updates")
@@ -114,12 +115,7 @@ class Agreement:
 
     def merge(self, other: "Agreement") -> "Agreement":
         """Of the gradients of both."""
-        return Agreement(
-            self.dot + other.dot,
-            self.own + other.own,
-            self.fp32 + other.fp32,
-            self.difference + other.difference,
-        )
+        return Agreement(*map(add, astuple(self), astuple(other)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,15 +129,15 @@ class LearnerProbe:
 
     def total(self, kind: str) -> TensorStats | None:
         """Over all modules; None if nothing of this kind was measured."""
-        return _merged(self.tensors.get(kind, {}).values())
+        return merged(self.tensors.get(kind, {}).values())
 
     def total_lost(self) -> LostUpdates:
         """Over all modules."""
-        return _merged(self.lost_updates.values()) or LostUpdates()
+        return merged(self.lost_updates.values()) or LostUpdates()
 
     def total_agreement(self) -> Agreement | None:
         """Over all modules; None without a shadow step."""
-        return _merged(self.shadow.values()) if self.shadow else None
+        return merged(self.shadow.values()) if self.shadow else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,28 +206,24 @@ def drop_later_probes(run_dir: Path, last_step: int) -> None:
 
 
 def _learner(content: Mapping) -> LearnerProbe:
-    shadow = content["shadow"]
+    def stats(found: Mapping) -> TensorStats:
+        counts, amax = ExponentCounts.from_json(found), float(found["amax"])
+        return TensorStats(counts, amax, found["dtype"], int(found["stride"]))
+
+    shadow = None
+    if content["shadow"] is not None:
+        shadow = {
+            module: Agreement(**{name: float(value) for name, value in sums.items()})
+            for module, sums in content["shadow"]["modules"].items()
+        }
     return LearnerProbe(
         loss_scales=tuple(content["loss_scales"]),
         tensors={
-            kind: {
-                module: TensorStats(
-                    ExponentCounts.from_json(stats),
-                    float(stats["amax"]),
-                    stats["dtype"],
-                    int(stats["stride"]),
-                )
-                for module, stats in modules.items()
-            }
+            kind: {module: stats(found) for module, found in modules.items()}
             for kind, modules in content["tensors"].items()
         },
         lost_updates={k: LostUpdates.from_json(v) for k, v in content["lost_updates"].items()},
-        shadow=None
-        if shadow is None
-        else {
-            module: Agreement(**{k: float(v) for k, v in sums.items()})
-            for module, sums in shadow["modules"].items()
-        },
+        shadow=shadow,
     )
 
 
@@ -250,27 +242,18 @@ def _to_json(record: ProbeRecord) -> dict:
 
 
 def _learner_to_json(learner: LearnerProbe) -> dict:
+    def plain(stats: TensorStats) -> dict:
+        start = {"dtype": stats.dtype, "stride": stats.stride, "amax": _number(stats.amax)}
+        return start | stats.counts.to_json()
+
     shadow = None
     if learner.shadow is not None:
-        names = ("dot", "own", "fp32", "difference")
-        shadow = {
-            "modules": {
-                module: {name: _number(getattr(sums, name)) for name in names}
-                for module, sums in learner.shadow.items()
-            }
-        }
+        sums = {module: asdict(found) for module, found in learner.shadow.items()}
+        shadow = {"modules": {m: {k: _number(v) for k, v in s.items()} for m, s in sums.items()}}
     return {
         "loss_scales": list(learner.loss_scales),
         "tensors": {
-            kind: {
-                module: {
-                    "dtype": stats.dtype,
-                    "stride": stats.stride,
-                    "amax": _number(stats.amax),
-                    **stats.counts.to_json(),
-                }
-                for module, stats in modules.items()
-            }
+            kind: {module: plain(stats) for module, stats in modules.items()}
             for kind, modules in learner.tensors.items()
         },
         "lost_updates": {k: v.to_json() for k, v in learner.lost_updates.items()},
@@ -287,11 +270,3 @@ def _number(value: float) -> float | str:
 
 def _ratio(numerator: float, denominator: float) -> float:
     return numerator / denominator if denominator else math.nan
-
-
-def _merged(parts: Iterable):
-    """The merge of all; None if there are none."""
-    result = None
-    for part in parts:
-        result = part if result is None else result.merge(part)
-    return result

@@ -34,7 +34,7 @@ def tell_ending(directory: Path, source: Source, outcome: Outcome, record: dict)
     tell(
         cause,
         f"its cause: mprun explain {directory}" if diverged else None,
-        data_bound(source: Source, outcome.data_wait, record["seconds"]),
+        data_bound(source, outcome.data_wait, record["seconds"]),
         replaced_line(record["data"]),
     )
 

@@ -1,4 +1,4 @@
-"""`mprun bench --host` on the fake device: every model in its own modes, and what it says of them."""
+"""`mprun bench --host` on the fake device: every model in its modes, and what it says of them."""
 
 import json
 import subprocess

@@ -10,7 +10,7 @@ from mprun.cli import main
 from mprun.errors import BadInput
 from mprun.models import ConvAutoencoder
 from mprun.numerics.advice import advise
-from mprun.numerics.advice_text import as_text
+from mprun.numerics.advice_report import as_text
 from mprun.numerics.exponent_shares import ExponentCounts, LostUpdates
 from mprun.numerics.probe_record import LearnerProbe, ProbeRecord, TensorStats
 from mprun.numerics.shapes import Layout, idle_shapes
