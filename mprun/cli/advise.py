@@ -56,7 +56,9 @@ Trains the first steps in FP32 with probes, in a run directory of its own (advis
 whether master weights matter, whether loss scaling matters and which scales suit, which modules
 should stay in FP32, which sizes leave Tensor Cores idle, and the command line to use it all.
 """
-_MORE = "Exit codes: 0 done, 2 bad input, 3 FP32 itself diverged, 4 damaged record, 130 interrupted."
+_MORE = (
+    "Exit codes: 0 done, 2 bad input, 3 FP32 itself diverged, 4 damaged record, 130 interrupted."
+)
 
 
 def main(arguments: list[str]) -> int:
@@ -261,7 +263,10 @@ def _check(
     steps = options.steps or STEPS
     if options.run is None:
         steps = read_json(directory / "run.json")["steps"]
-    folder, own = directory / "check", {"seed", "train.steps", "train.epochs", "output_root", "name"}
+    folder, own = (
+        directory / "check",
+        {"seed", "train.steps", "train.epochs", "output_root", "name"},
+    )
     common = [override for override in base if _key(override) not in own]
     common += [f"seed={','.join(map(str, SEEDS))}", f"train.steps={steps}"]
     common.append(f"output_root='{folder}'")

@@ -1,141 +1,171 @@
 """`mprun explain RUN`: replay the step that went wrong, name the operation, try what cures it."""
 
 import json
-import math
 import shlex
-import time
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-
-from mprun.config.compose import compose_config, config_from_record
+from mprun.cli.arguments import Arguments
+from mprun.config.compose import config_from_record
 from mprun.config.user_code import NOTHING, Vouched, is_factory, vouched
 from mprun.errors import DONE, BadInput, Damaged
-from mprun.numerics import interventions as cures
-from mprun.numerics.explanation import Explanation, as_dict, as_text
-from mprun.numerics.failure import kept_state, recorded_rows
-from mprun.numerics.first_nonfinite import Finding, find_culprit
-from mprun.numerics.post_mortem import LAST, explosion, read_post_mortem
-from mprun.numerics.replay import Steps, all_finite, restore, same_loss, weights
+from mprun.numerics.post_mortem import plain, power, read_post_mortem
 from mprun.record.run_directory import read_config, read_json
-from mprun.training.run import prepare, resolve_device
 
-_USAGE = """\
-mprun explain RUN [data.factory=... model.factory=...]
-  why did this run diverge, and what is the smallest change that cures it?
+if TYPE_CHECKING:
+    from mprun.numerics.dispatch import Event, Largest
+    from mprun.numerics.first_nonfinite import Finding
+    from mprun.numerics.interventions import Tried
+
+RAMP = 12  # modules printed before the culprit
+_OUTSIDE = {"forward": "(the model itself)", "loss": "(the loss)", "backward": "(no module)"}
+_WHAT = """\
+Why did this run diverge, and what is the smallest change that cures it?
 
 RUN is the directory of a run that ended as diverged. The step that went wrong is trained again from
 the state that the run kept (numerics/failure; without it from its newest checkpoint or its start),
 with every operation watched, forward and backward. Printed: the first operation whose inputs were
 finite and whose output was not, the largest values on the way there, and what became of each change
 that was tried on the same step and five more. The run itself is not changed.
-
-Options
-  --json             everything as JSON
-  --no-cures         only look for the cause
-  --config-dir DIR   options of your own that name the run's data.factory, model.factory
+"""
+_MORE = """\
 Your own code (data=custom, model=custom) runs only where you name it as the run did.
 
 Exit codes: 0 explained, or not found and said so; 2 bad input (the run did not diverge);
 4 damaged record.
 """
-CPU = torch.device("cpu")
-# A run whose loss exploded was damaged long before its last step: changes are tried from its start
-# if it gets to the bad step within this time.
-LONGEST_CONTROL_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What is known of a run that did not end well.
+
+    finding, tried, smallest: None and empty for a run that failed with an exception.
+    classification: of the post-mortem. replay: one line about the replayed step. from_start:
+    whether changes were tried from the start of the run instead of its bad step.
+    """
+
+    run: str
+    status: str
+    cause: str
+    classification: list[str]
+    replay: str
+    finding: "Finding | None" = None
+    tried: list["Tried"] = field(default_factory=list)
+    from_start: bool = False
+    smallest: "Tried | None" = None
+    command: str | None = None
 
 
 def main(arguments: list[str]) -> int:
     """Entry point of the verb; returns the exit code."""
-    if "--help" in arguments or "-h" in arguments:
-        print(_USAGE, end="")
-        return DONE
-    rest, config_dir = _without_config_dir(arguments)
-    known = {"--json", "--no-cures"}
-    for argument in rest:
-        if argument.startswith("-") and argument not in known:
-            allowed = "--json, --no-cures, --config-dir"
-            raise BadInput(f"explain {argument}: unknown option (allowed: {allowed})")
-    factories = [argument for argument in rest if is_factory(argument)]
-    paths = [a for a in rest if not a.startswith("-") and a not in factories]
+    parser = Arguments("explain", _WHAT, _MORE)
+    parser.add_argument(
+        "words", nargs="*", metavar="RUN|FACTORY", help="a run; its data.factory=, model.factory="
+    )
+    parser.add_argument("--json", action="store_true", help="everything as JSON")
+    parser.add_argument("--no-cures", action="store_true", help="only look for the cause")
+    parser.add_argument(
+        "--config-dir",
+        metavar="DIR",
+        help="options of your own that name the run's data.factory, model.factory",
+    )
+    given = parser.parse(arguments)
+    factories = [word for word in given.words if is_factory(word)]
+    paths = [word for word in given.words if word not in factories]
     if len(paths) != 1:
-        raise BadInput(f"explain: {len(paths)} run directories given, needs one")
+        parser.error(f"{len(paths)} run directories given, needs one")
     explanation = explain(
         Path(paths[0]),
-        with_cures="--no-cures" not in arguments,
-        given=vouched(factories, config_dir),
+        with_cures=not given.no_cures,
+        given=vouched(factories, given.config_dir),
+        config_dir=given.config_dir,
     )
-    if "--json" in arguments:
+    if given.json:
         print(json.dumps(as_dict(explanation), indent=1, allow_nan=False))
     else:
         print("\n".join(as_text(explanation)))
     return DONE
 
 
-def _without_config_dir(arguments: list[str]) -> tuple[list[str], str | None]:
-    rest, config_dir = [], None
-    remaining = iter(arguments)
-    for argument in remaining:
-        flag, given, value = argument.partition("=")
-        if flag != "--config-dir":
-            rest.append(argument)
-            continue
-        config_dir = value if given else next(remaining, "")
-        if not config_dir:
-            raise BadInput("--config-dir: needs a folder")
-    return rest, config_dir
+def explain(
+    directory: Path,
+    *,
+    with_cures: bool = True,
+    given: Vouched = NOTHING,
+    config_dir: str | None = None,
+) -> Explanation:
+    """Explain the run in `directory`.
 
+    Args:
+        directory: of the run.
+        with_cures: whether to try changes, too.
+        given: the names of the user's own code that may be imported; the run's must be among them.
+        config_dir: the user's own options, among which a change may be found.
 
-def explain(directory: Path, *, with_cures: bool = True, given: Vouched = NOTHING) -> Explanation:
-    """Explain the run in `directory`; BadInput if it neither diverged nor failed.
-
-    given: the names of the user's own code that may be imported; the run's must be among them.
+    Raises:
+        BadInput: if the run neither diverged nor failed.
+        Damaged: if its record is not whole.
     """
     if not (directory / "run.json").is_file():
         raise BadInput(f"explain {directory}: no run.json there; give a run directory")
     record = read_json(directory / "run.json")
     status, cause = record.get("status"), str(record.get("cause"))
     if status == "failed":
-        return _of_exception(directory, cause)
+        replay = "not replayed: the run ended with an exception"
+        if cause.startswith("IndexError"):
+            replay += "; an index in the batch is outside the table it selects from (an embedding)"
+        return Explanation(str(directory), "failed", cause, [f"exception: {cause}"], replay)
     if status != "diverged":
         raise BadInput(f"explain {directory}: {_why_not(record)}")
-    plain = read_config(directory)
-    threads = _threads(record)
-    device, note = _device(record)
+    config = read_config(directory)
+    try:
+        threads, name = (record["environment"][key] for key in ("threads", "device"))
+    except (KeyError, TypeError):
+        raise Damaged("run.json: not the record of a run (no environment)") from None
+    config_from_record(config, given)  # checked before torch is imported
+
+    import torch
+
+    from mprun.numerics.failure import kept_state, recorded_rows
+    from mprun.numerics.first_nonfinite import find_culprit
+    from mprun.numerics.interventions import find_cures, options_of
+    from mprun.numerics.replay import restore
+    from mprun.training.run import prepare, resolve_device
+
+    # A CPU, with a note, where the run's GPU is not here.
+    missing = name == "cuda" and not torch.cuda.is_available()
+    device = resolve_device("cpu" if missing else name)
 
     def build(config: dict):
         return prepare(config_from_record(config, given), device, threads)
 
-    kept = kept_state(directory, record, plain, build)
-    post_mortem = read_post_mortem(directory)
-    lines = post_mortem["classification"] if post_mortem else []
-    finding = _find(build, plain, kept)
-    replay = _replay_in_words(kept, finding, post_mortem, note)
+    kept = kept_state(directory, record, config, build)
+    post_mortem = read_post_mortem(directory) or {"classification": [], "failure": {}}
+    try:
+        steps = restore(build(config), kept)
+    except (ValueError, KeyError) as error:
+        raise Damaged(f"numerics/failure: {error}") from None
+    finding = find_culprit(steps, kept["kind"])
+    replay = _replay_in_words(finding, post_mortem["failure"], missing)
     tried, from_start = [], False
     if with_cures and finding.reproduced and finding.verdict in ("operation", "not found"):
-        tried, from_start = _try_all(build, plain, kept, finding, directory)
+        rows, options = recorded_rows(directory), options_of(config_dir)
+        tried, from_start = find_cures(build, config, kept, finding, rows, options)
     smallest = next((one for one in tried if one.cures), None)
     command = None if smallest is None else _command(record, smallest)
     return Explanation(
-        str(directory), status, cause, lines, replay, finding, tried, from_start, smallest, command
-    )
-
-
-def _of_exception(directory: Path, cause: str) -> Explanation:
-    replay = "not replayed: the run ended with an exception"
-    if cause.startswith("IndexError"):
-        replay += "; an index in the batch is outside the table it selects from (an embedding)"
-    return Explanation(
         str(directory),
-        "failed",
+        status,
         cause,
-        [f"exception: {cause}"],
+        post_mortem["classification"],
         replay,
-        None,
-        [],
-        False,
-        None,
-        None,
+        finding,
+        tried,
+        from_start,
+        smallest,
+        command,
     )
 
 
@@ -147,34 +177,11 @@ def _why_not(record: dict) -> str:
     return text
 
 
-def _threads(record: dict) -> int | None:
-    try:
-        return record["environment"]["threads"]
-    except (KeyError, TypeError):
-        raise Damaged("run.json: not the record of a run (no environment)") from None
-
-
-def _device(record: dict) -> tuple[torch.device, str]:
-    """The run's device; a CPU, with a note, where its GPU is not here."""
-    name = record["environment"]["device"]
-    if name == "cuda" and not torch.cuda.is_available():
-        return CPU, " (on a CPU: the run's GPU is not here)"
-    return resolve_device(name), ""
-
-
-def _find(build, plain: dict, kept: dict) -> Finding:
-    try:
-        steps = restore(build(plain), kept)
-    except (ValueError, KeyError) as error:
-        raise Damaged(f"numerics/failure: {error}") from None
-    return find_culprit(steps, kept["kind"])
-
-
-def _replay_in_words(kept: dict, finding: Finding, post_mortem: dict | None, note: str) -> str:
-    what = "the evaluation after step" if kept["kind"] == "evaluation" else "step"
+def _replay_in_words(finding: "Finding", failure: dict, without_gpu: bool) -> str:
+    what = "the evaluation after step" if finding.kind == "evaluation" else "step"
+    note = " (on a CPU: the run's GPU is not here)" if without_gpu else ""
     text = f"{what} {finding.step} from its kept state{note}: "
     text += "fails again" if finding.reproduced else "does not fail again"
-    failure = post_mortem["failure"] if post_mortem else {}
     if failure.get("compared"):
         different = failure["first_difference"]
         same = "bit-equal to the run's"
@@ -182,65 +189,129 @@ def _replay_in_words(kept: dict, finding: Finding, post_mortem: dict | None, not
     return text
 
 
-def _try_all(
-    build, plain: dict, kept: dict, finding: Finding, directory: Path
-) -> tuple[list[cures.Tried], bool]:
-    """What became of each change, and whether they were tried from the start of the run.
-
-    From there where the loss had grown before the bad step, or where nothing cures that step: the
-    run was damaged earlier.
-    """
-    if finding.kind == "evaluation":
-        return [], False
-    rows = recorded_rows(directory)
-    first = next((row["loss"] for row in rows if row["step"] == 1), None)
-    origin = cures.Origin(kept, finding.step, limit=cures.limit_of(first))
-    start = cures.Origin(kept, finding.step, from_start=True, limit=origin.limit)
-    options = {
-        name: compose_config([f"scaler={name}"]).as_dict()["scaler"]
-        for name in ("none", "static", "dynamic")
-    }
-
-    def try_from(place: cures.Origin, exploding: bool) -> list[cures.Tried]:
-        found = cures.changes(plain, finding, options, exploding=exploding)
-        return cures.try_changes(build, found, place)
-
-    before = [row for row in rows if row["step"] <= finding.step]
-    exploding = explosion(before[-LAST:]) is not None
-    if exploding and _start_leads_there(build, plain, start, rows):
-        return try_from(start, exploding), True
-    tried = try_from(origin, exploding)
-    cured = any(one.cures for one in tried)
-    if not cured and finding.step > 1 and _start_leads_there(build, plain, start, rows):
-        return try_from(start, True), True
-    return tried, False
-
-
-def _start_leads_there(build, plain: dict, origin: cures.Origin, rows: list[dict]) -> bool:
-    """Whether the run trained from its start, unchanged, gives its losses and the same failure."""
-    losses = {row["step"]: row["loss"] for row in rows}
-    steps: Steps = cures.start_from(build(plain), origin)
-    ends = time.perf_counter() + LONGEST_CONTROL_S
-    while steps.step < origin.bad_step and time.perf_counter() < ends:
-        row = steps.advance()
-        if row.step in losses and not same_loss(row.loss, losses[row.step]):
-            return False
-    finite = all_finite(weights(steps.built.task).values())
-    return steps.step == origin.bad_step and not (finite and math.isfinite(row.loss))
-
-
-def _command(record: dict, smallest: cures.Tried) -> str:
+def _command(record: dict, smallest: "Tried") -> str:
     """The run's own command line with the cure in it."""
     changed = {override.partition("=")[0] for override in smallest.overrides}
     left_out = {"output_dir", "resume"} | changed
-    if "precision" in changed:
-        left_out |= {"scaler"}
+    groups: tuple[str, ...] = ()
+    if "precision" in changed:  # another mode brings its scaler
+        left_out, groups = left_out | {"scaler"}, ("precision.", "scaler.")
     own = [
         override
         for override in record["overrides"]
         if override.partition("=")[0].lstrip("+") not in left_out
-        and not (
-            "precision" in changed and override.lstrip("+").startswith(("precision.", "scaler."))
-        )
+        and not override.lstrip("+").startswith(groups)
     ]
     return shlex.join(["mprun", *own, *smallest.overrides])
+
+
+def as_dict(explanation: Explanation) -> dict:
+    """As plain values, non-finite numbers as text."""
+    from mprun.numerics.dispatch import dtype_name
+    from mprun.numerics.first_nonfinite import in_words
+
+    finding = explanation.finding
+    content = {
+        "run": explanation.run,
+        "status": explanation.status,
+        "cause": explanation.cause,
+        "classification": explanation.classification,
+        "replay": explanation.replay,
+        "verdict": "exception" if finding is None else finding.verdict,
+        "tried_from_start": explanation.from_start,
+        "tried": [
+            {"change": one.overrides, "cures": one.cures, "result": one.result}
+            for one in explanation.tried
+        ],
+        "smallest_cure": None if explanation.smallest is None else explanation.smallest.overrides,
+        "command": explanation.command,
+    }
+    if finding is not None:
+        content |= {
+            "step": finding.step,
+            "kind": finding.kind,
+            "reproduced": finding.reproduced,
+            "in_words": in_words(finding),
+            "details": finding.details,
+            "weights": finding.weights,
+            "culprit": None if finding.event is None else _culprit(finding.event),
+            "ramp": [
+                {
+                    "phase": one.phase,
+                    "module": one.module,
+                    "largest": one.value,
+                    "dtype": dtype_name(one.dtype),
+                }
+                for one in finding.ramp
+            ],
+        }
+    return plain(content)
+
+
+def _culprit(event: "Event") -> dict:
+    from mprun.numerics.dispatch import dtype_name
+    from mprun.numerics.first_nonfinite import reason_of
+
+    return {
+        "phase": event.phase,
+        "module": event.module,
+        "operation": event.operation,
+        "tensor": event.tensor,
+        "dtype": dtype_name(event.dtype),
+        "result": event.result,
+        "count": event.count,
+        "of": event.of,
+        "largest_input": event.largest_input,
+        "in_fp32": event.would_be,
+        "reason": reason_of(event),
+    }
+
+
+def as_text(explanation: Explanation) -> list[str]:
+    """As lines for the console."""
+    from mprun.numerics.first_nonfinite import in_words
+
+    start = f"{explanation.run}: {explanation.status}: {explanation.cause}"
+    lines = _titled("run", [start, *explanation.classification])
+    lines += _titled("replay", [explanation.replay])
+    finding, tried, cure = explanation.finding, explanation.tried, explanation.smallest
+    if finding is None:
+        return lines
+    lines += _titled("culprit", in_words(finding))
+    if finding.ramp:
+        title = "largest absolute values up to there (FP16 ends at 65504, 2^16)"
+        lines += _titled("ramp", [title, *_ramp(finding.ramp)])
+    if not tried:
+        return lines
+    since = "from the start of the run up to" if explanation.from_start else "on"
+    width = max(len(" ".join(one.overrides)) for one in tried)
+    verdicts = {True: "cures", False: "does not cure", None: "-"}
+    outcomes = [
+        f"{' '.join(one.overrides):<{width}}  {verdicts[one.cures]:<13}  {one.result}"
+        for one in tried
+    ]
+    lines += _titled("tried", [f"{since} that step and five more", *outcomes])
+    if cure is not None:
+        found = f"{' '.join(cure.overrides)} (the smallest of them)"
+        return lines + _titled("cure", [found, str(explanation.command)])
+    fp32 = any(one.overrides == ("precision=fp32",) and one.cures is False for one in tried)
+    fails_too = "; FP32 fails as well: the recipe is at fault, not the precision"
+    return lines + _titled("cure", [f"none of these{fails_too if fp32 else ''}"])
+
+
+def _titled(title: str, lines: list[str]) -> list[str]:
+    return [f"{title if row == 0 else '':<10}{line}" for row, line in enumerate(lines)]
+
+
+def _ramp(ramp: list["Largest"]) -> list[str]:
+    from mprun.numerics.dispatch import dtype_name
+
+    shown = ramp[-RAMP - 1 :]
+    rows = [(one.phase, one.module or _OUTSIDE[one.phase], power(one.value)) for one in shown]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [f"... {len(ramp) - len(shown)} before"] if len(ramp) > len(shown) else []
+    for row, one in zip(rows, shown, strict=True):
+        cells = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        beyond = "" if abs(one.value) <= 65504 else "  beyond FP16"
+        lines.append(f"{cells}  {dtype_name(one.dtype)}{beyond}")
+    return lines

@@ -83,9 +83,7 @@ def main(arguments: list[str]) -> int:
             config = ScalerConfig(**record["config"]["scaler"])
             own = build_loss_scale(config, cpu)
         except (KeyError, TypeError, ValueError):
-            raise BadInput(
-                f"{path}: recorded by another mprun (run.json: config.scaler)"
-            ) from None
+            raise BadInput(f"{path}: recorded by another mprun (run.json: config.scaler)") from None
         trace = run_trace(path, record, own)
         if own.skips_nonfinite:
             configs = {OWN: config} | configs

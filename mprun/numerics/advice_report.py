@@ -206,9 +206,7 @@ def _scaling(advice: Advice) -> list[str]:
     for one in found.kinds:
         lines += _underflow(one, scales.share)
     kind, module, largest = found.limited_by
-    overflow = (
-        f"overflow from 2^{scales.highest + 1} on ({words(kind)} of {module}, {largest:.3g})"
-    )
+    overflow = f"overflow from 2^{scales.highest + 1} on ({words(kind)} of {module}, {largest:.3g})"
     share, spare = _percent(scales.share), f"{scales.headroom} powers of two to spare"
     if scales.fits:
         span = f"s 2^{scales.lowest} to 2^{scales.top}"

@@ -21,18 +21,8 @@ from torch import Tensor
 
 from mprun.errors import BadInput, Damaged, MprunError
 from mprun.numerics.post_mortem import LAST, read_post_mortem, write_post_mortem
-from mprun.numerics.replay import (
-    Snapshot,
-    Steps,
-    all_finite,
-    batches_of,
-    buffers,
-    carried,
-    finite_on_device,
-    same_loss,
-    size_of,
-    weights,
-)
+from mprun.numerics.replay import Snapshot, Steps, batches_of, same_loss, size_of
+from mprun.numerics.state import all_finite, buffers, carried, finite_on_device, weights
 from mprun.precision.random_states import restore_random_states
 from mprun.record import checkpoint
 from mprun.record.async_copy import PinnedRing, Sent

@@ -5,21 +5,31 @@ from dataclasses import dataclass, field
 
 import torch
 
+from mprun.numerics.dispatch import (
+    BACKWARD,
+    FORWARD,
+    INPUT,
+    LOSS,
+    UNSCALE,
+    UPDATE,
+    Event,
+    Largest,
+    dtype_name,
+)
 from mprun.numerics.observation import Observation
-from mprun.numerics.operands import BACKWARD, FORWARD, INPUT, LOSS, UNSCALE, UPDATE, Event, Largest
 from mprun.numerics.post_mortem import power
-from mprun.numerics.replay import Steps, buffers, carried, nonfinite, optimizer_state, weights
-from mprun.precision import DTYPE_NAMES
+from mprun.numerics.replay import Replayed, Steps, batches_of
+from mprun.numerics.state import buffers, carried, nonfinite, optimizer_state, weights
 
+# Of each phase: what it does, and what stands for a module there.
 _PHASES = {
-    INPUT: "casting the batch",
-    FORWARD: "forward",
-    LOSS: "loss",
-    BACKWARD: "backward",
-    UNSCALE: "unscaling the gradients",
-    UPDATE: "weight update",
+    INPUT: ("casting the batch", "inputs"),
+    FORWARD: ("forward", ""),
+    LOSS: ("loss", "the loss"),
+    BACKWARD: ("backward", ""),
+    UNSCALE: ("unscaling the gradients", "gradients"),
+    UPDATE: ("weight update", "optimizer"),
 }
-_DIVIDES = ("div", "reciprocal", "rsqrt", "pow")
 
 
 @dataclass(slots=True)
@@ -61,125 +71,45 @@ def find_culprit(steps: Steps, kind: str) -> Finding:
 
     steps: from a kept state (`mprun.numerics.replay.restore`). Changes the task.
     """
-    task, step = steps.built.task, steps.step + (kind != "evaluation")
     if kind == "evaluation":
-        return _find_in_evaluation(steps, step)
+        return _find_in_evaluation(steps)
+    task = steps.built.task
     batch = _nonfinite_batch(steps)
     before = nonfinite(weights(task)) | nonfinite(carried(task)) | nonfinite(optimizer_state(task))
     with Observation(steps.built) as seen:
         row = steps.advance()
     after = nonfinite(weights(task))
-    hidden = list(carried(task).values())
     reproduced = {
         "loss": row.diverged,
         "collapse": row.found_inf,
         "state": bool(after) or bool(nonfinite(carried(task))) or row.diverged,
     }[kind]
-    finding = Finding("not found", kind, step, reproduced, weights=after)
+    finding = Finding("not found", kind, row.step, reproduced, weights=after)
     if not reproduced:
         return finding
+    event = _first(seen, _sources(seen, steps, row))
+    # Weights and LSTM state; an optimizer state alone may be infinite for long without harm.
+    harmful = {
+        name: text
+        for name, text in before.items()
+        if " of " not in name or name.startswith("master of")
+    }
     if batch:
         finding.verdict, finding.details = "data", batch
-        return finding
-    # Weights and LSTM state; an optimizer state alone may be infinite for long without harm.
-    harmful = {name: text for name, text in before.items() if " of " not in name}
-    harmful |= {name: text for name, text in before.items() if name.startswith("master of")}
-    sources = _sources(seen, steps, row, hidden)
-    event = _first(seen, sources)
-    if harmful and (event is None or not event.seen):
-        finding.verdict, finding.details = "earlier", harmful
-        return finding
-    if event is None or not event.seen:
-        if before:
-            finding.verdict, finding.details = "earlier", before
-        return finding
-    finding.verdict, finding.event = "operation", event
-    finding.ramp = _up_to(seen, event)
+    elif event is not None and event.seen:
+        finding.verdict, finding.event, finding.ramp = "operation", event, _up_to(seen, event)
+    elif before:
+        finding.verdict, finding.details = "earlier", harmful or before
     return finding
 
 
-def in_words(finding: Finding) -> list[str]:
-    """The finding as sentences, the culprit first."""
-    if finding.verdict == "data":
-        where = "; ".join(f"{name}: {text}" for name, text in finding.details.items())
-        return [f"the batch of step {finding.step} is not finite ({where}): the data are the cause"]
-    if finding.verdict == "earlier":
-        where = "; ".join(f"{name}: {text}" for name, text in finding.details.items())
-        return [f"not finite before step {finding.step} ({where}): the cause is an earlier step"]
-    if finding.verdict == "statistics":
-        where = "; ".join(f"{name}: {text}" for name, text in finding.details.items())
-        return [f"statistics of norm layers are not finite before the evaluation ({where})"]
-    if finding.event is None:
-        if not finding.reproduced:
-            return ["not found: the replayed step does not fail again"]
-        where = "".join(f"; {name} {text}" for name, text in finding.details.items())
-        return [f"not found: no operation made a value that is not finite{where}"]
-    event = finding.event
-    dtype = _dtype(event.dtype)
-    where = f"{_PHASES[event.phase]}, {place_of(event)}: {event.operation}"
-    what = f"{event.count} of {event.of} values of its {event.tensor} became {event.result}"
-    if event.phase in (UNSCALE, UPDATE) or event.tensor not in ("output", "gradient"):
-        what = f"{event.count} of {event.of} values of {event.tensor} became {event.result}"
-    lines = [
-        where,
-        f"{what} in {dtype}; all it read was finite, at most {power(event.largest_input)}",
-        reason_of(event),
-    ]
-    return lines
-
-
-def reason_of(event: Event) -> str:
-    """Why the operation made a value that is not finite."""
-    name = event.operation.removeprefix("_foreach_")
-    if event.at_zero and name.startswith("log"):
-        return "logarithm of zero"
-    if event.at_zero and (name.startswith(_DIVIDES) or "div" in name):
-        if event.phase == UPDATE:
-            return "division by zero: the optimizer's denominator and its eps round to 0"
-        return "division by zero"
-    limit = torch.finfo(event.dtype).max
-    if event.phase == UPDATE and event.operation == "_foreach_copy_":
-        return (
-            f"overflow: the master weight, {power(event.largest_input)}, does not fit "
-            f"{_dtype(event.dtype)}, which ends at {power(limit)}"
-        )
-    wide = event.would_be
-    if wide is not None and math.isfinite(wide) and wide > limit:
-        return (
-            f"overflow: {power(wide)} in FP32, and {_dtype(event.dtype)} ends at {power(limit)}"
-            f"{' (65504)' if event.dtype is torch.float16 else ''}"
-        )
-    if event.result == "infinity":
-        return (
-            f"overflow: {_dtype(event.dtype)} ends at {power(limit)}"
-            f"{' (65504)' if event.dtype is torch.float16 else ''}"
-        )
-    if wide is not None and math.isfinite(wide):
-        return f"NaN from finite values in {_dtype(event.dtype)}; the same in FP32 is finite"
-    return f"NaN from finite values in {_dtype(event.dtype)}"
-
-
-def place_of(event: Event) -> str:
-    """The module of an event, or what stands for it outside of modules."""
-    if event.phase in (FORWARD, BACKWARD):
-        if event.module == "loss":
-            return "the loss"
-        return f"module {event.module}" if event.module else "the model itself"
-    return {
-        INPUT: "inputs",
-        LOSS: "the loss",
-        UNSCALE: "gradients",
-        UPDATE: "optimizer",
-    }[event.phase]
-
-
-def _find_in_evaluation(steps: Steps, step: int) -> Finding:
+def _find_in_evaluation(steps: Steps) -> Finding:
     task = steps.built.task
     before, statistics = nonfinite(weights(task)), nonfinite(buffers(task))
     with Observation(steps.built) as seen:
         values = task.evaluate()
     reproduced = not all(math.isfinite(value) for value in values.values())
-    finding = Finding("not found", "evaluation", step, reproduced)
+    finding = Finding("not found", "evaluation", steps.step, reproduced)
     if not reproduced:
         return finding
     event = _first(seen, {event.order for event in seen.events})
@@ -190,34 +120,31 @@ def _find_in_evaluation(steps: Steps, step: int) -> Finding:
     elif statistics:
         finding.verdict, finding.details = "statistics", statistics
     elif event is not None and event.seen:
-        finding.verdict, finding.event = "operation", event
-        finding.ramp = _up_to(seen, event)
+        finding.verdict, finding.event, finding.ramp = "operation", event, _up_to(seen, event)
     return finding
 
 
 def _nonfinite_batch(steps: Steps) -> dict[str, str]:
-    task, count = steps.built.task, 0
-    count = task.samples_per_step // task.data.samples_per_batch
-    found = {}
-    for index in range(count):
-        inputs, _ = task.data.train_batch(steps.step * count + index)
-        name = "inputs" if count == 1 else f"inputs of micro-batch {index + 1}"
-        found |= nonfinite({name: inputs})
-    return found
+    batches = batches_of(steps.built.task, steps.step)
+    several = len(batches) > 1
+    return nonfinite(
+        {
+            f"inputs of micro-batch {number}" if several else "inputs": inputs
+            for number, (inputs, *_) in enumerate(batches, start=1)
+        }
+    )
 
 
-def _sources(seen: Observation, steps: Steps, row, hidden) -> set[int]:
+def _sources(seen: Observation, steps: Steps, row: Replayed) -> set[int]:
     """Events behind what failed: the loss, else the gradients, else weights or carried state."""
+    found: set[int] = set()
     if not math.isfinite(row.loss):
         found = seen.sources_of([steps.metrics["loss"]])
-        if found:
-            return found
-    if row.found_inf:
+    if not found and row.found_inf:
         found = seen.reached.get(UNSCALE, set())
-        if found:
-            return found
-    ends = [*weights(steps.built.task).values(), *hidden]
-    return seen.sources_of(ends) or {event.order for event in seen.events}
+    task = steps.built.task
+    found = found or seen.sources_of([*weights(task).values(), *carried(task).values()])
+    return found or {event.order for event in seen.events}
 
 
 def _first(seen: Observation, sources: set[int]) -> Event | None:
@@ -233,5 +160,65 @@ def _up_to(seen: Observation, event: Event) -> list[Largest]:
     return [one for one in found if one not in own] + own
 
 
-def _dtype(dtype: torch.dtype) -> str:
-    return DTYPE_NAMES.get(dtype, str(dtype).removeprefix("torch.")).upper()
+def in_words(finding: Finding) -> list[str]:
+    """The finding as sentences, the culprit first."""
+    where = "; ".join(f"{name}: {text}" for name, text in finding.details.items())
+    match finding.verdict:
+        case "data":
+            start = f"the batch of step {finding.step} is not finite"
+            return [f"{start} ({where}): the data are the cause"]
+        case "earlier":
+            start = f"not finite before step {finding.step}"
+            return [f"{start} ({where}): the cause is an earlier step"]
+        case "statistics":
+            return [f"statistics of norm layers are not finite before the evaluation ({where})"]
+    event = finding.event
+    if event is None:
+        if not finding.reproduced:
+            return ["not found: the replayed step does not fail again"]
+        where = "".join(f"; {name} {text}" for name, text in finding.details.items())
+        return [f"not found: no operation made a value that is not finite{where}"]
+    tensor = event.tensor
+    if event.phase not in (UNSCALE, UPDATE) and tensor in ("output", "gradient"):
+        tensor = f"its {tensor}"
+    return [
+        f"{_PHASES[event.phase][0]}, {place_of(event)}: {event.operation}",
+        f"{event.count} of {event.of} values of {tensor} became {event.result} in "
+        f"{dtype_name(event.dtype).upper()}; all it read was finite, at most "
+        f"{power(event.largest_input)}",
+        reason_of(event),
+    ]
+
+
+def place_of(event: Event) -> str:
+    """The module of an event, or what stands for it outside of modules."""
+    if event.phase not in (FORWARD, BACKWARD):
+        return _PHASES[event.phase][1]
+    if event.module == "loss":
+        return "the loss"
+    return f"module {event.module}" if event.module else "the model itself"
+
+
+def reason_of(event: Event) -> str:
+    """Why the operation made a value that is not finite."""
+    name = event.operation.removeprefix("_foreach_")
+    dtype, limit = dtype_name(event.dtype).upper(), torch.finfo(event.dtype).max
+    end = f"ends at {power(limit)}"
+    if event.at_zero and name.startswith("log"):
+        return "logarithm of zero"
+    if event.at_zero and (name.startswith(("reciprocal", "rsqrt", "pow")) or "div" in name):
+        of_update = ": the optimizer's denominator and its eps round to 0"
+        return f"division by zero{of_update if event.phase == UPDATE else ''}"
+    if event.phase == UPDATE and event.operation == "_foreach_copy_":
+        return (
+            f"overflow: the master weight, {power(event.largest_input)}, does not fit "
+            f"{dtype}, which {end}"
+        )
+    wide = math.inf if event.would_be is None else event.would_be
+    of_fp16 = " (65504)" if event.dtype is torch.float16 else ""
+    if limit < wide < math.inf:
+        return f"overflow: {power(wide)} in FP32, and {dtype} {end}{of_fp16}"
+    if event.result == "infinity":
+        return f"overflow: {dtype} {end}{of_fp16}"
+    finite = "; the same in FP32 is finite" if math.isfinite(wide) else ""
+    return f"NaN from finite values in {dtype}{finite}"

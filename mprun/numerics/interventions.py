@@ -2,30 +2,34 @@
 
 import copy
 import math
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from mprun.build import Built
+from mprun.config.compose import compose_config, group_options, hydra_session
 from mprun.errors import BadInput, MprunError
+from mprun.numerics.dispatch import BACKWARD, UNSCALE, UPDATE
 from mprun.numerics.first_nonfinite import Finding, reason_of
-from mprun.numerics.operands import BACKWARD, UNSCALE, UPDATE
-from mprun.numerics.post_mortem import EXPLOSION, power
-from mprun.numerics.replay import KeptBatch, Steps, all_finite, carried, resume_from, weights
-from mprun.precision import MODES, NoLossScale
+from mprun.numerics.post_mortem import EXPLOSION, LAST, explosion, power
+from mprun.numerics.replay import KeptBatch, Replayed, Steps, resume_from, same_loss
+from mprun.numerics.state import all_finite, carried, weights
+from mprun.precision import NoLossScale
+from mprun.tasks import Learner
 
 WORSE = 1.5  # times FP32's loss: finite, but no cure
 AFTER = 5  # further steps that a cure must survive
 # A scale that has to settle first may skip so many more.
 PATIENCE = 40
-_BF16 = {
-    "fp16_naive": "bf16_naive",
-    "fp16_master": "bf16_master",
-    "fp16_master_scaled": "bf16_master",
-    "amp": "amp_bf16",
-}
-Build = Callable[[dict], object]  # plain configuration -> mprun.build.Built; raises BadInput
+# A run whose loss exploded was damaged long before its last step: changes are tried from its start
+# if it gets to the bad step within this time.
+LONGEST_CONTROL_S = 60.0
+Build = Callable[[dict], Built]  # from a plain configuration; raises BadInput
+Options = Mapping[str, dict[str, dict]]  # "scaler=static" -> {"scaler": its values}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +52,7 @@ class Tried:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where the trials start: a kept state, or (None) the start of the run.
+    """Where the trials start: a kept state, or the start of the run.
 
     bad_step: from 1. kept: the state before it, also where the trials start earlier, because its
     batch is used. limit: a loss above it is no cure, None if unknown.
@@ -60,59 +64,173 @@ class Origin:
     limit: float | None = None
 
 
+def find_cures(
+    build: Build, config: dict, kept: dict, finding: Finding, rows: list[dict], options: Options
+) -> tuple[list[Tried], bool]:
+    """What became of each change, and whether they were tried from the start of the run.
+
+    From there where the loss had grown before the bad step, or where nothing cures that step: the
+    run was damaged earlier.
+
+    Args:
+        build: a run from a plain configuration.
+        config: the run's, as plain values.
+        kept: the state before the bad step (`mprun.numerics.failure.kept_state`).
+        finding: what the replay of that step has shown.
+        rows: the recorded steps of the run (`mprun.numerics.failure.recorded_rows`).
+        options: what may be chosen instead (`options_of`).
+    """
+    if finding.kind == "evaluation":
+        return [], False
+    first = next((abs(row["loss"]) for row in rows if row["step"] == 1), math.inf)
+    limit = EXPLOSION * first if math.isfinite(first) else None  # above it a run has exploded
+    origin = Origin(kept, finding.step, limit=limit)
+    start = replace(origin, from_start=True)
+
+    def try_from(place: Origin, exploding: bool) -> list[Tried]:
+        found = changes(config, finding, options, exploding=exploding)
+        return try_changes(build, found, place)
+
+    before = [row for row in rows if row["step"] <= finding.step]
+    exploding = explosion(before[-LAST:]) is not None
+    if exploding and _start_leads_there(build, config, start, rows):
+        return try_from(start, exploding), True
+    tried = try_from(origin, exploding)
+    cured = any(one.cures for one in tried)
+    if not cured and finding.step > 1 and _start_leads_there(build, config, start, rows):
+        return try_from(start, True), True
+    return tried, False
+
+
+def _start_leads_there(build: Build, config: dict, origin: Origin, rows: list[dict]) -> bool:
+    """Whether the run trained from its start, unchanged, gives its losses and the same failure."""
+    losses = {row["step"]: row["loss"] for row in rows}
+    steps, loss = start_from(build(config), origin), math.nan
+    ends = time.perf_counter() + LONGEST_CONTROL_S
+    while steps.step < origin.bad_step and time.perf_counter() < ends:
+        row = steps.advance()
+        loss = row.loss
+        if row.step in losses and not same_loss(loss, losses[row.step]):
+            return False
+    finite = all_finite(weights(steps.built.task).values())
+    return steps.step == origin.bad_step and not (finite and math.isfinite(loss))
+
+
+def options_of(config_dir: str | None = None) -> Options:
+    """What a run may be changed to: every precision mode with its scaler, and two scalers."""
+    with hydra_session(config_dir):
+        modes = group_options("precision")
+    found = {}
+    for option in [f"precision={mode}" for mode in modes]:
+        composed = compose_config([option], config_dir, files=False).as_dict()
+        found[option] = {group: composed[group] for group in ("precision", "scaler")}
+    for option in ("scaler=static", "scaler=dynamic"):
+        found[option] = {"scaler": compose_config([option]).as_dict()["scaler"]}
+    return found
+
+
 def changes(
-    config: dict, finding: Finding, options: dict[str, dict], *, exploding: bool = False
+    config: dict, finding: Finding, options: Options, *, exploding: bool = False
 ) -> list[Change]:
     """What to try, smallest change first; only what differs from the run and has to do with it.
 
-    config: the run's, as plain values. options: the `scaler` group's none, static and dynamic.
     exploding: whether the loss grew before the bad step.
     """
-    found: list[Change] = []
-
-    def add(*overrides: str, **groups: dict) -> None:
+    found = []
+    for overrides in _proposed(config, finding, options, exploding):
         changed = copy.deepcopy(config)
-        for group, values in groups.items():
-            changed[group] |= values
+        for key, value in overrides.items():
+            group, _, field = key.partition(".")
+            kind, _, pattern = field.partition(".")
+            if not field:
+                changed |= copy.deepcopy(options[f"{key}={value}"])
+            elif pattern:
+                changed[group][kind][pattern] = value
+            else:
+                changed[group][field] = value
         if changed != config:
-            found.append(Change(overrides, changed))
+            typed = tuple(f"{key}={_typed(value)}" for key, value in overrides.items())
+            found.append(Change(typed, changed))
+    return found
 
-    precision, scaler, optim = config["precision"], config["scaler"], config["optim"]
+
+def _proposed(
+    config: dict, finding: Finding, options: Options, exploding: bool
+) -> Iterator[dict[str, Any]]:
+    """Overrides as key -> value, what changes nothing among them."""
+    precision, optim = config["precision"], config["optim"]
     half = precision["autocast_dtype"] or precision["param_dtype"]
     phase = finding.event.phase if finding.event is not None else None
     modules = _modules(config, finding) if half != "fp32" else []
-
-    def add_in_fp32(module: str) -> None:
-        kept = {**precision["overrides"], module: "fp32"}
-        add(f"precision.overrides.{module}=fp32", precision={"overrides": kept})
-
-    for module in modules[:1]:
-        add_in_fp32(module)
-    for key in ("norm_dtype", "loss_dtype"):
-        if precision[key] != "fp32":
-            add(f"precision.{key}=fp32", precision={key: "fp32"})
+    for key in (*modules[:1], "precision.norm_dtype", "precision.loss_dtype"):
+        yield {key: "fp32"}
     if half == "fp16":
-        _add_scales(add, scaler, finding, phase, options)
+        yield from _scales(config["scaler"], finding)
     if phase == UPDATE and optim["name"] in ("adam", "adamw", "adagrad"):
-        for eps in (1e-6, 1e-4):
-            if eps > (optim["eps"] or 0.0):
-                add(f"optim.eps={eps:g}", optim={"eps": eps})
+        yield from ({"optim.eps": eps} for eps in (1e-6, 1e-4) if eps > (optim["eps"] or 0.0))
     if precision["master_dtype"] is None:
-        masters = {"master_dtype": "fp32", "grad_dtype": "fp32"}
-        add("precision.master_dtype=fp32", "precision.grad_dtype=fp32", precision=masters)
-    for module in modules[1:]:
-        add_in_fp32(module)
+        yield {"precision.master_dtype": "fp32", "precision.grad_dtype": "fp32"}
+    yield from ({key: "fp32"} for key in modules[1:])
     for factor in (0.1, 0.01, 0.001) if phase == UPDATE or exploding else (0.1,):
-        lr = float(f"{optim['lr'] * factor:.6g}")
-        add(f"optim.lr={lr:g}", optim={"lr": lr})
-    none = options["none"]
-    if precision["name"] in _BF16:
-        name = _BF16[precision["name"]]
-        add(f"precision={name}", precision={"name": name, **MODES[name]}, scaler=none)
+        yield {"optim.lr": float(f"{optim['lr'] * factor:.6g}")}
+    if half == "fp16":
+        yield _in_bf16(precision, options)
     if half != "fp32":
-        plain = {"name": "fp32", **MODES["fp32"], "overrides": {}}
-        add("precision=fp32", precision=plain, scaler=none)
-    return found
+        yield {"precision": "fp32"}
+
+
+def _modules(config: dict, finding: Finding) -> list[str]:
+    """Keys of precision.overrides: of the culprit's module, then of the one around it."""
+    module = finding.module
+    if not module:
+        return []
+    model = config["model"]
+    if model["name"] == "dcgan" or model.get("task") == "gan":
+        # Overrides name modules inside generator and discriminator.
+        module = module.partition(".")[2]
+    around = module.rpartition(".")[0]
+    return [f"precision.overrides.{name}" for name in (module, around) if name]
+
+
+def _in_bf16(precision: dict, options: Options) -> dict[str, Any]:
+    """The mode that is the run's with BF16 in place of FP16; its dtypes where none is that."""
+
+    def dtypes(mode: dict) -> dict:
+        return {key: value for key, value in mode.items() if key not in ("name", "overrides")}
+
+    own = options.get(f"precision={precision['name']}", {}).get("precision", precision)
+    wanted = {key: "bf16" if value == "fp16" else value for key, value in dtypes(own).items()}
+    for option in options.values():
+        if "precision" in option and dtypes(option["precision"]) == wanted:
+            return {"precision": option["precision"]["name"]}
+    halves = [key for key, value in dtypes(precision).items() if value == "fp16"]
+    return {f"precision.{key}": "bf16" for key in halves}
+
+
+def _scales(scaler: dict, finding: Finding) -> Iterator[dict[str, Any]]:
+    """Static scales below (or above) the present one, a lower floor, dynamic scaling."""
+    event, kind = finding.event, scaler["kind"]
+    powers = [4, 8]
+    if event is not None and event.would_be is not None and math.isfinite(event.would_be):
+        lowest = max(1, math.ceil(math.log2(max(event.would_be, 1.0) / 65504.0)) + 1)
+        powers = [lowest, lowest + 4]
+    if event is not None and event.phase in (BACKWARD, UNSCALE):
+        if kind == "static":
+            yield from ({"scaler.scale": scaler["scale"] * 2.0**-power} for power in powers)
+        elif kind == "none":
+            yield from ({"scaler": "static", "scaler.scale": 2.0**-power} for power in powers)
+    elif kind == "none" and event is not None and event.phase == UPDATE:
+        if "zero" in reason_of(event):
+            yield {"scaler": "static", "scaler.scale": 1024.0}
+    if kind == "dynamic" and finding.kind == "collapse":
+        yield {"scaler.min_scale": max(scaler["min_scale"] * 2.0**-12, 2.0**-126)}
+    if kind != "dynamic":
+        yield {"scaler": "dynamic"}
+
+
+def _typed(value: str | float) -> str:
+    """All digits of a number, so that what is typed is what was tried."""
+    return value if isinstance(value, str) else repr(value).removesuffix(".0")
 
 
 def try_changes(build: Build, changes: list[Change], origin: Origin) -> list[Tried]:
@@ -159,27 +277,25 @@ def start_from(built, origin: Origin) -> Steps:
 
 def survives(steps: Steps, origin: Origin) -> tuple[bool, str, float | None]:
     """Train to AFTER steps behind the bad one: whether all went well, what happened, the loss."""
-    built, task = steps.built, steps.built.task
+    built = steps.built
     end = origin.bad_step + AFTER
     if not built.rate.constant:
         end = max(origin.bad_step, min(end, built.steps))
-    in_a_row, skipped = 0, 0
+    applied, skipped = 0, 0  # in a row; in all
     while True:
         row = steps.advance()
-        if row.diverged:
-            return False, f"loss {row.loss:g} at step {row.step}", None
-        if not all_finite([*weights(task).values(), *carried(task).values()]):
-            what = "weights or LSTM state" if carried(task) else "weights"
-            return False, f"{what} not finite after step {row.step}", None
-        skipped, in_a_row = skipped + row.found_inf, 0 if row.found_inf else in_a_row + 1
+        broken = _broken(built.task, row)
+        if broken is not None:
+            return False, broken, None
+        skipped, applied = skipped + row.found_inf, 0 if row.found_inf else applied + 1
         if row.step < end:
             continue
-        if in_a_row >= min(3, row.step - origin.bad_step + 1):
+        if applied >= min(3, row.step - origin.bad_step + 1):
             break
         if row.step >= end + PATIENCE or not built.rate.constant:
             text = f"{skipped} updates skipped, still at loss scale {power(row.loss_scale)}"
             return False, text, row.loss
-    scale = next(iter(task.loss_scales.values()))
+    scale = next(iter(built.task.loss_scales.values()))
     if skipped and scale.kind == "static":
         text = f"{skipped} updates skipped at the static loss scale {power(row.loss_scale)}"
         return False, text, row.loss
@@ -189,8 +305,18 @@ def survives(steps: Steps, origin: Origin) -> tuple[bool, str, float | None]:
     return True, f"finite up to step {row.step}{note}; loss {row.loss:.4g}", row.loss
 
 
+def _broken(task, row: Replayed) -> str | None:
+    """What is not finite after a step, or None."""
+    if row.diverged:
+        return f"loss {row.loss:g} at step {row.step}"
+    if all_finite([*weights(task).values(), *carried(task).values()]):
+        return None
+    what = "weights or LSTM state" if carried(task) else "weights"
+    return f"{what} not finite after step {row.step}"
+
+
 @torch.no_grad()
-def transplant(built, saved: dict) -> None:
+def transplant(built: Built, saved: dict) -> None:
     """Put the state of a run (`task.state_dict()`) into a task of another precision or scaler.
 
     Weights come from the saved masters where there are some, rounded where the new dtype is
@@ -200,81 +326,27 @@ def transplant(built, saved: dict) -> None:
     task = built.task
     for name, learner in task.learners.items():
         _transplant_learner(learner, saved["learner"] if "learner" in saved else saved[name])
-    own = task.loss_scales
     theirs = saved["loss_scales"] if "loss_scales" in saved else {"loss_scale": saved["loss_scale"]}
-    for name, scale in own.items():
+    for name, scale in task.loss_scales.items():
         state = theirs.get(name)
-        if state is None or state["kind"] != scale.kind or isinstance(scale, NoLossScale):
-            continue
-        if scale.kind != "static":
+        moves = not isinstance(scale, NoLossScale) and scale.kind != "static"
+        if moves and state is not None and state["kind"] == scale.kind:
             scale.load_state_dict(state)
     if saved.get("hidden") is not None:
         dtype = None if built.policy.autocast_dtype else built.policy.param_dtype
         task.hidden = tuple(part.to(built.device, dtype) for part in saved["hidden"])
 
 
-def _transplant_learner(learner, saved: dict) -> None:
-    masters, state = saved["optimizer"]["masters"], saved["optimizer"]["state"]
+def _transplant_learner(learner: Learner, saved: dict) -> None:
+    theirs, optimizer = saved["optimizer"], learner.optimizer
+    found = saved["model"] | theirs["masters"]
     for name, tensor in learner.model.state_dict().items():
-        tensor.copy_(masters.get(name, saved["model"][name]))
-    optimizer = learner.optimizer
+        tensor.copy_(found[name])
     for name, master in optimizer.masters.items():
-        master.copy_(masters.get(name, saved["model"][name]))
+        master.copy_(found[name])
     for name, average in optimizer.averages.items():
-        average.copy_(saved["optimizer"]["averages"][name])
+        average.copy_(theirs["averages"][name])
     for name, own in optimizer.state_by_name().items():
-        for key, value in state[name].items():
+        for key, value in theirs["state"][name].items():
             if key in own and isinstance(own[key], Tensor):
                 own[key].copy_(value)
-
-
-def _modules(config: dict, finding: Finding) -> list[str]:
-    """The culprit's module, then the one around it, as patterns of precision.overrides."""
-    module = finding.module
-    if not module:
-        return []
-    model = config["model"]
-    if model["name"] == "dcgan" or model.get("task") == "gan":
-        # Overrides name modules inside generator and discriminator.
-        module = module.partition(".")[2]
-    around = module.rpartition(".")[0]
-    return [name for name in (module, around) if name]
-
-
-def _add_scales(add, scaler: dict, finding: Finding, phase: str | None, options: dict) -> None:
-    """Static scales below (or above) the present one, a lower floor, dynamic scaling."""
-    event, kind = finding.event, scaler["kind"]
-    lower = [4, 8]
-    if event is not None and event.would_be is not None and math.isfinite(event.would_be):
-        lowest = max(1, math.ceil(math.log2(max(event.would_be, 1.0) / 65504.0)) + 1)
-        lower = [lowest, lowest + 4]
-    scaled = phase in (BACKWARD, UNSCALE)
-    if kind == "static" and scaled:
-        for exponent in lower:
-            scale = scaler["scale"] * 2.0**-exponent
-            add(f"scaler.scale={_typed(scale)}", scaler={"scale": scale})
-    elif kind == "none" and scaled:
-        for exponent in lower:
-            scale = 2.0**-exponent
-            static = options["static"] | {"scale": scale}
-            add("scaler=static", f"scaler.scale={_typed(scale)}", scaler=static)
-    elif kind == "none" and phase == UPDATE and "zero" in reason_of(event):
-        static = options["static"] | {"scale": 1024.0}
-        add("scaler=static", "scaler.scale=1024", scaler=static)
-    if kind == "dynamic" and finding.kind == "collapse":
-        floor = max(scaler["min_scale"] * 2.0**-12, 2.0**-126)
-        add(f"scaler.min_scale={_typed(floor)}", scaler={"min_scale": floor})
-    if kind != "dynamic":
-        add("scaler=dynamic", scaler=options["dynamic"])
-
-
-def _typed(number: float) -> str:
-    """All digits, so that what is typed is what was tried."""
-    return repr(number).removesuffix(".0")
-
-
-def limit_of(first_loss: float | None) -> float | None:
-    """The loss above which a run counts as exploded, from its loss at step 1."""
-    if first_loss is None or not math.isfinite(first_loss):
-        return None
-    return EXPLOSION * abs(first_loss)

@@ -7,9 +7,9 @@ whose inputs were finite and whose output was not. The step computes what it com
 """
 
 import math
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +19,10 @@ from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
 )
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from mprun.numerics.operands import (
+from mprun.numerics.dispatch import (
     BACKWARD,
     FORWARD,
     INPUT,
@@ -32,19 +32,24 @@ from mprun.numerics.operands import (
     UPDATE,
     Event,
     Largest,
+    Watch,
     floats,
     has_values,
+    in_backward,
     in_fp32,
     is_view,
     largest_finite_of,
     largest_of,
+    name_of,
     operands,
     per_entry,
     storage_of,
 )
+from mprun.numerics.state import named_learners, named_modules, optimizer_state
 
 _MARK = "mprun.module"
 _RAMPS = 50  # events that have one of their own
+Call = tuple[OpOverload, tuple, dict[str, Any]]
 
 
 @dataclass(slots=True)
@@ -83,15 +88,10 @@ class Observation:
         self._forwarded = self._propagated = False
         self._where = ""
         self._of_module: dict[str, set[int]] = {}
-        self._inner, self._outer = _Watch(self, inner=True), _Watch(self, inner=False)
-        several = len(built.task.learners) > 1
-        for learner_name, learner in built.task.learners.items():
-            self._name(learner, f"{learner_name}." if several else "")
+        self._watch = Watch(built.arithmetic, self._see)
+        self._name(built.task)
 
     def __enter__(self) -> "Observation":
-        arithmetic = self.built.arithmetic
-        # Entered last, the watch sees an operation before the emulation takes it apart.
-        arithmetic.emulations = (*arithmetic.emulations, self._inner)
         self._hooks = [
             register_module_forward_pre_hook(self._enter_module),
             register_module_forward_hook(self._leave_module, always_call=True),
@@ -99,16 +99,15 @@ class Observation:
         # A single pass shows neither casts nor unscaling, and on a GPU not even the update.
         for learner in self.built.task.learners.values():
             learner.optimizer.observed = True
-        self._outer.__enter__()
+        self._watch.__enter__()
         return self
 
     def __exit__(self, *exception) -> None:
-        self._outer.__exit__(*exception)
+        self._watch.__exit__(*exception)
         for learner in self.built.task.learners.values():
             learner.optimizer.observed = False
         for hook in self._hooks:
             hook.remove()
-        self.built.arithmetic.emulations = self.built.arithmetic.emulations[:-1]
 
     def sources_of(self, tensors: Iterable[Tensor]) -> set[int]:
         """Orders of the events that the non-finite values in `tensors` come from."""
@@ -120,30 +119,29 @@ class Observation:
     @property
     def phase(self) -> str:
         """Where the step is now."""
-        if torch._C._current_graph_task_id() != -1:
+        if in_backward():
             return BACKWARD
         if self._stack:
             return FORWARD
         if self._propagated:
-            return UNSCALE if self._inner.active else UPDATE
+            return UNSCALE if self._watch.active else UPDATE
         return LOSS if self._forwarded else INPUT
 
-    def _name(self, learner, prefix: str) -> None:
-        for name, module in learner.model.named_modules():
-            self._paths[id(module)] = prefix + name if name else prefix.rstrip(".")
-        optimizer = learner.optimizer
-        for name, own, updated in zip(
-            optimizer.names, optimizer.parameters, optimizer.updated, strict=True
-        ):
-            self._labels[own.data_ptr()] = prefix + name
-            if updated is not own:
-                self._labels[updated.data_ptr()] = f"master of {prefix}{name}"
-        for row in optimizer.rows:
-            self._labels[row.tensor.data_ptr()] = prefix + row.name
-        for name, state in optimizer.state_by_name().items():
-            for key, value in state.items():
-                if isinstance(value, Tensor) and value.dim():
-                    self._labels[value.data_ptr()] = f"{key} of {prefix}{name}"
+    def _name(self, task) -> None:
+        for path, _, module in named_modules(task):
+            self._paths[id(module)] = path
+        for prefix, learner in named_learners(task):
+            optimizer = learner.optimizer
+            for name, own, updated in zip(
+                optimizer.names, optimizer.parameters, optimizer.updated, strict=True
+            ):
+                self._labels[own.data_ptr()] = prefix + name
+                if updated is not own:
+                    self._labels[updated.data_ptr()] = f"master of {prefix}{name}"
+            for row in optimizer.rows:
+                self._labels[row.tensor.data_ptr()] = prefix + row.name
+        for name, value in optimizer_state(task).items():
+            self._labels[value.data_ptr()] = name
 
     def _enter_module(self, module: nn.Module, inputs) -> None:
         if id(module) not in self._paths and not self._stack:
@@ -215,46 +213,47 @@ class Observation:
 
     # Operations
 
-    def before(self, func: OpOverload, args, kwargs) -> dict[int | None, _Inputs] | None:
-        """What an operation that writes in place is given; None for one that does not."""
-        if not func._schema.is_mutable:
-            return None
-        with _disable_current_modes():
-            return self._given(func, args, kwargs)
-
-    def after(self, func: OpOverload, args, kwargs, result, groups) -> None:
-        """Look at what an operation has computed. groups: what `before` returned."""
-        name = func._schema.name.removeprefix("aten::")
-        if name in UNWRITTEN or is_view(func):
-            return
-        phase, where = self.phase, self._module_now()
-        self._propagated |= phase == BACKWARD
-        with _disable_current_modes():
-            if groups is None:
-                outputs = list(enumerate(floats(result)))
-            else:
-                outputs = [
-                    (operand.index, operand.tensor)
-                    for operand in operands(func, args, kwargs)
-                    if operand.written and has_values(operand.tensor)
-                ]
-            for place, (index, tensor) in enumerate(outputs):
-                self._note_largest(phase, where, tensor)
-                if math.isfinite(largest_of(tensor)):
-                    continue
+    def _see(self, func: OpOverload, args: tuple, kwargs: dict[str, Any], _: bool) -> Any:
+        groups = None
+        if func._schema.is_mutable:  # what it is given is gone afterwards
+            with _disable_current_modes():
+                groups = self._given(func, args, kwargs)
+        result = func(*args, **kwargs)
+        name = name_of(func)
+        if name not in UNWRITTEN and not is_view(func):
+            phase, where = self.phase, self._module_now()
+            self._propagated |= phase == BACKWARD
+            with _disable_current_modes():
                 if groups is None:
-                    groups = self._given(func, args, kwargs)
-                given = self._group(groups, index if per_entry(name) else None)
-                if not given.finite:
-                    self._pass_on(phase, where, name, tensor, given)
-                    continue
-                label = self._label(tensor, func, args, kwargs, index, phase)
-                event = self._event(phase, where, name, label, tensor, given)
-                if not func._schema.is_mutable:
-                    event.would_be = in_fp32(func, args, kwargs, place)
-                self._taint(tensor, {event.order})
-                if phase == FORWARD:
-                    self._of_module.setdefault(where, set()).add(event.order)
+                    written = list(enumerate(floats(result)))
+                else:
+                    written = [
+                        (operand.index, operand.tensor)
+                        for operand in operands(func, args, kwargs)
+                        if operand.written and has_values(operand.tensor)
+                    ]
+                for place, (index, tensor) in enumerate(written):
+                    self._note_largest(phase, where, tensor)
+                    if not math.isfinite(largest_of(tensor)):
+                        groups = self._given(func, args, kwargs) if groups is None else groups
+                        given = self._group(groups, index if per_entry(name) else None)
+                        call = (func, args, kwargs)
+                        self._trace_back(phase, where, call, (place, index, tensor), given)
+        return result
+
+    def _trace_back(self, phase: str, where: str, call: Call, output, given: _Inputs) -> None:
+        """Note where an output that is not finite comes from: this operation, or its inputs."""
+        func, place, index, tensor = call[0], *output
+        if not given.finite:
+            self._pass_on(phase, where, name_of(func), tensor, given)
+            return
+        label = self._label(tensor, *call, index, phase)
+        event = self._event(phase, where, name_of(func), label, tensor, given)
+        if not func._schema.is_mutable:
+            event.would_be = in_fp32(*call, place)
+        self._taint(tensor, {event.order})
+        if phase == FORWARD:
+            self._of_module.setdefault(where, set()).add(event.order)
 
     def _given(self, func, args, kwargs) -> dict[int | None, _Inputs]:
         """What an operation reads, by the place in its lists; None: what is in no list."""
@@ -327,7 +326,7 @@ class Observation:
             known.value, known.dtype = value, tensor.dtype
 
     def _module_now(self) -> str:
-        if torch._C._current_graph_task_id() != -1:
+        if in_backward():
             node = torch._C._current_autograd_node()
             if node is not None and not hasattr(node, "variable"):
                 self._where = node.metadata.get(_MARK, "loss")
@@ -345,33 +344,3 @@ class Observation:
         if label is not None:
             return label
         return "gradient" if phase in (BACKWARD, UNSCALE) else "output"
-
-
-class _Watch(TorchDispatchMode):
-    """Hands every operation to the observation; the outer one only what the inner does not see.
-
-    rerouted: what `Arithmetic` expects of what stands among its emulations; stays empty.
-    """
-
-    def __init__(self, observation: Observation, inner: bool):
-        super().__init__()
-        self.observation, self.inner, self.active = observation, inner, False
-        self.rerouted: Counter[tuple[str, str]] = Counter()
-
-    def __enter__(self):
-        self.active = True
-        return super().__enter__()
-
-    def __exit__(self, *exception):
-        super().__exit__(*exception)
-        self.active = False
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        with torch._C.DisableTorchFunction():
-            if not self.inner and self.observation._inner.active:
-                return func(*args, **kwargs)
-            groups = self.observation.before(func, args, kwargs)
-            result = func(*args, **kwargs)
-            self.observation.after(func, args, kwargs, result, groups)
-            return result

@@ -1,38 +1,29 @@
-"""Which operations ran in which dtype during one training step, as they reached the kernels.
+"""Which operations ran in which dtype during one training step, and what its memory holds.
 
-Seen with a `TorchDispatchMode`, below autograd and autocast: what is counted is what was computed,
-casts included. Autograd's own threads take the mode over from the thread that calls backward
-(at::ThreadLocalState holds the stack of modes), so a backward pass on a GPU is seen as well.
+Did I get what I asked for? Counted is what was computed, casts included (`dispatch.Watch`).
 """
-
-from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from mprun.numerics.dispatch import UNWRITTEN, Watch, dtype_name, in_backward, name_of
 from mprun.numerics.operation_summary import PRODUCTS, RECURRENT, flops, lines, recurrent_flops
-from mprun.precision import DTYPE_NAMES, PrecisionPolicy, read_math_flags
+from mprun.numerics.state import named_modules
+from mprun.precision import PrecisionPolicy, read_math_flags
 from mprun.record.memory import SavedForBackward, memory_by_kind
 
 # Allocations and views under another name.
-_NOT_COUNTED = {
-    "_unsafe_view",
-    "empty",
-    "empty_like",
-    "empty_strided",
-    "new_empty",
-    "new_empty_strided",
-}
+_NOT_COUNTED = (UNWRITTEN - {"resize_"}) | {"_unsafe_view"}
 _CASTS = {"_to_copy", "copy_", "copy"}
+_FP32 = ("fp32", "tf32")
 
 
 @dataclass(slots=True)
@@ -54,51 +45,51 @@ class FirstStep:
             metrics = task.train_step(index)
         first.record()
 
-    task: has `arithmetic` and `learners`; overrides: module-name pattern -> dtype name, as in
-    `precision.overrides`. The step computes, bit for bit, what it would without; it takes about
-    10 microseconds of host time more for each operation, so only one step is watched.
+    The step computes, bit for bit, what it would without; it takes about 10 microseconds of host
+    time more for each operation, so only one step is watched.
 
     The dtype of a row is that of its floating-point operands: "fp16", "fp16+fp32" for both,
     "fp32->fp16" for a cast, "tf32" for an FP32 product under TF32 flags on a GPU, "emulated fp16"
     for what the CPU emulation computed in FP32 and rounded. The insides of a fused kernel are not
     seen. Views, allocations and operations without floating-point tensors are not counted.
+
+    Args:
+        task: has `arithmetic` and `learners`.
+        policy: of the mode; its dtypes say what was asked for.
+        overrides: module-name pattern -> dtype name, as in `precision.overrides`.
+        step: its number, for the record.
     """
 
     def __init__(
         self, task: Any, policy: PrecisionPolicy, overrides: Mapping[str, str], step: int = 1
     ):
         self.task, self.policy, self.step = task, policy, step
-        self.learners = dict(task.learners)
-        self.saved = SavedForBackward(self.learners.values())
-        self.arithmetic = task.arithmetic
+        self.saved = SavedForBackward(task.learners.values())
         self.rows: dict[tuple[str, str, str], Row] = {}
         # Modules of FP32 products in the forward pass, by operation; those kept in FP32 left out.
         self.fp32_modules: dict[str, Counter[str]] = {}
         self._fp32_patterns = [p for p, dtype in overrides.items() if dtype == "fp32"]
-        self._modules: list[str] = []
+        self._modules: list[tuple[str, str]] = []  # label, name
         self._lock = threading.Lock()
-        self._inside, self._after_backward = False, False
+        self._after_backward = False
         self._recurrent_flops = 0
-        self._outer, self._inner = _Watch(self, inner=False), _Watch(self, inner=True)
+        self._emulations = task.arithmetic.emulations
+        self._watch = Watch(task.arithmetic, self._see)
         self._hooks: list[Any] = []
 
-    def __enter__(self) -> FirstStep:
-        for learner_name, learner in self.learners.items():
-            prefix = f"{learner_name}." if len(self.learners) > 1 else ""
-            for name, module in learner.model.named_modules():
-                self._hook(f"{prefix}{name}".rstrip("."), name, module)
-                if getattr(module, "computes_in_fp32", False):  # in every mode, by its recipe
-                    self._fp32_patterns.append(name)
-        self._before = [Counter(e.rerouted) for e in self.arithmetic.emulations]
-        self.task.arithmetic = _WatchedArithmetic(self.arithmetic, self)
+    def __enter__(self) -> Self:
+        for label, name, module in named_modules(self.task):
+            self._hook(label, name, module)
+            if getattr(module, "computes_in_fp32", False):  # in every mode, by its recipe
+                self._fp32_patterns.append(name)
+        self._before = [Counter(e.rerouted) for e in self._emulations]
         self.saved.__enter__()
-        self._outer.__enter__()
+        self._watch.__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        self._outer.__exit__(*exception)
+        self._watch.__exit__(*exception)
         self.saved.__exit__(*exception)
-        self.task.arithmetic = self.arithmetic
         for hook in self._hooks:
             hook.remove()
         self._add_unseen()
@@ -129,7 +120,7 @@ class FirstStep:
 
     def memory(self) -> dict[str, dict[str, int]]:
         """For run.json: kind -> dtype -> bytes, measured after the step (see record.memory)."""
-        return memory_by_kind(self.learners.values()) | self.saved.by_kind()
+        return memory_by_kind(self.task.learners.values()) | self.saved.by_kind()
 
     def record(self) -> dict:
         """What run.json keeps of it."""
@@ -154,17 +145,9 @@ class FirstStep:
             where = [module or "the step itself" for module in sorted(modules)]
             more = f" and {len(where) - 3} more" if len(where) > 3 else ""
             found.append(f"{name} in {', '.join(where[:3])}{more}")
-        forward = {
-            phase
-            for phase, name, dtype in self.rows
-            if name in PRODUCTS and dtype in ("fp32", "tf32")
-        }
-        if forward == {"backward"}:
-            found += sorted(
-                f"{name} in the backward pass"
-                for phase, name, dtype in self.rows
-                if phase == "backward" and name in PRODUCTS and dtype in ("fp32", "tf32")
-            )
+        wide = [key for key in self.rows if key[1] in PRODUCTS and key[2] in _FP32]
+        if {phase for phase, _, _ in wide} == {"backward"}:
+            found += sorted(f"{name} in the backward pass" for _, name, _ in wide)
         return found
 
     def _hook(self, label: str, name: str, module: nn.Module) -> None:
@@ -180,52 +163,45 @@ class FirstStep:
         self._hooks.append(module.register_forward_pre_hook(enter))
         self._hooks.append(module.register_forward_hook(leave, always_call=True))
 
+    def _see(self, func: OpOverload, args: tuple, kwargs: dict[str, Any], inside: bool) -> Any:
+        before = self._emulated() if inside else 0
+        result = func(*args, **kwargs)
+        name = name_of(func)
+        if func.is_view or name in _NOT_COUNTED:
+            return result
+        operands, results = _floats((args, kwargs)), _floats(result)
+        if operands or results:
+            emulated = inside and self._emulated() > before
+            dtype = self._dtype(name, operands, results, emulated)
+            # Operations on lists of tensors in place (the optimizer's) return nothing.
+            elements = sum(t.numel() for t in results or _tensors(args[:1]))
+            with self._lock:
+                phase = self._phase()
+                self._add(phase, name, dtype, Row(1, elements, flops(name, args, kwargs, result)))
+                if phase == "forward" and name in PRODUCTS and dtype in _FP32:
+                    self._note_fp32(name)
+                if name == "_to_copy" and operands:
+                    self._note_weight_copy(operands[0], results)
+        return result
+
     def _phase(self) -> str:
-        if torch._C._current_graph_task_id() != -1:
+        if in_backward():
             self._after_backward = True
             return "backward"
         return "update" if self._after_backward else "forward"
 
     def _emulated(self) -> int:
-        return sum(e.rerouted.total() for e in self.arithmetic.emulations)
-
-    def _watch(
-        self, func: OpOverload, args: tuple, kwargs: dict[str, Any], may_be_emulated: bool
-    ) -> Any:
-        before = self._emulated() if may_be_emulated else 0
-        result = func(*args, **kwargs)
-        name = func._schema.name.partition("::")[2]
-        if func.is_view or name in _NOT_COUNTED:
-            return result
-        operands = [t for t in _tensors((args, kwargs)) if t.is_floating_point()]
-        results = [t for t in _tensors(result) if t.is_floating_point()]
-        if not operands and not results:
-            return result
-        emulated = may_be_emulated and self._emulated() > before
-        dtype = self._dtype(name, operands, results, emulated)
-        # Operations on lists of tensors in place (the optimizer's) return nothing.
-        elements = sum(t.numel() for t in results or _tensors(args[:1]))
-        row = Row(1, elements, flops(name, args, kwargs, result))
-        with self._lock:
-            phase = self._phase()
-            self._add(phase, name, dtype, row)
-            if phase == "forward" and name in PRODUCTS and dtype in ("fp32", "tf32"):
-                self._note_fp32(name)
-            if name == "_to_copy" and operands:
-                self._note_weight_copy(operands[0], results)
-        return result
+        return sum(e.rerouted.total() for e in self._emulations)
 
     def _dtype(
         self, name: str, operands: list[Tensor], results: list[Tensor], emulated: bool
     ) -> str:
-        names = sorted({_name(t) for t in operands or results})
+        names = sorted({dtype_name(t.dtype) for t in operands or results})
         if emulated:
             return "emulated " + "+".join(n for n in names if n != "fp32")
         if name in _CASTS and results and operands:
-            source, target = operands[-1], results[0]
-            if source.dtype is not target.dtype:
-                return f"{_name(source)}->{_name(target)}"
-            return _name(target)
+            source, target = dtype_name(operands[-1].dtype), dtype_name(results[0].dtype)
+            return target if source == target else f"{source}->{target}"
         if name in PRODUCTS and names == ["fp32"] and _in_tf32(name, operands[0].device):
             return "tf32"
         return "+".join(names)
@@ -251,83 +227,41 @@ class FirstStep:
 
     def _add_unseen(self) -> None:
         """What the emulation computes with all modes off (its LSTM), and FLOPs of fused layers."""
-        for emulation, before in zip(self.arithmetic.emulations, self._before, strict=True):
-            dtype = f"emulated {DTYPE_NAMES[emulation.dtype]}"
+        for emulation, before in zip(self._emulations, self._before, strict=True):
+            dtype = f"emulated {dtype_name(emulation.dtype)}"
             for (name, phase), count in (Counter(emulation.rerouted) - before).items():
                 seen = self.rows.get((phase, name, dtype), Row()).calls
                 if count > seen and name in RECURRENT:
                     self._add(phase, name, dtype, Row(calls=count - seen))
         for phase, factor in (("forward", 1), ("backward", 2)):
-            fused = [k for k in self.rows if k[0] == phase and k[1] in RECURRENT]
-            calls = sum(self.rows[key].calls for key in fused)
-            for key in fused:
-                share = self.rows[key].calls / calls
-                self.rows[key].flops += round(factor * self._recurrent_flops * share)
+            fused = [
+                row
+                for (when, name, _), row in self.rows.items()
+                if when == phase and name in RECURRENT
+            ]
+            calls = sum(row.calls for row in fused)
+            for row in fused:
+                share = row.calls / calls
+                row.flops += round(factor * self._recurrent_flops * share)
 
 
-class _Watch(TorchDispatchMode):
-    """One of two places in the stack of modes: below the emulation (outer), or above it (inner)."""
-
-    def __init__(self, first: FirstStep, inner: bool):
-        super().__init__()
-        self.first, self.inner = first, inner
-
-    def __torch_dispatch__(
-        self,
-        func: OpOverload,
-        types: tuple[type, ...],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        with torch._C.DisableTorchFunction():
-            if self.first._inside and not self.inner:
-                return func(*args, **(kwargs or {}))
-            return self.first._watch(func, args, kwargs or {}, may_be_emulated=self.inner)
-
-
-class _WatchedArithmetic:
-    """Stands in for a task's arithmetic during the step: its context, and the inner watch in it."""
-
-    def __init__(self, arithmetic: Any, first: FirstStep):
-        self._arithmetic, self._first = arithmetic, first
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._arithmetic, name)
-
-    def __enter__(self) -> _WatchedArithmetic:
-        self._arithmetic.__enter__()
-        self._first._inside = True
-        self._first._inner.__enter__()
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self._first._inner.__exit__(*exception)
-        self._first._inside = False
-        self._arithmetic.__exit__(*exception)
-
-
-def _tensors(tree: Any) -> Iterable[Tensor]:
+def _tensors(tree: Any) -> Iterator[Tensor]:
     if isinstance(tree, Tensor):
         yield tree
-    elif isinstance(tree, (tuple, list)):
-        for value in tree:
+    elif isinstance(tree, (tuple, list, dict)):
+        for value in tree.values() if isinstance(tree, dict) else tree:
             yield from _tensors(value)
-    elif isinstance(tree, dict):
-        yield from _tensors(tuple(tree.values()))
 
 
-def _name(tensor: Tensor) -> str:
-    return DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
+def _floats(tree: Any) -> list[Tensor]:
+    return [tensor for tensor in _tensors(tree) if tensor.is_floating_point()]
 
 
 def _in_tf32(name: str, device: torch.device) -> bool:
     if device.type != "cuda":
         return False
-    library = "matmul"
     if name in RECURRENT:
-        library = "rnn"
-    elif "conv" in name:
-        library = "conv"
-    backend = torch.backends.cuda.matmul if library == "matmul" else None
-    backend = backend or getattr(torch.backends.cudnn, library)
-    return backend.fp32_precision == "tf32"
+        return torch.backends.cudnn.rnn.fp32_precision == "tf32"
+    if "conv" in name:
+        return torch.backends.cudnn.conv.fp32_precision == "tf32"
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"

@@ -5,14 +5,12 @@ order, so whoever replays compares the losses and says whether they are the same
 """
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_flatten_with_path
 
-from mprun.precision.gradients import largest
 from mprun.precision.random_states import random_states, restore_random_states
 
 
@@ -108,89 +106,6 @@ def resume_from(built, kept: dict) -> Steps:
 def same_loss(a: float, b: float) -> bool:
     """Bit-equal, all NaN counting as one value."""
     return a == b or (math.isnan(a) and math.isnan(b))
-
-
-def weights(task) -> dict[str, Tensor]:
-    """Master weights and parameters by name; with several learners their name comes first."""
-    several, found = len(task.learners) > 1, {}
-    for learner_name, learner in task.learners.items():
-        prefix = f"{learner_name}." if several else ""
-        masters = learner.optimizer.masters
-        for name, parameter in learner.model.named_parameters():
-            found[prefix + name] = parameter.detach()
-            if name in masters:
-                found[f"master of {prefix}{name}"] = masters[name].detach()
-    return found
-
-
-def buffers(task) -> dict[str, Tensor]:
-    """Running statistics by name."""
-    several, found = len(task.learners) > 1, {}
-    for learner_name, learner in task.learners.items():
-        prefix = f"{learner_name}." if several else ""
-        for name, buffer in learner.model.named_buffers():
-            found[prefix + name] = buffer
-    return found
-
-
-def carried(task) -> dict[str, Tensor]:
-    """The state that a language model carries from batch to batch."""
-    hidden = task.state_dict().get("hidden") or ()
-    names = "hc" if len(hidden) == 2 else range(len(hidden))
-    kind = "LSTM" if len(hidden) == 2 else "carried"
-    return {f"{kind} state {name}": part for name, part in zip(names, hidden, strict=True)}
-
-
-def optimizer_state(task) -> dict[str, Tensor]:
-    """Momentum and the like, "exp_avg_sq of decoder.weight"."""
-    several, found = len(task.learners) > 1, {}
-    for learner_name, learner in task.learners.items():
-        prefix, optimizer = f"{learner_name}." if several else "", learner.optimizer
-        for name, state in optimizer.state_by_name().items():
-            for key, value in state.items():
-                if isinstance(value, Tensor) and value.dim():
-                    found[f"{key} of {prefix}{name}"] = value
-    return found
-
-
-@torch.no_grad()
-def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Whether every value is finite, all tensors on one device; waits for it once.
-
-    By sums first: a sum in float32 passes on every infinity and NaN and takes a fifth of the time
-    of any other test; where it only overflowed itself, the values are looked at.
-    """
-    tensors = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.numel()]
-    if not tensors:
-        return True
-    sums = torch.stack([tensor.sum(dtype=torch.float32) for tensor in tensors])
-    if bool(torch.isfinite(sums).all()):
-        return True
-    return not nonfinite(dict(enumerate(tensors)))
-
-
-@torch.no_grad()
-def finite_on_device(tensors: Iterable[Tensor]) -> Tensor:
-    """`all_finite` as a 0-dim bool on the device; waits for nothing.
-
-    By the largest magnitude: torch's maximum norm passes on every infinity and NaN.
-    """
-    tensors = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.numel()]
-    return torch.isfinite(largest(tensors))
-
-
-@torch.no_grad()
-def nonfinite(named: dict) -> dict[str, str]:
-    """Name -> "3 of 400 values are NaN" of every tensor that holds a value that is not finite."""
-    found = {}
-    for name, tensor in named.items():
-        if not tensor.is_floating_point():
-            continue
-        bad = int((~torch.isfinite(tensor)).sum())
-        if bad:
-            kind = "NaN" if bool(torch.isnan(tensor).any()) else "infinite"
-            found[name] = f"{bad} of {tensor.numel()} values are {kind}"
-    return found
 
 
 @dataclass(frozen=True, slots=True)

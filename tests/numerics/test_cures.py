@@ -4,17 +4,14 @@ import pytest
 import torch
 
 from mprun.config.compose import compose_config
+from mprun.numerics.dispatch import Event
 from mprun.numerics.first_nonfinite import Finding
-from mprun.numerics.interventions import Origin, changes, survives, transplant
-from mprun.numerics.operands import Event
+from mprun.numerics.interventions import Origin, changes, options_of, survives, transplant
 from mprun.numerics.replay import Steps
 
 from .failing_runs import GAN, LM
 
-OPTIONS = {
-    name: compose_config([f"scaler={name}"]).as_dict()["scaler"]
-    for name in ("none", "static", "dynamic")
-}
+OPTIONS = options_of()
 
 
 def finding(phase, module="", tensor="output", kind="loss", operation="addmm", **more):

@@ -10,9 +10,8 @@ from torch import nn
 
 from mprun import models
 from mprun.cli import main
-from mprun.cli.explain import explain
+from mprun.cli.explain import as_dict, as_text, explain
 from mprun.errors import BadInput
-from mprun.numerics.explanation import as_dict, as_text
 from mprun.numerics.post_mortem import read_post_mortem
 from mprun.record.run_directory import read_json
 

@@ -10,7 +10,7 @@ from mprun.errors import Damaged
 from mprun.numerics import failure
 from mprun.numerics.failure import FailureKeeper, Suspect, suspect
 from mprun.numerics.post_mortem import read_post_mortem
-from mprun.numerics.replay import all_finite, nonfinite
+from mprun.numerics.state import all_finite, nonfinite
 from mprun.record import checkpoint
 from mprun.record.run_directory import read_json
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from mprun.numerics.failure import FailureKeeper, Suspect
-from mprun.numerics.replay import Snapshot, all_finite, finite_on_device
+from mprun.numerics.replay import Snapshot
+from mprun.numerics.state import all_finite, finite_on_device
 from mprun.record import checkpoint
 from mprun.training.metric_buffer import MetricBuffer
 

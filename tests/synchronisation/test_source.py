@@ -59,7 +59,8 @@ PARTS = {
     "data/token_streams.py": {"train_batch", "_columns", "_chunk"},
     "data/file_streams.py": {"train_batch"},
     "numerics/failure.py": {"keep_if", "_pause"},
-    "numerics/replay.py": {"take_if", "finite_on_device", "_cloned", "_alike"},
+    "numerics/replay.py": {"take_if", "_cloned", "_alike"},
+    "numerics/state.py": {"finite_on_device"},
 }
 # rate.apply reads the count of skipped updates where it is on the host.
 HOST_BRANCHES = {("tasks/learning_rate.py", "apply", "int(")}

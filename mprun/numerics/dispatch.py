@@ -1,16 +1,74 @@
-"""What the observation of a step notes: values that are not finite, and how large all were.
+"""The operations of one step as they reach the kernels: what each reads and writes, and how large.
 
-What an ATen operation reads and writes, and how large that is.
+Seen with a `TorchDispatchMode`, below autograd and autocast: what is seen is what is computed,
+casts included. Autograd's own threads take the mode over from the thread that calls backward
+(at::ThreadLocalState holds the stack of modes), so a backward pass on a GPU is seen as well.
 """
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from mprun.precision import DTYPE_NAMES, Arithmetic
+
+See = Callable[[OpOverload, tuple, dict[str, Any], bool], Any]
+
+
+class Watch:
+    """Calls `see(func, args, kwargs, emulated)` in place of every operation inside the block.
+
+    Two modes: one outside of everything, and one that the arithmetic of the task enters behind its
+    emulations, so that an operation is seen before the emulation takes it apart. While that one is
+    active (`active`) the outer one, which sees what the emulation makes of it, is silent.
+
+    Args:
+        arithmetic: of the task that is watched.
+        see: runs the operation and returns its result; `emulated`: whether it may be emulated.
+    """
+
+    def __init__(self, arithmetic: Arithmetic, see: See):
+        self.arithmetic, self.see, self.active = arithmetic, see, False
+        self._outer, self._inner = _Mode(self, inner=False), _Mode(self, inner=True)
+
+    def __enter__(self) -> Self:
+        self.arithmetic.emulations = (*self.arithmetic.emulations, self._inner)
+        self._outer.__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._outer.__exit__(*exception)
+        self.arithmetic.emulations = self.arithmetic.emulations[:-1]
+
+
+class _Mode(TorchDispatchMode):
+    """rerouted: what is expected of all that stands among the emulations; stays empty."""
+
+    def __init__(self, watch: Watch, inner: bool):
+        super().__init__()
+        self.watch, self.inner = watch, inner
+        self.rerouted: Counter[tuple[str, str]] = Counter()
+
+    def __enter__(self):
+        self.watch.active |= self.inner
+        return super().__enter__()
+
+    def __exit__(self, *exception):
+        super().__exit__(*exception)
+        self.watch.active &= not self.inner
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        with torch._C.DisableTorchFunction():
+            if self.watch.active and not self.inner:
+                return func(*args, **(kwargs or {}))
+            return self.watch.see(func, args, kwargs or {}, self.inner)
+
 
 # Where a step is: the batch is cast, modules run, the loss is computed, its gradients propagated,
 # gradients are unscaled, weights updated.
@@ -107,7 +165,7 @@ class Operand(NamedTuple):
 
 def operands(func: OpOverload, args, kwargs) -> Iterator[Operand]:
     """Every tensor argument of a call, in the order of the operation's schema."""
-    name = func._schema.name.removeprefix("aten::")
+    name = name_of(func)
     singular = _SINGULAR_AT_ZERO.get(name)
     for position, argument in enumerate(func._schema.arguments):
         if position < len(args):
@@ -124,6 +182,21 @@ def operands(func: OpOverload, args, kwargs) -> Iterator[Operand]:
             for index, entry in enumerate(value):
                 if isinstance(entry, Tensor):
                     yield Operand(index, entry, read, written, position == singular)
+
+
+def name_of(func: OpOverload) -> str:
+    """Of an ATen operation, "addmm"."""
+    return func._schema.name.partition("::")[2]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """ "fp16", or torch's own name of what is no floating-point format of a mode."""
+    return DTYPE_NAMES.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def in_backward() -> bool:
+    """Whether autograd is at work."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def per_entry(name: str) -> bool:
