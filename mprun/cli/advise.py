@@ -122,20 +122,24 @@ def _options(arguments: list[str]) -> Namespace:
     add("--json", action="store_true", help="everything as JSON")
     add("--config-dir", metavar="DIR", help="options of your own, as for a run")
     options = parser.parse(arguments)
-    overrides = [word for word in options.words if "=" in word and not Path(word).is_dir()]
-    runs = [word for word in options.words if word not in overrides]
+    options.overrides = [word for word in options.words if "=" in word and not Path(word).is_dir()]
+    runs = [word for word in options.words if word not in options.overrides]
     if len(runs) > 1:
         parser.error(f"{runs[1]}: a second run directory, takes one")
+    options.run = Path(runs[0]) if runs else None
     if runs:
-        others = [override for override in overrides if not is_factory(override)]
-        if others:
-            raise BadInput(f"advise {runs[0]} {others[0]}: a run has its configuration")
-        if options.every is not None:
-            raise BadInput(f"--every {options.every}: the probes of {runs[0]} are what they are")
-        if options.steps is not None and not options.check:
-            raise BadInput(f"--steps {options.steps}: of a run only with --check")
-    options.overrides, options.run = overrides, Path(runs[0]) if runs else None
+        _refuse_beside_a_run(options)
     return options
+
+
+def _refuse_beside_a_run(options: Namespace) -> None:
+    others = [override for override in options.overrides if not is_factory(override)]
+    if others:
+        raise BadInput(f"advise {options.run} {others[0]}: a run has its configuration")
+    if options.every is not None:
+        raise BadInput(f"--every {options.every}: the probes of {options.run} are what they are")
+    if options.steps is not None and not options.check:
+        raise BadInput(f"--steps {options.steps}: of a run only with --check")
 
 
 def advise_run(directory: Path, *, share: float = SHARE, given: Vouched = NOTHING) -> "Advice":

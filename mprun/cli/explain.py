@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -113,17 +113,13 @@ def explain(
     record = read_json(directory / "run.json")
     status, cause = record.get("status"), str(record.get("cause"))
     if status == "failed":
-        replay = "not replayed: the run ended with an exception"
-        if cause.startswith("IndexError"):
-            replay += "; an index in the batch is outside the table it selects from (an embedding)"
-        return Explanation(str(directory), "failed", cause, [f"exception: {cause}"], replay)
+        return _of_exception(directory, cause)
     if status != "diverged":
         raise BadInput(f"explain {directory}: {_why_not(record)}")
     config = read_config(directory)
-    try:
-        threads, name = (record["environment"][key] for key in ("threads", "device"))
-    except (KeyError, TypeError):
-        raise Damaged("run.json: not the record of a run (no environment)") from None
+    environment = record.get("environment")
+    if not isinstance(environment, dict) or not {"threads", "device"} <= environment.keys():
+        raise Damaged("run.json: not the record of a run (no environment)")
     config_from_record(config, given)  # checked before torch is imported
 
     import torch
@@ -135,11 +131,11 @@ def explain(
     from mprun.training.run import prepare, resolve_device
 
     # A CPU, with a note, where the run's GPU is not here.
-    missing = name == "cuda" and not torch.cuda.is_available()
-    device = resolve_device("cpu" if missing else name)
+    missing = environment["device"] == "cuda" and not torch.cuda.is_available()
+    device = resolve_device("cpu" if missing else environment["device"])
 
     def build(config: dict):
-        return prepare(config_from_record(config, given), device, threads)
+        return prepare(config_from_record(config, given), device, environment["threads"])
 
     kept = kept_state(directory, record, config, build)
     post_mortem = read_post_mortem(directory) or {"classification": [], "failure": {}}
@@ -149,24 +145,24 @@ def explain(
         raise Damaged(f"numerics/failure: {error}") from None
     finding = find_culprit(steps, kept["kind"])
     replay = _replay_in_words(finding, post_mortem["failure"], missing)
-    tried, from_start = [], False
+    tried: list[Tried] = []
+    from_start = False
     if with_cures and finding.reproduced and finding.verdict in ("operation", "not found"):
         rows, options = recorded_rows(directory), options_of(config_dir)
         tried, from_start = find_cures(build, config, kept, finding, rows, options)
+    lines = post_mortem["classification"]
+    found = Explanation(str(directory), status, cause, lines, replay, finding, tried, from_start)
     smallest = next((one for one in tried if one.cures), None)
-    command = None if smallest is None else _command(record, smallest)
-    return Explanation(
-        str(directory),
-        status,
-        cause,
-        post_mortem["classification"],
-        replay,
-        finding,
-        tried,
-        from_start,
-        smallest,
-        command,
-    )
+    if smallest is None:
+        return found
+    return replace(found, smallest=smallest, command=_command(record, smallest))
+
+
+def _of_exception(directory: Path, cause: str) -> Explanation:
+    replay = "not replayed: the run ended with an exception"
+    if cause.startswith("IndexError"):
+        replay += "; an index in the batch is outside the table it selects from (an embedding)"
+    return Explanation(str(directory), "failed", cause, [f"exception: {cause}"], replay)
 
 
 def _why_not(record: dict) -> str:

@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 from mprun.cli.arguments import Arguments, names
@@ -11,7 +12,7 @@ from mprun.config.compose import compose_config, group_options, hydra_session
 from mprun.config.rules import nearest
 from mprun.config.schema import ScalerConfig
 from mprun.errors import DONE, BadInput
-from mprun.numerics.overflow_trace import read_trace_file
+from mprun.numerics.overflow_trace import OverflowTrace, read_trace_file
 from mprun.record.console import markdown_table
 from mprun.record.run_directory import read_json
 
@@ -38,6 +39,41 @@ Exit codes: 0 replayed, 2 bad input, 4 damaged record.
 
 def main(arguments: list[str]) -> int:
     """Entry point of the verb; returns the exit code."""
+    given = _options(arguments)
+    path, configs = given.trace, _configs(given.scalers, given.settings, given.config_dir)
+    trace, own = _of_run(path) if path.is_dir() else (read_trace_file(path), None)
+    if own is not None:
+        configs = {OWN: own} | configs
+
+    import torch
+
+    from mprun.build.precision import build_loss_scale
+    from mprun.numerics.scaler_replay import draw_replays, replay
+
+    replays, left_out = {}, {}
+    for name, config in configs.items():
+        scale = build_loss_scale(config, torch.device("cpu"))
+        if scale.needs_grad_max and trace.grad_max is None:
+            left_out[name] = "needs the largest gradient of every step, which the trace lacks"
+        else:
+            replays[name] = replay(scale, trace)
+    content = _as_json(path, trace, replays, left_out)
+    if given.json:
+        print(json.dumps(content, indent=1, allow_nan=False))
+    else:
+        _print(trace, replays, left_out)
+    if not given.no_files and replays:
+        given.out.mkdir(parents=True, exist_ok=True)
+        figures = [given.out / "scaler-replay.png", given.out / "scaler-replay.svg"]
+        draw_replays(replays, trace, figures)
+        text = json.dumps(content, allow_nan=False)
+        (given.out / "scaler-replay.json").write_text(text + "\n", encoding="utf-8")
+        print(f"figure: {figures[0]}", file=sys.stderr)
+    return DONE
+
+
+def _options(arguments: list[str]) -> Namespace:
+    """The options of the command line; its words as `trace` (a path) and `settings`."""
     parser = Arguments("scaler-replay", _WHAT, _MORE)
     parser.add_argument("words", nargs="*", metavar="TRACE|scaler.KEY=VALUE", help="see above")
     parser.add_argument(
@@ -59,54 +95,38 @@ def main(arguments: list[str]) -> int:
     )
     files.add_argument("--no-files", action="store_true", help="print only")
     given = parser.parse(arguments)
-    settings = [word for word in given.words if word.startswith("scaler.") and "=" in word]
-    traces = [word for word in given.words if word not in settings]
+    given.settings = [word for word in given.words if word.startswith("scaler.") and "=" in word]
+    traces = [word for word in given.words if word not in given.settings]
     if len(traces) != 1:
         parser.error(f"needs one TRACE, got {' '.join(traces) or 'none'}")
-    path = Path(traces[0])
+    path = given.trace = Path(traces[0])
     if not path.exists():
         raise BadInput(f"{path}: no such file or directory")
-    out = given.out or (path / "numerics" if path.is_dir() else path.parent)
-    if out.exists() and not out.is_dir():
-        raise BadInput(f"--out {out}: must be a folder")
-    configs = _configs(given.scalers, settings, given.config_dir)
-    record, trace = (_record(path), None) if path.is_dir() else (None, read_trace_file(path))
+    given.out = given.out or (path / "numerics" if path.is_dir() else path.parent)
+    if given.out.exists() and not given.out.is_dir():
+        raise BadInput(f"--out {given.out}: must be a folder")
+    return given
+
+
+def _of_run(directory: Path) -> tuple[OverflowTrace, ScalerConfig | None]:
+    """The trace of a run directory, and the run's own scaler if that skips."""
+    if not (directory / "run.json").is_file():
+        raise BadInput(f"{directory}: no run.json there; give a run directory or a file")
+    record = read_json(directory / "run.json")
 
     import torch
 
     from mprun.build.precision import build_loss_scale
-    from mprun.numerics.scaler_replay import draw_replays, replay, run_trace
+    from mprun.numerics.scaler_replay import run_trace
 
-    cpu = torch.device("cpu")
-    if record is not None:
-        try:
-            config = ScalerConfig(**record["config"]["scaler"])
-            own = build_loss_scale(config, cpu)
-        except (KeyError, TypeError, ValueError):
-            raise BadInput(f"{path}: recorded by another mprun (run.json: config.scaler)") from None
-        trace = run_trace(path, record, own)
-        if own.skips_nonfinite:
-            configs = {OWN: config} | configs
-    replays, left_out = {}, {}
-    for name, config in configs.items():
-        scale = build_loss_scale(config, cpu)
-        if scale.needs_grad_max and trace.grad_max is None:
-            left_out[name] = "needs the largest gradient of every step, which the trace lacks"
-        else:
-            replays[name] = replay(scale, trace)
-    content = _as_json(path, trace, replays, left_out)
-    if given.json:
-        print(json.dumps(content, indent=1, allow_nan=False))
-    else:
-        _print(trace, replays, left_out)
-    if not given.no_files and replays:
-        out.mkdir(parents=True, exist_ok=True)
-        figures = [out / "scaler-replay.png", out / "scaler-replay.svg"]
-        draw_replays(replays, trace, figures)
-        text = json.dumps(content, allow_nan=False)
-        (out / "scaler-replay.json").write_text(text + "\n", encoding="utf-8")
-        print(f"figure: {figures[0]}", file=sys.stderr)
-    return DONE
+    try:
+        config = ScalerConfig(**record["config"]["scaler"])
+        own = build_loss_scale(config, torch.device("cpu"))
+    except (KeyError, TypeError, ValueError):
+        raise BadInput(
+            f"{directory}: recorded by another mprun (run.json: config.scaler)"
+        ) from None
+    return run_trace(directory, record, own), config if own.skips_nonfinite else None
 
 
 def scaler_names(config_dir: str | None = None) -> list[str]:
@@ -120,15 +140,17 @@ def _configs(
 ) -> dict[str, ScalerConfig]:
     """The configuration of each scaler, checked as for a run, with the settings that it has."""
     known = scaler_names(config_dir)
-    for name in chosen or ():
+    chosen = known if chosen is None else chosen
+    for name in chosen:
         if name not in known:
             raise BadInput(
                 f"--scalers {name}: must be among {', '.join(known)}{nearest(name, known)}"
             )
-    if chosen is not None and len(set(chosen)) < len(chosen):
+    if len(set(chosen)) < len(chosen):
         raise BadInput(f"--scalers {','.join(chosen)}: a name is there twice")
-    configs, used = {}, set()
-    for name in known if chosen is None else chosen:
+    configs: dict[str, ScalerConfig] = {}
+    used: set[str] = set()
+    for name in chosen:
         config = compose_config([f"scaler={name}"], config_dir).config.scaler
         own = [text for text in settings if _key(text) in SCALER_FIELDS[config.kind]]
         if own:
@@ -150,53 +172,30 @@ def _key(text: str) -> str:
     return text.partition("=")[0].removeprefix("scaler.")
 
 
-def _record(directory: Path) -> dict:
-    if not (directory / "run.json").is_file():
-        raise BadInput(f"{directory}: no run.json there; give a run directory or a file")
-    return read_json(directory / "run.json")
-
-
 def _print(trace, replays: dict, left_out: dict[str, str]) -> None:
     header = ["scaler", "skipped", "first at steps", "final scale", "min", "max", "end"]
     rows = []
     for name, found in replays.items():
-        first = ", ".join(str(step) for step in found.skipped[:4].tolist())
-        rows.append(
-            [
-                name,
-                f"{len(found.skipped)}"
-                + (
-                    f" ({found.skipped_known} known)"
-                    if found.skipped_known < len(found.skipped)
-                    else ""
-                ),
-                first + (", ..." if len(found.skipped) > 4 else ""),
-                _power(found.final),
-                _power(found.lowest),
-                _power(found.highest),
-                "whole trace"
-                if found.collapsed_at is None
-                else f"collapsed at step {found.collapsed_at}",
-            ]
-        )
+        first, count = [str(step) for step in found.skipped[:4].tolist()], len(found.skipped)
+        of_them = f" ({found.skipped_known} known)" if found.skipped_known < count else ""
+        scales = (found.final, found.lowest, found.highest)
+        at = found.collapsed_at
+        end = "whole trace" if at is None else f"collapsed at step {at}"
+        first_steps = ", ".join([*first, "..."] if count > 4 else first)
+        rows.append([name, f"{count}{of_them}", first_steps, *map(_power, scales), end])
     print(markdown_table(header, rows))
-    print(f"\n{len(trace)} steps. {'. '.join(_sentence(note) for note in trace.notes)}.")
-    parts = {
-        name: [100 * count / found.steps for count in (found.known, found.assumed, found.unknown)]
-        for name, found in replays.items()
-        if found.known < found.steps
-    }
-    if parts:
+    print(
+        f"\n{len(trace)} steps. {'. '.join(note[:1].upper() + note[1:] for note in trace.notes)}."
+    )
+    partly = {name: found for name, found in replays.items() if found.known < found.steps}
+    if partly:
         print("Decided by the step itself / assumed from other steps / unknown, taken as clean:")
-        for name, shares in parts.items():
-            print(f"  {name}: " + " / ".join(f"{share:.4g} %" for share in shares))
+    for name, found in partly.items():
+        counts = (found.known, found.assumed, found.unknown)
+        print(f"  {name}: " + " / ".join(f"{100 * count / found.steps:.4g} %" for count in counts))
     print("The trace is fixed: other skipped updates would have changed the training after them.")
     for name, reason in left_out.items():
         print(f"left out: {name} {reason}")
-
-
-def _sentence(note: str) -> str:
-    return note[:1].upper() + note[1:]
 
 
 def _as_json(path: Path, trace, replays: dict, left_out: dict[str, str]) -> dict:

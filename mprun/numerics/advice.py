@@ -76,14 +76,7 @@ def advise(
     scaling = _loss_scaling(gradients, share, named)
     keep, largest = modules_in_fp32(used, layout, named)
     probed = [rates[min(r.step, len(rates)) - 1] for r in used]
-    formats = sorted(
-        {
-            name
-            for kind in GRADIENT_KINDS
-            for _, stats in _tensors(used, kind)
-            for name in stats.dtype.split("+")
-        }
-    )
+    formats = _formats(used)
     evidence = Evidence(
         steps=[r.step for r in used],
         left_out=[r.step for r in records if r.skipped],
@@ -95,7 +88,7 @@ def advise(
     )
     masters = _master_weights(used, named)
     notes = notes_on_naive(used, layout, config.optim, named)
-    return Advice(evidence, masters, scaling, keep, largest, notes, idle, **_modes(scaling, keep))
+    return Advice(evidence, masters, scaling, keep, largest, notes, idle, *_modes(scaling, keep))
 
 
 def _learners(used: Sequence[ProbeRecord]) -> Iterator[tuple[str, LearnerProbe, ProbeRecord]]:
@@ -276,14 +269,17 @@ def _limit(
     return min(found)[1:] if found else None
 
 
-def _modes(scaling: LossScaling, keep: list[KeepFp32]) -> dict[str, list[str]]:
-    """The four lists of overrides of `Advice`."""
+def _modes(
+    scaling: LossScaling, keep: list[KeepFp32]
+) -> tuple[list[str], list[str], list[str], list[str]]:
+    """`overrides`, `static`, `dynamic` and `unscaled` of `Advice`."""
     patterns = list(dict.fromkeys(pattern for one in keep for pattern in one.patterns))
     kept = [f"precision.overrides.{pattern}=fp32" for pattern in patterns]
     amp = any(one.needs_amp for one in keep)
     unscaled = ["precision=amp", "scaler=none"] if amp else ["precision=fp16_master"]
     scaled = "precision=amp" if amp else "precision=fp16_master_scaled"
-    static, dynamic = [], []
+    static: list[str] = []
+    dynamic: list[str] = []
     if scaling.range is not None:
         power = scaling.range.recommended
         static = [scaled, "scaler=static", f"scaler.scale={2.0**power:.17g}", *kept]
@@ -298,12 +294,12 @@ def _modes(scaling: LossScaling, keep: list[KeepFp32]) -> dict[str, list[str]]:
         if power < -10:  # its floor is 2^-14
             dynamic.append(f"scaler.min_scale={2.0 ** (power - 4):.17g}")
         dynamic += kept
-    return {
-        "overrides": static if scaling.needed else [*unscaled, *kept],
-        "static": static,
-        "dynamic": dynamic,
-        "unscaled": unscaled,
-    }
+    return static if scaling.needed else [*unscaled, *kept], static, dynamic, unscaled
+
+
+def _formats(used: Sequence[ProbeRecord]) -> list[str]:
+    kinds = (_tensors(used, kind) for kind in GRADIENT_KINDS)
+    return sorted({name for kind in kinds for _, own in kind for name in own.dtype.split("+")})
 
 
 def _problems(

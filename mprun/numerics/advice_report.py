@@ -123,7 +123,7 @@ class Advice:
     unscaled: list[str]
     command: str = ""
     run: str = ""
-    check: list[dict] | None = None
+    check: dict | None = None
 
     def as_dict(self) -> dict:
         """As plain values, non-finite numbers as text."""
@@ -205,8 +205,10 @@ def _scaling(advice: Advice) -> list[str]:
     lines = [f"2 loss scaling: {needed}"]
     for one in found.kinds:
         lines += _underflow(one, scales.share)
-    kind, module, largest = found.limited_by
-    overflow = f"overflow from 2^{scales.highest + 1} on ({words(kind)} of {module}, {largest:.3g})"
+    overflow = f"overflow from 2^{scales.highest + 1} on"
+    if found.limited_by is not None:
+        kind, module, largest = found.limited_by
+        overflow += f" ({words(kind)} of {module}, {largest:.3g})"
     share, spare = _percent(scales.share), f"{scales.headroom} powers of two to spare"
     if scales.fits:
         span = f"s 2^{scales.lowest} to 2^{scales.top}"

@@ -8,7 +8,7 @@ casts included. Autograd's own threads take the mode over from the thread that c
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -149,7 +149,8 @@ _SINGULAR_AT_ZERO = {
 }
 
 
-class Operand(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Operand:
     """One tensor argument. index: its place in the list that it is passed in, None outside lists.
 
     read, written: a tensor that is only overwritten is not read. singular_at_zero: the operation

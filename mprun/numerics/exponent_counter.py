@@ -1,44 +1,27 @@
-"""Counting a tensor's values by binary exponent, where the tensor is.
+"""Counting values by binary exponent, and updates that round away, where the tensors are.
 
 The mantissa classes of `exponent_shares` make the histogram exact for FP16 at every scale 2^k. All
 of it is integer arithmetic on the bits of the FP32 value, so no rounding mode, flush-to-zero or
-order of summation can change a count, and nothing waits for the device.
+order of summation can change a count, and nothing waits for the device. A `Tally` gathers
+histograms and largest values of many tensors under keys.
 
-Histograms and largest values of many tensors under keys, gathered on the device.
-
-Updates that round away: w + u is w again in a 16-bit format (paper sections 2 and 3.1).
-
-Counted is what FP16 and BF16 would do if they held the weights: with r = round(w), the update u is
-lost if round(r + u) == r, r + u taken exactly and rounded to nearest, ties to even. That is the
-case if |u| is below half of the gap between r and its neighbour in the direction of u, or equal to
-it while the mantissa of r is even. Half a gap is a power of two, so integers decide: no sum is
-formed, and nothing can round.
+Updates round away where w + u is w again in a 16-bit format (paper sections 2 and 3.1). Counted is
+what FP16 and BF16 would do if they held the weights: with r = round(w), the update u is lost if
+round(r + u) == r, r + u taken exactly and rounded to nearest, ties to even. That is the case if |u|
+is below half of the gap between r and its neighbour in the direction of u, or equal to it while the
+mantissa of r is even. Half a gap is a power of two, so integers decide: no sum is formed, and
+nothing can round.
 """
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from math import gcd
 
 import torch
 from torch import Tensor
 
-from mprun.numerics.exponent_shares import BINS, CLASSES, ExponentCounts, LostUpdates, Shares
+from mprun.numerics.exponent_shares import BINS, CLASSES, LostUpdates
 
-__all__ = [
-    "BINS",
-    "CLASSES",
-    "ExponentCounts",
-    "LostUpdates",
-    "Shares",
-    "counts_of_each",
-    "exponent_counts",
-    "extended",
-    "histogram",
-    "in_groups",
-    "lost_updates",
-    "lost_updates_of_each",
-    "read_counts",
-]
-
+COUNTED = (torch.float32, torch.float16, torch.bfloat16)
 MAGNITUDE, _MANTISSA = 0x7FFFFFFF, 0x7FFFFF
 _SMALLEST_NORMAL = 0x800000
 # The float of an integer n has the exponent field 127 + log2 n. The subnormal n * 2^-149 shall have
@@ -50,51 +33,64 @@ _ZERO_KEY = -CLASSES * 23
 _CHUNK, _CHUNK_ON_GPU = 1 << 16, 1 << 25
 
 
-@torch.no_grad()
 def exponent_counts(tensor: Tensor) -> Tensor:
     """Histogram of `tensor` over exponents and mantissa classes: int64 [BINS] on its device.
 
-    tensor: float32, float16 or bfloat16, any shape; TypeError otherwise. No synchronisation, no
-    random numbers. About 3 ns a value on one CPU core. `ExponentCounts(counts.cpu().numpy())`
-    reads the result.
+    About 3 ns a value on one CPU core; no synchronisation, no random numbers.
+    `ExponentCounts(counts.cpu().numpy())` reads the result.
+
+    Args:
+        tensor: float32, float16 or bfloat16, any shape.
+
+    Raises:
+        TypeError: for another dtype.
     """
-    flat = _checked(tensor).detach().reshape(-1)
-    counts = torch.zeros(BINS, dtype=torch.int64, device=flat.device)
-    for part in flat.split(chunk_size(flat)):
-        counts += histogram(_keys(part.float().view(torch.int32)), BINS)
-    return counts
+    return counts_of_each([tensor])[0]
+
+
+def counts_of_each(tensors: Sequence[Tensor]) -> Tensor:
+    """`exponent_counts` of every tensor: int64 [len(tensors), BINS]; one or more, of one device."""
+    for tensor in tensors:
+        if tensor.dtype not in COUNTED:
+            raise TypeError(f"{tensor.dtype}: must be float32, float16 or bfloat16")
+    return _histograms(BINS, lambda values: _keys(values.view(torch.int32)), tensors)
 
 
 @torch.no_grad()
-def counts_of_each(tensors: Sequence[Tensor]) -> Tensor:
-    """`exponent_counts` of every tensor: int64 [len(tensors), BINS]; one or more, of one device.
+def _histograms(bins: int, code: Callable[..., Tensor], *columns: Sequence[Tensor]) -> Tensor:
+    """int64 [rows, bins]: how often each of 0 ... bins-1 occurs in what `code` makes of a row.
 
-    Small tensors share their operations: for the 161 parameters of ResNet-50 that is a fifth of
-    the calls.
+    Neighbouring rows that together are no larger than one chunk share their operations: for the
+    161 parameters of ResNet-50 that is a fifth of the calls. Larger ones are worked on by chunks.
+
+    Args:
+        code: flat float32 tensors, one of each column -> int32 of the same size.
+        columns: lists of tensors of the same sizes, row by row.
     """
-    rows = []
-    for group in in_groups([_checked(tensor) for tensor in tensors]):
+    found: list[Tensor] = []
+    for group in _groups(columns[0]):
+        flat = [[column[row].detach().reshape(-1) for row in group] for column in columns]
         if len(group) == 1:
-            rows.append(exponent_counts(tensors[group[0]]))
-            continue
-        flat = torch.cat([tensors[i].detach().reshape(-1).float() for i in group])
-        keys = _keys(flat.view(torch.int32))
-        sizes = [tensors[i].numel() for i in group]
-        rows += [histogram(part, BINS) for part in keys.split(sizes)]
-    return torch.stack(rows)
+            chunks = zip(*(one.split(chunk_size(one)) for [one] in flat), strict=True)
+            parts = [histogram(code(*(part.float() for part in chunk)), bins) for chunk in chunks]
+            found.append(torch.stack(parts).sum(0))
+        else:
+            codes = code(*(torch.cat([one.float() for one in column]) for column in flat))
+            found += [histogram(part, bins) for part in codes.split([len(one) for one in flat[0]])]
+    return torch.stack(found)
 
 
-def in_groups(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
+def _groups(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
     """Indices of neighbouring tensors that together are no larger than one chunk."""
-    group, size = [], 0
+    group: list[int] = []
+    size = 0
     for index, tensor in enumerate(tensors):
         if group and size + tensor.numel() > chunk_size(tensor):
             yield group
             group, size = [], 0
         group.append(index)
         size += tensor.numel()
-    if group:
-        yield group
+    yield group
 
 
 def chunk_size(tensor: Tensor) -> int:
@@ -134,13 +130,6 @@ def _keys(bits: Tensor) -> Tensor:
     return keys.clamp_(min=_ZERO_KEY).sub_(_ZERO_KEY)
 
 
-def _checked(tensor: Tensor) -> Tensor:
-    if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        raise TypeError(f"{tensor.dtype}: must be float32, float16 or bfloat16")
-    return tensor
-
-
-COUNTED = (torch.float32, torch.float16, torch.bfloat16)
 # Of a larger tensor every stride-th value is counted, which keeps a probe at about two training
 # steps or less. A share of it is then known to 0.001 (one standard deviation of an even share).
 SAMPLED_FROM = 1 << 18
@@ -225,7 +214,7 @@ def largest(tensor: Tensor) -> Tensor:
 
 
 _INFINITE = 0x7F800000
-_CODES = 16  # bit 0: lost in FP16, 1: lost in BF16, 2: update is zero, 3: not finite
+OUTCOMES = 16  # bit 0: lost in FP16, 1: lost in BF16, 2: update is zero, 3: not finite
 # Keeps differences to half a gap, whose exponent field is -8 to 247, inside an int32.
 _LOWEST, _HIGHEST = -8 << 23, (247 << 23) + 1
 
@@ -233,34 +222,19 @@ _LOWEST, _HIGHEST = -8 << 23, (247 << 23) + 1
 def lost_updates(weights: Tensor, updates: Tensor) -> Tensor:
     """How often which of the 16 outcomes occurs: int64 [16] on the device, for `read_counts`.
 
-    weights: before the update; float32, or 16-bit values, which are their own rounding. updates:
-    float32, same shape. No synchronisation.
-
     An infinite r (|w| from 65520 on in FP16) loses every finite update. In a run whose weights are
     16 bits wide an update that was lost is not to be seen in them: it is one of the zeros.
+
+    Args:
+        weights: before the update; float32, or 16-bit values, which are their own rounding.
+        updates: float32, same shape.
     """
     return lost_updates_of_each([weights], [updates])[0]
 
 
-@torch.no_grad()
 def lost_updates_of_each(weights: Sequence[Tensor], updates: Sequence[Tensor]) -> Tensor:
     """`lost_updates` of every pair: int64 [pairs, 16]; one or more, of one device."""
-    rows = []
-    for group in in_groups(weights):
-        w, u = (
-            torch.cat([tensors[i].detach().reshape(-1).float() for i in group])
-            if len(group) > 1
-            else tensors[group[0]].detach().reshape(-1).float()
-            for tensors in (weights, updates)
-        )
-        if len(group) == 1:
-            size = chunk_size(w)
-            parts = zip(w.split(size), u.split(size), strict=True)
-            rows.append(torch.stack([histogram(_codes(*part), _CODES) for part in parts]).sum(0))
-        else:
-            sizes = [weights[i].numel() for i in group]
-            rows += [histogram(part, _CODES) for part in _codes(w, u).split(sizes)]
-    return torch.stack(rows)
+    return _histograms(OUTCOMES, _codes, weights, updates)
 
 
 def read_counts(counts: Sequence[int]) -> LostUpdates:

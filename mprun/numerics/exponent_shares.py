@@ -60,7 +60,7 @@ class ExponentCounts:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ExponentCounts) and bool((self.bins == other.bins).all())
 
-    __hash__ = None
+    __hash__ = None  # type: ignore[assignment]  # how Python itself says "not hashable"
 
     def __repr__(self) -> str:
         return f"ExponentCounts.from_json({self.to_json()})"

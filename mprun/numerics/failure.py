@@ -4,15 +4,14 @@ A divergence is noticed only when the loop looks at the losses, up to `train.log
 and by then the weights are NaN. So a copy of the state is kept from time to time, on the device;
 when the run has diverged it goes back to that copy, trains again up to the step that went wrong
 and saves what that step started from. No step waits for any of this: on a GPU the device itself
-decides whether a copy is worth keeping, and the host learns of it later.
-
-The state before the bad step of a run: as the run kept it, or found by training again.
+decides whether a copy is worth keeping, and the host learns of it later. Where a run kept nothing
+the state is found by training again.
 """
 
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from mprun.errors import BadInput, Damaged, MprunError
 from mprun.numerics.post_mortem import LAST, read_post_mortem, write_post_mortem
-from mprun.numerics.replay import Snapshot, Steps, batches_of, same_loss, size_of
+from mprun.numerics.replay import Replayed, Snapshot, Steps, batches_of, same_loss, size_of
 from mprun.numerics.state import all_finite, buffers, carried, finite_on_device, weights
 from mprun.precision.random_states import restore_random_states
 from mprun.record import checkpoint
@@ -69,11 +68,8 @@ class Kept:
     folder: str | None = None
     reason: str | None = None
 
-    def as_dict(self) -> dict:
-        return asdict(self)
 
-
-def suspect(cause: str, last_step: int, rows: list[Mapping]) -> Suspect:
+def suspect(cause: str, last_step: int, rows: Sequence[Mapping]) -> Suspect:
     """From a run's recorded cause of divergence, its last step and its newest rows.
 
     rows: mappings with step, loss_scale and found_inf, oldest first.
@@ -128,7 +124,7 @@ def report_failure(
         except (MprunError, RuntimeError, OSError) as error:
             reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             kept = Kept(found.kind, found.step, reason=reason)
-    write_post_mortem(directory, cause, step, rows, scaler_kind, kept.as_dict())
+    write_post_mortem(directory, cause, step, rows, scaler_kind, asdict(kept))
 
 
 class FailureKeeper:
@@ -207,53 +203,51 @@ class FailureKeeper:
         for a run that has ended. Raises Resource where the disk is full.
         """
         self._settle()
-        if self.snapshot.step is None:
+        origin = self.snapshot.step
+        if origin is None:
             return Kept(found.kind, found.step, reason=self.reason or "no copy of the state")
-        if self.snapshot.step > found.step - (found.kind != "evaluation"):
+        if origin > found.step - (found.kind != "evaluation"):
             return Kept(found.kind, found.step, reason="the copy is younger than the failure")
         # What is trained again is no part of the run's own count of emulated operations.
         counts = [(e.rerouted, Counter(e.rerouted)) for e in self.built.arithmetic.emulations]
         try:
-            return self._rewind(directory, found, losses)
+            return self._rewind(directory, found, origin, losses)
         finally:
             for counter, before in counts:
                 counter.clear()
                 counter.update(before)
 
-    def _rewind(self, directory: Path, found: Suspect, losses: Mapping[int, float]) -> Kept:
-        task, kept = self.built.task, self.snapshot
+    def _rewind(
+        self, directory: Path, found: Suspect, origin: int, losses: Mapping[int, float]
+    ) -> Kept:
+        kept, kind = self.snapshot, found.kind
         kept.restore()
-        origin, kind, compared, different = kept.step, found.kind, 0, None
-        steps = Steps(self.built, kept.step, kept.skipped)
+        steps, rows = Steps(self.built, origin, kept.skipped), []
         while steps.step < found.step:
             kept.take(steps.step, int(steps.skipped))
             row = steps.advance()
-            if row.step in losses:
-                compared += 1
-                if different is None and not same_loss(row.loss, losses[row.step]):
-                    different = row.step
-            if self._went_wrong(found.kind) or row.diverged:
+            rows.append(row)
+            if row.diverged or self._went_wrong(found.kind):
                 if row.step < found.step or kind == "evaluation":
                     kind = "loss" if row.diverged else "state"
                 break
-        else:
-            if kind == "evaluation":
-                kept.take(steps.step, int(steps.skipped))
-        state = kept.content()
-        step = state["step"] if kind == "evaluation" else state["step"] + 1
-        batch = None if kind == "evaluation" else batches_of(task, state["step"])
+        if kind == "evaluation":  # nothing went wrong before it
+            kept.take(steps.step, int(steps.skipped))
         folder = failure_folder(directory)
         folder.parent.mkdir(exist_ok=True)
-        state |= {"kind": kind, "batch": batch}
-        path = checkpoint.save(folder, state["step"], state, keep=1)
+        state = kept.content()
+        done = state["step"]
+        batch = None if kind == "evaluation" else batches_of(self.built.task, done)
+        path = checkpoint.save(folder, done, state | {"kind": kind, "batch": batch}, keep=1)
+        compared, first_difference = _compared(rows, losses)
         return Kept(
             kind,
-            step,
-            origin,
-            steps.step - origin,
-            compared,
-            different,
-            str(path.relative_to(directory)),
+            done if kind == "evaluation" else done + 1,
+            replayed_from=origin,
+            replayed=steps.step - origin,
+            compared=compared,
+            first_difference=first_difference,
+            folder=str(path.relative_to(directory)),
         )
 
     def _went_wrong(self, kind: str) -> bool:
@@ -262,6 +256,13 @@ class FailureKeeper:
         if kind == "evaluation":
             tensors += buffers(task).values()
         return not all_finite(tensors)
+
+
+def _compared(rows: list[Replayed], losses: Mapping[int, float]) -> tuple[int, int | None]:
+    """How many steps have a recorded loss, and the first whose own has other bits."""
+    known = [row for row in rows if row.step in losses]
+    other = (row.step for row in known if not same_loss(row.loss, losses[row.step]))
+    return len(known), next(other, None)
 
 
 CPU = torch.device("cpu")
@@ -273,7 +274,8 @@ def kept_state(directory: Path, record: dict, plain: dict, build) -> dict:
     if not folder.is_dir():
         _train_again(directory, record, plain, build)
     if not folder.is_dir():
-        reason = read_post_mortem(directory)["failure"]["reason"]
+        post_mortem = read_post_mortem(directory)
+        reason = post_mortem["failure"]["reason"] if post_mortem else "no post-mortem"
         raise BadInput(f"explain {directory}: no state before the bad step ({reason})")
     _, kept, _ = checkpoint.load_newest(folder, CPU)
     if not {"task", "step", "skipped", "random", "kind", "batch"} <= kept.keys():

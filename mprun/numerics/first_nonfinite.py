@@ -88,19 +88,20 @@ def find_culprit(steps: Steps, kind: str) -> Finding:
     if not reproduced:
         return finding
     event = _first(seen, _sources(seen, steps, row))
-    # Weights and LSTM state; an optimizer state alone may be infinite for long without harm.
-    harmful = {
-        name: text
-        for name, text in before.items()
-        if " of " not in name or name.startswith("master of")
-    }
     if batch:
         finding.verdict, finding.details = "data", batch
     elif event is not None and event.seen:
         finding.verdict, finding.event, finding.ramp = "operation", event, _up_to(seen, event)
     elif before:
-        finding.verdict, finding.details = "earlier", harmful or before
+        # An optimizer state alone may be infinite for long without harm.
+        held = {name: text for name, text in before.items() if _is_of_model(name)}
+        finding.verdict, finding.details = "earlier", held or before
     return finding
+
+
+def _is_of_model(name: str) -> bool:
+    """Whether this names a weight or carried state, not "exp_avg of ..."."""
+    return " of " not in name or name.startswith("master of")
 
 
 def _find_in_evaluation(steps: Steps) -> Finding:
@@ -206,7 +207,7 @@ def reason_of(event: Event) -> str:
     end = f"ends at {power(limit)}"
     if event.at_zero and name.startswith("log"):
         return "logarithm of zero"
-    if event.at_zero and (name.startswith(("reciprocal", "rsqrt", "pow")) or "div" in name):
+    if event.at_zero:  # what is singular there and no logarithm divides
         of_update = ": the optimizer's denominator and its eps round to 0"
         return f"division by zero{of_update if event.phase == UPDATE else ''}"
     if event.phase == UPDATE and event.operation == "_foreach_copy_":

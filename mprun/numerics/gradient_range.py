@@ -135,8 +135,9 @@ def scale_range(kinds: Iterable[Gradients], share: float, headroom: int) -> Scal
     kinds = [kind for kind in kinds if kind.nonzero]
     if not kinds:
         return None
-    lowest = max(kind.lowest(share) for kind in kinds)
-    highest = min(kind.highest() for kind in kinds)
+    # Of gradients that are not zero both are known.
+    lowest = max(kind.lowest(share) or 0 for kind in kinds)
+    highest = min(kind.highest() or 0 for kind in kinds)
     top = highest - headroom
     # Below lies silent underflow, above lie skipped updates: as far as possible from both, because
     # gradients shrink and peak over a whole run.

@@ -13,13 +13,12 @@ from torch import Tensor
 from mprun.build import Built
 from mprun.config.compose import compose_config, group_options, hydra_session
 from mprun.errors import BadInput, MprunError
-from mprun.numerics.dispatch import BACKWARD, UNSCALE, UPDATE
-from mprun.numerics.first_nonfinite import Finding, reason_of
+from mprun.numerics.dispatch import BACKWARD, UNSCALE, UPDATE, Event
+from mprun.numerics.first_nonfinite import Finding
 from mprun.numerics.post_mortem import EXPLOSION, LAST, explosion, power
 from mprun.numerics.replay import KeptBatch, Replayed, Steps, resume_from, same_loss
 from mprun.numerics.state import all_finite, carried, weights
-from mprun.precision import NoLossScale
-from mprun.tasks import Learner
+from mprun.tasks import LanguageModel, Learner
 
 WORSE = 1.5  # times FP32's loss: finite, but no cure
 AFTER = 5  # further steps that a cure must survive
@@ -82,7 +81,7 @@ def find_cures(
     """
     if finding.kind == "evaluation":
         return [], False
-    first = next((abs(row["loss"]) for row in rows if row["step"] == 1), math.inf)
+    first = abs(rows[0]["loss"]) if rows and rows[0]["step"] == 1 else math.inf
     limit = EXPLOSION * first if math.isfinite(first) else None  # above it a run has exploded
     origin = Origin(kept, finding.step, limit=limit)
     start = replace(origin, from_start=True)
@@ -91,8 +90,8 @@ def find_cures(
         found = changes(config, finding, options, exploding=exploding)
         return try_changes(build, found, place)
 
-    before = [row for row in rows if row["step"] <= finding.step]
-    exploding = explosion(before[-LAST:]) is not None
+    before = [row for row in rows if row["step"] <= finding.step][-LAST:]
+    exploding = explosion(before) is not None
     if exploding and _start_leads_there(build, config, start, rows):
         return try_from(start, exploding), True
     tried = try_from(origin, exploding)
@@ -121,7 +120,8 @@ def options_of(config_dir: str | None = None) -> Options:
     with hydra_session(config_dir):
         modes = group_options("precision")
     found = {}
-    for option in [f"precision={mode}" for mode in modes]:
+    for mode in modes:
+        option = f"precision={mode}"
         composed = compose_config([option], config_dir, files=False).as_dict()
         found[option] = {group: composed[group] for group in ("precision", "scaler")}
     for option in ("scaler=static", "scaler=dynamic"):
@@ -165,18 +165,23 @@ def _proposed(
     for key in (*modules[:1], "precision.norm_dtype", "precision.loss_dtype"):
         yield {key: "fp32"}
     if half == "fp16":
-        yield from _scales(config["scaler"], finding)
-    if phase == UPDATE and optim["name"] in ("adam", "adamw", "adagrad"):
-        yield from ({"optim.eps": eps} for eps in (1e-6, 1e-4) if eps > (optim["eps"] or 0.0))
+        yield from _scales(config["scaler"], finding, phase)
+    if phase == UPDATE:
+        yield from _larger_eps(optim)
     if precision["master_dtype"] is None:
         yield {"precision.master_dtype": "fp32", "precision.grad_dtype": "fp32"}
     yield from ({key: "fp32"} for key in modules[1:])
-    for factor in (0.1, 0.01, 0.001) if phase == UPDATE or exploding else (0.1,):
-        yield {"optim.lr": float(f"{optim['lr'] * factor:.6g}")}
+    factors = (0.1, 0.01, 0.001) if phase == UPDATE or exploding else (0.1,)
+    yield from ({"optim.lr": float(f"{optim['lr'] * factor:.6g}")} for factor in factors)
     if half == "fp16":
         yield _in_bf16(precision, options)
     if half != "fp32":
         yield {"precision": "fp32"}
+
+
+def _larger_eps(optim: dict) -> Iterator[dict[str, Any]]:
+    if optim["name"] in ("adam", "adamw", "adagrad"):
+        yield from ({"optim.eps": eps} for eps in (1e-6, 1e-4) if eps > (optim["eps"] or 0.0))
 
 
 def _modules(config: dict, finding: Finding) -> list[str]:
@@ -207,25 +212,28 @@ def _in_bf16(precision: dict, options: Options) -> dict[str, Any]:
     return {f"precision.{key}": "bf16" for key in halves}
 
 
-def _scales(scaler: dict, finding: Finding) -> Iterator[dict[str, Any]]:
+def _scales(scaler: dict, finding: Finding, phase: str | None) -> Iterator[dict[str, Any]]:
     """Static scales below (or above) the present one, a lower floor, dynamic scaling."""
     event, kind = finding.event, scaler["kind"]
-    powers = [4, 8]
-    if event is not None and event.would_be is not None and math.isfinite(event.would_be):
-        lowest = max(1, math.ceil(math.log2(max(event.would_be, 1.0) / 65504.0)) + 1)
-        powers = [lowest, lowest + 4]
-    if event is not None and event.phase in (BACKWARD, UNSCALE):
-        if kind == "static":
-            yield from ({"scaler.scale": scaler["scale"] * 2.0**-power} for power in powers)
-        elif kind == "none":
-            yield from ({"scaler": "static", "scaler.scale": 2.0**-power} for power in powers)
-    elif kind == "none" and event is not None and event.phase == UPDATE:
-        if "zero" in reason_of(event):
-            yield {"scaler": "static", "scaler.scale": 1024.0}
+    choice = {"scaler": "static"} if kind == "none" else {}
+    if phase in (BACKWARD, UNSCALE) and kind in ("static", "none"):
+        lowest = _powers_too_large(event)
+        for power in (lowest, lowest + 4):
+            yield {**choice, "scaler.scale": (scaler["scale"] or 1.0) * 2.0**-power}
+    if phase == UPDATE and kind == "none" and event is not None and event.at_zero:
+        yield {**choice, "scaler.scale": 1024.0}
     if kind == "dynamic" and finding.kind == "collapse":
         yield {"scaler.min_scale": max(scaler["min_scale"] * 2.0**-12, 2.0**-126)}
     if kind != "dynamic":
         yield {"scaler": "dynamic"}
+
+
+def _powers_too_large(event: Event | None) -> int:
+    """By how many powers of two the scale should be smaller: one to spare, 4 if that is unknown."""
+    wanted = None if event is None else event.would_be
+    if wanted is None or not math.isfinite(wanted):
+        return 4
+    return max(1, math.ceil(math.log2(max(wanted, 1.0) / 65504.0)) + 1)
 
 
 def _typed(value: str | float) -> str:
@@ -239,7 +247,7 @@ def try_changes(build: Build, changes: list[Change], origin: Origin) -> list[Tri
     FP32 altogether, if it is among them, goes first: a run that stays finite but ends above 1.5
     times the loss of FP32 (or of its own start, where that is larger) has not been cured.
     """
-    done = {}
+    done: dict[tuple[str, ...], Tried] = {}
     for change in changes:
         if change.overrides == ("precision=fp32",):
             done[change.overrides] = reference = try_change(build, change, origin)
@@ -295,14 +303,18 @@ def survives(steps: Steps, origin: Origin) -> tuple[bool, str, float | None]:
         if row.step >= end + PATIENCE or not built.rate.constant:
             text = f"{skipped} updates skipped, still at loss scale {power(row.loss_scale)}"
             return False, text, row.loss
+    return *_judged(built, row, skipped, origin), row.loss
+
+
+def _judged(built: Built, row: Replayed, skipped: int, origin: Origin) -> tuple[bool, str]:
+    """Whether a run that stayed finite has been cured, and what it came to."""
     scale = next(iter(built.task.loss_scales.values()))
     if skipped and scale.kind == "static":
-        text = f"{skipped} updates skipped at the static loss scale {power(row.loss_scale)}"
-        return False, text, row.loss
+        return False, f"{skipped} updates skipped at the static loss scale {power(row.loss_scale)}"
     if origin.limit is not None and row.loss > origin.limit:
-        return False, f"finite, but the loss is {row.loss:.4g} at step {row.step}", row.loss
+        return False, f"finite, but the loss is {row.loss:.4g} at step {row.step}"
     note = f", {skipped} skipped, loss scale then {power(row.loss_scale)}" if skipped else ""
-    return True, f"finite up to step {row.step}{note}; loss {row.loss:.4g}", row.loss
+    return True, f"finite up to step {row.step}{note}; loss {row.loss:.4g}"
 
 
 def _broken(task, row: Replayed) -> str | None:
@@ -328,11 +340,10 @@ def transplant(built: Built, saved: dict) -> None:
         _transplant_learner(learner, saved["learner"] if "learner" in saved else saved[name])
     theirs = saved["loss_scales"] if "loss_scales" in saved else {"loss_scale": saved["loss_scale"]}
     for name, scale in task.loss_scales.items():
-        state = theirs.get(name)
-        moves = not isinstance(scale, NoLossScale) and scale.kind != "static"
-        if moves and state is not None and state["kind"] == scale.kind:
-            scale.load_state_dict(state)
-    if saved.get("hidden") is not None:
+        moves = scale.kind not in ("none", "static")
+        if moves and name in theirs and theirs[name]["kind"] == scale.kind:
+            scale.load_state_dict(theirs[name])
+    if isinstance(task, LanguageModel) and saved.get("hidden") is not None:
         dtype = None if built.policy.autocast_dtype else built.policy.param_dtype
         task.hidden = tuple(part.to(built.device, dtype) for part in saved["hidden"])
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node
 from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
@@ -49,7 +50,6 @@ from mprun.numerics.state import named_learners, named_modules, optimizer_state
 
 _MARK = "mprun.module"
 _RAMPS = 50  # events that have one of their own
-Call = tuple[OpOverload, tuple, dict[str, Any]]
 
 
 @dataclass(slots=True)
@@ -161,14 +161,14 @@ class Observation:
 
     def _claim(self, tree, path: str) -> None:
         """Mark autograd's nodes behind these tensors that no module inside has marked."""
-        todo = [leaf.grad_fn for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+        todo: list[Any] = [leaf.grad_fn for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
         while todo:
             node = todo.pop()
-            if node is None or hasattr(node, "variable") or _MARK in node.metadata:
+            if not _computes(node) or _MARK in _marks(node):
                 continue
-            node.metadata[_MARK] = path
+            _marks(node)[_MARK] = path
             if isinstance(node, BackwardCFunction):
-                node.register_hook(self._look_at_node(node.name(), path))
+                node.register_hook(self._look_at_node(type(node).__name__, path))
             todo.extend(before for before, _ in node.next_functions)
 
     def _look_at_module(self, module: nn.Module, path: str, inputs, outputs) -> None:
@@ -224,9 +224,8 @@ class Observation:
             phase, where = self.phase, self._module_now()
             self._propagated |= phase == BACKWARD
             with _disable_current_modes():
-                if groups is None:
-                    written = list(enumerate(floats(result)))
-                else:
+                written: list[tuple[int | None, Tensor]] = list(enumerate(floats(result)))
+                if groups is not None:
                     written = [
                         (operand.index, operand.tensor)
                         for operand in operands(func, args, kwargs)
@@ -237,13 +236,20 @@ class Observation:
                     if not math.isfinite(largest_of(tensor)):
                         groups = self._given(func, args, kwargs) if groups is None else groups
                         given = self._group(groups, index if per_entry(name) else None)
-                        call = (func, args, kwargs)
-                        self._trace_back(phase, where, call, (place, index, tensor), given)
+                        call, output = (func, args, kwargs), (place, index, tensor)
+                        self._trace_back(phase, where, call, output, given)
         return result
 
-    def _trace_back(self, phase: str, where: str, call: Call, output, given: _Inputs) -> None:
+    def _trace_back(
+        self,
+        phase: str,
+        where: str,
+        call: tuple[OpOverload, tuple, dict[str, Any]],
+        output: tuple[int, int | None, Tensor],
+        given: _Inputs,
+    ) -> None:
         """Note where an output that is not finite comes from: this operation, or its inputs."""
-        func, place, index, tensor = call[0], *output
+        func, (place, index, tensor) = call[0], output
         if not given.finite:
             self._pass_on(phase, where, name_of(func), tensor, given)
             return
@@ -328,8 +334,8 @@ class Observation:
     def _module_now(self) -> str:
         if in_backward():
             node = torch._C._current_autograd_node()
-            if node is not None and not hasattr(node, "variable"):
-                self._where = node.metadata.get(_MARK, "loss")
+            if _computes(node):
+                self._where = _marks(node).get(_MARK, "loss")
             return self._where
         if self._stack:
             return self._stack[-1]
@@ -344,3 +350,12 @@ class Observation:
         if label is not None:
             return label
         return "gradient" if phase in (BACKWARD, UNSCALE) else "output"
+
+
+def _computes(node: Node | None) -> bool:
+    """Whether this is a node of an operation, not the end of the graph at a weight."""
+    return node is not None and not hasattr(node, "variable")
+
+
+def _marks(node: Node) -> dict[str, str]:
+    return node.metadata  # type: ignore[return-value]  # declared as a method, and is a dictionary

@@ -1,6 +1,6 @@
-"""Which operations are products (what Tensor Cores do), and how much work one call is.
+"""What `operations.FirstStep` saw in at most ten lines: which operations ran in which dtype.
 
-Did I get what I asked for? What `FirstStep` saw, in at most ten lines.
+Products are what Tensor Cores do; beside their dtype stands their share of the work.
 """
 
 import math
@@ -100,20 +100,18 @@ def lines(
     operations, memory: as in run.json. flags: as `read_math_flags` gives them. device: its type.
     """
     text = [f"step {operations['step']} of {mode} on {device} ran in:"]
-    rows = operations["rows"]
-    products = [row for row in rows if row["operation"] in PRODUCTS]
-    text += _products(products)[:3]
-    for phases, label in ((("forward", "backward"), "other"), (("update",), "update")):
-        others = [
-            row
-            for row in rows
-            if row["phase"] in phases and row not in products and "->" not in row["dtype"]
-        ]
-        if others:
-            text.append(f"  {label:<9}{_by_dtype(others, 3)}")
-    casts = _totals([row for row in rows if "->" in row["dtype"]], "dtype")
-    if casts:
-        parts = [f"{name} {_count(elements).strip()}" for name, elements in casts.items()]
+    groups: dict[str, list[Mapping]] = {"products": [], "other": [], "update": [], "casts": []}
+    for row in operations["rows"]:
+        kind = "update" if row["phase"] == "update" else "other"
+        kind = "casts" if "->" in row["dtype"] else kind
+        groups["products" if row["operation"] in PRODUCTS else kind].append(row)
+    text += _products(groups["products"])[:3]
+    text += [
+        f"  {kind:<9}{_by_dtype(groups[kind], 3)}" for kind in ("other", "update") if groups[kind]
+    ]
+    if groups["casts"]:
+        elements = _totals(groups["casts"], "dtype").items()
+        parts = [f"{name} {_count(total).strip()}" for name, total in elements]
         text.append(f"  casts    {', '.join(parts)} elements")
     text.append(f"  flags    {flag_line(flags, device)}")
     text.append(f"  memory   {memory_line(memory)}")
@@ -129,12 +127,10 @@ def flag_line(flags: Mapping, device: str) -> str:
     """The flags that change the numbers of products on this kind of device."""
     library = "cuda.matmul cudnn.conv cudnn.rnn" if device == "cuda" else "mkldnn.matmul"
     fp32 = {name: flags.get(f"{name}.fp32_precision", "?") for name in library.split()}
-    same = set(fp32.values())
-    text = "FP32 products " + (
-        same.pop() if len(same) == 1 else ", ".join(f"{k} {v}" for k, v in fp32.items())
-    )
+    same, each = set(fp32.values()), ", ".join(f"{name} {how}" for name, how in fp32.items())
+    text = f"FP32 products {same.pop() if len(same) == 1 else each}"
     if device == "cuda":
-        reduced = [k for k, v in flags.items() if k.startswith("cuda.matmul.allow") and v]
+        reduced = any(on for name, on in flags.items() if name.startswith("cuda.matmul.allow"))
         text += f", 16-bit products reduced in {'16 bits' if reduced else 'FP32'}"
         text += f", cudnn.benchmark {'on' if flags.get('cudnn.benchmark') else 'off'}"
     return text + f", deterministic {'on' if flags.get('deterministic_algorithms') else 'off'}"
@@ -159,16 +155,18 @@ def _products(rows: list[Mapping]) -> list[str]:
     """A line for each dtype with its share of the floating-point operations."""
     if not rows:
         return ["  products none seen"]
-    total = sum(row.get("flops", 0) for row in rows) or 1
-    by_dtype: dict[str, list[Mapping]] = {}
+    flops: dict[str, int] = {}
+    names: dict[str, list[str]] = {}
     for row in rows:
-        by_dtype.setdefault(row["dtype"], []).append(row)
-    flops = {name: sum(r.get("flops", 0) for r in found) for name, found in by_dtype.items()}
+        dtype = row["dtype"]
+        flops[dtype] = flops.get(dtype, 0) + row.get("flops", 0)
+        names.setdefault(dtype, []).append(row["operation"])
+    total = sum(flops.values()) or 1
     text, label = [], "products"
-    for name in sorted(by_dtype, key=lambda name: -flops[name]):
-        names = list(dict.fromkeys(row["operation"] for row in by_dtype[name]))
-        share = f"{100 * flops[name] / total:.3g} % of {_count(total)}FLOP"
-        text.append(f"  {label:<9}{name} {share}: {_some(names)}")
+    for dtype in sorted(flops, key=lambda dtype: -flops[dtype]):
+        share = f"{100 * flops[dtype] / total:.3g} % of {_count(total)}FLOP"
+        operations = _some(list(dict.fromkeys(names[dtype])))
+        text.append(f"  {label:<9}{dtype} {share}: {operations}")
         label = ""
     return text
 
@@ -196,18 +194,15 @@ def _some(names: list[str], most: int = _NAMES) -> str:
 
 def _count(value: float) -> str:
     """ "1.2 M"; below 1000 with a blank behind, for the unit that follows."""
-    unit = ""
-    for unit in ("", "k", "M", "G", "T"):
-        if value < 999.5 or unit == "T":
-            break
-        value /= 1000
-    return f"{value:.3g} {unit}"
+    return _in_units(value, 1000, ("", "k", "M", "G", "T"))
 
 
 def _bytes(value: float) -> str:
-    unit = ""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1023.5 or unit == "GiB":
-            break
-        value /= 1024
-    return f"{value:.3g} {unit}"
+    return _in_units(value, 1024, ("B", "KiB", "MiB", "GiB"))
+
+
+def _in_units(value: float, step: int, units: tuple[str, ...]) -> str:
+    power = 0
+    while value >= step - 0.5 and power < len(units) - 1:
+        value, power = value / step, power + 1
+    return f"{value:.3g} {units[power]}"

@@ -175,11 +175,9 @@ class FirstStep:
             dtype = self._dtype(name, operands, results, emulated)
             # Operations on lists of tensors in place (the optimizer's) return nothing.
             elements = sum(t.numel() for t in results or _tensors(args[:1]))
+            row = Row(1, elements, flops(name, args, kwargs, result))
             with self._lock:
-                phase = self._phase()
-                self._add(phase, name, dtype, Row(1, elements, flops(name, args, kwargs, result)))
-                if phase == "forward" and name in PRODUCTS and dtype in _FP32:
-                    self._note_fp32(name)
+                self._add(self._phase(), name, dtype, row)
                 if name == "_to_copy" and operands:
                     self._note_weight_copy(operands[0], results)
         return result
@@ -196,12 +194,12 @@ class FirstStep:
     def _dtype(
         self, name: str, operands: list[Tensor], results: list[Tensor], emulated: bool
     ) -> str:
-        names = sorted({dtype_name(t.dtype) for t in operands or results})
+        given, made = ([dtype_name(t.dtype) for t in found] for found in (operands, results))
+        names = sorted(set(given or made))
         if emulated:
-            return "emulated " + "+".join(n for n in names if n != "fp32")
-        if name in _CASTS and results and operands:
-            source, target = dtype_name(operands[-1].dtype), dtype_name(results[0].dtype)
-            return target if source == target else f"{source}->{target}"
+            return "emulated " + "+".join(name for name in names if name != "fp32")
+        if name in _CASTS and given and made:
+            return made[0] if given[-1] == made[0] else f"{given[-1]}->{made[0]}"
         if name in PRODUCTS and names == ["fp32"] and _in_tf32(name, operands[0].device):
             return "tf32"
         return "+".join(names)
@@ -211,6 +209,8 @@ class FirstStep:
         total.calls += row.calls
         total.elements += row.elements
         total.flops += row.flops
+        if phase == "forward" and name in PRODUCTS and dtype in _FP32:
+            self._note_fp32(name)
 
     def _note_fp32(self, name: str) -> None:
         inside = [own for _, own in self._modules]
@@ -260,8 +260,6 @@ def _floats(tree: Any) -> list[Tensor]:
 def _in_tf32(name: str, device: torch.device) -> bool:
     if device.type != "cuda":
         return False
-    if name in RECURRENT:
-        return torch.backends.cudnn.rnn.fp32_precision == "tf32"
-    if "conv" in name:
-        return torch.backends.cudnn.conv.fp32_precision == "tf32"
-    return torch.backends.cuda.matmul.fp32_precision == "tf32"
+    library = "cudnn.conv" if "conv" in name else "cuda.matmul"
+    library = "cudnn.rnn" if name in RECURRENT else library
+    return read_math_flags()[f"{library}.fp32_precision"] == "tf32"

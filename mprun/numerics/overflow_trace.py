@@ -180,18 +180,13 @@ def read_trace_file(path: Path) -> OverflowTrace:
     rows = list(_rows(path))
     if not rows:
         raise BadInput(f"{path}: no steps in it; columns: {_WANTED}")
-    has = {name for _, row in rows for name in row}
+    has = set().union(*(row for _, row in rows))
     if "step" not in has or not has & {"found_inf", "limit"}:
         raise BadInput(f"{path}: columns {_WANTED} are needed")
-    found: list[tuple[int, float, float, float]] = []  # step, clean, overflow, grad_max
+    found: list[tuple[int, float, float, float]] = []
     for line, row in rows:
         try:
-            step = _step(row)
-            if found and step <= found[-1][0]:
-                raise ValueError(f"step={step} after {found[-1][0]}; must ascend")
-            bounds = _of_limit(row) if "limit" in has else _of_found_inf(row, "loss_scale" in has)
-            largest = _number(row, "grad_max")
-            found.append((step, *bounds, math.nan if largest is None else largest))
+            found.append(_known(row, has, found[-1][0] if found else -1))
         except ValueError as error:
             raise BadInput(f"{path}: line {line}: {error}") from None
     first = found[0][0]
@@ -205,6 +200,19 @@ def read_trace_file(path: Path) -> OverflowTrace:
     notes = _notes(has, count - len(found))
     known = _grad_max(grad_max, clean if "limit" in has else None, notes)
     return trace_from_bounds(first, clean, overflow, known, notes)
+
+
+def _known(row: dict[str, Any], has: set[str], before: int) -> tuple[int, float, float, float]:
+    """Step, `clean` and `overflow` of `OverflowTrace`, grad_max or NaN.
+
+    Raises ValueError for what is no such number, or a step that does not come after `before`.
+    """
+    step = _step(row)
+    if step <= before:
+        raise ValueError(f"step={step} after {before}; must ascend")
+    bounds = _of_limit(row) if "limit" in has else _of_found_inf(row, "loss_scale" in has)
+    largest = _number(row, "grad_max")
+    return (step, *bounds, math.nan if largest is None else largest)
 
 
 def _of_limit(row: dict[str, Any]) -> tuple[float, float]:

@@ -7,7 +7,8 @@ scale settles are normal and called so; a row of skips at the floor is called a 
 import json
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ class History:
         return [row for row in self.rows if row["step"] <= step]
 
 
-def explosion(rows: list[Mapping]) -> tuple[float, int] | None:
+def explosion(rows: Sequence[Mapping]) -> tuple[float, int] | None:
     """(factor, steps): how the finite losses grew up to the last one; None below EXPLOSION.
 
     Compared with the lowest loss of the rows. steps: since the loss was last within twice that.
@@ -69,7 +70,7 @@ def explosion(rows: list[Mapping]) -> tuple[float, int] | None:
     return losses[-1][1] / lowest, losses[-1][0] - calm[-1]
 
 
-def classify(cause: str, rows: list[Mapping], scaler_kind: str, bad_step: int) -> list[str]:
+def classify(cause: str, rows: Sequence[Mapping], scaler_kind: str, bad_step: int) -> list[str]:
     """What happened, in one line each; the first says what ended the run.
 
     rows: of the last steps, oldest first (`History`). scaler_kind: "none", "static", "dynamic" or
@@ -77,17 +78,7 @@ def classify(cause: str, rows: list[Mapping], scaler_kind: str, bad_step: int) -
     """
     streak = _trailing_skips(rows)
     before = rows[: len(rows) - streak] if "collapsed" in cause else rows
-    if "collapsed" in cause:
-        floor = rows[-1]["loss_scale"] if rows else math.nan
-        count = max(streak, _number_in(cause))
-        lines = [f"collapse: {count} skips in a row at the floor (loss scale {power(floor)})"]
-    elif "evaluation" in cause:
-        lines = ["non-finite loss in an evaluation"]
-    else:
-        lines = ["non-finite loss at an applied step"]
-        if rows and bad_step < rows[-1]["step"]:
-            late = rows[-1]["step"]
-            lines = [f"non-finite loss at an applied step ({late}); the cause is step {bad_step}"]
+    lines = [_ending(cause, rows, streak, bad_step)]
     grown = explosion([row for row in before if row["step"] <= max(bad_step, 1)])
     if grown is not None:
         factor, steps = grown
@@ -98,12 +89,24 @@ def classify(cause: str, rows: list[Mapping], scaler_kind: str, bad_step: int) -
     return lines
 
 
+def _ending(cause: str, rows: Sequence[Mapping], streak: int, bad_step: int) -> str:
+    if "collapsed" in cause:
+        floor = rows[-1]["loss_scale"] if rows else math.nan
+        count = max(streak, next((int(word) for word in cause.split() if word.isdigit()), 0))
+        return f"collapse: {count} skips in a row at the floor (loss scale {power(floor)})"
+    if "evaluation" in cause:
+        return "non-finite loss in an evaluation"
+    late = f" ({rows[-1]['step']}); the cause is step {bad_step}" if rows else ""
+    known = bool(rows) and bad_step < rows[-1]["step"]
+    return f"non-finite loss at an applied step{late if known else ''}"
+
+
 def write_post_mortem(
     directory: Path, cause: str, step: int, rows: list[dict], scaler_kind: str, kept: dict
 ) -> list[str]:
     """Write both files below `directory`; returns the classification.
 
-    step: at which the run ended. kept: `mprun.numerics.failure.Kept.as_dict()`.
+    step: at which the run ended. kept: `mprun.numerics.failure.Kept` as a dictionary.
     """
     lines = classify(cause, rows, scaler_kind, kept["step"])
     content = {
@@ -154,7 +157,7 @@ def plain(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _skips_in_words(rows: list[Mapping], count: int, scaler_kind: str) -> str:
+def _skips_in_words(rows: Sequence[Mapping], count: int, scaler_kind: str) -> str:
     updates = "1 skipped update" if count == 1 else f"{count} skipped updates"
     if scaler_kind == "static":
         return f"{updates} before: the static loss scale is too large for some batches"
@@ -165,18 +168,8 @@ def _skips_in_words(rows: list[Mapping], count: int, scaler_kind: str) -> str:
     return f"{updates} before: warm-up skips of dynamic scaling: normal"
 
 
-def _trailing_skips(rows: list[Mapping]) -> int:
-    count = 0
-    for row in reversed(rows):
-        if not row["found_inf"]:
-            break
-        count += 1
-    return count
-
-
-def _number_in(cause: str) -> int:
-    numbers = [int(word) for word in cause.split() if word.isdigit()]
-    return numbers[0] if numbers else 0
+def _trailing_skips(rows: Sequence[Mapping]) -> int:
+    return len(list(takewhile(lambda row: row["found_inf"], reversed(rows))))
 
 
 def _markdown(content: dict, rows: list[dict]) -> str:

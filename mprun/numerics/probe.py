@@ -1,7 +1,6 @@
-"""Which modules are measured, and to which of them a parameter belongs.
+"""One step under observation: every tensor of it counted, nothing of it changed.
 
-One step under observation: every tensor of it counted, nothing of it changed.
-
+Which modules are measured is chosen by patterns; a parameter belongs to the innermost around it.
 Hooks only look: they return nothing, draw no random numbers and work under no_grad, outside the
 modes that emulate 16-bit products. They exist during the step that is probed and at no other time.
 """
@@ -19,8 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from mprun.errors import BadInput
 from mprun.numerics.exponent_counter import (
-    BINS,
-    LostUpdates,
+    OUTCOMES,
     Tally,
     largest,
     lost_updates_of_each,
@@ -28,7 +26,7 @@ from mprun.numerics.exponent_counter import (
     sampled,
     sampling_stride,
 )
-from mprun.numerics.exponent_shares import ExponentCounts
+from mprun.numerics.exponent_shares import BINS, ExponentCounts, LostUpdates
 from mprun.numerics.probe_record import KINDS, LearnerProbe, TensorStats
 from mprun.precision import DTYPE_NAMES
 from mprun.tasks import Learner
@@ -46,11 +44,6 @@ def chosen_modules(learners: Mapping[str, Learner], patterns: Sequence[str]) -> 
         label: {name: module for name, module in learner.model.named_modules() if name}
         for label, learner in learners.items()
     }
-    if not patterns:
-        return {
-            label: {name: m for name, m in own.items() if not any(m.children())}
-            for label, own in names.items()
-        }
     everything = [name for own in names.values() for name in own]
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in everything):
@@ -58,8 +51,14 @@ def chosen_modules(learners: Mapping[str, Learner], patterns: Sequence[str]) -> 
             raise BadInput(
                 f"numerics.modules={pattern}: matches no module; some modules: {', '.join(close)}"
             )
+
+    def is_chosen(name: str, module: nn.Module) -> bool:
+        if patterns:
+            return any(fnmatchcase(name, pattern) for pattern in patterns)
+        return not any(module.children())
+
     return {
-        label: {n: m for n, m in own.items() if any(fnmatchcase(n, p) for p in patterns)}
+        label: {name: module for name, module in own.items() if is_chosen(name, module)}
         for label, own in names.items()
     }
 
@@ -72,9 +71,6 @@ def owner(parameter: str, chosen: Mapping[str, nn.Module]) -> str | None:
         if name in chosen:
             return name
     return None
-
-
-_OUTCOMES = 16  # of an update, see lost_updates
 
 
 class Probe:
@@ -109,9 +105,9 @@ class Probe:
             for parameter_name, parameter in zip(
                 optimizer.names, optimizer.parameters, strict=True
             ):
-                module_name = owner(parameter_name, self.chosen[name])
-                if module_name is not None:
-                    hook = partial(self._on_gradient, (name, "weight_gradients", module_name))
+                inside = owner(parameter_name, self.chosen[name])
+                if inside is not None:
+                    hook = partial(self._on_gradient, (name, "weight_gradients", inside))
                     self._handles.append(parameter.register_hook(hook))
             for table_name, module in optimizer.tables.items():
                 if table_name in self.chosen[name]:
@@ -185,16 +181,16 @@ class Probe:
         packed = torch.cat([*integers, torch.stack(floats).view(torch.int64)]).cpu().numpy()
         end = len(keys) * BINS
         rows = packed[:end].reshape(-1, BINS)
-        lost_end = end + len(self.lost) * _OUTCOMES
-        outcomes = packed[end:lost_end].reshape(-1, _OUTCOMES)
+        lost_end = end + len(self.lost) * OUTCOMES
+        outcomes = packed[end:lost_end].reshape(-1, OUTCOMES)
         values = packed[lost_end:].view("float64").tolist()
-        stats = {
-            key: TensorStats(
-                ExponentCounts(row), amax, _names(self.tally.dtypes[key]), self.tally.strides[key]
-            )
-            for key, row, amax in zip(keys, rows, values, strict=False)
+        stats = {}
+        for key, row, amax in zip(keys, rows, values, strict=False):
+            dtypes = "+".join(sorted(DTYPE_NAMES[dtype] for dtype in self.tally.dtypes[key]))
+            stats[key] = TensorStats(ExponentCounts(row), amax, dtypes, self.tally.strides[key])
+        lost = {
+            key: read_counts(row.tolist()) for key, row in zip(self.lost, outcomes, strict=True)
         }
-        lost = {key: read_counts(row) for key, row in zip(self.lost, outcomes, strict=True)}
         learners = {name: self._learner(name, stats, lost) for name in self.task.learners}
         return learners, values[len(keys) :]
 
@@ -223,7 +219,3 @@ def _plainly() -> Iterator[None]:
     """Without gradients, and past the emulation, which would look at every operation."""
     with torch.no_grad(), torch._C.DisableTorchFunction(), _disable_current_modes():
         yield
-
-
-def _names(dtypes: set[torch.dtype]) -> str:
-    return "+".join(sorted(DTYPE_NAMES[dtype] for dtype in dtypes))

@@ -1,6 +1,6 @@
-"""Probes in TensorBoard: histograms over exponents for whole models, scalars per module.
+"""Which steps of a run are probed and shadowed, and where what they show is written.
 
-Which steps of a run are probed and shadowed, and where what they show is written.
+In TensorBoard: histograms over exponents for whole models, scalars per module.
 """
 
 import math
@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,8 +17,99 @@ from mprun.numerics.probe import Probe, chosen_modules, loss_scale_names
 from mprun.numerics.probe_record import KINDS, LearnerProbe, ProbeRecord, TensorStats, write_probe
 from mprun.numerics.shadow import Shadow
 
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
-def show_probe(writer, record: ProbeRecord) -> None:
+Metrics = dict[str, Tensor]
+
+
+class Probing:
+    """Watches the steps of `task` that are due; writes RUN/numerics and TensorBoard.
+
+    Args:
+        directory: of the run.
+        writer: a SummaryWriter.
+        every: probe the steps divisible by it.
+        patterns: of the modules, see `chosen_modules` (raises BadInput).
+        shadow_every: shadow those divisible by it, 0: none.
+    """
+
+    def __init__(
+        self,
+        task,
+        directory: Path,
+        writer: "SummaryWriter",
+        *,
+        every: int,
+        patterns: list[str],
+        shadow_every: int,
+    ):
+        self.task, self.directory, self.writer = task, directory, writer
+        self.every, self.shadow_every = every, shadow_every
+        self.chosen = chosen_modules(task.learners, patterns)
+
+    def due(self, step: int) -> bool:
+        """Whether step `step` (from 1) is to be watched."""
+        return step % self.every == 0 or self._shadows(step)
+
+    def _shadows(self, step: int) -> bool:
+        return self.shadow_every > 0 and step % self.shadow_every == 0
+
+    def watch(self, step: int, index: int, take: Callable[[], Metrics]) -> Metrics:
+        """Take step `step` by `take()` and record what it shows; returns its metrics.
+
+        index: what `take` hands to the task's `train_step`.
+        """
+        # Copies: the scales move in place at the end of the step.
+        scales = {name: scale.scale.clone() for name, scale in self.task.loss_scales.items()}
+        probe = Probe(self.task, self.chosen) if step % self.every == 0 else None
+        shadow = Shadow(self.task, self.chosen) if self._shadows(step) else None
+        with ExitStack() as stack:
+            for observer in (shadow, probe):
+                if observer is not None:
+                    stack.enter_context(observer)
+            metrics = take()
+        loss = metrics["loss"]
+        scalars = [loss, metrics.get("found_inf", torch.zeros_like(loss)), *scales.values()]
+        if shadow is not None:
+            scalars.append(shadow.run(index, metrics))
+        record = self._record(step, list(scales), scalars, probe, shadow)
+        write_probe(self.directory, record)
+        show_probe(self.writer, record)
+        return metrics
+
+    def _record(
+        self,
+        step: int,
+        scales: list[str],
+        scalars: list[Tensor],
+        probe: Probe | None,
+        shadow: Shadow | None,
+    ) -> ProbeRecord:
+        """scalars: the loss, found_inf, one value of each of `scales`, with a shadow its loss."""
+        if probe is not None:
+            learners, values = probe.read(scalars)
+        else:
+            values = torch.stack([scalar.double() for scalar in scalars]).tolist()
+            learners = {
+                name: LearnerProbe(loss_scale_names(self.task, name)) for name in self.task.learners
+            }
+        if shadow is not None:
+            for name, found in shadow.read().items():
+                learners[name] = replace(learners[name], shadow=found)
+        return ProbeRecord(
+            step=step,
+            skipped=values[1] != 0,
+            log2_loss_scale={
+                name: math.log2(value) for name, value in zip(scales, values[2:], strict=False)
+            },
+            learners=learners,
+            loss=None if shadow is None else values[0],
+            loss_fp32=None if shadow is None else values[-1],
+        )
+
+
+def show_probe(writer: "SummaryWriter", record: ProbeRecord) -> None:
     """Add one probe to the SummaryWriter at its step.
 
     Histograms `exponents/KIND`: the binary exponents of all non-zero finite values, one bucket
@@ -26,7 +118,7 @@ def show_probe(writer, record: ProbeRecord) -> None:
     lost_updates_bf16 (shares), shadow_cosine, shadow_norm_ratio and shadow_relative_error, each
     `/total` and `/MODULE`. Behind the slash a GAN has the learner first.
     """
-    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
 
     values = []
     for learner, measured in record.learners.items():
@@ -39,7 +131,8 @@ def show_probe(writer, record: ProbeRecord) -> None:
             if math.isfinite(value):
                 values.append(Summary.Value(tag=f"{tag}/{prefix}{name}", simple_value=value))
     # In one event: some hundred modules with a call each would take longer than a training step.
-    writer.file_writer.add_summary(Summary(value=values), record.step)
+    file_writer: Any = writer.file_writer  # torch declares it as None
+    file_writer.add_summary(Summary(value=values), record.step)
 
 
 def _scalars(measured: LearnerProbe):
@@ -58,8 +151,9 @@ def _scalars(measured: LearnerProbe):
         for name, lost in {"total": measured.total_lost(), **measured.lost_updates}.items():
             yield "lost_updates_fp16", name, lost.share("fp16")
             yield "lost_updates_bf16", name, lost.share("bf16")
-    if measured.shadow:
-        for name, sums in {"total": measured.total_agreement(), **measured.shadow}.items():
+    agreement = measured.total_agreement()
+    if agreement is not None and measured.shadow:
+        for name, sums in {"total": agreement, **measured.shadow}.items():
             yield "shadow_cosine", name, sums.cosine
             yield "shadow_norm_ratio", name, sums.norm_ratio
             yield "shadow_relative_error", name, sums.relative_error
@@ -82,84 +176,3 @@ def _histogram(tag: str, stats: TensorStats):
         [float(exponent + 1) for exponent in range(low, high + 1)],
         counts,
     )
-
-
-Metrics = dict[str, Tensor]
-
-
-class Probing:
-    """Watches the steps of `task` that are due; writes RUN/numerics and TensorBoard.
-
-    every: probe the steps divisible by it. shadow_every: shadow those divisible by it, 0: none.
-    patterns: of the modules, see `chosen_modules` (raises BadInput). writer: a SummaryWriter.
-    """
-
-    def __init__(
-        self, task, directory: Path, writer, *, every: int, patterns: list[str], shadow_every: int
-    ):
-        self.task, self.directory, self.writer = task, directory, writer
-        self.every, self.shadow_every = every, shadow_every
-        self.chosen = chosen_modules(task.learners, patterns)
-
-    def due(self, step: int) -> bool:
-        """Whether step `step` (from 1) is to be watched."""
-        return step % self.every == 0 or self._shadows(step)
-
-    def watch(self, step: int, index: int, take: Callable[[], Metrics]) -> Metrics:
-        """Take step `step` by `take()` and record what it shows; returns its metrics.
-
-        index: what `take` hands to the task's `train_step`.
-        """
-        # Copies: the scales move in place at the end of the step.
-        scales = [scale.scale.clone() for scale in self.task.loss_scales.values()]
-        probe = Probe(self.task, self.chosen) if step % self.every == 0 else None
-        shadow = Shadow(self.task, self.chosen) if self._shadows(step) else None
-        with ExitStack() as stack:
-            for observer in (shadow, probe):
-                if observer is not None:
-                    stack.enter_context(observer)
-            metrics = take()
-        loss_fp32 = None if shadow is None else shadow.run(index, metrics)
-        record = self._record(step, metrics, scales, probe, shadow, loss_fp32)
-        write_probe(self.directory, record)
-        show_probe(self.writer, record)
-        return metrics
-
-    def _shadows(self, step: int) -> bool:
-        return self.shadow_every > 0 and step % self.shadow_every == 0
-
-    def _record(
-        self,
-        step: int,
-        metrics: Metrics,
-        scales: list[Tensor],
-        probe: Probe | None,
-        shadow: Shadow | None,
-        loss_fp32: Tensor | None,
-    ) -> ProbeRecord:
-        loss = metrics["loss"]
-        fp32 = [] if loss_fp32 is None else [loss_fp32]
-        scalars = [metrics.get("found_inf", torch.zeros_like(loss)), loss, *scales, *fp32]
-        if probe is not None:
-            learners, values = probe.read(scalars)
-        else:
-            values = torch.stack([scalar.double() for scalar in scalars]).tolist()
-            learners = {
-                name: LearnerProbe(loss_scale_names(self.task, name)) for name in self.task.learners
-            }
-        if shadow is not None:
-            found = shadow.read()
-            learners = {
-                name: replace(measured, shadow=found[name]) for name, measured in learners.items()
-            }
-        return ProbeRecord(
-            step=step,
-            skipped=values[0] != 0,
-            log2_loss_scale={
-                name: math.log2(value)
-                for name, value in zip(self.task.loss_scales, values[2:], strict=False)
-            },
-            learners=learners,
-            loss=values[1] if fp32 else None,
-            loss_fp32=values[-1] if fp32 else None,
-        )

@@ -165,7 +165,7 @@ class Snapshot:
         for path, source in new:
             target = old.get(path)
             on_device = isinstance(source, Tensor) and source.device == chosen.device
-            if on_device and path in old and _alike(target, source):
+            if on_device and isinstance(target, Tensor) and _alike(target, source):
                 torch.where(chosen, source, target, out=target)
             else:
                 fresh[path] = _cloned(source)

@@ -101,7 +101,7 @@ def _count_clean_steps(scale: LossScale, most: int) -> int:
 
 def _record(scale: LossScale, trace: OverflowTrace, index: int, found_inf: torch.Tensor) -> None:
     largest = None
-    if scale.needs_grad_max:
+    if scale.needs_grad_max and trace.grad_max is not None:
         largest = torch.tensor(trace.grad_max[index], dtype=torch.float32)
     scale.record(found_inf, largest)
 

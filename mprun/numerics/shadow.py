@@ -8,6 +8,7 @@ step, so dropout masks and generator inputs are the same.
 """
 
 import copy
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from mprun.precision import (
     Arithmetic,
     BatchNormGuard,
     CastModel,
+    MixedPrecisionOptimizer,
     NoLossScale,
     Update,
     fp32_copy,
@@ -75,15 +77,16 @@ class Shadow:
         finally:
             restore_random_states(afterwards, self.device)
         for name, learner in self.twin.learners.items():
-            norm = metrics.get(f"{_PREFIX.get(name, '')}grad_norm")
-            clip = self.task.learners[name].optimizer.clip_norm
-            factor = None if clip is None else (clip / (norm + 1e-6)).clamp(max=1.0)
+            clip, factor = self.task.learners[name].optimizer.clip_norm, None
+            if clip is not None:
+                norm = metrics[f"{_PREFIX.get(name, '')}grad_norm"]
+                factor = (clip / (norm + 1e-6)).clamp(max=1.0)
             self._compare(name, learner.optimizer.gradients, factor)
         return loss
 
     def read(self) -> dict[str, dict[str, Agreement]]:
         """Learner -> module -> agreement; waits for the device, in one transfer."""
-        names = {name: {} for name in self.chosen}
+        names: dict[str, dict[str, Agreement]] = {name: {} for name in self.chosen}
         if self.sums:
             rows = torch.stack(list(self.sums.values())).tolist()
             for (name, module), row in zip(self.sums, rows, strict=True):
@@ -152,7 +155,9 @@ def _twin(task, device: torch.device):
     for name, learner in task.learners.items():
         model = fp32_copy(learner.build_model, learner.cast, learner.optimizer.masters)
         gradients = _Gradients(model, learner.optimizer)
-        twin.learners[name] = Learner(CastModel(model, policy, {}), gradients, learner.build_model)
+        # Of an optimizer it has what a training step calls.
+        optimizer = cast(MixedPrecisionOptimizer, gradients)
+        twin.learners[name] = Learner(CastModel(model, policy, {}), optimizer, learner.build_model)
     if isinstance(task, GAN):
         twin.g, twin.d = twin.learners["generator"], twin.learners["discriminator"]
         twin.discriminator_guard = BatchNormGuard(twin.d.model)

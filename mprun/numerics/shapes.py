@@ -7,9 +7,11 @@ With Mixed Precision"; cuBLAS from 11 and cuDNN from 7.6.3 pad odd sizes themsel
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
+from mprun.config.schema import RunConfig
 from mprun.precision.casting import NORM_LAYERS
 
 MULTIPLE = 8
@@ -48,51 +50,46 @@ class Layout:
 
 def layout(task) -> Layout:
     """The layout of all models of a task."""
-    found = [(learner, name, module) for learner, name, module in _leaves(task)]
+    leaves = [
+        (label, name, module)
+        for label, learner in task.learners.items()
+        for name, module in learner.model.named_modules()
+        if name and not any(module.children())
+    ]
     return Layout(
-        {
-            label: tuple(name for learner, name, _ in found if learner == label)
-            for label in task.learners
-        },
-        frozenset((label, name) for label, name, m in found if isinstance(m, NORM_LAYERS)),
-        frozenset((label, name) for label, name, m in found if isinstance(m, _PRODUCTS)),
+        {label: tuple(name for own, name, _ in leaves if own == label) for label in task.learners},
+        frozenset((label, name) for label, name, m in leaves if isinstance(m, NORM_LAYERS)),
+        frozenset((label, name) for label, name, m in leaves if isinstance(m, _PRODUCTS)),
     )
 
 
-def idle_shapes(task, config) -> list[IdleShape]:
+def idle_shapes(task, config: RunConfig) -> list[IdleShape]:
     """Every size of `task` that is no multiple of 8; `config`: the run's, for the remedies."""
-    found = []
-    several = len(task.learners) > 1
+    found: list[IdleShape] = []
+    readers: list[str] = []
     for label, learner in task.learners.items():
-        modules = [(name, m) for name, m in learner.model.named_modules() if name]
-        convolutions = [m for _, m in modules if isinstance(m, _CONVOLUTIONS + _TRANSPOSED)]
-        last = next((m for _, m in reversed(modules) if isinstance(m, _PRODUCTS)), None)
-        for name, module in modules:
-            for dimension, size in _sizes(module):
-                if size % MULTIPLE:
-                    usual = _of_images(module, dimension, size, convolutions, last)
-                    remedy = None if usual else _remedy(config, module, size, module is last)
-                    named = f"{label}: {name}" if several else name
-                    found.append(IdleShape(named, dimension, size, usual, remedy))
+        prefix = f"{label}: " if len(task.learners) > 1 else ""
+        found += _of_model(learner.model, prefix, config.model)
+        rows = (m for m in learner.model.modules() if isinstance(m, (nn.Linear, nn.RNNBase)))
+        readers += [type(module).__name__ for module in rows]
     batch = config.data.batch_size
-    rows = [
-        type(m).__name__
-        for learner in task.learners.values()
-        for m in learner.model.modules()
-        if isinstance(m, (nn.Linear, nn.RNNBase))
-    ]
-    if rows and batch % MULTIPLE:
+    if readers and batch % MULTIPLE:
+        kinds = " and ".join(dict.fromkeys(readers))
         remedy = f"data.batch_size={_padded(batch)}"
-        kinds = " and ".join(dict.fromkeys(rows))
         found.append(IdleShape("", f"batch size of {kinds}", batch, remedy=remedy))
     return found
 
 
-def _leaves(task) -> Iterator[tuple[str, str, nn.Module]]:
-    for label, learner in task.learners.items():
-        for name, module in learner.model.named_modules():
-            if name and not any(module.children()):
-                yield label, name, module
+def _of_model(model: nn.Module, prefix: str, config: Any) -> Iterator[IdleShape]:
+    modules = [(name, module) for name, module in model.named_modules() if name]
+    convolutions = [m for _, m in modules if isinstance(m, _CONVOLUTIONS + _TRANSPOSED)]
+    last = next((m for _, m in reversed(modules) if isinstance(m, _PRODUCTS)), None)
+    for name, module in modules:
+        for dimension, size in _sizes(module):
+            if size % MULTIPLE:
+                usual = _of_images(module, dimension, size, convolutions, last)
+                remedy = None if usual else _remedy(config, size, module is last)
+                yield IdleShape(prefix + name, dimension, size, usual, remedy)
 
 
 def _sizes(module: nn.Module) -> list[tuple[str, int]]:
@@ -123,9 +120,8 @@ def _of_images(module, dimension: str, size: int, convolutions: list, last) -> b
     return first_input or (dimension == "output channels" and module is last)
 
 
-def _remedy(config, module: nn.Module, size: int, is_last: bool) -> str | None:
+def _remedy(model: Any, size: int, is_last: bool) -> str | None:
     """The override that pads this size, where the configuration has one."""
-    model = config.model
     if model.name == "lstm_lm":
         return f"model.pad_to_multiple={MULTIPLE}"
     if model.name in ("alexnet", "resnet50"):

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from mprun.numerics.exponent_counter import BINS, ExponentCounts, counts_of_each, exponent_counts
+from mprun.numerics.exponent_counter import counts_of_each, exponent_counts
+from mprun.numerics.exponent_shares import BINS, ExponentCounts
 
 F16_MAX = 65504.0
 

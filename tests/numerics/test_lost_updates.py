@@ -7,12 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from mprun.numerics.exponent_counter import (
-    LostUpdates,
-    lost_updates,
-    lost_updates_of_each,
-    read_counts,
-)
+from mprun.numerics.exponent_counter import lost_updates, lost_updates_of_each, read_counts
+from mprun.numerics.exponent_shares import LostUpdates
 
 # mantissa bits, smallest exponent of a normal, largest exponent
 FORMATS = {"fp16": (10, -14, 15), "bf16": (7, -126, 127)}

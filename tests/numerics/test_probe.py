@@ -13,12 +13,8 @@ from mprun.cli import main
 from mprun.compare.grouping import is_no_key
 from mprun.config.compose import compose_config
 from mprun.errors import BadInput
-from mprun.numerics.exponent_counter import (
-    ExponentCounts,
-    exponent_counts,
-    lost_updates,
-    read_counts,
-)
+from mprun.numerics.exponent_counter import exponent_counts, lost_updates, read_counts
+from mprun.numerics.exponent_shares import ExponentCounts
 from mprun.numerics.probe import Probe, chosen_modules, owner
 from mprun.numerics.probe_record import KINDS, read_probes
 from mprun.precision import Arithmetic, MixedPrecisionOptimizer, cast_model, get_policy

@@ -12,7 +12,8 @@ from mprun.cli import main
 from mprun.cli.scaler_replay import OWN, scaler_names
 from mprun.config.compose import compose_config
 from mprun.errors import BadInput, Damaged
-from mprun.numerics.exponent_counter import ExponentCounts, exponent_counts
+from mprun.numerics.exponent_counter import exponent_counts
+from mprun.numerics.exponent_shares import ExponentCounts
 from mprun.numerics.overflow_trace import read_trace_file, trace_from_bounds
 from mprun.numerics.probe_record import LearnerProbe, ProbeRecord, TensorStats, write_probe
 from mprun.numerics.scaler_replay import replay, run_trace

@@ -7,11 +7,11 @@ import torch
 
 from mprun.numerics.exponent_counter import (
     SAMPLED_FROM,
-    ExponentCounts,
     Tally,
     exponent_counts,
     sampling_stride,
 )
+from mprun.numerics.exponent_shares import ExponentCounts
 
 
 def finished(tally: Tally) -> Tally:
