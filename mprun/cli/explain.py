@@ -116,11 +116,21 @@ def explain(
         return _of_exception(directory, cause)
     if status != "diverged":
         raise BadInput(f"explain {directory}: {_why_not(record)}")
-    config = read_config(directory)
-    environment = record.get("environment")
+    config_from_record(read_config(directory), given)  # checked before torch is imported
+    found = _replayed(directory, record, given, config_dir, with_cures)
+    smallest = next((one for one in found.tried if one.cures), None)
+    if smallest is None:
+        return found
+    return replace(found, smallest=smallest, command=_command(record, smallest))
+
+
+def _replayed(
+    directory: Path, record: dict, given: Vouched, config_dir: str | None, with_cures: bool
+) -> Explanation:
+    """The explanation of a run that diverged, but for the smallest cure."""
+    config, environment = read_config(directory), record.get("environment")
     if not isinstance(environment, dict) or not {"threads", "device"} <= environment.keys():
         raise Damaged("run.json: not the record of a run (no environment)")
-    config_from_record(config, given)  # checked before torch is imported
 
     import torch
 
@@ -150,12 +160,16 @@ def explain(
     if with_cures and finding.reproduced and finding.verdict in ("operation", "not found"):
         rows, options = recorded_rows(directory), options_of(config_dir)
         tried, from_start = find_cures(build, config, kept, finding, rows, options)
-    lines = post_mortem["classification"]
-    found = Explanation(str(directory), status, cause, lines, replay, finding, tried, from_start)
-    smallest = next((one for one in tried if one.cures), None)
-    if smallest is None:
-        return found
-    return replace(found, smallest=smallest, command=_command(record, smallest))
+    return Explanation(
+        str(directory),
+        "diverged",
+        str(record.get("cause")),
+        post_mortem["classification"],
+        replay,
+        finding,
+        tried,
+        from_start,
+    )
 
 
 def _of_exception(directory: Path, cause: str) -> Explanation:

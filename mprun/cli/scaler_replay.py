@@ -95,14 +95,15 @@ def _options(arguments: list[str]) -> Namespace:
     )
     files.add_argument("--no-files", action="store_true", help="print only")
     given = parser.parse(arguments)
-    given.settings = [word for word in given.words if word.startswith("scaler.") and "=" in word]
+    given.settings = list(filter(_is_setting, given.words))
     traces = [word for word in given.words if word not in given.settings]
     if len(traces) != 1:
         parser.error(f"needs one TRACE, got {' '.join(traces) or 'none'}")
-    path = given.trace = Path(traces[0])
-    if not path.exists():
-        raise BadInput(f"{path}: no such file or directory")
-    given.out = given.out or (path / "numerics" if path.is_dir() else path.parent)
+    given.trace = Path(traces[0])
+    if not given.trace.exists():
+        raise BadInput(f"{given.trace}: no such file or directory")
+    beside = given.trace / "numerics" if given.trace.is_dir() else given.trace.parent
+    given.out = given.out or beside
     if given.out.exists() and not given.out.is_dir():
         raise BadInput(f"--out {given.out}: must be a folder")
     return given
@@ -168,22 +169,17 @@ def _configs(
     return configs
 
 
+def _is_setting(word: str) -> bool:
+    return word.startswith("scaler.") and "=" in word
+
+
 def _key(text: str) -> str:
     return text.partition("=")[0].removeprefix("scaler.")
 
 
 def _print(trace, replays: dict, left_out: dict[str, str]) -> None:
     header = ["scaler", "skipped", "first at steps", "final scale", "min", "max", "end"]
-    rows = []
-    for name, found in replays.items():
-        first, count = [str(step) for step in found.skipped[:4].tolist()], len(found.skipped)
-        of_them = f" ({found.skipped_known} known)" if found.skipped_known < count else ""
-        scales = (found.final, found.lowest, found.highest)
-        at = found.collapsed_at
-        end = "whole trace" if at is None else f"collapsed at step {at}"
-        first_steps = ", ".join([*first, "..."] if count > 4 else first)
-        rows.append([name, f"{count}{of_them}", first_steps, *map(_power, scales), end])
-    print(markdown_table(header, rows))
+    print(markdown_table(header, [_row(name, found) for name, found in replays.items()]))
     print(
         f"\n{len(trace)} steps. {'. '.join(note[:1].upper() + note[1:] for note in trace.notes)}."
     )
@@ -196,6 +192,16 @@ def _print(trace, replays: dict, left_out: dict[str, str]) -> None:
     print("The trace is fixed: other skipped updates would have changed the training after them.")
     for name, reason in left_out.items():
         print(f"left out: {name} {reason}")
+
+
+def _row(name: str, found) -> list[str]:
+    first, count = [str(step) for step in found.skipped[:4].tolist()], len(found.skipped)
+    of_them = f" ({found.skipped_known} known)" if found.skipped_known < count else ""
+    scales = (found.final, found.lowest, found.highest)
+    at = found.collapsed_at
+    end = "whole trace" if at is None else f"collapsed at step {at}"
+    first_steps = ", ".join([*first, "..."] if count > 4 else first)
+    return [name, f"{count}{of_them}", first_steps, *map(_power, scales), end]
 
 
 def _as_json(path: Path, trace, replays: dict, left_out: dict[str, str]) -> dict:

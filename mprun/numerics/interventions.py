@@ -81,9 +81,7 @@ def find_cures(
     """
     if finding.kind == "evaluation":
         return [], False
-    first = abs(rows[0]["loss"]) if rows and rows[0]["step"] == 1 else math.inf
-    limit = EXPLOSION * first if math.isfinite(first) else None  # above it a run has exploded
-    origin = Origin(kept, finding.step, limit=limit)
+    origin = Origin(kept, finding.step, limit=_limit(rows))
     start = replace(origin, from_start=True)
 
     def try_from(place: Origin, exploding: bool) -> list[Tried]:
@@ -99,6 +97,12 @@ def find_cures(
     if not cured and finding.step > 1 and _start_leads_there(build, config, start, rows):
         return try_from(start, True), True
     return tried, False
+
+
+def _limit(rows: list[dict]) -> float | None:
+    """The loss above which the run counts as exploded, from its loss at step 1."""
+    first = abs(rows[0]["loss"]) if rows and rows[0]["step"] == 1 else math.inf
+    return EXPLOSION * first if math.isfinite(first) else None
 
 
 def _start_leads_there(build: Build, config: dict, origin: Origin, rows: list[dict]) -> bool:
@@ -171,12 +175,16 @@ def _proposed(
     if precision["master_dtype"] is None:
         yield {"precision.master_dtype": "fp32", "precision.grad_dtype": "fp32"}
     yield from ({key: "fp32"} for key in modules[1:])
-    factors = (0.1, 0.01, 0.001) if phase == UPDATE or exploding else (0.1,)
-    yield from ({"optim.lr": float(f"{optim['lr'] * factor:.6g}")} for factor in factors)
+    yield from _smaller_rates(optim, far=phase == UPDATE or exploding)
     if half == "fp16":
         yield _in_bf16(precision, options)
     if half != "fp32":
         yield {"precision": "fp32"}
+
+
+def _smaller_rates(optim: dict, far: bool) -> Iterator[dict[str, Any]]:
+    for factor in (0.1, 0.01, 0.001) if far else (0.1,):
+        yield {"optim.lr": float(f"{optim['lr'] * factor:.6g}")}
 
 
 def _larger_eps(optim: dict) -> Iterator[dict[str, Any]]:
@@ -215,13 +223,13 @@ def _in_bf16(precision: dict, options: Options) -> dict[str, Any]:
 def _scales(scaler: dict, finding: Finding, phase: str | None) -> Iterator[dict[str, Any]]:
     """Static scales below (or above) the present one, a lower floor, dynamic scaling."""
     event, kind = finding.event, scaler["kind"]
-    choice = {"scaler": "static"} if kind == "none" else {}
     if phase in (BACKWARD, UNSCALE) and kind in ("static", "none"):
-        lowest = _powers_too_large(event)
-        for power in (lowest, lowest + 4):
-            yield {**choice, "scaler.scale": (scaler["scale"] or 1.0) * 2.0**-power}
+        lowest, now = _powers_too_large(event), scaler["scale"] if kind == "static" else 1.0
+        choice = {"scaler": "static"} if kind == "none" else {}
+        yield {**choice, "scaler.scale": now * 2.0**-lowest}
+        yield {**choice, "scaler.scale": now * 2.0 ** -(lowest + 4)}
     if phase == UPDATE and kind == "none" and event is not None and event.at_zero:
-        yield {**choice, "scaler.scale": 1024.0}
+        yield {"scaler": "static", "scaler.scale": 1024.0}
     if kind == "dynamic" and finding.kind == "collapse":
         yield {"scaler.min_scale": max(scaler["min_scale"] * 2.0**-12, 2.0**-126)}
     if kind != "dynamic":

@@ -194,7 +194,7 @@ class FirstStep:
     def _dtype(
         self, name: str, operands: list[Tensor], results: list[Tensor], emulated: bool
     ) -> str:
-        given, made = ([dtype_name(t.dtype) for t in found] for found in (operands, results))
+        given, made = _dtypes(operands), _dtypes(results)
         names = sorted(set(given or made))
         if emulated:
             return "emulated " + "+".join(name for name in names if name != "fp32")
@@ -255,6 +255,10 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
 
 def _floats(tree: Any) -> list[Tensor]:
     return [tensor for tensor in _tensors(tree) if tensor.is_floating_point()]
+
+
+def _dtypes(tensors: list[Tensor]) -> list[str]:
+    return [dtype_name(tensor.dtype) for tensor in tensors]
 
 
 def _in_tf32(name: str, device: torch.device) -> bool:
