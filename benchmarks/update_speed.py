@@ -5,7 +5,7 @@
 Contenders, on the parameter shapes of each model and gradients that are already there:
 
 - single pass: finite check, unscaling, update of the masters and copy to the 16-bit parameters by
-  mprun.precision.single_pass;
+  mprun.precision.update;
 - plain: the same by torch's operations one after another, fused optimizer included;
 - reference: torch's fused optimizer on as many FP32 parameters with FP32 gradients, nothing to
   check or unscale, and one torch._foreach_copy_ of the result to 16 bits.

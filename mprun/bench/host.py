@@ -90,7 +90,7 @@ def host(contest: "Contest", options: Options) -> int:
     """Measure every case of the contest and print the table; in a process on the fake device."""
     import torch
 
-    from mprun.precision.single_pass_self_test import take_for_granted
+    from mprun.precision.update_choice import take_for_granted
 
     take_for_granted()
     device = torch.device("cuda", 0)

@@ -166,7 +166,7 @@ def _single_pass(rule: str, device: torch.device) -> dict:
     if device.type == "cpu":
         why = "its kernels need a GPU; a CPU runs torch's fused update in blocks"
         return {"works": None, "why": why}
-    from mprun.precision.single_pass_self_test import why_not_on
+    from mprun.precision.update_choice import why_not_on
 
     return _asked(lambda: why_not_on(device, rule))
 

@@ -17,7 +17,7 @@ Usable without the rest of mprun:
         scale.update()
 """
 
-from mprun.precision.casting import BatchNormGuard, CastModel, cast_model, fp32_copy
+from mprun.precision.casting import CastModel, cast_model, fp32_copy
 from mprun.precision.emulation import Arithmetic, why_no_lstm, why_unsupported
 from mprun.precision.loss_scale import (
     DynamicLossScale,
@@ -27,7 +27,7 @@ from mprun.precision.loss_scale import (
     StaticLossScale,
 )
 from mprun.precision.loss_scale_presets import PRESETS, build_preset
-from mprun.precision.optimizer import MixedPrecisionOptimizer, Update
+from mprun.precision.optimizer import BatchNormGuard, MixedPrecisionOptimizer, Update
 from mprun.precision.policy import (
     DEFAULT_SCALER,
     DTYPE_NAMES,

@@ -52,15 +52,18 @@ def matching_parameters(model: nn.Module, patterns: Iterable[str], key: str) -> 
 
 # _NormBase: batch and instance norm of every dimension.
 NORM_LAYERS = (_NormBase, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.LocalResponseNorm)
+# Module name -> dtype of its override.
+_Chosen = Mapping[str, torch.dtype]
 
 
 @dataclass(frozen=True, slots=True)
 class CastModel:
     """A model in its policy's dtypes.
 
-    masters: for each parameter that was rounded and has a master copy, its value before rounding
-    in the policy's master_dtype, by parameter name. The optimizer made from it updates them in
-    place.
+    Attributes:
+        masters: for each parameter that was rounded and has a master copy, its value before
+            rounding in the policy's master_dtype, by parameter name. The optimizer made from it
+            updates them in place.
     """
 
     module: nn.Module
@@ -73,50 +76,64 @@ def cast_model(
 ) -> CastModel:
     """Cast `model` in place to the policy's dtypes and return it with its FP32 master weights.
 
-    overrides: glob pattern over module names -> dtype in which the matching modules, and what is
-    inside them, keep their parameters and compute; the last matching pattern counts. Norm layers
-    inside follow only an FP32 override. Under autocast parameters stay FP32 and the override
-    changes the arithmetic alone. Raises ValueError for a pattern that matches no module, and for
-    the name of a module that cannot compute in that dtype.
-
     A row table (mprun.precision.row_updates) has no copy in a policy with master weights: it stays
     in FP32, and the rows gathered from it come in the dtype of the parameters.
+
+    Args:
+        overrides: glob pattern over module names -> dtype in which the matching modules, and what
+            is inside them, keep their parameters and compute; the last matching pattern counts.
+            Norm layers inside follow only an FP32 override. Under autocast parameters stay FP32 and
+            the override changes the arithmetic alone.
+
+    Raises:
+        ValueError: a pattern that matches no module, and the name of a module that cannot compute
+            in that dtype.
     """
-    chosen = _match(model, overrides or {})
-    _refuse_without_effect(model, policy, chosen, overrides or {})
-    tables, originals = row_tables(model), {}
+    overrides = overrides or {}
+    chosen = _match(model, overrides)
+    _refuse_without_effect(model, policy, chosen, overrides)
+    # Before they are rounded; in a mode without masters nothing is kept.
+    originals: dict[str, Tensor] = {}
     if policy.master_dtype is not None:
         originals = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    for name, module in model.named_modules():
-        dtype = _dtype_of(name, module, policy, chosen)
-        if policy.autocast_dtype is not None:
-            continue
-        if name in tables:
-            module.row_dtype = dtype
-        if name not in tables or policy.master_dtype is None:
-            _cast_own_tensors(module, dtype)
+    if policy.autocast_dtype is None:
+        _cast_tensors(model, policy, chosen)
     own_recurrent(model)
-    for name, module in model.named_modules():
-        if getattr(module, "computes_in_fp32", False):
-            continue  # whatever is around it, and its results are losses
-        around = _inherited(_parent(name), chosen) or policy.autocast_dtype or policy.param_dtype
-        if name in chosen and chosen[name] is not _inherited(_parent(name), chosen):
-            _compute_in(module, chosen[name], around, policy)
-        elif isinstance(module, NORM_LAYERS):
-            _wrap_norm(module, _dtype_of(name, module, policy, chosen), around, policy)
+    _cast_around_modules(model, policy, chosen)
     masters = {}
-    if policy.master_dtype is not None:
-        for name, parameter in model.named_parameters():
-            if parameter.dtype.itemsize < policy.master_dtype.itemsize:
-                masters[name] = originals[name].to(policy.master_dtype)
+    for name, parameter in model.named_parameters():
+        wanted = policy.master_dtype
+        if wanted is not None and parameter.dtype.itemsize < wanted.itemsize:
+            masters[name] = originals[name].to(wanted)
     return CastModel(model, policy, masters)
 
 
+def _cast_tensors(model: nn.Module, policy: PrecisionPolicy, chosen: _Chosen) -> None:
+    """Parameters and buffers of each module, and the rows that its table will give."""
+    tables = row_tables(model)
+    for name, module in model.named_modules():
+        dtype = _dtype_of(name, module, policy, chosen)
+        if name in tables:
+            tables[name].row_dtype = dtype
+        if name not in tables or policy.master_dtype is None:
+            _cast_own_tensors(module, dtype)
+
+
+def _cast_around_modules(model: nn.Module, policy: PrecisionPolicy, chosen: _Chosen) -> None:
+    """Casts in front of and behind the modules that compute in another dtype than around them."""
+    for name, module in model.named_modules():
+        if getattr(module, "computes_in_fp32", False):
+            continue  # whatever is around it, and its results are losses
+        outer = _inherited(_parent(name), chosen)
+        around = outer or policy.autocast_dtype or policy.param_dtype
+        if name in chosen and chosen[name] is not outer:
+            _compute_in(module, chosen[name], around, policy)
+        elif isinstance(module, NORM_LAYERS):
+            _wrap_norm(module, _dtype_of(name, module, policy, chosen), around, policy)
+
+
 def _refuse_without_effect(
-    model: nn.Module,
-    policy: PrecisionPolicy,
-    chosen: Mapping[str, torch.dtype],
-    overrides: Mapping[str, torch.dtype],
+    model: nn.Module, policy: PrecisionPolicy, chosen: _Chosen, overrides: _Chosen
 ) -> None:
     """A module asked for by its name that stays in FP32 would make an arm that differs in nothing.
 
@@ -171,7 +188,7 @@ def _own_tensors(module: nn.Module) -> list[Tensor]:
     return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
 
 
-def _match(model: nn.Module, overrides: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
+def _match(model: nn.Module, overrides: _Chosen) -> dict[str, torch.dtype]:
     chosen = {}
     for pattern, dtype in overrides.items():
         chosen.update(dict.fromkeys(matching_modules(model, pattern, "precision.overrides"), dtype))
@@ -182,7 +199,7 @@ def _parent(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def _inherited(name: str, chosen: Mapping[str, torch.dtype]) -> torch.dtype | None:
+def _inherited(name: str, chosen: _Chosen) -> torch.dtype | None:
     """The override of the module `name` or of the nearest module around it."""
     while name:
         if name in chosen:
@@ -191,12 +208,15 @@ def _inherited(name: str, chosen: Mapping[str, torch.dtype]) -> torch.dtype | No
     return None
 
 
-def _dtype_of(name, module, policy: PrecisionPolicy, chosen) -> torch.dtype:
+def _dtype_of(
+    name: str, module: nn.Module, policy: PrecisionPolicy, chosen: _Chosen
+) -> torch.dtype:
     override = _inherited(name, chosen)
     if isinstance(module, NORM_LAYERS) and name not in chosen:
         # A kernel takes 16-bit norm parameters only together with inputs of the same format.
-        both_16_bits = override is not None and policy.norm_dtype.itemsize == 2
-        return override if override is torch.float32 or both_16_bits else policy.norm_dtype
+        both_16_bits = policy.norm_dtype.itemsize == 2
+        follows = override is torch.float32 or both_16_bits
+        return override if override is not None and follows else policy.norm_dtype
     return override or policy.param_dtype
 
 
@@ -245,47 +265,3 @@ def _device_type(args, kwargs) -> str:
         if isinstance(value, Tensor):
             return value.device.type
     return "cpu"
-
-
-class BatchNormGuard:
-    """Keeps BatchNorm's running statistics out of reach of an update that is skipped.
-
-    The forward pass has moved the statistics before anybody knows that the gradients overflowed:
-    without this guard one infinite activation makes the evaluation NaN for ever, although the
-    skipped update left the weights alone.
-
-    The statistics of all layers are moved into one flat tensor per dtype, so that remembering and
-    restoring are one operation each, on the device. One guard per module: a second one would move
-    the statistics away from the first.
-    """
-
-    def __init__(self, module: nn.Module):
-        homes: dict[torch.dtype, list[tuple[nn.Module, str, Tensor]]] = {}
-        for layer in module.modules():
-            if isinstance(layer, _BatchNorm):
-                for name, buffer in layer.named_buffers(recurse=False):
-                    homes.setdefault(buffer.dtype, []).append((layer, name, buffer))
-        self.flat = []
-        for buffers in homes.values():
-            flat = torch.cat([buffer.reshape(-1) for _, _, buffer in buffers])
-            parts = flat.split([buffer.numel() for _, _, buffer in buffers])
-            for (layer, name, buffer), part in zip(buffers, parts, strict=True):
-                setattr(layer, name, part.view(buffer.shape))
-            self.flat.append(flat)
-        self.saved = [flat.clone() for flat in self.flat]
-
-    @torch.no_grad()
-    def save(self) -> None:
-        """Remember the statistics as they are now."""
-        for saved, flat in zip(self.saved, self.flat, strict=True):
-            saved.copy_(flat)
-
-    @torch.no_grad()
-    def restore_where(self, found_inf: Tensor) -> None:
-        """Put the saved statistics back if `found_inf` (0-dim) is non-zero; decided on the device.
-
-        torch.where, not arithmetic: NaN * 0 would keep the NaN.
-        """
-        skipped = found_inf != 0 if self.flat else None
-        for saved, flat in zip(self.saved, self.flat, strict=True):
-            torch.where(skipped, saved, flat, out=flat)

@@ -259,7 +259,7 @@ class _Recurrent(TorchFunctionMode):
         with torch.autocast("cpu", enabled=False):
             if func is torch.lstm and not kwargs:
                 call = RecurrentCall.of(args)
-                if call.batch_sizes is None and call.inputs.size(int(call.batch_first)):
+                if call.batch_sizes is None and call.inputs.size(1 if call.batch_first else 0):
                     return emulated_lstm(call, self._counts)
             return func(*args, **kwargs)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import struct
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
@@ -23,40 +24,44 @@ SMALLEST_SCALE = 2.0**-126
 LARGEST_SCALE = 2.0**126
 
 
-def checked_scale(name: str, value: float, low: float, high: float) -> float:
+def checked_scale(name: str, value: object, low: float, high: float) -> float:
     """`value` rounded to FP32. Raises ValueError unless it is a finite number in [low, high]."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or not low <= value <= high:
+    number = _number(value)
+    if not math.isfinite(number) or not low <= number <= high:
         raise ValueError(f"{name}={value!r}: a finite number from {low:g} to {high:g} is allowed")
-    return struct.unpack("f", struct.pack("f", value))[0]
+    return struct.unpack("f", struct.pack("f", number))[0]
 
 
-def checked_fraction(name: str, value: float, low: float, high: float, *, ends: bool) -> float:
+def checked_fraction(name: str, value: object, low: float, high: float, *, ends: bool) -> float:
     """`value` as a float. Raises ValueError unless in [low, high] (`ends`) or in (low, high)."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    inside = number and (low <= value <= high if ends else low < value < high)
-    if not inside:
+    number = _number(value)
+    if not (low <= number <= high if ends else low < number < high):
         raise ValueError(
             f"{name}={value!r}: a number {'from' if ends else 'strictly between'} "
             f"{low:g} {'to' if ends else 'and'} {high:g} is allowed"
         )
-    return float(value)
+    return float(number)
 
 
-def checked_count(name: str, value: int, low: int) -> int:
+def _number(value: object) -> float:
+    """`value` itself; NaN, which lies in no interval, for what is no number."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return math.nan
+    return value
+
+
+def checked_count(name: str, value: object, low: int) -> int:
     """`value` itself. Raises ValueError unless it is an integer in [low, 2**31 - 1]."""
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if not whole or not low <= value < 2**31:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value < 2**31:
         raise ValueError(f"{name}={value!r}: an integer from {low} to {2**31 - 1} is allowed")
     return value
 
 
-class LossScale:
+class LossScale(ABC):
     """State and bookkeeping shared by the kinds `none`, `static`, `dynamic` and `logmax`.
 
     All state is 0-dim tensors on one device (unless stated), changed in place only: a training step
     neither waits for the device nor moves them, so the calls can be captured in a CUDA graph.
-    Each kind adds `update()`: apply the rule, count the skip if any, clear `found_inf`.
     One iteration is: `backward`, multiply gradients by `inverse()`, `record` (once per
     optimizer that shares the scale), apply or skip, `update` (once).
 
@@ -117,6 +122,10 @@ class LossScale:
         `grad_max`: used by `logmax` only.
         """
         self.found_inf.logical_or_(found_inf.reshape(()))
+
+    @abstractmethod
+    def update(self) -> None:
+        """End the iteration: apply the rule, count the skip if any, clear `found_inf`."""
 
     def collapsed(self) -> Tensor:
         """Bool, 0-dim: `max_consecutive_skips` skips in a row, and no room left to back off."""

@@ -16,26 +16,29 @@ state and BatchNorm statistics stay as they were. (Paper sections 3.1 and 3.2.)
 Nothing here waits for the device: scale, found_inf and counters are device tensors.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from mprun.precision.casting import BatchNormGuard, CastModel, matching_parameters
-from mprun.precision.gradients import Gradients, counted
+from mprun.precision.casting import CastModel, matching_parameters
 from mprun.precision.loss_scale import LossScale, NoLossScale
-from mprun.precision.row_updates import RowUpdate, row_tables
-from mprun.precision.single_pass import SinglePass
+from mprun.precision.row_updates import row_tables, row_updates
 from mprun.precision.torch_update import initialise_state
 from mprun.precision.update import (
+    Gradients,
     PlainUpdate,
     Ready,
+    SinglePass,
     SinglePassUpdate,
     UpdateStrategy,
-    choose_update,
 )
+from mprun.precision.update_choice import choose_update
 from mprun.precision.weight_average import WeightAverage, choose_averaged
 
 
@@ -43,10 +46,12 @@ from mprun.precision.weight_average import WeightAverage, choose_averaged
 class Update:
     """What one step did, as 0-dim device tensors.
 
-    loss_scale: float32, the scale of the (first) loss of this step.
-    found_inf: float32, 1 if the update was skipped; None if the loss scale never skips.
-    grad_norm: float32, global L2 norm of the unscaled gradients before clipping, of those that are
-    clipped where `clip_modules` chooses some; None if neither needed for clipping nor asked for.
+    Attributes:
+        loss_scale: float32, the scale of the (first) loss of this step.
+        found_inf: float32, 1 if the update was skipped; None if the loss scale never skips.
+        grad_norm: float32, global L2 norm of the unscaled gradients before clipping, of those that
+            are clipped where `clip_modules` chooses some; None if neither needed for clipping nor
+            asked for.
     """
 
     loss_scale: Tensor
@@ -105,35 +110,27 @@ class MixedPrecisionOptimizer:
         average_modules: Iterable[str] = (),
         update: str = "plain",
     ):
-        named = [(n, p) for n, p in cast.module.named_parameters() if p.requires_grad]
-        device = named[0][1].device
-        if loss_scales is None:
-            loss_scales = NoLossScale(device)
-        one = isinstance(loss_scales, LossScale)
-        self.loss_scales = (loss_scales,) if one else tuple(loss_scales)
+        named = {n: p for n, p in cast.module.named_parameters() if p.requires_grad}
+        self.names, self.parameters = list(named), list(named.values())
+        device = self.parameters[0].device
+        self.loss_scales = _several(NoLossScale(device) if loss_scales is None else loss_scales)
         self.skips = any(scale.skips_nonfinite for scale in self.loss_scales)
         self.clip_norm = clip_norm
         self.guards = tuple(guards) if self.skips else ()
         self.grad_dtype = cast.policy.grad_dtype
         self.has_masters = cast.policy.master_dtype is not None
 
-        self.names = [name for name, _ in named]
-        self.parameters = [parameter for _, parameter in named]
         # updated[i] is what the optimizer updates: the master of parameters[i], or itself. The
         # masters are those of `cast`, updated in place: a copy would cost 4 bytes a parameter.
         self.updated = [
             cast.masters[name].detach().requires_grad_() if name in cast.masters else own
-            for name, own in named
+            for name, own in named.items()
         ]
         self.inner = make_optimizer(list(zip(self.names, self.updated, strict=True)))
         initialise_state(self.inner)
         self.tables = row_tables(cast.module)
-        self.rows = [
-            RowUpdate(f"{name}.{key}", table, key, self.inner)
-            for name, table in self.tables.items()
-            for key in table.tensors()
-        ]
-        self.average = None
+        self.rows = row_updates(self.tables, self.inner)
+        self.average: WeightAverage | None = None
         if average_decay is not None:
             weights = dict(zip(self.names, self.updated, strict=True))
             chosen = choose_averaged(cast.module, weights, average_modules)
@@ -141,19 +138,14 @@ class MixedPrecisionOptimizer:
 
         self.gradients = self._gradients_of(cast, list(clip_modules), device)
         self.collects = self.gradients.collects
-        choice = choose_update(
-            update,
-            self.inner,
-            self.gradients,
-            self.updated,
-            gains=self._casts() or self.skips,
-        )
+        gains = self._casts() or self.skips
+        choice = choose_update(update, self.inner, self.gradients, self.updated, gains=gains)
         self.update_path, self.update_reason = choice.path, choice.reason
         self._plain = PlainUpdate(self.inner, self.gradients, self.updated)
         self._best: UpdateStrategy = self._plain
+        self._update: UpdateStrategy = self._plain
         if choice.single_pass is not None:
             self.use(choice.single_pass)
-        self._update = self._best
         # True: torch's operations even so, which show an observer every intermediate result.
         self.observed = False
         self._used: tuple[Ready, Tensor | None] | None = None
@@ -172,12 +164,12 @@ class MixedPrecisionOptimizer:
     def gradient_dtypes(self) -> dict[str, int]:
         """Dtype -> number of gradient elements as backward makes them; row tables count whole."""
         tensors = [(own.dtype, own.numel()) for own in self.parameters]
-        return counted(tensors + [(row.row_dtype, row.tensor.numel()) for row in self.rows])
+        return _counted(tensors + [(row.row_dtype, row.tensor.numel()) for row in self.rows])
 
     def update_dtypes(self) -> dict[str, int]:
         """The same as they are unscaled, clipped and accumulated."""
         updated = [*self.updated, *(row.tensor for row in self.rows)]
-        return counted([(self._dtype_for(tensor), tensor.numel()) for tensor in updated])
+        return _counted([(self._dtype_for(tensor), tensor.numel()) for tensor in updated])
 
     def state_by_name(self) -> dict[str, dict]:
         """The state of the inner optimizer and of the rows by parameter name, as it is in use."""
@@ -217,15 +209,16 @@ class MixedPrecisionOptimizer:
         ready = self._update.ready(measure_norm or self.clip_norm is not None)
         found_inf = self.gradients.found_inf if self.skips else None
         clip = None
-        if self.clip_norm is not None:
+        if self.clip_norm is not None and ready.norm is not None:
             clip = (self.clip_norm / (ready.norm + 1e-6)).clamp(max=1.0)
         self._used = ready, clip
         self._update.apply(ready, clip, found_inf)
         for row, gradient in zip(self.rows, ready.rows, strict=True):
             if gradient is not None:
                 row.apply(gradient, found_inf)
-        for guard in self.guards:
-            guard.restore_where(found_inf)
+        if found_inf is not None:
+            for guard in self.guards:
+                guard.restore_where(found_inf)
         if self.average is not None:
             self.average.update(found_inf)
         scale = self.loss_scales[0].scale
@@ -334,6 +327,19 @@ class MixedPrecisionOptimizer:
         return self.grad_dtype if self.has_masters else updated.dtype
 
 
+def _several(scales: LossScale | Sequence[LossScale]) -> tuple[LossScale, ...]:
+    return (scales,) if isinstance(scales, LossScale) else tuple(scales)
+
+
+def _counted(tensors: Iterable[tuple[torch.dtype, int]]) -> dict[str, int]:
+    """Number of elements by name of the dtype, from (dtype, number) pairs."""
+    counts: dict[str, int] = {}
+    for dtype, numel in tensors:
+        name = str(dtype).removeprefix("torch.")
+        counts[name] = counts.get(name, 0) + numel
+    return counts
+
+
 def copy_exactly(what: str, own: Tensor, saved: Tensor) -> None:
     """Copy `saved` into `own`, of the same dtype and shape; ValueError names `what` otherwise."""
     if own.dtype != saved.dtype or own.shape != saved.shape:
@@ -342,3 +348,49 @@ def copy_exactly(what: str, own: Tensor, saved: Tensor) -> None:
             f"needed {own.dtype} {tuple(own.shape)}"
         )
     own.copy_(saved)
+
+
+class BatchNormGuard:
+    """Keeps BatchNorm's running statistics out of reach of an update that is skipped.
+
+    The forward pass has moved the statistics before anybody knows that the gradients overflowed:
+    without this guard one infinite activation makes the evaluation NaN for ever, although the
+    skipped update left the weights alone.
+
+    The statistics of all layers are moved into one flat tensor per dtype, so that remembering and
+    restoring are one operation each, on the device. One guard per module: a second one would move
+    the statistics away from the first.
+    """
+
+    def __init__(self, module: nn.Module):
+        homes: dict[torch.dtype, list[tuple[nn.Module, str, Tensor]]] = {}
+        for layer in module.modules():
+            if isinstance(layer, _BatchNorm):
+                for name, buffer in layer.named_buffers(recurse=False):
+                    homes.setdefault(buffer.dtype, []).append((layer, name, buffer))
+        self.flat = []
+        for buffers in homes.values():
+            flat = torch.cat([buffer.reshape(-1) for _, _, buffer in buffers])
+            parts = flat.split([buffer.numel() for _, _, buffer in buffers])
+            for (layer, name, buffer), part in zip(buffers, parts, strict=True):
+                setattr(layer, name, part.view(buffer.shape))
+            self.flat.append(flat)
+        self.saved = [flat.clone() for flat in self.flat]
+
+    @torch.no_grad()
+    def save(self) -> None:
+        """Remember the statistics as they are now."""
+        for saved, flat in zip(self.saved, self.flat, strict=True):
+            saved.copy_(flat)
+
+    @torch.no_grad()
+    def restore_where(self, found_inf: Tensor) -> None:
+        """Put the saved statistics back if `found_inf` (0-dim) is non-zero; decided on the device.
+
+        torch.where, not arithmetic: NaN * 0 would keep the NaN.
+        """
+        if not self.flat:
+            return
+        skipped = found_inf != 0
+        for saved, flat in zip(self.saved, self.flat, strict=True):
+            torch.where(skipped, saved, flat, out=flat)

@@ -44,12 +44,25 @@ def row_tables(model: nn.Module) -> dict[str, RowTable]:
     return {name: m for name, m in model.named_modules() if getattr(m, "is_row_table", False)}
 
 
+def row_updates(tables: Mapping[str, RowTable], optimizer: Optimizer) -> list["RowUpdate"]:
+    """One for each tensor of these tables; ValueError as of `RowUpdate`."""
+    return [
+        RowUpdate(f"{name}.{key}", table, key, optimizer)
+        for name, table in tables.items()
+        for key in table.tensors()
+    ]
+
+
 class RowUpdate:
     """Updates one tensor of a row table by the rule and with the settings of a torch optimizer.
 
-    name: of the parameter. state: "sum" for Adagrad, of shape and dtype of the tensor; empty for
-    SGD. Raises ValueError for another rule, and for settings that move unused rows as well
-    (momentum, weight decay, lr_decay).
+    Attributes:
+        name: of the parameter.
+        state: "sum" for Adagrad, of shape and dtype of the tensor; empty for SGD.
+
+    Raises:
+        ValueError: another rule, and settings that move unused rows as well (momentum, weight
+            decay, lr_decay).
     """
 
     def __init__(self, name: str, table: RowTable, key: str, optimizer: Optimizer):
@@ -75,20 +88,26 @@ class RowUpdate:
 
     def take_gradient(self) -> Tensor | None:
         """The gradient, which the rows no longer hold afterwards."""
-        gradient = self.gradient
-        if gradient is not None:
-            self.table.gathered.leaves[self.key].grad = None
+        gathered = self.table.gathered
+        if gathered is None:
+            return None
+        leaf = gathered.leaves[self.key]
+        gradient, leaf.grad = leaf.grad, None
         return gradient
 
     @torch.no_grad()
     def apply(self, gradient: Tensor, found_inf: Tensor | None) -> None:
         """One step on the gathered rows; where `found_inf` (0-dim) is not 0 nothing moves.
 
-        gradient: as of `gradient`, unscaled. All shapes depend on the number of ids alone, nothing
-        waits for the device. Unused places write what the first row writes, to the same row: so
-        index_copy_ is deterministic although its indices repeat.
+        All shapes depend on the number of ids alone, nothing waits for the device. Unused places
+        write what the first row writes, to the same row: so index_copy_ is deterministic although
+        its indices repeat.
+
+        Args:
+            gradient: as of `gradient`, unscaled.
         """
         gathered = self.table.gathered
+        assert gathered is not None  # its leaves had the gradient
         used = gathered.used.view(-1, *[1] * (gradient.dim() - 1))
         gradient = torch.where(used, gradient, gradient[:1]).to(self.tensor.dtype)
         rows = self.tensor.index_select(0, gathered.ids)

@@ -10,21 +10,23 @@ plain way computes, bit for bit: the kernels are the same, and they work element
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mprun.precision.gradients import by_dtype
-from mprun.precision.single_pass import (
+from mprun.precision.torch_update import rule_of
+from mprun.precision.update import (
     Checked,
+    Weight,
+    by_dtype,
     in_memory_order,
     in_order_of,
-    ordered_state,
-    rule_of,
     same_order,
+    weights_with_gradient,
 )
 
 # Elements; FP32, so 2 MB. Measured (benchmarks/update_speed.py --blocks): smaller blocks cost more
@@ -37,10 +39,12 @@ _ALIGNMENT = 16  # elements: 64 bytes, one register of AVX-512
 
 @dataclass(slots=True)
 class _Block:
-    """Pieces of tensors that are updated together; lists in the same order.
+    """Pieces of weights that are updated together; lists in the same order.
 
-    sources: (index of the parameter, part of its gradient or None for all of it). copies,
-    copied: what is copied from which masters, for those that have a copy.
+    Attributes:
+        sources: (index of the parameter, part of its gradient or None for all of it).
+        copies, copied: what is copied from which masters, for those that have a copy.
+        used: elements of the buffer.
     """
 
     sources: list[tuple[int, int | None]] = field(default_factory=list)
@@ -50,30 +54,52 @@ class _Block:
     buffers: list[Tensor] = field(default_factory=list)
     copies: list[Tensor] = field(default_factory=list)
     copied: list[Tensor] = field(default_factory=list)
-    used: int = 0  # of the buffer
+    used: int = 0
+
+    def add(self, piece: Weight) -> None:
+        self.sources.append((piece.index, piece.part))
+        self.masters.append(piece.master.detach())
+        if not self.states:
+            self.states = [[] for _ in piece.state]
+        for tensors, tensor in zip(self.states, piece.state, strict=True):
+            tensors.append(tensor)
+        if piece.step is not None:
+            self.steps.append(piece.step)
+        if piece.has_copy:
+            self.copies.append(piece.own.detach())
+            self.copied.append(piece.master.detach())
+        self.used += _aligned(piece.master.numel())
+
+    def place(self, buffer: Tensor) -> None:
+        """Give each piece its place in the buffer, with the strides of its master."""
+        start = 0
+        for master in self.masters:
+            self.buffers.append(buffer.as_strided(master.shape, master.stride(), start))
+            start += _aligned(master.numel())
 
 
 @dataclass(slots=True)
 class _Part:
-    """The tensors of one parameter group that are clipped or not, with gradients of 32 or 16 bits.
+    """The weights of one parameter group that are clipped or not, with gradients in FP32 or not.
 
-    whole: all of them as one block without buffer, where the gradients can be used as they are and
-    there is nothing to copy.
+    Attributes:
+        whole: all of them as one block without buffer, where the gradients can be used as they are
+            and there is nothing to copy.
     """
 
     group: dict
     clipped: bool
     in_fp32: bool
-    indices: list[int]
     blocks: list[_Block]
     whole: _Block | None
     steps: list[Tensor]
 
 
 class BlockedUpdate:
-    """The single pass of `inner`, see `mprun.precision.single_pass.SinglePass`.
+    """The single pass of `inner`, see `mprun.precision.update.SinglePass`.
 
-    block: elements of a block. Costs a buffer of that size, and the views of the pieces.
+    Args:
+        block: elements of a block. Costs a buffer of that size, and the views of the pieces.
     """
 
     def __init__(
@@ -102,21 +128,20 @@ class BlockedUpdate:
         grad_max: bool,
     ) -> Checked:
         present = [gradient for gradient in gradients if gradient is not None]
-        largest = None
+        largest, finite = None, True
         if grad_max:
             largest = _largest(present)
             finite = bool(torch.isfinite(largest))
             largest = largest if inverse is None else largest * inverse
-        else:
-            finite = found_inf is None or self._all_finite(present)
+        elif found_inf is not None:
+            finite = self._all_finite(present)
         if found_inf is not None and not finite:
             found_inf.fill_(1.0)
-        norms = None
-        if norm:
-            pairs = zip(gradients, self.is_clipped, strict=True)
-            counting = [gradient for gradient, counts in pairs if counts and gradient is not None]
-            norms = _norms(counting, inverse, finite)
-        return Checked(norms, largest)
+        if not norm:
+            return Checked(None, largest)
+        pairs = zip(gradients, self.is_clipped, strict=True)
+        counting = [gradient for gradient, counts in pairs if counts and gradient is not None]
+        return Checked(_norms(counting, inverse, finite), largest)
 
     @torch.no_grad()
     def update(
@@ -126,26 +151,23 @@ class BlockedUpdate:
         clip: Tensor | None,
         found_inf: Tensor | None,
     ) -> None:
-        if found_inf is not None and _is_set(found_inf):
+        # Reading these waits for nothing on a CPU.
+        if found_inf is not None and bool(found_inf):
             return
         self._plan(gradients)
-        # Reading these waits for nothing on a CPU.
-        unscale = 1.0 if inverse is None else float(inverse)
-        factor = 1.0 if clip is None else float(clip)
+        unscale, factor = _number(inverse), _number(clip)
         for part in self._parts:
             if part.steps:
                 torch._foreach_add_(part.steps, 1)
-            factors = [] if not part.clipped or factor == 1.0 else [factor]
-            settings = self._settings(part.group, unscale)
-            if settings is None:
-                settings = self._settings(part.group, 1.0)
-                factors = [unscale, *factors]
-            if part.in_fp32 and not factors and part.whole is not None:
-                self._run(part.whole, gradients, factors, settings, direct=True)
-                continue
+            settings, factors = self._settings(part.group, unscale)
+            if part.clipped and factor != 1.0:
+                factors.append(factor)
+            direct = part.in_fp32 and not factors
             # Backwards: what the check read last is still in the cache.
-            for block in reversed(part.blocks):
-                direct = part.in_fp32 and not factors
+            blocks = part.blocks[::-1]
+            if direct and part.whole is not None:
+                blocks = [part.whole]
+            for block in blocks:
                 self._run(block, gradients, factors, settings, direct=direct)
 
     def _run(
@@ -167,59 +189,66 @@ class BlockedUpdate:
             pieces = block.buffers
             for factor in factors:
                 torch._foreach_mul_(pieces, factor)
+        masters, states, steps = block.masters, block.states, block.steps
         match self.rule:
             case "sgd":
-                states = block.states[0] if block.states else []
-                torch._fused_sgd_(block.masters, pieces, states, **settings)
+                torch._fused_sgd_(masters, pieces, states[0] if states else [], **settings)
             case "adam" | "adamw":
                 fused = torch._fused_adam_ if self.rule == "adam" else torch._fused_adamw_
-                fused(block.masters, pieces, *block.states, [], block.steps, **settings)
+                fused(masters, pieces, states[0], states[1], [], steps, **settings)
             case _:
-                torch._fused_adagrad_(block.masters, pieces, *block.states, block.steps, **settings)
+                torch._fused_adagrad_(masters, pieces, states[0], steps, **settings)
         if block.copies:
             torch._foreach_copy_(block.copies, block.copied)
 
     def _piece(self, gradients: Sequence[Tensor | None], index: int, part: int | None) -> Tensor:
         gradient = gradients[index]
+        assert gradient is not None  # a plan holds what has one
         if part is None:
             return gradient
         flat = in_memory_order(in_order_of(self.updated[index], gradient))
         return flat[part * self.block : (part + 1) * self.block]
 
-    def _settings(self, group: dict, unscale: float) -> dict | None:
-        """Arguments of the fused kernel for gradients that are still to be multiplied by `unscale`.
-
-        None where the kernel cannot do that. SGD can, for a power of two: the gradient's share in
-        the momentum, or the rate, carries the factor, and the weight decay its reciprocal. Then
-        every product is that of the unscaled gradient, with another exponent.
-        """
-        common = {"weight_decay": group["weight_decay"], "maximize": False}
-        common |= {"lr": float(group["lr"]), "grad_scale": None, "found_inf": None}
-        if self.rule != "sgd":
-            if unscale != 1.0:
-                return None
-            common["eps"] = group["eps"]
-            if self.rule == "adagrad":
-                return common | {"lr_decay": 0.0}
-            beta1, beta2 = (float(beta) for beta in group["betas"])
-            return common | {"beta1": beta1, "beta2": beta2, "amsgrad": False}
-        common |= {
-            "momentum": group["momentum"],
-            "nesterov": group["nesterov"],
-            "dampening": 0.0,
-            "is_first_step": False,
+    def _settings(self, group: dict, unscale: float) -> tuple[dict[str, Any], list[float]]:
+        """Arguments of the fused kernel, and by what gradients are to be multiplied before it."""
+        settings = {
+            "lr": float(group["lr"]),
+            "weight_decay": group["weight_decay"],
+            "maximize": False,
+            "grad_scale": None,
+            "found_inf": None,
         }
+        match self.rule:
+            case "sgd":
+                names = ("momentum", "nesterov")
+                settings |= {name: group[name] for name in names} | {"is_first_step": False}
+                return self._unscaling(settings | {"dampening": 0.0}, unscale)
+            case "adagrad":
+                settings |= {"eps": group["eps"], "lr_decay": 0.0}
+            case _:
+                beta1, beta2 = (float(beta) for beta in group["betas"])
+                settings |= {"eps": group["eps"], "beta1": beta1, "beta2": beta2, "amsgrad": False}
+        return settings, [] if unscale == 1.0 else [unscale]
+
+    def _unscaling(
+        self, settings: dict[str, Any], unscale: float
+    ) -> tuple[dict[str, Any], list[float]]:
+        """`_settings` of SGD, which can unscale by itself, for a power of two.
+
+        The gradient's share in the momentum, or the rate, carries the factor, and the weight decay
+        its reciprocal. Then every product is that of the unscaled gradient, with another exponent.
+        """
         if unscale == 1.0:
-            return common
+            return settings, []
         exact = math.frexp(unscale)[0] == 0.5 and 1.0 - (1.0 - unscale) == unscale
-        if not exact or group["nesterov"]:
-            return None
-        common["weight_decay"] = group["weight_decay"] / unscale
-        if group["momentum"]:
-            common["dampening"] = 1.0 - unscale
+        if not exact or settings["nesterov"]:
+            return settings, [unscale]
+        settings["weight_decay"] /= unscale
+        if settings["momentum"]:
+            settings["dampening"] = 1.0 - unscale
         else:
-            common["lr"] *= unscale
-        return common
+            settings["lr"] *= unscale
+        return settings, []
 
     def _all_finite(self, gradients: list[Tensor]) -> bool:
         """One read of the gradients; small ones, which a cache holds, are written as well."""
@@ -241,84 +270,56 @@ class BlockedUpdate:
         key = (dtypes, [parameter.data_ptr() for parameter in self.parameters])
         if key == self._key:
             return
-        self._key, self._parts = key, []
-        index_of = {id(tensor): index for index, tensor in enumerate(self.updated)}
-        for group in self.inner.param_groups:
-            kinds: dict[tuple[bool, bool], list[int]] = {}
-            for tensor in group["params"]:
-                index = index_of[id(tensor)]
-                if dtypes[index] is not None:
-                    kind = (self.is_clipped[index], dtypes[index] is torch.float32)
-                    kinds.setdefault(kind, []).append(index)
-            for (clipped, in_fp32), indices in kinds.items():
-                self._parts.append(self._part(group, clipped, in_fp32, indices))
-        sizes = [block.used for part in self._parts for block in part.blocks]
-        buffer = torch.empty(max(sizes, default=0))
-        for part in self._parts:
-            for block in part.blocks:
-                _place(block, buffer)
+        self._key = key
+        parts: dict[tuple[int, bool, bool], list[Weight]] = {}
+        present = [dtype is not None for dtype in dtypes]
+        for weight in weights_with_gradient(self.inner, self.parameters, self.updated, present):
+            in_fp32 = dtypes[weight.index] is torch.float32
+            kind = (id(weight.group), self.is_clipped[weight.index], in_fp32)
+            parts.setdefault(kind, []).append(weight)
+        self._parts = [
+            self._part(weights, clipped, in_fp32)
+            for (_, clipped, in_fp32), weights in parts.items()
+        ]
+        blocks = [block for part in self._parts for block in part.blocks]
+        buffer = torch.empty(max((block.used for block in blocks), default=0))
+        for block in blocks:
+            block.place(buffer)
 
-    def _part(self, group: dict, clipped: bool, in_fp32: bool, indices: list[int]) -> _Part:
+    def _part(self, weights: list[Weight], clipped: bool, in_fp32: bool) -> _Part:
         blocks, whole = [_Block()], _Block()
-        has_copies = any(self.parameters[i] is not self.updated[i] for i in indices)
-        steps = []
-        for index in indices:
-            own, master = self.parameters[index], self.updated[index]
-            state = ordered_state(self.inner, master)
-            step = self.inner.state[master].get("step")
-            if step is not None:
-                steps.append(step)
-            self._append(whole, index, None, own, master, state, step)
-            numel = master.numel()
-            count = -(-numel // self.block) if same_order(own, master) else 1
-            if count == 1:
-                if blocks[-1].used + numel > self.block:
+        for weight in weights:
+            whole.add(weight)
+            for piece in self._pieces(weight):
+                if blocks[-1].used + piece.master.numel() > self.block:
                     blocks.append(_Block())
-                self._append(blocks[-1], index, None, own, master, state, step)
-                continue
-            parts = [in_memory_order(t).split(self.block) for t in (own, master, *state)]
-            for place, (own_part, master_part, *state_parts) in enumerate(zip(*parts, strict=True)):
-                if blocks[-1].used + master_part.numel() > self.block:
-                    blocks.append(_Block())
-                self._append(blocks[-1], index, place, own_part, master_part, state_parts, step)
-        blocks = [block for block in blocks if block.sources]
-        return _Part(group, clipped, in_fp32, indices, blocks, None if has_copies else whole, steps)
+                blocks[-1].add(piece)
+        return _Part(
+            weights[0].group,
+            clipped,
+            in_fp32,
+            [block for block in blocks if block.sources],
+            None if any(weight.has_copy for weight in weights) else whole,
+            [weight.step for weight in weights if weight.step is not None],
+        )
 
-    def _append(
-        self,
-        block: _Block,
-        index: int,
-        part: int | None,
-        own: Tensor,
-        master: Tensor,
-        state: list[Tensor],
-        step: Tensor | None,
-    ) -> None:
-        block.sources.append((index, part))
-        block.masters.append(master.detach())
-        if not block.states:
-            block.states = [[] for _ in state]
-        for tensors, tensor in zip(block.states, state, strict=True):
-            tensors.append(tensor)
-        if step is not None:
-            block.steps.append(step)
-        if self.parameters[index] is not self.updated[index]:
-            block.copies.append(own.detach())
-            block.copied.append(master.detach())
-        block.used += -(-master.numel() // _ALIGNMENT) * _ALIGNMENT
+    def _pieces(self, weight: Weight) -> Iterator[Weight]:
+        """The weight in pieces of a block; all of it where its copy lies in another order."""
+        tensors = (weight.own, weight.master, *weight.state)
+        if weight.master.numel() <= self.block or not same_order(weight.own, weight.master):
+            yield weight
+            return
+        parts = [in_memory_order(tensor).split(self.block) for tensor in tensors]
+        for part, (own, master, *state) in enumerate(zip(*parts, strict=True)):
+            yield replace(weight, own=own, master=master, state=state, part=part)
 
 
-def _place(block: _Block, buffer: Tensor) -> None:
-    """Give each piece its place in the buffer, with the strides of its master."""
-    start = 0
-    for master in block.masters:
-        block.buffers.append(buffer.as_strided(master.shape, master.stride(), start))
-        start += -(-master.numel() // _ALIGNMENT) * _ALIGNMENT
+def _aligned(numel: int) -> int:
+    return -(-numel // _ALIGNMENT) * _ALIGNMENT
 
 
-def _is_set(flag: Tensor) -> bool:
-    """The flag on the host: free, because this module is for CPUs alone."""
-    return bool(flag)
+def _number(factor: Tensor | None) -> float:
+    return 1.0 if factor is None else float(factor)
 
 
 def _largest(gradients: list[Tensor]) -> Tensor:

@@ -7,20 +7,28 @@ is captured, so the pinned memory that they were copied from lives as long as th
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import triton.language as tl
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mprun.precision.single_pass import Checked, in_order_of, ordered_state, rule_of, same_order
 from mprun.precision.single_pass_kernels import (
     COLUMNS,
     adagrad_kernel,
     adam_kernel,
     check_kernel,
     sgd_kernel,
+)
+from mprun.precision.torch_update import rule_of
+from mprun.precision.update import (
+    Checked,
+    Weight,
+    in_order_of,
+    same_order,
+    weights_with_gradient,
 )
 
 # Of pinned memory, which must not be allocated while a graph is captured: enough for the graphs
@@ -94,8 +102,12 @@ _LAUNCH = {"num_warps": WARPS, "enable_fp_fusion": False}
 class _Launch:
     """The tensors that one launch serves: of one parameter group and one kind.
 
-    chunks: int32 [programs, 2] on the device. squares: where the sums of squares of its blocks go,
-    None if its gradients do not count in the norm. largest: the same for the largest values.
+    Attributes:
+        chunks: int32 [programs, 2] on the device.
+        squares: where the sums of squares of its blocks go, None if its gradients do not count in
+            the norm.
+        largest: the same for the largest values.
+        logarithms: of Adam's betas, see `single_pass_kernels.adam_kernel`.
     """
 
     group: dict
@@ -117,9 +129,12 @@ class _Launch:
 class _Plan:
     """All launches of a step whose gradients have certain dtypes and alignments.
 
-    indices: of the parameters, by row of the tables. squares, largest: of all launches; 0 where no
-    block writes. steps: step counters of the tensors that are updated. strided: (copy, master) of
-    those whose values lie in another order, for which no kernel writes the copy.
+    Attributes:
+        indices: of the parameters, by row of the tables.
+        squares, largest: of all launches; 0 where no block writes.
+        steps: step counters of the tensors that are updated.
+        strided: (copies, masters) of those whose values lie in another order, for which no kernel
+            writes the copy.
     """
 
     indices: list[int]
@@ -132,8 +147,24 @@ class _Plan:
     strided: tuple[list[Tensor], list[Tensor]]
 
 
+class _Kind(NamedTuple):
+    """What the tensors of one launch have in common; `group`: the id of the optimizer's."""
+
+    group: int
+    gradient_dtype: torch.dtype
+    copy_dtype: torch.dtype | None
+    clipped: bool
+    aligned: bool
+
+
+# Of each gradient its dtype and whether it lies at a multiple of 16; None where there is none.
+_Kinds = tuple[tuple[torch.dtype, bool] | None, ...]
+# With the table of addresses, and the gradients in memory order, which have to stay alive.
+_Prepared = tuple[_Plan, Tensor, list[Tensor | None]]
+
+
 class KernelUpdate:
-    """The single pass of `inner`, see `mprun.precision.single_pass.SinglePass`.
+    """The single pass of `inner`, see `mprun.precision.update.SinglePass`.
 
     On a CPU it runs under Triton's interpreter alone (TRITON_INTERPRET=1), which is for tests.
     """
@@ -155,7 +186,7 @@ class KernelUpdate:
         self._plans: dict[tuple, _Plan] = {}
         self._rates: dict[int, tuple[float, Tensor]] = {}
         self._held: list[Tensor | _Plan] = []  # what a captured graph reads
-        self._checked: tuple | None = None
+        self._checked: tuple[Sequence[Tensor | None], _Prepared] | None = None
 
     @torch.no_grad()
     def check(
@@ -167,8 +198,9 @@ class KernelUpdate:
         norm: bool,
         grad_max: bool,
     ) -> Checked:
-        plan, table, _ = prepared = self._prepare(gradients)
-        self._checked = (gradients, prepared)
+        prepared = self._prepare(gradients)
+        plan, table, _ = prepared
+        self._checked = gradients, prepared
         checks = found_inf is not None
         with self._on_device():
             for launch in plan.launches:
@@ -204,8 +236,10 @@ class KernelUpdate:
         found_inf: Tensor | None,
     ) -> None:
         checked, self._checked = self._checked, None
-        same = checked is not None and checked[0] is gradients
-        plan, table, _ordered = checked[1] if same else self._prepare(gradients)
+        if checked is not None and checked[0] is gradients:
+            plan, table, _ordered = checked[1]
+        else:
+            plan, table, _ordered = self._prepare(gradients)
         self._count_step(plan.steps, found_inf)
         with self._on_device():
             for launch in plan.launches:
@@ -288,8 +322,9 @@ class KernelUpdate:
         lr = float(lr)  # a number, or a tensor of the host
         if is_capturing(self.device):
             # A captured fill of the tensor below would undo later changes at every replay.
-            self._held.append(torch.full((), lr, device=self.device))
-            return self._held[-1]
+            held = torch.full((), lr, device=self.device)
+            self._held.append(held)
+            return held
         known = self._rates.get(id(group))
         if known is None:
             known = (lr, torch.full((), lr, device=self.device))
@@ -298,8 +333,7 @@ class KernelUpdate:
         self._rates[id(group)] = known
         return known[1]
 
-    def _prepare(self, gradients: Sequence[Tensor | None]) -> tuple[_Plan, Tensor, list]:
-        """(plan, table of addresses, the gradients in memory order); these have to stay alive."""
+    def _prepare(self, gradients: Sequence[Tensor | None]) -> _Prepared:
         pairs = zip(gradients, self.updated, strict=True)
         ordered = [None if g is None else in_order_of(master, g) for g, master in pairs]
         addresses = [0 if gradient is None else gradient.data_ptr() for gradient in ordered]
@@ -317,62 +351,70 @@ class KernelUpdate:
             self._plans[kinds] = plan
         return plan, plan.gradients.put([addresses[index] for index in plan.indices]), ordered
 
-    def _plan(self, kinds: tuple) -> _Plan:
-        index_of = {id(tensor): index for index, tensor in enumerate(self.updated)}
+    def _plan(self, kinds: _Kinds) -> _Plan:
         indices: list[int] = []
         rows: list[list[int]] = []
-        launches, steps = [], []
+        steps: list[Tensor] = []
         strided: tuple[list[Tensor], list[Tensor]] = ([], [])
-        places: dict[tuple, list[list[int]]] = {}
-        for number, group in enumerate(self.inner.param_groups):
-            for tensor in group["params"]:
-                index = index_of[id(tensor)]
-                if kinds[index] is None or not tensor.numel():
-                    continue
-                own, state = self.parameters[index], ordered_state(self.inner, tensor)
-                step = self.inner.state[tensor].get("step")
-                if step is not None:
-                    steps.append(step)
-                has_copy = own is not tensor
-                if has_copy and not same_order(own, tensor):
-                    strided[0].append(own.detach())
-                    strided[1].append(tensor.detach())
-                    has_copy = False
-                row = _row(tensor, state, own if has_copy else None, step)
-                aligned = kinds[index][1] and not any(value % 16 for value in row[:5])
-                copy_dtype = own.dtype if has_copy else None
-                kind = (number, kinds[index][0], copy_dtype, self.is_clipped[index], aligned)
-                blocks = range(-(-tensor.numel() // BLOCK))
-                places.setdefault(kind, []).extend([len(rows), block] for block in blocks)
-                rows.append(row)
-                indices.append(index)
+        places: dict[_Kind, list[list[int]]] = {}
+        present = [kind is not None for kind in kinds]
+        for weight in weights_with_gradient(self.inner, self.parameters, self.updated, present):
+            if not weight.master.numel():
+                continue
+            if weight.step is not None:
+                steps.append(weight.step)
+            if weight.has_copy and not same_order(weight.own, weight.master):
+                strided[0].append(weight.own.detach())
+                strided[1].append(weight.master.detach())
+                weight = replace(weight, has_copy=False)
+            row, blocks = _row(weight), range(-(-weight.master.numel() // BLOCK))
+            chunks = places.setdefault(self._kind(weight, row, kinds), [])
+            chunks.extend([len(rows), block] for block in blocks)
+            rows.append(row)
+            indices.append(weight.index)
+        launches, squares, largest = self._launches(places)
+        tensors = self._to_device(rows, torch.int64)
+        table = AddressTable(len(rows), self.device)
+        return _Plan(indices, tensors, table, launches, squares, largest, steps, strided)
+
+    def _kind(self, weight: Weight, row: list[int], kinds: _Kinds) -> _Kind:
+        dtype, aligned = kinds[weight.index] or (torch.float32, False)
+        return _Kind(
+            id(weight.group),
+            dtype,
+            weight.own.dtype if weight.has_copy else None,
+            self.is_clipped[weight.index],
+            aligned and not any(value % 16 for value in row[:5]),
+        )
+
+    def _launches(
+        self, places: dict[_Kind, list[list[int]]]
+    ) -> tuple[list[_Launch], Tensor, Tensor]:
+        """A launch for each kind; where the sums of squares and the largest values of all go."""
+        groups = {id(group): group for group in self.inner.param_groups}
         # Four floats: each launch writes to an address that is a multiple of 16.
         sizes = [-(-len(chunks) // 4) * 4 for chunks in places.values()]
         # One value more, so that there is a largest one of no gradients: 0.
         squares, largest = (torch.zeros(sum(sizes) + 1, device=self.device) for _ in range(2))
         own_squares, own_largest = squares.split([*sizes, 1]), largest.split([*sizes, 1])
-        for place, (kind, chunks) in enumerate(places.items()):
-            number, gradient_dtype, copy_dtype, clipped, aligned = kind
-            group = self.inner.param_groups[number]
-            launches.append(
-                _Launch(
-                    group,
-                    gradient_dtype,
-                    copy_dtype,
-                    clipped,
-                    aligned,
-                    self._to_device(chunks, torch.int32),
-                    own_squares[place] if clipped else None,
-                    own_largest[place],
-                    self._logarithms(group),
-                )
+        launches = [
+            _Launch(
+                groups[kind.group],
+                kind.gradient_dtype,
+                kind.copy_dtype,
+                kind.clipped,
+                kind.aligned,
+                self._to_device(chunks, torch.int32),
+                own_squares[place] if kind.clipped else None,
+                own_largest[place],
+                self._logarithms(groups[kind.group]),
             )
-        tensors = self._to_device(rows, torch.int64)
-        table = AddressTable(len(rows), self.device)
-        return _Plan(indices, tensors, table, launches, squares, largest, steps, strided)
+            for place, (kind, chunks) in enumerate(places.items())
+        ]
+        return launches, squares, largest
 
     def _logarithms(self, group: dict) -> Tensor | None:
-        if not self.rule.startswith("adam"):
+        if self.rule not in ("adam", "adamw"):
             return None
         # The smallest number for a beta of 0: its powers are 0 as well.
         values = [math.log(beta or 5e-324) for beta in group["betas"]]
@@ -388,18 +430,16 @@ class KernelUpdate:
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
 
-def _row(
-    master: Tensor, state: list[Tensor], copy: Tensor | None, step: Tensor | None
-) -> list[int]:
+def _row(weight: Weight) -> list[int]:
     """A row of the table of tensors, see `single_pass_kernels`; 0: there is none."""
-    states = [tensor.data_ptr() for tensor in state] + [0, 0]
-    on_device = step is not None and step.device == master.device
+    states = [tensor.data_ptr() for tensor in weight.state] + [0, 0]
+    step = weight.step
     row = [
-        master.numel(),
-        master.data_ptr(),
+        weight.master.numel(),
+        weight.master.data_ptr(),
         *states[:2],
-        0 if copy is None else copy.data_ptr(),
-        step.data_ptr() if on_device else 0,
+        weight.own.data_ptr() if weight.has_copy else 0,
+        0 if step is None or step.device != weight.master.device else step.data_ptr(),
     ]
     assert len(row) == COLUMNS.value
     return row

@@ -20,7 +20,20 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from mprun.precision.casting import NORM_LAYERS
 
-_FUSED = {"sgd": SGD, "adam": Adam, "adamw": AdamW, "adagrad": Adagrad}
+RULES = {"sgd": SGD, "adam": Adam, "adamw": AdamW, "adagrad": Adagrad}
+# The state that a rule moves, in the order in which kernels take it.
+STATE: dict[str | None, tuple[str, ...]] = {
+    "sgd": ("momentum_buffer",),
+    "adam": ("exp_avg", "exp_avg_sq"),
+    "adamw": ("exp_avg", "exp_avg_sq"),
+    "adagrad": ("sum",),
+}
+
+
+def rule_of(optimizer: Optimizer) -> str | None:
+    """ "sgd", "adam", "adamw" or "adagrad"; None for another optimizer."""
+    # By the type itself: AdamW is a kind of Adam to Python.
+    return next((rule for rule, kind in RULES.items() if type(optimizer) is kind), None)
 
 
 def initialise_state(optimizer: Optimizer) -> None:
@@ -62,9 +75,9 @@ def step_unless(optimizer: Optimizer, found_inf: Tensor) -> None:
     first skip could not be taken back).
     """
     if is_fused(optimizer):
-        optimizer.found_inf = found_inf
+        optimizer.found_inf = found_inf  # type: ignore[attr-defined]  # not in torch's stub
         optimizer.step()
-        del optimizer.found_inf
+        del optimizer.found_inf  # type: ignore[attr-defined]
         return
     if not isinstance(optimizer, (SGD, Adam, AdamW, Adagrad)):
         raise ValueError(
@@ -102,7 +115,7 @@ def has_fused_kernel(kind: str, device: torch.device) -> bool:
         with _disable_current_modes():  # a real step, also within what traces or counts
             weight = torch.zeros(1, device=device, requires_grad=True)
             weight.grad = torch.zeros_like(weight)
-            _FUSED[kind]([weight], lr=0.0, fused=True).step()
+            RULES[kind]([weight], lr=0.0, fused=True).step()
     except torch.OutOfMemoryError:
         raise  # says nothing of the kernel, and the answer is kept
     except (RuntimeError, TypeError):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mprun.errors import BadInput
-from mprun.precision.single_pass import same_order
+from mprun.precision.update import same_order
 
 from .trained import SMALL, Training, assert_same_state, copy_of
 

@@ -16,7 +16,7 @@ from mprun.config.compose import compose_config
 from mprun.errors import BadInput
 from mprun.execution import why_not_captured
 from mprun.precision.torch_update import has_fused_kernel
-from mprun.precision.update import torch_path
+from mprun.precision.update_choice import torch_path
 
 LSTM = ["model=lstm_lm", "data=synthetic_tokens"]
 IMAGES = "model=conv_autoencoder"

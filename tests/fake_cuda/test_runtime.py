@@ -217,7 +217,7 @@ def test_kernels_of_the_single_pass_compile_for_hopper(device, tmp_path):
         device,
         tmp_path,
         """
-from mprun.precision.single_pass_self_test import difference
+from mprun.precision.update_choice import difference
 cuda = torch.device("cuda", 0)
 return {rule: difference(cuda, rule) for rule in ("sgd", "adam", "adamw", "adagrad")}
 """,

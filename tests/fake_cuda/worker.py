@@ -23,7 +23,7 @@ from unittest import mock
 import numpy
 import torch
 
-import mprun.precision.single_pass_self_test as self_test
+import mprun.precision.update_choice as update_choice
 import mprun.record.async_copy
 import mprun.training.loop
 import mprun.training.metric_logger
@@ -164,7 +164,7 @@ def serve() -> None:
         warnings.simplefilter("ignore")  # that the mode is a prototype, once a process
         torch.cuda.set_sync_debug_mode("warn")
         torch.cuda.set_sync_debug_mode("default")
-    self_test.take_for_granted()
+    update_choice.take_for_granted()
     for line in sys.stdin:
         answers.write(json.dumps(answer(json.loads(line)), default=str) + "\n")
 

@@ -17,9 +17,9 @@ from torch.optim import SGD, Adagrad, Adam, AdamW  # noqa: E402
 
 from mprun.precision import LogMaxLossScale, MixedPrecisionOptimizer, cast_model, get_policy
 from mprun.precision.single_pass_cpu import BlockedUpdate  # noqa: E402
-from mprun.precision.single_pass_self_test import difference  # noqa: E402
 from mprun.precision.single_pass_triton import KernelUpdate  # noqa: E402
 from mprun.precision.torch_update import initialise_state  # noqa: E402
+from mprun.precision.update_choice import difference  # noqa: E402
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from mprun.precision.single_pass_self_test import why_not_on  # noqa: E402
+from mprun.precision.update_choice import why_not_on  # noqa: E402
 
 SCRIPT = Path(__file__).with_name("kernels_in_interpreter.py")
 

@@ -12,8 +12,8 @@ from mprun.precision import (
     cast_model,
     get_policy,
 )
-from mprun.precision.single_pass_self_test import why_not_on
 from mprun.precision.torch_update import has_fused_kernel
+from mprun.precision.update_choice import why_not_on
 
 pytestmark = pytest.mark.gpu
 

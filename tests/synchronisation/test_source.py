@@ -39,11 +39,9 @@ WHOLE = {
     "execution/step_runner.py": set(),
     "precision/casting.py": set(),
     "precision/emulation.py": set(),
-    "precision/gradients.py": set(),
     "precision/optimizer.py": set(),
     "precision/update.py": set(),
     "precision/row_updates.py": set(),
-    "precision/single_pass.py": set(),
     # Settings of the optimizer: numbers of the host.
     "precision/single_pass_triton.py": {"_launch", "_rate"},
     "precision/torch_update.py": set(),

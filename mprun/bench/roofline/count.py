@@ -31,7 +31,7 @@ from mprun.config.compose import compose_config
 from mprun.config.schema import DataConfig, RunConfig
 from mprun.errors import BadInput, MprunError, raised
 from mprun.precision import DTYPES, Arithmetic, PrecisionPolicy
-from mprun.precision.single_pass import Checked
+from mprun.precision.update import Checked
 
 _CPU = torch.device("cpu")
 
@@ -255,7 +255,7 @@ def _images(tree: object) -> list[Tensor]:
 
 
 class CountedPass:
-    """`mprun.precision.single_pass.SinglePass` on tensors without values: writes what it costs.
+    """`mprun.precision.update.SinglePass` on tensors without values: writes what it costs.
 
     Check: every gradient read once. Update: gradients read; weights and optimizer state read and
     written; 16-bit copies written.
