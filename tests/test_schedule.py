@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from mprun.tasks.learning_rate import learning_rates
+from mprun.execution.step_runner import learning_rates
 
 
 def rates(total, schedule, lr=1.0, **further):

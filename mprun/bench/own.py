@@ -296,7 +296,7 @@ class Own(Contender):
         The step is eager and not compiled, whatever the ones that were timed.
         """
         for learner in self.task.learners.values():
-            learner.compiled = None
+            learner.network = learner.model
         overrides = self.config.precision.overrides
         with FirstStep(self.task, self.built.policy, overrides) as watched:
             self.eager_step()

@@ -16,8 +16,8 @@ from mprun.execution import (
     Stepper,
     why_not_captured,
 )
+from mprun.execution.step_runner import LearningRate
 from mprun.tasks import Learner
-from mprun.tasks.learning_rate import LearningRate
 
 
 def uses_channels_last(config: RunConfig, device: torch.device) -> tuple[bool, str]:

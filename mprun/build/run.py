@@ -13,9 +13,9 @@ from mprun.data import DataError
 from mprun.data.source import DamagedData, Source
 from mprun.errors import BadInput
 from mprun.execution import Stepper
+from mprun.execution.step_runner import LearningRate, learning_rates
 from mprun.precision import DTYPES, Arithmetic, PrecisionPolicy, why_no_lstm, why_unsupported
 from mprun.tasks import GAN, Classification, LanguageModel, Reconstruction
-from mprun.tasks.learning_rate import LearningRate, learning_rates
 
 
 @dataclass(slots=True)

@@ -288,9 +288,9 @@ def _check(
 
 def _judged(directories: list[Path], arms: dict[str, list[str]]) -> dict:
     """What `mprun compare` says of the runs of the arms."""
-    from mprun.compare.verdict import assess
     from mprun.compare.grouping import group_runs
     from mprun.compare.load import load_runs
+    from mprun.compare.verdict import assess
 
     runs, _ = load_runs(directories)
     protos, refused = group_runs(runs)

@@ -16,9 +16,14 @@ _COMPILERS = ("torch._dynamo", "torch._inductor", "torch._functorch", "torch.fx"
 class Compilation:
     """Gives learners a compiled form of their model, which shares its tensors.
 
-    mode: of torch.compile ("default", "max-autotune-no-cudagraphs"). fullgraph: a part that cannot
-    be compiled is an error instead of staying eager. Shapes are static: a batch of another size
-    would be compiled once more. seconds: that the first compiled step took, None before.
+    Shapes are static: a batch of another size would be compiled once more.
+
+    Args:
+        mode: of torch.compile ("default", "max-autotune-no-cudagraphs").
+        fullgraph: a part that cannot be compiled is an error instead of staying eager.
+
+    Attributes:
+        seconds: that the first compiled step took, None before.
     """
 
     def __init__(self, learners: Iterable[Learner], mode: str, *, fullgraph: bool):
@@ -28,13 +33,14 @@ class Compilation:
     def first_step(self, step: Callable[[], Any]) -> Any:
         """Install the compiled networks and take the step that compiles them.
 
-        BadInput, in one line, where the compiler fails (it needs a C++ compiler on a CPU, Triton
-        on a GPU).
+        Raises:
+            BadInput: in one line, where the compiler fails (it needs a C++ compiler on a CPU,
+                Triton on a GPU).
         """
         # Random numbers are those of the uncompiled network: the same dropout masks.
         options = torch._inductor.list_mode_options(self.mode) | {"fallback_random": True}
         for learner in self.learners:
-            learner.compiled = torch.compile(
+            learner.network = torch.compile(
                 learner.model, options=options, fullgraph=self.fullgraph, dynamic=False
             )
         started = time.perf_counter()

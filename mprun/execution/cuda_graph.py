@@ -1,17 +1,9 @@
-"""Record a function of device work as a CUDA graph, and replay it.
+"""Record a function of device work as a CUDA graph and replay it; which updates a graph can hold.
 
 torch documentation, CUDA semantics, "CUDA Graphs": capture on a side stream, after a warm-up on
-that stream, with all inputs and outputs at fixed addresses.
-
-The same machinery without a GPU: recording remembers a function, replaying calls it.
-
-So what the host does in a recorded step is tested on a CPU: fixed inputs and outputs, the carried
-state, when a step is recorded and when it is eager.
-
-Which optimizers a CUDA graph can hold; read from torch.optim of torch 2.11 to 2.15.
-
-A replay repeats the kernels of one step with that step's host numbers. So every number that
-changes from step to step has to be a tensor on the device.
+that stream, with all inputs and outputs at fixed addresses. A replay repeats the kernels of one
+step with that step's host numbers, so every number that changes from step to step has to be a
+tensor on the device.
 """
 
 import time
@@ -38,7 +30,10 @@ class CudaRecorder:
     """Records functions on `stream`; all recordings share one pool of memory.
 
     They may share it because they are never replayed at the same time and what one of them leaves
-    is not read by another but for its output, which is kept. seconds: that captures took so far.
+    is not read by another but for its output, which is kept.
+
+    Attributes:
+        seconds: that captures took so far.
     """
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream):
@@ -68,8 +63,11 @@ class CudaRecorder:
     def record(self, function: Callable[[], Tensor]) -> "CudaRecording":
         """Capture `function`, which is called once and computes nothing yet.
 
-        The current stream must be `stream`. Raises CannotCapture, after which everything can go on
-        eagerly; torch.OutOfMemoryError where the memory for a second set of activations is missing.
+        The current stream must be `stream`.
+
+        Raises:
+            CannotCapture: after which everything can go on eagerly.
+            torch.OutOfMemoryError: the memory for a second set of activations is missing.
         """
         graph, started = torch.cuda.CUDAGraph(), time.perf_counter()
         held = torch.cuda.memory_allocated(self.device)
@@ -139,47 +137,19 @@ def _first(error: BaseException) -> BaseException:
     return error
 
 
-class CallRecorder:
-    """As `CudaRecorder`, for any device."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def warm(self, function: Callable[[], Any]) -> tuple[Any, str | None]:
-        return function(), None
-
-    def record(self, function: Callable[[], Tensor]) -> "CallRecording":
-        return CallRecording(function)
-
-
-class CallRecording:
-    """As `CudaRecording`: every replay writes into one and the same output."""
-
-    def __init__(self, function: Callable[[], Tensor]):
-        self._function = function
-        self._output: Tensor | None = None
-
-    def replay(self) -> Tensor:
-        output = self._function()
-        if self._output is None:
-            self._output = output
-        else:
-            self._output.copy_(output)
-        return self._output
-
-
 def why_not_captured(
     optimizers: Iterable[MixedPrecisionOptimizer], constant_rate: bool
 ) -> str | None:
     """The reason why the updates of `optimizers` cannot be replayed, or None.
 
-    constant_rate: the learning rate never changes, so that its number may be part of the graph.
+    Read from torch.optim of torch 2.11 to 2.15. SGD and Adagrad keep no number on the host that
+    their formulas read (Adagrad counts its steps there, for lr_decay alone, which is 0 here; a
+    replay does not count). Adam and AdamW count steps for their bias correction: on the device if
+    fused or capturable. Fused kernels and the single pass take a tensor as their rate; foreach and
+    loop implementations ask the host for its value.
 
-    SGD and Adagrad keep no number on the host that their formulas read (Adagrad counts its steps
-    there, for lr_decay alone, which is 0 here; a replay does not count). Adam and AdamW count
-    steps for their bias correction: on the device if fused or capturable. Fused kernels and the
-    single pass take a tensor as their rate; foreach and loop implementations ask the host for its
-    value.
+    Args:
+        constant_rate: the learning rate never changes, so that its number may be part of the graph.
     """
     for optimizer in optimizers:
         inner = optimizer.inner

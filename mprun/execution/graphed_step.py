@@ -1,12 +1,10 @@
-"""Does the device wait for the host? Only then does a replayed graph save time.
+"""A training step that is recorded once and then replayed: forward, backward, update, loss scale.
 
-What a recorded step reads, at fixed addresses: the batches of a step, and the carried state.
-
-A training step that is recorded once and then replayed: forward, backward, update, loss scale.
-
+What a recorded step reads lies at fixed addresses: the batches of a step, and the carried state.
 Outside of the recording stays what depends on the step's number or on the host: loading and its
 decisions, the copy into fixed inputs, the learning rate (a tensor that the optimizers read), and
-the state of a language model where an epoch starts.
+the state of a language model where an epoch starts. A replay saves time only where the device waits
+for the host, which is measured first.
 """
 
 import statistics
@@ -21,8 +19,8 @@ from torch import Tensor
 
 from mprun.errors import BadInput
 from mprun.execution.cuda_graph import CannotCapture
-from mprun.tasks import LanguageModel
-from mprun.tasks.language_model import Tokens
+from mprun.tasks import LanguageModel, Task
+from mprun.tasks.supervised import Tokens
 
 STEPS = 5
 # Replaying a graph saves what the host needs to launch kernels one by one. Where the device is
@@ -108,6 +106,7 @@ class CarriedState:
 
     def __init__(self, task: LanguageModel):
         self.task = task
+        assert task.hidden is not None  # left by the eager steps before
         self.static = tuple(part.clone() for part in task.hidden)
 
     @torch.no_grad()
@@ -125,6 +124,7 @@ class CarriedState:
     @torch.no_grad()
     def keep(self) -> None:
         """At the end of a recorded step: the new state goes where the next step reads it."""
+        assert self.task.hidden is not None
         for own, part in zip(self.static, self.task.hidden, strict=True):
             own.copy_(part)
         self.task.hidden = self.static
@@ -151,7 +151,7 @@ WARM_UP = 3
 
 
 class GraphRecorder(Protocol):
-    """`CudaRecorder`, or its twin `CallRecorder`."""
+    """`CudaRecorder`, or its twin on a CPU."""
 
     seconds: float
 
@@ -163,15 +163,19 @@ class GraphRecorder(Protocol):
 class GraphedStep:
     """Steps of `task` that are replayed after a few eager ones.
 
-    required: a step that cannot be captured ends the run (BadInput); else the steps stay eager, and
-    `off` says why. clock: eager steps are timed first, and recorded only if the host is what limits
-    them. zero_state: a carried state that starts anew is zero (an LSTM of mprun); else the first
-    step of an epoch is eager. A batch of another shape than the first is eager too.
+    A batch of another shape than the first is eager too.
+
+    Args:
+        required: a step that cannot be captured ends the run (BadInput); else the steps stay eager,
+            and `off` says why.
+        clock: eager steps are timed first, and recorded only if the host is what limits them.
+        zero_state: a carried state that starts anew is zero (an LSTM of mprun); else the first step
+            of an epoch is eager.
     """
 
     def __init__(
         self,
-        task,
+        task: Task,
         recorder: GraphRecorder,
         *,
         required: bool,
@@ -241,14 +245,14 @@ class GraphedStep:
             return None
         self._inputs.fill(batches)
         if self._state is not None:
-            before = self.task.hidden
+            before = self._state.task.hidden
             self._state.bring(fresh)
         if measure not in self._recordings:
             try:
                 self._recordings[measure] = self._record(measure)
             except (CannotCapture, torch.OutOfMemoryError) as error:
                 if self._state is not None:
-                    self.task.hidden = before
+                    self._state.task.hidden = before
                 self._give_up(str(error).partition("\n")[0], error)
                 return None
         values = self._recordings[measure].replay()
@@ -271,6 +275,7 @@ class GraphedStep:
 
     def _step_on_static_inputs(self, measure: bool) -> Tensor:
         """What is recorded: the step, and its metrics as one float32 vector."""
+        assert self._inputs is not None
         metrics = self.task.compute(self._inputs.batches, measure)
         if self._state is not None:
             self._state.keep()

@@ -1,16 +1,143 @@
-"""The one place that training steps go through, however they are executed."""
+"""The one place that training steps go through, however they are executed, and at what rate.
 
-from collections.abc import Iterator, Mapping
+Schedules are tables by the number of applied updates: a skipped one does not advance them.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
+from mprun.errors import BadInput
 from mprun.execution.compilation import Compilation
 from mprun.execution.graphed_step import GraphedStep
-from mprun.tasks.learning_rate import LearningRate
+from mprun.precision import MixedPrecisionOptimizer
+from mprun.precision.torch_update import is_fused
 from mprun.tasks.task import Task
+
+SCHEDULES = ("constant", "linear", "cosine", "polynomial", "step", "epoch_decay")
+
+
+def learning_rates(
+    lr: float,
+    total_updates: int,
+    *,
+    schedule: str,
+    steps_per_epoch: int | None = None,
+    warmup_updates: int = 0,
+    warmup_epochs: float = 0.0,
+    final_factor: float = 0.0,
+    power: float = 1.0,
+    milestones: tuple[float, ...] = (),
+    gamma: float = 0.1,
+    constant_epochs: float = 0.0,
+) -> list[float]:
+    """The learning rate of update 0, 1, ... total_updates - 1.
+
+    After the warm-up, with t from 0 to 1 over the rest of the run and f = final_factor:
+    constant: lr; linear: lr * (1 - (1 - f) * t); cosine: lr * (f + (1 - f) * (1 + cos(pi t)) / 2);
+    polynomial: lr * (f + (1 - f) * (1 - t)^power); step: lr * gamma per milestone passed, the
+    milestones being shares of the whole run; epoch_decay: lr for constant_epochs epochs, then
+    times gamma at once and after each further epoch, which is ``lr_decay ** max(epoch + 1 -
+    max_epoch, 0)`` of TensorFlow's ptb_word_lm.py (Zaremba et al., arXiv 1409.2329, section 4.1).
+
+    Args:
+        warmup_updates: linear rise from lr / warmup_updates to lr.
+        warmup_epochs: the same, in epochs of steps_per_epoch updates, where warmup_updates is 0.
+
+    Raises:
+        ValueError: another schedule, and epochs without steps_per_epoch.
+    """
+    if schedule not in SCHEDULES:
+        raise ValueError(f"schedule={schedule!r}: must be one of {', '.join(SCHEDULES)}")
+    needs_epochs = warmup_epochs or schedule == "epoch_decay"
+    if steps_per_epoch is None and needs_epochs:
+        raise ValueError("steps_per_epoch=None: warmup_epochs and epoch_decay need it")
+    epoch = steps_per_epoch or 1
+    if warmup_epochs and not warmup_updates:
+        warmup_updates = round(warmup_epochs * epoch)
+
+    def factor(update: int) -> float:
+        t = (update - warmup_updates) / max(1, total_updates - warmup_updates)
+        match schedule:
+            case "linear":
+                return 1 - (1 - final_factor) * t
+            case "cosine":
+                return final_factor + (1 - final_factor) * (1 + math.cos(math.pi * t)) / 2
+            case "polynomial":
+                return final_factor + (1 - final_factor) * (1 - t) ** power
+            case "step":
+                return gamma ** sum(update >= share * total_updates for share in milestones)
+            case "epoch_decay":
+                drops = math.floor(update / epoch - constant_epochs) + 1
+                return gamma ** max(0, drops)
+        return 1.0
+
+    warm = min(warmup_updates, total_updates)
+    rise = [lr * (update + 1) / warmup_updates for update in range(warm)]
+    return rise + [lr * factor(update) for update in range(warm, total_updates)]
+
+
+class LearningRate:
+    """Applies a table of rates (one per update) to optimizers.
+
+    The schedule follows applied updates: step number minus skipped updates. On CUDA that count
+    exists only on the device, so a varying rate is looked up there and the optimizers read a tensor
+    (float32; a fused kernel that reads a number takes it in float64, so it is the same kind in
+    every mode, and whether the step is replayed as a graph or not). A constant rate is a plain
+    number, and so is every rate on a CPU and of optimizers without a fused kernel.
+    """
+
+    def __init__(
+        self,
+        rates: Sequence[float],
+        optimizers: Sequence[MixedPrecisionOptimizer],
+        device: torch.device,
+    ):
+        self.rates, self.optimizers = list(rates), list(optimizers)
+        self.constant = min(self.rates) == max(self.rates)
+        self.table = self._table_on(device)
+        # Here, because a constant rate is not touched again.
+        for optimizer in self.optimizers:
+            optimizer.set_lr(self.rates[0] if self.table is None else self.table[0])
+
+    def _table_on(self, device: torch.device) -> Tensor | None:
+        """The rates where the optimizers read a tensor of their own; None: they read numbers."""
+        if self.constant or device.type != "cuda":
+            return None
+        if not all(o.update_path == "single_pass" or is_fused(o.inner) for o in self.optimizers):
+            if any(optimizer.skips for optimizer in self.optimizers):
+                raise BadInput(
+                    "optim.schedule: a varying rate with a loss scaler that skips needs fused "
+                    "optimizers on CUDA; use optim.schedule=constant or scaler=none"
+                )
+            return None
+        # A tensor for each group: groups of one optimizer differ in their rate.
+        for optimizer in self.optimizers:
+            for group in optimizer.inner.param_groups:
+                group["lr"] = torch.empty((), dtype=torch.float32, device=device)
+        return torch.tensor(self.rates, dtype=torch.float32, device=device)
+
+    def apply(self, step: int, skipped: Tensor) -> None:
+        """Set the rate for `step` (from 0); `skipped`: int64, 0-dim, skipped updates so far."""
+        if self.constant:
+            return
+        if self.table is not None:
+            # index_select, because indexing with a tensor would read it on the host.
+            number = (step - skipped).reshape(1)
+            rate: float | Tensor = self.table.index_select(0, number).reshape(())
+        else:
+            # No skips on CUDA, or a CPU: reading the count waits for nothing.
+            rate = self.at(step, int(skipped) if skipped.device.type == "cpu" else 0)
+        for optimizer in self.optimizers:
+            optimizer.set_lr(rate)
+
+    def at(self, step: int, skipped: int) -> float:
+        """The rate used at `step` (from 0) after `skipped` skipped updates."""
+        return self.rates[min(step - skipped, len(self.rates) - 1)]
 
 
 class Stepper:
@@ -85,8 +212,11 @@ class Stepper:
         at each change, the work of both is one sequence then too, also as to memory that one
         allocated and the other frees.
         """
-        outside = None if self.stream is None else torch.cuda.current_stream(self.stream.device)
-        if outside is None or outside == self.stream:
+        if self.stream is None:
+            yield
+            return
+        outside = torch.cuda.current_stream(self.stream.device)
+        if outside == self.stream:
             yield
             return
         self.stream.wait_stream(outside)
@@ -109,12 +239,14 @@ class Stepper:
     def description(self) -> dict[str, str | float | int]:
         """How steps were executed so far, for run.json.
 
-        cuda_graph: "on", or "off: " and the reason; capture_s, replayed: seconds of capturing and
-        number of replayed steps; host_ms, device_ms: what `auto` measured of an eager step.
-        compile: the mode, compile_s: seconds of the step that compiled. channels_last, autotune:
-        "on" or "off: " and the reason.
+        Returns:
+            cuda_graph: "on", or "off: " and the reason; capture_s, replayed: seconds of capturing
+            and number of replayed steps; host_ms, device_ms: what `auto` measured of an eager step.
+            compile: the mode, compile_s: seconds of the step that compiled. channels_last,
+            autotune: "on" or "off: " and the reason.
         """
-        graph, found = self.graph, dict(self.settings)
+        found: dict[str, str | float | int] = dict(self.settings)
+        graph = self.graph
         if graph is not None:
             reason = graph.off or f"ended after {self.taken} steps, before a capture"
             found["cuda_graph"] = "on" if graph.replayed else f"off: {reason}"

@@ -1,18 +1,16 @@
-"""Local response normalisation across channels (Krizhevsky et al. 2012, section 3.3).
-
-AlexNet: the single-tower network of 2014 and the grouped one of 2012.
-"""
+"""AlexNet: the single-tower network of 2014, and the grouped one of 2012 with its normalisation."""
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 
 class LocalResponseNorm(nn.LocalResponseNorm):
-    """``y_c = x_c / (k + alpha / size * sum of x_j^2 over the window around c) ** beta``.
+    """Normalisation across channels (Krizhevsky et al. 2012, section 3.3).
 
-    The window holds ``size`` neighbouring channels, and channels outside the tensor count as 0,
-    as in ``torch.nn.LocalResponseNorm`` and Caffe. torch's module goes through ``avg_pool3d``,
-    which has no half kernel on a CPU; this one does not.
+    ``y_c = x_c / (k + alpha / size * sum of x_j^2 over the window around c) ** beta``: the
+    window holds ``size`` neighbouring channels, and channels outside the tensor count as 0, as in
+    ``torch.nn.LocalResponseNorm`` and Caffe. torch's module goes through ``avg_pool3d``, which has
+    no half kernel on a CPU; this one does not.
 
     Input and output: ``[batch, channels, height, width]``, any floating dtype, computed in that
     dtype. A subclass of torch's, so that it counts as a norm layer.
@@ -110,13 +108,13 @@ class AlexNet2012(nn.Module):
             nn.Dropout(dropout),
             nn.Linear(4096, num_classes),
         )
-        convolutions = [m for m in self.features if isinstance(m, nn.Conv2d)]
-        linears = [m for m in self.classifier if isinstance(m, nn.Linear)]
+        layers = [m for m in self.modules() if isinstance(m, (nn.Conv2d, nn.Linear))]
         weight_std = (0.01, 0.01, 0.01, 0.01, 0.01, 0.005, 0.005, 0.01)
         biases = (0.0, 0.1, 0.0, 0.1, 0.1, 0.1, 0.1, 0.0)
-        for layer, std, bias in zip([*convolutions, *linears], weight_std, biases, strict=True):
+        for layer, std, bias in zip(layers, weight_std, biases, strict=True):
             nn.init.normal_(layer.weight, std=std)
-            nn.init.constant_(layer.bias, bias)
+            if layer.bias is not None:
+                nn.init.constant_(layer.bias, bias)
 
     def forward(self, images: Tensor) -> Tensor:
         maps = self.features(images)

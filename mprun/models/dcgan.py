@@ -1,9 +1,8 @@
-"""DCGAN's generator and discriminator (Radford et al., arXiv 1511.06434).
+"""DCGAN's generator and discriminator; an autoencoder of the two.
 
-Layers, widths and initialisation follow the 4x4 stride-2 form of the PyTorch examples; sizes other
-than 64 px add or drop one stage per factor of two.
-
-An autoencoder of DCGAN's two networks, whose activation gradients underflow FP16.
+Radford et al., arXiv 1511.06434. Layers, widths and initialisation follow the 4x4 stride-2 form of
+the PyTorch examples; sizes other than 64 px add or drop one stage per factor of two. The
+autoencoder is there because its activation gradients underflow FP16.
 """
 
 from collections import OrderedDict

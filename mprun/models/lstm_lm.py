@@ -67,7 +67,8 @@ class LSTMLanguageModel(nn.Module):
     state after the last step. Truncated backpropagation is the caller's: detach the state before
     the next batch.
 
-    Raises ``ValueError`` naming the argument that is out of range.
+    Raises:
+        ValueError: names the argument that is out of range.
     """
 
     def __init__(
@@ -86,15 +87,9 @@ class LSTMLanguageModel(nn.Module):
         check_values(dropout, init_range)
         self.embedding = nn.Embedding(vocab_size, embedding_size)
         self.dropout = nn.Dropout(dropout)
-        self.lstm = nn.LSTM(
-            embedding_size,
-            hidden_size,
-            num_layers,
-            proj_size=projection_size,
-            dropout=dropout if num_layers > 1 else 0.0,
-        )
+        self.lstm = stacked_lstm(embedding_size, hidden_size, num_layers, projection_size, dropout)
         self.output = nn.Linear(projection_size or hidden_size, vocab_size)
-        initialise(self, init_range, forget_bias)
+        initialise(self, self.lstm, init_range, forget_bias)
 
     def initial_state(self, batch_size: int) -> State:
         """Zeros ``(h, c)`` in the LSTM weights' dtype and on their device.
@@ -109,6 +104,16 @@ class LSTMLanguageModel(nn.Module):
             state = self.initial_state(tokens.shape[1])
         outputs, state = self.lstm(self.dropout(self.embedding(tokens)), state)
         return self.output(self.dropout(outputs)), state
+
+
+def stacked_lstm(
+    embedding_size: int, hidden_size: int, num_layers: int, projection_size: int, dropout: float
+) -> nn.LSTM:
+    """With dropout between the layers, where there are several."""
+    dropout = dropout if num_layers > 1 else 0.0
+    return nn.LSTM(
+        embedding_size, hidden_size, num_layers, proj_size=projection_size, dropout=dropout
+    )
 
 
 def check_sizes(
@@ -140,11 +145,10 @@ def check_values(dropout: float, init_range: float) -> None:
 
 
 @torch.no_grad()
-def initialise(model: nn.Module, init_range: float, forget_bias: float) -> None:
-    """Every parameter uniform in +-init_range; forget_bias added for the layers of `model.lstm`."""
+def initialise(model: nn.Module, lstm: nn.LSTM, init_range: float, forget_bias: float) -> None:
+    """Every parameter uniform in +-init_range; forget_bias added for the layers of `lstm`."""
     for parameter in model.parameters():
         parameter.uniform_(-init_range, init_range)
-    lstm = model.lstm
     for layer in range(lstm.num_layers):
         # Gate order in torch is input, forget, cell, output.
         gates = getattr(lstm, f"bias_ih_l{layer}")
@@ -153,6 +157,6 @@ def initialise(model: nn.Module, init_range: float, forget_bias: float) -> None:
 
 def zero_state(lstm: nn.LSTM, batch_size: int) -> State:
     """Zeros ``(h, c)`` for `lstm`, in its weights' dtype and on their device."""
-    weight, layers, hidden = lstm.weight_hh_l0, lstm.num_layers, lstm.hidden_size
+    weight, layers, hidden = next(lstm.parameters()), lstm.num_layers, lstm.hidden_size
     h = weight.new_zeros(layers, batch_size, lstm.proj_size or hidden)
     return h, weight.new_zeros(layers, batch_size, hidden)

@@ -18,11 +18,13 @@ from torch.utils.hooks import RemovableHandle
 class Gathered:
     """The rows that one step uses, each once.
 
-    ids: int64 [N], the row of the table behind each row of the leaves, N the number of ids asked
-    for. used: bool [N]; the number of different ids is known to the device alone, so the places
-    after the last one repeat the first row, and nothing refers to them. leaves: "weight" [N, D] and
-    "bias" [N], copies in row_dtype that collect the gradients. place: int64, in the shape of the
-    ids asked for: where in the leaves each of them is.
+    Attributes:
+        ids: int64 [N], the row of the table behind each row of the leaves, N the number of ids
+            asked for.
+        used: bool [N]; the number of different ids is known to the device alone, so the places
+            after the last one repeat the first row, and nothing refers to them.
+        leaves: "weight" [N, D] and "bias" [N], copies in row_dtype that collect the gradients.
+        place: int64, in the shape of the ids asked for: where in the leaves each of them is.
     """
 
     ids: Tensor
@@ -40,11 +42,13 @@ class RowTable(nn.Module):
     has master weights: the FP32 table is the master, and rows are rounded to `row_dtype` when they
     are gathered, which gives the same values as a 16-bit copy and saves 2 bytes a parameter.
 
-    row_dtype: dtype of gathered rows; None: that of the table. gradient_factor: the optimizer
-    multiplies the unscaled gradients by it. One `gather` with gradients per step: a second one
-    before the optimizer's zero_grad raises RuntimeError.
+    One `gather` with gradients per step: a second one before the optimizer's zero_grad raises
+    RuntimeError. `forward(ids)` is the lookup of an embedding: int64 ids of any shape [...] to
+    [..., width].
 
-    `forward(ids)` is the lookup of an embedding: int64 ids of any shape [...] to [..., width].
+    Attributes:
+        row_dtype: dtype of gathered rows; None: that of the table.
+        gradient_factor: the optimizer multiplies the unscaled gradients by it.
     """
 
     is_row_table = True

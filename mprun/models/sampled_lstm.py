@@ -1,15 +1,24 @@
-"""Softmax over a huge vocabulary: from a sample of the words in training, over all to evaluate.
+"""bigLSTM: an LSTM language model whose embedding and softmax are tables of used rows.
 
-LSTM language model whose embedding and softmax are tables of used rows: bigLSTM.
+The softmax over the huge vocabulary is taken from a sample of the words in training, and over all
+of them to evaluate.
 """
 
+import functools
 import math
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mprun.models.lstm_lm import State, check_sizes, check_values, initialise, zero_state
+from mprun.models.lstm_lm import (
+    State,
+    check_sizes,
+    check_values,
+    initialise,
+    stacked_lstm,
+    zero_state,
+)
 from mprun.models.row_table import RowTable
 
 BLOCK = 8192  # words at a time in evaluation
@@ -88,10 +97,14 @@ class SampledSoftmax(nn.Module):
     dtype and their gradients are rounded to it; f-lm keeps softmax rows in FP32, which is an FP32
     override of the table here.
 
-    count: more than the vocabulary means the vocabulary, and the full softmax in training too.
-
     `forward(hidden, targets, table)`: hidden [M, D] in any dtype, targets int64 [M], table: a
-    RowTable of the vocabulary with bias; float32 [M]. Raises ValueError for count < 1.
+    RowTable of the vocabulary with bias; float32 [M].
+
+    Args:
+        count: more than the vocabulary means the vocabulary, and the full softmax in training too.
+
+    Raises:
+        ValueError: count < 1.
     """
 
     computes_in_fp32 = True
@@ -125,14 +138,16 @@ class SampledSoftmax(nn.Module):
 
 
 def _full(hidden: Tensor, targets: Tensor, table: RowTable) -> Tensor:
-    weight = table.rounded(table.weight.index_select(0, targets)).float()
-    bias = table.rounded(table.bias.index_select(0, targets)).float()
-    own = (hidden * weight).sum(1) + bias
-    total = None
-    for block in table.blocks(BLOCK):
-        of_block = torch.addmm(block["bias"], hidden, block["weight"].t()).logsumexp(1)
-        total = of_block if total is None else torch.logaddexp(total, of_block)
-    return total - own
+    rows = {
+        name: table.rounded(tensor.index_select(0, targets)).float()
+        for name, tensor in table.tensors().items()
+    }
+    own = (hidden * rows["weight"]).sum(1) + rows["bias"]
+    blocks = (
+        torch.addmm(block["bias"], hidden, block["weight"].t()).logsumexp(1)
+        for block in table.blocks(BLOCK)
+    )
+    return functools.reduce(torch.logaddexp, blocks) - own
 
 
 class SampledLSTM(nn.Module):
@@ -142,15 +157,18 @@ class SampledLSTM(nn.Module):
     dropout after the embedding, between the layers and after the last one is that of the code
     behind bigLSTM, which drops before and after each LSTM layer with keep probability 0.9.
 
-    candidates: words drawn per step, at most the vocabulary (see `SampledSoftmax`). Word ids have
-    to be numbered by falling frequency. embedding_gradient_factor: multiplies the gradient of the
-    embedding; okuchaiev/f-lm multiplies by its batch size of 128.
-
     ``forward(tokens, targets, state)``: tokens and targets int64 ``[time, batch]``, `state` as for
     ``LSTMLanguageModel``; returns the cross-entropy of each token, float32 ``[time, batch]``, and
     the state after the last step. In training the sampled one, in ``eval()`` the full one.
 
-    Raises ``ValueError`` naming the argument that is out of range.
+    Args:
+        candidates: words drawn per step, at most the vocabulary (see `SampledSoftmax`). Word ids
+            have to be numbered by falling frequency.
+        embedding_gradient_factor: multiplies the gradient of the embedding; okuchaiev/f-lm
+            multiplies by its batch size of 128.
+
+    Raises:
+        ValueError: names the argument that is out of range.
     """
 
     def __init__(
@@ -176,16 +194,10 @@ class SampledLSTM(nn.Module):
             vocab_size, embedding_size, gradient_factor=embedding_gradient_factor
         )
         self.dropout = nn.Dropout(dropout)
-        self.lstm = nn.LSTM(
-            embedding_size,
-            hidden_size,
-            num_layers,
-            proj_size=projection_size,
-            dropout=dropout if num_layers > 1 else 0.0,
-        )
+        self.lstm = stacked_lstm(embedding_size, hidden_size, num_layers, projection_size, dropout)
         self.output = RowTable(vocab_size, projection_size or hidden_size, bias=True)
         self.softmax = SampledSoftmax(vocab_size, candidates)
-        initialise(self, init_range, forget_bias)
+        initialise(self, self.lstm, init_range, forget_bias)
 
     def initial_state(self, batch_size: int) -> State:
         """As ``LSTMLanguageModel.initial_state``."""

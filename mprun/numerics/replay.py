@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_flatten_with_path
 
 from mprun.precision.random_states import random_states, restore_random_states
-from mprun.precision.update import largest
 
 
 @dataclass(frozen=True, slots=True)

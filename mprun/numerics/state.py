@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from mprun.precision.gradients import largest
+from mprun.precision.update import largest
 from mprun.tasks import Learner
 
 

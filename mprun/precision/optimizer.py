@@ -164,12 +164,14 @@ class MixedPrecisionOptimizer:
     def gradient_dtypes(self) -> dict[str, int]:
         """Dtype -> number of gradient elements as backward makes them; row tables count whole."""
         tensors = [(own.dtype, own.numel()) for own in self.parameters]
-        return _counted(tensors + [(row.row_dtype, row.tensor.numel()) for row in self.rows])
+        return elements_by_dtype(
+            tensors + [(row.row_dtype, row.tensor.numel()) for row in self.rows]
+        )
 
     def update_dtypes(self) -> dict[str, int]:
         """The same as they are unscaled, clipped and accumulated."""
         updated = [*self.updated, *(row.tensor for row in self.rows)]
-        return _counted([(self._dtype_for(tensor), tensor.numel()) for tensor in updated])
+        return elements_by_dtype([(self._dtype_for(tensor), tensor.numel()) for tensor in updated])
 
     def state_by_name(self) -> dict[str, dict]:
         """The state of the inner optimizer and of the rows by parameter name, as it is in use."""
@@ -331,7 +333,7 @@ def _several(scales: LossScale | Sequence[LossScale]) -> tuple[LossScale, ...]:
     return (scales,) if isinstance(scales, LossScale) else tuple(scales)
 
 
-def _counted(tensors: Iterable[tuple[torch.dtype, int]]) -> dict[str, int]:
+def elements_by_dtype(tensors: Iterable[tuple[torch.dtype, int]]) -> dict[str, int]:
     """Number of elements by name of the dtype, from (dtype, number) pairs."""
     counts: dict[str, int] = {}
     for dtype, numel in tensors:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mprun.data.source import Batch
+from mprun.data.source import Batch, Source
 from mprun.precision import Arithmetic, BatchNormGuard, LossScale, PrecisionPolicy
 from mprun.tasks.sample_distance import SampleDistance
 from mprun.tasks.supervised import micro_batches
@@ -23,12 +23,14 @@ class GAN:
     update D; G against the updated D, update G. The loss works on logits in every mode, because
     the gradient of a sigmoid followed by BCE does not fit FP16.
 
-    loss_scales: for real, fake and generator loss, in this order; the same object may stand in
-    several places (one shared scale, one per optimizer, or one per loss). Each is updated once
-    per step. Each optimizer skips on its own flag; `found_inf` says that at least one skipped, and
-    the schedule stands still for both then, so that they keep the same learning rate.
+    Each optimizer skips on its own flag; `found_inf` says that at least one skipped, and the
+    schedule stands still for both then, so that they keep the same learning rate.
 
-    sample_distance: adds the metric sliced_wasserstein to an evaluation; None saves its time.
+    Args:
+        loss_scales: for real, fake and generator loss, in this order; the same object may stand in
+            several places (one shared scale, one per optimizer, or one per loss). Each is updated
+            once per step.
+        sample_distance: adds the metric sliced_wasserstein to an evaluation; None saves its time.
     """
 
     sample = "image"
@@ -38,7 +40,7 @@ class GAN:
         self,
         generator: Learner,
         discriminator: Learner,
-        data,
+        data: Source,
         policy: PrecisionPolicy,
         arithmetic: Arithmetic,
         loss_scales: tuple[LossScale, LossScale, LossScale],
@@ -72,7 +74,7 @@ class GAN:
 
     def load(self, step: int) -> Iterator[Batch]:
         """The one batch of a step: all that depends on its number."""
-        return micro_batches(self.data, step, 1, self.channels_last, self.policy.cast_inputs)
+        return micro_batches(self.data, step, 1, self.channels_last, self.policy.param_dtype)
 
     def compute(self, batches: Iterable[Batch], measure: bool = False) -> dict[str, Tensor]:
         """`train_step` on this one batch: device work alone, so it can be captured."""
@@ -114,7 +116,7 @@ class GAN:
         metrics = {"loss": d_loss + g_loss, "d_loss": d_loss, "g_loss": g_loss}
         metrics |= d_update.metrics("d_") | g_update.metrics("g_")
         metrics["loss_scale"] = metrics["d_loss_scale"]
-        if d_update.found_inf is not None:
+        if d_update.found_inf is not None and g_update.found_inf is not None:
             metrics["found_inf"] = torch.maximum(d_update.found_inf, g_update.found_inf)
         return metrics
 
@@ -140,7 +142,7 @@ class GAN:
         d_loss, g_loss = (totals / count).tolist()
         values = {"loss": d_loss + g_loss, "d_loss": d_loss, "g_loss": g_loss}
         if self.sample_distance is not None:
-            values["sliced_wasserstein"] = self._distance_to_held_out()
+            values["sliced_wasserstein"] = self._distance_to_held_out(self.sample_distance)
         return values
 
     def samples(self) -> Tensor:
@@ -167,14 +169,14 @@ class GAN:
         for name, scale in self.loss_scales.items():
             scale.load_state_dict(state["loss_scales"][name])
 
-    def _distance_to_held_out(self) -> float:
+    def _distance_to_held_out(self, distance: SampleDistance) -> float:
         held_out = [images for images, _ in self.data.eval_batches()]
         sizes = [len(images) for images in held_out]
         random = torch.Generator().manual_seed(SAMPLE_SEED)
         codes = torch.randn(sum(sizes), self.latent_size, generator=random).to(self.device)
         with self.g.evaluating(self.arithmetic, self.eval_in_mode) as generator:
             generated = [generator(self._eval_inputs(part)).float() for part in codes.split(sizes)]
-        return self.sample_distance(held_out, generated)
+        return distance(held_out, generated)
 
     def _bce(self, logits: Tensor, target: float) -> Tensor:
         logits = logits.to(self.policy.loss_dtype)

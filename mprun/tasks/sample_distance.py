@@ -39,9 +39,12 @@ _CHUNK = 32
 class SampleDistance:
     """Sliced Wasserstein distance of images [n, channels, size, size] to real ones.
 
-    image_size: pixels, at least 16 (ValueError otherwise); the pyramid halves it while it is even.
     Draws its positions and directions from a generator of its own: the global random state is
     neither read nor changed.
+
+    Args:
+        image_size: pixels, at least 16 (ValueError otherwise); the pyramid halves it while it is
+            even.
     """
 
     def __init__(
@@ -67,11 +70,11 @@ class SampleDistance:
             inside = torch.arange(PATCH)
             inside = (inside[:, None] * size + inside).flatten()
             self.pixels.append((corners[:, None] + inside).to(device))
-        directions = torch.randn(
+        drawn = torch.randn(
             directions, channels * PATCH**2, generator=generator, dtype=torch.float64
         )
-        directions /= directions.norm(dim=1, keepdim=True)
-        self.directions = directions.float().to(device)
+        drawn /= drawn.norm(dim=1, keepdim=True)
+        self.directions = drawn.float().to(device)
 
     @torch.no_grad()
     def __call__(self, real: Iterable[Tensor], generated: Iterable[Tensor]) -> float:
@@ -83,13 +86,14 @@ class SampleDistance:
     def by_level(self, real: Iterable[Tensor], generated: Iterable[Tensor]) -> list[float]:
         """Distances of the levels, finest first, in standard deviations of the real patches.
 
-        real, generated: batches of float images, as many in both; ValueError otherwise. Products
-        in FP32, means in float64; waits for the device once.
+        Products in FP32, means in float64; waits for the device once.
+
+        Args:
+            real, generated: batches of float images, as many in both; ValueError otherwise.
         """
         with ieee_fp32():
-            real, generated = self._patches(real), self._patches(generated)
-            distances = []
-            for ours, theirs in zip(real, generated, strict=True):
+            distances: list[Tensor] = []
+            for ours, theirs in zip(self._patches(real), self._patches(generated), strict=True):
                 if ours.shape != theirs.shape:
                     count = len(self.pixels[len(distances)])
                     raise ValueError(
@@ -102,7 +106,7 @@ class SampleDistance:
 
     def _patches(self, batches: Iterable[Tensor]) -> list[Tensor]:
         """Patches of each level: float32 [images * positions, channels, 49]."""
-        found = [[] for _ in range(self.levels)]
+        found: list[list[Tensor]] = [[] for _ in range(self.levels)]
         for images in batches:
             if images.shape[1:] != self.shape:
                 raise ValueError(f"images {tuple(images.shape[1:])}: must be {self.shape}")
@@ -130,9 +134,12 @@ def pyramid_levels(image_size: int) -> int:
 def laplacian_pyramid(images: Tensor, levels: int) -> list[Tensor]:
     """Burt and Adelson's pyramid: differences of neighbouring sizes, and the smallest image.
 
-    images: [n, channels, h, w], h and w divisible by 2^(levels - 1). Level k is
-    [n, channels, h / 2^k, w / 2^k]; `levels[k] + up(levels[k + 1])`, from the last one up, gives
-    the images back.
+    Args:
+        images: [n, channels, h, w], h and w divisible by 2^(levels - 1).
+
+    Returns:
+        Level k is [n, channels, h / 2^k, w / 2^k]; `levels[k] + up(levels[k + 1])`, from the last
+        one up, gives the images back.
     """
     bands = []
     for _ in range(levels - 1):
@@ -145,8 +152,12 @@ def laplacian_pyramid(images: Tensor, levels: int) -> list[Tensor]:
 def sliced_wasserstein(a: Tensor, b: Tensor, directions: Tensor) -> Tensor:
     """Mean over the directions of the 1-D Wasserstein distance (order 1) of the projections.
 
-    a, b: [points, dimension], equally many points of equal weight; directions: [count, dimension]
-    of length 1. Returns a 0-dim float64 tensor; NaN if a value is NaN.
+    Args:
+        a, b: [points, dimension], equally many points of equal weight.
+        directions: [count, dimension] of length 1.
+
+    Returns:
+        A 0-dim float64 tensor; NaN if a value is NaN.
     """
     total = torch.zeros((), dtype=torch.float64, device=a.device)
     for chunk in directions.split(_CHUNK):
@@ -160,7 +171,11 @@ def _standardised(real: Tensor, generated: Tensor) -> tuple[Tensor, Tensor]:
     """[n, channels, 49] -> [n, channels * 49], both by the real set's mean and deviation."""
     std, mean = torch.std_mean(real.double(), dim=(0, 2), keepdim=True, correction=0)
     std = torch.where(std > 0, std, 1.0)  # a channel that is constant is left as it is
-    return tuple(((x - mean) / std).float().flatten(1) for x in (real, generated))
+
+    def scaled(patches: Tensor) -> Tensor:
+        return ((patches - mean) / std).float().flatten(1)
+
+    return scaled(real), scaled(generated)
 
 
 def _down(images: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -71,22 +71,22 @@ class Task(Protocol):
 class Learner:
     """A model in its policy's dtypes, the optimizer that updates it, and how to build it anew.
 
-    compiled: the model as torch.compile made it, for training steps; it shares the model's tensors.
+    Attributes:
+        network: what a training step calls: the model, or the form that torch.compile made of it,
+            which shares the model's tensors.
     """
 
     cast: CastModel
     optimizer: MixedPrecisionOptimizer
     build_model: Callable[[], nn.Module]
-    compiled: Callable | None = None
+    network: Callable[..., Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.network = self.model
 
     @property
     def model(self) -> nn.Module:
         return self.cast.module
-
-    @property
-    def network(self) -> Callable:
-        """What a training step calls: the model, or its compiled form."""
-        return self.model if self.compiled is None else self.compiled
 
     @contextmanager
     def evaluating(self, arithmetic: Arithmetic, in_mode: bool) -> Iterator[nn.Module]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mprun import __version__
 from mprun.precision import read_math_flags
-from mprun.precision.gradients import counted
+from mprun.precision.optimizer import elements_by_dtype
 from mprun.tasks import Task
 
 _STATUS = ("status", "--porcelain")
@@ -77,7 +77,7 @@ def flags() -> dict[str, str | bool]:
 
 
 def _count(tensors: Iterable[Tensor]) -> dict[str, int]:
-    return counted((tensor.dtype, tensor.numel()) for tensor in tensors)
+    return elements_by_dtype((tensor.dtype, tensor.numel()) for tensor in tensors)
 
 
 def _commit() -> dict:

@@ -3,8 +3,10 @@
 import pytest
 import torch
 
-from mprun.execution.cuda_graph import CallRecorder, CallRecording, CannotCapture
+from mprun.execution.cuda_graph import CannotCapture
 from mprun.execution.graph_self_test import difference, why_no_replay_on
+
+from .call_recorder import CallRecorder, CallRecording
 
 CPU = torch.device("cpu")
 

@@ -5,9 +5,10 @@ import torch
 
 from mprun.errors import BadInput
 from mprun.execution import GraphedStep, Stepper
-from mprun.execution.cuda_graph import CallRecorder, CannotCapture
+from mprun.execution.cuda_graph import CannotCapture
 from mprun.execution.graphed_step import WARM_UP, pays
 
+from .call_recorder import CallRecorder
 from .trained import SMALL, Training, assert_same_rows, assert_same_state, copy_of
 
 # torch says that its CPU library has no LSTM with projection.

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from mprun.execution import GraphedStep
-from mprun.execution.cuda_graph import CallRecorder
-from mprun.precision import get_policy
 from mprun.tasks.supervised import micro_batches
+
+from ..execution.call_recorder import CallRecorder
 
 MODELS = {
     "resnet50": ["model=resnet50", "data.batch_size=8"],
@@ -76,6 +76,6 @@ def test_the_layout_is_that_of_a_batch_put_in_order_and_then_cast():
     for channels in (1, 3):
         images = torch.randn(2, channels, 4, 4)
         source = SimpleNamespace(train_batch=lambda index, images=images: (images, None))
-        ((taken, _),) = micro_batches(source, 0, 1, True, get_policy("fp16_master").cast_inputs)
+        ((taken, _),) = micro_batches(source, 0, 1, True, torch.float16)
         expected = images.contiguous(memory_format=torch.channels_last).half()
         assert torch.equal(taken, expected) and taken.stride() == expected.stride()

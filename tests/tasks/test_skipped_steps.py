@@ -5,7 +5,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from mprun.execution import Stepper
-from mprun.tasks.learning_rate import LearningRate
+from mprun.execution.step_runner import LearningRate
 from mprun.training.metric_buffer import MetricBuffer
 
 TOKENS = [

@@ -1,0 +1,73 @@
+"""How many files of mprun a reader has to open to follow one training step."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import mprun
+from mprun.build import build
+from mprun.config.compose import compose_config
+from mprun.training.loop import Loop
+
+ROOT = Path(mprun.__file__).parent
+# Of what a step is made of whatever the data; the rest is the loop around it and where its data
+# come from.
+OWN = ("execution", "models", "precision", "tasks")
+CASES = {
+    "model=resnet50 data=synthetic_images data.train_size=16 data.eval_size=4": [
+        "execution/step_runner.py",
+        "precision/emulation.py",
+        "precision/loss_scale.py",
+        "precision/optimizer.py",
+        "precision/single_pass_cpu.py",
+        "precision/update.py",
+        "tasks/supervised.py",
+    ],
+    "model=lstm_lm data=synthetic_tokens model.hidden_size=8 model.embedding_size=8": [
+        "execution/step_runner.py",
+        "models/lstm_lm.py",
+        "precision/emulation.py",
+        "precision/loss_scale.py",
+        "precision/optimizer.py",
+        "precision/recurrent.py",
+        "precision/single_pass_cpu.py",
+        "precision/update.py",
+        "tasks/supervised.py",
+    ],
+}
+
+
+def files_of(function) -> set[str]:
+    """The files of mprun in which a function was called, by path inside of the package."""
+    found = set()
+
+    def note(frame, event, _):
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.is_relative_to(ROOT):
+            found.add(path.relative_to(ROOT).as_posix())
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        function()
+    finally:
+        sys.setprofile(before)
+    return found
+
+
+@pytest.mark.parametrize("model", CASES)
+def test_one_step_in_the_middle_of_a_run(model, tmp_path):
+    small = ["data.batch_size=2", "train.steps=9", "precision=fp16_master_scaled"]
+    config = compose_config([*model.split(), *small]).config
+    loop = Loop(build(config, torch.device("cpu")), config, tmp_path, 0, 0)
+    try:
+        for index in range(3):
+            loop.advance(index, measure=False)
+        files = files_of(lambda: loop.advance(3, measure=False))
+    finally:
+        loop.logger.close()
+    assert sorted(file for file in files if file.startswith(OWN)) == CASES[model]
+    # The loop, what it keeps of a step, and the source of its data.
+    assert len(files) <= len(CASES[model]) + 6
