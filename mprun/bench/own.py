@@ -45,11 +45,9 @@ class Contest:
 
     Attributes:
         command: starts a child; the id of the parent is added.
-        verb: what `python -m` runs for the same bench.
     """
 
     command: Sequence[str] = (sys.executable, "-m", "mprun.bench.child")
-    verb: Sequence[str] = ("mprun", "bench")
 
     def plan(self, options: Options, device: torch.device) -> tuple[list[Group], list[dict]]:
         """(groups to measure, what is left out: label, mode, contender, reason).
@@ -130,14 +128,15 @@ class Contest:
         updates. How far losses are apart is told and not judged, because how fast rounding grows
         is the model's own.
         """
+        own = {row.case.mode: row for row in rows if row.case.contender == "mprun"}
         answers = {}
         for row in rows:
-            answers[row.key] = True, ""
-            for other in rows:
-                of_mode = row.case.mode == other.case.mode and row.case.contender != "mprun"
-                of_fp32 = other.case.mode == "fp32" != row.case.mode and learns_as_fp32(row.case)
-                if other.case.contender == "mprun" and (of_mode or of_fp32):
-                    answers[row.key] = _held_to(other, row)
+            modes = [row.case.mode, *(["fp32"] if learns_as_fp32(row.case) else [])]
+            others = [own[mode] for mode in dict.fromkeys(modes) if mode in own]
+            found = [_held_to(other, row) for other in others if other is not row]
+            wrong = [reason for ok, reason in found if not ok]
+            notes = "; ".join(reason for ok, reason in found if reason)
+            answers[row.key] = not wrong, wrong[0] if wrong else notes
         return answers
 
     def summarise(self, bench: dict) -> None:

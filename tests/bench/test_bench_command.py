@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from mprun.bench.own import Contest
-from mprun.bench.plan import Options
+from mprun.bench.plan import Case, Options, Row
 from mprun.cli import main
 from mprun.cli.bench import exit_code, parse
+from mprun.config.compose import compose_config, conf_dir
+from mprun.errors import BadInput
 
 CPU = torch.device("cpu")
 TINY = [
@@ -73,6 +75,53 @@ def test_a_folder_that_holds_something_is_not_written_to(tmp_path, capsys):
 
 def test_baselines_come_first_whatever_the_order_given():
     assert parse(["--modes", "amp,fp32,amp"]).modes == ["fp32", "amp"]
+
+
+def test_without_a_configuration_it_is_the_default_one():
+    ((group,), left_out) = Contest().plan(Options(overrides=["device=cpu"]), CPU)
+    config = compose_config([]).config
+    assert group.label.startswith(config.model.name) and left_out == []
+    assert [case.mode for case in group.cases] == ["fp32", "fp16_master_scaled", "amp"]
+
+
+def test_a_mode_of_ones_own_is_taken(tmp_path):
+    (tmp_path / "precision").mkdir()
+    shipped = (conf_dir() / "precision" / "amp.yaml").read_text()
+    (tmp_path / "precision" / "mine.yaml").write_text(shipped)
+    given = ["--config-dir", str(tmp_path), "--modes", "mine,fp32", *TINY]
+    options = parse(given)
+    assert options.modes == ["fp32", "mine"]
+    ((group,), _) = Contest().plan(options, CPU)
+    assert [case.mode for case in group.cases] == ["fp32", "mine"]
+    assert group.cases[1].config().precision.autocast_dtype == "fp16"
+    with pytest.raises(BadInput, match="--modes mine: unknown mode"):
+        parse(["--modes", "mine"])
+
+
+def made(mode, contender, losses, skipped=0):
+    row = Row(Case("tiny", tuple(TINY), mode, contender))
+    row.equality = {"losses": losses, "skipped": skipped}
+    return row
+
+
+def test_modes_are_held_to_fp32_and_best_settings_to_the_defaults():
+    nan = float("nan")
+    rows = [
+        made("fp32", "mprun", [2.0, 2.0]),
+        made("fp32", "mprun+", [2.0, 2.0], skipped=1),
+        made("amp", "mprun", [2.0, 2.002], skipped=1),
+        made("amp", "mprun+", [2.0, nan], skipped=1),
+        made("bf16_master", "mprun", [2.0, float("inf")]),
+        made("fp16_naive", "mprun", [2.0, nan]),
+    ]
+    answers = Contest().check(rows)
+    assert [answers[row.key][0] for row in rows] == [True, False, True, False, False, True]
+    assert answers[rows[1].key][1] == "1 updates skipped, 0 by mprun in fp32"
+    assert answers[rows[2].key][1] == "1 updates skipped, 0 by mprun in fp32"
+    assert answers[rows[3].key][1] == "loss nan at step 2, 2.002 in mprun in amp"
+    close = [made("fp32", "mprun", [2.0]), made("amp", "mprun", [2.002])]
+    found = Contest().check(close)[close[1].key]
+    assert found == (True, "loss 1.0e-03 apart from mprun in fp32 at step 1")
 
 
 def test_end_to_end_cases_are_cases_of_their_own():
