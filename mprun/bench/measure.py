@@ -37,9 +37,13 @@ _WAITED = "called a synchronizing CUDA operation"
 class Window:
     """k steps of one contender.
 
-    seconds: of the device on CUDA, else of the wall clock. wall_s, cpu_s: of the host, waiting
-    included; processor time of all threads. energy_mj: None where it cannot be read. data_wait_s:
-    None where the source does not read ahead. power_w, sm_clock_mhz, temperature_c: [before, after]
+    Attributes:
+        seconds: of the device on CUDA, else of the wall clock.
+        wall_s: of the host, waiting included.
+        cpu_s: processor time of all threads.
+        energy_mj: None where it cannot be read.
+        sensors: power_w, sm_clock_mhz, temperature_c: [before, after].
+        data_wait_s: None where the source does not read ahead.
     """
 
     steps: int
@@ -80,7 +84,10 @@ def first_steps(
     """Losses and skipped updates of the first 20 steps, and the seconds that each of them took.
 
     The first steps of a fresh contender hold its compilation, capture and autotuning, which is why
-    they are timed, each waited for. after_each: called outside of the time.
+    they are timed, each waited for.
+
+    Args:
+        after_each: called after each step, outside of its time.
     """
     losses, seconds = [], []
     for _ in range(FIRST_STEPS):
@@ -147,9 +154,13 @@ def warm_up(
 ) -> dict:
     """Take windows until three in a row agree within 2 %, or for `limit_s` seconds.
 
-    steps: of a window; None: as many as last 0.3 s. measure: takes a window. The 20 steps of the
-    equality check came before. Returns the steps of a window to use, the steady step time, the
-    steps taken, whether they agreed, and how far the last ones were apart (share of the smallest).
+    Args:
+        steps: of a window; None: as many as last 0.3 s.
+        measure: takes a window.
+
+    Returns:
+        The steps of a window to use, the steady step time, the steps taken, whether they agreed,
+        and how far the last ones were apart (share of the smallest).
     """
     started, taken, times = time.perf_counter(), 0, []
     first = measure(contender, device, 1)
@@ -219,8 +230,11 @@ def measure_ceilings(device: torch.device, seconds: float = 6.0, size: int | Non
     """{"bandwidth": bytes/s, read and written together, "flops": {format: FLOP/s}, ...}.
 
     A multiply-add is 2 FLOP. Formats: fp32 (TF32 off), tf32 where the GPU has it, fp16, bf16; each
-    is the median of up to five windows, of fewer where `seconds` in all do not allow them. size:
-    side of the matrices, for tests. Leaves the flags of FP32 products at "ieee".
+    is the median of up to five windows, of fewer where `seconds` in all do not allow them. Leaves
+    the flags of FP32 products at "ieee".
+
+    Args:
+        size: side of the matrices, for tests.
     """
     on_gpu = device.type == "cuda"
     size = size or (8192 if on_gpu else 1024)

@@ -191,7 +191,8 @@ def _held_to(other: Row, row: Row) -> tuple[bool, str]:
 def best_settings(model: str, device_type: str, compiled: bool) -> list[str]:
     """Overrides of the variant "mprun+" for a model, before what cannot be combined is left out.
 
-    compiled: with torch.compile, for networks and devices where it helps.
+    Args:
+        compiled: with torch.compile, for networks and devices where it helps.
     """
     settings = ["optim.implementation=single_pass"]
     if model in _CONVOLUTIONAL:

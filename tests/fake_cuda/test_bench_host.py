@@ -1,4 +1,4 @@
-"""`mprun bench --host` on the fake device: every model in its modes, and what it says of them."""
+"""`mprun bench --host`, alone and in the suite: memory, launches and host time without a GPU."""
 
 import json
 import subprocess

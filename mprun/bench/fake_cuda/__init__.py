@@ -129,20 +129,9 @@ def _run(*command: str) -> str:
 
 
 _FIELDS = (
-    "launches",
-    "driver_launches",
-    "library_calls",
-    "copies",
-    "memsets",
-    "waits",
-    "captured",
-    "stray",
-    "graphs",
-    "graph_launches",
-    "replayed",
-    "allocations",
-    "modules",
-)
+    "launches driver_launches library_calls copies memsets waits captured stray "
+    "graphs graph_launches replayed allocations modules"
+).split()
 
 
 class Counts(ctypes.Structure):

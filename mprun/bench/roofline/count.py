@@ -40,10 +40,16 @@ _CPU = torch.device("cpu")
 class Counted:
     """What one step costs.
 
-    label: the model and its size. mode: as in a run's record. overrides: dtype names of the modules
-    with one of their own. samples: per step, in units of `sample`. parameters: all; dense: those
-    that every update moves (not row tables). update: how, "single_pass" or which of torch's
-    implementations. memory: in bytes. counted_s: how long the count took.
+    Attributes:
+        label: the model and its size.
+        mode: as in a run's record.
+        overrides: dtype names of the modules with one of their own.
+        samples: per step, in units of `sample`.
+        parameters: all.
+        dense: those that every update moves (not row tables).
+        update: how, "single_pass" or which of torch's implementations.
+        memory: in bytes.
+        counted_s: how long the count took.
     """
 
     label: str
@@ -74,10 +80,16 @@ def count(
 ) -> Counted:
     """Count a training step of `mprun [overrides]` as a GPU would execute it; needs none.
 
-    mode: a precision mode that replaces the one of the overrides. Takes seconds and no memory
-    worth mention, whatever the sizes; reads no file of the data. The step is one in steady state:
-    a language model carries its state on. Raises BadInput for a configuration that cannot run, and
-    for a network of the user's own that needs values (`.item()`, a loop over data).
+    Takes seconds and no memory worth mention, whatever the sizes; reads no file of the data. The
+    step is one in steady state: a language model carries its state on.
+
+    Args:
+        mode: a precision mode that replaces the one of the overrides.
+        config_dir: a folder of the user's own options.
+
+    Raises:
+        BadInput: for a configuration that cannot run, and for a network of the user's own that
+            needs values (`.item()`, a loop over data).
     """
     started = time.perf_counter()
     given = [*overrides] if mode is None else [*overrides, f"precision={mode}"]
@@ -164,11 +176,12 @@ def _built(config: RunConfig, policy: PrecisionPolicy, source: ShapeSource):
 class Counter(TorchDispatchMode):
     """Within it every operation adds its rows to `rows`. The tensors are fake ones.
 
-    fp32_math: "ieee" or "tf32", how FP32 products are computed.
-
     Foldable into a BatchNorm kernel are a ReLU (or leaky ReLU) of a BatchNorm's output, its
     gradient, the addition of a residual to such an output, of which the residual is still read,
     and the addition of the two gradients that meet there, of which one is still read.
+
+    Args:
+        fp32_math: "ieee" or "tf32", how FP32 products are computed.
     """
 
     def __init__(self, fp32_math: str):

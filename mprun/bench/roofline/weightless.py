@@ -177,12 +177,14 @@ def _vocabulary(config: schema.RunConfig, data: _TextData) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes by kind.
+    """Bytes by kind; workspaces, results on their way and the allocator's fragments come on top.
 
-    parameters, masters, optimizer: as they are held between steps (buffers and averages count as
-    parameters). gradients: as backward makes them, all at once. activations: the most that is kept
-    for a backward pass at one time, inputs included, parameters not. Workspaces of libraries,
-    results on their way and fragments of the allocator come on top.
+    Attributes:
+        parameters, masters, optimizer: as they are held between steps (buffers and averages count
+            as parameters).
+        gradients: as backward makes them, all at once.
+        activations: the most that is kept for a backward pass at one time, inputs included,
+            parameters not.
     """
 
     parameters: int
