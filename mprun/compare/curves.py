@@ -3,10 +3,10 @@
 The loss scale of each mode that scales, and the updates that it skipped.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from mprun.compare.findings import Band, Curve, Group, Row, RunData, band, curve, grid
@@ -55,8 +55,8 @@ def curves(group: Group, styles: dict[str, Style], plot: Plot, points: int) -> D
     longest = max((len(x) for x, _ in found.values()), default=0)
     x = grid(list(found.values()), points)
     rows = [*group.rows, group.baseline]
-    bands = [(row, band([found[id(run)] for run in row.arm.runs], x)) for row in rows]
-    bands = [(row, b) for row, b in bands if np.isfinite(b.mean).any()]
+    every = [(row, band([found[id(run)] for run in row.arm.runs], x)) for row in rows]
+    bands = [(row, b) for row, b in every if np.isfinite(b.mean).any()]
     if not bands or (plot.of_evals and longest < 2):
         return None
     ends = [end for row, _ in bands for end in _ends(row, found, plot.x)]
@@ -69,20 +69,12 @@ def curves(group: Group, styles: dict[str, Style], plot: Plot, points: int) -> D
     for layer, (row, b) in enumerate(bands):
         _draw(axes, b, styles[row.arm.label], 2 + layer, plot.of_evals)
     limits, logarithmic = _limits([b for _, b in bands], bands[-1][1])
-    if logarithmic:
-        axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        axes.yaxis.set_minor_formatter(FuncFormatter(_sparse(limits)))
-        axes.tick_params(axis="y", which="minor", labelsize=8)
-    axes.set_ylim(*limits)
-    for row, at, value in ends:
-        cross = {"color": styles[row.arm.label].colour, "markersize": 8, "markeredgewidth": 2}
+    _set_y(axes, limits, logarithmic)
+    for label, at, value in ends:
+        cross = {"color": styles[label].colour, "markersize": 8, "markeredgewidth": 2}
         height = _inside(value, limits, logarithmic)
         axes.plot([at], [height], "x", zorder=40, clip_on=False, **cross)
-    axes.margins(x=0.02)
-    axes.xaxis.set_major_formatter(FuncFormatter(thousands))
     axes.set(xlabel=plot.xlabel, ylabel=plot.ylabel + (" (log scale)" if logarithmic else ""))
-    axes.grid()
     words = "; ".join(f"{row.arm.label} {_course(b)}" for row, b in order)
     caption = "Mean over the seeds" if seeds > 1 else "One seed per mode"
     caption += " that still ran; a cross marks where a run diverged." if ends else "."
@@ -91,7 +83,7 @@ def curves(group: Group, styles: dict[str, Style], plot: Plot, points: int) -> D
     return Drawing(plot.name, caption, f"{plot.title}, mean over seeds: {words}.", figure)
 
 
-def _draw(axes, b: Band, style: Style, layer: int, markers: bool) -> None:
+def _draw(axes: Axes, b: Band, style: Style, layer: int, markers: bool) -> None:
     if np.nanmax(b.high - b.low) > 0:
         axes.fill_between(
             b.x, b.low, b.high, color=style.colour, alpha=0.16, linewidth=0, zorder=layer
@@ -107,6 +99,23 @@ def _draw(axes, b: Band, style: Style, layer: int, markers: bool) -> None:
         markersize=5,
         zorder=layer + 20,
     )
+
+
+def _set_y(axes: Axes, limits: tuple[float, float], logarithmic: bool) -> None:
+    """The frame, and what stands at its ticks."""
+    if logarithmic:
+        # Labels at minor ticks where the axis spans little more than a decade.
+        few = limits[1] / limits[0] < 100
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.yaxis.set_minor_formatter(
+            FuncFormatter(lambda v, _: f"{v:g}" if few and f"{v:.0e}"[0] in "25" else "")
+        )
+        axes.tick_params(axis="y", which="minor", labelsize=8)
+    axes.set_ylim(*limits)
+    axes.margins(x=0.02)
+    axes.xaxis.set_major_formatter(FuncFormatter(thousands))
+    axes.grid()
 
 
 def _limits(bands: list[Band], baseline: Band) -> tuple[tuple[float, float], bool]:
@@ -138,8 +147,8 @@ def _inside(value: float, limits: tuple[float, float], logarithmic: bool) -> flo
     return float(np.exp(value)) if logarithmic else value
 
 
-def _ends(row: Row, curves: dict[int, Curve], axis: str) -> list[tuple[Row, float, float]]:
-    """(row, x, last finite y) of each diverged run that has a curve."""
+def _ends(row: Row, curves: dict[int, Curve], axis: str) -> list[tuple[str, float, float]]:
+    """(label, x, last finite y) of each diverged run that has a curve."""
     steps = {outcome.seed: outcome.step for outcome in row.outcomes if outcome.diverged}
     found = []
     for run in row.arm.runs:
@@ -147,29 +156,19 @@ def _ends(row: Row, curves: dict[int, Curve], axis: str) -> list[tuple[Row, floa
         finite = np.isfinite(x) & np.isfinite(y)
         if run.seed not in steps or not finite.any():
             continue
-        at = steps[run.seed] if steps[run.seed] is not None else run.last_step
+        told = steps[run.seed]
+        at = float(run.last_step if told is None else told)
         if axis == "updates":
             step, updates = curve(run.train, "step", "updates")
             at = float(np.interp(at, step, updates)) if len(step) else np.nan
         if np.isfinite(at):
-            found.append((row, float(at), float(y[finite][-1])))
+            found.append((row.arm.label, at, float(y[finite][-1])))
     return found
 
 
 def _course(b: Band) -> str:
     known = b.mean[np.isfinite(b.mean)]
     return f"from {known[0]:.3g} to {known[-1]:.3g}"
-
-
-def _sparse(limits: tuple[float, float]) -> Callable[[float, int], str]:
-    """Labels for the minor ticks of a logarithmic axis that spans little more than a decade."""
-    few = limits[1] / limits[0] < 100
-
-    def text(value: float, _: int) -> str:
-        first = f"{value:.0e}"[0]
-        return f"{value:g}" if few and first in "25" else ""
-
-    return text
 
 
 def loss_scale(group: Group, styles: dict[str, Style], points: int) -> Drawing | None:
@@ -205,7 +204,7 @@ def loss_scale(group: Group, styles: dict[str, Style], points: int) -> Drawing |
     )
 
 
-def _skip_rows(axes, traces: list[tuple[Row, RunData]], styles: dict[str, Style]) -> None:
+def _skip_rows(axes: Axes, traces: list[tuple[Row, RunData]], styles: dict[str, Style]) -> None:
     """Below the traces one row per mode with a tick at each skipped update."""
     axes.margins(0.03, 0.08)
     low, high = axes.get_ylim()

@@ -52,11 +52,11 @@ def baseline_progress(baseline: Sequence[RunData], metric: str, *, gan: bool) ->
             return None
         start, end = np.mean(pairs, axis=0).tolist()
         return None if end < 0.9 * start else f"{metric} {start:.4g} to {end:.4g}"
-    starts = [_finite_mean(run.first_losses[:10]) for run in runs]
-    ends = [_finite_mean(run.last_losses) for run in runs]
-    if not runs or None in starts or None in ends:
+    ends = [(_finite_mean(run.first_losses[:10]), _finite_mean(run.last_losses)) for run in runs]
+    known = [(first, last) for first, last in ends if first is not None and last is not None]
+    if len(known) < len(runs) or not runs:
         return None
-    start, end = sum(starts) / len(runs), sum(ends) / len(runs)
+    start, end = (sum(losses) / len(runs) for losses in zip(*known, strict=True))
     count = min(min(run.first_losses[:10].size, run.last_losses.size) for run in runs)
     if start - end > 2 * _scatter(runs) * (2 / count) ** 0.5:
         return None
@@ -81,20 +81,16 @@ def _learned_nothing(
     """Rule (c); `finals`: id of each baseline run -> that run and its final smoothed loss."""
     if run.foreign or run.last_losses.size == 0:
         return None
-    final = _finite_mean(run.last_losses)
+    final, start = _finite_mean(run.last_losses), _finite_mean(run.first_losses[:10])
     if final is None:
         return "no finite training loss at the end", run.last_step
     others = [pair for key, pair in finals.items() if key != id(run)]
-    if not others:
-        return None
-    start = _finite_mean(run.first_losses[:10])
-    if start is None:
+    if not others or start is None:
         return None
     reached = sum(loss for _, loss in others) / len(others)
     progress = start - reached
-    if progress <= 0 or final <= start - LEAST_PROGRESS * progress:
-        return None
-    if progress <= _scatter([other for other, _ in others]):
+    told = progress > max(0, _scatter([other for other, _ in others]))
+    if not told or final <= start - LEAST_PROGRESS * progress:
         return None
     return (
         f"learned next to nothing: training loss {start:.4g} to {final:.4g}, "
@@ -201,13 +197,12 @@ def ended_runs(arm: Arm) -> list[RunData]:
 
 def _outcome(run: RunData, metric: str, window: int) -> Outcome:
     asked = f"{run.path}: {'--tag' if run.foreign else 'compare.metric'}={metric}"
-    column = run.evals.get(metric)
-    if column is None:
+    if metric not in run.evals:
         known = ", ".join(name for name in run.evals if name not in ("step", "updates"))
         raise BadInput(f"{asked}: not in its evaluations; must be one of {known or '(none)'}")
+    column, width = run.evals[metric], _width(run, window)
     if column.size == 0:
         raise BadInput(f"{asked}: the run has no evaluation")
-    width = _width(run, window)
     if column.size < width:
         raise BadInput(
             f"{asked}: compare.window={window}: must be at most the "
@@ -219,11 +214,15 @@ def _outcome(run: RunData, metric: str, window: int) -> Outcome:
             return Outcome(run.seed, math.nan, f"non-finite {metric} in an evaluation", int(step))
     if metric == "perplexity" and min(last) <= 0:
         raise BadInput(f"{asked}: is {min(last):g}; a perplexity must be above 0")
-    if width == 1:
-        return Outcome(run.seed, last[0])
-    if metric == "perplexity":
-        return Outcome(run.seed, math.exp(math.fsum(map(math.log, last)) / width))
-    return Outcome(run.seed, math.fsum(last) / width)
+    return Outcome(run.seed, _mean(last, geometric=metric == "perplexity"))
+
+
+def _mean(values: list[float], *, geometric: bool) -> float:
+    if len(values) == 1:
+        return values[0]
+    if geometric:
+        return math.exp(math.fsum(map(math.log, values)) / len(values))
+    return math.fsum(values) / len(values)
 
 
 def _width(run: RunData, window: int) -> int:

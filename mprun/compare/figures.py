@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import cast
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from mprun.compare.curves import TRAINING, curves, evaluation, loss_scale
@@ -86,18 +87,8 @@ def intervals(group: Group, styles: dict[str, Style]) -> Drawing | None:
     axes.set_xlim(left, right)
     axes.axvspan(-margin, margin, color=GREY, alpha=0.22, linewidth=0)
     for y, row, interval in zip(at, group.rows, found, strict=True):
-        if interval is None:
-            continue
-        colour = styles[row.arm.label].colour
-        middle, low, high = interval
-        axes.vlines([0], [y - 0.22], [y + 0.22], color=INK, linewidth=1)
-        if low <= right and high >= left:
-            axes.plot([max(low, left), min(high, right)], [y, y], color=colour, linewidth=2.5)
-        if left <= middle <= right:
-            axes.plot([middle], [y], "o", color=colour, markersize=6.5)
-        for beyond, edge, marker in ((high > right, right, ">"), (low < left, left, "<")):
-            if beyond:
-                axes.plot([edge], [y], marker, color=colour, markersize=8, clip_on=False)
+        if interval is not None:
+            _draw_interval(axes, y, interval, (left, right), styles[row.arm.label].colour)
     return Drawing(
         "intervals",
         f"Dot: difference; line: its {level_text(group)} confidence interval; shaded: the margin, "
@@ -105,6 +96,25 @@ def intervals(group: Group, styles: dict[str, Style]) -> Drawing | None:
         f"Interval plot, margin {around}. {'; '.join(results)}.",
         figure,
     )
+
+
+def _draw_interval(
+    axes: Axes,
+    y: float,
+    interval: tuple[float, float, float],
+    frame: tuple[float, float],
+    colour: str,
+) -> None:
+    """A dot and a line, and an arrow at the edge of the frame that it leaves."""
+    (middle, low, high), (left, right) = interval, frame
+    axes.vlines([0], [y - 0.22], [y + 0.22], color=INK, linewidth=1)
+    if low <= right and high >= left:
+        axes.plot([max(low, left), min(high, right)], [y, y], color=colour, linewidth=2.5)
+    if left <= middle <= right:
+        axes.plot([middle], [y], "o", color=colour, markersize=6.5)
+    for beyond, edge, marker in ((high > right, right, ">"), (low < left, left, "<")):
+        if beyond:
+            axes.plot([edge], [y], marker, color=colour, markersize=8, clip_on=False)
 
 
 def throughput(group: Group, styles: dict[str, Style]) -> Drawing | None:
@@ -131,13 +141,11 @@ def memory(group: Group, styles: dict[str, Style]) -> Drawing | None:
     rows = [row for row in group.every_row if row.peak_bytes]
     if not rows:
         return None
-    texts = []
-    for row in rows:
-        parts = [f"{row.arm.label}: {bytes_text(row.peak_bytes)}"]
-        if row is not group.baseline:
-            parts += [f", {ratio_text(row.memory_ratio)}"] if row.memory_ratio else []
-            parts += [f"; for backward {ratio_text(row.saved_ratio)}"] if row.saved_ratio else []
-        texts.append("".join(parts))
+    texts = [
+        f"{row.arm.label}: {bytes_text(row.peak_bytes)}"
+        + ("" if row is group.baseline else _memory_ratios(row))
+        for row in rows
+    ]
     measures = sorted({run.memory_measure for row in rows for run in row.arm.runs} - {""})
     caption = "Largest over the seeds"
     caption += f", measured as: {', '.join(measures)}." if measures else "."
@@ -150,6 +158,11 @@ def memory(group: Group, styles: dict[str, Style]) -> Drawing | None:
     bars = [(row, (row.peak_bytes or 0) / 2**20) for row in rows]
     figure = _bars("Peak memory", texts, bars, styles, "MiB")
     return Drawing("memory", caption, f"Peak memory. {'; '.join(texts)}.", figure)
+
+
+def _memory_ratios(row: Row) -> str:
+    text = f", {ratio_text(row.memory_ratio)}" if row.memory_ratio else ""
+    return text + (f"; for backward {ratio_text(row.saved_ratio)}" if row.saved_ratio else "")
 
 
 def _bars(

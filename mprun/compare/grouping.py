@@ -8,7 +8,6 @@ configuration says.
 
 import json
 import re
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -38,7 +37,7 @@ _ARM_KEYS = ("cpu_half",)  # how 16-bit products are computed where there is no 
 BASELINE = "fp32"  # by name, where several modes compute so
 _DTYPES = ("param_dtype", "norm_dtype", "master_dtype", "grad_dtype", "loss_dtype")
 # What every value of a mode's configuration is where it computes in FP32 alone.
-_FP32 = {f"precision.{key}": "fp32" for key in _DTYPES} | {
+_FP32: dict[str, Any] = {f"precision.{key}": "fp32" for key in _DTYPES} | {
     "precision.autocast_dtype": None,
     "precision.fp32_math": "ieee",
     "precision.overrides": {},
@@ -111,14 +110,12 @@ def group_runs(
         strict = {k: v for k, v in cell.shared.items() if not _matches(k, allow)}
         families.setdefault(canonical(strict), []).append(cell)
     groups: list[ProtoGroup] = []
+    rest: list[Cell] = []  # without a baseline
     lone: list[str] = []
-    without: dict[str, Cell] = {}  # a baseline: one cell for each configuration, of all its modes
     for family in families.values():
         baseline = _baseline(family, allow)
         if baseline is None:
-            for cell in family:
-                key = canonical(cell.shared)
-                without.setdefault(key, Cell([], cell.shared, {})).runs.extend(cell.runs)
+            rest += family
         elif len(family) == 1:
             lone.append(f"{_runs_text(baseline, ' alone')}: nothing to compare it with")
         elif not any(run.status in OUTCOMES for run in baseline.runs):
@@ -130,8 +127,7 @@ def group_runs(
         else:
             groups.append(_group(baseline, family))
     _name(groups)
-    baselines = [cell for cell in cells if cell.is_baseline]
-    return groups, [_why_not(cell, baselines) for cell in without.values()] + lone
+    return groups, _why_not(rest, [cell for cell in cells if cell.is_baseline]) + lone
 
 
 def cells_of(
@@ -143,11 +139,8 @@ def cells_of(
     for run in runs:
         given = side is not None and Path(run.path).resolve().is_relative_to(side)
         own = {k: v for k, v in run.keys.items() if of_arm(k)}
-        shared = {
-            k: v
-            for k, v in run.keys.items()
-            if k not in own and not is_no_key(k) and k not in ignored
-        }
+        left_out = {*own, *ignored}
+        shared = {k: v for k, v in run.keys.items() if k not in left_out and not is_no_key(k)}
         plain_fp32 = _is_plain_fp32(run)
         # FP32 computes nothing in 16 bits: there such a key makes no arm.
         telling = {k: v for k, v in own.items() if not (plain_fp32 and k in _ARM_KEYS)}
@@ -174,21 +167,15 @@ def arm_label(cell: Cell, baseline: Cell, rivals: list[Cell]) -> str:
     not the mode's usual one is always named.
     """
     run = cell.first
-    details = []
-    if run.scaler != _usual_scaler(run):
-        details.append(run.scaler)
     # Settings that tell it from cells of the same mode and scaler.
-    alike = [
-        other
-        for other in rivals
-        if other is not cell and (other.first.mode, other.first.scaler) == (run.mode, run.scaler)
-    ]
+    kind = (run.mode, run.scaler)
+    alike = [other for other in rivals if (other.first.mode, other.first.scaler) == kind]
     varied = sorted({key for other in alike for key in _differing(cell.own, other.own)})
-    details += [
+    details = [
         f"{key.removeprefix('scaler.')}={setting_text(cell.own.get(key, _NOT_RECORDED))}"
         for key in varied
     ]
-    if varied and run.scaler not in ("none", *details):
+    if run.scaler != _usual_scaler(run) or (varied and run.scaler != "none"):
         details.insert(0, run.scaler)
     label = f"{run.mode} ({' '.join(details)})" if details else run.mode
     if cell is baseline:
@@ -199,11 +186,14 @@ def arm_label(cell: Cell, baseline: Cell, rivals: list[Cell]) -> str:
     return label if told else f"{label} (other)"
 
 
-def differences(one: Cell, other: Cell, arm_keys: bool = False) -> dict[str, tuple[Any, Any]]:
-    """Key -> (value of one, value of other) where they differ; with those of the arm if asked."""
-    if arm_keys:
-        return _differing(one.shared | one.own, other.shared | other.own)
+def differences(one: Cell, other: Cell) -> dict[str, tuple[Any, Any]]:
+    """Key -> (value of one, value of other) where they differ, without those of the arm."""
     return _differing(one.shared, other.shared)
+
+
+def all_differences(one: Cell, other: Cell) -> dict[str, tuple[Any, Any]]:
+    """The same with those of the arm."""
+    return _differing(one.shared | one.own, other.shared | other.own)
 
 
 def _differing(one: dict[str, Any], other: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -280,18 +270,16 @@ def _baseline(family: list[Cell], allow: Sequence[str]) -> Cell | None:
     if len(candidates) < 2:
         return candidates[0] if candidates else None
     if given:
+        first, second = given[:2]
         raise BadInput(
-            f"--baseline: {candidates[0].first.path} and {candidates[1].first.path} differ in "
-            f"{pairs_text(differences(*candidates[:2], arm_keys=True))}; give one configuration"
+            f"--baseline: {first.first.path} and {second.first.path} differ in "
+            f"{pairs_text(all_differences(first, second))}; give one configuration"
         )
     # The configuration with which most runs of other modes agree exactly.
-    following: Counter[str] = Counter()
-    for cell in family:
-        if not cell.is_baseline:
-            following[canonical(cell.shared)] += len(cell.runs)
-    ranked = sorted(candidates, key=lambda cell: -following[canonical(cell.shared)])
-    first, second = ranked[:2]
-    if following[canonical(first.shared)] == following[canonical(second.shared)]:
+    others = [canonical(c.shared) for c in family if not c.is_baseline for _ in c.runs]
+    following = {id(cell): others.count(canonical(cell.shared)) for cell in candidates}
+    first, second = sorted(candidates, key=lambda cell: -following[id(cell)])[:2]
+    if following[id(first)] == following[id(second)]:
         raise BadInput(
             f"--allow {','.join(allow)}: {first.first.path} and {second.first.path} could both be "
             f"the baseline (they differ in {pairs_text(differences(first, second))}); say which "
@@ -328,13 +316,21 @@ def _arm(cell: Cell, baseline: Cell, rivals: list[Cell]) -> Arm:
         label=arm_label(cell, baseline, rivals),
         mode=cell.first.mode,
         runs=[run for run in runs if run.status in OUTCOMES],
-        differs={} if cell is baseline else differences(baseline, cell, arm_keys=True),
+        differs={} if cell is baseline else all_differences(baseline, cell),
         notes=missing_seeds(runs) + notes,
         missing=[run.seed for run in runs if run.status not in OUTCOMES],
     )
 
 
-def _why_not(cell: Cell, baselines: list[Cell]) -> str:
+def _why_not(rest: list[Cell], baselines: list[Cell]) -> list[str]:
+    """A line for each configuration that has no baseline, with all of its modes."""
+    merged: dict[str, Cell] = {}
+    for cell in rest:
+        merged.setdefault(canonical(cell.shared), Cell([], cell.shared, {})).runs.extend(cell.runs)
+    return [_why_not_one(cell, baselines) for cell in merged.values()]
+
+
+def _why_not_one(cell: Cell, baselines: list[Cell]) -> str:
     what = _runs_text(cell)
     if not baselines:
         return f"{what}: not compared, no FP32 runs (precision=fp32, scaler=none) were given"
@@ -383,16 +379,8 @@ def _name(groups: list[ProtoGroup]) -> None:
     """Titles that tell groups apart by the keys in which they differ, and unique slugs."""
     for title in {group.title for group in groups}:
         alike = [group for group in groups if group.title == title]
-        first = alike[0].keys
-        varied = [
-            key
-            for key in first
-            if not of_arm(key) and any(not same(group.keys.get(key), first[key]) for group in alike)
-        ]
-        for group in alike if len(alike) > 1 else []:
-            shown = [f"{key}={setting_text(group.keys.get(key))}" for key in varied]
-            more = [f"and {len(shown) - 3} more keys"] if len(shown) > 3 else []
-            group.title = " ".join([title, *shown[:3], *more])
+        if len(alike) > 1:
+            _tell_apart(alike)
     taken: set[str] = set()
     for group in groups:
         slug = base = re.sub(r"[^A-Za-z0-9._-]+", "-", group.title).strip("-.")[:80] or "group"
@@ -402,3 +390,16 @@ def _name(groups: list[ProtoGroup]) -> None:
             slug = f"{base}-{number}"
         taken.add(slug.lower())
         group.slug = slug
+
+
+def _tell_apart(alike: list[ProtoGroup]) -> None:
+    first = alike[0].keys
+    varied = [
+        key
+        for key in first
+        if not of_arm(key) and any(not same(group.keys.get(key), first[key]) for group in alike)
+    ]
+    for group in alike:
+        shown = [f"{key}={setting_text(group.keys.get(key))}" for key in varied]
+        more = [f"and {len(shown) - 3} more keys"] if len(shown) > 3 else []
+        group.title = " ".join([group.title, *shown[:3], *more])

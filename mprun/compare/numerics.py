@@ -7,16 +7,17 @@ at which FP16 holds them.
 import math
 import statistics
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
 
 from mprun.compare.findings import Group, Row
 from mprun.errors import Damaged
 from mprun.numerics.exponent_shares import LostUpdates
-from mprun.numerics.gradient_range import Gradients, scale_range
+from mprun.numerics.gradient_range import Gradients, ScaleRange, scale_range
 from mprun.numerics.probe_record import (
     FOLDER,
     KINDS,
@@ -29,6 +30,7 @@ from mprun.plots.palette import INK, Style
 from mprun.plots.panel import GREY, Drawing, line_entry, mark_entry, panel, power_of_two
 
 GRADIENTS = ("activation_gradients", "weight_gradients")
+_DASHES = dict(zip(GRADIENTS, ((), (4.0, 1.8)), strict=True))
 _MOST = 100  # files read of a run; each costs about 0.1 ms per KB
 PREFIX = "numerics-"  # of the names of these figures
 ACCEPTED = 0.001  # underflow share; that of `mprun advise`
@@ -211,22 +213,15 @@ def overflow(gradients: Gradients, k: int) -> float:
 
 
 def _histogram(modes: list[ProbedMode], styles: dict[str, Style], kind: str) -> Drawing | None:
-    found = {
-        mode.label: exponent_shares(mode.gradients[kind])
-        for mode in modes
-        if kind in mode.gradients
-    }
+    probed = [mode for mode in modes if kind in mode.gradients]
+    found = {mode.label: exponent_shares(mode.gradients[kind]) for mode in probed}
     exponents = [exponent for shares, _ in found.values() for exponent in shares]
     if not exponents:
         return None
     left, right = min(*exponents, -27), max(*exponents, 17) + 1
     words = kind.replace("_", " ")
-    figure, axes = panel(
-        f"{words.capitalize()} by size",
-        _HEIGHT,
-        [line_entry(name, styles[name]) for name in found],
-        left=_LEFT,
-    )
+    entries = [line_entry(name, styles[name]) for name in found]
+    figure, axes = panel(f"{words.capitalize()} by size", _HEIGHT, entries, left=_LEFT)
     start = left - 2 - _ZERO_WIDTH
     axes.set(xlim=(start, right), ylim=(_FLOOR, 300), yscale="log")
     _mark_ranges(axes, left, right)
@@ -234,7 +229,7 @@ def _histogram(modes: list[ProbedMode], styles: dict[str, Style], kind: str) -> 
     # The baseline comes first and is drawn last.
     for number, (label, (shares, zeros)) in reversed(list(enumerate(found.items()))):
         style = styles[label]
-        y = [max(shares.get(exponent, 0.0), _FLOOR / 10) for exponent in x]
+        y = [max(shares.get(int(exponent), 0.0), _FLOOR / 10) for exponent in x]
         line = {"color": style.colour, "linestyle": style.linestyle, "linewidth": 1.3}
         axes.plot(x, y, drawstyle="steps-post", **line)
         width = _ZERO_WIDTH / len(found)
@@ -242,9 +237,7 @@ def _histogram(modes: list[ProbedMode], styles: dict[str, Style], kind: str) -> 
             axes.bar(start + number * width, zeros, width, align="edge", color=style.colour)
     ticks = [power for power in range(-64, 65, 8) if left <= power <= right]
     axes.set_xticks([start + _ZERO_WIDTH / 2, *ticks], ["0", *map(power_of_two, ticks)])
-    axes.yaxis.set_major_formatter(FuncFormatter(_percent_tick))
-    axes.yaxis.minorticks_off()
-    axes.set(xlabel="absolute value, without loss scale", ylabel="% of the values")
+    _set_percents(axes, "absolute value, without loss scale", "% of the values")
     summary = "; ".join(f"{label}: {_course(*shown)}" for label, shown in found.items())
     caption = (
         "Share of all values per power of two, exact zeros on the left, divided by the loss scale. "
@@ -265,11 +258,11 @@ def _course(shares: dict[int, float], zeros: float) -> str:
     return f"{share_text(zeros / 100)} zeros, {below} below {power_of_two(-25)}, {ends}"
 
 
-def _mark_ranges(axes, left: int, right: int) -> None:
-    for number, (low, high, name) in enumerate(_RANGES):
+def _mark_ranges(axes: Axes, left: int, right: int) -> None:
+    for (low, high, name), alpha in zip(_RANGES, (0.26, 0.13, 0, 0.26), strict=True):
         low = left - 1 if low is None else max(low, left - 1)
         high = right if high is None else high
-        axes.axvspan(low, high, color=GREY, alpha=(0.26, 0.13, 0, 0.26)[number], linewidth=0)
+        axes.axvspan(low, high, color=GREY, alpha=alpha, linewidth=0)
         axes.text((low + high) / 2, 150, name, ha="center", va="center", fontsize=7.5)
     for power in (-25, -14, 16):
         axes.axvline(power, color=GREY, linewidth=0.8)
@@ -278,57 +271,44 @@ def _mark_ranges(axes, left: int, right: int) -> None:
 def _scales(modes: list[ProbedMode], styles: dict[str, Style]) -> Drawing | None:
     """Underflow and overflow over the loss scale, of the first mode with gradients."""
     mode = next((m for m in modes if any(g.nonzero for g in m.gradients.values())), None)
-    if mode is None:
-        return None
-    kinds = {kind: mode.gradients[kind] for kind in GRADIENTS if kind in mode.gradients}
-    kinds = {kind: gradients for kind, gradients in kinds.items() if gradients.nonzero}
+    kinds = {} if mode is None else {k: g for k, g in mode.gradients.items() if g.nonzero}
     usable = scale_range(kinds.values(), ACCEPTED, headroom=0)
-    other = [m for m in modes if m is not mode and m.scales is not None]
-    at = [round(sum(m.scales) / 2) for m in other]
-    low = min([usable.lowest, usable.highest, 0, *at]) - 8
-    high = max([usable.lowest, usable.highest, 0, *at]) + 8
-    dashes = dict(zip(GRADIENTS, ((), (4.0, 1.8)), strict=True))
+    if mode is None or usable is None:
+        return None
+    marks = {m.label: round(sum(m.scales) / 2) for m in modes if m is not mode and m.scales}
+    low = min([usable.lowest, usable.highest, 0, *marks.values()]) - 8
+    high = max([usable.lowest, usable.highest, 0, *marks.values()]) + 8
     colour = styles[mode.label].colour
-    entries = [line_entry(k.replace("_", " "), Style(colour, dashes[k])) for k in kinds]
-    if other:
+    lines = {k: Style(colour, _DASHES[k]) for k in GRADIENTS if k in kinds}
+    entries = [line_entry(k.replace("_", " "), style) for k, style in lines.items()]
+    if marks:
         entries.append(mark_entry("scale of a mode", "^"))
-    figure, axes = panel(
-        f"What FP16 loses of {mode.label}'s gradients",
-        _HEIGHT,
-        entries,
-        "Shaded: usable scales.",
-        _LEFT,
-    )
+    title = f"What FP16 loses of {mode.label}'s gradients"
+    figure, axes = panel(title, _HEIGHT, entries, "Shaded: usable scales.", _LEFT)
     axes.set(xlim=(low, high), ylim=(_FLOOR, 300), yscale="log")
     if usable.fits:
         axes.axvspan(usable.lowest, usable.highest, color=GREY, alpha=0.22, linewidth=0)
     x = np.arange(low, high + 1)
-    for kind, gradients in kinds.items():
-        line = Style(colour, dashes[kind]).linestyle
-        for share in (gradients.underflow, lambda k, own=gradients: overflow(own, k)):
-            y = np.array([100 * share(int(k)) for k in x])
-            y[y == 0] = _FLOOR / 10
-            axes.plot(x, y, color=colour, linestyle=line, linewidth=1.6)
-    for position, place in zip(other, at, strict=True):
-        axes.plot([place], [2 * _FLOOR], "^", color=styles[position.label].colour, markersize=8)
+    for kind, style in lines.items():
+        for share in (kinds[kind].underflow, partial(overflow, kinds[kind])):
+            y = np.array([100 * share(int(k)) or _FLOOR / 10 for k in x])
+            axes.plot(x, y, color=colour, linestyle=style.linestyle, linewidth=1.6)
+    for label, place in marks.items():
+        axes.plot([place], [2 * _FLOOR], "^", color=styles[label].colour, markersize=8)
     axes.text(low + 0.4, 150, "← rounded to 0", va="center", fontsize=8, color=INK)
     axes.text(high - 0.4, 150, "infinite →", ha="right", va="center", fontsize=8, color=INK)
     ticks = [k for k in range(-320, 321, 4 if high - low < 50 else 8) if low <= k <= high]
     axes.set_xticks(ticks, [power_of_two(k) for k in ticks])
-    axes.yaxis.set_major_formatter(FuncFormatter(_percent_tick))
-    axes.yaxis.minorticks_off()
-    axes.set(xlabel="loss scale", ylabel="% of the non-zero values")
-    return Drawing(
-        f"{PREFIX}scales",
-        f"{_usable_text(usable)} A scale above leaves infinite gradients and skipped updates."
-        + _already_lost(mode),
-        f"Underflow and overflow share of the gradients of {mode.label} over the loss scale. "
-        + _usable_text(usable),
-        figure,
-    )
+    _set_percents(axes, "loss scale", "% of the non-zero values")
+    told = _usable_text(usable)
+    caption = f"{told} A scale above leaves infinite gradients and skipped updates."
+    if any("fp16" in stats.dtype.split("+") for stats in mode.tensors.values()):
+        caption += f" What {mode.label} itself lost in FP16 at its own scale is not counted."
+    label = f"Underflow and overflow share of the gradients of {mode.label} over the loss scale."
+    return Drawing(f"{PREFIX}scales", caption, f"{label} {told}", figure)
 
 
-def _usable_text(usable) -> str:
+def _usable_text(usable: ScaleRange) -> str:
     limit = f"at most {share_text(ACCEPTED)} of the non-zero values become 0"
     low, high = power_of_two(usable.lowest), power_of_two(usable.highest)
     if usable.fits:
@@ -336,11 +316,10 @@ def _usable_text(usable) -> str:
     return f"No scale holds them: {limit} only from {low} on, and above {high} something overflows."
 
 
-def _already_lost(mode: ProbedMode) -> str:
-    formats = {part for s in mode.tensors.values() for part in s.dtype.split("+")}
-    if "fp16" not in formats:
-        return ""
-    return f" What {mode.label} itself lost in FP16 at its own scale is not counted."
+def _set_percents(axes: Axes, xlabel: str, ylabel: str) -> None:
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}" if v <= 100 else ""))
+    axes.yaxis.minorticks_off()
+    axes.set(xlabel=xlabel, ylabel=ylabel)
 
 
 def share_text(share: float) -> str:
@@ -351,7 +330,3 @@ def share_text(share: float) -> str:
     if 0 < percent < 0.1:
         return f"{percent:.4f}".rstrip("0") + " %"
     return f"{percent:.3g} %"
-
-
-def _percent_tick(value: float, _) -> str:
-    return f"{value:g}" if value <= 100 else ""

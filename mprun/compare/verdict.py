@@ -8,6 +8,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -205,19 +206,20 @@ def _at_looks(values: _Values, question: _Question, looks: Sequence[int]) -> Ver
         verdict = _tested(values.first(look), question, alpha, remedy)
         if verdict.name in CONCLUSIVE:
             break
-    verdict.look = look
-    verdict.needed = None
-    of_plan = f" Look at {look} seeds of the plan {', '.join(map(str, plan))}"
-    unused = available - look
+    verdict.look, verdict.needed = look, None
+    unused = f"{available - look} seed{'' if available - look == 1 else 's'}"
+    ends = []
     if verdict.name in CONCLUSIVE:
-        end = f"; it stands, {_seeds_word(unused)} not used." if unused else "."
+        rest = f"; it stands, {unused} not used"
     elif not later:
-        end = f"; {_seeds_word(unused)} beyond it not used." if unused else "."
+        rest = f"; {unused} beyond it not used"
     else:
         verdict.needed = later[0] - available
-        end = f"; the next needs {_seeds_word(verdict.needed)} more"
-        end += f", {_seeds_word(unused)} waiting for it." if unused else "."
-    verdict.sentence += of_plan + end
+        ends = [f"; the next needs {verdict.needed} seed{'' if verdict.needed == 1 else 's'} more"]
+        rest = f", {unused} waiting for it"
+    ends += [rest] if available > look else []
+    of_plan = f" Look at {look} seeds of the plan {', '.join(map(str, plan))}"
+    verdict.sentence += f"{of_plan}{''.join(ends)}."
     return verdict
 
 
@@ -283,10 +285,6 @@ def _without_partner(
     return f" Left out, having no partner: {'; '.join(parts)}." if parts else ""
 
 
-def _seeds_word(count: int) -> str:
-    return f"{count} seed{'' if count == 1 else 's'}"
-
-
 def assess(
     proto: ProtoGroup,
     *,
@@ -302,14 +300,13 @@ def assess(
     """
     keys, foreign = proto.keys, proto.baseline.runs[0].foreign
     metric = metric or keys.get("compare.metric")
-    accuracy = higher_is_better if foreign else metric in ACCURACIES
-    if margin is None:
-        configured = keys.get("compare.metric") == metric
-        data = keys.get("data.name")
-        margin = keys.get("compare.margin") if configured else None
-        margin = default_margin(metric, data) if margin is None else margin
     if metric is None or (not foreign and "compare.window" not in keys):
         raise BadInput("compare.metric, compare.window: the runs differ in it; give --metric")
+    accuracy = higher_is_better if foreign else metric in ACCURACIES
+    if margin is None and keys.get("compare.metric") == metric:
+        margin = keys.get("compare.margin")
+    if margin is None:
+        margin = default_margin(metric, keys.get("data.name"))
     if not accuracy and margin >= 0.5:
         raise BadInput(f"margin {margin:g}: is relative, 0.01 means 1 %; must be below 0.5")
     window = keys.get("compare.window", 1)
@@ -355,7 +352,7 @@ def assess(
 
 def _row(arm: Arm, baseline: Arm, verdict: Verdict, own: list[Outcome]) -> Row:
     ended, base = ended_runs(arm), ended_runs(baseline)
-    ranges = [run.scale_range for run in ended if run.scale_range is not None]
+    scales = [scale for run in ended for scale in run.scale_range or ()]
     # The seeds that were compared, so that means and difference agree.
     used = set(verdict.seeds) or {outcome.seed for outcome in own}
     finite = [o.value for o in own if math.isfinite(o.value) and o.seed in used]
@@ -372,12 +369,12 @@ def _row(arm: Arm, baseline: Arm, verdict: Verdict, own: list[Outcome]) -> Row:
         outcomes=own,
         mean=statistics.fmean(finite) if finite else None,
         skipped=sum(run.skipped for run in ended),
-        scale_range=(min(r[0] for r in ranges), max(r[1] for r in ranges)) if ranges else None,
+        scale_range=(min(scales), max(scales)) if scales else None,
         samples_per_s=_median_speed(ended),
         speedup=ratio(_median_speed),
-        peak_bytes=_largest_peak(ended),
-        memory_ratio=ratio(_largest_peak),
-        saved_ratio=ratio(_largest_saved),
+        peak_bytes=_largest("peak_bytes", ended),
+        memory_ratio=ratio(partial(_largest, "peak_bytes")),
+        saved_ratio=ratio(partial(_largest, "saved_bytes")),
         notes=post_mortems(arm.runs),
     )
 
@@ -394,31 +391,28 @@ def _median_speed(runs: list[RunData]) -> float | None:
     return statistics.median(speeds) if speeds else None
 
 
-def _largest_peak(runs: list[RunData]) -> int | None:
-    return max((run.peak_bytes for run in runs if run.peak_bytes), default=None)
+def _largest(name: str, runs: list[RunData]) -> int | None:
+    return max((getattr(run, name) for run in runs if getattr(run, name)), default=None)
 
 
-def _largest_saved(runs: list[RunData]) -> int | None:
-    return max((run.saved_bytes for run in runs if run.saved_bytes), default=None)
+def _first_distance(own: RunData, other: RunData) -> float | None:
+    """Median |loss / FP32 loss - 1| over the first 20 steps of two runs; None: cannot be told."""
+    count = min(len(own.first_losses), len(other.first_losses))
+    # After a skipped update equal steps are not equal numbers of updates.
+    skips = [*own.skip_steps[:1], *other.skip_steps[:1]]
+    if count < 2 or own.foreign or any(step <= count for step in skips):
+        return None
+    with np.errstate(all="ignore"):
+        distance = np.abs(own.first_losses[:count] / other.first_losses[:count] - 1)
+    distance = distance[np.isfinite(distance)]
+    return float(np.median(distance)) if len(distance) else None
 
 
 def _check_first_steps(row: Row, baseline: Arm) -> None:
-    """Median |loss / FP32 loss - 1| over steps 1 to 20, same seed, then over seeds."""
-    others = {run.seed: run.first_losses for run in baseline.runs}
-    skipped = {run.seed: run.skip_steps[:1] for run in baseline.runs}
-    medians = []
-    for run in row.arm.runs:
-        own, other = run.first_losses, others.get(run.seed, np.empty(0))
-        count = min(len(own), len(other))
-        skips = [*run.skip_steps[:1], *skipped.get(run.seed, ())]
-        # After a skipped update equal steps are not equal numbers of updates.
-        if count < 2 or run.foreign or any(step <= count for step in skips):
-            continue
-        with np.errstate(all="ignore"):
-            distance = np.abs(own[:count] / other[:count] - 1)
-        distance = distance[np.isfinite(distance)]
-        if len(distance):
-            medians.append(float(np.median(distance)))
+    """The distance of the first steps at the same seed, its median over the seeds."""
+    others = {run.seed: run for run in baseline.runs}
+    pairs = [(run, others[run.seed]) for run in row.arm.runs if run.seed in others]
+    medians = [found for pair in pairs if (found := _first_distance(*pair)) is not None]
     if not medians:
         return
     row.first_steps = statistics.median(medians)
