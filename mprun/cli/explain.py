@@ -10,6 +10,7 @@ from mprun.cli.arguments import Arguments
 from mprun.config.compose import config_from_record
 from mprun.config.user_code import NOTHING, Vouched, is_factory, vouched
 from mprun.errors import DONE, BadInput, Damaged
+from mprun.numerics.exponent_shares import FP16_MAX
 from mprun.numerics.post_mortem import plain, power, read_post_mortem
 from mprun.record.run_directory import read_config, read_json
 
@@ -322,6 +323,6 @@ def _ramp(ramp: list["Largest"]) -> list[str]:
     lines = [f"... {len(ramp) - len(shown)} before"] if len(ramp) > len(shown) else []
     for row, one in zip(rows, shown, strict=True):
         cells = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        beyond = "" if abs(one.value) <= 65504 else "  beyond FP16"
+        beyond = "" if abs(one.value) <= FP16_MAX else "  beyond FP16"
         lines.append(f"{cells}  {dtype_name(one.dtype)}{beyond}")
     return lines

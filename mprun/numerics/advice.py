@@ -19,7 +19,7 @@ from mprun.numerics.advice_report import (
     Worst,
     words,
 )
-from mprun.numerics.exponent_shares import FORMATS, LostUpdates, merged
+from mprun.numerics.exponent_shares import FORMATS, FP16_LOST, LostUpdates, merged
 from mprun.numerics.gradient_range import Gradients, scale_range
 from mprun.numerics.probe_record import GRADIENT_KINDS, LearnerProbe, ProbeRecord, TensorStats
 from mprun.numerics.shapes import IdleShape, Layout
@@ -172,7 +172,7 @@ def notes_on_naive(
     """What breaks in fp16_naive alone, where norm layers, optimizer state and update are FP16."""
     notes = []
     eps = optim.eps if optim.eps is not None else _EPS.get(optim.name)
-    if optim.name in _EPS and eps is not None and 0 < eps <= 2.0**-25:
+    if optim.name in _EPS and eps is not None and 0 < eps <= 2.0**FP16_LOST:
         notes.append(
             f"fp16_naive: eps={eps:g} of {optim.name} is 0 in FP16 (2^-25 and below): 0/0 is NaN"
         )

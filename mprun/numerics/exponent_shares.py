@@ -14,6 +14,7 @@ subnormal but for classes 2 and 3 at -15; at 15 class 3 is infinite, above 15 ev
 Beside them: how many updates a 16-bit format would have lost.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, astuple, dataclass
 from operator import add
@@ -25,6 +26,8 @@ LOWEST, HIGHEST = -149, 127  # exponents of FP32, subnormals by their true expon
 CLASSES = 4
 # Bin 0: zeros. Bins 4 * (e + 150) + class: values. Then infinities in one bin and NaN in three.
 _FIRST = CLASSES
+FP16_MAX = 65504.0
+FP16_LOST = -25  # values with a lower exponent are 0 in FP16, and so is 2^-25 itself
 _INFINITE = CLASSES * (HIGHEST - LOWEST + 2)
 BINS = _INFINITE + CLASSES
 
@@ -39,6 +42,13 @@ class Shares:
     underflow: float
     subnormal: float
     overflow: float
+
+
+def fp16_headroom(value: float) -> int:
+    """The largest k for which a positive value times 2^k does not overflow FP16."""
+    mantissa, exponent = math.frexp(value)  # mantissa below 1
+    # From 65520 = 2^16 * (1 - 2^-12) on, rounding gives infinity, not 65504.
+    return 16 - exponent - (mantissa >= 1 - 2.0**-12)
 
 
 class ExponentCounts:
@@ -111,9 +121,8 @@ class ExponentCounts:
         exponent = self.amax_exponent
         if exponent is None:
             return None
-        # From 65520 = 2^15 * (2 - 2^-11) on, rounding gives infinity, not 65504.
-        rounds_up = self.by_class()[exponent - LOWEST, 3] > 0
-        return 15 - exponent - int(rounds_up)
+        in_class_3 = self.by_class()[exponent - LOWEST, 3] > 0
+        return fp16_headroom(2.0**exponent * (2 - 2.0**-11 if in_class_3 else 1))
 
     def shares(self, log2_scale: int = 0, format: str = "fp16") -> Shares:
         """What rounding to `format` does to the elements times 2^log2_scale.
@@ -129,7 +138,7 @@ class ExponentCounts:
         if not total:
             return Shares(0.0, 0.0, 0.0)
         exponents = np.arange(LOWEST, HIGHEST + 1) + int(log2_scale)
-        underflow = counts[exponents < -25].sum() + counts[exponents == -25, 0].sum()
+        underflow = counts[exponents < FP16_LOST].sum() + counts[exponents == FP16_LOST, 0].sum()
         below_normal = counts[exponents < -15].sum() + counts[exponents == -15, :2].sum()
         overflow = counts[exponents > 15].sum() + counts[exponents == 15, 3].sum()
         return Shares(

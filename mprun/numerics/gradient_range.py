@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mprun.numerics.exponent_shares import HIGHEST, LOWEST
+from mprun.numerics.exponent_shares import FP16_LOST, HIGHEST, LOWEST
 from mprun.numerics.probe_record import TensorStats
 
 # No FP32 value (exponents -149 to 127) that was measured at a scale of 2^-126 to 2^126 needs more.
@@ -80,7 +80,7 @@ class Gradients:
             # All mantissas count as 1.5, and 2^-25 itself, the one tie, with what is above it.
             sums = counts * np.exp2(exponents.astype(np.float64))
             total += float(sums.sum()) * 2.0**low
-            lost += float(sums[exponents + math.floor(k + low) < -25].sum()) * 2.0**low
+            lost += float(sums[exponents + math.floor(k + low) < FP16_LOST].sum()) * 2.0**low
         return lost / total if total else 0.0
 
     def lowest(self, share: float) -> int | None:

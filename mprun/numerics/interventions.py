@@ -14,6 +14,7 @@ from mprun.build import Built
 from mprun.config.compose import compose_config, group_options, hydra_session
 from mprun.errors import BadInput, MprunError
 from mprun.numerics.dispatch import BACKWARD, UNSCALE, UPDATE, Event
+from mprun.numerics.exponent_shares import FP16_MAX
 from mprun.numerics.first_nonfinite import Finding
 from mprun.numerics.post_mortem import EXPLOSION, LAST, explosion, power
 from mprun.numerics.replay import KeptBatch, Replayed, Steps, resume_from, same_loss
@@ -241,7 +242,7 @@ def _powers_too_large(event: Event | None) -> int:
     wanted = None if event is None else event.would_be
     if wanted is None or not math.isfinite(wanted):
         return 4
-    return max(1, math.ceil(math.log2(max(wanted, 1.0) / 65504.0)) + 1)
+    return max(1, math.ceil(math.log2(max(wanted, 1.0) / FP16_MAX)) + 1)
 
 
 def _typed(value: str | float) -> str:

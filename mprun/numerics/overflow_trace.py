@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from mprun.errors import BadInput
+from mprun.numerics.exponent_shares import FP16_MAX
 
 SCAN = 256  # steps looked at first for the next overflow
 
@@ -255,7 +256,7 @@ def _grad_max(given: np.ndarray, limit: np.ndarray | None, notes: list[str]) -> 
     if limit is None or not (np.isfinite(limit) & (limit > 0)).all():
         return None
     notes.append("largest gradient for logmax: 65504 / limit (the file has no grad_max)")
-    return 65504.0 / limit
+    return FP16_MAX / limit
 
 
 def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:

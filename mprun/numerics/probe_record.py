@@ -45,7 +45,7 @@ from operator import add
 from pathlib import Path
 
 from mprun.errors import Damaged
-from mprun.numerics.exponent_shares import ExponentCounts, LostUpdates, merged
+from mprun.numerics.exponent_shares import ExponentCounts, LostUpdates, fp16_headroom, merged
 
 VERSION = 1
 KINDS = ("weights", "activations", "activation_gradients", "weight_gradients", "updates")
@@ -72,9 +72,7 @@ class TensorStats:
         """
         if not self.amax or not math.isfinite(self.amax):
             return self.counts.headroom
-        mantissa, exponent = math.frexp(self.amax)  # mantissa below 1
-        # From 65520 = 2^16 * (1 - 2^-12) on FP16 rounds to infinity.
-        return 16 - exponent - (mantissa >= 1 - 2.0**-12)
+        return fp16_headroom(self.amax)
 
     def merge(self, other: "TensorStats") -> "TensorStats":
         """The elements of both; a NaN stays."""
