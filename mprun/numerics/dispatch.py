@@ -8,7 +8,7 @@ casts included. Autograd's own threads take the mode over from the thread that c
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mprun.precision import DTYPE_NAMES, Arithmetic
+
+if TYPE_CHECKING:
+    from mprun.precision.emulation import HalfEmulation
 
 See = Callable[[OpOverload, tuple, dict[str, Any], bool], Any]
 
@@ -38,7 +41,9 @@ class Watch:
         self._outer, self._inner = _Mode(self, inner=False), _Mode(self, inner=True)
 
     def __enter__(self) -> Self:
-        self.arithmetic.emulations = (*self.arithmetic.emulations, self._inner)
+        # What is used of an emulation it has: it is entered, and counts what it reroutes.
+        inner = cast("HalfEmulation", self._inner)
+        self.arithmetic.emulations = (*self.arithmetic.emulations, inner)
         self._outer.__enter__()
         return self
 

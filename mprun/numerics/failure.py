@@ -112,9 +112,15 @@ def report_failure(
 ) -> None:
     """Keep what can be kept of a run that ended as diverged, and write its post-mortem.
 
-    keeper: None where `numerics.keep_failure` is off. step, rows: where the run ended, and its last
-    steps (`post_mortem.History`). What goes wrong here is told in the post-mortem: the run itself
-    has ended as it has.
+    What goes wrong here is told in the post-mortem: the run itself has ended as it has.
+
+    Args:
+        keeper: None where `numerics.keep_failure` is off.
+        directory: of the run.
+        cause: as it is recorded.
+        step: where the run ended.
+        rows: its last steps (`post_mortem.History`).
+        scaler_kind: "none", "static", "dynamic" or "logmax".
     """
     found = suspect(cause, step, rows)
     kept = Kept(found.kind, found.step, reason="numerics.keep_failure=false")
@@ -170,9 +176,13 @@ class FailureKeeper:
     def keep_if(self, step: int, skipped: Tensor, sound: Callable[[], Tensor]) -> None:
         """As `keep`, where the host does not know yet what the last steps did; waits for nothing.
 
-        Only after a first `keep`. skipped: int64, 0-dim, on the device. sound: returns whether no
-        step since the last call diverged and the last one had its update, bool, 0-dim, on the
-        device (`mprun.training.metric_buffer.Trace.sound`).
+        Only after a first `keep`.
+
+        Args:
+            step: steps done.
+            skipped: int64, 0-dim, on the device.
+            sound: returns whether no step since the last call diverged and the last one had its
+                update, bool, 0-dim, on the device (of `mprun.training.metric_buffer`).
         """
         started = time.perf_counter()
         if self.reason is not None or started < self._due:
@@ -198,9 +208,16 @@ class FailureKeeper:
     def record(self, directory: Path, found: Suspect, losses: Mapping[int, float]) -> Kept:
         """Rewind, train again to the step that went wrong, and save the state before it.
 
-        losses: recorded losses by step, to compare with. Saves task state, random states, step and
-        the batch of that step below `failure_folder`. Leaves the task in some later state: only
-        for a run that has ended. Raises Resource where the disk is full.
+        Saves task state, random states, step and the batch of that step below `failure_folder`.
+        Leaves the task in some later state: only for a run that has ended.
+
+        Args:
+            directory: of the run.
+            found: what the loop saw.
+            losses: recorded losses by step, to compare with.
+
+        Raises:
+            Resource: where the disk is full.
         """
         self._settle()
         origin = self.snapshot.step

@@ -67,9 +67,11 @@ class Finding:
 
 
 def find_culprit(steps: Steps, kind: str) -> Finding:
-    """Replay the next step of `steps` (or, for kind "evaluation", an evaluation) and look.
+    """Replay the next step of `steps` (or an evaluation) and look; changes the task.
 
-    steps: from a kept state (`mprun.numerics.replay.restore`). Changes the task.
+    Args:
+        steps: from a kept state (`mprun.numerics.replay.restore`).
+        kind: of the failure (`mprun.numerics.failure.Kept`).
     """
     if kind == "evaluation":
         return _find_in_evaluation(steps)

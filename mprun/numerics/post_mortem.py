@@ -73,8 +73,11 @@ def explosion(rows: Sequence[Mapping]) -> tuple[float, int] | None:
 def classify(cause: str, rows: Sequence[Mapping], scaler_kind: str, bad_step: int) -> list[str]:
     """What happened, in one line each; the first says what ended the run.
 
-    rows: of the last steps, oldest first (`History`). scaler_kind: "none", "static", "dynamic" or
-    "logmax". bad_step: the step that went wrong, where it is known, else the last one.
+    Args:
+        cause: as it is recorded.
+        rows: of the last steps, oldest first (`History`).
+        scaler_kind: "none", "static", "dynamic" or "logmax".
+        bad_step: the step that went wrong, where it is known, else the last one.
     """
     streak = _trailing_skips(rows)
     before = rows[: len(rows) - streak] if "collapsed" in cause else rows

@@ -54,9 +54,12 @@ class Replay:
 def replay(scale: LossScale, trace: OverflowTrace, stop_at_collapse: bool = True) -> Replay:
     """Run a fresh CPU loss scale (not `none`) over the trace, to its end or its collapse.
 
-    ValueError for a logmax scale on a trace without `grad_max`. A stretch of clean steps in which
-    nothing but the counters moves is one update and an addition to them, so that 100,000 steps take
-    a tenth of a second; logmax, which moves at every step, takes some 10 seconds.
+    A stretch of clean steps in which nothing but the counters moves is one update and an addition
+    to them, so that 100,000 steps take a tenth of a second; logmax, which moves at every step,
+    takes some 10 seconds.
+
+    Raises:
+        ValueError: for a logmax scale on a trace without `grad_max`.
     """
     if scale.needs_grad_max and trace.grad_max is None:
         raise ValueError("logmax needs the largest gradient magnitude of every step")
