@@ -4,6 +4,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import permutations
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from mprun.data.image_listing import (
     pack_names,
     printable,
 )
-from mprun.data.imagenet_archives import CLASSES, WHERE_FILES_GO, find_archived_images, has_archive
+from mprun.data.imagenet_archives import CLASSES, find_archived_images
 from mprun.data.source import DamagedData
 
 __all__ = ["HELD_OUT_FOLDERS", "ImageSplit", "Images", "find_images"]
@@ -24,6 +25,8 @@ __all__ = ["HELD_OUT_FOLDERS", "ImageSplit", "Images", "find_images"]
 HELD_OUT_FOLDERS = ("val", "valid", "validation", "test")
 # Up to here the content is hashed; reading more would delay every start of a run.
 CONTENT_HASH_BYTES = 256 * 2**20
+
+_WHOLE = ""  # the folder of images that are not split yet
 
 ListImages = Callable[[str, str, bool], Listing]
 
@@ -78,52 +81,34 @@ def find_images(
     if not 0 < eval_share < 1:
         raise ValueError(f"eval_share={eval_share} is not allowed: between 0 and 1")
     root, skip = os.path.abspath(root), on_corrupt == "skip"
-    has_train = os.path.isdir(os.path.join(root, "train"))
-    held_out_folder = next(
-        (name for name in HELD_OUT_FOLDERS if os.path.isdir(os.path.join(root, name))), None
-    )
-    whole, ignored = None, 0
-    if imagenet and not has_train and held_out_folder is None:
-        if not has_archive(root):
-            raise DamagedData(f"{printable(root)}: no ImageNet here; {WHERE_FILES_GO}")
-        train, held_out = find_archived_images(root)
-        rule = "the training and the validation archive"
-    elif layout == "flat" and not (has_train and held_out_folder):
-        whole, ignored = _list(root, "", list_flat, skip)
+    list_images = list_flat if layout == "flat" else list_classes
+    parts, rule, ignored = _listed(root, list_images, imagenet, skip)
+    if _WHOLE in parts:
         rule = f"SHA-256 of the path below {eval_share:g}"
-    elif layout == "classes" and not (has_train or held_out_folder or imagenet):
-        whole, ignored = _list(root, "", list_classes, skip)
-        rule = f"SHA-256 of the path below {eval_share:g}, one file of each class stays in training"
+        if layout == "classes":
+            rule += ", one file of each class stays in training"
+        train, held_out = _split_by_hash(parts[_WHOLE], eval_share)
     else:
-        held_out_folder = _both(root, has_train, held_out_folder)
-        list_images = list_flat if layout == "flat" else list_classes
-        train, ignored = _list(root, "train", list_images, skip)
-        held_out, ignored_too = _list(root, held_out_folder, list_images, skip)
-        ignored += ignored_too
-        _check_same_classes(root, "train", train, held_out_folder, held_out)
-        rule = f"folders train and {held_out_folder}"
-        if imagenet and len(train.classes) != CLASSES:
-            raise DamagedData(
-                f"{printable(os.path.join(root, 'train'))}: {len(train.classes)} classes, "
-                f"ImageNet has {CLASSES}"
-            )
-    if whole is None:
-        parts = {"train": train, held_out_folder or "val": held_out}
-    else:
-        parts = {"": whole}
-        train, held_out = _split_by_hash(whole, eval_share)
+        train, held_out = parts.values()
     sha256, sha256_of = _sha256(parts, skip)
     return Images(train, held_out, train.classes, sha256, sha256_of, rule, ignored)
 
 
-def _list(root: str, top: str, list_images: ListImages, skip: bool) -> tuple[ImageSplit, int]:
-    listing = list_images(root, top, skip)
-    names, ends = pack_names(listing.names)
-    sizes, labels = np.array(listing.sizes, np.int64), np.array(listing.labels, np.int64)
-    return ImageSplit(root, names, ends, sizes, labels, listing.classes), listing.ignored
-
-
-def _both(root: str, has_train: bool, held_out_folder: str | None) -> str:
+def _listed(
+    root: str, list_images: ListImages, imagenet: bool, skip: bool
+) -> tuple[dict[str, ImageSplit], str, int]:
+    """Folder -> images (training, held out; or all, which are not split yet), rule, ignored."""
+    names = ("train", *HELD_OUT_FOLDERS)
+    folders = [name for name in names if os.path.isdir(os.path.join(root, name))]
+    has_train = "train" in folders
+    held_out_folder = next(iter(folders[has_train:]), None)
+    if imagenet and not folders:
+        train, held_out = find_archived_images(root)
+        return {"train": train, "val": held_out}, "the training and the validation archive", 0
+    flat = list_images is list_flat
+    if not folders or (flat and not (has_train and held_out_folder)):
+        whole, ignored = _list(root, _WHOLE, list_images, skip)
+        return {_WHOLE: whole}, "", ignored
     if not has_train:
         raise DamagedData(
             f"{printable(os.path.join(root, 'train'))}: no such folder, but {held_out_folder}/ is "
@@ -134,29 +119,40 @@ def _both(root: str, has_train: bool, held_out_folder: str | None) -> str:
             f"{printable(root)}: has train/ but no held-out split; looked for "
             f"{', '.join(name + '/' for name in HELD_OUT_FOLDERS)}"
         )
-    return held_out_folder
+    train, ignored = _list(root, "train", list_images, skip)
+    held_out, ignored_too = _list(root, held_out_folder, list_images, skip)
+    parts = {"train": train, held_out_folder: held_out}
+    _check_classes(root, parts, imagenet)
+    return parts, f"folders train and {held_out_folder}", ignored + ignored_too
 
 
-def _check_same_classes(
-    root: str, train_name: str, train: ImageSplit, held_out_name: str, held_out: ImageSplit
-) -> None:
-    for here, there, folder, other in (
-        (held_out, train, held_out_name, train_name),
-        (train, held_out, train_name, held_out_name),
-    ):
-        unknown = sorted(set(here.classes) - set(there.classes))
+def _list(root: str, top: str, list_images: ListImages, skip: bool) -> tuple[ImageSplit, int]:
+    listing = list_images(root, top, skip)
+    names, ends = pack_names(listing.names)
+    sizes, labels = np.array(listing.sizes, np.int64), np.array(listing.labels, np.int64)
+    return ImageSplit(root, names, ends, sizes, labels, listing.classes), listing.ignored
+
+
+def _check_classes(root: str, parts: dict[str, ImageSplit], imagenet: bool) -> None:
+    # First what the held-out split has and training has not.
+    for other, folder in permutations(parts):
+        unknown = sorted(set(parts[folder].classes) - set(parts[other].classes))
         if unknown:
             more = f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else ""
             raise DamagedData(
                 f"{printable(os.path.join(root, folder, unknown[0]))}: a class{more} that is not "
                 f"in {printable(os.path.join(root, other))}"
             )
+    if imagenet and len(parts["train"].classes) != CLASSES:
+        raise DamagedData(
+            f"{printable(os.path.join(root, 'train'))}: {len(parts['train'].classes)} classes, "
+            f"ImageNet has {CLASSES}"
+        )
 
 
 def _split_by_hash(whole: ImageSplit, eval_share: float) -> tuple[ImageSplit, ImageSplit]:
-    hashes = np.fromiter(
-        (_hash64(whole.relative_name(i)) for i in range(len(whole))), np.uint64, len(whole)
-    )
+    digests = (hashlib.sha256(whole.relative_name(i)).digest()[:8] for i in range(len(whole)))
+    hashes = np.frombuffer(b"".join(digests), ">u8").astype(np.uint64)
     held_out = hashes < np.uint64(eval_share * 2.0**64)
     in_training = np.bincount(whole.labels[~held_out], minlength=len(whole.classes) or 1)
     for label in np.flatnonzero(in_training == 0):
@@ -168,10 +164,6 @@ def _split_by_hash(whole: ImageSplit, eval_share: float) -> tuple[ImageSplit, Im
             f"{eval_share:g} holds none of them out"
         )
     return whole.taken(~held_out), whole.taken(held_out)
-
-
-def _hash64(name: bytes) -> int:
-    return int.from_bytes(hashlib.sha256(name).digest()[:8], "big")
 
 
 def _sha256(parts: dict[str, ImageSplit], skip: bool) -> tuple[str, str]:

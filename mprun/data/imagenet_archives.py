@@ -158,11 +158,6 @@ _EDGE_BYTES = 64 * 2**10
 _CLASS_TAR = re.compile(r"n\d{8}\.tar")
 
 
-def has_archive(root: str) -> bool:
-    """Whether one of the two image archives lies in ``root``."""
-    return any(os.path.isfile(os.path.join(root, name)) for name in (TRAIN, VALIDATION))
-
-
 def find_archived_images(root: str) -> tuple[ImageSplit, ImageSplit]:
     """``(training, validation)`` of the archives in ``root``, each image read at its offset.
 
@@ -175,6 +170,8 @@ def find_archived_images(root: str) -> tuple[ImageSplit, ImageSplit]:
     Raises ``DamagedData`` naming the archive or the member that is missing or cannot be used.
     """
     train_path, validation_path = (os.path.join(root, name) for name in (TRAIN, VALIDATION))
+    if not (os.path.isfile(train_path) or os.path.isfile(validation_path)):
+        raise DamagedData(f"{printable(root)}: no ImageNet here; {WHERE_FILES_GO}")
     key = {
         "of": "imagenet",
         "train": _fingerprint(train_path),
@@ -291,7 +288,6 @@ def _read_devkit(root: str) -> list[bytes]:
         return [_read_small(os.path.join(folder, name)) for name in wanted]
     if not os.path.isfile(archive):
         raise DamagedData(f"{printable(archive)}: no such file; {WHERE_FILES_GO}")
-    found: dict[str, bytes] = {}
     try:
         with gzip.open(archive) as file:
             unpacked = file.read(MAX_UNPACKED_BYTES + 1)
@@ -299,21 +295,28 @@ def _read_devkit(root: str) -> list[bytes]:
             raise DamagedData(
                 f"{printable(archive)}: unpacks to more than {MAX_UNPACKED_BYTES // 2**20} MiB"
             )
-        for member in entries(io.BytesIO(unpacked), 0, len(unpacked)):
-            name = member.name.removeprefix("./").removeprefix(f"{DEVKIT_FOLDER}/")
-            if name not in wanted:
-                continue
-            plain = member.isreg() and not member.issparse()
-            end = member.offset_data + member.size
-            if not plain or member.size > MAX_DEVKIT_BYTES or end > len(unpacked):
-                raise DamagedData(f"{printable(archive)}:{name}: no regular file of its size")
-            found[name] = unpacked[member.offset_data : end]
+        found = _small_members(archive, unpacked, wanted)
     except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
         raise DamagedData(f"{printable(archive)}: cannot be read: {error}") from error
     for name in wanted:
         if name not in found:
             raise DamagedData(f"{printable(archive)}:{DEVKIT_FOLDER}/{name}: missing")
     return [found[name] for name in wanted]
+
+
+def _small_members(archive: str, tar: bytes, wanted: tuple[str, ...]) -> dict[str, bytes]:
+    """Name below the kit's folder -> content."""
+    found = {}
+    for member in entries(io.BytesIO(tar), 0, len(tar)):
+        name = member.name.removeprefix("./").removeprefix(f"{DEVKIT_FOLDER}/")
+        if name not in wanted:
+            continue
+        plain = member.isreg() and not member.issparse()
+        end = member.offset_data + member.size
+        if not plain or member.size > MAX_DEVKIT_BYTES or end > len(tar):
+            raise DamagedData(f"{printable(archive)}:{name}: no regular file of its size")
+        found[name] = tar[member.offset_data : end]
+    return found
 
 
 def _read_small(path: str) -> bytes:

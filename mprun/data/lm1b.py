@@ -73,20 +73,8 @@ def read_vocabulary(path: Path, sha256: str, required: tuple[str, ...]) -> tuple
     bytes of which ``sha256`` (hex) is the hash, for any other line, for a word that stands there
     twice, and where one of ``required`` is missing.
     """
-    try:
-        content = path.read_bytes()
-        lines = content.decode("utf-8").removeprefix("\ufeff").split("\n")
-    except OSError as error:
-        raise DamagedData(f"{path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise DamagedData(f"{path}: not UTF-8 at byte {error.start}, line {line}") from error
-    if hashlib.sha256(content).hexdigest() != sha256:
-        raise DamagedData(f"{path}: changed while it was read")
-    if not lines[-1]:
-        lines.pop()
     words: dict[str, None] = {}
-    for number, text in enumerate(lines, 1):
+    for number, text in enumerate(_vocabulary_lines(path, sha256), 1):
         fields = text.split()
         if not 1 <= len(fields) <= 2 or not all(count.isdecimal() for count in fields[1:]):
             raise DamagedData(f"{path}: line {number} is not a word, or a word and its count")
@@ -97,6 +85,20 @@ def read_vocabulary(path: Path, sha256: str, required: tuple[str, ...]) -> tuple
     if missing:
         raise DamagedData(f"{path}: without {' and '.join(missing)}, which the text needs")
     return tuple(words)
+
+
+def _vocabulary_lines(path: Path, sha256: str) -> list[str]:
+    try:
+        content = path.read_bytes()
+        lines = content.decode("utf-8").removeprefix("\ufeff").split("\n")
+    except OSError as error:
+        raise DamagedData(f"{path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise DamagedData(f"{path}: not UTF-8 at byte {error.start}, line {line}") from error
+    if hashlib.sha256(content).hexdigest() != sha256:
+        raise DamagedData(f"{path}: changed while it was read")
+    return lines if lines[-1] else lines[:-1]
 
 
 def _corpus_folder(root: Path) -> Path:

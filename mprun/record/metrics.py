@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mprun.errors import Damaged
-
-NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+from mprun.record.metrics_columns import NON_FINITE, complete_lines
 
 
 class MetricsFile:
@@ -55,16 +54,6 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             }
         )
     return records
-
-
-def complete_lines(data: bytes) -> list[bytes]:
-    """The lines of a metrics.jsonl without one that a killed run left torn at its end."""
-    *lines, last = data.split(b"\n")
-    try:
-        json.loads(last)
-    except ValueError:  # empty after a whole line
-        return lines
-    return [*lines, last]  # only its newline is missing
 
 
 def truncate_metrics(path: Path, last_step: int) -> None:

@@ -8,6 +8,7 @@ bare NaN and Infinity, and it says what is wrong with which line.
 """
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +18,9 @@ import msgspec
 import numpy as np
 
 from mprun.errors import Damaged
-from mprun.record.metrics import NON_FINITE, complete_lines
 
+# How `MetricsFile` writes what JSON has no numbers for.
+NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 DRAWN_RECORDS = 500
 DRAWN_SKIPS = 2000
 FIRST_STEPS = 20
@@ -94,6 +96,16 @@ def read_columns(path: Path, missing_ok: bool = False) -> MetricsColumns:
     return _columns(path, lines, records)
 
 
+def complete_lines(data: bytes) -> list[bytes]:
+    """The lines of a metrics.jsonl without one that a killed run left torn at its end."""
+    *lines, last = data.split(b"\n")
+    try:
+        json.loads(last)
+    except ValueError:  # empty after a whole line
+        return lines
+    return [*lines, last]  # only its newline is missing
+
+
 def _decoded(lines: list[bytes]) -> _Records:
     return list(map(_decoder.decode, lines))
 
@@ -136,16 +148,11 @@ def _columns(path: Path, lines: list[bytes], records: _Records) -> MetricsColumn
     step = np.fromiter((record.step for record in train), np.int64, count)
     skipped = np.fromiter((record.skipped for record in train), np.int64, count)
     losses = _numbers([record.loss for record in train])
-    scales = _numbers([record.loss_scale for record in train])
-    scales = scales[~np.isnan(scales)]
-    evaluated = [i for i, record in enumerate(records) if type(record) is _Eval]
-    evals = [json.loads(lines[i]) for i in evaluated]
-    eval_steps = np.array([record["step"] for record in evals], dtype=np.int64)
+    evals, eval_steps = _evaluations(path, lines, records)
     _ascending(path, "step", step, at, strictly=True)
     _ascending(path, "skipped", skipped, at, strictly=False)
-    _ascending(path, "step", eval_steps, evaluated, strictly=True)
     first = step[:FIRST_STEPS]
-    gaps = np.flatnonzero(first != np.arange(1, len(first) + 1))
+    gapless = np.logical_and.accumulate(first == np.arange(1, len(first) + 1))
     was_skipped = np.diff(skipped, prepend=0) > 0
     skip_steps = step[was_skipped]
     applied = np.flatnonzero(~np.isfinite(losses) & ~was_skipped)
@@ -155,14 +162,31 @@ def _columns(path: Path, lines: list[bytes], records: _Records) -> MetricsColumn
         train=_arrays(drawn, ("step", "updates", "skipped"), ("split",)),
         records=count,
         last_step=int(max([*step[-1:], *eval_steps[-1:]], default=0)),
-        first_losses=losses[: gaps[0] if len(gaps) else len(first)],
+        first_losses=losses[: gapless.sum()],
         last_losses=losses[count - -(-count // 10) :],
         skipped=int(skipped[-1]) if count else 0,
         skip_steps=_evenly(skip_steps, DRAWN_SKIPS),
         longest_skip_streak=_longest_streak(skip_steps),
-        scale_range=(float(scales.min()), float(scales.max())) if len(scales) else None,
+        scale_range=_range(_numbers([record.loss_scale for record in train])),
         nonfinite_step=int(step[applied[0]]) if len(applied) else None,
     )
+
+
+def _evaluations(
+    path: Path, lines: list[bytes], records: _Records
+) -> tuple[list[dict[str, Any]], np.ndarray]:
+    """The records of all evaluations in full, and their steps, int64."""
+    at = [i for i, record in enumerate(records) if type(record) is _Eval]
+    evals = [json.loads(lines[i]) for i in at]
+    steps = np.array([record["step"] for record in evals], dtype=np.int64)
+    _ascending(path, "step", steps, at, strictly=True)
+    return evals, steps
+
+
+def _range(values: np.ndarray) -> tuple[float, float] | None:
+    """Least and largest of the values that are not NaN."""
+    known = values[~np.isnan(values)]
+    return (float(known.min()), float(known.max())) if len(known) else None
 
 
 def _number(value: Any) -> float | None:

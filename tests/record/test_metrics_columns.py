@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from mprun.build import build
 from mprun.config.compose import compose_config
 from mprun.errors import Damaged
-from mprun.record.metrics import MetricsFile, complete_lines
-from mprun.record.metrics_columns import _columns, _decoded, _parsed, read_columns
+from mprun.record.metrics import MetricsFile
+from mprun.record.metrics_columns import _columns, _decoded, _parsed, complete_lines, read_columns
 from mprun.training.loop import train as train_run
 from mprun.training.signals import Interruption
 
