@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mprun.models.alexnet import LocalResponseNorm
+from mprun.models.classifiers import LocalResponseNorm
 
 Tensors = dict[str, Tensor]
 

@@ -5,10 +5,9 @@ addresses, so it gives the same bits; compiled networks and the channels-last la
 kernels, which round differently. Every step goes through one `Stepper`.
 """
 
-from mprun.execution.compilation import Compilation
 from mprun.execution.cuda_graph import CudaRecorder, why_not_captured
 from mprun.execution.graphed_step import GraphedStep, HostBound
-from mprun.execution.step_runner import Stepper
+from mprun.execution.step_runner import Compilation, Stepper
 
 __all__ = [
     "Compilation",

@@ -1,22 +1,25 @@
 """The one place that training steps go through, however they are executed, and at what rate.
 
-Schedules are tables by the number of applied updates: a skipped one does not advance them.
+Eager and compiled steps are taken here, recorded ones in `graphed_step`. Schedules are tables by
+the number of applied updates: a skipped one does not advance them.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mprun.errors import BadInput
-from mprun.execution.compilation import Compilation
 from mprun.execution.graphed_step import GraphedStep
 from mprun.precision import MixedPrecisionOptimizer
 from mprun.precision.torch_update import is_fused
-from mprun.tasks.task import Task
+from mprun.tasks.task import Learner, Task
 
 SCHEDULES = ("constant", "linear", "cosine", "polynomial", "step", "epoch_decay")
 
@@ -138,6 +141,63 @@ class LearningRate:
     def at(self, step: int, skipped: int) -> float:
         """The rate used at `step` (from 0) after `skipped` skipped updates."""
         return self.rates[min(step - skipped, len(self.rates) - 1)]
+
+
+_COMPILERS = ("torch._dynamo", "torch._inductor", "torch._functorch", "torch.fx", "triton")
+
+
+class Compilation:
+    """Gives learners a compiled form of their model, which shares its tensors.
+
+    Shapes are static: a batch of another size would be compiled once more.
+
+    Args:
+        mode: of torch.compile ("default", "max-autotune-no-cudagraphs").
+        fullgraph: a part that cannot be compiled is an error instead of staying eager.
+
+    Attributes:
+        seconds: that the first compiled step took, None before.
+    """
+
+    def __init__(self, learners: Iterable[Learner], mode: str, *, fullgraph: bool):
+        self.learners, self.mode, self.fullgraph = list(learners), mode, fullgraph
+        self.seconds: float | None = None
+
+    def first_step(self, step: Callable[[], Any]) -> Any:
+        """Install the compiled networks and take the step that compiles them.
+
+        Raises:
+            BadInput: in one line, where the compiler fails (it needs a C++ compiler on a CPU,
+                Triton on a GPU).
+        """
+        # Random numbers are those of the uncompiled network: the same dropout masks.
+        options = torch._inductor.list_mode_options(self.mode) | {"fallback_random": True}
+        for learner in self.learners:
+            learner.network = torch.compile(
+                learner.model, options=options, fullgraph=self.fullgraph, dynamic=False
+            )
+        started = time.perf_counter()
+        try:
+            with warnings.catch_warnings():
+                # torch looks for the gradient of a discriminator's input, which has none.
+                warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")
+                # FP32 products are what the configuration says.
+                warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
+                result = step()
+        except Exception as error:
+            if not _is_the_compilers(error):
+                raise
+            line = next((line for line in str(error).splitlines() if line.strip()), "")
+            name = type(error).__name__
+            raise BadInput(
+                f"train.compile={self.mode}: {name}: {line.strip()[:200]} (allowed here: off)"
+            ) from error
+        self.seconds = time.perf_counter() - started
+        return result
+
+
+def _is_the_compilers(error: BaseException) -> bool:
+    return type(error).__module__.startswith(_COMPILERS)
 
 
 class Stepper:

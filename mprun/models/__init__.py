@@ -4,10 +4,9 @@ Each works in whatever dtype its parameters and inputs have, and under autocast;
 is belongs to the precision policy.
 """
 
-from mprun.models.alexnet import AlexNet2012, LocalResponseNorm, alexnet
+from mprun.models.classifiers import AlexNet2012, LocalResponseNorm, alexnet, resnet50
 from mprun.models.dcgan import ConvAutoencoder, Discriminator, Generator
 from mprun.models.lstm_lm import SIZES, LSTMLanguageModel, LSTMSize, pad_to_multiple
-from mprun.models.resnet import resnet50
 from mprun.models.row_table import RowTable
 from mprun.models.sampled_lstm import LogUniformSampler, SampledLSTM, SampledSoftmax
 

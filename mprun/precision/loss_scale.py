@@ -13,7 +13,7 @@ import math
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -65,9 +65,13 @@ class LossScale(ABC):
     One iteration is: `backward`, multiply gradients by `inverse()`, `record` (once per
     optimizer that shares the scale), apply or skip, `update` (once).
 
-    Tensors: `scale` float32; `found_inf` float32, 0 or 1, cleared by `update`; `steps_skipped`
-    int64, total; `consecutive_skips` int64, since the last clean step; `stuck` bool, whether the
-    last update was an overflow with the scale already as low as its rule lets it go.
+    Attributes:
+        scale: float32.
+        found_inf: float32, 0 or 1, cleared by `update`.
+        steps_skipped: int64, total.
+        consecutive_skips: int64, since the last clean step.
+        stuck: bool, whether the last update was an overflow with the scale already as low as its
+            rule lets it go.
     """
 
     kind: ClassVar[str]
@@ -118,8 +122,9 @@ class LossScale(ABC):
     def record(self, found_inf: Tensor, grad_max: Tensor | None = None) -> None:
         """OR one optimizer's flag into `found_inf`.
 
-        `found_inf`: one element, any dtype; non-zero or NaN means a gradient was not finite.
-        `grad_max`: used by `logmax` only.
+        Args:
+            found_inf: one element, any dtype; non-zero or NaN means a gradient was not finite.
+            grad_max: used by `logmax` only.
         """
         self.found_inf.logical_or_(found_inf.reshape(()))
 
@@ -144,8 +149,9 @@ class LossScale(ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore `state_dict()` bit for bit, in place, from any device.
 
-        Raises ValueError naming the key when a key is missing or unknown, when a tensor has
-        another dtype or shape, or when the state is of another kind; nothing is changed then.
+        Raises:
+            ValueError: names the key when a key is missing or unknown, when a tensor has another
+                dtype or shape, or when the state is of another kind; nothing is changed then.
         """
         if "kind" not in state:
             raise ValueError("loss scale state: key 'kind' is missing")
@@ -165,12 +171,6 @@ class LossScale(ABC):
             raise ValueError(f"loss scale state: unknown key {min(unknown)!r}")
         for name in self._fields:
             getattr(self, name).copy_(state[name])
-
-    def to(self, device: torch.device | str) -> Self:
-        """Move all state to `device` (new tensors) and return self; not for use inside a step."""
-        for name in (*self._fields, "_one"):
-            setattr(self, name, getattr(self, name).to(device))
-        return self
 
 
 class NoLossScale(LossScale):
@@ -198,8 +198,13 @@ class NoLossScale(LossScale):
 class StaticLossScale(LossScale):
     """A scale that never changes; overflowing steps are skipped and counted.
 
-    `scale`: FP32, from 2**-126 to 2**126. `max_consecutive_skips`: >= 1; the fixed scale counts as
-    its own floor, so `collapsed()` is true after that many skips in a row. Raises ValueError.
+    Args:
+        scale: FP32, from 2**-126 to 2**126.
+        max_consecutive_skips: >= 1; the fixed scale counts as its own floor, so `collapsed()` is
+            true after that many skips in a row.
+
+    Raises:
+        ValueError: names the argument that is out of range.
     """
 
     kind = "static"
@@ -222,19 +227,29 @@ class DynamicLossScale(LossScale):
     With the defaults of the last five arguments this is the rule of torch.amp.GradScaler (same
     kernel) inside [min_scale, max_scale]; the other published rules are in `loss_scale_presets`.
 
-    init_scale, min_scale, max_scale: FP32, 2**-126 <= min <= init <= max <= 2**126.
-    growth_factor > 1 and backoff_factor in (0, 1): the product is taken in float64, rounded once.
-    growth_interval >= 1: clean steps since the start, the last growth or the last overflow.
-    growth_delay >= 0: further clean steps before the first growth after the start or an overflow.
-    hysteresis >= 1: credit; an overflow uses one and only the one that uses the last, and those
-    after it, back off. Growth refills it, or with `refill_on_clean_step` every clean step does.
-    tolerance in [0, 1]: back off only if overflows since the last backoff / steps since the last
-    growth or backoff >= tolerance. Not together with hysteresis > 1.
-    hold_at_floor: a backoff that would reach `min_scale` or less is not done; else it is clamped.
-    max_consecutive_skips >= 1: see `collapsed()`.
+    Args:
+        init_scale, min_scale, max_scale: FP32, 2**-126 <= min <= init <= max <= 2**126.
+        growth_factor: > 1; the product is taken in float64, rounded once.
+        backoff_factor: in (0, 1); likewise.
+        growth_interval: >= 1; clean steps since the start, the last growth or the last overflow.
+        growth_delay: >= 0; further clean steps before the first growth after the start or an
+            overflow.
+        hysteresis: >= 1; credit: an overflow uses one and only the one that uses the last, and
+            those after it, back off. Growth refills it, or with `refill_on_clean_step` every clean
+            step does.
+        tolerance: in [0, 1]; back off only if overflows since the last backoff / steps since the
+            last growth or backoff >= tolerance. Not together with hysteresis > 1.
+        hold_at_floor: a backoff that would reach `min_scale` or less is not done; else it is
+            clamped.
+        max_consecutive_skips: >= 1, see `collapsed()`.
 
-    Further tensors: `growth_tracker` int32 (from -growth_delay), `hysteresis_credit` int32,
-    `steps_since_rescale` and `overflows_since_backoff` int64. Raises ValueError.
+    Attributes:
+        growth_tracker: int32, from -growth_delay.
+        hysteresis_credit: int32.
+        steps_since_rescale, overflows_since_backoff: int64.
+
+    Raises:
+        ValueError: names the argument that is out of range.
     """
 
     kind = "dynamic"
@@ -367,13 +382,21 @@ class LogMaxLossScale(LossScale):
     a quantity that is already a logarithm, so that one overflow pins the scale to its floor for
     hundreds of steps: `overflow_log2=2.0**16` reproduces it.
 
-    init_scale, min_scale, max_scale: FP32, 2**-126 <= min <= init <= max <= 2**126. log_max,
-    overflow_log2: finite, at most 2**31 in magnitude. beta1, beta2 in (0, 1). overflow_std_dev in
-    [0, 100]. max_consecutive_skips >= 1. Raises ValueError naming the argument.
+    Args:
+        init_scale, min_scale, max_scale: FP32, 2**-126 <= min <= init <= max <= 2**126.
+        log_max, overflow_log2: finite, at most 2**31 in magnitude.
+        beta1, beta2: in (0, 1).
+        overflow_std_dev: in [0, 100].
+        max_consecutive_skips: >= 1.
 
-    Further tensors: `grad_max` float32, largest of this iteration; `averages` float64 (3,): of x
-    with beta1, of x with beta2, of x**2 with beta2, not bias-corrected; `start_weights` float64
-    (3,): beta**steps, what the start value 0 still weighs in each.
+    Attributes:
+        grad_max: float32, largest of this iteration.
+        averages: float64 (3,): of x with beta1, of x with beta2, of x**2 with beta2, not
+            bias-corrected.
+        start_weights: float64 (3,): beta**steps, what the start value 0 still weighs in each.
+
+    Raises:
+        ValueError: names the argument that is out of range.
     """
 
     kind = "logmax"
@@ -420,9 +443,13 @@ class LogMaxLossScale(LossScale):
     def record(self, found_inf: Tensor, grad_max: Tensor | None = None) -> None:
         """OR one optimizer's flag in, and keep the largest `grad_max` of the iteration.
 
-        `found_inf`: one element, any dtype. `grad_max`: one element, floating point, max |gradient|
-        after unscaling; its value is ignored when the iteration overflows. Raises ValueError
-        without it.
+        Args:
+            found_inf: one element, any dtype.
+            grad_max: one element, floating point, max |gradient| after unscaling; its value is
+                ignored when the iteration overflows.
+
+        Raises:
+            ValueError: without it.
         """
         if grad_max is None:
             raise ValueError("grad_max=None: logmax needs the largest unscaled gradient magnitude")
@@ -453,8 +480,3 @@ class LogMaxLossScale(LossScale):
         torch.where(informative, proposed.float(), self.scale, out=self.scale)
         self.grad_max.zero_()
         self._count(overflow)
-
-    def to(self, device: torch.device | str) -> Self:
-        """As `LossScale.to`."""
-        self._betas = self._betas.to(device)
-        return super().to(device)

@@ -1,7 +1,23 @@
-"""AlexNet: the single-tower network of 2014, and the grouped one of 2012 with its normalisation."""
+"""Image classifiers: ResNet-50 and AlexNet, its single tower of 2014 and its two groups of 2012.
+
+torchvision is imported where a network is built: it takes a second, which a language model or a GAN
+should not pay for.
+"""
 
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+
+def resnet50(num_classes: int = 1000) -> nn.Module:
+    """torchvision's ResNet-50 v1.5 with random weights: 25,557,032 parameters at 1000 classes.
+
+    Input ``[batch, 3, height, width]``, 32 px or more (published for 224); output logits
+    ``[batch, num_classes]``. He et al., arXiv 1512.03385, with the stride in the 3x3 convolution.
+    """
+    _check(num_classes)
+    from torchvision.models import resnet50 as torchvision_resnet50
+
+    return torchvision_resnet50(weights=None, num_classes=num_classes)
 
 
 class LocalResponseNorm(nn.LocalResponseNorm):
@@ -46,8 +62,6 @@ def alexnet(num_classes: int = 1000, dropout: float = 0.5) -> nn.Module:
     ``[batch, num_classes]``.
     """
     _check(num_classes, dropout)
-    # Here and not at the top: torchvision takes a second to import, which a language model or a
-    # GAN should not pay for.
     from torchvision.models import alexnet as torchvision_alexnet
 
     model = torchvision_alexnet(weights=None, num_classes=num_classes, dropout=dropout)
@@ -124,7 +138,7 @@ class AlexNet2012(nn.Module):
         return self.classifier(maps.flatten(1))
 
 
-def _check(num_classes: int, dropout: float) -> None:
+def _check(num_classes: int, dropout: float = 0.0) -> None:
     if num_classes < 1:
         raise ValueError(f"num_classes={num_classes} is not allowed: 1 or more")
     if not 0 <= dropout < 1:
