@@ -27,7 +27,11 @@ _REPLAYS = 3
 def why_no_replay_on(device: torch.device) -> str | None:
     """Why a recorded step cannot be relied on, None: it can. Waits for the device.
 
-    device: a CUDA device, by its index. Raises torch.OutOfMemoryError.
+    Args:
+        device: a CUDA device, by its index.
+
+    Raises:
+        torch.OutOfMemoryError: which says nothing of replays.
     """
     stream = torch.cuda.Stream(device)
     with torch.cuda.stream(stream):  # which also makes `device` the current one

@@ -31,7 +31,8 @@ class LocalResponseNorm(nn.LocalResponseNorm):
     Input and output: ``[batch, channels, height, width]``, any floating dtype, computed in that
     dtype. A subclass of torch's, so that it counts as a norm layer.
 
-    Raises ``ValueError`` unless ``size`` is odd and positive.
+    Raises:
+        ValueError: ``size`` is not odd and positive, or ``alpha`` is below 0.
     """
 
     def __init__(
@@ -89,8 +90,10 @@ class AlexNet2012(nn.Module):
     0 elsewhere (the 2012 paper has 1 where Caffe has 0.1).
 
     Input ``[batch, 3, 227, 227]`` or ``[batch, 3, 224, 224]``: Caffe rounds pooling sizes up, so
-    both end in a 6 x 6 map. Output logits ``[batch, num_classes]``. Another size raises
-    ``ValueError`` on the first forward pass.
+    both end in a 6 x 6 map. Output logits ``[batch, num_classes]``.
+
+    Raises:
+        ValueError: another size of images, on the first forward pass.
     """
 
     def __init__(self, num_classes: int = 1000, dropout: float = 0.5) -> None:

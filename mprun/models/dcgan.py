@@ -13,12 +13,16 @@ from torch import Tensor, nn
 class Generator(nn.Module):
     """Codes to images: transposed convolutions, ReLU, and tanh at the end.
 
-    At 64 px, latent size 100, width 64 and 3 channels: 3,576,704 parameters. The widest layer has
-    ``width * image_size / 8`` filters. ``norm=True`` puts BatchNorm after every layer but the
-    last and leaves biases out; ``norm=False`` leaves BatchNorm out and has biases.
+    At 64 px, latent size 100, width 64 and 3 channels: 3,576,704 parameters.
 
     Input ``[batch, latent_size]``; output ``[batch, channels, image_size, image_size]`` in
-    [-1, 1]. ``image_size`` is a power of two, at least 16, else ``ValueError``.
+    [-1, 1].
+
+    Args:
+        image_size: a power of two, at least 16, else ``ValueError``.
+        width: the widest layer has ``width * image_size / 8`` filters.
+        norm: True puts BatchNorm after every layer but the last and leaves biases out; False leaves
+            BatchNorm out and has biases.
     """
 
     def __init__(
@@ -56,13 +60,15 @@ class Generator(nn.Module):
 class Discriminator(nn.Module):
     """Images to logits: strided convolutions and LeakyReLU(0.2); no sigmoid at the end.
 
-    At 64 px, width 64 and 3 channels: 2,765,568 parameters. ``norm=True`` puts BatchNorm after
-    every layer but the first and the last and leaves biases out; ``norm=False`` leaves BatchNorm
-    out and has biases.
+    At 64 px, width 64 and 3 channels: 2,765,568 parameters.
 
     Input ``[batch, channels, image_size, image_size]``; output logits ``[batch]`` if ``outputs``
-    is 1, else ``[batch, outputs]``. ``image_size`` is a power of two, at least 16, else
-    ``ValueError``.
+    is 1, else ``[batch, outputs]``.
+
+    Args:
+        image_size: a power of two, at least 16, else ``ValueError``.
+        norm: True puts BatchNorm after every layer but the first and the last and leaves biases
+            out; False leaves BatchNorm out and has biases.
     """
 
     def __init__(

@@ -40,7 +40,10 @@ def matching_modules(model: nn.Module, pattern: str, key: str) -> list[str]:
 def matching_parameters(model: nn.Module, patterns: Iterable[str], key: str) -> set[str]:
     """Names of all parameters in the modules that match, and in what is inside these modules.
 
-    Without any pattern all parameters. ValueError for a pattern that matches no module.
+    Without any pattern all parameters.
+
+    Raises:
+        ValueError: a pattern that matches no module.
     """
     names = [name for name, _ in model.named_parameters()]
     patterns = list(patterns)

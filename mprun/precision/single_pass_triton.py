@@ -98,6 +98,16 @@ _TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32:
 _LAUNCH = {"num_warps": WARPS, "enable_fp_fusion": False}
 
 
+class _Kind(NamedTuple):
+    """What the tensors of one launch have in common; `group`: the id of the optimizer's."""
+
+    group: int
+    gradient_dtype: torch.dtype
+    copy_dtype: torch.dtype | None
+    clipped: bool
+    aligned: bool
+
+
 @dataclass(slots=True)
 class _Launch:
     """The tensors that one launch serves: of one parameter group and one kind.
@@ -111,10 +121,7 @@ class _Launch:
     """
 
     group: dict
-    gradient_dtype: torch.dtype
-    copy_dtype: torch.dtype | None
-    clipped: bool
-    aligned: bool
+    kind: _Kind
     chunks: Tensor
     squares: Tensor | None
     largest: Tensor
@@ -145,16 +152,6 @@ class _Plan:
     largest: Tensor
     steps: list[Tensor]
     strided: tuple[list[Tensor], list[Tensor]]
-
-
-class _Kind(NamedTuple):
-    """What the tensors of one launch have in common; `group`: the id of the optimizer's."""
-
-    group: int
-    gradient_dtype: torch.dtype
-    copy_dtype: torch.dtype | None
-    clipped: bool
-    aligned: bool
 
 
 # Of each gradient its dtype and whether it lies at a multiple of 16; None where there is none.
@@ -215,11 +212,11 @@ class KernelUpdate:
                     found_inf if checks else self._zero,
                     launch.largest if squares is None else squares,
                     launch.largest,
-                    _TYPES[launch.gradient_dtype],
+                    _TYPES[launch.kind.gradient_dtype],
                     checks,
                     squares is not None,
                     grad_max,
-                    launch.aligned,
+                    launch.kind.aligned,
                     BLOCK,
                     **_LAUNCH,
                 )
@@ -256,7 +253,7 @@ class KernelUpdate:
         clip: Tensor | None,
         found_inf: Tensor | None,
     ) -> None:
-        group, clips = launch.group, clip is not None and launch.clipped
+        group, clips = launch.group, clip is not None and launch.kind.clipped
         tensors = (
             table,
             plan.tensors,
@@ -267,13 +264,13 @@ class KernelUpdate:
             self._zero if found_inf is None else found_inf,
         )
         choices = {
-            "GRADIENT": _TYPES[launch.gradient_dtype],
-            "COPY": _TYPES[launch.copy_dtype or torch.float32],
-            "HAS_COPY": launch.copy_dtype is not None,
+            "GRADIENT": _TYPES[launch.kind.gradient_dtype],
+            "COPY": _TYPES[launch.kind.copy_dtype or torch.float32],
+            "HAS_COPY": launch.kind.copy_dtype is not None,
             "UNSCALE": inverse is not None,
             "CLIP": clips,
             "DECAYS": group["weight_decay"] != 0,
-            "ALIGNED": launch.aligned,
+            "ALIGNED": launch.kind.aligned,
             "BLOCK": BLOCK,
             **_LAUNCH,
         }
@@ -400,10 +397,7 @@ class KernelUpdate:
         launches = [
             _Launch(
                 groups[kind.group],
-                kind.gradient_dtype,
-                kind.copy_dtype,
-                kind.clipped,
-                kind.aligned,
+                kind,
                 self._to_device(chunks, torch.int32),
                 own_squares[place] if kind.clipped else None,
                 own_largest[place],

@@ -70,9 +70,11 @@ def step_unless(optimizer: Optimizer, found_inf: Tensor) -> None:
 
     No host synchronisation, so the step counter that Adagrad keeps on the host beside CUDA
     parameters is not taken back (without lr_decay nothing reads it). A fused kernel skips by
-    itself; otherwise the step is taken and taken back, which costs a copy of parameters and
-    state. Raises ValueError for an optimizer whose state would appear only during the step (its
-    first skip could not be taken back).
+    itself; otherwise the step is taken and taken back, which costs a copy of parameters and state.
+
+    Raises:
+        ValueError: the state of this optimizer would appear only during the step, so that its first
+            skip could not be taken back.
     """
     if is_fused(optimizer):
         optimizer.found_inf = found_inf  # type: ignore[attr-defined]  # not in torch's stub

@@ -92,9 +92,12 @@ class Checked:
 
 
 class SinglePass(Protocol):
-    """The two passes. Gradients are as autograd left them, scaled, None where there is none.
+    """The two passes, which take the same arguments.
 
-    inverse: 1/scale, float32, 0-dim; None: not scaled. found_inf: float32, 0-dim; None: no check.
+    Args:
+        gradients: as autograd left them, scaled, None where there is none.
+        inverse: 1/scale, float32, 0-dim; None: not scaled.
+        found_inf: float32, 0-dim; None: no check.
     """
 
     def check(
@@ -361,8 +364,12 @@ def by_dtype(tensors: Iterable[Tensor | None]) -> list[list[Tensor]]:
 def check_and_unscale(tensors: list[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
     """Multiply by `inverse` in place, rounded once; set `found_inf` where a value is not finite.
 
-    tensors: of one dtype. found_inf, inverse: float32, 0-dim. Torch's kernel takes no BF16 on CUDA
-    (NotImplementedError in torch 2.15): there it works on FP32 copies, which all live at once.
+    Torch's kernel takes no BF16 on CUDA (NotImplementedError in torch 2.15): there it works on FP32
+    copies, which all live at once.
+
+    Args:
+        tensors: of one dtype.
+        found_inf, inverse: float32, 0-dim.
     """
     if tensors[0].dtype is torch.bfloat16 and tensors[0].is_cuda:
         wide = [tensor.float() for tensor in tensors]

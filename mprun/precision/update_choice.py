@@ -189,8 +189,10 @@ def difference(
 ) -> str | None:
     """In what the kernels of `rule` differ from torch's operations on made tensors; None: nothing.
 
-    dtypes: of the gradients. Two steps with a loss scale and clipping, then some with a gradient
-    that is not finite.
+    Two steps with a loss scale and clipping, then some with a gradient that is not finite.
+
+    Args:
+        dtypes: of the gradients.
     """
     for name, make in _variants(rule).items():
         what = _difference_of(make, has_fused_kernel(rule, device), device, dtypes)
