@@ -26,12 +26,12 @@ import time
 import torch
 
 from mprun.build import build
-from mprun.config.compose import compose_config
+from mprun.config.compose import compose_config, modes
 from mprun.errors import BadInput
 from mprun.models import SampledLSTM
 from mprun.models.lstm_lm import SIZES
 from mprun.numerics.operations import FirstStep
-from mprun.precision import MODES, get_policy, pin_math_flags
+from mprun.precision import get_policy, pin_math_flags
 from mprun.record import memory
 
 GIB = 2**30
@@ -198,7 +198,7 @@ def resident() -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--run", action="store_true")
-    parser.add_argument("--precision", default="fp32", choices=sorted(MODES))
+    parser.add_argument("--precision", default="fp32", choices=sorted(modes()))
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--batch-size", type=int, default=128)
     parser.add_argument("--vocabulary", type=int, default=SIZES["biglstm"].vocab_size)
@@ -223,19 +223,19 @@ def main() -> None:
             8192,
         )
         rows = used_rows(size.embedding_size, size.projection_size, 128 * 20, 8192)
-        dense = {mode: sum(full.values()) for mode in MODES}
+        dense = {mode: sum(full.values()) for mode in modes()}
         print(
             f"parameters: {full['lstm']:,} in the LSTM (65,536 of them torch's second bias), "
             f"{full['tables']:,} in the tables, {dense['fp32']:,} together\n"
         )
         result = {"parameters": full, "rows": rows, "modes": {}}
-        for mode in MODES:
+        for mode in modes():
             kinds = count(full, mode, rows, 10)
             result["modes"][mode] = kinds
             text = "  ".join(f"{kind} {number / 1e9:.3f}" for kind, number in kinds.items())
             print(f"{mode:<20} {sum(kinds.values()) / 1e9:6.2f} GB: {text}")
         print("\ncheck against a small instance")
-        for mode in MODES:
+        for mode in modes():
             if mode != "tf32":  # FP32 in memory; not on a CPU
                 print(check(mode))
     if options.json:

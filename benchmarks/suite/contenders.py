@@ -132,9 +132,9 @@ def _maker(name: str) -> Callable:
 
 def _why_not_here(mode: str, task_kind: str, device: torch.device) -> str | None:
     """The reason why nobody can train like that on this device."""
-    from mprun.precision import MODES, build_policy, why_no_lstm, why_unsupported
+    from mprun.precision import get_policy, why_no_lstm, why_unsupported
 
-    policy = build_policy(mode, MODES[mode])
+    policy = get_policy(mode)
     reason = why_unsupported(policy, device)
     if reason is None and task_kind == "language_model" and device.type == "cuda":
         reason = why_no_lstm(policy, device)

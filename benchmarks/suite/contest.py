@@ -17,7 +17,7 @@ from mprun.bench.own import Contest, left_out_of
 from mprun.bench.plan import OWN, REFERENCES, Case, Entry, Group, Options, Row, without_device
 from mprun.bench.report import markdown, ratio_text
 from mprun.bench.summary import summarise
-from mprun.config.schema_models import task_of
+from mprun.config.schema import task_of
 from mprun.errors import BadInput
 
 if TYPE_CHECKING:

@@ -39,7 +39,7 @@ from mprun.bench.contender import Contender
 from mprun.bench.measure import first_steps
 from mprun.bench.plan import Case
 from mprun.bench.worker import release
-from mprun.config.schema_models import task_of
+from mprun.config.schema import task_of
 from mprun.precision import get_policy
 
 # Modes that change what is learned: without master weights updates are lost, without loss scaling

@@ -21,8 +21,7 @@ from mprun.bench.report import markdown
 from mprun.bench.summary import summarise
 from mprun.build import Built, policy_from
 from mprun.config.compose import compose_config
-from mprun.config.schema import RunConfig
-from mprun.config.schema_models import task_of
+from mprun.config.schema import RunConfig, task_of
 from mprun.errors import BadInput
 from mprun.numerics.operations import FirstStep
 from mprun.precision import why_no_lstm, why_unsupported

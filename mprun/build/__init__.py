@@ -1,6 +1,6 @@
 """From a checked configuration to the objects of a run; the only package that reads both."""
 
-from mprun.build.precision import build_loss_scale, mode_label, policy_from
+from mprun.build.precision import build_loss_scale, policy_from
 from mprun.build.run import Built, build
 
-__all__ = ["Built", "build", "build_loss_scale", "mode_label", "policy_from"]
+__all__ = ["Built", "build", "build_loss_scale", "policy_from"]

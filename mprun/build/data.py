@@ -1,12 +1,14 @@
-"""`data=custom`: the user's factory called, and its source held to what a source must be.
+"""Data sources from configurations; one of the user's own is held to what a source must be."""
 
-Data sources from configurations.
-"""
+from collections.abc import Callable
+from functools import partial
+from inspect import signature
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mprun.build.user_code import Factory, is_out_of_memory
+from mprun.build.user_code import Factory, blaming, known_size
 from mprun.config import schema
 from mprun.config.schema import CustomDataConfig
 from mprun.data import DigitsImages, DocsText, SyntheticImages, SyntheticTokens
@@ -15,7 +17,36 @@ from mprun.data.image_folder import ImageFolder
 from mprun.data.lm1b import Lm1b
 from mprun.data.source import Source, completed, kept_random_state
 from mprun.data.text import Text
-from mprun.errors import BadInput, MprunError, raised
+from mprun.errors import BadInput
+
+# Name in a configuration -> what makes the source; fields are arguments of the same name.
+_SOURCES: dict[str, Callable[..., Source]] = {
+    "digits": DigitsImages,
+    "docs_text": DocsText,
+    "synthetic_images": SyntheticImages,
+    "synthetic_tokens": SyntheticTokens,
+    "image_folder": ImageFolder,
+    "imagenet": partial(ImageFolder, imagenet=True),
+    "cifar10": Cifar10,
+    "text": Text,
+    "lm1b": Lm1b,
+}
+
+
+def build_data(config: schema.DataConfig, seed: int, device: torch.device) -> Source:
+    """The data source of a configuration."""
+    if isinstance(config, schema.CustomDataConfig):
+        return own_source(config, seed, device)
+    make = _SOURCES[config.name]
+    return make(**arguments_of(make, config), seed=seed, device=device)
+
+
+def arguments_of(make: Callable, config: object) -> dict[str, Any]:
+    """What `make` takes of a configuration: the fields that are called like its arguments."""
+    return {
+        name: getattr(config, name) for name in signature(make).parameters if hasattr(config, name)
+    }
+
 
 _ATTRIBUTES = (
     "train_batch",
@@ -36,22 +67,20 @@ def own_source(config: CustomDataConfig, seed: int, device: torch.device) -> Sou
 
     The global random state is left as it was, so that initial weights do not depend on the data.
     """
-    own = {"batch_size": config.batch_size, "seed": seed, "device": device}
-    for key in ("root", "image_size", "workers"):
-        if getattr(config, key) is not None:
-            own[key] = getattr(config, key)
+    own = {name: getattr(config, name) for name in ("batch_size", "root", "image_size", "workers")}
     for name in config.options:
-        if name in ("batch_size", "seed", "device", "root", "image_size", "workers"):
-            proper = name if name in ("seed", "device") else f"data.{name}"
+        if name in own or name in ("seed", "device"):
+            proper = f"data.{name}" if name in own else name
             raise BadInput(f"data.options.{name}: is handed over anyway; set {proper}")
+    own = {name: value for name, value in own.items() if value is not None}
     with kept_random_state():
         factory = Factory("data.factory", config.factory)
-        source = factory(**own, **config.options)
+        source = factory(**own, seed=seed, device=device, **config.options)
     _check_attributes(factory, source)
     return completed(source)
 
 
-def _check_attributes(factory: Factory, source: object) -> None:
+def _check_attributes(factory: Factory, source: Any) -> None:
     missing = [name for name in _ATTRIBUTES if not hasattr(source, name)]
     if missing:
         raise BadInput(
@@ -89,9 +118,10 @@ def check_batches(config: CustomDataConfig, task: str, source: Source, device) -
     if source.batches_per_epoch < 1:
         return  # said with the batch size, once the model is known
     with kept_random_state():
-        first = _asked(name, "train_batch(0)", lambda: source.train_batch(0))
-        again = _asked(name, "train_batch(0)", lambda: source.train_batch(0))
-        held_out = _asked(name, "eval_batches()", lambda: next(iter(source.eval_batches()), None))
+        with blaming(f"{name}: train_batch(0) of its source"):
+            first, again = source.train_batch(0), source.train_batch(0)
+        with blaming(f"{name}: eval_batches() of its source"):
+            held_out = next(iter(source.eval_batches()), None)
     if held_out is None:
         raise BadInput(f"{name}: eval_batches() of its source yields nothing")
     for what, batch in {"train_batch(0)": first, "eval_batches()": held_out}.items():
@@ -127,18 +157,7 @@ def check_tanh_images(config: CustomDataConfig, image_size: int, source: Source)
         )
 
 
-def _asked(name: str, what: str, ask):
-    try:
-        return ask()
-    except MprunError:
-        raise
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        raise BadInput(f"{name}: {what} of its source: {raised(error)}") from error
-
-
-def _wrong(batch: object, task: str, source: Source, device: torch.device) -> str | None:
+def _wrong(batch: Any, task: str, source: Source, device: torch.device) -> str | None:
     """What is wrong with a batch, behind "the batch"; None if nothing is."""
     pair = isinstance(batch, tuple | list) and len(batch) == 2
     if not pair or not all(isinstance(part, Tensor) for part in batch):
@@ -151,17 +170,18 @@ def _wrong(batch: object, task: str, source: Source, device: torch.device) -> st
         alike = first.dtype is second.dtype is torch.int64 and first.shape == second.shape
         if not alike or first.dim() != 2:
             return f"is {_text(first)} and {_text(second)}, must be int64 [time, batch] twice"
-        return _outside("token", torch.cat([first, second]), source.vocab_size, "vocab_size")
+        return _outside("token", torch.cat([first, second]), source, "vocab_size")
     if first.dtype is not torch.float32 or first.dim() != 4:
         return f"has images {_text(first)}, must be float32 [batch, channels, height, width]"
     if task == "classification":
         if second.dtype is not torch.int64 or second.shape != first.shape[:1]:
             return f"has labels {_text(second)}, must be int64 [batch]"
-        return _outside("label", second, source.num_classes, "num_classes")
+        return _outside("label", second, source, "num_classes")
     return None
 
 
-def _outside(what: str, values: Tensor, size: int, name: str) -> str | None:
+def _outside(what: str, values: Tensor, source: Source, name: str) -> str | None:
+    size = known_size(source, name)
     low, high = values.min().item(), values.max().item()
     if 0 <= low and high < size:
         return None
@@ -170,98 +190,3 @@ def _outside(what: str, values: Tensor, size: int, name: str) -> str | None:
 
 def _text(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-
-
-def build_data(config: schema.DataConfig, seed: int, device: torch.device) -> Source:
-    """The data source of a configuration."""
-    common = {"batch_size": config.batch_size, "seed": seed, "device": device}
-    match config:
-        case schema.DigitsConfig():
-            return DigitsImages(
-                config.image_size,
-                **common,
-                channels=config.channels,
-                value_range=config.value_range,
-            )
-        case schema.DocsTextConfig():
-            return DocsText(
-                config.level,
-                sequence_length=config.sequence_length,
-                vocab_limit=config.vocab_limit,
-                vocab_multiple=config.vocab_multiple,
-                **common,
-            )
-        case schema.SyntheticImagesConfig():
-            return SyntheticImages(
-                config.num_classes,
-                config.image_size,
-                **common,
-                channels=config.channels,
-                train_size=config.train_size,
-                eval_size=config.eval_size,
-                value_range=config.value_range,
-            )
-        case schema.SyntheticTokensConfig():
-            return SyntheticTokens(
-                config.vocab_size,
-                sequence_length=config.sequence_length,
-                train_tokens=config.train_tokens,
-                eval_tokens=config.eval_tokens,
-                **common,
-            )
-        case schema.ImageFolderConfig():  # imagenet too
-            return ImageFolder(
-                config.root,
-                imagenet=isinstance(config, schema.ImageNetConfig),
-                layout=config.layout,
-                eval_share=config.eval_share,
-                image_size=config.image_size,
-                channels=config.channels,
-                augmentation=config.augmentation,
-                flip=config.flip,
-                resize_to=config.resize_to,
-                centre_crop=config.centre_crop,
-                value_range=config.value_range,
-                on_corrupt=config.on_corrupt,
-                workers=config.workers,
-                prefetch=config.prefetch,
-                **common,
-            )
-        case schema.Cifar10Config():
-            return Cifar10(
-                config.root,
-                image_size=config.image_size,
-                augmentation=config.augmentation,
-                flip=config.flip,
-                value_range=config.value_range,
-                train_size=config.train_size,
-                eval_size=config.eval_size,
-                **common,
-            )
-        case schema.TextConfig():
-            return Text(
-                config.root,
-                sequence_length=config.sequence_length,
-                vocab_limit=config.vocab_limit,
-                vocab_multiple=config.vocab_multiple,
-                lower=config.lower,
-                eval_split=config.eval_split,
-                rotate=config.rotate,
-                eval_tokens=config.eval_tokens,
-                cache=config.cache,
-                **common,
-            )
-        case schema.Lm1bConfig():
-            return Lm1b(
-                config.root,
-                vocabulary=config.vocabulary,
-                sequence_length=config.sequence_length,
-                vocab_multiple=config.vocab_multiple,
-                eval_split=config.eval_split,
-                eval_tokens=config.eval_tokens,
-                cache=config.cache,
-                **common,
-            )
-        case schema.CustomDataConfig():
-            return own_source(config, seed, device)
-    raise BadInput(f"data={config.name}: no builder")

@@ -1,20 +1,107 @@
-"""`model=custom`: the user's factory as a builder of networks.
-
-Functions that build the networks of a configuration.
-"""
+"""Functions that build the networks of a configuration: mprun's own, or the user's factory."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mprun import models
-from mprun.build.user_code import Factory
+from mprun.build.data import arguments_of
+from mprun.build.user_code import Factory, known_size
 from mprun.config import schema
-from mprun.config.schema import CustomModelConfig
+from mprun.config.check import auto_channels_last
+from mprun.config.schema import CustomModelConfig, RunConfig
 from mprun.data.source import Source, kept_random_state
 from mprun.errors import BadInput
+
+# Sizes of an LSTM that are padded for the sake of Tensor Cores.
+_PADDED = ("vocab_size", "embedding_size", "hidden_size", "projection_size")
+
+
+def model_builder(config: schema.ModelConfig, data: Source) -> Callable[[], nn.Module]:
+    """A function that builds the (FP32) model of a configuration with new random weights.
+
+    For a GAN use `gan_builders`.
+    """
+    own: dict[str, Any] = {}
+    network: Callable[..., nn.Module]
+    match config:
+        case schema.CustomModelConfig():
+            return OwnModel(config, data)
+        case schema.AlexNetConfig():
+            network = models.alexnet if config.variant == "torchvision" else models.AlexNet2012
+            own["num_classes"] = _at_least_the_data_s("num_classes", config, data)
+        case schema.ResNet50Config():
+            network = models.resnet50
+            own["num_classes"] = _at_least_the_data_s("num_classes", config, data)
+        case schema.LSTMConfig():
+            network = models.LSTMLanguageModel
+            if config.sampled_softmax is not None:
+                network, own["candidates"] = models.SampledLSTM, config.sampled_softmax
+            own["vocab_size"] = _at_least_the_data_s("vocab_size", config, data)
+        case schema.ConvAutoencoderConfig():
+            network = models.ConvAutoencoder
+            own["channels"] = data.description["channels"]
+        case _:
+            raise BadInput(f"model={config.name}: no builder")
+    values = arguments_of(network, config) | own
+    if isinstance(config, schema.LSTMConfig):
+        for name in _PADDED:
+            values[name] = models.pad_to_multiple(values[name], config.pad_to_multiple)
+    return partial(network, **values)
+
+
+def gan_builders(
+    config: schema.DCGANConfig | schema.CustomModelConfig, data: Source
+) -> tuple[Callable[[], nn.Module], Callable[[], nn.Module]]:
+    """Functions that build generator and discriminator with new random weights."""
+    if isinstance(config, schema.CustomModelConfig):
+        own = OwnModel(config, data)
+        return partial(own.part, 0), partial(own.part, 1)
+    size, channels = config.image_size, int(data.description["channels"])
+    return (
+        partial(models.Generator, size, config.latent_size, config.generator_width, channels),
+        partial(models.Discriminator, size, config.discriminator_width, channels),
+    )
+
+
+def new_network(
+    builder: Callable[[], nn.Module], device: torch.device, channels_last: bool
+) -> nn.Module:
+    """A network of `builder` on the device; BadInput for sizes that it cannot have."""
+    try:
+        network = builder().to(device)
+    except ValueError as error:
+        raise BadInput(f"model.{error}") from error
+    return put_channels_last(network) if channels_last else network
+
+
+def uses_channels_last(config: RunConfig, device: torch.device) -> tuple[bool, str]:
+    """Whether networks and images are NHWC in memory, and why not."""
+    setting = config.train.channels_last
+    if setting == "auto":
+        return auto_channels_last(config, device.type)
+    return setting == "on", "train.channels_last=off"
+
+
+def put_channels_last(network: nn.Module) -> nn.Module:
+    """Weights of convolutions in NHWC order, in place; to be called before masters are made.
+
+    Everything made like them (16-bit copies, masters, optimizer state) then has their order too,
+    so that operations over lists of tensors stay on their fast path.
+    """
+    return network._apply(
+        lambda t: t.contiguous(memory_format=torch.channels_last) if t.dim() == 4 else t
+    )
+
+
+def _at_least_the_data_s(key: str, config: schema.ModelConfig, data: Source) -> int:
+    wanted, given = getattr(config, key), known_size(data, key)
+    if wanted is not None and wanted < given:
+        raise BadInput(f"model.{key}={wanted}: must be >= {given}, what the data have")
+    return wanted or given
 
 
 class OwnModel:
@@ -101,69 +188,3 @@ def _structure(network: nn.Module) -> list[tuple[str, torch.Size]]:
 
 def _parameters(networks: Sequence[nn.Module]) -> set[int]:
     return {id(parameter) for network in networks for parameter in network.parameters()}
-
-
-def model_builder(config: schema.ModelConfig, data) -> Callable[[], nn.Module]:
-    """A function that builds the (FP32) model of a configuration with new random weights.
-
-    For a GAN use `gan_builders`.
-    """
-    match config:
-        case schema.AlexNetConfig():
-            network = models.alexnet if config.variant == "torchvision" else models.AlexNet2012
-            classes = _at_least_the_data_s("num_classes", config.num_classes, data.num_classes)
-            return lambda: network(classes, config.dropout)
-        case schema.ResNet50Config():
-            classes = _at_least_the_data_s("num_classes", config.num_classes, data.num_classes)
-            return lambda: models.resnet50(classes)
-        case schema.LSTMConfig():
-            vocabulary = _at_least_the_data_s("vocab_size", config.vocab_size, data.vocab_size)
-
-            def padded(size: int) -> int:
-                return models.pad_to_multiple(size, config.pad_to_multiple)
-
-            sizes = (
-                padded(vocabulary),
-                padded(config.embedding_size),
-                padded(config.hidden_size),
-                config.num_layers,
-                padded(config.projection_size),
-                config.dropout,
-                config.init_range,
-                config.forget_bias,
-            )
-            if config.sampled_softmax is None:
-                return lambda: models.LSTMLanguageModel(*sizes)
-            return lambda: models.SampledLSTM(
-                *sizes,
-                candidates=config.sampled_softmax,
-                embedding_gradient_factor=config.embedding_gradient_factor,
-            )
-        case schema.ConvAutoencoderConfig():
-            channels = data.description["channels"]
-            return lambda: models.ConvAutoencoder(
-                config.image_size, config.code_size, config.width, channels
-            )
-        case schema.CustomModelConfig():
-            return OwnModel(config, data)
-    raise BadInput(f"model={config.name}: no builder")
-
-
-def gan_builders(config: schema.DCGANConfig | schema.CustomModelConfig, data):
-    """Functions that build generator and discriminator with new random weights."""
-    if isinstance(config, schema.CustomModelConfig):
-        own = OwnModel(config, data)
-        return partial(own.part, 0), partial(own.part, 1)
-    channels = data.description["channels"]
-    return (
-        lambda: models.Generator(
-            config.image_size, config.latent_size, config.generator_width, channels
-        ),
-        lambda: models.Discriminator(config.image_size, config.discriminator_width, channels),
-    )
-
-
-def _at_least_the_data_s(key: str, wanted: int | None, given: int) -> int:
-    if wanted is not None and wanted < given:
-        raise BadInput(f"model.{key}={wanted}: must be >= {given}, what the data have")
-    return wanted or given

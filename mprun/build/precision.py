@@ -1,13 +1,16 @@
 """Policies, loss scales and optimizers from configurations."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from mprun.config import schema
-from mprun.config.check import SCALER_FIELDS
+from mprun.config.compose import MODE_FIELDS
+from mprun.config.rules import fields_of
 from mprun.errors import BadInput
 from mprun.precision import (
-    MODES,
     DynamicLossScale,
     LogMaxLossScale,
     LossScale,
@@ -18,47 +21,33 @@ from mprun.precision import (
 )
 from mprun.precision.torch_update import has_fused_kernel, norm_parameter_names, parameter_groups
 
-
-def mode_label(config: schema.PrecisionConfig) -> str:
-    """The mode's name, with every value that differs from the mode's own and every override.
-
-    "fp32" is a baseline; "fp32+param_dtype=fp16" is not.
-    """
-    own = MODES[config.name]
-    changed = [
-        f"{field}={getattr(config, field)}"
-        for field, value in own.items()
-        if getattr(config, field) != value
-    ]
-    changed += [f"{pattern}={dtype}" for pattern, dtype in config.overrides.items()]
-    return "+".join([config.name, *changed])
+_SCALES: dict[str, Callable[..., LossScale]] = {
+    scale.kind: scale for scale in (NoLossScale, StaticLossScale, DynamicLossScale, LogMaxLossScale)
+}
+# Torch's name of a setting where it is not the schema's.
+_TORCH_NAMES = {"initial_accumulator": "initial_accumulator_value"}
+_OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": torch.optim.SGD,
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "adagrad": torch.optim.Adagrad,
+}
 
 
 def policy_from(config: schema.PrecisionConfig) -> PrecisionPolicy:
     """The precision policy that a configuration describes."""
-    fields = (
-        "param_dtype",
-        "norm_dtype",
-        "master_dtype",
-        "grad_dtype",
-        "loss_dtype",
-        "autocast_dtype",
-        "fp32_math",
-    )
-    return build_policy(config.name, {field: getattr(config, field) for field in fields})
+    return build_policy(config.name, {field: getattr(config, field) for field in MODE_FIELDS})
 
 
 def build_loss_scale(config: schema.ScalerConfig, device: torch.device) -> LossScale:
     """A fresh loss scale of the configured kind."""
-    arguments = {name: getattr(config, name) for name in SCALER_FIELDS[config.kind]}
-    arguments = {name: value for name, value in arguments.items() if value is not None}
-    kinds = {
-        "none": NoLossScale,
-        "static": StaticLossScale,
-        "dynamic": DynamicLossScale,
-        "logmax": LogMaxLossScale,
-    }
-    return kinds[config.kind](**arguments, device=device)
+    return _SCALES[config.kind](**_set_of(config, config.kind), device=device)
+
+
+def _set_of(config: schema.ScalerConfig | schema.OptimConfig, rule: str) -> dict[str, Any]:
+    """The settings that a rule reads, those that are set."""
+    values = {name: getattr(config, name) for name in fields_of(config, rule)}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def update_of(config: schema.OptimConfig) -> str:
@@ -72,7 +61,7 @@ def optimizer_maker(
     device: torch.device,
     skips: bool,
     module: nn.Module,
-):
+) -> Callable[[list[tuple[str, Tensor]]], torch.optim.Optimizer]:
     """A function from the (name, tensor) pairs of `module` to a torch optimizer.
 
     Biases and the parameters of the module's norm layers get groups of their own where the
@@ -92,10 +81,14 @@ def optimizer_maker(
             f"{config.name} on {device.type} (allowed: auto, foreach, loop)"
         )
     norm_names = norm_parameter_names(module)
-    common = {
-        "fused": implementation == "fused",
-        "foreach": implementation == "foreach",
-    }
+    settings = _set_of(config, config.name)
+    settings = {_TORCH_NAMES.get(name, name): value for name, value in settings.items()}
+    settings |= {"fused": implementation == "fused", "foreach": implementation == "foreach"}
+    if config.name in ("adam", "adamw"):
+        settings["betas"] = tuple(settings["betas"])
+        # Of a fused kernel it changes nothing but that a CUDA graph may hold it. Else only where
+        # needed: the capturable formula rounds differently.
+        settings["capturable"] = device.type == "cuda" and (skips or implementation == "fused")
 
     def make(named: list[tuple[str, Tensor]]) -> torch.optim.Optimizer:
         groups = parameter_groups(
@@ -107,33 +100,6 @@ def optimizer_maker(
             decay_bias=config.decay_bias,
             decay_norm=config.decay_norm,
         )
-        match config.name:
-            case "sgd":
-                return torch.optim.SGD(
-                    groups,
-                    momentum=config.momentum or 0.0,
-                    nesterov=bool(config.nesterov),
-                    **common,
-                )
-            case "adam" | "adamw":
-                kind = torch.optim.Adam if config.name == "adam" else torch.optim.AdamW
-                # Of a fused kernel it changes nothing but that a CUDA graph may hold it. Else only
-                # where needed: the capturable formula rounds differently.
-                capturable = device.type == "cuda" and (skips or implementation == "fused")
-                return kind(
-                    groups,
-                    betas=tuple(config.betas or (0.9, 0.999)),
-                    **common,
-                    eps=1e-8 if config.eps is None else config.eps,
-                    capturable=capturable,
-                )
-            case "adagrad":
-                return torch.optim.Adagrad(
-                    groups,
-                    **common,
-                    initial_accumulator_value=config.initial_accumulator or 0.0,
-                    eps=1e-10 if config.eps is None else config.eps,
-                )
-        raise BadInput(f"optim={config.name}: no builder")
+        return _OPTIMIZERS[config.name](groups, **settings)
 
     return make

@@ -1,51 +1,238 @@
-"""Before step 1: does what the user's own data and network are fit together?
+"""The task of a configuration: model cast, optimizer wrapped, BatchNorm guarded.
 
-The task of a configuration: model cast, optimizer wrapped, BatchNorm guarded.
+What is the user's own, data or network, is tried before step 1.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
 from mprun.build.data import check_batches, check_tanh_images
-from mprun.build.execution import put_channels_last, uses_channels_last
-from mprun.build.model import gan_builders, model_builder
+from mprun.build.model import (
+    gan_builders,
+    model_builder,
+    new_network,
+    put_channels_last,
+    uses_channels_last,
+)
 from mprun.build.precision import build_loss_scale, optimizer_maker, update_of
-from mprun.build.user_code import Trial
+from mprun.build.user_code import Trial, known_size
 from mprun.config import schema
-from mprun.config.schema import RunConfig
-from mprun.config.schema_models import task_of
-from mprun.data.source import kept_random_state
+from mprun.config.schema import RunConfig, task_of
+from mprun.data.source import Source, kept_random_state
 from mprun.errors import BadInput
 from mprun.precision import (
     DTYPES,
     Arithmetic,
     BatchNormGuard,
+    CastModel,
     LossScale,
     MixedPrecisionOptimizer,
+    PrecisionPolicy,
     cast_model,
     why_no_lstm,
 )
 from mprun.precision.casting import matching_modules, those_that_match
 from mprun.tasks import GAN, Classification, LanguageModel, Learner, Reconstruction, SampleDistance
 
+_Builders = Sequence[Callable[[], nn.Module]]
 
-def check_own_data(config: schema.RunConfig, data, device: torch.device) -> None:
+
+def build_task(
+    config: RunConfig, data: Source, policy: PrecisionPolicy, arithmetic: Arithmetic
+) -> Classification | LanguageModel | GAN | Reconstruction:
+    """The task of a configuration, with its models, optimizers and loss scales.
+
+    Draws the initial weights from the global random state. Raises BadInput, or a ValueError that
+    names the key, for what cannot be.
+    """
+    _check_own_data(config, data, arithmetic.device)
+    model, train, in_mode = config.model, config.train, config.train.eval_arithmetic == "mode"
+    if isinstance(model, schema.DCGANConfig | schema.CustomModelConfig) and task_of(model) == "gan":
+        return _build_gan(config, model, data, policy, arithmetic)
+    builder = model_builder(model, data)
+    casts = _cast_networks(config, [builder], data, policy, arithmetic)
+    scale = build_loss_scale(config.scaler, arithmetic.device)
+    guards = [BatchNormGuard(casts[0].module)] if scale.skips_nonfinite else []
+    (learner,) = _learners(config, [builder], casts, [scale], [guards], arithmetic.device)
+    parts = (learner, data, policy, arithmetic, scale)
+    common: dict[str, Any] = {"accumulate": train.accumulate, "eval_in_mode": in_mode}
+    if isinstance(model, schema.ConvAutoencoderConfig):
+        return Reconstruction(*parts, **common)
+    if task_of(model) == "language_model":
+        common |= _own_settings(model, "time_reduction") | {"sampled": _samples(config)}
+        return LanguageModel(*parts, **common)
+    if known_size(data, "num_classes") < 2:
+        raise BadInput(
+            f"data.root={config.data.root}: one class, a classifier needs two; is the "
+            "folder one level too high?"
+        )
+    return Classification(*parts, **common | _own_settings(model, "label_smoothing"))
+
+
+def _own_settings(model: schema.ModelConfig, *names: str) -> dict[str, Any]:
+    """What a task takes of the model's own settings: every model of its kind has them."""
+    return {name: getattr(model, name) for name in names}
+
+
+def _build_gan(
+    config: RunConfig,
+    model: schema.DCGANConfig | schema.CustomModelConfig,
+    data: Source,
+    policy: PrecisionPolicy,
+    arithmetic: Arithmetic,
+) -> GAN:
+    if config.train.accumulate != 1:
+        raise BadInput(
+            f"train.accumulate={config.train.accumulate}: {model.name} takes one batch "
+            "per step (allowed: 1)"
+        )
+    builders = gan_builders(model, data)
+    casts = _cast_networks(config, builders, data, policy, arithmetic)
+
+    def scale() -> LossScale:
+        return build_loss_scale(config.scaler, arithmetic.device)
+
+    # Of the discriminator's loss on real and on made images, and of the generator's.
+    match config.scaler.per:
+        case "shared":
+            one = scale()
+            scales = (one, one, one)
+        case "optimizer":
+            scales = (both := scale(), both, scale())
+        case _:
+            scales = (scale(), scale(), scale())
+    guard_g, guard_d = (BatchNormGuard(cast.module) for cast in casts)
+    of_losses: list[LossScale | Sequence[LossScale]] = [scales[2], scales[:2]]
+    guards = [[guard_g, guard_d], [guard_d]]
+    generator, discriminator = _learners(
+        config, builders, casts, of_losses, guards, arithmetic.device
+    )
+    return GAN(
+        generator,
+        discriminator,
+        data,
+        policy,
+        arithmetic,
+        scales,
+        guard_d,
+        latent_size=model.latent_size,
+        eval_in_mode=config.train.eval_arithmetic == "mode",
+        sample_distance=_sample_distance(config, data, arithmetic.device),
+    )
+
+
+def _cast_networks(
+    config: RunConfig,
+    builders: _Builders,
+    data: Source,
+    policy: PrecisionPolicy,
+    arithmetic: Arithmetic,
+) -> list[CastModel]:
+    """New networks in the mode's dtypes; an override has to match in one of them at least."""
+    overrides = {pattern: DTYPES[d] for pattern, d in config.precision.overrides.items()}
+    channels_last, _ = uses_channels_last(config, arithmetic.device)
+    networks = [new_network(builder, arithmetic.device, channels_last) for builder in builders]
+    _check_own_network(config, builders, data, arithmetic, overrides)
+    if len(networks) == 1:
+        return [cast_model(networks[0], policy, overrides)]
+    matching = [{p: overrides[p] for p in those_that_match(m, overrides)} for m in networks]
+    for pattern in overrides:
+        if not any(pattern in own for own in matching):
+            raise BadInput(
+                f"precision.overrides.{pattern}: matches no module of generator or discriminator"
+            )
+    pairs = zip(networks, matching, strict=True)
+    return [cast_model(network, policy, own) for network, own in pairs]
+
+
+def _learners(
+    config: RunConfig,
+    builders: _Builders,
+    casts: Sequence[CastModel],
+    scales: Sequence[LossScale | Sequence[LossScale]],
+    guards: Sequence[Sequence[BatchNormGuard]],
+    device: torch.device,
+) -> list[Learner]:
+    """Each model with its optimizer; scales: of the losses that are propagated through it."""
+    modules = [cast.module for cast in casts]
+    skips = config.scaler.kind != "none"
+    parts = zip(builders, casts, scales, guards, _limits(config, modules), strict=True)
+    found = []
+    for builder, cast, scale, guard, limits in parts:
+        make = optimizer_maker(config.optim, cast.policy, device, skips, cast.module)
+        optimizer = MixedPrecisionOptimizer(cast, make, scale, guards=guard, **limits)
+        found.append(Learner(cast, optimizer, builder))
+    return found
+
+
+def _limits(config: RunConfig, models: Sequence[nn.Module]) -> list[dict[str, Any]]:
+    """How each model is updated and what of it is clipped and averaged: arguments of its optimizer.
+
+    A pattern has to match in one of the models at least; a model in which none of several patterns
+    matches is neither clipped nor averaged. ValueError names a pattern without a match.
+    """
+    train, optim = config.train, config.optim
+    found: list[dict[str, Any]] = [{"update": update_of(optim)} for _ in models]
+    for name, value, modules, patterns in (
+        ("clip_norm", train.clip_norm, "clip_modules", train.clip_modules),
+        ("average_decay", optim.average_decay, "average_modules", optim.average_modules),
+    ):
+        if value is None:
+            continue
+        matching = [those_that_match(model, patterns) for model in models]
+        for pattern in patterns:
+            if not any(pattern in own for own in matching):
+                group = "train" if name == "clip_norm" else "optim"
+                matching_modules(models[0], pattern, f"{group}.{modules}")
+        for arguments, own in zip(found, matching, strict=True):
+            if own or not patterns:
+                arguments |= {name: value, modules: own}
+    return found
+
+
+def _samples(config: RunConfig) -> bool:
+    """Whether the softmax is sampled; BadInput for what cannot be measured of such a model."""
+    model = config.model
+    if not isinstance(model, schema.LSTMConfig) or model.sampled_softmax is None:
+        return False
+    if config.numerics.shadow_every:
+        raise BadInput(
+            f"numerics.shadow_every={config.numerics.shadow_every}: must be 0 with "
+            "model.sampled_softmax, whose tables have no second copy for a shadow step"
+        )
+    return True
+
+
+def _sample_distance(
+    config: RunConfig, data: Source, device: torch.device
+) -> SampleDistance | None:
+    """Only for the run that is judged by it: it costs a second or two per evaluation on a CPU."""
+    if config.compare.metric != "sliced_wasserstein":
+        return None
+    size, channels = (data.description.get(key) for key in ("image_size", "channels"))
+    if size is None or channels is None:
+        raise BadInput(f"compare.metric={config.compare.metric}: needs square images")
+    return SampleDistance(int(size), int(channels), device)
+
+
+def _check_own_data(config: RunConfig, data: Source, device: torch.device) -> None:
     """Hold a source of the user's to what the model asks of it; nothing for mprun's own."""
     if not isinstance(config.data, schema.CustomDataConfig):
         return
     check_batches(config.data, task_of(config.model), data, device)
-    tanh = isinstance(config.model, schema.DCGANConfig | schema.ConvAutoencoderConfig)
-    if tanh and data.batches_per_epoch:
-        check_tanh_images(config.data, config.model.image_size, data)
+    model = config.model
+    if isinstance(model, schema.DCGANConfig | schema.ConvAutoencoderConfig):
+        if data.batches_per_epoch:
+            check_tanh_images(config.data, model.image_size, data)
 
 
-def check_own_network(
-    config: schema.RunConfig,
-    builders: Sequence[Callable[[], nn.Module]],
-    data,
+def _check_own_network(
+    config: RunConfig,
+    builders: _Builders,
+    data: Source,
     arithmetic: Arithmetic,
     overrides: dict[str, torch.dtype],
 ) -> None:
@@ -54,24 +241,24 @@ def check_own_network(
     Costs one construction and three passes of two samples, and no random number. Those of the run
     have been built. Not for mprun's LSTM, which takes tokens of any data and may be large.
     """
-    own_model = isinstance(config.model, schema.CustomModelConfig)
+    model = config.model
+    own_model = isinstance(model, schema.CustomModelConfig)
     own_data = isinstance(config.data, schema.CustomDataConfig)
-    if not (own_model or (own_data and not isinstance(config.model, schema.LSTMConfig))):
+    if not (own_model or (own_data and not isinstance(model, schema.LSTMConfig))):
         return
     if data.batches_per_epoch < 1:
         return  # said with the batch size
-    name = f"model={config.model.name}"
     with kept_random_state():
         networks = [builder() for builder in builders]
     if uses_channels_last(config, arithmetic.device)[0]:
         networks = [put_channels_last(network) for network in networks]
     policy, device, native = arithmetic.policy, arithmetic.device, config.cpu_half == "native"
-    if own_model:
-        name = f"model.factory={config.model.factory}"
+    name = f"model={model.name}"
+    if isinstance(model, schema.CustomModelConfig):
+        name = f"model.factory={model.factory}"
         if device.type == "cuda" or native:
             _check_recurrent(f"{name} precision={policy.name}", networks, arithmetic)
-    latent_size = getattr(config.model, "latent_size", 0)
-    trial = Trial(name, task_of(config.model), networks, data, device, latent_size)
+    trial = Trial(name, task_of(model), networks, data, device, getattr(model, "latent_size", 0))
     # One of its own: the run's counts what the run computes.
     own = Arithmetic(policy, device, native=native, overrides=overrides.values())
     trial.run(policy, own, overrides)
@@ -87,180 +274,3 @@ def _check_recurrent(name: str, networks: Sequence[nn.Module], arithmetic: Arith
         reason = why_no_lstm(arithmetic.policy, arithmetic.device, projected)
         if reason is not None:
             raise BadInput(f"{name}: {reason}")
-
-
-def build_task(config: RunConfig, data, policy, arithmetic):
-    device = arithmetic.device
-    overrides = {pattern: DTYPES[d] for pattern, d in config.precision.overrides.items()}
-    make = partial(optimizer_maker, config.optim, policy, device, config.scaler.kind != "none")
-    train = config.train
-    in_mode = train.eval_arithmetic == "mode"
-    check_own_data(config, data, device)
-    if task_of(config.model) == "gan":
-        return _build_gan(config, data, policy, arithmetic, overrides, make)
-    builder = model_builder(config.model, data)
-    scale = build_loss_scale(config.scaler, device)
-    channels_last, _ = uses_channels_last(config, device)
-    model = _new(builder, device, channels_last)
-    check_own_network(config, [builder], data, arithmetic, overrides)
-    cast = cast_model(model, policy, overrides)
-    guards = [BatchNormGuard(cast.module)] if scale.skips_nonfinite else []
-    (limits,) = _limits(config, [cast.module])
-    optimizer = MixedPrecisionOptimizer(cast, make(cast.module), scale, guards=guards, **limits)
-    learner = Learner(cast, optimizer, builder)
-    common = {"accumulate": train.accumulate, "eval_in_mode": in_mode}
-    match task_of(config.model):
-        case "classification":
-            if data.num_classes < 2:
-                raise BadInput(
-                    f"data.root={config.data.root}: one class, a classifier needs two; is the "
-                    "folder one level too high?"
-                )
-            return Classification(
-                learner,
-                data,
-                policy,
-                arithmetic,
-                scale,
-                **common,
-                label_smoothing=config.model.label_smoothing,
-            )
-        case "language_model":
-            return LanguageModel(
-                learner,
-                data,
-                policy,
-                arithmetic,
-                scale,
-                **common,
-                sampled=_samples(config),
-                time_reduction=config.model.time_reduction,
-            )
-        case "reconstruction":
-            return Reconstruction(learner, data, policy, arithmetic, scale, **common)
-    raise BadInput(f"model={config.model.name}: no task")
-
-
-def _build_gan(config: RunConfig, data, policy, arithmetic, overrides, make) -> GAN:
-    if config.train.accumulate != 1:
-        raise BadInput(
-            f"train.accumulate={config.train.accumulate}: {config.model.name} takes one batch "
-            "per step (allowed: 1)"
-        )
-    device = arithmetic.device
-    builders = gan_builders(config.model, data)
-    channels_last, _ = uses_channels_last(config, device)
-    built = [_new(builder, device, channels_last) for builder in builders]
-    check_own_network(config, builders, data, arithmetic, overrides)
-    matching = [{p: overrides[p] for p in those_that_match(m, overrides)} for m in built]
-    for pattern in overrides:
-        if not any(pattern in own for own in matching):
-            raise BadInput(
-                f"precision.overrides.{pattern}: matches no module of generator or discriminator"
-            )
-    generator, discriminator = (
-        cast_model(module, policy, own) for module, own in zip(built, matching, strict=True)
-    )
-
-    def scale() -> LossScale:
-        return build_loss_scale(config.scaler, device)
-
-    match config.scaler.per:
-        case "shared":
-            scales = (scale(),) * 3
-        case "optimizer":
-            scales = (both := scale(), both, scale())
-        case _:
-            scales = (scale(), scale(), scale())
-    limits_g, limits_d = _limits(config, [generator.module, discriminator.module])
-    guard_g, guard_d = BatchNormGuard(generator.module), BatchNormGuard(discriminator.module)
-    learners = (
-        Learner(
-            generator,
-            MixedPrecisionOptimizer(
-                generator,
-                make(generator.module),
-                scales[2],
-                guards=[guard_g, guard_d],
-                **limits_g,
-            ),
-            builders[0],
-        ),
-        Learner(
-            discriminator,
-            MixedPrecisionOptimizer(
-                discriminator,
-                make(discriminator.module),
-                scales[:2],
-                guards=[guard_d],
-                **limits_d,
-            ),
-            builders[1],
-        ),
-    )
-    return GAN(
-        *learners,
-        data,
-        policy,
-        arithmetic,
-        scales,
-        guard_d,
-        latent_size=config.model.latent_size,
-        eval_in_mode=config.train.eval_arithmetic == "mode",
-        sample_distance=_sample_distance(config, data, device),
-    )
-
-
-def _samples(config: RunConfig) -> bool:
-    """Whether the softmax is sampled; BadInput for what cannot be measured of such a model."""
-    if getattr(config.model, "sampled_softmax", None) is None:
-        return False
-    if config.numerics.shadow_every:
-        raise BadInput(
-            f"numerics.shadow_every={config.numerics.shadow_every}: must be 0 with "
-            "model.sampled_softmax, whose tables have no second copy for a shadow step"
-        )
-    return True
-
-
-def _limits(config: RunConfig, models: list[nn.Module]) -> list[dict]:
-    """How each model is updated and what of it is clipped and averaged: arguments of its optimizer.
-
-    A pattern has to match in one of the models at least; a model in which none of several patterns
-    matches is neither clipped nor averaged. ValueError names a pattern without a match.
-    """
-    train, optim = config.train, config.optim
-    found: list[dict] = [{"update": update_of(optim)} for _ in models]
-    for what, value, key, patterns in (
-        ("clip", train.clip_norm, "train.clip_modules", train.clip_modules),
-        ("average", optim.average_decay, "optim.average_modules", optim.average_modules),
-    ):
-        if value is None:
-            continue
-        matching = [those_that_match(model, patterns) for model in models]
-        for pattern in patterns:
-            if not any(pattern in own for own in matching):
-                matching_modules(models[0], pattern, key)
-        for arguments, own in zip(found, matching, strict=True):
-            if own or not patterns:
-                name = "clip_norm" if what == "clip" else "average_decay"
-                arguments |= {name: value, f"{what}_modules": own}
-    return found
-
-
-def _sample_distance(config: RunConfig, data, device) -> SampleDistance | None:
-    """Only for the run that is judged by it: it costs a second or two per evaluation on a CPU."""
-    if config.compare.metric != "sliced_wasserstein":
-        return None
-    size, channels = (data.description.get(key) for key in ("image_size", "channels"))
-    if size is None:
-        raise BadInput(f"compare.metric={config.compare.metric}: needs square images")
-    return SampleDistance(size, channels, device)
-
-
-def _new(builder: Callable[[], nn.Module], device: torch.device, channels_last: bool) -> nn.Module:
-    try:
-        network = builder().to(device)
-    except ValueError as error:
-        raise BadInput(f"model.{error}") from error
-    return put_channels_last(network) if channels_last else network

@@ -1,15 +1,15 @@
-"""The user's own functions: found by name, called, and held to what they must return.
+"""The user's own functions: found by name, called, and their networks tried before step 1.
 
-Whoever hands a name in has made sure that the user gave it (mprun.config.user_code).
-
-Networks tried on two samples before step 1: shapes in FP32, then one pass in the mode.
+Whoever hands a name in has made sure that the user gave it (mprun.config.user_code). Whatever they
+raise is bad input that names them, in one line. Networks are tried on two samples: shapes in FP32,
+then one pass in the mode.
 """
 
 import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +23,12 @@ from mprun.errors import BadInput, MprunError, raised
 from mprun.precision import Arithmetic, PrecisionPolicy, cast_model, ieee_fp32
 from mprun.precision.casting import those_that_match
 from mprun.precision.random_states import random_states, restore_random_states
+
+
+def known_size(data: Source, name: str) -> int:
+    """`num_classes` of a source of images, `vocab_size` of one of text."""
+    size: int = getattr(data, name)
+    return size
 
 
 class Factory:
@@ -39,14 +45,8 @@ class Factory:
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         """What the function returns; BadInput if it does not take these arguments or raises."""
         self._check_arguments(arguments, options)
-        try:
+        with blaming(str(self)):
             return self.function(*arguments, **options)
-        except MprunError:
-            raise
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise
-            raise BadInput(f"{self}: {raised(error)}") from error
 
     def __str__(self) -> str:
         return f"{self.key}={self.name}"
@@ -61,6 +61,19 @@ class Factory:
         except TypeError as error:
             given = ", ".join([*("data" for _ in arguments), *options])
             raise BadInput(f"{self}: {error} (it is given {given})") from None
+
+
+@contextmanager
+def blaming(what: str) -> Iterator[None]:
+    """BadInput that begins with `what` for anything raised inside that may be its fault."""
+    try:
+        yield
+    except MprunError:
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise BadInput(f"{what}: {raised(error)}") from error
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -137,8 +150,9 @@ class Trial:
             mode = f"in precision={policy.name}"
             with arithmetic:
                 outputs = self._forward(first, policy, mode, arithmetic.autocast)
-                total = sum(output.float().sum() for output in outputs)
-                self._run(f"backward {mode}", total.backward)
+                total = torch.stack([output.float().sum() for output in outputs]).sum()
+                with blaming(f"{self.name}: backward {mode}"):
+                    total.backward()
             if arithmetic.emulations and not arithmetic.rerouted():
                 raise BadInput(
                     f"{self.name} precision={policy.name}: no operation of the network ran in "
@@ -152,8 +166,8 @@ class Trial:
             return tensor if policy is None else policy.cast_inputs(tensor)
 
         def call(what: str, network: nn.Module, *inputs):
-            with autocast():
-                return self._run(f"{what} of {_shape(inputs[0])} {how}", network, *inputs)
+            with autocast(), blaming(f"{self.name}: {what} of {_shape(inputs[0])} {how}"):
+                return network(*inputs)
 
         if self.task == "language_model":
             return self._language_model(first, call)
@@ -161,7 +175,7 @@ class Trial:
             return self._gan(cast(first), call, cast)
         outputs = call("forward", self.networks[0], cast(first))
         if self.task == "classification":
-            self._expect("forward", outputs, (len(first), self.data.num_classes))
+            self._expect("forward", outputs, (len(first), known_size(self.data, "num_classes")))
         return [outputs] if isinstance(outputs, Tensor) else list(outputs)
 
     def _language_model(self, tokens: Tensor, call) -> list[Tensor]:
@@ -173,7 +187,7 @@ class Trial:
                     f"{self.name}: {what} returned {_shape(output)}, must be (logits, state)"
                 )
             logits, new = output
-            self._expect(what, logits, (*tokens.shape, self.data.vocab_size))
+            self._expect(what, logits, (*tokens.shape, known_size(self.data, "vocab_size")))
             if not isinstance(new, tuple | list) or not all(isinstance(s, Tensor) for s in new):
                 raise BadInput(
                     f"{self.name}: {what} returned {_shape(new)} as state, must be a tuple of "
@@ -216,19 +230,9 @@ class Trial:
                 f"{list(least)}"
             )
 
-    def _run(self, what: str, function, *inputs):
-        try:
-            return function(*inputs)
-        except MprunError:
-            raise
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise
-            raise BadInput(f"{self.name}: {what}: {raised(error)}") from error
-
 
 @contextmanager
-def _random_states_kept(device: torch.device):
+def _random_states_kept(device: torch.device) -> Iterator[None]:
     before = random_states(device)
     try:
         yield

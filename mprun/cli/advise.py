@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from mprun.cli.arguments import Arguments, number
 from mprun.config.compose import Composed, compose_config, config_from_record
+from mprun.config.roles import config_hash, is_told
 from mprun.config.schema import MAX_STEPS
 from mprun.config.user_code import (
     NOTHING,
@@ -32,7 +33,6 @@ from mprun.record.metrics import read_metrics
 from mprun.record.run_directory import (
     claim,
     claim_exactly,
-    config_hash,
     locked,
     read_config,
     read_json,
@@ -216,6 +216,7 @@ def _measure(options: Namespace, base: list[str]) -> tuple[Path, int]:
             "choices": composed.choices,
             "overrides": base,
             "config_hash": config_hash(plain),
+            "precision": {"mode": composed.mode, "usual_scaler": composed.usual_scaler},
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "attempts": 0,
         }
@@ -247,7 +248,7 @@ def _claimed(composed: Composed, plain: dict) -> Path:
     if config.output_dir is not None:
         return claim_exactly(Path(config.output_dir))
     overrides = tuple(o for o in composed.overrides if o not in _FP32)
-    folder, name = run_name(plain, composed.choices, overrides)
+    folder, name = run_name(plain, composed.choices, overrides, told=is_told)
     return claim(Path(config.output_root) / folder, f"advise-{name}")
 
 

@@ -3,13 +3,17 @@
 import os
 import warnings
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from mprun.bench.energy import PowerMeter, meter_of
+from mprun.build import policy_from
+from mprun.config.compose import compose_config
+from mprun.config.compose import modes as mode_files
+from mprun.errors import BadInput
 from mprun.precision import (
     DTYPE_NAMES,
-    MODES,
     Arithmetic,
     PrecisionPolicy,
     get_policy,
@@ -23,11 +27,12 @@ from mprun.training.environment import environment, flags
 _RULES = ("sgd", "adam", "adamw", "adagrad")
 
 
-def machine_facts() -> dict:
+def machine_facts(config_dir: str | None = None) -> dict:
     """What `mprun doctor --json` prints; `mprun.cli.doctor.KEYS` says what each key holds.
 
-    Pins this process's numeric flags as a run in FP32 does. On a GPU it compiles and runs small
-    kernels and waits for them; what fails there is an answer and raises nothing.
+    config_dir: a further folder of the user's own options, for its modes. Pins this process's
+    numeric flags as a run in FP32 does. On a GPU it compiles and runs small kernels and waits for
+    them; what fails there is an answer and raises nothing.
     """
     device, why_no_gpu = _device()
     stock = flags()
@@ -40,23 +45,27 @@ def machine_facts() -> dict:
         # Before anything below takes memory there.
         "gpus": [] if why_no_gpu else [_gpu(i) for i in range(torch.cuda.device_count())],
         "kernels": {"cpu": _cpu_kernels(), "cuda": _cuda_kernels(device, meter)},
-        "fused_updates": {
-            rule: _asked(lambda r=rule: _why_not_fused(r, device)) for rule in _RULES
-        },
+        "fused_updates": {rule: _asked(partial(_why_not_fused, rule, device)) for rule in _RULES},
         "single_pass": {rule: _single_pass(rule, device) for rule in _RULES},
         "cuda_graph": _cuda_graph(device),
         "nvml": _nvml(meter),
-        "modes": {name: {"verdict": v, "reason": why} for name, v, why in modes(device)},
+        "modes": {
+            name: {"verdict": v, "reason": why} for name, v, why in modes(device, config_dir)
+        },
         "emulated_operations": _emulated_operations() if device.type == "cpu" else [],
         "flags": {name: {"pinned": v, "stock": stock[name]} for name, v in flags().items()},
     }
 
 
-def modes(device: torch.device) -> list[tuple[str, str, str]]:
+def modes(device: torch.device, config_dir: str | None = None) -> list[tuple[str, str, str]]:
     """(mode, "honoured" | "emulated" | "refused", how or why) for every mode on `device`."""
     rows = []
-    for name in MODES:
-        policy = get_policy(name)
+    for name in mode_files(config_dir):
+        try:
+            policy = _policy(name, config_dir)
+        except BadInput as error:
+            rows.append((name, "refused", str(error)))
+            continue
         refusal = why_unsupported(policy, device)
         if refusal is not None:
             rows.append((name, "refused", refusal))
@@ -70,6 +79,14 @@ def modes(device: torch.device) -> list[tuple[str, str, str]]:
     return rows
 
 
+def _policy(name: str, config_dir: str | None) -> PrecisionPolicy:
+    """mprun's own straight from its file; one of the user's is checked, as for a run."""
+    if name in mode_files():
+        return get_policy(name)
+    composed = compose_config([f"precision={name}"], config_dir, files=False)
+    return policy_from(composed.config.precision)
+
+
 def _on_a_cpu(policy: PrecisionPolicy, device: torch.device) -> str:
     text = f"{Arithmetic(policy, device).kind()} products: FP32 sums, rounded once on store"
     return text + ("; cpu_half=native has no LSTM here" if _no_lstm(policy, device) else "")
@@ -77,9 +94,10 @@ def _on_a_cpu(policy: PrecisionPolicy, device: torch.device) -> str:
 
 def _on_a_gpu(policy: PrecisionPolicy, device: torch.device) -> str:
     # Tensor Cores came with compute capability 7.0 (NVIDIA Volta).
+    half = policy.half_dtype or policy.param_dtype
     cores = torch.cuda.get_device_capability(device) >= (7, 0)
     where = "on Tensor Cores" if cores else "without Tensor Cores (compute capability below 7.0)"
-    text = f"native-{DTYPE_NAMES[policy.half_dtype]} products {where}, FP32 sums"
+    text = f"native-{DTYPE_NAMES[half]} products {where}, FP32 sums"
     missing = _no_lstm(policy, device)
     return text + (f"; model=lstm_lm refused: {missing}" if missing else "")
 

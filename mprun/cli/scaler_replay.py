@@ -7,9 +7,8 @@ from argparse import Namespace
 from pathlib import Path
 
 from mprun.cli.arguments import Arguments, names
-from mprun.config.check import SCALER_FIELDS
 from mprun.config.compose import compose_config, group_options, hydra_session
-from mprun.config.rules import nearest
+from mprun.config.rules import fields_of, nearest
 from mprun.config.schema import ScalerConfig
 from mprun.errors import DONE, BadInput
 from mprun.numerics.overflow_trace import OverflowTrace, read_trace_file
@@ -153,7 +152,7 @@ def _configs(
     used: set[str] = set()
     for name in chosen:
         config = compose_config([f"scaler={name}"], config_dir).config.scaler
-        own = [text for text in settings if _key(text) in SCALER_FIELDS[config.kind]]
+        own = [text for text in settings if _key(text) in fields_of(ScalerConfig, config.kind)]
         if own:
             used.update(own)
             config = compose_config([f"scaler={name}", *own], config_dir).config.scaler
@@ -161,7 +160,7 @@ def _configs(
             configs[name] = config
     for text in settings:
         if text not in used:
-            keys = sorted(set().union(*SCALER_FIELDS.values()))
+            keys = sorted(fields_of(ScalerConfig))
             raise BadInput(
                 f"{text}: no scaler here has such a setting{nearest(_key(text), keys)} "
                 f"(allowed: {', '.join(keys)})"

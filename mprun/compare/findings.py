@@ -51,7 +51,7 @@ class RunData:
     nonfinite_step: int | None = None  # first applied step whose loss is not finite
     keys: dict[str, Any] = field(default_factory=dict)  # flat configuration: "optim.lr" -> 0.1
     choices: dict[str, Any] = field(default_factory=dict)  # Hydra group -> option
-    overrides: list[str] = field(default_factory=list)  # words of its command line
+    usual_scaler: str | None = None  # the one that the mode comes with; None: not recorded
     config_hash: str = ""
     created: str = ""
     sample: str = "sample"  # "image", "token"

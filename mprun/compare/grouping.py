@@ -10,27 +10,17 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from mprun.compare.findings import Arm, RunData
 from mprun.compare.load import OUTCOMES, first_with_outcome, group_notes, missing_seeds
 from mprun.compare.text import setting_text
+from mprun.config.compose import modes
+from mprun.config.roles import role_of
 from mprun.config.rules import nearest
 from mprun.errors import BadInput
-from mprun.plots.palette import SHIPPED
-from mprun.record.run_directory import NOT_HASHED, NOT_HASHED_DATA, NOT_HASHED_TRAIN
 
-# Keys, and groups of keys, that neither change a number nor separate runs.
-_NO_KEYS = (
-    "seed",
-    *NOT_HASHED,
-    *(f"train.{key}" for key in NOT_HASHED_TRAIN),
-    *(f"data.{key}" for key in NOT_HASHED_DATA),
-)
 # Keys that may differ inside a group: they make an arm.
 _ARM_PREFIXES = ("precision.", "scaler.")
 _ARM_KEYS = ("cpu_half",)  # how 16-bit products are computed where there is no GPU
@@ -157,7 +147,7 @@ def of_arm(key: str) -> bool:
 
 def is_no_key(key: str) -> bool:
     """Whether runs that differ in `key` alone are the same experiment."""
-    return key in _NO_KEYS or key.partition(".")[0] in _NO_KEYS
+    return not role_of(key).compared
 
 
 def arm_label(cell: Cell, baseline: Cell, rivals: list[Cell]) -> str:
@@ -224,28 +214,12 @@ def _is_plain_fp32(run: RunData) -> bool:
     return run.keys.get("scaler.kind", run.scaler) == "none" and recorded == _FP32
 
 
-@cache
-def _shipped_scalers() -> dict[str, str]:
-    """Mode -> the scaler that its file in conf/precision chooses."""
-    from mprun.config.compose import conf_dir
-
-    found = {}
-    for path in (conf_dir() / "precision").glob("*.yaml"):
-        chosen = yaml.safe_load(path.read_text(encoding="utf-8")).get("defaults", [])
-        found[path.stem] = next((name for part in chosen for name in part.values()), "none")
-    return found
-
-
 def _usual_scaler(run: RunData) -> str:
-    """What the mode's name says already: the scaler that comes with it.
-
-    A mode of the user's own has its file elsewhere: there it is what no word of the command line
-    asked for. A mode with changed fields ("amp+norm_dtype=fp16") says nothing of its scaler.
-    """
-    if run.mode in SHIPPED or "+" in run.mode:
-        return _shipped_scalers().get(run.mode, "none")
-    asked = any(word.lstrip("+").startswith("scaler") for word in run.overrides)
-    return "none" if asked else run.scaler
+    """The scaler that goes without saying: that of the mode's file, if the run is as it says."""
+    if run.usual_scaler is None:  # recorded by an earlier mprun
+        known = modes()
+        return known[run.mode].scaler if run.mode in known else "none"
+    return "none" if "+" in run.mode else run.usual_scaler
 
 
 def _matches(key: str, allowed: Sequence[str]) -> bool:
@@ -293,7 +267,7 @@ def _group(baseline: Cell, family: list[Cell]) -> ProtoGroup:
         """Shipped modes first, in the order of every table; of a mode exact matches first."""
         mode = cell.first.mode
         name = mode.partition("+")[0]
-        return [*SHIPPED, name].index(name), mode, len(differences(baseline, cell))
+        return [*modes(), name].index(name), mode, len(differences(baseline, cell))
 
     others = sorted((cell for cell in family if cell is not baseline), key=rank)
     arms = [_arm(cell, baseline, family) for cell in others]

@@ -142,7 +142,7 @@ def load_run(directory: Path, record: dict[str, Any]) -> RunData:
             nonfinite_step=columns.nonfinite_step,
             keys=_ADDED_LATER | flat(record["config"]) | _data_keys(record),
             choices=record["choices"],
-            overrides=record.get("overrides", []),
+            usual_scaler=precision.get("usual_scaler"),
             config_hash=record["config_hash"],
             created=record["created"],
             sample=record.get("sample", "sample"),

@@ -1,28 +1,27 @@
-"""What a verdict judges, and the margin of "matches", where the configuration says neither.
+"""The rules across fields: what cannot be run is refused before anything is written.
 
-A margin is relative to the mean of the FP32 runs (0.01 is 1 %) for losses and distances, and in
-percentage points for accuracies.
-
-Rules across fields, and the range rules of every field; raises BadInput, imports no torch.
-
-How a step is executed: the settings that exclude each other, and what `auto` means then.
+Each rule yields a line that names key, value and what is allowed; `check` raises the first of all
+as BadInput. Imports no torch: what depends on the machine is asked again once its device is known
+(`refuse_on`), and so is what a factory of the user's own makes. Also here: what a setting is where
+the configuration leaves it open (the metric of a verdict and its margin, `auto` of an execution).
 """
 
+import os
+from collections.abc import Iterator
+
 from mprun.config import schema
-from mprun.config.check_data import (
-    data_fits_model,
-    data_folder,
-    embedded_data,
-    images_on_disk,
-    sampled_softmax,
-)
-from mprun.config.rules import violations
-from mprun.config.schema import DTYPES, CustomModelConfig, LSTMConfig, RunConfig
-from mprun.config.schema_models import task_of
+from mprun.config.rules import fields_of, violations
+from mprun.config.schema import DTYPES, CustomModelConfig, LSTMConfig, RunConfig, task_of
 from mprun.config.user_code import check_own_code
 from mprun.errors import BadInput
 
 ACCURACIES = ("top1", "top5")
+_METRICS = {
+    "classification": ("loss", *ACCURACIES),
+    "language_model": ("loss", "perplexity"),
+    "gan": ("loss", "d_loss", "g_loss", "sliced_wasserstein"),
+    "reconstruction": ("loss",),
+}
 
 
 def default_metric(task: str) -> str:
@@ -35,50 +34,17 @@ def default_metric(task: str) -> str:
 
 
 def default_margin(metric: str, data: str | None) -> float:
-    """The margin of a metric of the evaluation on the data source named `data`.
+    """The margin of "matches" for a metric of the evaluation on the data source named `data`.
 
-    Judgement, not derivation. Half a point of top-1 is above the seed noise of published ResNet-50
-    runs (0.15 points); of 360 held-out digits one image is 0.28 points already. A perplexity is
-    judged as its logarithm, which is a loss. The margin of the sliced Wasserstein distance is
-    weighed against measured seed noise in docs/sample_metric.md.
+    Relative to the mean of the FP32 runs (0.01 is 1 %) for losses and distances, in percentage
+    points for accuracies. Judgement, not derivation. Half a point of top-1 is above the seed noise
+    of published ResNet-50 runs (0.15 points); of 360 held-out digits one image is 0.28 points
+    already. A perplexity is judged as its logarithm, which is a loss. The margin of the sliced
+    Wasserstein distance is weighed against measured seed noise in docs/sample_metric.md.
     """
     if metric in ACCURACIES:
         return 1.0 if data == "digits" else 0.5
     return 0.1 if metric == "sliced_wasserstein" else 0.01
-
-
-# Which fields each optimizer reads; another one that is set would have no effect.
-_OPTIM_FIELDS = {
-    "sgd": {"momentum", "nesterov"},
-    "adam": {"betas", "eps"},
-    "adamw": {"betas", "eps"},
-    "adagrad": {"eps", "initial_accumulator"},
-}
-_BOUNDS = {"init_scale", "min_scale", "max_scale", "max_consecutive_skips"}
-SCALER_FIELDS = {
-    "none": set(),
-    "static": {"scale", "max_consecutive_skips"},
-    "dynamic": {
-        "growth_factor",
-        "backoff_factor",
-        "growth_interval",
-        "hysteresis",
-        "growth_delay",
-        "refill_on_clean_step",
-        "tolerance",
-        "hold_at_floor",
-    }
-    | _BOUNDS,
-    "logmax": {"log_max", "beta1", "beta2", "overflow_std_dev"} | _BOUNDS,
-}
-# Settings of a scaler that only single presets need; without them the rule is torch's.
-_OPTIONAL_SCALER_FIELDS = {"growth_delay", "refill_on_clean_step", "tolerance", "hold_at_floor"}
-_METRICS = {
-    "classification": ("loss", "top1", "top5"),
-    "language_model": ("loss", "perplexity"),
-    "gan": ("loss", "d_loss", "g_loss", "sliced_wasserstein"),
-    "reconstruction": ("loss",),
-}
 
 
 def check(config: RunConfig, *, files: bool = True) -> None:
@@ -86,108 +52,140 @@ def check(config: RunConfig, *, files: bool = True) -> None:
 
     files: look for the folder of the data too.
     """
-    _containers(config)
-    for line in violations(config):
-        raise BadInput(line)
-    for rule in (
+    rules = (
+        violations,
         _names,
-        data_fits_model,
+        _data_fits_model,
         _optim,
         _scaler,
         _precision,
-        _train,
+        _length,
         _compare,
         _numerics,
-        check_execution,
-        images_on_disk,
-        sampled_softmax,
+        lambda config: _refused(config, config.device),
+        _images_on_disk,
+        _sampled_softmax,
         check_own_code,
-        embedded_data,
-    ):
-        rule(config)
-    if files:
-        data_folder(config)
+        _embedded_data,
+        *([_data_folder] if files else []),
+    )
+    for rule in rules:
+        for line in rule(config):
+            raise BadInput(line)
 
 
-def _containers(config: RunConfig) -> None:
-    # OmegaConf does not check the type of what an interpolation puts in place of a container.
-    for key, value, kind in (
-        ("precision.overrides", config.precision.overrides, dict),
-        ("optim.betas", config.optim.betas, list | None),
-        ("optim.milestones", config.optim.milestones, list),
-        ("optim.average_modules", config.optim.average_modules, list),
-        ("train.clip_modules", config.train.clip_modules, list),
-        ("numerics.modules", config.numerics.modules, list),
-        ("data.options", getattr(config.data, "options", {}), dict),
-        ("model.options", getattr(config.model, "options", {}), dict),
-    ):
-        if not isinstance(value, kind):
-            raise BadInput(f"{key}={value}: must be a {'mapping' if kind is dict else 'list'}")
-
-
-def _names(config: RunConfig) -> None:
+def _names(config: RunConfig) -> Iterator[str]:
     for group, table in (("model", schema.MODELS), ("data", schema.DATA)):
         node = getattr(config, group)
         if table.get(node.name) is not type(node):
-            raise BadInput(f"{group}.name={node.name}: not a value to set; choose {group}=OPTION")
-    if config.name is not None and not _is_label(config.name):
-        raise BadInput(f"name={config.name[:70]!r}: must be 1 to 64 of letters, digits, . _ and -")
+            yield f"{group}.name={node.name}: not a value to set; choose {group}=OPTION"
+    if config.name is not None and not is_label(config.name):
+        yield f"name={config.name[:70]!r}: must be 1 to 64 of letters, digits, . _ and -"
 
 
-def _is_label(text: str) -> bool:
+def is_label(text: str) -> bool:
+    """Whether a file name and a table can hold `text` as it is."""
     plain = set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-")
     return 0 < len(text) <= 64 and set(text) <= plain and not text.startswith((".", "-"))
 
 
-def _optim(config: RunConfig) -> None:
-    optim = config.optim
-    for name in sorted(set().union(*_OPTIM_FIELDS.values()) - _OPTIM_FIELDS[optim.name]):
-        if getattr(optim, name) is not None:
-            raise BadInput(f"optim.{name}={getattr(optim, name)}: {optim.name} has no such setting")
-    for name in sorted(_OPTIM_FIELDS[optim.name] - {"nesterov"}):
-        if getattr(optim, name) is None:
-            raise BadInput(f"optim.{name}=null: {optim.name} needs a value")
+def _data_fits_model(config: RunConfig) -> Iterator[str]:
+    model, data = config.model, config.data
+    if data.name == "custom":
+        return  # its factory is asked when it is built
+    wanted = "text" if task_of(model) == "language_model" else "images"
+    if data.family != wanted:
+        options = ", ".join(
+            name
+            for name, source in schema.DATA.items()
+            if source.family == wanted and name != "custom"
+        )
+        yield f"data={data.name}: model {model.name} learns from {wanted}: {options}"
+    if not isinstance(data, schema.ImagesConfig):
+        return
+    size = data.image_size
+    if isinstance(model, schema.DCGANConfig | schema.ConvAutoencoderConfig):
+        if size != model.image_size:
+            yield f"model.image_size={model.image_size}: must equal data.image_size ({size})"
+        if data.value_range != "tanh":
+            yield (
+                f"data.value_range={data.value_range}: must be tanh for {model.name}, "
+                "whose generator ends in tanh"
+            )
+    if isinstance(model, schema.AlexNetConfig):
+        if model.variant == "2012" and size not in (224, 227):
+            yield f"data.image_size={size}: the 2012 AlexNet takes 224 or 227 pixels"
+        if size < 63:
+            yield f"data.image_size={size}: AlexNet needs at least 63 pixels"
+    if isinstance(model, schema.ResNet50Config) and size < 32:
+        yield f"data.image_size={size}: ResNet-50 needs at least 32 pixels"
+    if isinstance(model, schema.AlexNetConfig | schema.ResNet50Config) and data.channels != 3:
+        yield f"data.channels={data.channels}: must be 3 for {model.name}"
+
+
+def _only_what_is_read(group: str, node: object, rule: str, words: dict[str, str]) -> Iterator[str]:
+    """Fields of other rules are null, those of this one are not."""
+    for name in sorted(fields_of(node) - fields_of(node, rule)):
+        if getattr(node, name) is not None:
+            yield f"{group}.{name}={getattr(node, name)}: {words['rule']} has no such setting"
+    for name in sorted(fields_of(node, rule, needed=True)):
+        if getattr(node, name) is None:
+            yield f"{group}.{name}=null: {words['rule']} needs a {words['value']}"
+
+
+def _optim(config: RunConfig) -> Iterator[str]:
+    optim, train = config.optim, config.train
+    yield from _only_what_is_read(
+        "optim", optim, optim.name, {"rule": optim.name, "value": "value"}
+    )
     if optim.betas is not None and len(optim.betas) != 2:
-        raise BadInput(f"optim.betas={list(optim.betas)}: must be two numbers")
+        yield f"optim.betas={list(optim.betas)}: must be two numbers"
     if optim.nesterov and not optim.momentum:
-        raise BadInput("optim.nesterov=true: needs optim.momentum > 0")
+        yield "optim.nesterov=true: needs optim.momentum > 0"
     if optim.milestones and optim.schedule != "step":
-        raise BadInput(f"optim.milestones={list(optim.milestones)}: only schedule=step reads them")
+        yield f"optim.milestones={list(optim.milestones)}: only schedule=step reads them"
     if optim.schedule == "step" and not optim.milestones:
-        raise BadInput("optim.milestones=[]: optim.schedule=step needs at least one")
+        yield "optim.milestones=[]: optim.schedule=step needs at least one"
     if (optim.constant_epochs is None) == (optim.schedule == "epoch_decay"):
-        raise BadInput(
+        yield (
             f"optim.constant_epochs={_word(optim.constant_epochs)}: schedule=epoch_decay needs it, "
             "no other schedule reads it"
         )
     if optim.warmup_epochs and optim.warmup_updates:
-        raise BadInput(
+        yield (
             f"optim.warmup_epochs={optim.warmup_epochs:g} "
             f"optim.warmup_updates={optim.warmup_updates}: give one of the two"
         )
-    if optim.average_modules and optim.average_decay is None:
-        raise BadInput(
-            f"optim.average_modules={list(optim.average_modules)}: needs optim.average_decay"
-        )
-    if config.train.clip_modules and config.train.clip_norm is None:
-        raise BadInput(
-            f"train.clip_modules={list(config.train.clip_modules)}: needs train.clip_norm"
-        )
-    precision = config.precision
+    for modules, patterns, key, value in (
+        (
+            "optim.average_modules",
+            optim.average_modules,
+            "optim.average_decay",
+            optim.average_decay,
+        ),
+        ("train.clip_modules", train.clip_modules, "train.clip_norm", train.clip_norm),
+    ):
+        if patterns and value is None:
+            yield f"{modules}={list(patterns)}: needs {key}"
+    yield from _implementation(config)
+
+
+def _implementation(config: RunConfig) -> Iterator[str]:
+    precision, implementation = config.precision, config.optim.implementation
     in_16_bits = precision.master_dtype is None and precision.param_dtype != "fp32"
-    if optim.implementation == "fused" and in_16_bits:
-        raise BadInput(
-            f"optim.implementation=fused: {config.precision.name} updates in 16 bits operation by "
+    if implementation == "fused" and in_16_bits:
+        yield (
+            f"optim.implementation=fused: {precision.name} updates in 16 bits operation by "
             "operation; a fused kernel would compute in FP32 (allowed: auto, foreach, loop)"
         )
-    if optim.implementation == "single_pass" and in_16_bits:
-        raise BadInput(
-            f"optim.implementation=single_pass: {config.precision.name} has no master weights and "
+    if implementation == "single_pass" and in_16_bits:
+        yield (
+            f"optim.implementation=single_pass: {precision.name} has no master weights and "
             "updates in 16 bits operation by operation; a single pass computes in FP32 (allowed: "
             "auto, foreach, loop)"
         )
-    if optim.implementation == "single_pass" and precision.grad_dtype != "fp32":
-        raise BadInput(
+    if implementation == "single_pass" and precision.grad_dtype != "fp32":
+        yield (
             f"optim.implementation=single_pass: with precision.grad_dtype={precision.grad_dtype} "
             "gradients are unscaled in 16 bits, in a single pass in FP32 (allowed: auto, fused, "
             "foreach, loop)"
@@ -198,143 +196,204 @@ def _word(value: object) -> str:
     return "null" if value is None else str(value)
 
 
-def _scaler(config: RunConfig) -> None:
+def _scaler(config: RunConfig) -> Iterator[str]:
     scaler = config.scaler
-    for name in sorted(set().union(*SCALER_FIELDS.values()) - SCALER_FIELDS[scaler.kind]):
-        if getattr(scaler, name) is not None:
-            raise BadInput(
-                f"scaler.{name}={getattr(scaler, name)}: scaler={scaler.name} has no such setting"
-            )
-    for name in sorted(SCALER_FIELDS[scaler.kind] - _OPTIONAL_SCALER_FIELDS):
-        if getattr(scaler, name) is None:
-            raise BadInput(f"scaler.{name}=null: scaler={scaler.name} needs a number")
-    low, high = scaler.min_scale, scaler.max_scale
-    if low is not None and high is not None and low > high:
-        raise BadInput(f"scaler.min_scale={low:g}: must be <= scaler.max_scale ({high:g})")
-    start = scaler.init_scale
-    if start is not None and low is not None and start < low:
-        raise BadInput(f"scaler.init_scale={start:g}: must be >= scaler.min_scale ({low:g})")
-    if start is not None and high is not None and start > high:
-        raise BadInput(f"scaler.init_scale={start:g}: must be <= scaler.max_scale ({high:g})")
+    yield from _name_of_file("scaler", scaler.name)
+    yield from _only_what_is_read(
+        "scaler", scaler, scaler.kind, {"rule": f"scaler={scaler.name}", "value": "number"}
+    )
+    low, start, high = scaler.min_scale, scaler.init_scale, scaler.max_scale
+    for key, value, word, bound_key, bound in (
+        ("min_scale", low, "<=", "max_scale", high),
+        ("init_scale", start, ">=", "min_scale", low),
+        ("init_scale", start, "<=", "max_scale", high),
+    ):
+        if value is not None and bound is not None:
+            if value > bound if word == "<=" else value < bound:
+                yield f"scaler.{key}={value:g}: must be {word} scaler.{bound_key} ({bound:g})"
     for name in ("scale", "init_scale", "min_scale", "max_scale"):
         value = getattr(scaler, name)
         if value is not None and not 2.0**-126 <= value <= 2.0**126:
-            raise BadInput(
+            yield (
                 f"scaler.{name}={value:g}: must be between 2^-126 and 2^126, so that "
                 "it and its reciprocal are normal FP32 numbers"
             )
     if scaler.tolerance and (scaler.hysteresis or 1) > 1:
-        raise BadInput(f"scaler.tolerance={scaler.tolerance}: must be 0 with scaler.hysteresis > 1")
+        yield f"scaler.tolerance={scaler.tolerance}: must be 0 with scaler.hysteresis > 1"
     if scaler.per != "shared" and task_of(config.model) != "gan":
-        raise BadInput(
+        yield (
             f"scaler.per={scaler.per}: {config.model.name} has one optimizer and one "
             "loss (allowed: shared)"
         )
     if scaler.per != "shared" and scaler.kind == "none":
-        raise BadInput(f"scaler.per={scaler.per}: scaler=none has no scale")
+        yield f"scaler.per={scaler.per}: scaler=none has no scale"
 
 
-def _precision(config: RunConfig) -> None:
+def _name_of_file(group: str, name: str) -> Iterator[str]:
+    if not is_label(name):
+        yield f"{group}.name={name[:70]!r}: must be 1 to 64 of letters, digits, . _ and -"
+
+
+def _precision(config: RunConfig) -> Iterator[str]:
     precision = config.precision
-    if precision.name not in schema.MODES:
-        raise BadInput(
-            f"precision.name={precision.name}: not a value to set; choose one of "
-            f"precision={','.join(schema.MODES)}"
-        )
+    yield from _name_of_file("precision", precision.name)
     for pattern, dtype in precision.overrides.items():
         if dtype not in DTYPES:
             allowed = ", ".join(DTYPES)
-            raise BadInput(f"precision.overrides.{pattern}={dtype}: must be one of {allowed}")
+            yield f"precision.overrides.{pattern}={dtype}: must be one of {allowed}"
     if precision.autocast_dtype is not None and precision.param_dtype != "fp32":
-        raise BadInput(
-            f"precision.param_dtype={precision.param_dtype}: must be fp32 under autocast"
-        )
+        yield f"precision.param_dtype={precision.param_dtype}: must be fp32 under autocast"
     if precision.master_dtype is None and precision.grad_dtype != precision.param_dtype:
-        raise BadInput(
+        yield (
             f"precision.grad_dtype={precision.grad_dtype}: must equal param_dtype "
             f"({precision.param_dtype}) without master weights"
         )
     norm_dtypes = ("fp32",) if precision.autocast_dtype else ("fp32", precision.param_dtype)
     if precision.norm_dtype not in norm_dtypes:
-        raise BadInput(
+        yield (
             f"precision.norm_dtype={precision.norm_dtype}: norm layers compute in one of "
             f"{', '.join(dict.fromkeys(norm_dtypes))} here"
         )
     if precision.fp32_math == "tf32" and config.device == "cpu":
-        raise BadInput(
+        yield (
             f"precision={precision.name}: TF32 needs a GPU of the Ampere generation or "
             "later, a CPU has none; use precision=fp32 or device=cuda"
         )
 
 
-def _train(config: RunConfig) -> None:
+def _length(config: RunConfig) -> Iterator[str]:
     train = config.train
     if (train.steps is None) == (train.epochs is None):
-        values = " ".join(
-            f"train.{name}={'null' if value is None else value}"
-            for name, value in (("steps", train.steps), ("epochs", train.epochs))
-        )
-        raise BadInput(f"{values}: give one of the two and set the other to null")
+        values = f"train.steps={_word(train.steps)} train.epochs={_word(train.epochs)}"
+        yield f"{values}: give one of the two and set the other to null"
 
 
-def _compare(config: RunConfig) -> None:
+def _compare(config: RunConfig) -> Iterator[str]:
     allowed = _METRICS[task_of(config.model)]
-    if config.compare.metric not in allowed:
-        raise BadInput(
-            f"compare.metric={config.compare.metric}: must be one of "
-            f"{', '.join(allowed)} for {config.model.name}"
+    metric, margin, window = config.compare.metric, config.compare.margin, config.compare.window
+    if metric not in allowed:
+        yield (
+            f"compare.metric={metric}: must be one of {', '.join(allowed)} for {config.model.name}"
         )
-    margin, accuracy = config.compare.margin, config.compare.metric in ACCURACIES
-    if margin is not None and margin >= 0.5 and not accuracy:
-        raise BadInput(
+    if margin is not None and margin >= 0.5 and metric not in ACCURACIES:
+        yield (
             f"compare.margin={margin:g}: is relative to the FP32 mean, 0.01 means 1 %; must be "
             "below 0.5"
         )
-    train, window = config.train, config.compare.window
+    train = config.train
     if train.steps is not None and window > 1:
         # The last step is always evaluated.
         evaluations = -(-train.steps // train.eval_every) if train.eval_every else 1
         if window > evaluations:
-            raise BadInput(
+            yield (
                 f"compare.window={window}: a run of {train.steps} steps with train.eval_every="
                 f"{train.eval_every} has {evaluations} (allowed: 1 to {evaluations})"
             )
 
 
-def _numerics(config: RunConfig) -> None:
+def _numerics(config: RunConfig) -> Iterator[str]:
     numerics = config.numerics
     if numerics.shadow_every and not numerics.enabled:
-        raise BadInput(f"numerics.shadow_every={numerics.shadow_every}: needs numerics=on")
+        yield f"numerics.shadow_every={numerics.shadow_every}: needs numerics=on"
+
+
+def _images_on_disk(config: RunConfig) -> Iterator[str]:
+    data = config.data
+    if not isinstance(data, schema.ImageFolderConfig):
+        return
+    task = task_of(config.model)
+    if data.layout == "flat" and (config.model.name == "custom" or task == "classification"):
+        yield (f"data.layout=flat: images without labels; a {task} model needs data.layout=classes")
+    if data.centre_crop is not None and data.augmentation != "centre":
+        yield f"data.centre_crop={data.centre_crop}: only data.augmentation=centre reads it"
+    if data.resize_to is not None and data.augmentation == "centre":
+        yield (
+            f"data.resize_to={data.resize_to}: data.augmentation=centre resizes to "
+            "data.image_size; use data.centre_crop"
+        )
+    if data.resize_to is not None and data.resize_to < data.image_size:
+        yield f"data.resize_to={data.resize_to}: must be >= data.image_size ({data.image_size})"
+
+
+def _sampled_softmax(config: RunConfig) -> Iterator[str]:
+    model, optim = config.model, config.optim
+    if not isinstance(model, LSTMConfig):
+        return
+    if model.sampled_softmax is None:
+        if model.embedding_gradient_factor != 1.0:
+            yield (
+                f"model.embedding_gradient_factor={model.embedding_gradient_factor:g}: only with "
+                "model.sampled_softmax"
+            )
+        return
+    if optim.name not in ("sgd", "adagrad") or optim.momentum or optim.weight_decay:
+        yield (
+            f"optim={optim.name} model.sampled_softmax={model.sampled_softmax}: rows are updated "
+            "only where used (allowed: adagrad or sgd without momentum, no weight decay)"
+        )
+    if config.train.accumulate != 1:
+        yield f"train.accumulate={config.train.accumulate}: must be 1 with model.sampled_softmax"
+
+
+def _embedded_data(config: RunConfig) -> Iterator[str]:
+    data = config.data
+    if data.root is not None and not data.on_disk and data.name != "custom":
+        # Not Path.exists, which raises for a name that is too long.
+        if not os.path.exists(data.root):
+            yield f"data.root={data.root}: no such folder"
+        yield (
+            f"data.root={data.root}: data={data.name} is embedded and "
+            "reads no folder (allowed: null)"
+        )
+    if data.workers and not data.decodes:
+        yield (
+            f"data.workers={data.workers}: data={data.name} needs no loader process "
+            "(allowed: 0 or null)"
+        )
+
+
+def _data_folder(config: RunConfig) -> Iterator[str]:
+    data = config.data
+    if not data.on_disk:
+        return
+    if data.root is None:
+        yield (
+            f"data.root=null: data={data.name} needs the folder of its files (which, says "
+            "docs/recipes.md)"
+        )
+    elif not os.path.isdir(data.root):
+        yield f"data.root={data.root}: no such folder"
 
 
 _HOOKS = "numerics=on watches tensors with hooks"
 
 
-def check_execution(config: RunConfig) -> None:
-    """BadInput for a setting that cannot work; what depends on the machine is checked later.
-
-    With device=auto the device is known only when the run is built, and this is called again by
-    `refuse_on` with it.
-    """
-    refuse_on(config, config.device)
-
-
 def refuse_on(config: RunConfig, device: str) -> None:
-    """BadInput for the first setting that cannot work on `device` (auto: not known yet)."""
+    """BadInput for the first setting of the execution that cannot work on `device`.
+
+    With device=auto the device is known only when the run is built: it is asked for again then.
+    """
+    for line in _refused(config, device):
+        raise BadInput(line)
+
+
+def _refused(config: RunConfig, device: str) -> Iterator[str]:
     train = config.train
     for key, value, reason, allowed in (
         ("cuda_graph", train.cuda_graph, why_no_graph(config, device), "auto, off"),
-        ("compile", train.compile, why_not_compiled(config, device), "off"),
-        ("channels_last", train.channels_last, why_no_channels_last(config), "auto, off"),
-        ("autotune", train.autotune, why_no_autotune(config, device), "auto, off"),
+        ("compile", train.compile, _why_not_compiled(config, device), "off"),
+        ("channels_last", train.channels_last, _why_no_channels_last(config), "auto, off"),
+        ("autotune", train.autotune, _why_no_autotune(config, device), "auto, off"),
     ):
-        asked = value not in ("auto", "off")
-        if asked and reason is not None:
-            raise BadInput(f"train.{key}={value}: {reason} (allowed: {allowed})")
+        if value not in ("auto", "off") and reason is not None:
+            yield f"train.{key}={value}: {reason} (allowed: {allowed})"
 
 
 def why_no_graph(config: RunConfig, device: str) -> str | None:
-    """Why steps cannot be replayed as a CUDA graph, as far as the configuration tells; or None."""
+    """Why steps cannot be replayed as a CUDA graph, as far as the configuration tells; or None.
+
+    device: "auto": not known yet.
+    """
     if device == "cpu":
         return "a CUDA graph needs device=cuda"
     if config.numerics.enabled:
@@ -349,8 +408,7 @@ def why_no_graph(config: RunConfig, device: str) -> str | None:
     return None
 
 
-def why_not_compiled(config: RunConfig, device: str) -> str | None:
-    """Why torch.compile cannot or would not compile the network; or None."""
+def _why_not_compiled(config: RunConfig, device: str) -> str | None:
     if isinstance(config.model, LSTMConfig):
         return "torch.compile passes over nn.LSTM and the function around it: nothing is compiled"
     if config.numerics.enabled:
@@ -363,15 +421,12 @@ def why_not_compiled(config: RunConfig, device: str) -> str | None:
     return None
 
 
-def why_no_channels_last(config: RunConfig) -> str | None:
-    """Why the network has no channels to put last; or None."""
-    if task_of(config.model) == "language_model":
-        return "a language model has no images"
-    return None
+def _why_no_channels_last(config: RunConfig) -> str | None:
+    language = task_of(config.model) == "language_model"
+    return "a language model has no images" if language else None
 
 
-def why_no_autotune(config: RunConfig, device: str) -> str | None:
-    """Why cuDNN may not choose its kernels by trying them; or None."""
+def _why_no_autotune(config: RunConfig, device: str) -> str | None:
     if device == "cpu":
         return "cuDNN needs device=cuda"
     if config.deterministic:
@@ -385,7 +440,7 @@ def auto_channels_last(config: RunConfig, device: str) -> tuple[bool, str]:
     On where Tensor Cores multiply, which read NHWC (1.47 to 1.56 times the speed for ResNet-50;
     slower for FP32 products).
     """
-    reason = why_no_channels_last(config)
+    reason = _why_no_channels_last(config)
     if reason is None and device != "cuda":
         reason = f"device={device}"
     if reason is None and not _has_16_bits(config) and config.precision.fp32_math != "tf32":

@@ -1,17 +1,20 @@
-"""Which override made a composition fail, said in one line.
+"""From command-line overrides to a checked `RunConfig`, or one line that says what is wrong.
 
-From command-line overrides to a checked `RunConfig`, or one line that says what is wrong.
-
-Hydra composes; this module turns each of its (multi-line, exit 1) errors into a `BadInput`
-that names the key, the value and what is allowed. Imports no torch.
+Hydra composes; this module turns each of its (multi-line, exit 1) errors into a `BadInput` that
+names the key, the value and what is allowed. The option files are the only list of precision modes
+and loss scalers: what there is and what it holds is read here. Imports no torch.
 """
 
 import logging
 import os
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from functools import cache
 from pathlib import Path
+from typing import Any
 
+import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.config_search_path import ConfigSearchPath
@@ -26,10 +29,17 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from mprun.config.check import check, default_margin, default_metric
-from mprun.config.overrides import MAPPING, mapping_of, parse_overrides, printable
+from mprun.config.overrides import MAPPING, line_of, mapping_of, parse_overrides, printable
 from mprun.config.rules import nearest
-from mprun.config.schema import RunConfig, register_schemas
-from mprun.config.schema_models import task_of
+from mprun.config.schema import (
+    DATA,
+    DTYPES,
+    MODELS,
+    PrecisionConfig,
+    RunConfig,
+    register_schemas,
+    task_of,
+)
 from mprun.config.user_code import FACTORY_KEYS, NOTHING, Vouched, check_vouched, recorded_factories
 from mprun.errors import BadInput
 
@@ -58,7 +68,7 @@ def group_options(group: str) -> list[str]:
 def diagnose(parsed: list[Override], error: Exception) -> str:
     """One line that names the key, the value and what is allowed; needs a Hydra instance."""
     groups = set(loader().list_groups("")) - {"hydra", "schema"}
-    chosen = []
+    chosen: list[str] = []
     for override in parsed:
         key, value = override.key_or_group, override.value()
         if key not in groups:
@@ -68,15 +78,15 @@ def diagnose(parsed: list[Override], error: Exception) -> str:
             allowed = ", ".join(options) or "(none yet)"
             hint = nearest(str(value), options)
             return f"{key}={_shown(value)}: must be one of {allowed}{hint}"
-        chosen.append(override.input_line)
+        chosen.append(line_of(override))
     try:
-        known = _keys(OmegaConf.to_container(compose("config", overrides=chosen)))
+        known = _keys(_plain(compose("config", overrides=chosen)))
     except COMPOSITION_ERRORS as group_error:
         return _first_line(group_error)
     # Mandatory ones, so that what is found wrong is the line that is looked at.
     chosen += [f"{key}=package.module:function" for key in FACTORY_KEYS if key in known]
     for override in parsed:
-        key, line = override.key_or_group, override.input_line
+        key, line = override.key_or_group, line_of(override)
         if key in groups:
             continue
         mapping = mapping_of(key)
@@ -108,7 +118,7 @@ def _nearest_key(key: str, known: Iterable[str]) -> str:
     return f"; did you mean '{same_end[0]}'?" if same_end else nearest(key, known)
 
 
-def _keys(tree: dict, prefix: str = "") -> set[str]:
+def _keys(tree: dict[str, Any], prefix: str = "") -> set[str]:
     found = set()
     for key, value in tree.items():
         found.add(prefix + key)
@@ -125,23 +135,110 @@ def _first_line(error: BaseException) -> str:
     return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
 
 
-@dataclass(frozen=True, slots=True)
-class Composed:
-    """A checked configuration with the names of the chosen options and the overrides given."""
-
-    config: RunConfig
-    choices: dict[str, str | None]
-    overrides: tuple[str, ...]
-
-    def as_dict(self) -> dict:
-        """The resolved configuration as plain values (what config.yaml holds)."""
-        return asdict(self.config)
-
-
 def conf_dir() -> Path:
     """The folder of the YAML files: inside an installed package, or of the checkout."""
     inside = Path(__file__).resolve().parents[1] / "conf"
     return inside if inside.is_dir() else inside.parents[1] / "conf"
+
+
+def option_files(group: str, config_dir: str | None = None) -> dict[str, Path]:
+    """Option -> file, in alphabetical order; with those of the user's own `config_dir`."""
+    folders = [conf_dir(), *([] if config_dir is None else [Path(config_dir)])]
+    found: dict[str, Path] = {}
+    for folder in folders:
+        for path in (folder / group).glob("*.yaml"):
+            found.setdefault(path.stem, path)  # Hydra too takes the first that it finds
+    return dict(sorted(found.items()))
+
+
+def what_it_is(path: Path) -> str:
+    """The first comment line of an option's file, which says what the option is."""
+    lines = [line for line in _text_of(path).splitlines() if not line.startswith("# @package")]
+    return lines[0].removeprefix("# ") if lines and lines[0].startswith("# ") else ""
+
+
+# What makes a mode: all of its values but those that one run adds.
+MODE_FIELDS = tuple(f.name for f in fields(PrecisionConfig) if f.name not in ("name", "overrides"))
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """A precision mode as its file says it; `scaler`: the loss scaler that it comes with."""
+
+    name: str
+    values: dict[str, str | None]
+    scaler: str
+
+    def label(self, config: PrecisionConfig) -> str:
+        """The mode's name, with every value that differs from the mode's own and every override.
+
+        "fp32" is a baseline; "fp32+param_dtype=fp16" is not.
+        """
+        changed = [
+            f"{field}={getattr(config, field)}"
+            for field, value in self.values.items()
+            if getattr(config, field) != value
+        ]
+        changed += [f"{pattern}={dtype}" for pattern, dtype in config.overrides.items()]
+        return "+".join([self.name, *changed])
+
+
+@cache
+def modes(config_dir: str | None = None) -> dict[str, Mode]:
+    """Every precision mode there is, FP32 first, then FP16 and BF16; less of FP32 comes first."""
+
+    def rank(mode: Mode) -> tuple:
+        half = mode.values["autocast_dtype"] or mode.values["param_dtype"]
+        autocast, masters = mode.values["autocast_dtype"], mode.values["master_dtype"]
+        place = DTYPES.index(half) if half in DTYPES else len(DTYPES)
+        return place, autocast is not None, masters is not None, mode.values["fp32_math"], mode.name
+
+    files = option_files("precision", config_dir)
+    found = sorted((_mode(name, files) for name in files), key=rank)
+    return {mode.name: mode for mode in found}
+
+
+def _mode(name: str, files: dict[str, Path]) -> Mode:
+    """Read without Hydra, which takes a fifth of a second; a mode may build on another."""
+    defaults: dict[str, Any] = {field.name: field.default for field in fields(PrecisionConfig)}
+    values, scaler = {field: defaults[field] for field in MODE_FIELDS}, "none"
+    try:
+        content = yaml.safe_load(_text_of(files[name]))
+    except yaml.YAMLError:
+        content = None  # composing says what is wrong with it, where it is chosen
+    content = content if isinstance(content, dict) else {}
+    for entry in content.get("defaults") or ():
+        if isinstance(entry, str) and entry in files and entry != name:
+            base = _mode(entry, files)
+            values, scaler = base.values, base.scaler
+        for key, option in entry.items() if isinstance(entry, dict) else ():
+            if key.startswith("override /scaler"):
+                scaler = option
+    own = {field: content[field] for field in MODE_FIELDS if field in content}
+    return Mode(name, values | own, scaler)
+
+
+def _text_of(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace")
+
+
+@dataclass(frozen=True, slots=True)
+class Composed:
+    """A checked configuration with the names of the chosen options and the overrides given.
+
+    mode: the precision mode as the record names it (`Mode.label`). usual_scaler: the loss scaler
+    that the mode comes with.
+    """
+
+    config: RunConfig
+    choices: dict[str, str | None]
+    overrides: tuple[str, ...]
+    mode: str
+    usual_scaler: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """The resolved configuration as plain values (what config.yaml holds)."""
+        return asdict(self.config)
 
 
 def compose_config(
@@ -163,18 +260,33 @@ def compose_config(
             composed = compose(
                 "config", overrides=hydra_overrides(overrides), return_hydra_config=True
             )
-            choices = dict(OmegaConf.to_container(composed.hydra.runtime.choices))
+            choices = _plain(composed.hydra.runtime.choices)
             OmegaConf.set_struct(composed, False)
             del composed["hydra"]
             _factories_given(composed)
-            config = OmegaConf.to_object(composed)
+            for group in ("precision", "scaler"):
+                composed[group].name = choices[group]  # an option is called like its file
+            config = _as_object(composed)
         except COMPOSITION_ERRORS as error:
             raise BadInput(diagnose(parsed, error)) from None
     choices = {key: value for key, value in choices.items() if not key.startswith("hydra")}
     _length_as_given(config, {override.key_or_group for override in parsed})
     _fill_compare(config)
     check(config, files=files)
-    return Composed(config, choices, overrides)
+    mode = _mode(config.precision.name, option_files("precision", config_dir))
+    return Composed(config, choices, overrides, mode.label(config.precision), mode.scaler)
+
+
+def _as_object(node: Any) -> RunConfig:
+    found = OmegaConf.to_object(node)
+    assert isinstance(found, RunConfig)
+    return found
+
+
+def _plain(node: Any) -> dict[str, Any]:
+    found = OmegaConf.to_container(node)
+    assert isinstance(found, dict)
+    return {str(key): value for key, value in found.items()}
 
 
 def _factories_given(composed: DictConfig) -> None:
@@ -191,7 +303,7 @@ def _factories_given(composed: DictConfig) -> None:
         raise BadInput(f"{chosen}: needs {wanted} (docs/own_data.md)")
     if not (isinstance(model, DictConfig) and isinstance(data, DictConfig)):
         return
-    of_data = OmegaConf.to_container(model).get("image_size") == "${data.image_size}"
+    of_data = _plain(model).get("image_size") == "${data.image_size}"
     if of_data and "factory" in data and data.image_size is None:
         raise BadInput(f"data.image_size=null: model={model.name} needs the size of the images")
 
@@ -218,15 +330,13 @@ def config_from_record(record: dict, given: Vouched = NOTHING) -> RunConfig:
     Reads data, never code: the same schema and the same checks as for the command line, and
     BadInput for a factory of the record that `given`, from this command's own line, does not name.
     """
-    from mprun.config.schema import DATA, MODELS
-
     check_vouched(recorded_factories(record), given)
     _no_interpolation(record)
     try:
         root = OmegaConf.structured(RunConfig)
         root.model = OmegaConf.structured(MODELS[record["model"]["name"]])
         root.data = OmegaConf.structured(DATA[record["data"]["name"]])
-        config = OmegaConf.to_object(OmegaConf.merge(root, record))
+        config = _as_object(OmegaConf.merge(root, record))
     except (KeyError, TypeError, AttributeError, ValueError, OmegaConfBaseException) as error:
         reason = str(error).splitlines()[0]
         key = getattr(error, "full_key", None)
@@ -241,9 +351,8 @@ def _no_interpolation(value: object, key: str = "config.yaml") -> None:
     """A record holds values; `${...}` could put this machine's environment among them."""
     if isinstance(value, str) and "${" in value:
         raise BadInput(f"{key}={printable(value)}: ${{...}} has no place in the record of a run")
-    pairs = value.items() if isinstance(value, dict) else ()
-    pairs = enumerate(value) if isinstance(value, list) else pairs
-    for name, item in pairs:
+    items = enumerate(value) if isinstance(value, list) else ()
+    for name, item in value.items() if isinstance(value, dict) else items:
         _no_interpolation(name)
         _no_interpolation(item, printable(name))
 
@@ -251,7 +360,7 @@ def _no_interpolation(value: object, key: str = "config.yaml") -> None:
 def hydra_overrides(overrides: Iterable[str]) -> list[str]:
     """The overrides as Hydra takes them: an entry of a free-form mapping needs its `++`."""
     return [
-        f"++{o.input_line.lstrip('+')}" if mapping_of(o.key_or_group) else o.input_line
+        f"++{line_of(o).lstrip('+')}" if mapping_of(o.key_or_group) else line_of(o)
         for o in parse_overrides(overrides)
     ]
 
@@ -266,27 +375,22 @@ class _UserOptions(SearchPathPlugin):
             search_path.append("command-line", f"file://{Path(self.folder).resolve()}")
 
 
-class hydra_session:
+@contextmanager
+def hydra_session(config_dir: str | None) -> Iterator[None]:
     """Hydra's compose API with the schemas registered, and nothing left behind."""
-
-    def __init__(self, config_dir: str | None):
-        self.config_dir = config_dir
-
-    def __enter__(self):
-        if self.config_dir is not None and not os.path.isdir(self.config_dir):
-            raise BadInput(f"--config-dir {self.config_dir}: no such folder")
-        self.level = logging.getLogger("hydra").level
-        logging.getLogger("hydra").setLevel(logging.ERROR)
-        register_schemas(ConfigStore.instance())
-        GlobalHydra.instance().clear()
-        Plugins.instance().register(_UserOptions)
-        _UserOptions.folder = self.config_dir
-        self.context = initialize_config_dir(str(conf_dir()), version_base="1.3")
-        self.context.__enter__()
-        return self
-
-    def __exit__(self, *exception):
-        self.context.__exit__(*exception)
+    if config_dir is not None and not os.path.isdir(config_dir):
+        raise BadInput(f"--config-dir {config_dir}: no such folder")
+    logger = logging.getLogger("hydra")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    register_schemas(ConfigStore.instance())
+    GlobalHydra.instance().clear()
+    Plugins.instance().register(_UserOptions)
+    _UserOptions.folder = config_dir
+    try:
+        with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+            yield
+    finally:
         GlobalHydra.instance().clear()
         _UserOptions.folder = None
-        logging.getLogger("hydra").setLevel(self.level)
+        logger.setLevel(level)

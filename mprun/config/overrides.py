@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, ValueType
+from hydra.core.override_parser.types import Glob, Override
 
 from mprun.errors import BadInput
 
@@ -42,6 +42,11 @@ def parse_overrides(overrides: Iterable[str]) -> list[Override]:
     return parsed
 
 
+def line_of(override: Override) -> str:
+    """An override as it was typed, which Hydra's type leaves open."""
+    return override.input_line or ""
+
+
 def mapping_of(key: str) -> str | None:
     """The mapping that `key` is or lies in, None for a key of the schema."""
     return next((m for m in FREE_MAPPINGS if key == m or key.startswith(f"{m}.")), None)
@@ -49,7 +54,8 @@ def mapping_of(key: str) -> str | None:
 
 def split_launcher(overrides: Iterable[str]) -> tuple[list[str], list[str]]:
     """(overrides of Hydra's launcher, which only a sweep has; all the others)."""
-    launcher, others = [], []
+    launcher: list[str] = []
+    others: list[str] = []
     for text in overrides:
         key = text.lstrip("+~").partition("=")[0]
         (launcher if _is_of_launcher(key) else others).append(text)
@@ -61,8 +67,9 @@ def sweep_values(override: Override, options: list[str]) -> list[str]:
 
     options: those of the override's group, which `glob` chooses from.
     """
-    if override.value_type is ValueType.GLOB_CHOICE_SWEEP:
-        values = override.value().filter(options)
+    value = override.value()
+    if isinstance(value, Glob):
+        values = value.filter(options)
     elif override.is_discrete_sweep():
         values = list(override.sweep_string_iterator())
     else:
@@ -71,7 +78,7 @@ def sweep_values(override: Override, options: list[str]) -> list[str]:
         )
     if not values:
         raise BadInput(f"{override.input_line}: has no value to sweep over")
-    key = override.input_line.partition("=")[0]
+    key = line_of(override).partition("=")[0]
     return [f"{key}={value}" for value in values]
 
 

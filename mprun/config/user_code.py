@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from mprun.config.overrides import parse_overrides, printable
-from mprun.config.schema import RunConfig
+from mprun.config.schema import CustomDataConfig, CustomModelConfig, RunConfig
 from mprun.errors import BadInput
 
 FACTORY_KEYS = ("data.factory", "model.factory")
@@ -103,25 +103,26 @@ def check_vouched(named: Mapping[str, str], given: Vouched) -> None:
         )
 
 
-def check_own_code(config: RunConfig) -> None:
+def check_own_code(config: RunConfig) -> Iterator[str]:
     """The rules for `custom`: how a factory is named and what its arguments can be."""
     for group in ("data", "model"):
         node = getattr(config, group)
-        if node.name != "custom":
+        if not isinstance(node, CustomDataConfig | CustomModelConfig):
             continue
         check_form(f"{group}.factory", node.factory)
         for name, value in node.options.items():
             if not name.isidentifier() or not _is_plain(value):
-                raise BadInput(
+                yield (
                     f"{group}.options.{name}={printable(value)}: must be the name of an argument, "
                     "with a number, text, list or mapping"
                 )
     model = config.model
-    if model.name == "custom" and model.task != "classification" and model.label_smoothing:
-        raise BadInput(
-            f"model.label_smoothing={model.label_smoothing:g}: must be 0 for "
-            f"model.task={model.task}"
-        )
+    if isinstance(model, CustomModelConfig):
+        if model.task != "classification" and model.label_smoothing:
+            yield (
+                f"model.label_smoothing={model.label_smoothing:g}: must be 0 for "
+                f"model.task={model.task}"
+            )
 
 
 def as_overrides(record: Mapping[str, Any]) -> tuple[str, ...]:

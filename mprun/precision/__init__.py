@@ -26,13 +26,10 @@ from mprun.precision.loss_scale import (
     NoLossScale,
     StaticLossScale,
 )
-from mprun.precision.loss_scale_presets import PRESETS, build_preset
 from mprun.precision.optimizer import BatchNormGuard, MixedPrecisionOptimizer, Update
 from mprun.precision.policy import (
-    DEFAULT_SCALER,
     DTYPE_NAMES,
     DTYPES,
-    MODES,
     PrecisionPolicy,
     build_policy,
     get_policy,
@@ -42,11 +39,8 @@ from mprun.precision.policy import (
 )
 
 __all__ = [
-    "DEFAULT_SCALER",
     "DTYPES",
     "DTYPE_NAMES",
-    "MODES",
-    "PRESETS",
     "Arithmetic",
     "BatchNormGuard",
     "CastModel",
@@ -59,7 +53,6 @@ __all__ = [
     "StaticLossScale",
     "Update",
     "build_policy",
-    "build_preset",
     "cast_model",
     "fp32_copy",
     "get_policy",

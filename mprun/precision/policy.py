@@ -1,57 +1,34 @@
-"""Precision modes as values.
+"""Precision modes as values, and the switches of torch that would change what they mean.
 
-A mode is one `PrecisionPolicy`; nothing outside `build_policy` and `get_policy` asks which mode
-it is. Modes and their sources: Micikevicius et al., arXiv 1710.03740, sections 3.1 to 3.3 (FP16
-with master weights and loss scaling), torch.amp (autocast), the rest as named.
+A mode is one `PrecisionPolicy`, said by one file of conf/precision; nothing outside of
+`build_policy` and `get_policy` asks which mode it is. Modes and their sources: Micikevicius et al.,
+arXiv 1710.03740, sections 3.1 to 3.3 (FP16 with master weights and loss scaling), torch.amp
+(autocast), the rest as named.
 
-Pin and read back every switch by which torch lowers the precision of products on its own.
-
-Stock torch leaves convolutions and RNNs in TF32 on Ampere and later and lets half GEMMs reduce
-in half, so an unpinned "FP32" baseline is not FP32 (torch documentation, CUDA semantics).
-Flags are process-wide: one run, one process.
+Every switch by which torch lowers the precision of products on its own is pinned and read back:
+stock torch leaves convolutions and RNNs in TF32 on Ampere and later and lets half GEMMs reduce in
+half, so an unpinned "FP32" baseline is not FP32 (torch documentation, CUDA semantics). Flags are
+process-wide: one run, one process.
 """
 
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
+import yaml
 from torch import Tensor
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-_FP32 = {
-    "param_dtype": "fp32",
-    "norm_dtype": "fp32",
-    "master_dtype": "fp32",
-    "grad_dtype": "fp32",
-    "loss_dtype": "fp32",
-    "autocast_dtype": None,
-    "fp32_math": "ieee",
-}
-_FP16 = _FP32 | {"param_dtype": "fp16"}
-_BF16 = _FP32 | {"param_dtype": "bf16"}
-
-# Default loss scale of each mode beside its values: the rows of the table in the README.
-MODES: dict[str, dict[str, str | None]] = {
-    "fp32": _FP32,
-    "tf32": _FP32 | {"fp32_math": "tf32"},
-    "fp16_naive": _FP16 | {"norm_dtype": "fp16", "master_dtype": None, "grad_dtype": "fp16"},
-    "fp16_master": _FP16,
-    "fp16_master_scaled": _FP16,
-    "amp": _FP32 | {"autocast_dtype": "fp16"},
-    "bf16_naive": _BF16 | {"norm_dtype": "bf16", "master_dtype": None, "grad_dtype": "bf16"},
-    "bf16_master": _BF16,
-    "amp_bf16": _FP32 | {"autocast_dtype": "bf16"},
-}
-DEFAULT_SCALER = {"fp16_master_scaled": "dynamic", "amp": "dynamic"}
-
 
 @dataclass(frozen=True, slots=True)
 class PrecisionPolicy:
-    """In which dtype each kind of tensor of a training run lives.
+    """In which dtype each kind of tensor of a training run lives; FP32 where nothing else is said.
 
     param_dtype: weights, inputs and activations of the model, and their gradients.
     norm_dtype: parameters, statistics and arithmetic of norm layers.
@@ -64,13 +41,13 @@ class PrecisionPolicy:
     """
 
     name: str
-    param_dtype: torch.dtype
-    norm_dtype: torch.dtype
-    master_dtype: torch.dtype | None
-    grad_dtype: torch.dtype
-    loss_dtype: torch.dtype
-    autocast_dtype: torch.dtype | None
-    fp32_math: str
+    param_dtype: torch.dtype = torch.float32
+    norm_dtype: torch.dtype = torch.float32
+    master_dtype: torch.dtype | None = torch.float32
+    grad_dtype: torch.dtype = torch.float32
+    loss_dtype: torch.dtype = torch.float32
+    autocast_dtype: torch.dtype | None = None
+    fp32_math: str = "ieee"
 
     @property
     def half_dtype(self) -> torch.dtype | None:
@@ -87,12 +64,16 @@ class PrecisionPolicy:
 
 
 def build_policy(name: str, values: Mapping[str, str | None]) -> PrecisionPolicy:
-    """A policy from dtype names (`fp32`, `fp16`, `bf16`, None); ValueError for another name."""
+    """A policy from dtype names (`fp32`, `fp16`, `bf16`, None) and `fp32_math`.
+
+    Raises:
+        ValueError: another dtype name, or `fp32_math` neither "ieee" nor "tf32".
+    """
     fields = dict(values)
-    fp32_math = fields.pop("fp32_math")
+    fp32_math = fields.pop("fp32_math", "ieee")
     if fp32_math not in ("ieee", "tf32"):
         raise ValueError(f"fp32_math={fp32_math!r}: must be 'ieee' or 'tf32'")
-    dtypes = {}
+    dtypes: dict[str, Any] = {}
     for field, value in fields.items():
         if value is not None and value not in DTYPES:
             raise ValueError(f"{field}={value!r}: must be one of {', '.join(DTYPES)}")
@@ -100,20 +81,37 @@ def build_policy(name: str, values: Mapping[str, str | None]) -> PrecisionPolicy
     return PrecisionPolicy(name=name, fp32_math=fp32_math, **dtypes)
 
 
-def get_policy(name: str) -> PrecisionPolicy:
-    """One of the nine named modes, for use without configuration files."""
-    if name not in MODES:
-        raise ValueError(f"precision mode {name!r}: must be one of {', '.join(MODES)}")
-    return build_policy(name, MODES[name])
+def get_policy(name: str, folder: Path | None = None) -> PrecisionPolicy:
+    """The mode that a file of mprun's own says, for use without the rest of mprun.
+
+    Args:
+        name: of the mode, "fp16_master".
+        folder: holds `name`.yaml instead; values that the file lacks are those of FP32.
+
+    Raises:
+        ValueError: there is no such file, or what it says is no mode.
+    """
+    if folder is None:
+        inside = Path(__file__).resolve().parents[1] / "conf"  # of an installed package
+        folder = (inside if inside.is_dir() else inside.parents[1] / "conf") / "precision"
+    path = folder / f"{name}.yaml"
+    if not path.is_file():
+        known = ", ".join(sorted(path.stem for path in folder.glob("*.yaml")))
+        raise ValueError(f"precision mode {name!r}: must be one of {known}")
+    values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    own = {key: value for key, value in values.items() if key not in ("defaults", "name")}
+    return build_policy(name, own)
 
 
+# Torch puts some of these there when it is imported, which a type checker cannot see.
+_BACKENDS: Any = torch.backends
 _FP32_PRODUCTS = {
-    "cuda.matmul": lambda: torch.backends.cuda.matmul,
-    "cudnn.conv": lambda: torch.backends.cudnn.conv,
-    "cudnn.rnn": lambda: torch.backends.cudnn.rnn,
-    "mkldnn.matmul": lambda: torch.backends.mkldnn.matmul,
-    "mkldnn.conv": lambda: torch.backends.mkldnn.conv,
-    "mkldnn.rnn": lambda: torch.backends.mkldnn.rnn,
+    "cuda.matmul": lambda: _BACKENDS.cuda.matmul,
+    "cudnn.conv": lambda: _BACKENDS.cudnn.conv,
+    "cudnn.rnn": lambda: _BACKENDS.cudnn.rnn,
+    "mkldnn.matmul": lambda: _BACKENDS.mkldnn.matmul,
+    "mkldnn.conv": lambda: _BACKENDS.mkldnn.conv,
+    "mkldnn.rnn": lambda: _BACKENDS.mkldnn.rnn,
 }
 _REDUCTIONS = (
     "allow_fp16_reduced_precision_reduction",
@@ -147,7 +145,7 @@ def pin_math_flags(
         # Not called for nothing: its first call imports torch's compiler, which takes a second.
         torch.use_deterministic_algorithms(deterministic)
         # It would launch a kernel for every new tensor; nothing here reads what it has not written.
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010
 
 
 @contextmanager

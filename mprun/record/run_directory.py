@@ -10,7 +10,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,47 +19,9 @@ import yaml
 
 from mprun.errors import BadInput, Damaged, MprunError, Resource
 
-# Keys that change neither the numbers of a run nor what it computes.
-NOT_HASHED = ("name", "output_root", "output_dir", "resume", "numerics")
-# (cuda_graph: a replay runs the kernels of the eager step.)
-NOT_HASHED_TRAIN = ("log_every", "checkpoint_every", "keep_checkpoints", "cuda_graph")
-# Where the data lie and how they are read; what they are, run.json has as a hash of its own.
-NOT_HASHED_DATA = ("root", "workers", "prefetch", "cache", "vocabulary")
 # Keys that the path always shows, in a form of its own.
 _IN_PATH = {"model", "data", "experiment", "precision", "seed", "name"}
-# Overrides that do not describe a run; in its name only where runs are told apart by them.
-_NOT_IN_NAME = {
-    "output_root",
-    "output_dir",
-    "resume",
-    "device",
-    "threads",
-    "train.log_every",
-    "train.checkpoint_every",
-    "train.keep_checkpoints",
-    "train.cuda_graph",
-    "data.root",
-    "data.workers",
-    "data.prefetch",
-    "data.cache",
-    "data.vocabulary",
-    "numerics",
-    "numerics.enabled",
-    "numerics.every",
-    "numerics.modules",
-    "numerics.shadow_every",
-    "numerics.keep_failure",
-}
 _LONGEST = 200  # of a part of the path; file systems take 255 bytes
-
-
-def config_hash(config: dict[str, Any]) -> str:
-    """SHA-256 (hex) over everything in the configuration that can change a number."""
-    kept = {key: value for key, value in config.items() if key not in NOT_HASHED}
-    for group, left_out in (("train", NOT_HASHED_TRAIN), ("data", NOT_HASHED_DATA)):
-        values = kept[group].items()
-        kept[group] = {key: value for key, value in values if key not in left_out}
-    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 
 def run_name(
@@ -67,19 +29,25 @@ def run_name(
     choices: dict,
     overrides: tuple[str, ...],
     swept: Iterable[str] = (),
+    *,
+    told: Callable[[str], bool],
 ) -> tuple[str, str]:
     """(folder, run) of a run's path: what is learned, and the mode with all that differs from it.
 
     swept: keys that several runs differ in; they are in the name whatever they are, and a value
-    that a file name cannot hold has a hash behind it. Both parts have at most 200 characters.
+    that a file name cannot hold has a hash behind it. told: whether a key describes a run, so that
+    it is in the name also where it is not swept. Both parts have at most 200 characters.
     Example: ("resnet50-digits_32", "amp-optim.lr=0.05-s0").
     """
     swept = set(swept)
     folder = choices.get("experiment") or f"{choices['model']}-{choices['data']}"
     if choices.get("experiment"):
         folder += "".join(f"-{text}" for key, text in _pairs(overrides) if key in ("model", "data"))
-    own_place = _IN_PATH | (_NOT_IN_NAME - swept)
-    pairs = [(key, f"{key}={value}") for key, value in _pairs(overrides) if key not in own_place]
+    pairs = [
+        (key, f"{key}={value}")
+        for key, value in _pairs(overrides)
+        if key not in _IN_PATH and (key in swept or told(key))
+    ]
     texts = [_told_apart(text) if key in swept else text for key, text in pairs]
     ends = [config["name"] or "", f"s{config['seed']}"]
     name = _joined([choices["precision"], *texts, *ends])

@@ -6,9 +6,10 @@ from pathlib import Path
 
 from mprun.config.compose import compose_config, group_options, hydra_session
 from mprun.config.overrides import parse_overrides, split_launcher, sweep_values
+from mprun.config.roles import config_hash, is_told
 from mprun.config.user_code import as_overrides
 from mprun.errors import BadInput
-from mprun.record.run_directory import config_hash, run_name
+from mprun.record.run_directory import run_name
 from mprun.sweep.jobs import Cell, data_places
 from mprun.sweep.launcher import ChosenLauncher, checked_launcher
 
@@ -54,7 +55,7 @@ def plan(overrides: list[str], config_dir: str | None) -> Plan:
     cells = []
     for one in composed:
         plain = one.as_dict()
-        folder, name = run_name(plain, one.choices, one.overrides, swept)
+        folder, name = run_name(plain, one.choices, one.overrides, swept, told=is_told)
         cells.append(
             Cell(
                 one.overrides,

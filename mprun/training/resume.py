@@ -9,6 +9,7 @@ import torch
 
 from mprun.config.compose import config_from_record
 from mprun.config.overrides import parse_overrides
+from mprun.config.roles import config_hash, resumable_keys, role_of
 from mprun.config.user_code import is_factory, vouched
 from mprun.data.source import DamagedData
 from mprun.errors import BadInput, Damaged
@@ -17,8 +18,6 @@ from mprun.precision.random_states import restore_random_states
 from mprun.record import checkpoint
 from mprun.record.metrics import drop_later_grids, truncate_metrics
 from mprun.record.run_directory import (
-    NOT_HASHED_DATA,
-    config_hash,
     locked,
     read_config,
     read_json,
@@ -28,25 +27,14 @@ from mprun.training.run import attempt, prepare, resolve_device
 
 # State is read on the host and copied into tensors that exist: no second model on the GPU.
 CPU = torch.device("cpu")
-# What may differ between a run and its continuation: its length, what it writes, whether its steps
-# are replayed, and where the data lie and how they are read.
-RESUMABLE_KEYS = (
-    "train.steps",
-    "train.epochs",
-    "train.log_every",
-    "train.eval_every",
-    "train.checkpoint_every",
-    "train.keep_checkpoints",
-    "train.cuda_graph",
-    *(f"data.{key}" for key in NOT_HASHED_DATA),
-)
 
 
 def resume(composed_overrides: tuple[str, ...], path: str, config_dir: str | None = None) -> int:
     """Continue the run in directory `path` from its newest whole checkpoint; the exit code.
 
-    Only RESUMABLE_KEYS may be given beside it; everything else comes from the run itself. The names
-    of the user's own code must be given again: the directory may come from anywhere.
+    Only keys whose role allows it may be given beside it; everything else comes from the run
+    itself. The names of the user's own code must be given again: the directory may come from
+    anywhere.
     """
     given = vouched(composed_overrides, config_dir)
     directory = Path(path)
@@ -137,18 +125,18 @@ def _recorded(directory: Path) -> dict:
     try:
         record["steps"], record["attempts"], record["choices"]
         record["environment"]["device"], record["environment"]["threads"]
-        record["environment"]["packages"]["torch"]
+        record["environment"]["packages"]["torch"], record["precision"]["mode"]
     except (KeyError, TypeError) as error:
         raise Damaged(f"{directory / 'run.json'}: not the record of a run ({error})") from None
     return record
 
 
 def _in_short() -> str:
-    """RESUMABLE_KEYS as a shell would abbreviate them: short enough for one line."""
-    groups: dict[str, list[str]] = {}
-    for key in RESUMABLE_KEYS:
+    """The keys that may be given, as a shell would abbreviate them: short enough for one line."""
+    groups: dict[str, list[str]] = {"train": [], "data": []}
+    for key in resumable_keys():
         group, _, field = key.partition(".")
-        groups.setdefault(group, []).append(field)
+        groups[group].append(field)
     return " ".join(f"{group}.{{{','.join(fields)}}}" for group, fields in groups.items())
 
 
@@ -157,7 +145,7 @@ def _with_overrides(plain: dict, overrides: tuple[str, ...]) -> dict:
         key = override.partition("=")[0]
         if key.lstrip("+") == "resume" or is_factory(override):
             continue
-        if key not in RESUMABLE_KEYS:
+        if not role_of(key).resumable:
             raise BadInput(
                 f"{override}: a resumed run keeps its configuration (allowed: {_in_short()})"
             )

@@ -13,8 +13,9 @@ from pathlib import Path
 import numpy
 import torch
 
-from mprun.build import Built, build, mode_label
+from mprun.build import Built, build
 from mprun.config.compose import Composed
+from mprun.config.roles import config_hash, is_told
 from mprun.config.schema import RunConfig
 from mprun.errors import INTERRUPTED, STATUS_EXIT_CODE, BadInput, MprunError, Resource
 from mprun.numerics.probe import chosen_modules
@@ -25,7 +26,6 @@ from mprun.record.metrics import TensorBoardView
 from mprun.record.run_directory import (
     claim,
     claim_exactly,
-    config_hash,
     locked,
     run_name,
     write_config,
@@ -49,7 +49,7 @@ def start(composed: Composed) -> int:
     if config.output_dir is not None:
         directory = claim_exactly(Path(config.output_dir))
     else:
-        folder, name = run_name(plain, composed.choices, composed.overrides)
+        folder, name = run_name(plain, composed.choices, composed.overrides, told=is_told)
         directory = claim(Path(config.output_root) / folder, name)
     with locked(directory):
         write_config(directory, plain)
@@ -58,6 +58,7 @@ def start(composed: Composed) -> int:
             "choices": composed.choices,
             "overrides": list(composed.overrides),
             "config_hash": config_hash(plain),
+            "precision": {"mode": composed.mode, "usual_scaler": composed.usual_scaler},
             "created": _now(),
             "attempts": 0,
         }
@@ -134,7 +135,7 @@ def attempt(
     """Train from `first_step` on and keep run.json true whatever happens; the exit code."""
     started = time.perf_counter()
     earlier = record.get("data", {})  # of the attempt before this one
-    record |= _beginning(config, built) | {"attempts": record["attempts"] + 1}
+    record |= _beginning(config, built, record) | {"attempts": record["attempts"] + 1}
     write_json(directory / "run.json", record)
 
     def settle(ending: dict) -> None:
@@ -178,7 +179,7 @@ def attempt(
     return STATUS_EXIT_CODE[outcome.status]
 
 
-def _beginning(config: RunConfig, built: Built) -> dict:
+def _beginning(config: RunConfig, built: Built, record: dict) -> dict:
     """What run.json says before step 1."""
     task = built.task
     return {
@@ -190,7 +191,7 @@ def _beginning(config: RunConfig, built: Built) -> dict:
         "sample": task.sample,
         "samples_per_step": task.samples_per_step,
         "precision": {
-            "mode": mode_label(config.precision),
+            **record["precision"],  # the mode's name: as its file, which may be gone, said it
             "scaler": config.scaler.name,
             "half_products": built.arithmetic.kind(),
             "effective_dtypes": effective_dtypes(task),

@@ -8,8 +8,9 @@ import torch
 from mprun.bench.roofline.count import count
 from mprun.bench.roofline.weightless import shape_source
 from mprun.config.compose import compose_config
-from mprun.config.schema import MODES
 from mprun.errors import BadInput
+
+from ..shipped import MODES
 
 NETWORKS = """
 import torch

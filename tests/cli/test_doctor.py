@@ -10,7 +10,9 @@ from mprun.cli import main
 from mprun.cli.doctor import KEYS, page
 from mprun.cli.machine import machine_facts, modes
 from mprun.errors import BadInput
-from mprun.precision import MODES, Arithmetic, get_policy, pin_math_flags, read_math_flags
+from mprun.precision import Arithmetic, get_policy, pin_math_flags, read_math_flags
+
+from ..shipped import MODES
 
 CPU = torch.device("cpu")
 TINY = ["model=lstm_lm", "data=synthetic_tokens", "data.batch_size=2", "data.train_tokens=512"]

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from mprun.config.schema import MODES
+from ..shipped import MODES
 
 
 def mprun(*arguments, cwd, **more) -> subprocess.CompletedProcess:

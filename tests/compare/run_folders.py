@@ -4,8 +4,8 @@ import copy
 import json
 from pathlib import Path
 
+from mprun.config.roles import config_hash
 from mprun.record.metrics import MetricsFile
-from mprun.record.run_directory import config_hash
 
 CONFIG = {
     "model": {"name": "lstm_lm", "hidden_size": 64},

@@ -4,8 +4,8 @@ import pytest
 import yaml
 
 from mprun.config.compose import compose_config, config_from_record
+from mprun.config.roles import config_hash
 from mprun.errors import BadInput
-from mprun.record.run_directory import config_hash
 
 
 @pytest.mark.parametrize(

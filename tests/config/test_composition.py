@@ -4,12 +4,13 @@ import pytest
 import yaml
 
 from mprun.build import build_loss_scale, policy_from
-from mprun.config.compose import compose_config, conf_dir, config_from_record
+from mprun.config.compose import compose_config, conf_dir, config_from_record, modes
 from mprun.config.schema import MODELS
-from mprun.config.schema import MODES as MODE_NAMES
 from mprun.config.user_code import vouched
 from mprun.errors import BadInput
-from mprun.precision import DEFAULT_SCALER, MODES, PRESETS, DynamicLossScale, get_policy
+from mprun.precision import DynamicLossScale, get_policy
+
+from ..shipped import MODES
 
 
 def options(group: str) -> list[str]:
@@ -26,7 +27,7 @@ PAIRS = [
         model, mode, marks=() if model in MODELS or mode in ("fp32", "amp") else pytest.mark.slow
     )
     for model in options("model")
-    for mode in MODE_NAMES
+    for mode in MODES
 ]
 
 
@@ -37,7 +38,8 @@ def test_every_model_composes_in_every_mode_with_its_own_data(model, precision):
     composed = compose_config(overrides)
     assert composed.config.precision.name == precision
     assert composed.choices["model"] == model
-    assert composed.choices["scaler"] == DEFAULT_SCALER.get(precision, "none")
+    scaled = precision in ("fp16_master_scaled", "amp")
+    assert composed.choices["scaler"] == composed.usual_scaler == ("dynamic" if scaled else "none")
     # What a run directory keeps is enough to rebuild the same configuration.
     record = yaml.safe_load(yaml.safe_dump(composed.as_dict()))
     assert config_from_record(record, vouched(own_code)) == composed.config
@@ -46,15 +48,15 @@ def test_every_model_composes_in_every_mode_with_its_own_data(model, precision):
 @pytest.mark.parametrize("precision", options("precision"))
 def test_a_precision_file_is_the_mode_of_the_engine(precision):
     file = read("precision", precision)
-    assert {key: value for key, value in file.items() if key not in ("defaults", "name")} == dict(
-        MODES[precision]
-    )
+    assert file["name"] == precision
+    own = {key: value for key, value in file.items() if key not in ("defaults", "name")}
+    assert own == modes()[precision].values  # it says every field: nothing is left to a default
     config = compose_config([f"precision={precision}"]).config
     assert policy_from(config.precision) == get_policy(precision)
 
 
-def test_modes_have_one_list():
-    assert options("precision") == sorted(MODES) == sorted(MODE_NAMES)
+def test_the_files_are_the_one_list_of_modes():
+    assert options("precision") == sorted(MODES)
 
 
 @pytest.mark.parametrize("scaler", options("scaler"))
@@ -64,14 +66,6 @@ def test_every_scaler_file_builds(scaler):
     assert scale.kind == config.scaler.kind and config.scaler.name == scaler
     start = config.scaler.init_scale or config.scaler.scale or 1.0
     assert scale.scale.item() == start  # every preset starts at a power of two: exact in FP32
-
-
-@pytest.mark.parametrize("preset", sorted(PRESETS))
-def test_a_preset_file_is_the_preset_of_the_engine(preset):
-    file = read("scaler", preset)
-    assert {key: value for key, value in file.items() if key not in ("name", "kind")} == dict(
-        PRESETS[preset]
-    )
 
 
 def test_scaler_dynamic_is_the_default_of_the_engine():

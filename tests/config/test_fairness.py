@@ -3,7 +3,8 @@
 import yaml
 
 from mprun.config.compose import compose_config, conf_dir
-from mprun.config.schema import MODES
+
+from ..shipped import MODES
 
 
 def mentioned(path) -> set[str]:

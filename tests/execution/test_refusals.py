@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from mprun.build import build, policy_from
-from mprun.build.execution import uses_channels_last
+from mprun.build.model import uses_channels_last
 from mprun.build.precision import optimizer_maker
 from mprun.cli import main
 from mprun.config.check import auto_channels_last

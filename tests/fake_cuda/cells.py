@@ -1,8 +1,7 @@
 """What runs on the fake device: the cells of the table in docs, and the exceptions from them."""
 
-from mprun.config.schema import MODES
-
 from ..execution.trained import SMALL, TOKENS
+from ..shipped import MODES
 
 __all__ = ["EXECUTION", "MODELS", "MODES", "STEPS", "overrides", "refusal"]
 

@@ -12,6 +12,7 @@ from torch import nn
 from mprun.cli import main
 from mprun.compare.grouping import is_no_key
 from mprun.config.compose import compose_config
+from mprun.config.roles import config_hash, is_told
 from mprun.errors import BadInput
 from mprun.numerics.exponent_counter import exponent_counts, lost_updates, read_counts
 from mprun.numerics.exponent_shares import ExponentCounts
@@ -20,7 +21,7 @@ from mprun.numerics.probe_record import KINDS, read_probes
 from mprun.precision import Arithmetic, MixedPrecisionOptimizer, cast_model, get_policy
 from mprun.precision.loss_scale import NoLossScale
 from mprun.record.metrics import read_metrics
-from mprun.record.run_directory import config_hash, run_name
+from mprun.record.run_directory import run_name
 from mprun.tasks import Classification, Learner
 
 from .small_runs import SMALL, assert_same_state, watched_steps
@@ -400,7 +401,9 @@ def test_numerics_belongs_neither_to_the_hash_nor_to_the_name_nor_to_a_compariso
     probed_run = compose_config(given)
     assert probed_run.config.numerics.enabled and not plain.config.numerics.enabled
     assert config_hash(plain.as_dict()) == config_hash(probed_run.as_dict())
-    names = [run_name(c.as_dict(), c.choices, c.overrides) for c in (plain, probed_run)]
+    names = [
+        run_name(c.as_dict(), c.choices, c.overrides, told=is_told) for c in (plain, probed_run)
+    ]
     assert names[0] == names[1]
     assert all(is_no_key(f"numerics.{key}") for key in ("enabled", "every", "modules"))
 

@@ -20,6 +20,8 @@ from mprun.numerics.scaler_replay import replay, run_trace
 from mprun.precision import DynamicLossScale, LogMaxLossScale, NoLossScale, StaticLossScale
 from mprun.record.metrics import MetricsFile
 
+from ..shipped import published_scale
+
 
 def build_preset(name, **changes):
     """The loss scale of an option of the group scaler, with other values of its settings."""
@@ -35,7 +37,7 @@ def limits(values, grad_max=None):
 
 
 def test_torch_by_hand():
-    scale = build_preset("torch", init_scale=2.0**12, growth_interval=3)
+    scale = published_scale("torch", init_scale=2.0**12, growth_interval=3)
     found = replay(scale, limits([2.0**10] * 15))
     # Down twice, three clean steps, one step up that overflows, and so on.
     assert found.skipped.tolist() == [1, 2, 6, 10, 14]
@@ -57,7 +59,7 @@ def test_torch_by_hand():
 
 def test_megatron_by_hand():
     # Hysteresis 2: the first overflow only uses credit, later ones halve; growth refills it.
-    scale = build_preset("megatron", init_scale=2.0**12, growth_interval=3)
+    scale = published_scale("megatron", init_scale=2.0**12, growth_interval=3)
     found = replay(scale, limits([2.0**10] * 13))
     assert found.skipped.tolist() == [1, 2, 3, 7, 8, 12, 13]
     assert found.changes == [
@@ -72,7 +74,7 @@ def test_megatron_by_hand():
 
 def test_collapse_by_hand():
     # DeepSpeed: one overflow on credit, 16 halvings to the floor of 1, and the next one ends it.
-    found = replay(build_preset("deepspeed"), limits([0.0] * 100))
+    found = replay(published_scale("deepspeed"), limits([0.0] * 100))
     assert found.collapsed_at == 18 and found.steps == 18
     assert found.lowest == found.final == 1.0
     found = replay(StaticLossScale(128.0), limits([0.0] * 100))

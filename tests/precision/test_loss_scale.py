@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mprun.precision.loss_scale import DynamicLossScale, LossScale, NoLossScale, StaticLossScale
-from mprun.precision.loss_scale_presets import PRESETS, build_preset
+
+from ..shipped import PUBLISHED, published_scale
 
 
 def step(scale: LossScale, overflow: bool, grad_max: float = 2.0**-8) -> float:
@@ -83,7 +84,7 @@ def test_growth_comes_on_exactly_the_nth_clean_step():
 
 
 def test_megatron_overflows_far_apart_add_up():
-    scale = build_preset("megatron", init_scale=8.0, growth_interval=3)
+    scale = published_scale("megatron", init_scale=8.0, growth_interval=3)
     # The first o spends the spare credit, two clean steps do not refill it; growth does.
     assert trace(scale, "o..oo...o..o") == [8, 8, 8, 4, 2, 2, 2, 4, 4, 4, 4, 2]
     assert scale.hysteresis_credit.item() == 0
@@ -91,7 +92,7 @@ def test_megatron_overflows_far_apart_add_up():
 
 def test_deepspeed_credit_refills_on_growth_or_on_every_clean_step():
     def new(refill):
-        return build_preset(
+        return published_scale(
             "deepspeed", init_scale=8.0, growth_interval=3, refill_on_clean_step=refill
         )
 
@@ -103,7 +104,7 @@ def test_deepspeed_credit_refills_on_growth_or_on_every_clean_step():
 
 
 def test_fairseq_tolerates_overflows_below_the_rate():
-    scale = build_preset("fairseq", init_scale=8.0, tolerance=0.25)
+    scale = published_scale("fairseq", init_scale=8.0, tolerance=0.25)
     # Rates at the o's: 1/1, 1/5, 2/7.
     assert trace(scale, "o....o.o") == [4, 4, 4, 4, 4, 4, 4, 2]
 
@@ -127,9 +128,9 @@ def test_collapse_needs_the_floor_and_the_skips_in_a_row():
     assert not far_from_floor.collapsed().item()
 
 
-@pytest.mark.parametrize("name", ["default", *sorted(PRESETS)])
+@pytest.mark.parametrize("name", ["default", *sorted(PUBLISHED)])
 def test_400_overflows_never_give_zero_inf_or_nan(name):
-    scale = DynamicLossScale() if name == "default" else build_preset(name)
+    scale = DynamicLossScale() if name == "default" else published_scale(name)
     tiny = torch.finfo(torch.float32).tiny
     for _ in range(400):
         value = step(scale, True)
@@ -141,7 +142,7 @@ def test_400_overflows_never_give_zero_inf_or_nan(name):
 
 
 def test_growth_for_ever_stops_at_the_ceiling():
-    scale = build_preset("torch", growth_interval=1)
+    scale = published_scale("torch", growth_interval=1)
     assert trace(scale, "." * 400)[-1] == 2.0**126
     assert scale.inverse().item() == 2.0**-126
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from mprun.precision.loss_scale_presets import PRESETS, build_preset
+from ..shipped import PUBLISHED, published_scale
 
 LOW, HIGH = 2.0**-126, 2.0**126
 
@@ -144,8 +144,8 @@ REFERENCE = {
 
 def compare(name: str, overrides: dict, overflows: list[bool]) -> int:
     """Steps compared, all equal; ends where the original stops or leaves the FP32-safe range."""
-    ours = build_preset(name, **overrides)
-    theirs = REFERENCE[name](dict(PRESETS[name]) | overrides)
+    ours = published_scale(name, **overrides)
+    theirs = REFERENCE[name](dict(PUBLISHED[name]) | overrides)
     yes, no = torch.tensor(1.0), torch.tensor(0.0)
     for step, overflow in enumerate(overflows):
         ours.record(yes if overflow else no)
@@ -159,13 +159,13 @@ def compare(name: str, overrides: dict, overflows: list[bool]) -> int:
         if not LOW <= theirs.scale <= HIGH:
             return step
         assert ours.scale.item() == theirs.scale, (step, overflows[: step + 1])
-        if PRESETS[name]["max_consecutive_skips"] == 1:
+        if PUBLISHED[name]["max_consecutive_skips"] == 1:
             assert not ours.collapsed().item(), step
     assert ours.steps_skipped.item() == sum(overflows)
     return len(overflows)
 
 
-@pytest.mark.parametrize("name", sorted(PRESETS))
+@pytest.mark.parametrize("name", sorted(PUBLISHED))
 def test_every_preset_equals_its_original_on_random_sequences(name):
     rng, compared = random.Random(name), 0
     for _ in range(120):
@@ -184,10 +184,10 @@ def test_every_preset_equals_its_original_on_random_sequences(name):
     assert compared > 2000
 
 
-@pytest.mark.parametrize("name", sorted(PRESETS))
+@pytest.mark.parametrize("name", sorted(PUBLISHED))
 def test_every_preset_equals_its_original_with_its_own_constants(name):
     rng = random.Random(name)
-    steps = 2 * PRESETS[name]["growth_interval"] + 500
+    steps = 2 * PUBLISHED[name]["growth_interval"] + 500
     overflows = [False] * steps
     for start in [0, *(rng.randrange(steps) for _ in range(2))]:
         for step in range(start, min(start + rng.randint(1, 4), steps)):
@@ -205,7 +205,7 @@ def test_where_the_original_raises_at_the_floor_the_same_step_collapses(name):
 
 
 def test_deepspeed_spends_its_credit_before_it_gives_up_at_the_floor():
-    scale, seen = build_preset("deepspeed", init_scale=1.0), []
+    scale, seen = published_scale("deepspeed", init_scale=1.0), []
     for _ in range(2):
         scale.record(torch.tensor(True))
         scale.update()
@@ -215,7 +215,7 @@ def test_deepspeed_spends_its_credit_before_it_gives_up_at_the_floor():
 
 def test_constants_are_those_of_the_originals():
     columns = ("init_scale", "growth_interval", "hysteresis", "min_scale", "max_scale")
-    table = {name: tuple(preset[c] for c in columns) for name, preset in PRESETS.items()}
+    table = {name: tuple(preset[c] for c in columns) for name, preset in PUBLISHED.items()}
     assert table == {
         "torch": (2.0**16, 2000, 1, LOW, HIGH),
         "apex": (2.0**16, 2000, 1, LOW, 2.0**24),
@@ -226,9 +226,4 @@ def test_constants_are_those_of_the_originals():
         "keras": (2.0**15, 2000, 1, LOW, HIGH),
         "openseq2seq": (2.0**14, 2000, 1, 1.0, 2.0**14),
     }
-    assert all((p["growth_factor"], p["backoff_factor"]) == (2.0, 0.5) for p in PRESETS.values())
-
-
-def test_an_unknown_preset_is_refused_by_name():
-    with pytest.raises(ValueError, match="preset='jmp'.*apex, apex_fp16, deepspeed"):
-        build_preset("jmp")
+    assert all((p["growth_factor"], p["backoff_factor"]) == (2.0, 0.5) for p in PUBLISHED.values())

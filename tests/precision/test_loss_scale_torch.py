@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from mprun.precision.loss_scale import DynamicLossScale
-from mprun.precision.loss_scale_presets import build_preset
+
+from ..shipped import published_scale
 
 CLEAN, INF, NAN = 0.5, float("inf"), float("nan")
 
@@ -51,7 +52,7 @@ def mismatches(ours: DynamicLossScale, gradients: list[float]) -> int:
 
 
 @pytest.mark.parametrize(("growth", "backoff"), [(2.0, 0.5), (1.7, 0.3), (1.001, 0.999)])
-@pytest.mark.parametrize("make", [DynamicLossScale, lambda **kw: build_preset("torch", **kw)])
+@pytest.mark.parametrize("make", [DynamicLossScale, lambda **kw: published_scale("torch", **kw)])
 def test_same_as_grad_scaler_on_random_sequences(make, growth, backoff):
     rng = random.Random(f"{growth} {backoff}")
     for _ in range(400):
@@ -81,7 +82,7 @@ def test_same_as_grad_scaler_with_the_default_constants():
 
 def test_the_inverse_is_that_of_grad_scaler():
     for scale in (2.0**16, 1000.0, 3.0, 0.1, 2.0**-14, 16777215.0):
-        ours = build_preset("torch", init_scale=scale)
+        ours = published_scale("torch", init_scale=scale)
         theirs = TorchLoop(ours)
         theirs.parameter.grad = torch.tensor([1.0, 1.0])
         theirs.scaler.unscale_(theirs.optimizer)

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from mprun.precision import (
-    MODES,
     MixedPrecisionOptimizer,
     NoLossScale,
     StaticLossScale,
@@ -98,7 +97,7 @@ def test_a_loss_scale_recovers_it(gradient):
 
 
 def test_dividing_by_the_scale_in_fp16_brings_the_underflow_back():
-    values = MODES["fp16_master"] | {"grad_dtype": "fp16"}
+    values = {"param_dtype": "fp16", "grad_dtype": "fp16"}
     policy = build_policy("ablation", values)
     gradient, scale = 2.0**-26, StaticLossScale(2.0**8)
     assert trained(0.0, gradient, policy, sgd(2.0**20), scale)[1] == 0.0
@@ -107,7 +106,7 @@ def test_dividing_by_the_scale_in_fp16_brings_the_underflow_back():
 
 @pytest.mark.parametrize("scale", [NoLossScale(), StaticLossScale(2.0**8)], ids=["none", "static"])
 def test_grad_dtype_is_honoured_for_fp32_parameters_too(scale):
-    policy = build_policy("ablation", MODES["fp32"] | {"grad_dtype": "fp16"})
+    policy = build_policy("ablation", {"grad_dtype": "fp16"})
     gradient = 1 + 2.0**-11  # between two FP16 numbers, the lower one is even
     assert trained(0.0, gradient, policy, scale=scale)[0] == -1.0
     assert trained(0.0, gradient, "fp32", scale=scale)[0] == -gradient

@@ -1,4 +1,4 @@
-"""The nine modes as values, and the YAML files that repeat them."""
+"""The nine modes as values: what their files say, in the schema and in the engine."""
 
 import dataclasses
 
@@ -6,16 +6,15 @@ import pytest
 import torch
 
 from mprun.build import policy_from
-from mprun.config import schema
 from mprun.config.compose import compose_config
 from mprun.precision import (
-    DEFAULT_SCALER,
-    MODES,
     Arithmetic,
     build_policy,
     get_policy,
     why_unsupported,
 )
+
+from ..shipped import MODES
 
 F32, F16, B16 = torch.float32, torch.float16, torch.bfloat16
 CPU = torch.device("cpu")
@@ -43,20 +42,28 @@ def test_the_yaml_file_says_the_same(name):
     device = "cuda" if name == "tf32" else "cpu"
     config = compose_config([f"precision={name}", f"device={device}"]).config
     assert policy_from(config.precision) == get_policy(name)
-    assert config.scaler.name == DEFAULT_SCALER.get(name, "none")
+    assert config.scaler.name == ("dynamic" if name in ("fp16_master_scaled", "amp") else "none")
 
 
-def test_names_agree_everywhere():
-    assert tuple(MODES) == schema.MODES == tuple(TABLE)
+def test_these_are_all_files_and_this_is_their_order():
+    assert MODES == list(TABLE)
+
+
+def test_a_folder_of_ones_own_says_what_a_mode_is(tmp_path):
+    (tmp_path / "mine.yaml").write_text("# FP16 weights, nothing else.\nparam_dtype: fp16\n")
+    policy = get_policy("mine", tmp_path)
+    assert dataclasses.astuple(policy) == ("mine", F16, F32, F32, F32, F32, None, "ieee")
+    with pytest.raises(ValueError, match="'fp32'.*one of mine"):
+        get_policy("fp32", tmp_path)
 
 
 def test_unknown_names_are_refused():
     with pytest.raises(ValueError, match="'fp8'.*fp32, tf32"):
         get_policy("fp8")
     with pytest.raises(ValueError, match="param_dtype='fp64'"):
-        build_policy("x", MODES["fp32"] | {"param_dtype": "fp64"})
+        build_policy("x", {"param_dtype": "fp64"})
     with pytest.raises(ValueError, match="fp32_math='fast'"):
-        build_policy("x", MODES["fp32"] | {"fp32_math": "fast"})
+        build_policy("x", {"fp32_math": "fast"})
 
 
 @pytest.mark.parametrize(

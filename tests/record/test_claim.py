@@ -7,7 +7,8 @@ import threading
 import pytest
 
 from mprun.config.compose import compose_config
-from mprun.record.run_directory import claim, config_hash, run_name, write_json
+from mprun.config.roles import config_hash, is_told
+from mprun.record.run_directory import claim, run_name, write_json
 
 
 def test_threads_that_claim_one_name_get_one_directory_each(tmp_path):
@@ -58,7 +59,8 @@ def test_one_of_eight_processes_wins_an_explicit_directory(tmp_path):
 
 def name(*overrides: str) -> str:
     composed = compose_config(overrides)
-    return "/".join(run_name(composed.as_dict(), composed.choices, composed.overrides))
+    parts = composed.as_dict(), composed.choices, composed.overrides
+    return "/".join(run_name(*parts, told=is_told))
 
 
 def test_names_hold_what_differs():

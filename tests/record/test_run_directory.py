@@ -10,8 +10,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from mprun.cli import main
 from mprun.config.compose import compose_config
+from mprun.config.roles import config_hash
 from mprun.record.metrics import read_metrics
-from mprun.record.run_directory import config_hash
 
 LM = [
     "device=cpu",

@@ -7,13 +7,13 @@ from mprun.bench.measure import count_synchronisations
 from mprun.config.compose import compose_config
 from mprun.numerics import failure
 from mprun.numerics.failure import FailureKeeper
-from mprun.precision import MODES
 from mprun.record.async_copy import Moment, PinnedRing
 from mprun.record.metrics import read_metrics
 from mprun.training.loop import train
 from mprun.training.run import prepare
 from mprun.training.signals import Interruption
 
+from ..shipped import MODES
 from .test_step_path import MODELS
 
 CUDA = torch.device("cuda")

@@ -6,7 +6,9 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
 from mprun import models
-from mprun.precision import MODES, read_math_flags
+from mprun.precision import read_math_flags
+
+from ..shipped import MODES
 
 RUNS = {
     "dcgan": [
@@ -28,7 +30,7 @@ RUNS = {
     ],
 }
 AUTOENCODER = ["model=conv_autoencoder", "data.batch_size=16", "optim=sgd"]
-EVERY_MODE = [(mode, "fp32") for mode in sorted(MODES.keys() - {"tf32"})]
+EVERY_MODE = [(mode, "fp32") for mode in sorted(set(MODES) - {"tf32"})]
 
 
 def final_state(task, evaluate):

@@ -5,7 +5,9 @@ import torch
 from torch.nn import functional as F
 
 from mprun import models
-from mprun.precision import MODES, why_unsupported
+from mprun.precision import why_unsupported
+
+from ..shipped import MODES
 
 pytestmark = pytest.mark.gpu
 

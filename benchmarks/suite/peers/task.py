@@ -12,8 +12,7 @@ from mprun.bench.contender import in_channels_last, rotating_batches
 from mprun.bench.plan import Case
 from mprun.build.data import build_data
 from mprun.build.model import gan_builders, model_builder
-from mprun.config.schema import RunConfig
-from mprun.config.schema_models import task_of
+from mprun.config.schema import RunConfig, task_of
 from mprun.data.source import Batch, Source
 from mprun.errors import BadInput
 from mprun.precision import pin_math_flags

@@ -25,7 +25,7 @@ from mprun.bench.roofline.weightless import (
     storage_key,
     weightless,
 )
-from mprun.build.precision import mode_label, policy_from
+from mprun.build.precision import policy_from
 from mprun.build.task import build_task
 from mprun.config.compose import compose_config
 from mprun.config.schema import DataConfig, RunConfig
@@ -93,7 +93,8 @@ def count(
     """
     started = time.perf_counter()
     given = [*overrides] if mode is None else [*overrides, f"precision={mode}"]
-    config = compose_config(given, config_dir, files=False).config
+    composed = compose_config(given, config_dir, files=False)
+    config = composed.config
     if config.device == "cpu":
         raise BadInput("device=cpu: a roofline is that of a GPU (allowed: auto, cuda)")
     policy = policy_from(config.precision)
@@ -114,7 +115,7 @@ def count(
     optimizers = [learner.optimizer for learner in task.learners.values()]
     return Counted(
         label=f"{config.model.name} b{config.data.batch_size}",
-        mode=mode_label(config.precision),
+        mode=composed.mode,
         policy=policy,
         overrides=tuple(config.precision.overrides.values()),
         rows=tuple(rows),

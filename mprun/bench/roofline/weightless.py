@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mprun.build.data import build_data, check_batches, own_source
 from mprun.config import schema
-from mprun.config.schema_models import task_of
+from mprun.config.schema import task_of
 from mprun.errors import BadInput
 
 _CLASSES = {"digits": 10, "cifar10": 10, "imagenet": 1000}

@@ -1,0 +1,126 @@
+"""What a key means for hash, resume, comparison, paths and tables: one role on its field."""
+
+import dataclasses
+
+import pytest
+
+from mprun.build.data import _SOURCES, arguments_of
+from mprun.config import schema
+from mprun.config.compose import compose_config
+from mprun.config.roles import FIELDS, config_hash, resumable_keys, role_of
+from mprun.config.rules import LABEL, LENGTH, MACHINE, READING, RESULT, SEED
+
+# Of the versions in which each of these was a list of its own: records hold them.
+HASHES = {
+    "": ("ce35bfd8a5c78802f0a2e2ecc339fca9cb3b55768e76d199d119996ee041c24d"),
+    "precision=amp model=resnet50": (
+        "e085d66ff4ec8c43a24719211de04117f58768ff330f3e02e2fe262e0dfd6058"
+    ),
+    "precision=fp16_naive model=alexnet_2012 seed=3 data.batch_size=8": (
+        "e67e6ea03bf58f452a1c234608f5a97cbfe3813480c9a36689204d502ba29afb"
+    ),
+    "model=dcgan precision=amp scaler.per=loss": (
+        "ea2b7098dcbdcdf76783d55281a71a8ca6b9d0994e7dab2c0e2ffde581775a50"
+    ),
+    "experiment=quickstart_underflow precision=fp16_master": (
+        "1850a4e684f76c9a323c358c401d8d0a879b672c7eea6b6bfa3f10b625971fed"
+    ),
+    "experiment=quickstart_lost_updates precision=bf16_naive numerics=on name=x": (
+        "fd693bbc63fcc920db789441f51da36ffb2a9a86c150ac2b496d6c1f947ca6c4"
+    ),
+    "experiment=biglstm_lm1b data.root=/d data.cache=/c data.vocabulary=/v": (
+        "8c7cd302994f21e71d547fc7d3de898ebdd5819b127adc37d8975eec9e48cd20"
+    ),
+    "experiment=resnet50_imagenet data.root=/d data.workers=3 data.prefetch=4": (
+        "698b70c03298b71b28eb16382737714c3f580ef01de0a0e1f81321632b148b78"
+    ),
+    "experiment=lstm_wikitext2 data.root=/d": (
+        "90be37fb42fbd3ab95faea7a3f74b86d873a95ec130add3dd90d011902341176"
+    ),
+    "model=resnet50 data=cifar10 data.root=/d precision=tf32 device=cuda": (
+        "662e678a0ee91bef279ae7024480f4024f344e7d006c253414896f9c9eb70dd6"
+    ),
+    (
+        "data=custom data.factory=a:b data.options.root=1 model=custom model.factory=c:d "
+        "model.task=gan model.options.cache=2"
+    ): ("d2ecca1bd84e39bef5213e9c8b5282bdd73038f16d711ff05703072e06c0c678"),
+    (
+        "model=lstm_lm precision=fp16_master_scaled scaler=megatron "
+        "precision.overrides.layer4.*=fp32 threads=2 cpu_half=native"
+    ): ("4fcc51eecb6850055c657a48337a04d7acea29b16ad5aafd80ee1cc2b3f680be"),
+    (
+        "model=conv_autoencoder train.epochs=2 train.log_every=3 train.checkpoint_every=1 "
+        "train.keep_checkpoints=5 train.cuda_graph=off output_root=/o"
+    ): ("f81fe2cea4b054697998a99f8d7a526ba18b50fefcc0053857cd0a4ea142fd57"),
+    (
+        "data=synthetic_tokens train.steps=7 train.eval_every=2 train.accumulate=2 "
+        "optim=adagrad scaler=logmax precision=amp_bf16"
+    ): ("aa0cea9622491c54845193e8b78bf4f569c6025acfc73baf97b9f7dd77322761"),
+}
+
+
+@pytest.mark.parametrize("overrides", HASHES)
+def test_the_hash_of_a_configuration_stays_what_it_was(overrides):
+    composed = compose_config(overrides.split(), files=False)
+    assert config_hash(composed.as_dict()) == HASHES[overrides]
+
+
+@pytest.mark.parametrize(
+    ("role", "keys"),
+    [
+        (LABEL, "name output_root output_dir resume numerics numerics.enabled numerics.every"),
+        (READING, "train.log_every train.checkpoint_every train.keep_checkpoints"),
+        (READING, "train.cuda_graph data.root data.workers data.prefetch data.cache"),
+        (READING, "data.vocabulary"),
+        (LENGTH, "train.steps train.epochs train.eval_every"),
+        (MACHINE, "device threads"),
+        (SEED, "seed"),
+        (RESULT, "optim.lr data.batch_size model.name data data.name cpu_half deterministic"),
+        # Of no schema: the record of an earlier version, the user's own code, the data's content.
+        (RESULT, "data.sha256 data.options.root model.options.name train.something"),
+    ],
+)
+def test_what_a_key_means(role, keys):
+    for key in keys.split():
+        assert role_of(key) is role, key
+
+
+def test_only_these_keys_have_another_role_than_that_of_a_result():
+    told = {key for key in FIELDS if role_of(key) is not RESULT}
+    groups = {key.partition(".")[0] for key in told}
+    assert groups == {
+        *("name", "output_root", "output_dir", "resume", "numerics", "seed", "device", "threads"),
+        *("train", "data"),
+    }
+    assert len(told) == 25
+
+
+def test_a_key_has_one_role_in_all_models_and_data_sources():
+    for key, fields in FIELDS.items():
+        assert len({field.metadata.get("role") for field in fields}) == 1, key
+
+
+def test_the_keys_of_a_continuation():
+    assert sorted(resumable_keys()) == sorted(
+        """train.steps train.epochs train.log_every train.eval_every train.checkpoint_every
+        train.keep_checkpoints train.cuda_graph data.root data.workers data.prefetch data.cache
+        data.vocabulary""".split()
+    )
+
+
+def test_what_is_not_hashed_is_not_compared_either():
+    """Runs of one hash are one experiment; seeds are hashed and belong to one experiment too."""
+    for key in FIELDS:
+        role = role_of(key)
+        assert role.hashed == role.compared or role is SEED, key
+
+
+def test_no_setting_of_a_data_source_is_lost_on_the_way():
+    """A field that is no argument of its source would be set without any effect."""
+    for name, make in _SOURCES.items():
+        config = schema.DATA[name]()
+        fields = {field.name for field in dataclasses.fields(config)}
+        embedded = set() if config.on_disk else {"root"}
+        loaded = set() if config.decodes else {"workers"}
+        left = fields - arguments_of(make, config).keys() - embedded - loaded - {"name"}
+        assert left == ({"channels"} if name == "cifar10" else set()), name  # it has one choice

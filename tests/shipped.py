@@ -1,0 +1,26 @@
+"""The precision modes and loss scalers that mprun ships, as their files say them."""
+
+from typing import Any
+
+import yaml
+
+from mprun.config.compose import modes, option_files
+from mprun.precision import DynamicLossScale
+
+MODES = list(modes())
+
+
+def scaler_file(name: str) -> dict[str, Any]:
+    """The values of a scaler's file, without what only names it."""
+    content = yaml.safe_load(option_files("scaler")[name].read_text(encoding="utf-8"))
+    return {key: value for key, value in content.items() if key not in ("name", "kind")}
+
+
+# Rules of other projects; what these kinds leave out is torch's.
+_OWN = ("none", "static", "dynamic", "logmax")
+PUBLISHED = {name: scaler_file(name) for name in option_files("scaler") if name not in _OWN}
+
+
+def published_scale(name: str, device: str = "cpu", **overrides: Any) -> DynamicLossScale:
+    """The loss scale of a published rule, with single arguments replaced."""
+    return DynamicLossScale(**(PUBLISHED[name] | overrides), device=device)
