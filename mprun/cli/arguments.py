@@ -5,7 +5,8 @@ declaration. Hydra's overrides (key=value) may stand anywhere between the option
 """
 
 import argparse
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Collection, Sequence
 from itertools import zip_longest
 from typing import NoReturn
 
@@ -22,9 +23,18 @@ class Arguments(argparse.ArgumentParser):
         what: what the verb does, above the options of its help page.
         more: what stands below them: examples, exit codes. Line breaks are kept.
         overrides: whether key=value is taken, as `overrides` of the result.
+        verbs: of mprun itself: what may stand in the place of key=value.
     """
 
-    def __init__(self, verb: str, what: str, more: str = "", *, overrides: bool = False):
+    def __init__(
+        self,
+        verb: str,
+        what: str,
+        more: str = "",
+        *,
+        overrides: bool = False,
+        verbs: Collection[str] = (),
+    ):
         super().__init__(
             prog=f"mprun {verb}".strip(),
             description=what,
@@ -32,7 +42,7 @@ class Arguments(argparse.ArgumentParser):
             allow_abbrev=False,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        self.verb, self.takes_overrides = verb, overrides
+        self.verb, self.takes_overrides, self.verbs = verb, overrides, verbs
         if overrides:
             self.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="as for a run")
 
@@ -46,9 +56,16 @@ class Arguments(argparse.ArgumentParser):
         found, unknown = self.parse_known_intermixed_args(self._with_values(arguments))
         if unknown:
             known = [name for action in self._actions for name in action.option_strings]
-            self.error(f"{unknown[0]}: unknown option{nearest(unknown[0], known)}")
+            longest = [a.option_strings[-1] for a in self._actions if a.option_strings]
+            allowed = f" (allowed: {', '.join(longest)})" if self.verb else ""
+            self.error(f"{unknown[0]}: unknown option{nearest(unknown[0], known)}{allowed}")
         for word in found.overrides if self.takes_overrides else ():
             if "=" not in word and not word.startswith("~"):
+                if self.verbs:
+                    verbs = f"a verb ({', '.join(self.verbs)})"
+                    self.error(
+                        f"'{word}': neither {verbs} nor key=value{nearest(word, self.verbs)}"
+                    )
                 self.error(f"{word}: neither an option nor key=value")
         return found
 
@@ -70,6 +87,7 @@ class Arguments(argparse.ArgumentParser):
         """Raise BadInput with `message`, which names the argument."""
         # argparse says "argument --out: expected one argument".
         message = message.removeprefix("argument ")
+        message = re.sub("expected (one|at least one) argument", "needs a value", message)
         start = f"{self.verb}: " if self.verb else ""
         raise BadInput(f"{start}{message} (see {self.prog} --help)")
 

@@ -1,14 +1,24 @@
-"""One cell as a process: a run that ends, with a checkpoint, when whoever started it is gone.
+"""The processes that a sweep starts; each ends, a run with a checkpoint, when the sweep is gone.
 
-`python -m mprun.cli.child PARENT_ID OVERRIDE...`
+python -m mprun.cli.child PARENT_ID OVERRIDE...      one cell
+python -m mprun.cli.child --launch PARENT_ID FOLDER  Hydra's launcher for a batch of cells
 """
 
 import signal
 import sys
 
 from mprun.cli import main
-from mprun.errors import PREEMPTED
+from mprun.errors import DONE, PREEMPTED
 from mprun.training.signals import end_with_parent
+
+
+def _launch(arguments: list[str]) -> int:
+    from mprun.sweep.batch import drive
+
+    if not end_with_parent(int(arguments[0])):
+        return PREEMPTED
+    drive(arguments[1])
+    return DONE
 
 
 def _run(arguments: list[str]) -> int:
@@ -20,4 +30,5 @@ def _run(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(_run(sys.argv[1:]))
+    given = sys.argv[1:]
+    raise SystemExit(_launch(given[1:]) if given[0] == "--launch" else _run(given))

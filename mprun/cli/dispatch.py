@@ -4,14 +4,14 @@ Imports torch only once a configuration has been checked, so that help, completi
 answer at once.
 """
 
+import argparse
 import errno
 import os
 import sys
 import traceback
-from dataclasses import dataclass, field
 from importlib import import_module
 
-from mprun.config.rules import nearest
+from mprun.cli.arguments import Arguments, number
 from mprun.errors import BUG, DAMAGED, DONE, INTERRUPTED, RESOURCE, BadInput, MprunError
 
 # verb -> (module with `main(arguments) -> exit code`, what the verb does)
@@ -26,23 +26,7 @@ VERBS = {
     "bench": ("mprun.cli.bench", "speed, memory and energy per mode; share of the limit"),
     "doctor": ("mprun.cli.doctor", "the machine: devices, kernels, graphs, modes (--json)"),
 }
-# Options with a value, by every spelling.
-_WITH_VALUE = {
-    "-j": "jobs",
-    "--jobs": "jobs",
-    "--stall-after": "stall_after",
-    "--config-dir": "config_dir",
-    "-cd": "config_dir",
-    "--cfg": "cfg",
-    "-c": "cfg",
-    "--info": "info",
-    "-i": "info",
-    "--package": "package",
-    "-p": "package",
-    "--shell-completion": "completion",
-    "-sc": "completion",
-}
-_WITHOUT_VALUE = ("-m", "--multirun", "--resolve", "-h", "--help", "--version")
+_HELP = ("-h", "--help")
 # A full disk, a quota, a read-only or failing file system, a forbidden folder.
 _RESOURCE_ERRORS = {
     errno.ENOSPC,
@@ -103,18 +87,21 @@ def _dispatch(arguments: list[str]) -> int:
     if "--help" in arguments or "-h" in arguments:
         from mprun.cli.help import help_text
 
-        print(help_text({verb: what for verb, (_, what) in VERBS.items()}), end="")
+        verbs = {verb: what for verb, (_, what) in VERBS.items()}
+        others, _ = _arguments().parse_known_args([a for a in arguments if a not in _HELP])
+        print(help_text(verbs, _arguments(), others.config_dir), end="")
         return DONE
-    if arguments == ["--version"]:
+    options = _arguments().parse(arguments)
+    _check_belonging(options)
+    if options.version:
         from mprun import __version__
 
         print(f"mprun {__version__}")
         return DONE
-    options = _split_options(arguments)
-    if options.completion is not None:
+    if options.shell_completion is not None:
         from mprun.cli.help import complete
 
-        return complete(options.completion)
+        return complete(options.shell_completion)
     if options.cfg is not None:
         from mprun.cli.help import show_config
 
@@ -126,12 +113,12 @@ def _dispatch(arguments: list[str]) -> int:
     if options.multirun:
         from mprun.sweep import STALL_AFTER_S, sweep
 
-        return sweep(
-            options.overrides,
-            options.config_dir,
-            jobs=None if options.jobs is None else int(options.jobs),
-            stall_after=float(options.stall_after or STALL_AFTER_S),
-        )
+        stall_after = STALL_AFTER_S if options.stall_after is None else options.stall_after
+        return sweep(options.overrides, options.config_dir, options.jobs, stall_after)
+    return _run(options)
+
+
+def _run(options: argparse.Namespace) -> int:
     for override in options.overrides:
         key, _, value = override.lstrip("+").partition("=")
         if key == "resume" and value != "null":
@@ -146,64 +133,40 @@ def _dispatch(arguments: list[str]) -> int:
     return start(composed)
 
 
-@dataclass(slots=True)
-class _Options:
-    """What the command line holds beside overrides."""
+def _arguments() -> Arguments:
+    """The options of a run or a sweep: Hydra's, and two of a sweep's own."""
+    parser = Arguments("", "", overrides=True, verbs=VERBS)
+    add = parser.add_argument
+    add("-m", "--multirun", action="store_true", help="sweep: one process per run")
+    processes = number("-j", 1, 1024, "a number of processes", whole=True)
+    add("-j", "--jobs", type=processes, metavar="N", help="sweep: N runs at a time (1)")
+    seconds = "sweep: kill a run without progress for so long (1800; 0: never)"
+    add("--stall-after", type=_seconds, metavar="SECONDS", help=seconds)
+    add("-cd", "--config-dir", metavar="DIR", help="options of your own: DIR/GROUP/OPTION.yaml")
+    add("-c", "--cfg", metavar="job|hydra|all", help="print the configuration, run nothing")
+    add("-p", "--package", default="", metavar="KEY", help="of --cfg job: this part alone")
+    add("--resolve", action="store_true", help="of --cfg: what it prints is resolved anyway")
+    add("-i", "--info", metavar="WHAT", help="Hydra's account: defaults, searchpath, config, ...")
+    completion = "shell completion for bash, zsh, fish"
+    add("-sc", "--shell-completion", metavar="install=SHELL", help=completion)
+    add("--version", action="store_true", help="print the version")
+    return parser
 
-    overrides: list[str] = field(default_factory=list)
-    multirun: bool = False
-    config_dir: str | None = None
-    jobs: str | None = None
-    stall_after: str | None = None
-    cfg: str | None = None
-    info: str | None = None
-    package: str = ""
-    completion: str | None = None
+
+def _seconds(text: str) -> float:
+    if not text.isdecimal() or int(text[:12]) > 10**9:
+        raise BadInput(f"--stall-after {text}: must be seconds >= 0 (0: never)")
+    return float(text)
 
 
-def _split_options(arguments: list[str]) -> _Options:
-    options, rest, resolve = _Options(), list(arguments), False
-    while rest:
-        argument = rest.pop(0)
-        flag, given, value = argument.partition("=")
-        if argument in ("-m", "--multirun"):
-            options.multirun = True
-        elif flag in _WITH_VALUE:
-            if not given:
-                value = rest.pop(0) if rest and not rest[0].startswith("-") else ""
-            if not value:
-                raise BadInput(f"{flag}: needs a value (see mprun --help)")
-            setattr(options, _WITH_VALUE[flag], value)
-        elif argument == "--resolve":
-            resolve = True  # what --cfg prints is resolved anyway
-        elif argument.startswith("-"):
-            hint = nearest(argument, (*_WITH_VALUE, *_WITHOUT_VALUE))
-            raise BadInput(f"{argument}: unknown option{hint} (see mprun --help)")
-        elif "=" not in argument and not argument.startswith("~"):
-            raise BadInput(
-                f"'{argument}': neither a verb ({', '.join(VERBS)}) nor key=value"
-                f"{nearest(argument, VERBS)}"
-            )
-        else:
-            options.overrides.append(argument)
-    if (resolve or options.package) and options.cfg is None:
+def _check_belonging(options: argparse.Namespace) -> None:
+    """BadInput for an option that says something about what was not asked for."""
+    if (options.resolve or options.package) and options.cfg is None:
         raise BadInput("--resolve, --package: only with --cfg")
-    _check_sweep_options(options)
-    return options
-
-
-def _check_sweep_options(options: _Options) -> None:
-    jobs, stall_after = options.jobs, options.stall_after
-    if jobs is not None:
-        if not jobs.isdecimal() or not 1 <= int(jobs[:9]) <= 1024:
-            raise BadInput(f"-j {jobs}: must be a number of processes from 1 to 1024")
-        if not options.multirun:
-            raise BadInput(f"-j {jobs}: only a sweep (-m) runs several processes")
-    if stall_after is not None:
-        if not stall_after.isdecimal() or int(stall_after[:12]) > 10**9:
-            raise BadInput(f"--stall-after {stall_after}: must be seconds >= 0 (0: never)")
-        if not options.multirun:
-            raise BadInput(f"--stall-after {stall_after}: only a sweep (-m) watches its runs")
+    if options.jobs is not None and not options.multirun:
+        raise BadInput(f"-j {options.jobs}: only a sweep (-m) runs several processes")
+    if options.stall_after is not None and not options.multirun:
+        raise BadInput(f"--stall-after {options.stall_after:g}: only a sweep (-m) watches its runs")
 
 
 if __name__ == "__main__":

@@ -4,8 +4,10 @@ Imports torch only to answer, so that help and bad input do not wait for it.
 """
 
 import json
+import os
 import textwrap
 
+from mprun.cli.arguments import Arguments
 from mprun.errors import DONE, BadInput
 
 # Of --json, in this order and on every machine; "works" is null for what was not tested.
@@ -28,16 +30,11 @@ KEYS = {
     "emulated_operations": "which operations of 16-bit modes a CPU computes in FP32",
     "flags": "by name: pinned (what a run sets, here that of fp32), stock (torch by itself)",
 }
-_HELP = """\
-usage: mprun doctor [--json]
-
+_WHAT = """\
 What this machine is, and what each precision mode means on it. On a GPU the
 kernels of the update are compiled and compared with torch's, and a training
 step is captured as a CUDA graph: seconds, the first time more.
-Exit code 0, whatever is found; 2 for an argument that there is not.
-
-  --json   one JSON object instead of the page; "works": null is not tested
-"""
+Exit code 0, whatever is found; 2 for an argument that there is not."""
 # Measured; see mprun.precision.emulation.
 _WHY_EMULATED = (
     "native CPU kernels add some gradients up in 16 bits and, in FP16, take 10 to 60 times "
@@ -49,18 +46,21 @@ _WIDTH = 80
 def main(arguments: list[str]) -> int:
     """Print devices, kernels, flags and what happens to each mode here; always exit code 0.
 
-    Raises BadInput for an argument that there is not.
+    Raises BadInput for an argument or a folder that there is not.
     """
-    if "-h" in arguments or "--help" in arguments:
-        print(_HELP + "\n".join(_wrapped(f"    {key:<20}", text) for key, text in KEYS.items()))
-        return DONE
-    for argument in arguments:
-        if argument != "--json":
-            raise BadInput(f"doctor {argument}: unknown argument (allowed: --json, --help)")
+    keys = [_wrapped(f"    {key:<20}", text) for key, text in KEYS.items()]
+    parser = Arguments("doctor", _WHAT, "\n".join(["keys of --json:", *keys]))
+    help_json = 'one JSON object instead of the page; "works": null is not tested'
+    parser.add_argument("--json", action="store_true", help=help_json)
+    help_dir = "also the modes of DIR/precision/*.yaml"
+    parser.add_argument("--config-dir", metavar="DIR", help=help_dir)
+    options = parser.parse(arguments)
+    if options.config_dir is not None and not os.path.isdir(options.config_dir):
+        raise BadInput(f"--config-dir {options.config_dir}: no such folder")
     from mprun.cli.machine import machine_facts
 
-    facts = machine_facts()
-    print(json.dumps(facts, indent=1, allow_nan=False) if arguments else page(facts))
+    facts = machine_facts(options.config_dir)
+    print(json.dumps(facts, indent=1, allow_nan=False) if options.json else page(facts))
     return DONE
 
 
@@ -76,12 +76,9 @@ def page(facts: dict) -> str:
     lines += ["", "flags that a run pins (here: fp32), and torch by itself where it differs"]
     for name, flag in facts["flags"].items():
         differs = flag["stock"] != flag["pinned"]
-        lines.append(f"  {name} = {flag['pinned']}{_stock(flag) if differs else ''}")
+        stock = f"   (torch: {flag['stock']})" if differs else ""
+        lines.append(f"  {name} = {flag['pinned']}{stock}")
     return "\n".join(lines)
-
-
-def _stock(flag: dict) -> str:
-    return f"   (torch: {flag['stock']})"
 
 
 def _rows(facts: dict) -> list[tuple[str, str]]:
@@ -102,20 +99,18 @@ def _rows(facts: dict) -> list[tuple[str, str]]:
     rows.append(("CPU kernels", f"{cpu['capability']}, {onednn}, 16-bit units: {units}"))
     if facts["kernels"]["cuda"] is not None:
         rows.append(("CUDA", _cuda(facts["kernels"]["cuda"])))
-    return rows + _tested(facts) + [("NVML", _nvml(facts["nvml"]))]
-
-
-def _tested(facts: dict) -> list[tuple[str, str]]:
-    """The rows of fused updates, single pass and CUDA graph; the same answers share a row."""
-    graph = facts["cuda_graph"]
+    graph = _answer(facts["cuda_graph"], "a training step is captured, and replays alike")
     return [
+        *rows,
         *_by_optimizer("fused updates", facts["fused_updates"], "yes"),
         *_by_optimizer("single pass", facts["single_pass"], "self-test passed"),
-        ("CUDA graph", _answer(graph, "a training step is captured, and replays alike")),
+        ("CUDA graph", graph),
+        ("NVML", _nvml(facts["nvml"])),
     ]
 
 
 def _by_optimizer(title: str, answers: dict, yes: str) -> list[tuple[str, str]]:
+    """Rows of what was asked for every optimizer; the same answers share a row."""
     rules: dict[str, list[str]] = {}
     for rule, answer in answers.items():
         rules.setdefault(_answer(answer, yes), []).append(rule)

@@ -1,9 +1,12 @@
-"""`mprun --help`: verbs, groups with their options, and the keys that every configuration has.
+"""`mprun --help`, `--cfg`, `--info` and shell completion: what there is is shown, nothing runs.
 
-`--cfg`, `--info` and shell completion: a configuration is shown, nothing runs.
+The page lists what the option files, the schema and the parser know; only examples are typed here.
 """
 
+import argparse
 import sys
+import textwrap
+from typing import Any
 
 import hydra
 import yaml
@@ -13,91 +16,91 @@ from mprun.config.compose import (
     Composed,
     compose_config,
     conf_dir,
-    group_options,
     hydra_overrides,
-    hydra_session,
+    option_files,
+    what_it_is,
 )
+from mprun.config.roles import FIELDS
 from mprun.config.schema import register_schemas
 from mprun.errors import DONE, BadInput
 
-_USE = """\
+_EXAMPLES = """\
 mprun: what does lower precision do to a training run, compared with FP32?
 
 Use
   mprun                                     one short run on embedded data
   mprun model=resnet50 precision=amp        choose group=option, set key=value
-  mprun -m precision=fp32,amp seed=0,1,2    sweep: one process per run; again: what is missing
-    -j N                                    N runs at a time (1)
-    --stall-after SECONDS                   kill a run without progress (1800; 0: never)
-    hydra/launcher=joblib|submitit_local|submitit_slurm   Hydra's launcher instead of -j
-    hydra.launcher.KEY=VALUE                n_jobs (joblib), timeout_min, partition, ... (submitit)
-  mprun experiment=resnet50_cifar10 data.root=DIR     a recipe on data on disk (docs/recipes.md)
-  mprun data=custom data.factory=module:function      own data, own models (docs/own_data.md)
-  mprun resume=outputs/RUN                  continue a run from its last checkpoint
-  mprun --config-dir DIR model=mine         options of your own from DIR/model/mine.yaml
-  mprun --cfg job model=dcgan               print the whole configuration, run nothing
+  mprun -m precision=fp32,amp seed=0,1,2    sweep: one process per run; again:
+                                            what is missing
+    hydra/launcher=joblib|submitit_local|submitit_slurm
+                                            Hydra's launcher instead of -j
+    hydra.launcher.KEY=VALUE                n_jobs (joblib), timeout_min,
+                                            partition, ... (submitit)
+  mprun experiment=resnet50_cifar10 data.root=DIR
+                                            a recipe on data on disk
+                                            (docs/recipes.md)
+  mprun data=custom data.factory=module:function
+                                            own data, own models
+                                            (docs/own_data.md)
+  mprun resume=outputs/RUN                  continue from the last checkpoint
+  mprun --config-dir DIR precision=mine     modes, scalers, ... of your own,
+                                            each from DIR/GROUP/OPTION.yaml
+  mprun --cfg job model=dcgan               print the whole configuration
   mprun --info defaults model=dcgan         print which files it is made of
   eval "$(mprun -sc install=bash)"          shell completion (bash, zsh, fish)
-  mprun --version
-
-Verbs
-{verbs}
-
-Groups (group=option)
-{groups}
-
-Keys (key=value; --cfg job prints all of them)
-  seed  device=auto|cuda|cpu  cpu_half=emulated|native  threads  deterministic  name
-  output_root  output_dir  resume
-  train.steps  train.epochs  train.log_every  train.eval_every  train.checkpoint_every
-  train.clip_norm  train.clip_modules  train.accumulate  train.eval_arithmetic=fp32|mode
-  train.cuda_graph=auto|on|off      replay whole steps: where the host is the limit
-  train.compile=off|default|max-autotune-no-cudagraphs     torch.compile for image models
-  train.channels_last=auto|on|off   NHWC in memory     train.autotune=auto|on|off   cuDNN's choice
-  data.batch_size  data.root  data.workers  data.on_corrupt=stop|skip  data.eval_split
-  data.factory=MODULE:FUNCTION  data.options.KEY  model.factory  model.task  model.options.KEY
-  optim.lr  optim.schedule  optim.warmup_epochs  optim.constant_epochs
-  optim.implementation=auto|single_pass|fused|foreach|loop
-  optim.bias_lr_factor  optim.decay_bias  optim.decay_norm  optim.average_decay
-  precision.overrides.PATTERN=fp32|fp16|bf16   modules kept in another dtype, by name pattern
-  scaler.scale  scaler.init_scale  scaler.growth_factor  scaler.backoff_factor
-  scaler.growth_interval  scaler.hysteresis  scaler.min_scale  scaler.max_scale
-  scaler.max_consecutive_skips  scaler.per=shared|optimizer|loss
-  compare.metric  compare.margin  compare.window
-  numerics.every  numerics.modules  numerics.shadow_every  numerics.keep_failure
-
-Exit codes: 0 done, 1 a bug, 2 bad input, 3 diverged, 4 damaged data or checkpoint,
-5 resource, 75 preempted (resumable), 130 interrupted. Results: tensorboard --logdir outputs
+"""
+_END = """\
+Exit codes: 0 done, 1 a bug, 2 bad input, 3 diverged, 4 damaged data or
+checkpoint, 5 resource, 75 preempted (resumable), 130 interrupted.
+Results: tensorboard --logdir outputs
 """
 GROUPS = ("model", "data", "optim", "precision", "scaler", "train", "numerics", "experiment")
+_WIDTH = 80
+# What a group sets by its option; mappings take an entry of one's own behind the key.
+_BY_OPTION = ("name", "kind")
 
 
-def help_text(verbs: dict[str, str]) -> str:
-    """The help page; `verbs`: verb -> what it does."""
-    return _USE.format(
-        verbs="\n".join(f"  mprun {verb:<14} {what}" for verb, what in verbs.items()),
-        groups="\n".join(_group(name) for name in GROUPS),
+def help_text(
+    verbs: dict[str, str], parser: argparse.ArgumentParser, config_dir: str | None = None
+) -> str:
+    """The help page.
+
+    Args:
+        verbs: verb -> what it does.
+        parser: knows the options.
+        config_dir: of the user's own; its options are listed too.
+    """
+    parts = [
+        _EXAMPLES,
+        "\n".join(["Verbs", *(f"  mprun {verb:<14} {what}" for verb, what in verbs.items()), ""]),
+        "Options\n" + parser.format_help().partition("options:\n")[2],
+        "\n".join(["Groups (group=option)", *(_group(name, config_dir) for name in GROUPS), ""]),
+        "\n".join(["Keys (key=value; --cfg job prints all of them)", *_keys(), ""]),
+        _END,
+    ]
+    return "\n".join(parts)
+
+
+def _group(name: str, config_dir: str | None) -> str:
+    options = option_files(name, config_dir).items()
+    lines = [f"    {option:<24}{what_it_is(path)}" for option, path in options]
+    return "\n".join([f"  {name}", *lines])
+
+
+def _keys() -> list[str]:
+    """Every key of the schema with its choices; those of a group begin a line of their own."""
+    groups: dict[str, list[str]] = {}
+    for key, fields in FIELDS.items():
+        group, _, name = key.rpartition(".")
+        if key in GROUPS or key == "compare" or (group and name in _BY_OPTION):
+            continue
+        choices = dict.fromkeys(str(c) for f in fields for c in f.metadata.get("choices", ()))
+        text = f"{key}={'|'.join(choices)}" if 1 < len(choices) < 6 else key
+        groups.setdefault(group, []).append(text)
+    lines = textwrap.TextWrapper(
+        _WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False
     )
-
-
-def _group(name: str) -> str:
-    with hydra_session(None):
-        options = group_options(name)
-    lines = [f"  {name}"]
-    lines += [f"    {option:<24}{_first_comment(name, option)}" for option in options]
-    return "\n".join(lines)
-
-
-def _first_comment(group: str, option: str) -> str:
-    """The first comment line of the option's file says what it is."""
-    path = conf_dir() / group / f"{option}.yaml"
-    if not path.is_file():
-        return ""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    first = lines[0] if lines else ""
-    if first.startswith("# @package") and len(lines) > 1:
-        first = lines[1]
-    return first.removeprefix("# ") if first.startswith("# ") else ""
+    return [lines.fill("  ".join(keys)) for keys in groups.values()]
 
 
 _INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
@@ -135,8 +138,8 @@ def complete(request: str) -> int:
     return _by_hydra(["-sc", request])
 
 
-def _part(composed: Composed, package: str):
-    tree = composed.as_dict()
+def _part(composed: Composed, package: str) -> Any:
+    tree: Any = composed.as_dict()
     for key in package.split(".") if package else ():
         if not isinstance(tree, dict) or key not in tree:
             raise BadInput(f"--package {package}: no such part of the configuration")
@@ -160,5 +163,5 @@ def _by_hydra(arguments: list[str]) -> int:
     return DONE
 
 
-def _not_a_run(config) -> None:
+def _not_a_run(config: object) -> None:
     raise AssertionError("a flag that shows a configuration would have started a run")

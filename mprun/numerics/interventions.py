@@ -250,15 +250,6 @@ def _typed(value: str | float) -> str:
     return value if isinstance(value, str) else repr(value).removesuffix(".0")
 
 
-def _in_bf16(precision: dict) -> Mode | None:
-    """The mode that does in BF16 what the run's does in FP16, by the values of their files."""
-    known = modes()
-    values = known[precision["name"]].values if precision["name"] in known else precision
-    wanted = {key: "bf16" if values[key] == "fp16" else values[key] for key in MODE_FIELDS}
-    in_fp16 = "fp16" in [values[key] for key in MODE_FIELDS]
-    return next((mode for mode in known.values() if in_fp16 and mode.values == wanted), None)
-
-
 def try_changes(build: Build, changes: list[Change], origin: Origin) -> list[Tried]:
     """Every change tried, in order; those that end far above FP32 do not cure.
 

@@ -5,7 +5,8 @@ import yaml
 
 from mprun.cli.dispatch import VERBS, main
 from mprun.config.compose import compose_config, conf_dir
-from mprun.config.schema import MODES
+
+from ..shipped import MODES
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,233 @@
+"""A precision mode and a loss scaler of one's own: a file each, and everything knows them."""
+
+import itertools
+import json
+
+import pytest
+import torch
+
+from mprun.build import build_loss_scale, policy_from
+from mprun.cli import main
+from mprun.compare.findings import VERDICTS
+from mprun.config import check
+from mprun.config.compose import compose_config, modes, option_files
+from mprun.errors import BadInput
+from mprun.precision import DynamicLossScale, get_policy
+
+MODE = """\
+# FP16 products, FP32 masters, and a softmax in FP16.
+defaults:
+  - override /scaler@_global_.scaler: myscaler
+param_dtype: fp16
+loss_dtype: fp16
+"""
+SCALER = """\
+# Starts at 2^10 and grows soon.
+kind: dynamic
+init_scale: 1024
+growth_factor: 2.0
+backoff_factor: 0.5
+growth_interval: 2
+hysteresis: 1
+min_scale: 1.0
+max_scale: 65536
+max_consecutive_skips: 50
+"""
+TINY = [
+    *("model=lstm_lm", "model.hidden_size=8", "model.embedding_size=8", "model.num_layers=1"),
+    *("data=synthetic_tokens", "data.batch_size=2", "data.sequence_length=4"),
+    *("data.train_tokens=256", "data.eval_tokens=64", "data.vocab_size=16"),
+    *("train.steps=4", "train.log_every=1", "device=cpu", "threads=1"),
+]
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("own")
+    for group, name, text in (("precision", "mymode", MODE), ("scaler", "myscaler", SCALER)):
+        (folder / group).mkdir()
+        (folder / group / f"{name}.yaml").write_text(text)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def swept(own, tmp_path_factory):
+    """The root of a sweep of FP32 and the own mode over three seeds."""
+    root = tmp_path_factory.mktemp("outputs")
+    command = ["-m", *TINY, "precision=fp32,mymode", "seed=0,1,2", f"output_root={root}"]
+    assert main([*command, "--config-dir", own, "-j", "2"]) == 0
+    return next(path for path in root.iterdir() if path.is_dir())
+
+
+def run_of(swept, seed=0):
+    (path,) = swept.glob(f"mymode-*-s{seed}")  # its name is in its path
+    return path
+
+
+def test_it_trains_and_its_record_names_it(swept):
+    record = json.loads((run_of(swept) / "run.json").read_text())
+    assert record["status"] == "done"
+    precision = record["precision"]
+    assert (precision["mode"], precision["scaler"]) == ("mymode", "myscaler")
+    assert precision["usual_scaler"] == "myscaler"
+    assert precision["half_products"] == "emulated-fp16" and record["emulated"]
+    assert record["config"]["precision"]["loss_dtype"] == "fp16"
+    lines = (run_of(swept) / "metrics.jsonl").read_text().splitlines()
+    scales = [line["loss_scale"] for line in map(json.loads, lines) if line["split"] == "train"]
+    assert scales == [1024.0, 1024.0, 2048.0, 2048.0]  # grows after every second clean step
+
+
+def test_it_has_a_row_in_the_table_of_the_sweep(swept):
+    (table,) = swept.glob("sweep-*.md")
+    rows = [line for line in table.read_text().splitlines() if line.startswith("| mymode ")]
+    assert len(rows) == 1 and "done" in rows[0]
+
+
+def test_it_has_a_verdict_and_a_colour(swept, tmp_path, capsys):
+    assert main(["compare", str(swept), "--out", str(tmp_path / "report")]) == 0
+    text = capsys.readouterr().out
+    row = next(line for line in text.splitlines() if " mymode  " in line)
+    assert row.strip().startswith(VERDICTS), text
+    assert "mymode (myscaler)" not in text  # the scaler that it comes with goes without saying
+    from mprun.plots.palette import styles
+
+    style = styles(["fp32", "mymode"])
+    assert style["mymode"] != style["fp32"]
+
+
+def test_it_continues_without_its_file(own, tmp_path):
+    """The record holds the values and the name: resuming reads no option file."""
+    run = tmp_path / "run"
+    arguments = [*TINY, "precision=mymode", f"output_dir={run}", "train.checkpoint_every=2"]
+    assert main([*arguments, "--config-dir", own]) == 0
+    assert main([f"resume={run}", "train.steps=6"]) == 0
+    record = json.loads((run / "run.json").read_text())
+    assert (record["last_step"], record["precision"]["mode"]) == (6, "mymode")
+
+
+def test_a_value_that_differs_from_its_file_is_in_the_label(own):
+    composed = compose_config(["precision=mymode", "precision.loss_dtype=fp32"], own)
+    assert composed.mode == "mymode+loss_dtype=fp32"
+    assert compose_config(["precision=mymode"], own).mode == "mymode"
+
+
+def test_help_doctor_and_configuration_list_it(own, capsys):
+    assert main(["--help", "--config-dir", own]) == 0
+    text = capsys.readouterr().out
+    assert (
+        "    mymode                  FP16 products, FP32 masters, and a softmax in FP16.\n" in text
+    )
+    assert "    myscaler                Starts at 2^10 and grows soon.\n" in text
+    assert main(["doctor", "--config-dir", own, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["modes"]
+    assert list(found) == list(modes(own)) and found["mymode"]["verdict"] in (
+        "emulated",
+        "honoured",
+    )
+    assert main(["--config-dir", own, "--cfg", "job", "-p", "precision", "precision=mymode"]) == 0
+    assert "name: mymode" in capsys.readouterr().out
+
+
+def test_without_the_folder_it_is_unknown():
+    with pytest.raises(BadInput, match="precision=mymode: must be one of amp,"):
+        compose_config(["precision=mymode"])
+
+
+def test_it_stands_among_the_modes_that_do_more_in_fp16(own):
+    names = list(modes(own))
+    assert names[names.index("mymode") - 1] == "fp16_master_scaled"
+    assert list(option_files("scaler", own)) == sorted([*option_files("scaler"), "myscaler"])
+
+
+def test_a_mode_may_build_on_another(tmp_path):
+    (tmp_path / "precision").mkdir()
+    path = tmp_path / "precision" / "mine.yaml"
+    path.write_text("defaults: [fp16_master_scaled]\nnorm_dtype: fp16\n")
+    composed = compose_config(["precision=mine"], str(tmp_path))
+    assert (composed.mode, composed.usual_scaler) == ("mine", "dynamic")
+    policy = policy_from(composed.config.precision)
+    assert (policy.name, policy.norm_dtype) == ("mine", torch.float16)
+    assert policy.master_dtype == get_policy("fp16_master").master_dtype
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("param_dtype: fp8", "precision.param_dtype=fp8|fp32, fp16, bf16"),
+        ("parm_dtype: fp16", "parm_dtype"),
+        ("autocast_dtype: fp16\nparam_dtype: fp16", "param_dtype=fp16|under autocast"),
+        ("master_dtype: null\nparam_dtype: fp16", "grad_dtype=fp32|without master weights"),
+        ("norm_dtype: bf16\nparam_dtype: fp16", "norm_dtype=bf16|fp32, fp16"),
+        ("overrides: {fc: fp64}", "overrides.fc=fp64|fp32, fp16, bf16"),
+    ],
+)
+def test_what_no_mode_can_be_is_refused_by_key_and_value(line, words, tmp_path):
+    (tmp_path / "precision").mkdir()
+    (tmp_path / "precision" / "bad.yaml").write_text(line + "\n")
+    with pytest.raises(BadInput) as told:
+        compose_config(["precision=bad"], str(tmp_path))
+    for word in words.split("|"):
+        assert word in str(told.value)
+    assert "\n" not in str(told.value)
+
+
+def test_a_name_in_the_file_is_that_of_the_file(tmp_path):
+    """A mode that calls itself fp32 would be taken for the baseline."""
+    (tmp_path / "precision").mkdir()
+    (tmp_path / "precision" / "mine.yaml").write_text("name: fp32\nparam_dtype: fp16\n")
+    composed = compose_config(["precision=mine"], str(tmp_path))
+    assert composed.config.precision.name == composed.mode == "mine"
+
+
+def test_the_scaler_is_what_its_file_says(own):
+    config = compose_config(["precision=mymode"], own).config.scaler
+    scale = build_loss_scale(config, torch.device("cpu"))
+    assert isinstance(scale, DynamicLossScale)
+    assert (config.name, scale.scale.item(), scale.growth_interval) == ("myscaler", 1024.0, 2)
+
+
+def _every_mode():
+    dtypes = ("fp32", "fp16", "bf16")
+    for param, norm, master, grad, loss, autocast in itertools.product(
+        dtypes, dtypes, ("fp32", "null"), dtypes, dtypes, ("null", "fp16", "bf16")
+    ):
+        yield {
+            "param_dtype": param,
+            "norm_dtype": norm,
+            "master_dtype": master,
+            "grad_dtype": grad,
+            "loss_dtype": loss,
+            "autocast_dtype": autocast,
+        }
+
+
+def accepted_modes():
+    """The combinations of the fields that the rules of a mode let through."""
+    config, found = compose_config(TINY).config, []
+    for values in _every_mode():
+        for key, value in values.items():
+            setattr(config.precision, key, None if value == "null" else value)
+        if not list(check._precision(config)):
+            found.append(values)
+    return found
+
+
+ACCEPTED = [
+    pytest.param(
+        values, id=" ".join(values.values()), marks=() if i % 12 == 0 else pytest.mark.slow
+    )
+    for i, values in enumerate(accepted_modes())
+]
+
+
+def test_most_combinations_are_none():
+    assert len(ACCEPTED) == 84
+
+
+@pytest.mark.parametrize("values", ACCEPTED)
+def test_whatever_the_rules_let_through_trains(values, build_run):
+    """No other error waits behind the rules; whether numbers stay finite is a finding."""
+    overrides = [f"precision.{key}={value}" for key, value in values.items()]
+    built = build_run("model=resnet50", "data=synthetic_images", "data.batch_size=2", *overrides)
+    for step in range(2):
+        assert built.task.train_step(step)["loss"].shape == ()
