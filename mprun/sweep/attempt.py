@@ -1,8 +1,7 @@
-"""How a cell ended, in words; and a run.json that tells it.
+"""One attempt at a cell: continue it or start it, watch it, say how it ended.
 
-A cell's process: started in a group of its own, watched for a hang, ended politely or not.
-
-One attempt at a cell: continue it or start it, watch it, say how it ended.
+Its process is in a group of its own, is watched for a hang and ended politely or not. A run.json
+that still says `running` when the process is gone is corrected.
 """
 
 import os
@@ -27,8 +26,7 @@ from mprun.errors import (
     BadInput,
 )
 from mprun.record.run_directory import Pulse, locked, write_json
-from mprun.sweep.jobs import Cell, State, keep_log, look, put_aside, record_of
-from mprun.sweep.mode_table import outcome_words
+from mprun.sweep.jobs import Cell, State, keep_log, look, outcome_words, put_aside, record_of
 
 GRACE_S = 10.0  # between SIGTERM and SIGKILL of a process that hangs
 
@@ -121,6 +119,12 @@ class Outcome:
     again: bool = False
 
 
+def attempts_of(cell: Cell) -> int:
+    """How often the run of a cell has been begun."""
+    attempts: int = (record_of(cell.directory) or {}).get("attempts", 0)
+    return attempts
+
+
 def exit_code(codes: list[int]) -> int:
     """The exit code of a sweep: DONE if every cell has an outcome, else the worst."""
     return next((code for code in _SEVERITY if code in codes), DONE)
@@ -139,7 +143,7 @@ def settle(cell: Cell, ended: Ended, attempts_before: int) -> Outcome:
     if record["status"] == "running" or ended.hung_s is not None:
         try:
             with locked(cell.directory):
-                record = _corrected(cell, ended)
+                record = _corrected(cell, record_of(cell.directory) or record, ended)
         except BadInput:
             return Outcome("in use by another process", again=True)
         except OSError:  # a full disk must not end the sweep as well
@@ -158,8 +162,7 @@ def failed_elsewhere(cell: Cell) -> Outcome | None:
     return Outcome(words, BUG if words.startswith("failed") else RESOURCE)
 
 
-def _corrected(cell: Cell, ended: Ended) -> dict:
-    record = record_of(cell.directory)
+def _corrected(cell: Cell, record: dict, ended: Ended) -> dict:
     words = _without_record(cell, ended)
     if record["status"] == "running":
         # SIGTERM between the first record and the first step: interrupted, as a step later.
@@ -216,7 +219,6 @@ class Attempt:
         self.process: CellProcess | None = None
         self.resumed = False
         self.attempts_before = 0
-        self.taken = False
         self._begin()
 
     @property
@@ -231,11 +233,12 @@ class Attempt:
         ended = self.process.poll()
         if ended is None:
             return None
-        if self._refused(ended):
+        if self._refused(self.process, ended):
             self._begin(resume=False)
-            return None if self.process is not None else self.poll()
-        outcome = Outcome("", again=True) if self._of_another(ended) else None
-        outcome = outcome or settle(self.cell, ended, self.attempts_before)
+            return self.poll() if not self.begun else None
+        if self._of_another(ended):
+            return Outcome("", again=True)
+        outcome = settle(self.cell, ended, self.attempts_before)
         if not outcome.again:
             with suppress(OSError):  # a full disk must not end the sweep as well
                 keep_log(self.cell)
@@ -259,7 +262,7 @@ class Attempt:
         self.resumed = resume and state is State.RESUMABLE
         if self.resumed:
             keep_log(self.cell)
-            self.attempts_before = record_of(self.cell.directory).get("attempts", 0)
+            self.attempts_before = attempts_of(self.cell)
             # Not an override that Hydra parses: taken as it is.
             # A record vouches for no code: the sweep's own command line does.
             arguments = [f"resume={self.cell.directory}", *self.cell.factories]
@@ -274,10 +277,10 @@ class Attempt:
                 arguments += ["--config-dir", self.config_dir]
         self.process = CellProcess(arguments, self.cell.directory, self.cell.log, self.stall_after)
 
-    def _refused(self, ended: Ended) -> bool:
+    def _refused(self, process: CellProcess, ended: Ended) -> bool:
         """Whether the run could not be continued: other torch, no whole checkpoint, ..."""
         refused = self.resumed and ended.code in (BAD_INPUT, DAMAGED)
-        return refused and not self.process.stopped and look(self.cell) is State.RESUMABLE
+        return refused and not process.stopped and look(self.cell) is State.RESUMABLE
 
     def _of_another(self, ended: Ended) -> bool:
         """Whether another process has claimed the cell since it was looked at."""

@@ -6,7 +6,9 @@
     job-N.json     written by the worker of job N: {"state": "running" | "ended", ...}
     driver.log     what the launcher prints
 
-The launcher blocks while its jobs run, and prints, so that it has a process of its own.
+The launcher blocks while its jobs run, and prints, so that it has a process of its own
+(mprun.cli.child). Its workers are reused (joblib) or are told to end early (submitit); the run
+itself is neither: each worker starts a process for it.
 """
 
 import fcntl
@@ -14,15 +16,21 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
 
-from mprun.errors import RESOURCE
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+
+from mprun.errors import PREEMPTED, RESOURCE
 from mprun.record.run_directory import read_json, write_json
-from mprun.sweep.attempt import Ended, Outcome, settle
-from mprun.sweep.jobs import Cell, State, look, record_of
-from mprun.sweep.launcher import ChosenLauncher
+from mprun.sweep.attempt import Attempt, Ended, Outcome, attempts_of, settle
+from mprun.sweep.jobs import Cell, State, look
+from mprun.sweep.launcher import ChosenLauncher, launch
 from mprun.sweep.plan import Plan
 
 _CLOSE_S = 60.0  # a launcher has nothing left to do by then
@@ -31,7 +39,9 @@ _CLOSE_S = 60.0  # a launcher has nothing left to do by then
 class Batch:
     """Starts the launcher for `cells`; `jobs` are their attempts."""
 
-    def __init__(self, planned: Plan, cells: list[Cell], stall_after: float):
+    def __init__(
+        self, planned: Plan, launcher: ChosenLauncher, cells: list[Cell], stall_after: float
+    ):
         parent = planned.root.resolve() / ".launcher"
         parent.mkdir(parents=True, exist_ok=True)
         name = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{os.getpid()}"
@@ -40,7 +50,6 @@ class Batch:
         self.folder.mkdir()
         self.alive = open(self.folder / "alive", "w", encoding="utf-8")  # noqa: SIM115
         fcntl.flock(self.alive, fcntl.LOCK_EX)
-        launcher = planned.launcher
         write_json(
             self.folder / "jobs.json",
             {
@@ -55,8 +64,9 @@ class Batch:
             },
         )
         with open(self.folder / "driver.log", "wb") as log:
+            child = [sys.executable, "-m", "mprun.cli.child", "--launch"]
             self.driver = subprocess.Popen(
-                [sys.executable, "-m", "mprun.sweep.driver", str(os.getpid()), str(self.folder)],
+                [*child, str(os.getpid()), str(self.folder)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -103,8 +113,7 @@ class Job:
     def __init__(self, batch: Batch, number: int, cell: Cell):
         self.batch, self.cell = batch, cell
         self.path = batch.folder / f"job-{number}.json"
-        before = record_of(cell.directory)
-        self.attempts_before = 0 if before is None else before.get("attempts", 0)
+        self.attempts_before = attempts_of(cell)
 
     @property
     def begun(self) -> bool:
@@ -114,7 +123,7 @@ class Job:
     def poll(self) -> Outcome | None:
         """How the attempt ended, or None while it waits or goes on."""
         over = self.batch.over()  # before the file is read: a worker writes it last
-        found = read_json(self.path) if self.begun else {"state": "waiting"}
+        found: dict[str, Any] = read_json(self.path) if self.begun else {"state": "waiting"}
         if found["state"] == "ended":
             return Outcome(found["words"], found["code"], found["again"])
         if not over:
@@ -150,3 +159,83 @@ def _visible_devices(launcher: ChosenLauncher) -> str | None:
     if launcher.name != "submitit_local" or asked:
         return None
     return os.environ.get("CUDA_VISIBLE_DEVICES", "all")
+
+
+def drive(folder: str) -> None:
+    """What the launcher's own process does: run all jobs of a batch's folder; blocks."""
+    jobs = read_json(Path(folder) / "jobs.json")
+    launch(jobs["launcher"], folder, len(jobs["cells"]), RunJob(folder))
+
+
+@dataclass(frozen=True, slots=True)
+class RunJob:
+    """Runs job number `HydraConfig.get().job.num` of a batch's folder; can be pickled."""
+
+    folder: str
+
+    def __call__(self, config: DictConfig) -> None:
+        run_job(Path(self.folder), HydraConfig.get().job.num)
+
+
+def run_job(folder: Path, number: int) -> None:
+    """Run cell `number` of `folder`/jobs.json to its end and say there how it ended."""
+    jobs = read_json(folder / "jobs.json")
+    os.chdir(jobs["working_folder"])
+    _show_devices(jobs["visible_devices"])
+    cell = cell_of(jobs["cells"][number])
+    result = folder / f"job-{number}.json"
+    if _unwanted(folder, jobs):
+        write_json(result, _ended(Outcome("stopped before its first step", PREEMPTED)))
+        return
+    write_json(result, {"state": "running"})
+    attempt = Attempt(cell, jobs["config_dir"], jobs["stall_after"])
+    try:
+        while (outcome := attempt.poll()) is None:
+            if _unwanted(folder, jobs):
+                attempt.stop()
+            time.sleep(0.2)
+    except BaseException as error:
+        # submitit says in this way that the time is up; exit: it will call again.
+        attempt.stop()
+        while (outcome := attempt.poll()) is None:
+            time.sleep(0.2)
+        if isinstance(error, Exception):
+            write_json(result, _ended(outcome))
+        raise
+    write_json(result, _ended(outcome))
+
+
+def cell_of(fields: dict) -> Cell:
+    """A cell from its fields as JSON gives them back."""
+    exact = {
+        "overrides": tuple(fields["overrides"]),
+        "factories": tuple(fields["factories"]),
+        "directory": Path(fields["directory"]),
+        "data_places": tuple((key, place) for key, place in fields["data_places"]),
+    }
+    return Cell(**fields | exact)
+
+
+def _ended(outcome: Outcome) -> dict:
+    return {"state": "ended", **asdict(outcome)}
+
+
+def _unwanted(folder: Path, jobs: dict) -> bool:
+    """Whether the sweep wants its runs to stop, or is gone."""
+    if (folder / "stop").exists():
+        return True
+    if not jobs["ends_with_sweep"]:
+        return False
+    try:
+        with open(folder / "alive", "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        return False
+
+
+def _show_devices(visible: str | None) -> None:
+    if visible == "all":
+        os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+    elif visible is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible

@@ -80,19 +80,29 @@ def look(cell: Cell) -> State:
     if record["status"] in OUTCOMES:
         return State.FINISHED
     # Still "running" although nobody is at it: the machine or the whole sweep was killed.
-    interrupted = record["status"] in ("preempted", "running")
-    if interrupted and any(cell.directory.glob("checkpoints/step-*")):
-        return State.RESUMABLE
-    return State.ABANDONED
+    if record["status"] not in ("preempted", "running"):
+        return State.ABANDONED
+    kept = any(cell.directory.glob("checkpoints/step-*"))
+    return State.RESUMABLE if kept else State.ABANDONED
 
 
 def record_of(directory: Path) -> dict | None:
     """run.json, or None if there is none that can be read."""
     try:
-        record = read_json(directory / "run.json")
+        record: object = read_json(directory / "run.json")
     except (FileNotFoundError, Damaged):
         return None
     return record if isinstance(record, dict) and "status" in record else None
+
+
+def outcome_words(record: dict) -> str:
+    """The status of a run.json in words: "diverged at step 12", "failed: ValueError: ...", ..."""
+    status, cause = record["status"], str(record.get("cause") or "")
+    if status == "diverged":
+        return f"diverged at step {record.get('last_step', 0)}"
+    if cause.startswith(("killed by ", "hung: ")):
+        return cause
+    return f"failed: {cause}" if status == "failed" and cause else status
 
 
 def put_aside(cell: Cell) -> None:

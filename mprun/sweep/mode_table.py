@@ -5,12 +5,15 @@ Reads run.json only; imports no torch.
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
+from mprun.config.roles import is_told
 from mprun.record.console import markdown_table
 from mprun.record.run_directory import read_json
+from mprun.sweep.jobs import Cell, outcome_words
 
 _MIB = 2**20
 
@@ -25,40 +28,25 @@ class Run:
     seed: int
     status: str
     words: str  # the status as the table shows it
-    step: int
-    loss: float
-    skipped: int
-    samples_per_s: float | None
-    sample: str
-    peak_bytes: int | None
-    saved_bytes: int | None
-    measure: str = field(default="")
+    step: int = 0
+    loss: float = math.nan
+    skipped: int = 0
+    samples_per_s: float | None = None
+    sample: str = ""
+    peak_bytes: int | None = None
+    saved_bytes: int | None = None
+    measure: str = ""
 
     @classmethod
-    def without_record(
-        cls,
-        overrides: Iterable[str],
-        swept: Iterable[str],
-        mode: str,
-        scaler: str,
-        seed: int,
-        words: str,
-    ) -> "Run":
+    def without_record(cls, cell: Cell, swept: Iterable[str], words: str) -> "Run":
         """A run that ended before it could write a record; `words` say how."""
         return cls(
-            group=_group(overrides, swept),
-            mode=mode,
-            scaler=scaler,
-            seed=seed,
+            group=_group(cell.overrides, swept),
+            mode=cell.mode,
+            scaler=cell.scaler,
+            seed=cell.seed,
             status="failed",
             words=words,
-            step=0,
-            loss=math.nan,
-            skipped=0,
-            samples_per_s=None,
-            sample="",
-            peak_bytes=None,
-            saved_bytes=None,
         )
 
 
@@ -88,46 +76,24 @@ def load_run(directory: Path, swept: Iterable[str] = ()) -> Run:
     )
 
 
-def outcome_words(record: dict) -> str:
-    """The status of a run.json in words: "diverged at step 12", "failed: ValueError: ...", ..."""
-    status, cause = record["status"], str(record.get("cause") or "")
-    if status == "diverged":
-        return f"diverged at step {record.get('last_step', 0)}"
-    if cause.startswith(("killed by ", "hung: ")):
-        return cause
-    return f"failed: {cause}" if status == "failed" and cause else status
-
-
 def short(text: str, length: int) -> str:
     """`text` in one line of at most `length` characters."""
     text = " ".join(text.split())
     return text if len(text) <= length else text[: length - 3] + "..."
 
 
-# Keys that never separate groups: the mode has its own column, seeds are averaged.
-_OWN_COLUMN = {"precision", "seed", "scaler"}
-# Keys that say nothing about what is learned; they separate groups where they are swept.
-_INCIDENTAL = {
-    "name",
-    "output_root",
-    "output_dir",
-    "threads",
-    "device",
-    "train.log_every",
-    "train.checkpoint_every",
-    "train.keep_checkpoints",
-    "numerics",
-    "numerics.enabled",
-    "numerics.every",
-    "numerics.modules",
-    "numerics.shadow_every",
-    "numerics.keep_failure",
-}
+# Groups that never separate rows: the mode has its own column.
+_OWN_COLUMN = {"precision", "scaler"}
 
 
 def _group(overrides: Iterable[str], swept: Iterable[str]) -> tuple[str, ...]:
-    left_out = _OWN_COLUMN | (_INCIDENTAL - set(swept))
-    return tuple(sorted(o for o in overrides if o.lstrip("+").partition("=")[0] not in left_out))
+    """The overrides that separate rows: what is learned, and whatever else is swept but seeds."""
+    told = []
+    for override in overrides:
+        key = override.lstrip("+").partition("=")[0]
+        if key not in _OWN_COLUMN and (is_told(key) or (key in swept and key != "seed")):
+            told.append(override)
+    return tuple(sorted(told))
 
 
 def table(runs: list[Run]) -> str:
@@ -195,13 +161,13 @@ def _row(cells: dict[int, Run], seeds: list[int], baseline: dict[int, float], mo
 
 def _statuses(runs: Iterable[Run]) -> str:
     """How the runs of one row ended; how many in which way, if it was not all in one."""
-    steps, ways = [run.step for run in runs if run.status == "diverged"], {}
-    for run in runs:
-        way = f"diverged at step {_span(steps)}" if run.status == "diverged" else run.words
-        ways[way] = ways.get(way, 0) + 1
-    if len(ways) == 1:
-        return short(*ways, 100)
-    return ", ".join(f"{count} {short(way, 100)}" for way, count in ways.items())
+    steps = [run.step for run in runs if run.status == "diverged"]
+    ways = Counter(
+        f"diverged at step {_span(steps)}" if run.status == "diverged" else run.words
+        for run in runs
+    )
+    texts = {short(way, 100): count for way, count in ways.items()}
+    return ", ".join(text if len(ways) == 1 else f"{n} {text}" for text, n in texts.items())
 
 
 def _number(value: float) -> str:

@@ -1,6 +1,6 @@
-"""Signals that ask a sweep to stop: noted at once, obeyed by the loop that starts its runs.
+"""The loop of a sweep: start what waits, watch what runs, stop when asked.
 
-The loop of a sweep: start what waits, watch what runs, stop when asked.
+Signals that ask it to stop are noted at once and obeyed by the loop.
 """
 
 import os
@@ -10,6 +10,7 @@ import sys
 import time
 from collections import deque
 from pathlib import Path
+from typing import Any, BinaryIO
 
 from mprun.errors import INTERRUPTED, PREEMPTED, BadInput
 from mprun.sweep.attempt import Attempt, exit_code, failed_elsewhere
@@ -30,7 +31,7 @@ class StopRequest:
     def __init__(self):
         self.reason: str | None = None
         self.insisted = False
-        self._before: dict[int, object] = {}
+        self._before: dict[int, Any] = {}
 
     @property
     def exit_code(self) -> int:
@@ -135,7 +136,7 @@ class _Loop:
         room = self._room()
         if room < 1:
             return
-        ready = []
+        ready: list[Cell] = []
         for cell in list(self.waiting):
             if len(ready) >= room:
                 break
@@ -157,7 +158,7 @@ class _Loop:
         if not ready:
             self.look_again = time.monotonic() + _LOOK_AGAIN_S
         elif self.plan.launcher:
-            self.batch = Batch(self.plan, ready, self.stall_after)
+            self.batch = Batch(self.plan, self.plan.launcher, ready, self.stall_after)
             self.running = list(self.batch.jobs)
             for cell in ready:
                 self.board.queued(cell)
@@ -212,8 +213,8 @@ class _Loop:
 class _Console:
     """Copies what one run prints to stderr while it grows."""
 
-    def __init__(self):
-        self.file = None
+    def __init__(self) -> None:
+        self.file: BinaryIO | None = None
 
     def follow(self, path: Path) -> None:
         if self.file is None or not _same(self.file, path):
@@ -222,20 +223,21 @@ class _Console:
                 self.file = open(path, "rb")  # noqa: SIM115 - until the run has ended
             except FileNotFoundError:
                 return
-        self._copy()
+        _copy(self.file)
 
     def close(self) -> None:
         if self.file is not None:
-            self._copy()
+            _copy(self.file)
             self.file.close()
             self.file = None
 
-    def _copy(self) -> None:
-        sys.stderr.write(self.file.read().decode("utf-8", "replace"))
-        sys.stderr.flush()
+
+def _copy(file: BinaryIO) -> None:
+    sys.stderr.write(file.read().decode("utf-8", "replace"))
+    sys.stderr.flush()
 
 
-def _same(file, path: Path) -> bool:
+def _same(file: BinaryIO, path: Path) -> bool:
     try:
         return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
     except FileNotFoundError:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from mprun.record.console import markdown_table
 from mprun.sweep.attempt import Outcome, last_line
-from mprun.sweep.jobs import OUTCOMES, Cell, record_of
-from mprun.sweep.mode_table import Run, load_run, outcome_words, short, table
+from mprun.sweep.jobs import OUTCOMES, Cell, outcome_words, record_of
+from mprun.sweep.mode_table import Run, load_run, short, table
 from mprun.sweep.plan import Plan
 
 _EVERY_S = 10.0  # at least this often the file shows how far the runs are
@@ -38,7 +38,7 @@ class Board:
     def finished(self, cell: Cell) -> None:
         """The cell has an outcome that this sweep did not make."""
         self._number(cell)
-        self.words[cell] = outcome_words(record_of(cell.directory))
+        self.words[cell] = outcome_words(record_of(cell.directory) or {"status": "failed"})
         self.written = -math.inf
 
     def started_run(self, cell: Cell) -> None:
@@ -126,9 +126,7 @@ class Board:
             return load_run(cell.directory, self.plan.swept)
         if words is None or not words.startswith(("failed", "killed", "hung")):
             return None
-        return Run.without_record(
-            cell.overrides, self.plan.swept, cell.mode, cell.scaler, cell.seed, words
-        )
+        return Run.without_record(cell, self.plan.swept, words)
 
     def _name(self, cell: Cell) -> str:
         return cell.directory.relative_to(self.plan.root).as_posix()

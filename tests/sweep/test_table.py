@@ -2,6 +2,7 @@
 
 import json
 
+from mprun.sweep.jobs import Cell
 from mprun.sweep.mode_table import Run, load_run, table
 
 
@@ -133,7 +134,8 @@ def test_every_way_to_end_is_said_in_words(tmp_path):
     runs = [run(tmp_path, mode, 0, 0, final={}, **end) for mode, end in ends.items()]
     runs.append(run(tmp_path, "fp32", 0, 2.0))
     words = "failed: out of memory: " + "9" * 200
-    runs.append(Run.without_record(["seed=1"], (), "fp32", "none", 1, words))
+    cell = Cell(("seed=1",), tmp_path / "s1", "0", mode="fp32", scaler="none", seed=1)
+    runs.append(Run.without_record(cell, (), words))
     text = table(runs).splitlines()
     status = {line.split()[1]: line for line in text if line.startswith("| ")}
     assert "| failed: RuntimeError: a \\| b " in status["amp"]
