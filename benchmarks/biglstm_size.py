@@ -26,7 +26,8 @@ import time
 import torch
 
 from mprun.build import build
-from mprun.config.compose import compose_config, modes
+from mprun.config.compose import compose_config
+from mprun.config.option_files import modes
 from mprun.errors import BadInput
 from mprun.models import SampledLSTM
 from mprun.models.lstm_lm import SIZES

@@ -4,7 +4,7 @@ from typing import Any
 
 import yaml
 
-from mprun.config.compose import modes, option_files
+from mprun.config.option_files import modes, option_files
 from mprun.precision import DynamicLossScale
 
 MODES = list(modes())

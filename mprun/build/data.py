@@ -94,15 +94,16 @@ def _check_attributes(factory: Factory, source: Any) -> None:
     if not isinstance(source.sha256, str) or not source.sha256:
         raise BadInput(f"{factory}: sha256 of its source is {source.sha256!r}, must be text")
     description = source.description
-    plain = isinstance(description, dict) and all(
-        isinstance(key, str) and isinstance(value, str | int | float)
-        for key, value in description.items()
-    )
+    plain = isinstance(description, dict) and all(map(_is_plain, description.items()))
     if not plain or not {"name", "train_samples", "eval_samples"} <= description.keys():
         raise BadInput(
             f"{factory}: description of its source must map names to plain values, with name, "
             "train_samples and eval_samples"
         )
+
+
+def _is_plain(item: tuple[object, object]) -> bool:
+    return isinstance(item[0], str) and isinstance(item[1], str | int | float)
 
 
 def check_batches(config: CustomDataConfig, task: str, source: Source, device) -> None:
@@ -167,17 +168,26 @@ def _wrong(batch: Any, task: str, source: Source, device: torch.device) -> str |
             return f"lies on {part.device}, must be on {device}"
     first, second = batch
     if task == "language_model":
-        alike = first.dtype is second.dtype is torch.int64 and first.shape == second.shape
-        if not alike or first.dim() != 2:
-            return f"is {_text(first)} and {_text(second)}, must be int64 [time, batch] twice"
-        return _outside("token", torch.cat([first, second]), source, "vocab_size")
-    if first.dtype is not torch.float32 or first.dim() != 4:
-        return f"has images {_text(first)}, must be float32 [batch, channels, height, width]"
-    if task == "classification":
-        if second.dtype is not torch.int64 or second.shape != first.shape[:1]:
-            return f"has labels {_text(second)}, must be int64 [batch]"
-        return _outside("label", second, source, "num_classes")
-    return None
+        return _wrong_tokens(first, second, source)
+    return _wrong_images(first, second, source if task == "classification" else None)
+
+
+def _wrong_tokens(tokens: Tensor, targets: Tensor, source: Source) -> str | None:
+    alike = tokens.dtype is targets.dtype is torch.int64 and tokens.shape == targets.shape
+    if not alike or tokens.dim() != 2:
+        return f"is {_text(tokens)} and {_text(targets)}, must be int64 [time, batch] twice"
+    return _outside("token", torch.cat([tokens, targets]), source, "vocab_size")
+
+
+def _wrong_images(images: Tensor, labels: Tensor, source: Source | None) -> str | None:
+    """source: of the number of classes, where labels are learned."""
+    if images.dtype is not torch.float32 or images.dim() != 4:
+        return f"has images {_text(images)}, must be float32 [batch, channels, height, width]"
+    if source is None:
+        return None
+    if labels.dtype is not torch.int64 or labels.shape != images.shape[:1]:
+        return f"has labels {_text(labels)}, must be int64 [batch]"
+    return _outside("label", labels, source, "num_classes")
 
 
 def _outside(what: str, values: Tensor, source: Source, name: str) -> str | None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from mprun.config import schema
-from mprun.config.compose import MODE_FIELDS
+from mprun.config.option_files import MODE_FIELDS
 from mprun.config.rules import fields_of
 from mprun.errors import BadInput
 from mprun.precision import (

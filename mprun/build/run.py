@@ -1,6 +1,6 @@
 """Everything that a run needs and that costs no file: built, and how its steps are executed."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -50,15 +50,7 @@ def build(config: RunConfig, device: torch.device) -> Built:
     policy = policy_from(config.precision)
     overrides = [DTYPES[name] for name in config.precision.overrides.values()]
     native = config.cpu_half == "native"
-    reason = why_unsupported(policy, device, overrides)
-    if reason is None and isinstance(config.model, LSTMConfig):
-        emulated = device.type == "cpu" and not native
-        projected = config.model.projection_size > 0
-        reason = None if emulated else why_no_lstm(policy, device, projected)
-        if reason is not None and native and device.type == "cpu":
-            raise BadInput(f"cpu_half=native: {reason}; use cpu_half=emulated")
-    if reason is not None:
-        raise BadInput(f"precision={policy.name} device={config.device}: {reason}")
+    _check_device(config, policy, device, overrides)
     try:
         data = build_data(config.data, config.seed, device)
     except DamagedData:
@@ -81,19 +73,39 @@ def build(config: RunConfig, device: torch.device) -> Built:
             f"data.batch_size={config.data.batch_size}: too large, the data have no "
             f"full step of {task.samples_per_step} {task.sample}s"
         )
-    steps = config.train.steps
-    if steps is None:
-        steps = max(1, round(config.train.epochs * task.steps_per_epoch))
-        if steps > MAX_STEPS:
-            raise BadInput(
-                f"train.epochs={config.train.epochs}: {steps} steps, at most {MAX_STEPS}"
-                " are allowed"
-            )
+    steps = _steps(config, task.steps_per_epoch)
     lr = schedule_of(config.optim, steps, task.steps_per_epoch)
     optimizers = [learner.optimizer for learner in task.learners.values()]
     rate = LearningRate(lr, optimizers, device)
     stepper = build_stepper(config, task, rate, device)
     return Built(task, data, policy, arithmetic, device, steps, rate, stepper)
+
+
+def _check_device(
+    config: RunConfig,
+    policy: PrecisionPolicy,
+    device: torch.device,
+    overrides: Sequence[torch.dtype],
+) -> None:
+    """BadInput for a mode that the device does not have."""
+    reason = why_unsupported(policy, device, overrides)
+    native_cpu = device.type == "cpu" and config.cpu_half == "native"
+    if reason is None and isinstance(config.model, LSTMConfig):
+        if device.type != "cpu" or native_cpu:
+            reason = why_no_lstm(policy, device, config.model.projection_size > 0)
+        if reason is not None and native_cpu:
+            raise BadInput(f"cpu_half=native: {reason}; use cpu_half=emulated")
+    if reason is not None:
+        raise BadInput(f"precision={policy.name} device={config.device}: {reason}")
+
+
+def _steps(config: RunConfig, steps_per_epoch: int) -> int:
+    steps, epochs = config.train.steps, config.train.epochs
+    if steps is None:
+        steps = max(1, round((epochs or 0.0) * steps_per_epoch))
+        if steps > MAX_STEPS:
+            raise BadInput(f"train.epochs={epochs}: {steps} steps, at most {MAX_STEPS} are allowed")
+    return steps
 
 
 def schedule_of(optim: OptimConfig, steps: int, steps_per_epoch: int) -> list[float]:

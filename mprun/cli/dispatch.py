@@ -26,7 +26,6 @@ VERBS = {
     "bench": ("mprun.cli.bench", "speed, memory and energy per mode; share of the limit"),
     "doctor": ("mprun.cli.doctor", "the machine: devices, kernels, graphs, modes (--json)"),
 }
-_HELP = ("-h", "--help")
 # A full disk, a quota, a read-only or failing file system, a forbidden folder.
 _RESOURCE_ERRORS = {
     errno.ENOSPC,
@@ -84,13 +83,8 @@ def _one_line(text: str, longest: int = 200) -> str:
 def _dispatch(arguments: list[str]) -> int:
     if arguments and arguments[0] in VERBS:
         return import_module(VERBS[arguments[0]][0]).main(arguments[1:])
-    if "--help" in arguments or "-h" in arguments:
-        from mprun.cli.help import help_text
-
-        verbs = {verb: what for verb, (_, what) in VERBS.items()}
-        others, _ = _arguments().parse_known_args([a for a in arguments if a not in _HELP])
-        print(help_text(verbs, _arguments(), others.config_dir), end="")
-        return DONE
+    if {"--help", "-h"} & set(arguments):
+        return _help(arguments)
     options = _arguments().parse(arguments)
     _check_belonging(options)
     if options.version:
@@ -98,24 +92,34 @@ def _dispatch(arguments: list[str]) -> int:
 
         print(f"mprun {__version__}")
         return DONE
-    if options.shell_completion is not None:
-        from mprun.cli.help import complete
-
-        return complete(options.shell_completion)
-    if options.cfg is not None:
-        from mprun.cli.help import show_config
-
-        return show_config(options.cfg, options.overrides, options.config_dir, options.package)
-    if options.info is not None:
-        from mprun.cli.help import show_info
-
-        return show_info(options.info, options.overrides, options.config_dir)
+    if {options.shell_completion, options.cfg, options.info} != {None}:
+        return _show(options)
     if options.multirun:
         from mprun.sweep import STALL_AFTER_S, sweep
 
         stall_after = STALL_AFTER_S if options.stall_after is None else options.stall_after
         return sweep(options.overrides, options.config_dir, options.jobs, stall_after)
     return _run(options)
+
+
+def _help(arguments: list[str]) -> int:
+    from mprun.cli.help import help_text
+
+    verbs = {verb: what for verb, (_, what) in VERBS.items()}
+    others = [word for word in arguments if word not in ("--help", "-h")]
+    options, _ = _arguments().parse_known_args(others)
+    print(help_text(verbs, _arguments(), options.config_dir), end="")
+    return DONE
+
+
+def _show(options: argparse.Namespace) -> int:
+    from mprun.cli.help import complete, show_config, show_info
+
+    if options.shell_completion is not None:
+        return complete(options.shell_completion)
+    if options.cfg is not None:
+        return show_config(options.cfg, options.overrides, options.config_dir, options.package)
+    return show_info(options.info, options.overrides, options.config_dir)
 
 
 def _run(options: argparse.Namespace) -> int:

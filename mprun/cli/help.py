@@ -12,14 +12,8 @@ import hydra
 import yaml
 from hydra.core.config_store import ConfigStore
 
-from mprun.config.compose import (
-    Composed,
-    compose_config,
-    conf_dir,
-    hydra_overrides,
-    option_files,
-    what_it_is,
-)
+from mprun.config.compose import Composed, compose_config, hydra_overrides
+from mprun.config.option_files import conf_dir, option_files, what_it_is
 from mprun.config.roles import FIELDS
 from mprun.config.schema import register_schemas
 from mprun.errors import DONE, BadInput

@@ -10,7 +10,7 @@ import torch
 from mprun.bench.energy import PowerMeter, meter_of
 from mprun.build import policy_from
 from mprun.config.compose import compose_config
-from mprun.config.compose import modes as mode_files
+from mprun.config.option_files import modes as mode_files
 from mprun.errors import BadInput
 from mprun.precision import (
     DTYPE_NAMES,

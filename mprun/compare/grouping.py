@@ -16,7 +16,7 @@ from typing import Any
 from mprun.compare.findings import Arm, RunData
 from mprun.compare.load import OUTCOMES, first_with_outcome, group_notes, missing_seeds
 from mprun.compare.text import setting_text
-from mprun.config.compose import modes
+from mprun.config.option_files import modes
 from mprun.config.roles import role_of
 from mprun.config.rules import nearest
 from mprun.errors import BadInput

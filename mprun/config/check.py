@@ -101,25 +101,40 @@ def _data_fits_model(config: RunConfig) -> Iterator[str]:
             if source.family == wanted and name != "custom"
         )
         yield f"data={data.name}: model {model.name} learns from {wanted}: {options}"
-    if not isinstance(data, schema.ImagesConfig):
+    if isinstance(data, schema.ImagesConfig):
+        if isinstance(model, schema.DCGANConfig | schema.ConvAutoencoderConfig):
+            yield from _generated(model, data)
+        yield from _classified(model, data)
+
+
+def _generated(
+    model: schema.DCGANConfig | schema.ConvAutoencoderConfig, data: schema.ImagesConfig
+) -> Iterator[str]:
+    if data.image_size != model.image_size:
+        yield (
+            f"model.image_size={model.image_size}: must equal data.image_size ({data.image_size})"
+        )
+    if data.value_range != "tanh":
+        yield (
+            f"data.value_range={data.value_range}: must be tanh for {model.name}, "
+            "whose generator ends in tanh"
+        )
+
+
+# Network -> the smallest images that it takes, in pixels, and its name.
+_SMALLEST = {"alexnet": (63, "AlexNet"), "resnet50": (32, "ResNet-50")}
+
+
+def _classified(model: schema.ModelConfig, data: schema.ImagesConfig) -> Iterator[str]:
+    if model.name not in _SMALLEST:
         return
-    size = data.image_size
-    if isinstance(model, schema.DCGANConfig | schema.ConvAutoencoderConfig):
-        if size != model.image_size:
-            yield f"model.image_size={model.image_size}: must equal data.image_size ({size})"
-        if data.value_range != "tanh":
-            yield (
-                f"data.value_range={data.value_range}: must be tanh for {model.name}, "
-                "whose generator ends in tanh"
-            )
-    if isinstance(model, schema.AlexNetConfig):
-        if model.variant == "2012" and size not in (224, 227):
-            yield f"data.image_size={size}: the 2012 AlexNet takes 224 or 227 pixels"
-        if size < 63:
-            yield f"data.image_size={size}: AlexNet needs at least 63 pixels"
-    if isinstance(model, schema.ResNet50Config) and size < 32:
-        yield f"data.image_size={size}: ResNet-50 needs at least 32 pixels"
-    if isinstance(model, schema.AlexNetConfig | schema.ResNet50Config) and data.channels != 3:
+    size, (least, network) = data.image_size, _SMALLEST[model.name]
+    of_2012 = isinstance(model, schema.AlexNetConfig) and model.variant == "2012"
+    if of_2012 and size not in (224, 227):
+        yield f"data.image_size={size}: the 2012 AlexNet takes 224 or 227 pixels"
+    if size < least:
+        yield f"data.image_size={size}: {network} needs at least {least} pixels"
+    if data.channels != 3:
         yield f"data.channels={data.channels}: must be 3 for {model.name}"
 
 
@@ -142,6 +157,22 @@ def _optim(config: RunConfig) -> Iterator[str]:
         yield f"optim.betas={list(optim.betas)}: must be two numbers"
     if optim.nesterov and not optim.momentum:
         yield "optim.nesterov=true: needs optim.momentum > 0"
+    for modules, patterns, key, value in (
+        (
+            "optim.average_modules",
+            optim.average_modules,
+            "optim.average_decay",
+            optim.average_decay,
+        ),
+        ("train.clip_modules", train.clip_modules, "train.clip_norm", train.clip_norm),
+    ):
+        if patterns and value is None:
+            yield f"{modules}={list(patterns)}: needs {key}"
+    yield from _schedule(optim)
+    yield from _implementation(config)
+
+
+def _schedule(optim: schema.OptimConfig) -> Iterator[str]:
     if optim.milestones and optim.schedule != "step":
         yield f"optim.milestones={list(optim.milestones)}: only schedule=step reads them"
     if optim.schedule == "step" and not optim.milestones:
@@ -156,18 +187,6 @@ def _optim(config: RunConfig) -> Iterator[str]:
             f"optim.warmup_epochs={optim.warmup_epochs:g} "
             f"optim.warmup_updates={optim.warmup_updates}: give one of the two"
         )
-    for modules, patterns, key, value in (
-        (
-            "optim.average_modules",
-            optim.average_modules,
-            "optim.average_decay",
-            optim.average_decay,
-        ),
-        ("train.clip_modules", train.clip_modules, "train.clip_norm", train.clip_norm),
-    ):
-        if patterns and value is None:
-            yield f"{modules}={list(patterns)}: needs {key}"
-    yield from _implementation(config)
 
 
 def _implementation(config: RunConfig) -> Iterator[str]:
@@ -202,6 +221,19 @@ def _scaler(config: RunConfig) -> Iterator[str]:
     yield from _only_what_is_read(
         "scaler", scaler, scaler.kind, {"rule": f"scaler={scaler.name}", "value": "number"}
     )
+    yield from _scale_bounds(scaler)
+    if scaler.tolerance and (scaler.hysteresis or 1) > 1:
+        yield f"scaler.tolerance={scaler.tolerance}: must be 0 with scaler.hysteresis > 1"
+    if scaler.per != "shared" and task_of(config.model) != "gan":
+        yield (
+            f"scaler.per={scaler.per}: {config.model.name} has one optimizer and one "
+            "loss (allowed: shared)"
+        )
+    if scaler.per != "shared" and scaler.kind == "none":
+        yield f"scaler.per={scaler.per}: scaler=none has no scale"
+
+
+def _scale_bounds(scaler: schema.ScalerConfig) -> Iterator[str]:
     low, start, high = scaler.min_scale, scaler.init_scale, scaler.max_scale
     for key, value, word, bound_key, bound in (
         ("min_scale", low, "<=", "max_scale", high),
@@ -218,15 +250,6 @@ def _scaler(config: RunConfig) -> Iterator[str]:
                 f"scaler.{name}={value:g}: must be between 2^-126 and 2^126, so that "
                 "it and its reciprocal are normal FP32 numbers"
             )
-    if scaler.tolerance and (scaler.hysteresis or 1) > 1:
-        yield f"scaler.tolerance={scaler.tolerance}: must be 0 with scaler.hysteresis > 1"
-    if scaler.per != "shared" and task_of(config.model) != "gan":
-        yield (
-            f"scaler.per={scaler.per}: {config.model.name} has one optimizer and one "
-            "loss (allowed: shared)"
-        )
-    if scaler.per != "shared" and scaler.kind == "none":
-        yield f"scaler.per={scaler.per}: scaler=none has no scale"
 
 
 def _name_of_file(group: str, name: str) -> Iterator[str]:

@@ -1,20 +1,17 @@
 """From command-line overrides to a checked `RunConfig`, or one line that says what is wrong.
 
 Hydra composes; this module turns each of its (multi-line, exit 1) errors into a `BadInput` that
-names the key, the value and what is allowed. The option files are the only list of precision modes
-and loss scalers: what there is and what it holds is read here. Imports no torch.
+names the key, the value and what is allowed. Imports no torch.
 """
 
 import logging
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
-from functools import cache
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.config_search_path import ConfigSearchPath
@@ -29,17 +26,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from mprun.config.check import check, default_margin, default_metric
+from mprun.config.option_files import conf_dir, mode_of
 from mprun.config.overrides import MAPPING, line_of, mapping_of, parse_overrides, printable
 from mprun.config.rules import nearest
-from mprun.config.schema import (
-    DATA,
-    DTYPES,
-    MODELS,
-    PrecisionConfig,
-    RunConfig,
-    register_schemas,
-    task_of,
-)
+from mprun.config.schema import DATA, MODELS, RunConfig, register_schemas, task_of
 from mprun.config.user_code import FACTORY_KEYS, NOTHING, Vouched, check_vouched, recorded_factories
 from mprun.errors import BadInput
 
@@ -86,25 +76,34 @@ def diagnose(parsed: list[Override], error: Exception) -> str:
     # Mandatory ones, so that what is found wrong is the line that is looked at.
     chosen += [f"{key}=package.module:function" for key in FACTORY_KEYS if key in known]
     for override in parsed:
-        key, line = override.key_or_group, line_of(override)
-        if key in groups:
-            continue
-        mapping = mapping_of(key)
-        if mapping is not None:
-            line = f"++{line.lstrip('+')}"
-        if (mapping or key) not in known:
-            own = key in FACTORY_KEYS or mapping not in (None, MAPPING)
-            hint = f"; {key.partition('.')[0]}=custom has it" if own else ""
-            return f"{printable(key)}: unknown key{hint or _nearest_key(key, known | groups)}"
-        try:
-            OmegaConf.to_object(compose("config", overrides=[*chosen, line]))
-        except COMPOSITION_ERRORS as own:
-            if key == MAPPING:
-                return f"{printable(line.lstrip('+'))}: must map module-name patterns to dtypes"
-            if mapping is not None:
-                return f"{printable(line.lstrip('+'))}: must be {mapping}.NAME=VALUE"
-            return f"{printable(line)}: {_first_line(own.__cause__ or own)}"
+        if override.key_or_group not in groups:
+            wrong = _wrong_value(override, chosen, known, groups)
+            if wrong is not None:
+                return wrong
     return _first_line(error)
+
+
+def _wrong_value(
+    override: Override, chosen: list[str], known: set[str], groups: set[str]
+) -> str | None:
+    """What is wrong with the key of an override, or with its value beside the chosen options."""
+    key, line = override.key_or_group, line_of(override)
+    mapping = mapping_of(key)
+    if mapping is not None:
+        line = f"++{line.lstrip('+')}"
+    if (mapping or key) not in known:
+        own = key in FACTORY_KEYS or mapping not in (None, MAPPING)
+        hint = f"; {key.partition('.')[0]}=custom has it" if own else ""
+        return f"{printable(key)}: unknown key{hint or _nearest_key(key, known | groups)}"
+    try:
+        OmegaConf.to_object(compose("config", overrides=[*chosen, line]))
+    except COMPOSITION_ERRORS as error:
+        if key == MAPPING:
+            return f"{printable(line.lstrip('+'))}: must map module-name patterns to dtypes"
+        if mapping is not None:
+            return f"{printable(line.lstrip('+'))}: must be {mapping}.NAME=VALUE"
+        return f"{printable(line)}: {_first_line(error.__cause__ or error)}"
+    return None
 
 
 def _shown(value: object) -> str:
@@ -133,93 +132,6 @@ def _first_line(error: BaseException) -> str:
         return repr(error)
     # "In 'train/mine': ConfigKeyError raised while composing config:" says what in the next line.
     return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
-
-
-def conf_dir() -> Path:
-    """The folder of the YAML files: inside an installed package, or of the checkout."""
-    inside = Path(__file__).resolve().parents[1] / "conf"
-    return inside if inside.is_dir() else inside.parents[1] / "conf"
-
-
-def option_files(group: str, config_dir: str | None = None) -> dict[str, Path]:
-    """Option -> file, in alphabetical order; with those of the user's own `config_dir`."""
-    folders = [conf_dir(), *([] if config_dir is None else [Path(config_dir)])]
-    found: dict[str, Path] = {}
-    for folder in folders:
-        for path in (folder / group).glob("*.yaml"):
-            found.setdefault(path.stem, path)  # Hydra too takes the first that it finds
-    return dict(sorted(found.items()))
-
-
-def what_it_is(path: Path) -> str:
-    """The first comment line of an option's file, which says what the option is."""
-    lines = [line for line in _text_of(path).splitlines() if not line.startswith("# @package")]
-    return lines[0].removeprefix("# ") if lines and lines[0].startswith("# ") else ""
-
-
-# What makes a mode: all of its values but those that one run adds.
-MODE_FIELDS = tuple(f.name for f in fields(PrecisionConfig) if f.name not in ("name", "overrides"))
-
-
-@dataclass(frozen=True, slots=True)
-class Mode:
-    """A precision mode as its file says it; `scaler`: the loss scaler that it comes with."""
-
-    name: str
-    values: dict[str, str | None]
-    scaler: str
-
-    def label(self, config: PrecisionConfig) -> str:
-        """The mode's name, with every value that differs from the mode's own and every override.
-
-        "fp32" is a baseline; "fp32+param_dtype=fp16" is not.
-        """
-        changed = [
-            f"{field}={getattr(config, field)}"
-            for field, value in self.values.items()
-            if getattr(config, field) != value
-        ]
-        changed += [f"{pattern}={dtype}" for pattern, dtype in config.overrides.items()]
-        return "+".join([self.name, *changed])
-
-
-@cache
-def modes(config_dir: str | None = None) -> dict[str, Mode]:
-    """Every precision mode there is, FP32 first, then FP16 and BF16; less of FP32 comes first."""
-
-    def rank(mode: Mode) -> tuple:
-        half = mode.values["autocast_dtype"] or mode.values["param_dtype"]
-        autocast, masters = mode.values["autocast_dtype"], mode.values["master_dtype"]
-        place = DTYPES.index(half) if half in DTYPES else len(DTYPES)
-        return place, autocast is not None, masters is not None, mode.values["fp32_math"], mode.name
-
-    files = option_files("precision", config_dir)
-    found = sorted((_mode(name, files) for name in files), key=rank)
-    return {mode.name: mode for mode in found}
-
-
-def _mode(name: str, files: dict[str, Path]) -> Mode:
-    """Read without Hydra, which takes a fifth of a second; a mode may build on another."""
-    defaults: dict[str, Any] = {field.name: field.default for field in fields(PrecisionConfig)}
-    values, scaler = {field: defaults[field] for field in MODE_FIELDS}, "none"
-    try:
-        content = yaml.safe_load(_text_of(files[name]))
-    except yaml.YAMLError:
-        content = None  # composing says what is wrong with it, where it is chosen
-    content = content if isinstance(content, dict) else {}
-    for entry in content.get("defaults") or ():
-        if isinstance(entry, str) and entry in files and entry != name:
-            base = _mode(entry, files)
-            values, scaler = base.values, base.scaler
-        for key, option in entry.items() if isinstance(entry, dict) else ():
-            if key.startswith("override /scaler"):
-                scaler = option
-    own = {field: content[field] for field in MODE_FIELDS if field in content}
-    return Mode(name, values | own, scaler)
-
-
-def _text_of(path: Path) -> str:
-    return path.read_text(encoding="utf-8", errors="replace")
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +185,7 @@ def compose_config(
     _length_as_given(config, {override.key_or_group for override in parsed})
     _fill_compare(config)
     check(config, files=files)
-    mode = _mode(config.precision.name, option_files("precision", config_dir))
+    mode = mode_of(config.precision.name, config_dir)
     return Composed(config, choices, overrides, mode.label(config.precision), mode.scaler)
 
 

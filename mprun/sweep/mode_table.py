@@ -6,7 +6,7 @@ Reads run.json only; imports no torch.
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -104,7 +104,7 @@ def table(runs: list[Run]) -> str:
     if not runs:
         return "no run has started"
     seeds = sorted({run.seed for run in runs})
-    measure = next((run.measure for run in runs if run.measure), "peak memory")
+    measure = _first([run.measure for run in runs], "peak memory")
     header = [
         "mode",
         *(f"loss, seed {seed}" for seed in seeds),
@@ -112,24 +112,18 @@ def table(runs: list[Run]) -> str:
         "vs FP32",
         "skipped",
         "status",
-        f"{next((run.sample for run in runs if run.sample), 'sample')}s/s",
+        f"{_first([run.sample for run in runs], 'sample')}s/s",
         "saved MiB",
         "peak MiB",
     ]
-    everywhere = set.intersection(*(set(run.group) for run in runs))
+    groups: dict[tuple[str, ...], list[Run]] = {}
+    for run in runs:
+        groups.setdefault(run.group, []).append(run)
+    everywhere = set.intersection(*map(set, groups))
     rows = []
-    for group in dict.fromkeys(run.group for run in runs):
-        own = [run for run in runs if run.group == group]
-        modes = list(
-            dict.fromkeys((r.mode, r.scaler) for r in sorted(own, key=lambda r: r.mode != "fp32"))
-        )
-        names = [mode for mode, _ in modes]
-        baseline = {r.seed: r.loss for r in own if r.mode == "fp32"}
-        for mode, scaler in modes:
-            cells = {r.seed: r for r in own if (r.mode, r.scaler) == (mode, scaler)}
-            label = f"{mode} ({scaler})" if names.count(mode) > 1 else mode
-            label = " ".join([label, *(text for text in group if text not in everywhere)])
-            rows.append([label, *_row(cells, seeds, baseline, mode)])
+    for group, own in groups.items():
+        shown = [text for text in group if text not in everywhere]
+        rows += [[" ".join([label, *shown]), *row] for label, row in _rows(own, seeds)]
     text = markdown_table(header, rows)
     return (
         f"{text}\n\nloss: final evaluation; peak MiB: {measure}; saved MiB: kept for backward"
@@ -137,26 +131,47 @@ def table(runs: list[Run]) -> str:
     )
 
 
-def _row(cells: dict[int, Run], seeds: list[int], baseline: dict[int, float], mode: str) -> list:
-    losses = [cells[seed].loss for seed in seeds if seed in cells]
-    shared = [seed for seed in seeds if seed in cells and seed in baseline]
-    difference = "baseline"
-    if mode != "fp32":
-        own, base = [cells[seed].loss for seed in shared], [baseline[seed] for seed in shared]
-        difference = _percent(own, base)
-    speeds = [run.samples_per_s for run in cells.values() if run.samples_per_s]
-    saved = [run.saved_bytes for run in cells.values() if run.saved_bytes]
-    peaks = [run.peak_bytes for run in cells.values() if run.peak_bytes]
+def _first(words: list[str], otherwise: str) -> str:
+    return next(filter(None, words), otherwise)
+
+
+def _rows(runs: list[Run], seeds: list[int]) -> Iterator[tuple[str, list[str]]]:
+    """(label, cells) of each mode and scaler among runs that differ in nothing else; FP32 first."""
+    cells: dict[tuple[str, str], dict[int, Run]] = {}
+    for run in sorted(runs, key=lambda run: run.mode != "fp32"):
+        cells.setdefault((run.mode, run.scaler), {})[run.seed] = run
+    names = [mode for mode, _ in cells]
+    baseline = {run.seed: run.loss for run in runs if run.mode == "fp32"}
+    for (mode, scaler), by_seed in cells.items():
+        label = f"{mode} ({scaler})" if names.count(mode) > 1 else mode
+        yield label, _row(by_seed, seeds, None if mode == "fp32" else baseline)
+
+
+def _row(by_seed: dict[int, Run], seeds: list[int], baseline: dict[int, float] | None) -> list[str]:
+    """baseline: the loss of FP32 by seed; None of FP32 itself."""
+    losses = {seed: by_seed[seed].loss for seed in seeds if seed in by_seed}
+    runs = by_seed.values()
     return [
-        *(_number(cells[seed].loss) if seed in cells else "" for seed in seeds),
-        _number(statistics.fmean(losses)) if losses else "",
-        difference,
-        str(sum(run.skipped for run in cells.values())),
-        _statuses(cells.values()),
-        f"{statistics.median(speeds):,.0f}" if speeds else "",
-        f"{max(saved) / _MIB:.1f}" if saved else "",
-        f"{max(peaks) / _MIB:.0f}" if peaks else "",
+        *(_number(losses[seed]) if seed in losses else "" for seed in seeds),
+        _number(statistics.fmean(losses.values())),
+        "baseline" if baseline is None else _percent(losses, baseline),
+        str(sum(run.skipped for run in runs)),
+        _statuses(runs),
+        _of_known(statistics.median, [run.samples_per_s for run in runs], "{:,.0f}"),
+        _of_known(max, [run.saved_bytes for run in runs], "{:.1f}", _MIB),
+        _of_known(max, [run.peak_bytes for run in runs], "{:.0f}", _MIB),
     ]
+
+
+def _of_known(
+    summary: Callable[[list[float]], float],
+    values: Iterable[float | None],
+    form: str,
+    unit: int = 1,
+) -> str:
+    """The summary of the values that there are, as text; nothing without one."""
+    known = [value for value in values if value]
+    return form.format(summary(known) / unit) if known else ""
 
 
 def _statuses(runs: Iterable[Run]) -> str:
@@ -174,11 +189,14 @@ def _number(value: float) -> str:
     return f"{value:.4f}" if math.isfinite(value) else str(value)
 
 
-def _percent(own: list[float], base: list[float]) -> str:
-    if not own:
+def _percent(losses: dict[int, float], baseline: dict[int, float]) -> str:
+    """How far the losses of the seeds that both have are from those of FP32, together."""
+    shared = losses.keys() & baseline.keys()
+    if not shared:
         return "no FP32 run"
-    mean = sum(base)
-    difference = (sum(own) - mean) / mean if mean else math.nan
+    mean = sum(baseline[seed] for seed in losses if seed in shared)
+    own = sum(losses[seed] for seed in losses if seed in shared)
+    difference = (own - mean) / mean if mean else math.nan
     return f"{100 * difference:+.2f} %" if math.isfinite(difference) else "not finite"
 
 

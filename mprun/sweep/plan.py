@@ -4,7 +4,9 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-from mprun.config.compose import compose_config, group_options, hydra_session
+from hydra.core.override_parser.types import Override
+
+from mprun.config.compose import Composed, compose_config, group_options, hydra_session
 from mprun.config.overrides import parse_overrides, split_launcher, sweep_values
 from mprun.config.roles import config_hash, is_told
 from mprun.config.user_code import as_overrides
@@ -12,8 +14,6 @@ from mprun.errors import BadInput
 from mprun.record.run_directory import run_name
 from mprun.sweep.jobs import Cell, data_places
 from mprun.sweep.launcher import ChosenLauncher, checked_launcher
-
-_NOT_SWEPT = ("output_dir", "resume")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,36 +41,43 @@ def plan(overrides: list[str], config_dir: str | None) -> Plan:
     launcher = checked_launcher(of_launcher)
     parsed = parse_overrides(overrides)
     swept = frozenset(o.key_or_group for o in parsed if o.is_sweep_override())
-    if any(o.key_or_group in _NOT_SWEPT for o in parsed):
+    if {"output_dir", "resume"} & {o.key_or_group for o in parsed}:
         raise BadInput("output_dir, resume: not with -m; each run of a sweep has its own directory")
     if "output_root" in swept:
         raise BadInput("output_root: one value; all runs of a sweep are in one folder")
     with hydra_session(config_dir):
-        values = [
-            sweep_values(o, group_options(o.key_or_group)) if o.is_sweep_override() else [text]
-            for o, text in zip(parsed, overrides, strict=True)
-        ]
+        values = [_values(o, text) for o, text in zip(parsed, overrides, strict=True)]
     composed = [compose_config(combination, config_dir) for combination in product(*values)]
     output_root = Path(composed[0].config.output_root)
-    cells = []
-    for one in composed:
-        plain = one.as_dict()
-        folder, name = run_name(plain, one.choices, one.overrides, swept, told=is_told)
-        cells.append(
-            Cell(
-                one.overrides,
-                output_root / folder / name,
-                config_hash(plain),
-                mode=str(one.choices["precision"]),
-                scaler=one.config.scaler.name,
-                seed=one.config.seed,
-                factories=as_overrides(plain),
-                data_places=data_places(plain),
-            )
-        )
+    cells = [_cell(one, output_root, swept) for one in composed]
     directories = {cell.directory for cell in cells}
     if len(directories) < len(cells):
         raise BadInput("-m: two runs of the sweep are the same; leave out the repeated value")
-    parents = {directory.parent for directory in directories}
-    root = parents.pop() if len(parents) == 1 else output_root
+    root = _common_folder(directories) or output_root
     return Plan(tuple(cells), root, swept, config_dir, launcher)
+
+
+def _common_folder(directories: set[Path]) -> Path | None:
+    """The folder in which all lie, if there is one."""
+    parents = {directory.parent for directory in directories}
+    return parents.pop() if len(parents) == 1 else None
+
+
+def _cell(composed: Composed, output_root: Path, swept: frozenset[str]) -> Cell:
+    plain = composed.as_dict()
+    folder, name = run_name(plain, composed.choices, composed.overrides, swept, told=is_told)
+    return Cell(
+        composed.overrides,
+        output_root / folder / name,
+        config_hash(plain),
+        mode=str(composed.choices["precision"]),
+        scaler=composed.config.scaler.name,
+        seed=composed.config.seed,
+        factories=as_overrides(plain),
+        data_places=data_places(plain),
+    )
+
+
+def _values(override: Override, text: str) -> list[str]:
+    swept = override.is_sweep_override()
+    return sweep_values(override, group_options(override.key_or_group)) if swept else [text]

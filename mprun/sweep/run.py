@@ -73,18 +73,11 @@ def sweep(
     planned = plan(overrides, config_dir)
     if planned.launcher and jobs is not None:
         raise BadInput(f"-j {jobs}: not with a launcher, which has a number of its own")
-    states = {cell: look(cell) for cell in planned.cells}
-    finished = [cell for cell, state in states.items() if state is State.FINISHED]
-    waiting = [cell for cell in planned.cells if states[cell] is not State.FINISHED]
-    print(
-        f"sweep of {len(planned.cells)} runs in {planned.root}"
-        + (f", {len(finished)} finished already" if finished else ""),
-        file=sys.stderr,
-    )
-    command = ["mprun", "-m", *overrides]
-    command += [] if jobs is None else ["-j", str(jobs)]
-    command += [] if config_dir is None else ["--config-dir", config_dir]
-    board = Board(planned, shlex.join(command))
+    finished = [cell for cell in planned.cells if look(cell) is State.FINISHED]
+    waiting = [cell for cell in planned.cells if cell not in finished]
+    already = f", {len(finished)} finished already" if finished else ""
+    print(f"sweep of {len(planned.cells)} runs in {planned.root}{already}", file=sys.stderr)
+    board = Board(planned, _command(overrides, jobs, config_dir))
     for cell in finished:
         board.finished(cell)
     with StopRequest() as stop:
@@ -94,6 +87,14 @@ def sweep(
     print(board.table())
     print(f"sweep: {planned.root}")
     return stop.exit_code if stop.reason is not None else exit_code(codes)
+
+
+def _command(overrides: list[str], jobs: int | None, config_dir: str | None) -> str:
+    """What was typed, as one would type it again."""
+    command = ["mprun", "-m", *overrides]
+    for flag, value in (("-j", jobs), ("--config-dir", config_dir)):
+        command += [] if value is None else [flag, str(value)]
+    return shlex.join(command)
 
 
 class _Loop:

@@ -37,15 +37,8 @@ def resume(composed_overrides: tuple[str, ...], path: str, config_dir: str | Non
     anywhere.
     """
     given = vouched(composed_overrides, config_dir)
-    directory = Path(path)
-    if not path or not os.path.isdir(path):
-        raise BadInput(f"resume={path}: no such folder")
-    if not (directory / "config.yaml").is_file():
-        raise BadInput(f"resume={path}: no config.yaml there; give a run directory")
+    directory = _run_directory(path)
     plain = read_config(directory)
-    for name in ("run.json", "metrics.jsonl"):
-        if not (directory / name).is_file():
-            raise BadInput(f"resume={path}: no {name} there; the run never reached its first step")
     with locked(directory):
         record = _recorded(directory)
         if isinstance(plain.get("train"), dict):
@@ -93,6 +86,18 @@ def resume(composed_overrides: tuple[str, ...], path: str, config_dir: str | Non
             skipped=state["skipped"],
             evaluate_first=bool(evaluate_first),
         )
+
+
+def _run_directory(path: str) -> Path:
+    directory = Path(path)
+    if not path or not os.path.isdir(path):
+        raise BadInput(f"resume={path}: no such folder")
+    if not (directory / "config.yaml").is_file():
+        raise BadInput(f"resume={path}: no config.yaml there; give a run directory")
+    for name in ("run.json", "metrics.jsonl"):
+        if not (directory / name).is_file():
+            raise BadInput(f"resume={path}: no {name} there; the run never reached its first step")
+    return directory
 
 
 def _check_same_stack(recorded: dict) -> None:

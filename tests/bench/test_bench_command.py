@@ -13,7 +13,8 @@ from mprun.bench.own import Contest
 from mprun.bench.plan import Case, Options, Row
 from mprun.cli import main
 from mprun.cli.bench import exit_code, parse
-from mprun.config.compose import compose_config, conf_dir
+from mprun.config.compose import compose_config
+from mprun.config.option_files import conf_dir
 from mprun.errors import BadInput
 
 CPU = torch.device("cpu")

@@ -4,7 +4,8 @@ import pytest
 import yaml
 
 from mprun.cli.dispatch import VERBS, main
-from mprun.config.compose import compose_config, conf_dir
+from mprun.config.compose import compose_config
+from mprun.config.option_files import conf_dir
 
 from ..shipped import MODES
 

@@ -4,7 +4,8 @@ import pytest
 import yaml
 
 from mprun.build import build_loss_scale, policy_from
-from mprun.config.compose import compose_config, conf_dir, config_from_record, modes
+from mprun.config.compose import compose_config, config_from_record
+from mprun.config.option_files import conf_dir, modes
 from mprun.config.schema import MODELS
 from mprun.config.user_code import vouched
 from mprun.errors import BadInput

@@ -2,7 +2,8 @@
 
 import yaml
 
-from mprun.config.compose import compose_config, conf_dir
+from mprun.config.compose import compose_config
+from mprun.config.option_files import conf_dir
 
 from ..shipped import MODES
 

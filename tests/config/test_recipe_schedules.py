@@ -6,7 +6,8 @@ from functools import cache
 import pytest
 
 from mprun.build.run import schedule_of
-from mprun.config.compose import compose_config, conf_dir
+from mprun.config.compose import compose_config
+from mprun.config.option_files import conf_dir
 
 # Two steps of these run in minutes or less on a CPU, from files that tests have.
 SMALL = {

@@ -5,7 +5,8 @@ from functools import cache
 
 import pytest
 
-from mprun.config.compose import compose_config, conf_dir
+from mprun.config.compose import compose_config
+from mprun.config.option_files import conf_dir
 from mprun.errors import BadInput
 
 # The sources' numbers, written down once more and not read from the files.

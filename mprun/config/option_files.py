@@ -1,0 +1,111 @@
+"""The option files: which there are, and what the files of precision modes say.
+
+They are the only list of modes and loss scalers; those of a user's own `--config-dir` are as good
+as mprun's. Read without Hydra: who only compares runs need not wait for its import.
+"""
+
+from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mprun.config.schema import DTYPES, PrecisionConfig
+
+
+def conf_dir() -> Path:
+    """The folder of the YAML files: inside an installed package, or of the checkout."""
+    inside = Path(__file__).resolve().parents[1] / "conf"
+    return inside if inside.is_dir() else inside.parents[1] / "conf"
+
+
+def option_files(group: str, config_dir: str | None = None) -> dict[str, Path]:
+    """Option -> file, in alphabetical order; with those of the user's own `config_dir`."""
+    folders = [conf_dir(), *([] if config_dir is None else [Path(config_dir)])]
+    found: dict[str, Path] = {}
+    for folder in folders:
+        for path in (folder / group).glob("*.yaml"):
+            found.setdefault(path.stem, path)  # Hydra too takes the first that it finds
+    return dict(sorted(found.items()))
+
+
+def what_it_is(path: Path) -> str:
+    """The first comment line of an option's file, which says what the option is."""
+    lines = [line for line in _text_of(path).splitlines() if not line.startswith("# @package")]
+    return lines[0].removeprefix("# ") if lines and lines[0].startswith("# ") else ""
+
+
+# What makes a mode: all of its values but those that one run adds.
+MODE_FIELDS = tuple(f.name for f in fields(PrecisionConfig) if f.name not in ("name", "overrides"))
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """A precision mode as its file says it; `scaler`: the loss scaler that it comes with."""
+
+    name: str
+    values: dict[str, str | None]
+    scaler: str
+
+    def label(self, config: PrecisionConfig) -> str:
+        """The mode's name, with every value that differs from the mode's own and every override.
+
+        "fp32" is a baseline; "fp32+param_dtype=fp16" is not.
+        """
+        changed = [
+            f"{field}={getattr(config, field)}"
+            for field, value in self.values.items()
+            if getattr(config, field) != value
+        ]
+        changed += [f"{pattern}={dtype}" for pattern, dtype in config.overrides.items()]
+        return "+".join([self.name, *changed])
+
+
+def mode_of(name: str, config_dir: str | None = None) -> Mode:
+    """The mode that the file `name`.yaml says."""
+    return _mode(name, option_files("precision", config_dir))
+
+
+@cache
+def modes(config_dir: str | None = None) -> dict[str, Mode]:
+    """Every precision mode there is, FP32 first, then FP16 and BF16; less of FP32 comes first."""
+
+    def rank(mode: Mode) -> tuple:
+        half = mode.values["autocast_dtype"] or mode.values["param_dtype"]
+        autocast, masters = mode.values["autocast_dtype"], mode.values["master_dtype"]
+        place = DTYPES.index(half) if half in DTYPES else len(DTYPES)
+        return place, autocast is not None, masters is not None, mode.values["fp32_math"], mode.name
+
+    files = option_files("precision", config_dir)
+    found = sorted((_mode(name, files) for name in files), key=rank)
+    return {mode.name: mode for mode in found}
+
+
+def _mode(name: str, files: dict[str, Path]) -> Mode:
+    """A mode may build on another, which its list of defaults names."""
+    schema: dict[str, Any] = {field.name: field.default for field in fields(PrecisionConfig)}
+    values, scaler = {field: schema[field] for field in MODE_FIELDS}, "none"
+    content = _mapping_in(files[name])
+    for entry in content.get("defaults") or ():
+        if isinstance(entry, dict):
+            chosen = [str(o) for key, o in entry.items() if key.startswith("override /scaler")]
+            scaler = chosen[-1] if chosen else scaler
+        elif entry in files and entry != name:
+            base = _mode(entry, files)
+            values, scaler = base.values, base.scaler
+    own = {field: content[field] for field in content.keys() & set(MODE_FIELDS)}
+    return Mode(name, values | own, scaler)
+
+
+def _mapping_in(path: Path) -> dict[str, Any]:
+    """What an option's file holds; {} of one that composing refuses, and says why."""
+    try:
+        content = yaml.safe_load(_text_of(path))
+    except yaml.YAMLError:
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _text_of(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace")
