@@ -128,15 +128,7 @@ class Contest:
         is the model's own.
         """
         own = {row.case.mode: row for row in rows if row.case.contender == "mprun"}
-        answers = {}
-        for row in rows:
-            modes = [row.case.mode, *(["fp32"] if learns_as_fp32(row.case) else [])]
-            others = [own[mode] for mode in dict.fromkeys(modes) if mode in own]
-            found = [_held_to(other, row) for other in others if other is not row]
-            wrong = [reason for ok, reason in found if not ok]
-            notes = "; ".join(reason for ok, reason in found if reason)
-            answers[row.key] = not wrong, wrong[0] if wrong else notes
-        return answers
+        return {row.key: _answer(row, own) for row in rows}
 
     def summarise(self, bench: dict) -> None:
         """Put what follows from the windows into the content of bench.json."""
@@ -171,6 +163,16 @@ def learns_as_fp32(case: Case) -> bool:
     loses_updates = precision.param_dtype != "fp32" and precision.master_dtype is None
     in_fp16 = "fp16" in (precision.param_dtype, precision.autocast_dtype)
     return not loses_updates and not (in_fp16 and config.scaler.kind == "none")
+
+
+def _answer(row: Row, own: dict[str, Row]) -> tuple[bool, str]:
+    """As of `Contest.check`. own: mprun's rows at its defaults, by mode."""
+    modes = {row.case.mode: None} | ({"fp32": None} if learns_as_fp32(row.case) else {})
+    others = [own[mode] for mode in modes if mode in own and own[mode] is not row]
+    found = [_held_to(other, row) for other in others]
+    wrong = [reason for ok, reason in found if not ok]
+    notes = [reason for ok, reason in found if reason]
+    return not wrong, wrong[0] if wrong else "; ".join(notes)
 
 
 def _held_to(other: Row, row: Row) -> tuple[bool, str]:
