@@ -25,14 +25,14 @@ from mprun.execution import (
 )
 from mprun.execution.step_runner import LearningRate, learning_rates
 from mprun.precision import DTYPES, Arithmetic, PrecisionPolicy, why_no_lstm, why_unsupported
-from mprun.tasks import GAN, Classification, LanguageModel, Learner, Reconstruction
+from mprun.tasks import Learner, Task
 
 
 @dataclass(slots=True)
 class Built:
     """Everything that a run needs and that costs no file."""
 
-    task: Classification | LanguageModel | GAN | Reconstruction
+    task: Task
     data: Source
     policy: PrecisionPolicy
     arithmetic: Arithmetic

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from itertools import zip_longest
 from typing import NoReturn
 
-from mprun.config.compose import group_options, hydra_session
+from mprun.config.option_files import modes
 from mprun.config.rules import nearest
 from mprun.errors import BadInput
 
@@ -126,8 +126,7 @@ def names(flag: str) -> Callable[[str], list[str]]:
 
 def known_modes(flag: str, given: Sequence[str], config_dir: str | None) -> list[str]:
     """Precision modes as given, each once; BadInput for one that has no YAML file."""
-    with hydra_session(config_dir):
-        known = group_options("precision")
+    known = list(modes(config_dir))
     for name in given:
         if name not in known:
             hint = nearest(name, known)

@@ -1,6 +1,6 @@
 """What a task is, and the model with its optimizer that a task trains."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -32,8 +32,8 @@ class Task(Protocol):
     sample: str
     channels_last: bool
     data: Source
-    learners: Mapping[str, "Learner"]
-    loss_scales: Mapping[str, LossScale]
+    learners: dict[str, "Learner"]
+    loss_scales: dict[str, LossScale]
     samples_per_step: int
     steps_per_epoch: int
 

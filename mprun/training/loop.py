@@ -221,7 +221,7 @@ class Loop:
             outcome.peak = outcome.peak | kept
         outcome.samples_per_s, outcome.windows = self.logger.throughput()
         outcome.data_wait = self.logger.data_wait()
-        if outcome.status == "diverged":
+        if outcome.status == "diverged" and outcome.cause is not None:
             report_failure(
                 self.keeper,
                 self.directory,

@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from mprun.build import Built
 from mprun.config.schema import RunConfig
@@ -65,10 +66,11 @@ def _about_data(config: RunConfig, built: Built) -> Iterator[str]:
     if ignored:
         yield f"data.root={config.data.root}: {ignored} files that are no images passed over"
     candidates = getattr(config.model, "sampled_softmax", None)
-    if candidates is not None and candidates >= built.data.vocab_size:
+    text: Any = built.data  # where the model takes words
+    if candidates is not None and candidates >= text.vocab_size:
         yield (
-            f"model.sampled_softmax={candidates}: the data have {built.data.vocab_size} words, so "
-            "this is the full softmax"
+            f"model.sampled_softmax={candidates}: the data have {text.vocab_size} words, so this "
+            "is the full softmax"
         )
     half = config.precision.autocast_dtype or config.precision.param_dtype
     if built.device.type == "cpu" and half != "fp32":
@@ -104,10 +106,10 @@ def replaced(source: Source, earlier: dict) -> dict:
     found = source.replaced_files()
     if found is None:
         return {}
-    places = dict.fromkeys(earlier.get("replaced_places", []))
-    new = {place: name for place, name in found.items() if place not in places}
+    known = list(dict.fromkeys(earlier.get("replaced_places", [])))
+    new = {place: name for place, name in found.items() if place not in known}
     names = [*earlier.get("replaced_files", []), *new.values()]
-    places = [*places, *new]
+    places = [*known, *new]
     return {
         "replaced": len(places),
         "replaced_files": names[:_NAMED],

@@ -4,6 +4,7 @@ import ctypes
 import os
 import signal
 import sys
+from typing import Any
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -13,7 +14,7 @@ class Interruption:
 
     def __init__(self):
         self.reason: str | None = None
-        self._before: dict[int, object] = {}
+        self._before: dict[int, Any] = {}  # handlers, by signal
 
     @property
     def requested(self) -> bool:
