@@ -54,16 +54,13 @@ def curves(group: Group, styles: dict[str, Style], plot: Plot, points: int) -> D
     found = {id(run): plot.curve_of(run) for run in group.every_run}
     longest = max((len(x) for x, _ in found.values()), default=0)
     x = grid(list(found.values()), points)
-    rows = [*group.rows, group.baseline]
-    every = [(row, band([found[id(run)] for run in row.arm.runs], x)) for row in rows]
-    bands = [(row, b) for row, b in every if np.isfinite(b.mean).any()]
+    bands = _bands(group, found, x)
     if not bands or (plot.of_evals and longest < 2):
         return None
     ends = [end for row, _ in bands for end in _ends(row, found, plot.x)]
     order = sorted(bands, key=lambda item: item[0] is not group.baseline)
     entries = [line_entry(row.arm.label, styles[row.arm.label]) for row, _ in order]
-    if ends:
-        entries.append(mark_entry("diverged", "x"))
+    entries += [mark_entry("diverged", "x")] if ends else []
     seeds = max(len(row.arm.runs) for row, _ in bands)
     figure, axes = panel(plot.title, _HEIGHT, entries, _NOTE if seeds > 1 else "")
     for layer, (row, b) in enumerate(bands):
@@ -76,11 +73,23 @@ def curves(group: Group, styles: dict[str, Style], plot: Plot, points: int) -> D
         axes.plot([at], [height], "x", zorder=40, clip_on=False, **cross)
     axes.set(xlabel=plot.xlabel, ylabel=plot.ylabel + (" (log scale)" if logarithmic else ""))
     words = "; ".join(f"{row.arm.label} {_course(b)}" for row, b in order)
-    caption = "Mean over the seeds" if seeds > 1 else "One seed per mode"
-    caption += " that still ran; a cross marks where a run diverged." if ends else "."
-    if longest > len(x):
-        caption += f" {len(x)} points, each the mean of about {-(-longest // len(x))} records."
+    caption = _caption(seeds, bool(ends), longest, len(x))
     return Drawing(plot.name, caption, f"{plot.title}, mean over seeds: {words}.", figure)
+
+
+def _caption(seeds: int, any_ended: bool, records: int, points: int) -> str:
+    caption = "Mean over the seeds" if seeds > 1 else "One seed per mode"
+    caption += " that still ran; a cross marks where a run diverged." if any_ended else "."
+    if records > points:
+        caption += f" {points} points, each the mean of about {-(-records // points)} records."
+    return caption
+
+
+def _bands(group: Group, found: dict[int, Curve], x: np.ndarray) -> list[tuple[Row, Band]]:
+    """Of each row that has a value, the baseline last; `found` is keyed by the run's identity."""
+    rows = [*group.rows, group.baseline]
+    every = [(row, band([found[id(run)] for run in row.arm.runs], x)) for row in rows]
+    return [(row, b) for row, b in every if np.isfinite(b.mean).any()]
 
 
 def _draw(axes: Axes, b: Band, style: Style, layer: int, markers: bool) -> None:

@@ -45,22 +45,25 @@ def baseline_progress(baseline: Sequence[RunData], metric: str, *, gan: bool) ->
     None where it learned, or where the records cannot tell.
     """
     runs = [run for run in baseline if not run.foreign]
-    if gan:
-        curves = [run.evals.get(metric, np.empty(0)) for run in runs]
-        pairs = [(curve[0], curve[-1]) for curve in curves if len(curve) > 1]
-        if len(pairs) < len(runs) or not pairs:
-            return None
-        start, end = np.mean(pairs, axis=0).tolist()
-        return None if end < 0.9 * start else f"{metric} {start:.4g} to {end:.4g}"
-    ends = [(_finite_mean(run.first_losses[:10]), _finite_mean(run.last_losses)) for run in runs]
-    known = [(first, last) for first, last in ends if first is not None and last is not None]
-    if len(known) < len(runs) or not runs:
+    ends = [pair for run in runs if (pair := _start_and_end(run, metric if gan else None))]
+    if len(ends) < len(runs) or not runs:
         return None
-    start, end = (sum(losses) / len(runs) for losses in zip(*known, strict=True))
+    start, end = (sum(values) / len(runs) for values in zip(*ends, strict=True))
+    if gan:
+        return None if end < 0.9 * start else f"{metric} {start:.4g} to {end:.4g}"
     count = min(min(run.first_losses[:10].size, run.last_losses.size) for run in runs)
     if start - end > 2 * _scatter(runs) * (2 / count) ** 0.5:
         return None
     return f"training loss {start:.4g} to {end:.4g}"
+
+
+def _start_and_end(run: RunData, metric: str | None) -> tuple[float, float] | None:
+    """First and last value of the metric, without one of the training loss; None: not known."""
+    if metric is not None:
+        values = run.evals.get(metric, np.empty(0))
+        return (float(values[0]), float(values[-1])) if len(values) > 1 else None
+    start, end = _finite_mean(run.first_losses[:10]), _finite_mean(run.last_losses)
+    return None if start is None or end is None else (start, end)
 
 
 def _failed_itself(run: RunData) -> tuple[str, int | None] | None:

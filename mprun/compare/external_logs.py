@@ -19,7 +19,7 @@ import numpy as np
 
 from mprun.compare.findings import Arm, RunData
 from mprun.compare.grouping import ProtoGroup
-from mprun.compare.load import SUMMARY_FOLDER, natural_order
+from mprun.compare.load import is_hidden, natural_order
 from mprun.config.rules import nearest
 from mprun.errors import BadInput, Damaged
 
@@ -167,16 +167,7 @@ def load_foreign(specs: Sequence[str], tag: str) -> ProtoGroup:
     Raises BadInput for a malformed spec, a path that is missing or holds no log, and a tag that a
     log does not have (it lists those that exist); Damaged for a CSV file with broken numbers.
     """
-    paths: dict[str, list[Path]] = {}
-    for spec in specs:
-        label, equals, listed = spec.partition("=")
-        if not label or not equals or not listed:
-            raise BadInput(f"{spec}: with --tag give LABEL=PATH[,PATH...], e.g. fp32=logs/base_s0")
-        if label in paths:
-            raise BadInput(f"{spec}: label {label!r} is given twice; list all its paths at once")
-        paths[label] = [run for part in listed.split(",") for run in _runs_at(Path(part))]
-    if len(paths) < 2:
-        raise BadInput(f"{specs[0]}: needs a baseline and at least one other LABEL=PATH")
+    paths = _paths(specs)
     notes = [
         f"{path}: names no tag; its column Value is taken for {tag}"
         for runs in paths.values()
@@ -193,6 +184,21 @@ def load_foreign(specs: Sequence[str], tag: str) -> ProtoGroup:
     notes.append("foreign logs: runs are paired by their position in the list, not by seed")
     others = [arm for label, arm in arms.items() if label != baseline]
     return ProtoGroup(tag, "foreign", arms[baseline], others, {}, notes)
+
+
+def _paths(specs: Sequence[str]) -> dict[str, list[Path]]:
+    """Label -> its runs, in the order in which they are listed."""
+    paths: dict[str, list[Path]] = {}
+    for spec in specs:
+        label, _, listed = spec.partition("=")
+        if not label or not listed:
+            raise BadInput(f"{spec}: with --tag give LABEL=PATH[,PATH...], e.g. fp32=logs/base_s0")
+        if label in paths:
+            raise BadInput(f"{spec}: label {label!r} is given twice; list all its paths at once")
+        paths[label] = [run for part in listed.split(",") for run in _runs_at(Path(part))]
+    if len(paths) < 2:
+        raise BadInput(f"{specs[0]}: needs a baseline and at least one other LABEL=PATH")
+    return paths
 
 
 def refuse_same_logs(group: ProtoGroup) -> None:
@@ -232,13 +238,10 @@ def _search(path: Path, above: set[Path]) -> list[Path]:
     entries = sorted(path.iterdir(), key=lambda entry: natural_order(entry.name))
     if any(is_events(entry) for entry in entries):
         return [path]
-    tables = [entry for entry in entries if entry.suffix.lower() == ".csv" and entry.is_file()]
-    folders = [
-        entry
-        for entry in entries
-        if entry.is_dir() and not entry.name.startswith(".") and entry.name != SUMMARY_FOLDER
-    ]
-    return tables or [run for entry in folders for run in _search(entry, above | {resolved})]
+    if tables := [e for e in entries if e.suffix.lower() == ".csv" and e.is_file()]:
+        return tables
+    shown = (e for e in entries if e.is_dir() and not is_hidden(e.name))
+    return [run for folder in shown for run in _search(folder, above | {resolved})]
 
 
 def _load(path: Path, tag: str, label: str, number: int, notes: list[str]) -> RunData:

@@ -157,10 +157,7 @@ def arm_label(cell: Cell, baseline: Cell, rivals: list[Cell]) -> str:
     not the mode's usual one is always named.
     """
     run = cell.first
-    # Settings that tell it from cells of the same mode and scaler.
-    kind = (run.mode, run.scaler)
-    alike = [other for other in rivals if (other.first.mode, other.first.scaler) == kind]
-    varied = sorted({key for other in alike for key in _differing(cell.own, other.own)})
+    varied = _varied(cell, rivals)
     details = [
         f"{key.removeprefix('scaler.')}={setting_text(cell.own.get(key, _NOT_RECORDED))}"
         for key in varied
@@ -171,9 +168,16 @@ def arm_label(cell: Cell, baseline: Cell, rivals: list[Cell]) -> str:
     if cell is baseline:
         return label
     allowed = differences(baseline, cell)
-    label += "".join(f" {key}={setting_text(own)}" for key, (_, own) in allowed.items())
-    told = allowed or _differing(cell.own, baseline.own) or run.mode != baseline.first.mode
-    return label if told else f"{label} (other)"
+    if not allowed and run.mode == baseline.first.mode and same(cell.own, baseline.own):
+        return f"{label} (other)"
+    return label + "".join(f" {key}={setting_text(own)}" for key, (_, own) in allowed.items())
+
+
+def _varied(cell: Cell, rivals: list[Cell]) -> list[str]:
+    """The settings that tell a cell from those of the same mode and scaler."""
+    kind = (cell.first.mode, cell.first.scaler)
+    alike = [other for other in rivals if (other.first.mode, other.first.scaler) == kind]
+    return sorted({key for other in alike for key in _differing(cell.own, other.own)})
 
 
 def differences(one: Cell, other: Cell) -> dict[str, tuple[Any, Any]]:
@@ -237,14 +241,11 @@ def _check_allowed(allow: Sequence[str], runs: Sequence[RunData]) -> None:
 
 def _baseline(family: list[Cell], allow: Sequence[str]) -> Cell | None:
     """The baseline among cells that agree in all keys but the allowed ones; None if none."""
-    given = [cell for cell in family if cell.given]
-    plain = [cell for cell in family if cell.is_baseline]
-    # A mode of the user's own that is FP32 under another name gives way to it.
-    candidates = given or [cell for cell in plain if cell.first.mode == BASELINE] or plain
+    candidates = _candidates(family)
     if len(candidates) < 2:
         return candidates[0] if candidates else None
-    if given:
-        first, second = given[:2]
+    if candidates[0].given:
+        first, second = candidates[:2]
         raise BadInput(
             f"--baseline: {first.first.path} and {second.first.path} differ in "
             f"{pairs_text(all_differences(first, second))}; give one configuration"
@@ -260,6 +261,14 @@ def _baseline(family: list[Cell], allow: Sequence[str]) -> Cell | None:
             "with --baseline PATH"
         )
     return first
+
+
+def _candidates(family: list[Cell]) -> list[Cell]:
+    """Those given by --baseline, else those of FP32 by name, else those that compute so."""
+    plain = [cell for cell in family if cell.is_baseline]
+    given = [cell for cell in plain if cell.given]
+    # A mode of the user's own that is FP32 under another name gives way to it.
+    return given or [cell for cell in plain if cell.first.mode == BASELINE] or plain
 
 
 def _group(baseline: Cell, family: list[Cell]) -> ProtoGroup:

@@ -91,9 +91,14 @@ def _search(folder: Path, above: set[Path]) -> Iterator[Path]:
         raise BadInput(f"{folder}: cannot be read ({error.strerror})") from None
     for name in sorted(names, key=natural_order):
         aside = re.fullmatch(r"(.+)\.attempt\d+", name)
-        if name.startswith(".") or name == SUMMARY_FOLDER or (aside and aside[1] in names):
+        if is_hidden(name) or (aside and aside[1] in names):
             continue
         yield from _search(folder / name, above | {resolved})
+
+
+def is_hidden(name: str) -> bool:
+    """Whether no run and no log is looked for in a folder of this name."""
+    return name.startswith(".") or name == SUMMARY_FOLDER
 
 
 def natural_order(name: str) -> list:
@@ -168,7 +173,7 @@ def _data_keys(record: dict[str, Any]) -> dict[str, Any]:
 
 def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested mappings as one: {"optim": {"lr": 0.1}} becomes {"optim.lr": 0.1}."""
-    keys = {}
+    keys: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, dict) and value:
             keys |= flat(value, f"{prefix}{key}.")
@@ -264,19 +269,23 @@ def group_notes(baseline: Arm, arms: Sequence[Arm]) -> list[str]:
         notes.append(
             f"recorded with uncommitted changes to mprun: {', '.join(dirty)}; their code may differ"
         )
-    # The flags are those of `mprun.precision.read_math_flags`.
+    return notes + _not_ieee(baseline)
+
+
+def _not_ieee(baseline: Arm) -> list[str]:
+    """Whether FP32 products were less; the flags are those of `mprun.precision.read_math_flags`."""
     lowered = {
         f"{name.removesuffix('.fp32_precision')} {value}"
         for run in baseline.runs
         for name, value in run.flags.items()
         if name.endswith(".fp32_precision") and value != "ieee"
     }
-    if lowered:
-        notes.append(
-            f"the baseline {baseline.label} did not compute FP32 products in full FP32: "
-            f"{', '.join(sorted(lowered))}"
-        )
-    return notes
+    if not lowered:
+        return []
+    return [
+        f"the baseline {baseline.label} did not compute FP32 products in full FP32: "
+        f"{', '.join(sorted(lowered))}"
+    ]
 
 
 def _package(name: str) -> Callable[[dict[str, Any]], str]:

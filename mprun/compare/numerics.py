@@ -276,8 +276,8 @@ def _scales(modes: list[ProbedMode], styles: dict[str, Style]) -> Drawing | None
     if mode is None or usable is None:
         return None
     marks = {m.label: round(sum(m.scales) / 2) for m in modes if m is not mode and m.scales}
-    low = min([usable.lowest, usable.highest, 0, *marks.values()]) - 8
-    high = max([usable.lowest, usable.highest, 0, *marks.values()]) + 8
+    ends = [usable.lowest, usable.highest, 0, *marks.values()]
+    low, high = min(ends) - 8, max(ends) + 8
     colour = styles[mode.label].colour
     lines = {k: Style(colour, _DASHES[k]) for k in GRADIENTS if k in kinds}
     entries = [line_entry(k.replace("_", " "), style) for k, style in lines.items()]
@@ -288,11 +288,8 @@ def _scales(modes: list[ProbedMode], styles: dict[str, Style]) -> Drawing | None
     axes.set(xlim=(low, high), ylim=(_FLOOR, 300), yscale="log")
     if usable.fits:
         axes.axvspan(usable.lowest, usable.highest, color=GREY, alpha=0.22, linewidth=0)
-    x = np.arange(low, high + 1)
     for kind, style in lines.items():
-        for share in (kinds[kind].underflow, partial(overflow, kinds[kind])):
-            y = np.array([100 * share(int(k)) or _FLOOR / 10 for k in x])
-            axes.plot(x, y, color=colour, linestyle=style.linestyle, linewidth=1.6)
+        _draw_losses(axes, kinds[kind], style, range(low, high + 1))
     for label, place in marks.items():
         axes.plot([place], [2 * _FLOOR], "^", color=styles[label].colour, markersize=8)
     axes.text(low + 0.4, 150, "← rounded to 0", va="center", fontsize=8, color=INK)
@@ -302,10 +299,16 @@ def _scales(modes: list[ProbedMode], styles: dict[str, Style]) -> Drawing | None
     _set_percents(axes, "loss scale", "% of the non-zero values")
     told = _usable_text(usable)
     caption = f"{told} A scale above leaves infinite gradients and skipped updates."
-    if any("fp16" in stats.dtype.split("+") for stats in mode.tensors.values()):
-        caption += f" What {mode.label} itself lost in FP16 at its own scale is not counted."
+    caption += _already_lost(mode)
     label = f"Underflow and overflow share of the gradients of {mode.label} over the loss scale."
     return Drawing(f"{PREFIX}scales", caption, f"{label} {told}", figure)
+
+
+def _draw_losses(axes: Axes, gradients: Gradients, style: Style, scales: range) -> None:
+    """What becomes 0, and what infinite, at each of the scales 2^k."""
+    for share in (gradients.underflow, partial(overflow, gradients)):
+        y = [100 * share(k) or _FLOOR / 10 for k in scales]
+        axes.plot(scales, y, color=style.colour, linestyle=style.linestyle, linewidth=1.6)
 
 
 def _usable_text(usable: ScaleRange) -> str:
@@ -314,6 +317,13 @@ def _usable_text(usable: ScaleRange) -> str:
     if usable.fits:
         return f"From a scale of {low} on, {limit}; up to {high} nothing that was probed overflows."
     return f"No scale holds them: {limit} only from {low} on, and above {high} something overflows."
+
+
+def _already_lost(mode: ProbedMode) -> str:
+    formats = {part for stats in mode.tensors.values() for part in stats.dtype.split("+")}
+    if "fp16" not in formats:
+        return ""
+    return f" What {mode.label} itself lost in FP16 at its own scale is not counted."
 
 
 def _set_percents(axes: Axes, xlabel: str, ylabel: str) -> None:

@@ -270,7 +270,8 @@ def _about_biglstm(group: Group) -> list[str]:
 
 def _our_scale(group: Group) -> str:
     keys = group.keys
-    data = _DATA.get(keys.get("data.name"), keys.get("data.name") or "unknown data")
+    name = str(keys.get("data.name") or "unknown data")
+    data = _DATA.get(name, name)
     if keys.get("data.image_size") is not None:
         data += f" at {keys['data.image_size']}x{keys['data.image_size']}"
     if keys.get("data.level") is not None:
@@ -298,7 +299,7 @@ def _batch(keys: dict, run: RunData) -> str:
 
 def _machine(group: Group) -> list[str]:
     """The devices of the runs; "CPU, 16-bit products emulated" where that is so."""
-    names = {}  # a dict keeps the order
+    names: dict[str, None] = {}  # keeps the order
     for run in group.every_run:
         name = run.environment.get("gpu") or (run.environment.get("device") or "").upper()
         emulated = name == "CPU" and run.keys.get("cpu_half", "emulated") == "emulated"

@@ -172,7 +172,7 @@ class _Report:
             shown = {"file": f"{name}.png", "caption": drawing.caption, "svg": svg}
             pictures.append((numeric, shown))
         alike, differing = _environment(group)
-        methods = {row.verdict.method for row in group.rows} - {None}
+        methods = {row.verdict.method for row in group.rows if row.verdict.method}
         how = {"paired": "paired by seed", "Welch": "unpaired (Welch)"}
         return _render(
             "group.html",

@@ -20,9 +20,9 @@ from tensorboard.plugins.text import metadata as text_plugin
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from mprun.compare.findings import Band, Comparison, Curve, Group, Row, RunData, band, curve, grid
+from mprun.compare.load import SUMMARY_FOLDER
 from mprun.compare.text import group_markdown
 
-FOLDER = "_summary"
 _SUFFIX = ".mprun-compare"  # of the event files, so that a later comparison finds its own
 _POINTS = 200  # TensorBoard would keep 1,000 of a tag, but draws a dot on each
 _BOUNDS = ("mean", "low", "high")
@@ -36,7 +36,7 @@ def write_summaries(comparison: Comparison, root: Path) -> Path:
     steps; non-finite points are left out. The baseline's run has the layout and the text `verdict`.
     Only event files that this function wrote are deleted.
     """
-    folder = root / FOLDER
+    folder = root / SUMMARY_FOLDER
     _remove_old(folder)
     for group in comparison.groups:
         bands = _bands(group)

@@ -193,17 +193,16 @@ def cells(group: Group, row: Row) -> dict[str, str]:
     }
 
 
-def table(group: Group, heads: dict[str, str | None]) -> list[list[str]]:
+def table(group: Group, heads: dict[str, str]) -> list[list[str]]:
     """Header and rows of a group, without columns that are empty.
 
-    heads: how columns are called where it is not by their name; None leaves one out.
+    heads: how columns are called where it is not by their name; "" leaves one out.
     """
     rows = [cells(group, row) for row in group.every_row]
     names = [name for name in rows[0] if any(row[name] for row in rows)]
-    names = [name for name in names if heads.get(name, name) is not None]
-    return [[heads.get(name) or name for name in names]] + [
-        [row[name] for name in names] for row in rows
-    ]
+    names = [name for name in names if heads.get(name, name)]
+    header = [heads.get(name, name) for name in names]
+    return [header, *([row[name] for name in names] for row in rows)]
 
 
 def _signed(value: float, digits: int) -> str:
@@ -235,8 +234,7 @@ def markdown(comparison: Comparison) -> str:
 def group_markdown(comparison: Comparison, group: Group) -> str:
     """The verdict table of one group, what was judged, the sentences and the notes."""
     interval = f"difference ({level_text(group)} interval)"
-    heads: dict[str, str | None] = {"mean": f"{group.metric}, mean", "difference": interval}
-    header, *rows = table(group, heads)
+    header, *rows = table(group, {"mean": f"{group.metric}, mean", "difference": interval})
     sentences = [
         f"- **{_plain(row.arm.label)}**: {_plain(row.verdict.sentence)}" for row in group.rows
     ]
@@ -288,8 +286,7 @@ def _aligned(group: Group) -> list[str]:
     """The table of a terminal: columns as wide as their longest cell, numbers to the right."""
     left = {"verdict", "mode", "difference", "scale"}
     heads = {"mean": group.metric, "skipped updates": "skipped", "loss scale": "scale"}
-    heads |= {"peak memory": "memory", "kept for backward": None}
-    rows = table(group, heads)
+    rows = table(group, heads | {"peak memory": "memory", "kept for backward": ""})
     for row in rows:  # the sentence tells how many runs diverged; a line has no room
         row[:] = [
             cell.partition(" (")[0] if head == group.metric else cell

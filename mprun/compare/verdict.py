@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -303,10 +304,7 @@ def assess(
     if metric is None or (not foreign and "compare.window" not in keys):
         raise BadInput("compare.metric, compare.window: the runs differ in it; give --metric")
     accuracy = higher_is_better if foreign else metric in ACCURACIES
-    if margin is None and keys.get("compare.metric") == metric:
-        margin = keys.get("compare.margin")
-    if margin is None:
-        margin = default_margin(metric, keys.get("data.name"))
+    margin = _margin_setting(keys, metric) if margin is None else margin
     if not accuracy and margin >= 0.5:
         raise BadInput(f"margin {margin:g}: is relative, 0.01 means 1 %; must be below 0.5")
     window = keys.get("compare.window", 1)
@@ -348,6 +346,12 @@ def assess(
             _check_first_steps(row, proto.baseline)
         group.rows.append(row)
     return group
+
+
+def _margin_setting(keys: dict[str, Any], metric: str) -> float:
+    """What the configuration says of its own metric, else the metric's default."""
+    configured = keys.get("compare.margin") if keys.get("compare.metric") == metric else None
+    return default_margin(metric, keys.get("data.name")) if configured is None else configured
 
 
 def _row(arm: Arm, baseline: Arm, verdict: Verdict, own: list[Outcome]) -> Row:

@@ -9,6 +9,7 @@ with another scaler, a label of a foreign log.
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 INK = "#111111"  # text, axes and FP32: black; inline figures show it in the page's own text colour
 
@@ -50,7 +51,7 @@ class Style:
     dashes: tuple[float, ...] = ()
 
     @property
-    def linestyle(self) -> str | tuple[float, tuple[float, ...]]:
+    def linestyle(self) -> Literal["-"] | tuple[float, tuple[float, ...]]:
         """For matplotlib's `linestyle`."""
         return (0, self.dashes) if self.dashes else "-"
 

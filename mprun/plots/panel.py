@@ -10,6 +10,7 @@ import io
 import re
 from dataclasses import dataclass
 from html import escape
+from typing import Any
 
 import matplotlib
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -23,7 +24,7 @@ _TOP, _BOTTOM, _LINE = 0.41, 0.5, 0.168
 GREY = "#8a8a8a"
 
 # In force while figures are made and written; the caller's own settings come back afterwards.
-SETTINGS = {
+SETTINGS: dict[Any, Any] = {
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans"],
     "font.size": 9,

@@ -11,7 +11,7 @@ from matplotlib.colors import to_hex
 
 from mprun.compare.figures import group_figures
 from mprun.compare.findings import Verdict, band, grid
-from mprun.plots.palette import INK, styles
+from mprun.plots.palette import INK, SHIPPED, styles
 from mprun.plots.panel import inline_svg, settings
 
 from .made_comparison import gan_group, group, row, run
@@ -203,6 +203,12 @@ def test_known_modes_keep_their_colours_and_33_labels_can_be_told_apart():
     assert styles(["amp"])["amp"] == styles(["fp32", "fp16_naive", "amp"])["amp"]
     labels = ["fp32", "amp", *(f"amp optim.lr={i}" for i in range(31))]
     assert len(set(styles(labels).values())) == 33
+
+
+def test_a_mode_of_the_users_own_looks_the_same_beside_any_others():
+    alone = styles(["fp32", "mine"])["mine"]
+    assert alone == styles([*SHIPPED, "mine"])["mine"] == styles(["mine", "theirs"])["mine"]
+    assert alone not in styles(SHIPPED).values() and alone.dashes == ()
 
 
 def test_inline_svg_has_no_foreign_ids_sizes_or_rules_and_is_valid():

@@ -1,5 +1,7 @@
 """Which runs are compared with which, what the arms are called, and what is refused."""
 
+import json
+
 import pytest
 
 from mprun.compare.grouping import group_runs
@@ -312,3 +314,50 @@ def test_slugs_are_unique_and_safe(tmp_path):
             )
     groups, _ = grouped(tmp_path)
     assert [group.slug for group in groups] == ["a-b", "a-b-2", "A-b-3"]
+
+
+def test_a_mode_of_the_users_own_is_called_by_its_name(tmp_path):
+    write_run(tmp_path / "fp32")
+    write_run(tmp_path / "amp", "amp")
+    write_run(tmp_path / "mine", "mine", scaler="dynamic")  # that of its file
+    [group], _ = grouped(tmp_path)
+    assert labels(group) == ["fp32", "amp", "mine"]
+
+
+def test_another_scaler_of_ones_own_mode_is_named(tmp_path):
+    write_run(tmp_path / "fp32")
+    for folder, words in (("mine", []), ("other", ["precision=mine", "scaler=static"])):
+        path = tmp_path / folder
+        scaler = "static" if words else "dynamic"
+        write_run(path, "mine", scaler=scaler)
+        content = json.loads((path / "run.json").read_text())
+        (path / "run.json").write_text(json.dumps(content | {"overrides": words}))
+    [group], _ = grouped(tmp_path)
+    assert labels(group) == ["fp32", "mine", "mine (static)"]
+
+
+FULL_FP32 = {
+    **{f"precision.{key}_dtype": "fp32" for key in ("param", "norm", "master", "grad", "loss")},
+    "precision.name": "plain",
+}
+
+
+def test_fp32_under_another_name_is_the_baseline_where_there_is_no_other(tmp_path):
+    write_run(tmp_path / "plain", "plain", overrides=FULL_FP32)
+    write_run(tmp_path / "amp", "amp")
+    [group], _ = grouped(tmp_path)
+    assert labels(group) == ["plain", "amp"]
+    # Its values are those of FP32, but the mode of that name goes first.
+    write_run(tmp_path / "fp32")
+    write_run(tmp_path / "half", "half")  # most of its values are not recorded
+    [group], _ = grouped(tmp_path)
+    assert labels(group) == ["fp32", "amp", "half", "plain"]
+
+
+@pytest.mark.parametrize("changed", ["param_dtype", "autocast_dtype", "fp32_math"])
+def test_what_is_not_all_fp32_is_no_baseline(tmp_path, changed):
+    value = "tf32" if changed == "fp32_math" else "fp16"
+    write_run(tmp_path / "own", "own", overrides=FULL_FP32 | {f"precision.{changed}": value})
+    write_run(tmp_path / "amp", "amp")
+    groups, lines = grouped(tmp_path)
+    assert groups == [] and "no FP32 runs" in lines[0]
