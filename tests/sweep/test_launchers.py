@@ -133,7 +133,7 @@ def test_options_that_do_not_go_together(capsys, tmp_path):
         (JOBLIB[:1], "hydra/launcher: only a sweep (-m) has a launcher"),
         (["hydra.launcher.n_jobs=2"], "hydra.launcher.n_jobs: only a sweep (-m)"),
         (["--stall-after", "5"], "--stall-after 5: only a sweep (-m)"),
-        (["-m", "seed=0,1", "--stall-after", "-5"], "--stall-after: needs a value"),
+        (["-m", "seed=0,1", "--stall-after", "-5"], "--stall-after -5: must be seconds >= 0"),
         (["-m", "seed=0,1", "--stall-after=x"], "--stall-after x: must be seconds >= 0"),
     ):
         assert main(arguments) == 2
