@@ -5,9 +5,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mprun.precision import (
-    Arithmetic,
     BatchNormGuard,
     DynamicLossScale,
+    ForwardContext,
     MixedPrecisionOptimizer,
     cast_model,
     get_policy,
@@ -120,7 +120,7 @@ def _torch_batch_norm(device: torch.device) -> dict:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     scaler = torch.amp.GradScaler(device.type, init_scale=1024.0)
     # The CPU's emulation; nothing on CUDA.
-    arithmetic = Arithmetic(get_policy("amp"), device)
+    arithmetic = ForwardContext(get_policy("amp"), device)
     before: list[Tensor] = []
     for images in batches:
         before = [p.detach().clone() for p in model.parameters()]
@@ -137,7 +137,7 @@ def _torch_batch_norm(device: torch.device) -> dict:
 def _mprun_batch_norm(device: torch.device) -> dict:
     model, batches = _network(device), _batches(device)
     policy = get_policy("amp")
-    arithmetic, scale = Arithmetic(policy, device), DynamicLossScale(1024.0, device=device)
+    arithmetic, scale = ForwardContext(policy, device), DynamicLossScale(1024.0, device=device)
     guards = [BatchNormGuard(model)]
     optimizer = MixedPrecisionOptimizer(
         cast_model(model, policy),

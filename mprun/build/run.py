@@ -20,12 +20,12 @@ from mprun.execution import (
     CudaRecorder,
     GraphedStep,
     HostBound,
-    Stepper,
+    StepRunner,
     why_not_captured,
 )
 from mprun.execution.step_runner import LearningRate, learning_rates
-from mprun.precision import DTYPES, Arithmetic, PrecisionPolicy, why_no_lstm, why_unsupported
-from mprun.tasks import Learner, Task
+from mprun.precision import DTYPES, ForwardContext, PrecisionPolicy, why_no_lstm, why_unsupported
+from mprun.tasks import Task, TrainState
 
 
 @dataclass(slots=True)
@@ -35,11 +35,11 @@ class Built:
     task: Task
     data: Source
     policy: PrecisionPolicy
-    arithmetic: Arithmetic
+    arithmetic: ForwardContext
     device: torch.device
     steps: int
     rate: LearningRate
-    stepper: Stepper
+    stepper: StepRunner
 
 
 def build(config: RunConfig, device: torch.device) -> Built:
@@ -60,7 +60,7 @@ def build(config: RunConfig, device: torch.device) -> Built:
     except ValueError as error:
         # What a constructor calls None is null in a configuration.
         raise BadInput(f"data.{error}".replace("None", "null")) from error
-    arithmetic = Arithmetic(policy, device, native=native, overrides=overrides)
+    arithmetic = ForwardContext(policy, device, native=native, overrides=overrides)
     try:
         task = build_task(config, data, policy, arithmetic)
     except DamagedData:
@@ -77,7 +77,7 @@ def build(config: RunConfig, device: torch.device) -> Built:
     lr = schedule_of(config.optim, steps, task.steps_per_epoch)
     optimizers = [learner.optimizer for learner in task.learners.values()]
     rate = LearningRate(lr, optimizers, device)
-    stepper = build_stepper(config, task, rate, device)
+    stepper = build_step_runner(config, task, rate, device)
     return Built(task, data, policy, arithmetic, device, steps, rate, stepper)
 
 
@@ -125,7 +125,9 @@ def schedule_of(optim: OptimConfig, steps: int, steps_per_epoch: int) -> list[fl
     )
 
 
-def build_stepper(config: RunConfig, task, rate: LearningRate, device: torch.device) -> Stepper:
+def build_step_runner(
+    config: RunConfig, task, rate: LearningRate, device: torch.device
+) -> StepRunner:
     """The stepper of a task just built; BadInput for a setting that cannot work on `device`."""
     refuse_on(config, device.type)
     settings = _settings(config, device)
@@ -135,7 +137,7 @@ def build_stepper(config: RunConfig, task, rate: LearningRate, device: torch.dev
     compilation = _compilation(config, task.learners)
     if reason is not None:
         settings["cuda_graph"] = f"off: {reason}"
-        return Stepper(task, rate, device, compilation=compilation, settings=settings)
+        return StepRunner(task, rate, device, compilation=compilation, settings=settings)
     stream = torch.cuda.Stream(device)
     required = config.train.cuda_graph == "on"
     graph = GraphedStep(
@@ -145,7 +147,7 @@ def build_stepper(config: RunConfig, task, rate: LearningRate, device: torch.dev
         clock=None if required else HostBound(device),
         zero_state=isinstance(config.model, LSTMConfig),
     )
-    return Stepper(
+    return StepRunner(
         task, rate, device, graph=graph, compilation=compilation, stream=stream, settings=settings
     )
 
@@ -157,7 +159,7 @@ def _why_no_graph(config: RunConfig, task, rate: LearningRate, device: torch.dev
     return why_no_graph(config, device.type) or why_not_captured(optimizers, rate.constant)
 
 
-def _compilation(config: RunConfig, learners: Mapping[str, Learner]) -> Compilation | None:
+def _compilation(config: RunConfig, learners: Mapping[str, TrainState]) -> Compilation | None:
     mode = config.train.compile
     if mode == "off":
         return None

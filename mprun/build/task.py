@@ -25,9 +25,9 @@ from mprun.data.source import Source, kept_random_state
 from mprun.errors import BadInput
 from mprun.precision import (
     DTYPES,
-    Arithmetic,
     BatchNormGuard,
     CastModel,
+    ForwardContext,
     LossScale,
     MixedPrecisionOptimizer,
     PrecisionPolicy,
@@ -35,13 +35,20 @@ from mprun.precision import (
     why_no_lstm,
 )
 from mprun.precision.casting import matching_modules, those_that_match
-from mprun.tasks import GAN, Classification, LanguageModel, Learner, Reconstruction, SampleDistance
+from mprun.tasks import (
+    GAN,
+    Classification,
+    LanguageModel,
+    Reconstruction,
+    SampleDistance,
+    TrainState,
+)
 
 _Builders = Sequence[Callable[[], nn.Module]]
 
 
 def build_task(
-    config: RunConfig, data: Source, policy: PrecisionPolicy, arithmetic: Arithmetic
+    config: RunConfig, data: Source, policy: PrecisionPolicy, arithmetic: ForwardContext
 ) -> Classification | LanguageModel | GAN | Reconstruction:
     """The task of a configuration, with its models, optimizers and loss scales.
 
@@ -82,7 +89,7 @@ def _build_gan(
     model: schema.DCGANConfig | schema.CustomModelConfig,
     data: Source,
     policy: PrecisionPolicy,
-    arithmetic: Arithmetic,
+    arithmetic: ForwardContext,
 ) -> GAN:
     if config.train.accumulate != 1:
         raise BadInput(
@@ -129,7 +136,7 @@ def _cast_networks(
     builders: _Builders,
     data: Source,
     policy: PrecisionPolicy,
-    arithmetic: Arithmetic,
+    arithmetic: ForwardContext,
 ) -> list[CastModel]:
     """New networks in the mode's dtypes; an override has to match in one of them at least."""
     overrides = {pattern: DTYPES[d] for pattern, d in config.precision.overrides.items()}
@@ -155,7 +162,7 @@ def _learners(
     scales: Sequence[LossScale | Sequence[LossScale]],
     guards: Sequence[Sequence[BatchNormGuard]],
     device: torch.device,
-) -> list[Learner]:
+) -> list[TrainState]:
     """Each model with its optimizer; scales: of the losses that are propagated through it."""
     modules = [cast.module for cast in casts]
     skips = config.scaler.kind != "none"
@@ -164,7 +171,7 @@ def _learners(
     for builder, cast, scale, guard, limits in parts:
         make = optimizer_maker(config.optim, cast.policy, device, skips, cast.module)
         optimizer = MixedPrecisionOptimizer(cast, make, scale, guards=guard, **limits)
-        found.append(Learner(cast, optimizer, builder))
+        found.append(TrainState(cast, optimizer, builder))
     return found
 
 
@@ -233,7 +240,7 @@ def _check_own_network(
     config: RunConfig,
     builders: _Builders,
     data: Source,
-    arithmetic: Arithmetic,
+    arithmetic: ForwardContext,
     overrides: dict[str, torch.dtype],
 ) -> None:
     """Build the networks once more and try them, where they or their data are the user's own.
@@ -260,11 +267,11 @@ def _check_own_network(
             _check_recurrent(f"{name} precision={policy.name}", networks, arithmetic)
     trial = Trial(name, task_of(model), networks, data, device, getattr(model, "latent_size", 0))
     # One of its own: the run's counts what the run computes.
-    own = Arithmetic(policy, device, native=native, overrides=overrides.values())
+    own = ForwardContext(policy, device, native=native, overrides=overrides.values())
     trial.run(policy, own, overrides)
 
 
-def _check_recurrent(name: str, networks: Sequence[nn.Module], arithmetic: Arithmetic) -> None:
+def _check_recurrent(name: str, networks: Sequence[nn.Module], arithmetic: ForwardContext) -> None:
     """A mode in which torch's own recurrent layers compute in another dtype is refused."""
     # One routine casts all recurrent layers of a GPU; native CPU kernels differ.
     kind = nn.RNNBase if arithmetic.device.type == "cuda" else nn.LSTM

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from mprun.config.rules import nearest
 from mprun.data.source import Source
 from mprun.errors import BadInput, MprunError, raised
-from mprun.precision import Arithmetic, PrecisionPolicy, cast_model, ieee_fp32
+from mprun.precision import ForwardContext, PrecisionPolicy, cast_model, ieee_fp32
 from mprun.precision.casting import those_that_match
 from mprun.precision.random_states import random_states, restore_random_states
 
@@ -129,7 +129,7 @@ class Trial:
     device: torch.device
     latent_size: int = 0
 
-    def run(self, policy: PrecisionPolicy, arithmetic: Arithmetic, overrides: Mapping) -> None:
+    def run(self, policy: PrecisionPolicy, arithmetic: ForwardContext, overrides: Mapping) -> None:
         """Raise BadInput if the networks do not fit the data, or cannot compute in the mode.
 
         First in FP32 and eval mode, as an evaluation does; then forward and backward in the mode.

@@ -14,7 +14,7 @@ from mprun.config.option_files import modes as mode_files
 from mprun.errors import BadInput
 from mprun.precision import (
     DTYPE_NAMES,
-    Arithmetic,
+    ForwardContext,
     PrecisionPolicy,
     get_policy,
     pin_math_flags,
@@ -88,7 +88,7 @@ def _policy(name: str, config_dir: str | None) -> PrecisionPolicy:
 
 
 def _on_a_cpu(policy: PrecisionPolicy, device: torch.device) -> str:
-    text = f"{Arithmetic(policy, device).kind()} products: FP32 sums, rounded once on store"
+    text = f"{ForwardContext(policy, device).kind()} products: FP32 sums, rounded once on store"
     return text + ("; cpu_half=native has no LSTM here" if _no_lstm(policy, device) else "")
 
 

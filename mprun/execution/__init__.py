@@ -2,18 +2,18 @@
 
 None of it changes what a step computes: a replay runs the kernels of the eager step on the same
 addresses, so it gives the same bits; compiled networks and the channels-last layout choose other
-kernels, which round differently. Every step goes through one `Stepper`.
+kernels, which round differently. Every step goes through one `StepRunner`.
 """
 
 from mprun.execution.cuda_graph import CudaRecorder, why_not_captured
 from mprun.execution.graphed_step import GraphedStep, HostBound
-from mprun.execution.step_runner import Compilation, Stepper
+from mprun.execution.step_runner import Compilation, StepRunner
 
 __all__ = [
     "Compilation",
     "CudaRecorder",
     "GraphedStep",
     "HostBound",
-    "Stepper",
+    "StepRunner",
     "why_not_captured",
 ]

@@ -12,8 +12,8 @@ from torch.optim import SGD
 from mprun.execution.cuda_graph import CannotCapture, CudaRecorder
 from mprun.execution.graphed_step import WARM_UP, GraphRecorder
 from mprun.precision import (
-    Arithmetic,
     DynamicLossScale,
+    ForwardContext,
     MixedPrecisionOptimizer,
     cast_model,
     get_policy,
@@ -81,7 +81,7 @@ class _Training:
         fused = has_fused_kernel("sgd", device)
         cast = cast_model(layer, policy)
         self._layer, self._inputs = layer, policy.cast_inputs(inputs)
-        self._arithmetic = Arithmetic(policy, device)
+        self._arithmetic = ForwardContext(policy, device)
         self._scale = DynamicLossScale(1024.0, device=device)
         self._optimizer = MixedPrecisionOptimizer(
             cast,

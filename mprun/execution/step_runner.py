@@ -19,7 +19,7 @@ from mprun.errors import BadInput
 from mprun.execution.graphed_step import GraphedStep
 from mprun.precision import MixedPrecisionOptimizer
 from mprun.precision.torch_update import is_fused
-from mprun.tasks.task import Learner, Task
+from mprun.tasks.task import Task, TrainState
 
 SCHEDULES = ("constant", "linear", "cosine", "polynomial", "step", "epoch_decay")
 
@@ -159,7 +159,7 @@ class Compilation:
         seconds: that the first compiled step took, None before.
     """
 
-    def __init__(self, learners: Iterable[Learner], mode: str, *, fullgraph: bool):
+    def __init__(self, learners: Iterable[TrainState], mode: str, *, fullgraph: bool):
         self.learners, self.mode, self.fullgraph = list(learners), mode, fullgraph
         self.seconds: float | None = None
 
@@ -200,7 +200,7 @@ def _is_the_compilers(error: BaseException) -> bool:
     return type(error).__module__.startswith(_COMPILERS)
 
 
-class Stepper:
+class StepRunner:
     """Takes training steps of `task`; each step computes what `task.train_step` computes.
 
     Args:

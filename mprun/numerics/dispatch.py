@@ -16,7 +16,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mprun.precision import DTYPE_NAMES, Arithmetic
+from mprun.precision import DTYPE_NAMES, ForwardContext
 
 if TYPE_CHECKING:
     from mprun.precision.emulation import HalfEmulation
@@ -36,7 +36,7 @@ class Watch:
         see: runs the operation and returns its result; `emulated`: whether it may be emulated.
     """
 
-    def __init__(self, arithmetic: Arithmetic, see: See):
+    def __init__(self, arithmetic: ForwardContext, see: See):
         self.arithmetic, self.see, self.active = arithmetic, see, False
         self._outer, self._inner = _Mode(self, inner=False), _Mode(self, inner=True)
 

@@ -19,7 +19,7 @@ from mprun.numerics.first_nonfinite import Finding
 from mprun.numerics.post_mortem import EXPLOSION, LAST, explosion, power
 from mprun.numerics.replay import KeptBatch, Replayed, Steps, resume_from, same_loss
 from mprun.numerics.state import all_finite, carried, weights
-from mprun.tasks import LanguageModel, Learner
+from mprun.tasks import LanguageModel, TrainState
 
 WORSE = 1.5  # times FP32's loss: finite, but no cure
 AFTER = 5  # further steps that a cure must survive
@@ -357,7 +357,7 @@ def transplant(built: Built, saved: dict) -> None:
         task.hidden = tuple(part.to(built.device, dtype) for part in saved["hidden"])
 
 
-def _transplant_learner(learner: Learner, saved: dict) -> None:
+def _transplant_learner(learner: TrainState, saved: dict) -> None:
     theirs, optimizer = saved["optimizer"], learner.optimizer
     found = saved["model"] | theirs["masters"]
     for name, tensor in learner.model.state_dict().items():

@@ -29,13 +29,13 @@ from mprun.numerics.exponent_counter import (
 from mprun.numerics.exponent_shares import BINS, ExponentCounts, LostUpdates
 from mprun.numerics.probe_record import KINDS, LearnerProbe, TensorStats
 from mprun.precision import DTYPE_NAMES
-from mprun.tasks import Learner
+from mprun.tasks import TrainState
 
 Chosen = dict[str, dict[str, nn.Module]]
 
 
-def chosen_modules(learners: Mapping[str, Learner], patterns: Sequence[str]) -> Chosen:
-    """Learner -> module name -> module; BadInput for a pattern that matches no module.
+def chosen_modules(learners: Mapping[str, TrainState], patterns: Sequence[str]) -> Chosen:
+    """TrainState -> module name -> module; BadInput for a pattern that matches no module.
 
     patterns: glob patterns over module names, as in precision.overrides; each has to match in one
     of the models at least. None at all: every module that has no modules inside.

@@ -118,7 +118,7 @@ def show_probe(writer: "SummaryWriter", record: ProbeRecord) -> None:
     lost_updates_bf16 (shares), shadow_cosine, shadow_norm_ratio and shadow_relative_error, each
     `/total` and `/MODULE`. Behind the slash a GAN has the learner first.
     """
-    from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
+    from tensorboard.compat.proto.summary_pb2 import Summary
 
     values = []
     for learner, measured in record.learners.items():

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from mprun.numerics.probe import Chosen, owner
 from mprun.numerics.probe_record import Agreement
 from mprun.precision import (
-    Arithmetic,
     BatchNormGuard,
     CastModel,
+    ForwardContext,
     MixedPrecisionOptimizer,
     NoLossScale,
     Update,
@@ -27,7 +27,7 @@ from mprun.precision import (
     ieee_fp32,
 )
 from mprun.precision.random_states import random_states, restore_random_states
-from mprun.tasks import GAN, LanguageModel, Learner
+from mprun.tasks import GAN, LanguageModel, TrainState
 
 # Before these names of metrics stands which learner of a GAN they are of.
 _PREFIX = {"generator": "g_", "discriminator": "d_"}
@@ -85,7 +85,7 @@ class Shadow:
         return loss
 
     def read(self) -> dict[str, dict[str, Agreement]]:
-        """Learner -> module -> agreement; waits for the device, in one transfer."""
+        """TrainState -> module -> agreement; waits for the device, in one transfer."""
         names: dict[str, dict[str, Agreement]] = {name: {} for name in self.chosen}
         if self.sums:
             rows = torch.stack(list(self.sums.values())).tolist()
@@ -150,14 +150,16 @@ def _twin(task, device: torch.device):
     """The same task in FP32 on copies of its models; it shares the data."""
     policy = get_policy("fp32")
     twin = copy.copy(task)
-    twin.policy, twin.arithmetic = policy, Arithmetic(policy, device)
+    twin.policy, twin.arithmetic = policy, ForwardContext(policy, device)
     twin.learners = {}
     for name, learner in task.learners.items():
         model = fp32_copy(learner.build_model, learner.cast, learner.optimizer.masters)
         gradients = _Gradients(model, learner.optimizer)
         # Of an optimizer it has what a training step calls.
         optimizer = cast(MixedPrecisionOptimizer, gradients)
-        twin.learners[name] = Learner(CastModel(model, policy, {}), optimizer, learner.build_model)
+        twin.learners[name] = TrainState(
+            CastModel(model, policy, {}), optimizer, learner.build_model
+        )
     if isinstance(task, GAN):
         twin.g, twin.d = twin.learners["generator"], twin.learners["discriminator"]
         twin.discriminator_guard = BatchNormGuard(twin.d.model)

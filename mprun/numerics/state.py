@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from mprun.precision.update import largest
-from mprun.tasks import Learner
+from mprun.tasks import TrainState
 
 
-def named_learners(task) -> Iterator[tuple[str, Learner]]:
+def named_learners(task) -> Iterator[tuple[str, TrainState]]:
     """(what names of its modules begin with, learner)."""
     for name, learner in task.learners.items():
         yield f"{name}." if len(task.learners) > 1 else "", learner

@@ -3,7 +3,7 @@
 Usable without the rest of mprun:
 
     policy = get_policy("fp16_master_scaled")
-    arithmetic = Arithmetic(policy, device)
+    arithmetic = ForwardContext(policy, device)
     cast = cast_model(model, policy)
     scale = DynamicLossScale(device=device)
     optimizer = MixedPrecisionOptimizer(cast, lambda named: SGD([p for _, p in named], lr), scale)
@@ -18,7 +18,7 @@ Usable without the rest of mprun:
 """
 
 from mprun.precision.casting import CastModel, cast_model, fp32_copy
-from mprun.precision.emulation import Arithmetic, why_no_lstm, why_unsupported
+from mprun.precision.emulation import ForwardContext, why_no_lstm, why_unsupported
 from mprun.precision.loss_scale import (
     DynamicLossScale,
     LogMaxLossScale,
@@ -41,7 +41,7 @@ from mprun.precision.policy import (
 __all__ = [
     "DTYPES",
     "DTYPE_NAMES",
-    "Arithmetic",
+    "ForwardContext",
     "BatchNormGuard",
     "CastModel",
     "DynamicLossScale",

@@ -40,7 +40,7 @@ _RECURRENT = LAYERS | {
 }
 
 
-class Arithmetic:
+class ForwardContext:
     """Autocast and CPU emulation of one policy, entered once per training step.
 
         with arithmetic:                      # forward AND backward
@@ -70,7 +70,7 @@ class Arithmetic:
         emulated = self.half_dtypes if device.type == "cpu" and not native else ()
         self.emulations = tuple(HalfEmulation(dtype) for dtype in emulated)
 
-    def __enter__(self) -> Arithmetic:
+    def __enter__(self) -> ForwardContext:
         for emulation in self.emulations:
             emulation.__enter__()
         return self

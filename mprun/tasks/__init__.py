@@ -3,13 +3,13 @@
 from mprun.tasks.gan import GAN
 from mprun.tasks.sample_distance import SampleDistance
 from mprun.tasks.supervised import Classification, LanguageModel, Reconstruction
-from mprun.tasks.task import Learner, Task
+from mprun.tasks.task import Task, TrainState
 
 __all__ = [
     "GAN",
     "Classification",
     "LanguageModel",
-    "Learner",
+    "TrainState",
     "Reconstruction",
     "SampleDistance",
     "Task",

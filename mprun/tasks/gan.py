@@ -7,10 +7,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mprun.data.source import Batch, Source
-from mprun.precision import Arithmetic, BatchNormGuard, LossScale, PrecisionPolicy
+from mprun.precision import BatchNormGuard, ForwardContext, LossScale, PrecisionPolicy
 from mprun.tasks.sample_distance import SampleDistance
 from mprun.tasks.supervised import micro_batches
-from mprun.tasks.task import Learner
+from mprun.tasks.task import TrainState
 
 # The same codes at every evaluation and in every run, so that samples can be compared.
 GRID_SEED, SAMPLE_SEED = 2018, 2019
@@ -38,11 +38,11 @@ class GAN:
 
     def __init__(
         self,
-        generator: Learner,
-        discriminator: Learner,
+        generator: TrainState,
+        discriminator: TrainState,
         data: Source,
         policy: PrecisionPolicy,
-        arithmetic: Arithmetic,
+        arithmetic: ForwardContext,
         loss_scales: tuple[LossScale, LossScale, LossScale],
         discriminator_guard: BatchNormGuard,
         *,

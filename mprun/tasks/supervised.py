@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mprun.data.source import Batch, Source
-from mprun.precision import Arithmetic, LossScale, PrecisionPolicy
-from mprun.tasks.task import Learner
+from mprun.precision import ForwardContext, LossScale, PrecisionPolicy
+from mprun.tasks.task import TrainState
 
 
 class Supervised(ABC):
@@ -33,10 +33,10 @@ class Supervised(ABC):
 
     def __init__(
         self,
-        learner: Learner,
+        learner: TrainState,
         data: Source,
         policy: PrecisionPolicy,
-        arithmetic: Arithmetic,
+        arithmetic: ForwardContext,
         loss_scale: LossScale,
         *,
         accumulate: int = 1,

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from mprun.data.source import Source
 from mprun.precision import (
-    Arithmetic,
     CastModel,
+    ForwardContext,
     LossScale,
     MixedPrecisionOptimizer,
     fp32_copy,
@@ -32,7 +32,7 @@ class Task(Protocol):
     sample: str
     channels_last: bool
     data: Source
-    learners: dict[str, "Learner"]
+    learners: dict[str, "TrainState"]
     loss_scales: dict[str, LossScale]
     samples_per_step: int
     steps_per_epoch: int
@@ -68,7 +68,7 @@ class Task(Protocol):
 
 
 @dataclass(slots=True)
-class Learner:
+class TrainState:
     """A model in its policy's dtypes, the optimizer that updates it, and how to build it anew.
 
     Attributes:
@@ -89,7 +89,7 @@ class Learner:
         return self.cast.module
 
     @contextmanager
-    def evaluating(self, arithmetic: Arithmetic, in_mode: bool) -> Iterator[nn.Module]:
+    def evaluating(self, arithmetic: ForwardContext, in_mode: bool) -> Iterator[nn.Module]:
         """The model in eval mode without gradients.
 
         By default the master weights in full FP32 arithmetic, whatever the mode, so that the

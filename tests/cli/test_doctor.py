@@ -10,7 +10,7 @@ from mprun.cli import main
 from mprun.cli.doctor import KEYS, page
 from mprun.cli.machine import machine_facts, modes
 from mprun.errors import BadInput
-from mprun.precision import Arithmetic, get_policy, pin_math_flags, read_math_flags
+from mprun.precision import ForwardContext, get_policy, pin_math_flags, read_math_flags
 
 from ..shipped import MODES
 
@@ -29,7 +29,7 @@ def test_every_mode_has_a_verdict_that_follows_from_its_definition():
             assert (verdict, reason) == ("honoured", "FP32 products")
         else:
             assert verdict == "emulated"
-            assert reason.startswith(Arithmetic(get_policy(name), CPU).kind() + " products")
+            assert reason.startswith(ForwardContext(get_policy(name), CPU).kind() + " products")
 
 
 @pytest.mark.parametrize("mode", MODES)

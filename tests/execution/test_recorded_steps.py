@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mprun.errors import BadInput
-from mprun.execution import GraphedStep, Stepper
+from mprun.execution import GraphedStep, StepRunner
 from mprun.execution.cuda_graph import CannotCapture
 from mprun.execution.graphed_step import WARM_UP, pays
 
@@ -21,7 +21,7 @@ SLOW = {"batch_norm", "dropout"}
 
 def recorded(built, recorder=None, **options):
     graph = GraphedStep(built.task, recorder or CallRecorder(), **{"required": True, **options})
-    return Stepper(built.task, built.rate, built.device, graph=graph)
+    return StepRunner(built.task, built.rate, built.device, graph=graph)
 
 
 def pair(build_run, *overrides):

@@ -30,7 +30,7 @@ import mprun.training.metric_logger
 from mprun.bench import fake_cuda
 from mprun.cli import main
 from mprun.config.compose import compose_config
-from mprun.execution.step_runner import Stepper
+from mprun.execution.step_runner import StepRunner
 from mprun.numerics import probing
 from mprun.record import checkpoint
 from mprun.record.run_directory import read_json
@@ -82,7 +82,7 @@ FUNCTIONS = {"torch_version": torch_version, "run": run, "command": command, "sc
 def watched():
     """Waiting for the device is an error in every step but the first, and between steps."""
     samples = GAN.samples
-    step, save, wait = Stepper.step, checkpoint.save, torch.cuda.synchronize
+    step, save, wait = StepRunner.step, checkpoint.save, torch.cuda.synchronize
     evaluate, read = (
         mprun.training.metric_logger.MetricLogger.evaluate,
         mprun.record.async_copy.Sent.read,
@@ -110,7 +110,7 @@ def watched():
         return dict.fromkeys(free(evaluate)(self, step), 0.0)
 
     with (
-        mock.patch.object(Stepper, "step", watched_step),
+        mock.patch.object(StepRunner, "step", watched_step),
         mock.patch.object(checkpoint, "save", free(save)),
         # A probe is read where it is due; what it reads is no scale, and no count to be shown.
         mock.patch.object(probing, "show_probe", lambda writer, record: None),

@@ -12,13 +12,13 @@ from mprun.cli import main
 from mprun.numerics.operation_summary import lines
 from mprun.numerics.operations import FirstStep
 from mprun.precision import (
-    Arithmetic,
     DynamicLossScale,
+    ForwardContext,
     MixedPrecisionOptimizer,
     cast_model,
     get_policy,
 )
-from mprun.tasks.task import Learner
+from mprun.tasks.task import TrainState
 
 BATCH, CHANNELS, SIZE, WIDTH, CLASSES = 4, 3, 8, 6, 10
 CONVOLUTION_FLOPS = 2 * BATCH * WIDTH * SIZE * SIZE * CHANNELS * 9
@@ -48,7 +48,9 @@ class SmallTask:
         }
         device = torch.device("cpu")
         cast = cast_model(ConvNet(), self.policy, dtypes)
-        self.arithmetic = Arithmetic(self.policy, device, native=native, overrides=dtypes.values())
+        self.arithmetic = ForwardContext(
+            self.policy, device, native=native, overrides=dtypes.values()
+        )
         self.scale = DynamicLossScale(1024.0)
         optimizer = MixedPrecisionOptimizer(
             cast,
@@ -59,7 +61,7 @@ class SmallTask:
             ),
             self.scale,
         )
-        self.learners = {"model": Learner(cast, optimizer, ConvNet)}
+        self.learners = {"model": TrainState(cast, optimizer, ConvNet)}
         self.forced_fp32 = forced_fp32
         self.inputs = torch.randn(BATCH, CHANNELS, SIZE, SIZE)
         self.labels = torch.arange(BATCH)

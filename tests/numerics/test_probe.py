@@ -18,11 +18,11 @@ from mprun.numerics.exponent_counter import exponent_counts, lost_updates, read_
 from mprun.numerics.exponent_shares import ExponentCounts
 from mprun.numerics.probe import Probe, chosen_modules, owner
 from mprun.numerics.probe_record import KINDS, read_probes
-from mprun.precision import Arithmetic, MixedPrecisionOptimizer, cast_model, get_policy
+from mprun.precision import ForwardContext, MixedPrecisionOptimizer, cast_model, get_policy
 from mprun.precision.loss_scale import NoLossScale
 from mprun.record.metrics import read_metrics
 from mprun.record.run_directory import run_name
-from mprun.tasks import Classification, Learner
+from mprun.tasks import Classification, TrainState
 
 from .small_runs import SMALL, assert_same_state, watched_steps
 
@@ -156,8 +156,8 @@ def classifier(inplace: bool) -> Classification:
     optimizer = MixedPrecisionOptimizer(
         cast, lambda named: torch.optim.SGD([p for _, p in named], 0.1), scale
     )
-    arithmetic = Arithmetic(policy, torch.device("cpu"))
-    learner = Learner(cast, optimizer, lambda: model)
+    arithmetic = ForwardContext(policy, torch.device("cpu"))
+    learner = TrainState(cast, optimizer, lambda: model)
     return Classification(learner, Blobs(), policy, arithmetic, scale)
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from mprun import models
-from mprun.precision import Arithmetic, cast_model, fp32_copy, get_policy
+from mprun.precision import ForwardContext, cast_model, fp32_copy, get_policy
 
 F32, F16, B16 = torch.float32, torch.float16, torch.bfloat16
 CPU = torch.device("cpu")
@@ -66,7 +66,7 @@ class Net(nn.Module):
 
 def run(net, policy, inputs=None):
     inputs = torch.randn(3, 4) if inputs is None else inputs
-    arithmetic = Arithmetic(policy, CPU)
+    arithmetic = ForwardContext(policy, CPU)
     with arithmetic:
         with arithmetic.autocast():
             outputs = net(policy.cast_inputs(inputs))
@@ -181,7 +181,7 @@ def test_local_response_norm_counts_as_a_norm_layer(mode):
     original = net[1].forward
     net[1].forward = lambda x: inner.append(x.dtype) or original(x)
     cast_model(net, policy)
-    arithmetic = Arithmetic(policy, CPU)
+    arithmetic = ForwardContext(policy, CPU)
     with arithmetic, arithmetic.autocast():
         net(policy.cast_inputs(torch.randn(2, 3, 4, 4)))
     assert inner == [policy.norm_dtype]
@@ -194,7 +194,7 @@ def test_an_lstm_kept_in_fp32(mode):
     policy = get_policy(mode)
     model = models.LSTMLanguageModel(16, 8, 8, 2)
     cast_model(model, policy, {"lstm": F32})
-    arithmetic = Arithmetic(policy, CPU)
+    arithmetic = ForwardContext(policy, CPU)
     with arithmetic:
         state = None
         for _ in range(2):

@@ -6,8 +6,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from mprun.precision import (
-    Arithmetic,
     DynamicLossScale,
+    ForwardContext,
     MixedPrecisionOptimizer,
     NoLossScale,
     StaticLossScale,
@@ -56,7 +56,7 @@ def test_masters_follow_the_fp32_rule_and_the_model_is_their_rounding(
     # The reference updates its own FP32 tensors with the model's gradients, by torch's rule.
     reference = {name: p.clone().requires_grad_() for name, p in initial.items()}
     theirs = MAKERS[optimizer](list(reference.values()), **chosen)
-    arithmetic = Arithmetic(policy, device)
+    arithmetic = ForwardContext(policy, device)
     torch.manual_seed(1)
     for _ in range(8):
         inputs, labels = torch.randn(12, 6), torch.randint(3, (12,))

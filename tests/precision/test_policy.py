@@ -8,7 +8,7 @@ import torch
 from mprun.build import policy_from
 from mprun.config.compose import compose_config
 from mprun.precision import (
-    Arithmetic,
+    ForwardContext,
     build_policy,
     get_policy,
     why_unsupported,
@@ -79,8 +79,8 @@ def test_unknown_names_are_refused():
 def test_what_runs_in_16_bits(name, half, kind):
     policy = get_policy(name)
     assert policy.half_dtype == half
-    assert Arithmetic(policy, CPU).kind() == kind
-    assert Arithmetic(policy, CPU, native=True).kind() == kind.replace("emulated", "native")
+    assert ForwardContext(policy, CPU).kind() == kind
+    assert ForwardContext(policy, CPU, native=True).kind() == kind.replace("emulated", "native")
 
 
 @pytest.mark.parametrize("name", TABLE)
@@ -91,7 +91,7 @@ def test_inputs_follow_the_parameters_and_labels_stay(name):
 
 
 def test_arithmetic_reports_what_it_rerouted_only_inside():
-    arithmetic = Arithmetic(get_policy("fp16_naive"), CPU)
+    arithmetic = ForwardContext(get_policy("fp16_naive"), CPU)
     a = torch.ones(3, 3, dtype=F16)
     a @ a
     assert arithmetic.rerouted() == {}

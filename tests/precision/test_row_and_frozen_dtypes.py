@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from mprun.precision import MixedPrecisionOptimizer, cast_model, get_policy
-from mprun.precision.emulation import Arithmetic
-from mprun.tasks import Learner
+from mprun.precision.emulation import ForwardContext
+from mprun.tasks import TrainState
 
 SAMPLED = (
     "model=lstm_lm",
@@ -56,6 +56,6 @@ def test_frozen_layers_are_evaluated_unrounded():
     optimizer = MixedPrecisionOptimizer(
         cast, lambda named: torch.optim.SGD([tensor for _, tensor in named], lr=0.1)
     )
-    learner = Learner(cast, optimizer, network)
-    with learner.evaluating(Arithmetic(policy, torch.device("cpu")), False) as copy:
+    learner = TrainState(cast, optimizer, network)
+    with learner.evaluating(ForwardContext(policy, torch.device("cpu")), False) as copy:
         assert torch.equal(copy[0].weight, original)

@@ -6,13 +6,13 @@ from torch import nn
 
 from mprun.models import RowTable
 from mprun.precision import (
-    Arithmetic,
     DynamicLossScale,
+    ForwardContext,
     MixedPrecisionOptimizer,
     cast_model,
     get_policy,
 )
-from mprun.tasks import Learner
+from mprun.tasks import TrainState
 
 DECAY = 0.75
 
@@ -43,7 +43,7 @@ def learner_of(mode, patterns=("body",), network=Network, decay=DECAY):
         average_decay=decay,
         average_modules=patterns,
     )
-    return Learner(cast, optimizer, network)
+    return TrainState(cast, optimizer, network)
 
 
 def step(learner, index, spoil=1.0):
@@ -90,7 +90,7 @@ def test_evaluation_sees_the_average_and_puts_the_weights_back(mode, in_mode):
         step(learner, index)
     weights = {name: p.detach().clone() for name, p in learner.model.named_parameters()}
     averages = learner.optimizer.averages
-    arithmetic = Arithmetic(learner.cast.policy, torch.device("cpu"))
+    arithmetic = ForwardContext(learner.cast.policy, torch.device("cpu"))
     with learner.evaluating(arithmetic, in_mode) as model:
         seen = dict(model.named_parameters())
         dtype = weights["body.weight"].dtype if in_mode else torch.float32

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from mprun.execution import Stepper
+from mprun.execution import StepRunner
 from mprun.execution.step_runner import LearningRate
 from mprun.training.metric_buffer import MetricBuffer
 
@@ -108,7 +108,7 @@ def test_the_schedule_counts_applied_updates(build_run):
     optimizer = task.learner.optimizer
     device = torch.device("cpu")
     rate, buffer = LearningRate([4e-4, 3e-4, 2e-4, 1e-4], [optimizer], device), MetricBuffer(device)
-    runner = Stepper(task, rate, device)
+    runner = StepRunner(task, rate, device)
     rates = []
     for step, bad in enumerate([False, True, True, False, True, False]):
         factor[0] = float("inf") if bad else 1.0

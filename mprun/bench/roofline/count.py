@@ -30,7 +30,7 @@ from mprun.build.task import build_task
 from mprun.config.compose import compose_config
 from mprun.config.schema import DataConfig, RunConfig
 from mprun.errors import BadInput, MprunError, raised
-from mprun.precision import DTYPES, Arithmetic, PrecisionPolicy
+from mprun.precision import DTYPES, ForwardContext, PrecisionPolicy
 from mprun.precision.update import Checked
 
 _CPU = torch.device("cpu")
@@ -160,7 +160,7 @@ def _step(config: RunConfig, policy: PrecisionPolicy, source: ShapeSource):
 def _built(config: RunConfig, policy: PrecisionPolicy, source: ShapeSource):
     """The task on shapes; native, because a GPU emulates nothing."""
     chosen = [DTYPES[name] for name in config.precision.overrides.values()]
-    arithmetic = Arithmetic(policy, _CPU, native=True, overrides=chosen)
+    arithmetic = ForwardContext(policy, _CPU, native=True, overrides=chosen)
     # A source of the user's has been held to its promises already, with values.
     plain = DataConfig(name="shapes", batch_size=config.data.batch_size)
     config = dataclasses.replace(config, cpu_half="native", data=plain)

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from mprun.build.data import build_data, check_batches, own_source
 from mprun.config import schema
 from mprun.config.schema import task_of
+from mprun.data.source import Source
 from mprun.errors import BadInput
 
 _CLASSES = {"digits": 10, "cifar10": 10, "imagenet": 1000}
@@ -55,7 +56,7 @@ class _Newest(dict):
         super().__setitem__(key, value)
 
 
-class ShapeSource:
+class ShapeSource(Source):
     """A `mprun.data.source.Source` whose batches have shapes and dtypes and no meaning.
 
     Called inside a FakeTensorMode its batches take no memory, whatever their size. There is nothing
