@@ -18,7 +18,7 @@ from mprun.build.model import (
     uses_channels_last,
 )
 from mprun.build.precision import build_loss_scale, optimizer_maker, update_of
-from mprun.build.user_code import Trial, known_size
+from mprun.build.user_code import Factory, Trial, known_size
 from mprun.config import schema
 from mprun.config.schema import RunConfig, task_of
 from mprun.data.source import Source, kept_random_state
@@ -41,6 +41,7 @@ from mprun.tasks import (
     LanguageModel,
     Reconstruction,
     SampleDistance,
+    Task,
     TrainState,
 )
 
@@ -49,7 +50,7 @@ _Builders = Sequence[Callable[[], nn.Module]]
 
 def build_task(
     config: RunConfig, data: Source, policy: PrecisionPolicy, arithmetic: ForwardContext
-) -> Classification | LanguageModel | GAN | Reconstruction:
+) -> Task:
     """The task of a configuration, with its models, optimizers and loss scales.
 
     Draws the initial weights from the global random state. Raises BadInput, or a ValueError that
@@ -71,6 +72,10 @@ def build_task(
     if task_of(model) == "language_model":
         common |= _own_settings(model, "time_reduction") | {"sampled": _samples(config)}
         return LanguageModel(*parts, **common)
+    if ":" in task_of(model):
+        task = Factory("model.task", task_of(model))
+        built: Task = task(*parts, **common)
+        return built
     if known_size(data, "num_classes") < 2:
         raise BadInput(
             f"data.root={config.data.root}: one class, a classifier needs two; is the "

@@ -292,9 +292,9 @@ def _length(config: RunConfig) -> Iterator[str]:
 
 
 def _compare(config: RunConfig) -> Iterator[str]:
-    allowed = _METRICS[task_of(config.model)]
+    allowed = _METRICS.get(task_of(config.model))
     metric, margin, window = config.compare.metric, config.compare.margin, config.compare.window
-    if metric not in allowed:
+    if allowed is not None and metric not in allowed:
         yield (
             f"compare.metric={metric}: must be one of {', '.join(allowed)} for {config.model.name}"
         )

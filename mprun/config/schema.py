@@ -111,7 +111,8 @@ class CustomModelConfig(ModelConfig):
 
     name: str = "custom"
     factory: str = MISSING  # only from the command line or the user's own --config-dir
-    task: str = one_of("classification", "classification", "language_model", "gan")
+    # classification, language_model, gan, or package.module:Class of a task of one's own
+    task: str = "classification"
     options: dict[str, Any] = setting(dict)  # keyword arguments of the factory
     label_smoothing: float = ranged(0.0, at_least=0.0, below=1.0)  # classification
     latent_size: int = ranged(100, at_least=1)  # gan: length of the generator's codes

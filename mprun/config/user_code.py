@@ -1,9 +1,11 @@
 """Which of the user's own functions a command may call: those that it names itself.
 
-`data.factory` and `model.factory` are code. They count where they stand on the command line of this
-very command or in an option file of the user's own `--config-dir`: a file of the groups data, model
-or experiment there that is no part of a run directory. The record of a run is text that anybody may
-have written: a name in it is compared with those, and never imported on its own.
+`data.factory`, `model.factory` and a `model.task` of one's own are code. They count where they
+stand on the command line of this very command or in an option file of the user's own `--config-
+dir`: a file of the groups data, model or experiment there that is no part of a run directory. The
+record of a run is text that anybody may have written: a name in it is compared with those, and
+never imported on its own. What stands in mprun.models and mprun.tasks is mprun's own and needs no
+naming.
 """
 
 import re
@@ -19,6 +21,9 @@ from mprun.config.schema import CustomDataConfig, CustomModelConfig, RunConfig
 from mprun.errors import BadInput
 
 FACTORY_KEYS = ("data.factory", "model.factory")
+_CODE_KEYS = (*FACTORY_KEYS, "model.task")
+TASKS = ("classification", "language_model", "gan")  # of a network of one's own, by name
+_OWN = ("mprun.models.", "mprun.tasks.")
 _HEADER_LENGTH = 512  # characters of a file in which Hydra looks for `# @package`
 
 
@@ -38,8 +43,13 @@ NOTHING = Vouched()
 
 
 def is_factory(override: str) -> bool:
-    """Whether an override sets the name of a factory."""
-    return override.lstrip("+").partition("=")[0] in FACTORY_KEYS
+    """Whether an override names code: a factory, or a task that is none of `TASKS`."""
+    key, _, value = override.lstrip("+").partition("=")
+    return _is_code(key, value)
+
+
+def _is_code(key: str, value: object) -> bool:
+    return key in FACTORY_KEYS or (key in _CODE_KEYS and ":" in str(value))
 
 
 def vouched(overrides: Iterable[str], config_dir: str | None = None) -> Vouched:
@@ -69,11 +79,12 @@ def check_form(key: str, name: object) -> None:
 def recorded_factories(record: Mapping[str, Any]) -> dict[str, str]:
     """Key -> name of every factory in plain values of a configuration; BadInput for a bad form."""
     found = {}
-    for key in FACTORY_KEYS:
-        group = record.get(key.partition(".")[0])
-        if isinstance(group, Mapping) and "factory" in group:
-            check_form(key, group["factory"])
-            found[key] = group["factory"]
+    for key in _CODE_KEYS:
+        group_name, _, name = key.partition(".")
+        group = record.get(group_name)
+        if isinstance(group, Mapping) and name in group and _is_code(key, group[name]):
+            check_form(key, group[name])
+            found[key] = group[name]
     return found
 
 
@@ -93,7 +104,7 @@ def check_vouched(named: Mapping[str, str], given: Vouched) -> None:
     unknown = {
         key: name
         for key, name in named.items()
-        if key not in given.typed and (key, name) not in given.files
+        if key not in given.typed and (key, name) not in given.files and not name.startswith(_OWN)
     }
     if unknown:
         more = " ".join(f"{key}={printable(name)}" for key, name in unknown.items())
@@ -118,6 +129,13 @@ def check_own_code(config: RunConfig) -> Iterator[str]:
                 )
     model = config.model
     if isinstance(model, CustomModelConfig):
+        if model.task not in TASKS:
+            if ":" not in model.task:
+                yield (
+                    f"model.task={printable(model.task)}: must be one of {', '.join(TASKS)}, or of "
+                    "the form package.module:Class"
+                )
+            check_form("model.task", model.task)
         if model.task != "classification" and model.label_smoothing:
             yield (
                 f"model.label_smoothing={model.label_smoothing:g}: must be 0 for "
@@ -153,8 +171,10 @@ def _in_files(config_dir: str) -> Iterator[tuple[str, str]]:
             except (OSError, UnicodeDecodeError, yaml.YAMLError):
                 continue  # composing says what is wrong with it, where it is chosen
             for node, own in _nodes_set(group, _package(text), content):
-                if isinstance(own, dict) and isinstance(own.get("factory"), str):
-                    yield f"{node}.factory", own["factory"]
+                for key in (f"{node}.factory", f"{node}.task"):
+                    name = own.get(key.partition(".")[2]) if isinstance(own, dict) else None
+                    if isinstance(name, str) and _is_code(key, name):
+                        yield key, name
 
 
 def _in_a_run(path: Path) -> bool:

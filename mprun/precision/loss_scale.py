@@ -225,7 +225,7 @@ class DynamicLossScale(LossScale):
     """Backs off on overflow, grows after `growth_interval` clean steps.
 
     With the defaults of the last five arguments this is the rule of torch.amp.GradScaler (same
-    kernel) inside [min_scale, max_scale]; the other published rules are in `loss_scale_presets`.
+    kernel) inside [min_scale, max_scale]; the other published rules are in conf/scaler/*.yaml.
 
     Args:
         init_scale, min_scale, max_scale: FP32, 2**-126 <= min <= init <= max <= 2**126.

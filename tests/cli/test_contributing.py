@@ -1,0 +1,84 @@
+"""CONTRIBUTING.md, done as it stands: a mode, a scaler, a model and a task, each in its files."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mprun.config.option_files import conf_dir
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+SHORT = ("train.steps=4", "data.batch_size=4", "threads=1", "device=cpu")
+
+
+def block(file: str) -> str:
+    """The code block that follows the first mention of `file` on the page."""
+    found = re.search(rf"`{re.escape(file)}`.*?```\w+\n(.*?)```", PAGE, re.DOTALL)
+    assert found, file
+    return found[1]
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A copy of the package and of its options, to which files can be added."""
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "mprun", tmp_path / "mprun", ignore=ignored)
+    shutil.copytree(conf_dir(), tmp_path / "conf")
+    return tmp_path
+
+
+def add(checkout, *files):
+    before = {path for path in checkout.rglob("*") if path.is_file()}
+    for file in files:
+        (checkout / file).write_text(block(file), encoding="utf-8")
+    added = {path for path in checkout.rglob("*") if path.is_file()} - before
+    assert len(added) == len(files)
+
+
+def record_of(checkout, *words):
+    """run.json of `mprun WORDS`, run from the copy."""
+    run = subprocess.run(
+        [sys.executable, "-m", "mprun", *words, *SHORT],
+        cwd=checkout,
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+    folder = checkout / run.stdout.strip().splitlines()[-1].removeprefix("run: ")
+    return json.loads((folder / "run.json").read_text(encoding="utf-8"))
+
+
+def test_a_mode_is_one_file(checkout):
+    add(checkout, "conf/precision/mine.yaml")
+    record = record_of(checkout, "model=lstm_lm", "precision=mine", "data.sequence_length=4")
+    assert (record["status"], record["precision"]["mode"]) == ("done", "mine")
+    dtypes = record["precision"]["effective_dtypes"]["model"]
+    assert set(dtypes["parameters"]) == {"bfloat16"}
+    assert set(dtypes["master_weights"]) == {"float32"}
+    assert set(dtypes["gradients_in_update"]) == {"bfloat16"}
+
+
+def test_a_scaler_is_one_file(checkout):
+    text = (checkout / "conf/scaler/dynamic.yaml").read_text(encoding="utf-8")
+    text = re.sub(r"growth_interval: .*", "growth_interval: 2", text)
+    patient = re.sub(r"name: .*", "name: patient", text, count=1)
+    (checkout / "conf/scaler/patient.yaml").write_text(patient, encoding="utf-8")
+    words = ("model=lstm_lm", "precision=fp16_master_scaled", "data.sequence_length=4")
+    record = record_of(checkout, *words, "scaler=patient")
+    assert (record["status"], record["precision"]["scaler"]) == ("done", "patient")
+    assert record["config"]["scaler"]["growth_interval"] == 2
+
+
+def test_a_model_is_two_files_and_a_task_one(checkout):
+    add(checkout, "mprun/models/mlp.py", "conf/model/mlp.yaml")
+    record = record_of(checkout, "model=mlp", "precision=fp16_master_scaled")
+    assert record["status"] == "done" and "top1" in record["final"]
+    add(checkout, "mprun/tasks/regression.py")
+    task = "model.task=mprun.tasks.regression:Regression"
+    record = record_of(checkout, "model=mlp", "precision=fp16_master_scaled", task)
+    assert record["status"] == "done" and set(record["final"]) == {"loss"}
