@@ -232,7 +232,6 @@ class Own(Contender):
             self.built.task.data = self.built.data
         self.task = self.built.task
         self.samples_per_step, self.sample = self.task.samples_per_step, self.task.sample
-        self._skipped = torch.zeros((), dtype=torch.int64, device=device)
         self._index = 0
 
     def settings(self) -> dict:
@@ -265,10 +264,10 @@ class Own(Contender):
 
     def eager_step(self) -> torch.Tensor:
         """The same by the task alone, without graph."""
-        return self._advance(self.task.train_step)
+        return self._advance(self.built.stepper.eager_step)
 
     def skipped(self) -> int:
-        return int(self._skipped)
+        return int(self.built.stepper.skipped)
 
     def weights(self) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {}
@@ -280,7 +279,7 @@ class Own(Contender):
         return found
 
     def defer_wait(self) -> Callable[[], float] | None:
-        defer = getattr(self.built.data, "defer_wait", None)  # of sources that read ahead
+        defer = self.built.data.defer_wait
         return None if defer is None else defer()
 
     def look_inside(self, device: torch.device) -> dict:
@@ -303,15 +302,9 @@ class Own(Contender):
             self.eager_step()
         return watched.memory()
 
-    def _advance(self, take: Callable[..., dict[str, torch.Tensor]]) -> torch.Tensor:
-        index, rate = self._index, self.built.rate
-        # A schedule ends with its run, a bench does not.
-        rate.apply(min(index, self.built.steps - 1), self._skipped)
-        metrics = take(index, measure=False)
-        if "found_inf" in metrics:
-            self._skipped.add_(metrics["found_inf"].to(torch.int64))
+    def _advance(self, take: Callable[[int], dict[str, torch.Tensor]]) -> torch.Tensor:
         self._index += 1
-        return metrics["loss"]
+        return take(self._index - 1)["loss"]
 
     def _built_with(
         self, case: Case, device: torch.device, best: list[str]

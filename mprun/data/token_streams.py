@@ -23,7 +23,6 @@ from mprun.data.source import (
     DamagedData,
     DataError,
     Source,
-    checked_index,
     permutation,
     rotation,
 )
@@ -134,7 +133,7 @@ class TokenStreams(Streams):
 
     def train_batch(self, index: int) -> Batch:
         """Batch ``index`` of the run; raises ``ValueError`` if it is negative."""
-        epoch, batch = divmod(checked_index(index), self.batches_per_epoch)
+        epoch, batch = _place(index, self.batches_per_epoch)
         if epoch != self._epoch:
             ring = self._train.roll(-rotation(self._seed, epoch, len(self._train)))
             ring = torch.cat([ring, ring[:1]])
@@ -147,6 +146,13 @@ class TokenStreams(Streams):
         """The held-out sequence from its beginning; the last batch may be shorter in time."""
         for start in range(0, self._eval_stride, self._sequence_length):
             yield self._chunk(self._eval_columns, start)
+
+
+def _place(index: int, batches_per_epoch: int) -> tuple[int, int]:
+    """(epoch, batch in it) of batch ``index`` of a run."""
+    if index < 0:
+        raise ValueError(f"index={index} is not allowed: 0 or more")
+    return divmod(index, batches_per_epoch)
 
 
 def _columns(sequence: Tensor, streams: int, stride: int, length: int) -> Tensor:
@@ -203,7 +209,7 @@ class FileStreams(Streams):
 
     def train_batch(self, index: int) -> Batch:
         """Batch ``index`` of the run; raises ``ValueError`` if it is negative."""
-        epoch, batch = divmod(checked_index(index), self.batches_per_epoch)
+        epoch, batch = _place(index, self.batches_per_epoch)
         block, batch = divmod(batch, self._block)
         if (epoch, block) != self._loaded:
             self._columns = self._training_columns(epoch, block * self._block)

@@ -128,6 +128,7 @@ class LearningRate:
         """Set the rate for `step` (from 0); `skipped`: int64, 0-dim, skipped updates so far."""
         if self.constant:
             return
+        step = min(step, len(self.rates) - 1)  # a bench goes on where the schedule ends
         if self.table is not None:
             # index_select, because indexing with a tensor would read it on the host.
             number = (step - skipped).reshape(1)
@@ -200,6 +201,9 @@ def _is_the_compilers(error: BaseException) -> bool:
     return type(error).__module__.startswith(_COMPILERS)
 
 
+_Take = Callable[[int, bool], dict[str, Tensor]]
+
+
 class StepRunner:
     """Takes training steps of `task`; each step computes what `task.train_step` computes.
 
@@ -246,9 +250,16 @@ class StepRunner:
             MprunError: what the data source raises.
         """
         self.taken += 1
+        return self._advance(self._take, index, measure)
+
+    def eager_step(self, index: int, measure: bool = False) -> dict[str, Tensor]:
+        """The same by the task alone, neither compiled anew nor replayed."""
+        return self._advance(self.task.train_step, index, measure)
+
+    def _advance(self, take: _Take, index: int, measure: bool) -> dict[str, Tensor]:
         with self.on_stream():
             self.rate.apply(index, self.skipped)
-            metrics = self._take(index, measure)
+            metrics = take(index, measure)
             if "found_inf" in metrics:
                 self.skipped.add_(metrics["found_inf"].to(torch.int64))
         return metrics

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_flatten_with_path
 
+from mprun.build import Built
 from mprun.precision.random_states import random_states, restore_random_states
 
 
@@ -30,30 +31,28 @@ class Replayed:
 
 
 class Steps:
-    """Trains a built run (`mprun.build.Built`) one step at a time; waits for the device each time.
+    """Trains a built run one step at a time, eagerly; waits for the device each time.
 
-    step: steps done so far. skipped: how many of them had a skipped update, int64, 0-dim.
-    metrics: what the last step returned, still on the device.
+    Attributes:
+        step: steps done so far.
+        skipped: how many of them had a skipped update, int64, 0-dim.
+        metrics: what the last step returned, still on the device.
     """
 
-    def __init__(self, built, step: int, skipped: int):
+    def __init__(self, built: Built, step: int, skipped: int):
         self.built, self.step = built, step
-        self.skipped = torch.full((), skipped, dtype=torch.int64, device=built.device)
+        self.skipped = built.stepper.skipped.fill_(skipped)
         self.metrics: dict[str, Tensor] = {}
 
     def advance(self) -> Replayed:
         """Train the next step exactly as the training loop does."""
-        self.built.rate.apply(self.step, self.skipped)
-        self.metrics = metrics = self.built.task.train_step(self.step)
+        self.metrics = metrics = self.built.stepper.eager_step(self.step)
         self.step += 1
-        found_inf = metrics.get("found_inf")
-        if found_inf is not None:
-            self.skipped.add_(found_inf.to(torch.int64))
         return Replayed(
             self.step,
             float(metrics["loss"]),
             float(metrics["loss_scale"]),
-            found_inf is not None and bool(found_inf != 0),
+            "found_inf" in metrics and bool(metrics["found_inf"] != 0),
         )
 
 

@@ -11,7 +11,6 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -196,28 +195,6 @@ def _only_safe(text: str) -> str:
 
 def _short_hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:8]
-
-
-class Heartbeat:
-    """Sets the time stamp of the run's lock file while the loop goes on.
-
-    From the loop itself and not from a thread: a step that hangs must show. Costs one reading of
-    the clock a step, one system call every `seconds`.
-    """
-
-    def __init__(self, directory: Path, seconds: float = 2.0):
-        self.path, self.seconds = directory / ".lock", seconds
-        self.last = -seconds
-
-    def beat(self) -> None:
-        """Note that the loop has come this far."""
-        now = time.monotonic()
-        if now - self.last < self.seconds:
-            return
-        self.last = now
-        # A disk that fails for good shows where something is written.
-        with suppress(OSError):
-            self.path.touch()
 
 
 class Pulse:

@@ -6,6 +6,7 @@ noticed up to an interval later than it could be.
 """
 
 import math
+import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,7 +23,6 @@ from mprun.numerics.operations import FirstStep
 from mprun.numerics.probing import Probing
 from mprun.precision.random_states import random_states
 from mprun.record import checkpoint, memory
-from mprun.record.run_directory import Heartbeat
 from mprun.training.metric_buffer import MetricBuffer
 from mprun.training.metric_logger import MetricLogger
 from mprun.training.signals import Interruption
@@ -241,3 +241,25 @@ class Loop:
         self.outcome.first_step = first.record()
         self.logger.progress.note(first.summary(built.device.type))
         return metrics
+
+
+class Heartbeat:
+    """Sets the time stamp of the run's lock file while the loop goes on.
+
+    From the loop itself and not from a thread: a step that hangs must show. Costs one reading of
+    the clock a step, one system call every `seconds`.
+    """
+
+    def __init__(self, directory: Path, seconds: float = 2.0):
+        self.path, self.seconds = directory / ".lock", seconds
+        self.last = -seconds
+
+    def beat(self) -> None:
+        """Note that the loop has come this far."""
+        now = time.monotonic()
+        if now - self.last < self.seconds:
+            return
+        self.last = now
+        # A disk that fails for good shows where something is written.
+        with suppress(OSError):
+            self.path.touch()

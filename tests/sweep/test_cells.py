@@ -11,11 +11,12 @@ import pytest
 
 from mprun.cli import main
 from mprun.errors import BadInput
-from mprun.record.run_directory import Heartbeat, Pulse, locked, write_json
+from mprun.record.run_directory import Pulse, locked, write_json
 from mprun.sweep.attempt import Ended, Outcome, exit_code, settle
 from mprun.sweep.batch import cell_of
 from mprun.sweep.jobs import State, look, put_aside, record_of
 from mprun.sweep.plan import plan
+from mprun.training.loop import Heartbeat
 
 RECORD = {
     "seed": 0,

@@ -70,4 +70,4 @@ def test_one_step_in_the_middle_of_a_run(model, tmp_path):
         loop.logger.close()
     assert sorted(file for file in files if file.startswith(OWN)) == CASES[model]
     # The loop, what it keeps of a step, and the source of its data.
-    assert len(files) <= len(CASES[model]) + 6
+    assert len(files) <= 12
