@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 from functools import partial
-from inspect import signature
-from typing import Any
+from inspect import Parameter, signature
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -32,6 +32,8 @@ _SOURCES: dict[str, Callable[..., Source]] = {
     "lm1b": Lm1b,
 }
 
+_PASSED_ON = Parameter.VAR_KEYWORD
+
 
 def build_data(config: schema.DataConfig, seed: int, device: torch.device) -> Source:
     """The data source of a configuration."""
@@ -43,9 +45,12 @@ def build_data(config: schema.DataConfig, seed: int, device: torch.device) -> So
 
 def arguments_of(make: Callable, config: object) -> dict[str, Any]:
     """What `make` takes of a configuration: the fields that are called like its arguments."""
-    return {
-        name: getattr(config, name) for name in signature(make).parameters if hasattr(config, name)
-    }
+    names: list[str] = []
+    for name, parameter in signature(make).parameters.items():
+        # **options: Unpack[SomeTypedDict] stands for its keys.
+        passed_on = get_args(parameter.annotation) if parameter.kind is _PASSED_ON else ()
+        names += passed_on[0].__annotations__ if passed_on else [name]
+    return {name: getattr(config, name) for name in names if hasattr(config, name)}
 
 
 _ATTRIBUTES = (

@@ -11,13 +11,12 @@ from argparse import Namespace
 from collections.abc import Iterable
 from contextlib import redirect_stdout
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mprun.cli.arguments import Arguments, number
 from mprun.config.compose import Composed, compose_config, config_from_record
-from mprun.config.roles import config_hash, is_told
+from mprun.config.roles import is_told
 from mprun.config.schema import MAX_STEPS
 from mprun.config.user_code import (
     NOTHING,
@@ -198,7 +197,7 @@ def _measure(options: Namespace, base: list[str]) -> tuple[Path, int]:
     composed = _in_fp32(options, base)
     config = composed.config
 
-    from mprun.training.run import attempt, prepare, resolve_device
+    from mprun.training.run import attempt, new_record, prepare, resolve_device
 
     built = prepare(config, resolve_device(config.device), config.threads)
     whole = built.steps
@@ -211,15 +210,7 @@ def _measure(options: Namespace, base: list[str]) -> tuple[Path, int]:
     directory = _claimed(composed, plain)
     with locked(directory):
         write_config(directory, plain)
-        record = {
-            "status": "running",
-            "choices": composed.choices,
-            "overrides": base,
-            "config_hash": config_hash(plain),
-            "precision": {"mode": composed.mode, "usual_scaler": composed.usual_scaler},
-            "created": datetime.now(UTC).isoformat(timespec="seconds"),
-            "attempts": 0,
-        }
+        record = new_record(composed) | {"overrides": base}
         with redirect_stdout(sys.stderr):
             code = attempt(directory, config, built, record, first_step=0, skipped=0)
         if code == DONE and built.steps < whole:

@@ -128,10 +128,10 @@ class LearningRate:
         """Set the rate for `step` (from 0); `skipped`: int64, 0-dim, skipped updates so far."""
         if self.constant:
             return
-        step = min(step, len(self.rates) - 1)  # a bench goes on where the schedule ends
         if self.table is not None:
             # index_select, because indexing with a tensor would read it on the host.
-            number = (step - skipped).reshape(1)
+            last = len(self.rates) - 1  # a bench goes on where the schedule ends
+            number = (min(step, last) - skipped).reshape(1)
             rate: float | Tensor = self.table.index_select(0, number).reshape(())
         else:
             # No skips on CUDA, or a CPU: reading the count waits for nothing.

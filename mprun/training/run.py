@@ -53,17 +53,22 @@ def start(composed: Composed) -> int:
         directory = claim(Path(config.output_root) / folder, name)
     with locked(directory):
         write_config(directory, plain)
-        record = {
-            "status": "running",
-            "choices": composed.choices,
-            "overrides": list(composed.overrides),
-            "config_hash": config_hash(plain),
-            "precision": {"mode": composed.mode, "usual_scaler": composed.usual_scaler},
-            "created": _now(),
-            "attempts": 0,
-        }
+        record = new_record(composed)
         warn(config, built)
         return attempt(directory, config, built, record, first_step=0, skipped=0)
+
+
+def new_record(composed: Composed) -> dict:
+    """What run.json says of a run that has not begun."""
+    return {
+        "status": "running",
+        "choices": composed.choices,
+        "overrides": list(composed.overrides),
+        "config_hash": config_hash(composed.as_dict()),
+        "precision": {"mode": composed.mode, "usual_scaler": composed.usual_scaler},
+        "created": _now(),
+        "attempts": 0,
+    }
 
 
 def _look_at_data(built: Built) -> None:

@@ -35,13 +35,16 @@ TINY = [
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["--modes", "fp23"], "--modes fp23: unknown mode; did you mean 'fp32'? (allowed: amp, "),
+        (
+            ["--modes", "fp23"],
+            "--modes fp23: unknown mode; did you mean 'fp32'? (allowed: fp32, ",
+        ),
         (["--modes", "tf32", "device=cpu"], "--modes tf32: a CPU has no TF32"),
         (["--modes="], "--modes : needs names, separated by commas"),
         (["--budget", "5"], "--budget 5: must be seconds from 20 to 86400"),
         (["--budget", "soon"], "--budget soon: must be seconds"),
         (["--windows", "0"], "--windows 0: must be a number from 1 to 1000"),
-        (["--out"], "bench: --out: expected one argument"),
+        (["--out"], "bench: --out: needs a value"),
         (["--fast"], "bench: --fast: unknown option"),
         (["outputs"], "bench: outputs: neither an option nor key=value"),
         (["precision=amp"], "precision=amp: a bench compares modes; give --modes amp"),

@@ -60,7 +60,7 @@ def test_one_precision_among_the_keys(capsys):
     [
         (["--gpu", "B200"], "--gpu B200: unknown"),
         (["--gpu", "cpu"], "allowed: H200, H100, A100, V100"),
-        (["--gpu"], "--gpu: expected one argument"),
+        (["--gpu"], "--gpu: needs a value"),
         (["--gpu", "V100", "--mode", "tf32"], "V100 has no TF32 products"),
         (["--gpu", "V100", "precision=bf16_naive"], "V100 has no BF16 products"),
         (["--mode", "amp", "precision=fp32"], "give one of the two"),

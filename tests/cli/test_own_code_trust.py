@@ -10,6 +10,7 @@ import yaml
 
 from mprun.cli import main
 from mprun.cli.advise import advise_run
+from mprun.config.option_files import modes
 from mprun.config.user_code import vouched
 from mprun.record.metrics import read_metrics
 from mprun.sweep.mode_table import load_run, table
@@ -127,6 +128,8 @@ def test_what_only_reads_imports_nothing(edited, capsys):
     record["precision"] |= {"mode": "fp32", "scaler": "none"}
     for key in ("precision", "scaler"):
         record["config"][key]["name"] = {"precision": "fp32", "scaler": "none"}[key]
+    record["config"]["precision"] |= modes()["fp32"].values
+    record["config"]["scaler"]["kind"] = "none"
     record["config_hash"] = "0"
     Path("fp32/run.json").write_text(json.dumps(record))
     assert main(["compare", "run", "fp32", "--out", "report"]) in (0, 2, 3)

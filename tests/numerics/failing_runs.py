@@ -1,5 +1,6 @@
 """Small runs that fail in a known way, made as a user's run is made."""
 
+import inspect
 from collections.abc import Callable
 
 import torch
@@ -8,7 +9,7 @@ from torch import nn
 from mprun import models
 from mprun.config.compose import compose_config
 from mprun.record.run_directory import write_config
-from mprun.training.run import attempt, prepare
+from mprun.training.run import attempt, new_record, prepare
 
 CPU = torch.device("cpu")
 LM = (
@@ -35,13 +36,7 @@ def run(folder, *overrides, plant=None, steps=6):
     directory = folder / "run"
     directory.mkdir(exist_ok=True)
     write_config(directory, composed.as_dict())
-    record = {
-        "status": "running",
-        "choices": composed.choices,
-        "overrides": list(composed.overrides),
-        "attempts": 0,
-    }
-    code = attempt(directory, composed.config, built, record, first_step=0, skipped=0)
+    code = attempt(directory, composed.config, built, new_record(composed), first_step=0, skipped=0)
     return directory, code
 
 
@@ -90,8 +85,10 @@ def replace_in_lm(monkeypatch, make: Callable[[], nn.Module]):
     """Every language model from now on has a new layer between embedding and LSTM ("dropout")."""
 
     class Planted(models.LSTMLanguageModel):
-        def __init__(self, *args):
-            super().__init__(*args)
+        __signature__ = inspect.signature(models.LSTMLanguageModel)
+
+        def __init__(self, **named):
+            super().__init__(**named)
             self.dropout = make()
 
         def forward(self, tokens, state=None):

@@ -1,5 +1,6 @@
 """`mprun advise`: planted truths come back, hand-made probes give hand-derived advice."""
 
+import functools
 import json
 import math
 from types import SimpleNamespace
@@ -236,8 +237,9 @@ def test_a_planted_overflow_is_named_and_its_advice_works(tmp_path, capsys, monk
     """Outputs of one convolution times 2^18, taken back by the next: FP32 computes the same."""
     original = ConvAutoencoder.__init__
 
-    def planted(self, *arguments):
-        original(self, *arguments)
+    @functools.wraps(original)
+    def planted(self, *arguments, **named):
+        original(self, *arguments, **named)
         layers = self.encoder.layers
         layers.conv0.weight.data *= 2.0**18
         layers.conv0.bias.data *= 2.0**18

@@ -47,11 +47,10 @@ WHOLE = {
 PARTS = {
     "training/metric_buffer.py": {"add", "close", "restart_clock", "sound", "_scales"},
     "record/async_copy.py": {"send", "_buffer"},
-    "data/loader.py": {"batch", "_cuda_batch", "_is_ahead", "_copy"},
+    "data/loader.py": {"batch", "_cuda_batch", "_copy"},
     "data/image_store.py": {"train_batch", "_float"},
     "data/source.py": {"indices", "checked_index"},
-    "data/token_streams.py": {"train_batch", "_columns", "_chunk"},
-    "data/file_streams.py": {"train_batch"},
+    "data/token_streams.py": {"train_batch", "_columns", "_chunk", "_place"},
     "numerics/failure.py": {"keep_if", "_pause"},
     "numerics/replay.py": {"take_if", "_cloned", "_alike"},
     "numerics/state.py": {"finite_on_device"},
