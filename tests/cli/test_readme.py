@@ -1,4 +1,4 @@
-"""Every `mprun` command in README.md composes."""
+"""Every `mprun` command in README.md and docs/usage.md composes."""
 
 import re
 import shlex
@@ -10,13 +10,14 @@ from mprun.cli.dispatch import VERBS
 from mprun.config.compose import compose_config, group_options, hydra_session
 from mprun.config.overrides import parse_overrides, sweep_values
 
-README = Path(__file__).resolve().parents[2] / "README.md"
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = (ROOT / "README.md", ROOT / "docs" / "usage.md")
 # What a reader replaces: such a command is not run as it stands.
 PLACEHOLDER = re.compile(r"[<>]|\.\.\.|…|\b[A-Z]{2,}\b|/data/|outputs/")
 
 
 def commands() -> list[str]:
-    text = README.read_text(encoding="utf-8") if README.is_file() else ""
+    text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
     blocks = re.findall(r"^```(?:console|bash|sh|shell)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     lines = []
     for block in blocks:
@@ -27,11 +28,7 @@ def commands() -> list[str]:
     return lines
 
 
-@pytest.mark.parametrize(
-    "command",
-    commands()
-    or [pytest.param("", marks=pytest.mark.skip(reason="README.md shows no mprun command yet"))],
-)
+@pytest.mark.parametrize("command", dict.fromkeys(commands()))
 def test_command_composes(command):
     words = shlex.split(command)[1:]
     if words and not words[0].startswith("-") and "=" not in words[0]:
@@ -49,3 +46,7 @@ def test_command_composes(command):
                 single.append(override.input_line)
     # A folder of data is a placeholder.
     compose_config(single, files=False)
+
+
+def test_the_readme_is_short():
+    assert len(PAGES[0].read_bytes()) <= 8000
