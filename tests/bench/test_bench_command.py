@@ -17,19 +17,9 @@ from mprun.config.compose import compose_config
 from mprun.config.option_files import conf_dir
 from mprun.errors import BadInput
 
+from ..small import TINY_LM as TINY
+
 CPU = torch.device("cpu")
-TINY = [
-    "model=lstm_lm",
-    "model.hidden_size=8",
-    "model.embedding_size=8",
-    "data=synthetic_tokens",
-    "data.vocab_size=16",
-    "data.sequence_length=4",
-    "data.batch_size=2",
-    "data.train_tokens=200",
-    "device=cpu",
-    "threads=1",
-]
 
 
 @pytest.mark.parametrize(

@@ -11,15 +11,10 @@ from mprun.cli import main
 from mprun.errors import Damaged
 from mprun.record import checkpoint
 
+from ..small import LM
+
 RUN = [
-    "device=cpu",
-    "threads=1",
-    "model=lstm_lm",
-    "model.hidden_size=16",
-    "model.embedding_size=16",
-    "data.vocab_limit=100",
-    "data.batch_size=4",
-    "data.sequence_length=5",
+    *LM,
     "precision=amp",
     "train.steps=6",
     "train.log_every=1",

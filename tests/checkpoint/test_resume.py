@@ -11,6 +11,8 @@ from mprun.cli import main
 from mprun.record import checkpoint
 from mprun.record.metrics import read_metrics
 
+from ..small import LM
+
 COMMON = [
     "device=cpu",
     "threads=1",
@@ -21,16 +23,7 @@ COMMON = [
 # Small enough that a step takes milliseconds, with everything that has state: dropout's random
 # numbers, carried LSTM state, BatchNorm, momentum, a learning rate, two optimizers.
 MODELS = {
-    "lstm_lm": [
-        "model=lstm_lm",
-        "model.hidden_size=16",
-        "model.embedding_size=16",
-        "model.dropout=0.3",
-        "data.vocab_limit=100",
-        "data.batch_size=4",
-        "data.sequence_length=5",
-        "optim=sgd",
-    ],
+    "lstm_lm": [*LM, "model.dropout=0.3", "optim=sgd"],
     "dcgan": [
         "model=dcgan",
         "data.image_size=32",

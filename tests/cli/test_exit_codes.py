@@ -13,16 +13,8 @@ import pytest
 from mprun.cli import main
 from mprun.record.metrics import read_metrics
 
-LM = [
-    "device=cpu",
-    "threads=1",
-    "model=lstm_lm",
-    "model.hidden_size=16",
-    "model.embedding_size=16",
-    "data.vocab_limit=100",
-    "data.batch_size=4",
-    "data.sequence_length=5",
-]
+from ..small import LM
+
 AUTOENCODER = [
     "device=cpu",
     "threads=1",

@@ -16,16 +16,8 @@ from mprun.config.roles import config_hash
 from mprun.record.metrics import read_metrics, write_sample_grid
 from mprun.training.metric_logger import EARLY_STEPS
 
-LM = [
-    "device=cpu",
-    "threads=1",
-    "model=lstm_lm",
-    "model.hidden_size=16",
-    "model.embedding_size=16",
-    "data.vocab_limit=100",
-    "data.batch_size=4",
-    "data.sequence_length=5",
-]
+from ..small import LM
+
 GAN = [
     "device=cpu",
     "threads=1",

@@ -13,15 +13,10 @@ from mprun.config.compose import compose_config
 from mprun.config.roles import config_hash
 from mprun.record.metrics import read_metrics
 
+from ..small import LM as SMALL_LM
+
 LM = [
-    "device=cpu",
-    "threads=1",
-    "model=lstm_lm",
-    "model.hidden_size=16",
-    "model.embedding_size=16",
-    "data.vocab_limit=100",
-    "data.batch_size=4",
-    "data.sequence_length=5",
+    *SMALL_LM,
     "train.steps=6",
     "train.log_every=2",
 ]
