@@ -1,5 +1,7 @@
 """Which tests run, and how a test builds a run from the overrides a user would type."""
 
+from collections import defaultdict
+
 import pytest
 import torch
 
@@ -15,7 +17,9 @@ def pytest_configure(config):
     torch.set_num_threads(1)
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m looks at the markers
 def pytest_collection_modifyitems(config, items):
+    _mark_the_rest_slow(items)
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
@@ -25,6 +29,20 @@ def pytest_collection_modifyitems(config, items):
         if slow:
             config.hook.pytest_deselected(items=slow)
             items[:] = [item for item in items if item not in slow]
+
+
+def _mark_the_rest_slow(items):
+    """``@pytest.mark.few(n)``: n of its cases, evenly spread, are in the default run."""
+    cases = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("few") and not item.get_closest_marker("slow"):
+            cases[item.function].append(item)
+    for own in cases.values():
+        few = own[0].get_closest_marker("few").args[0]
+        kept = {round(place * (len(own) - 1) / max(1, few - 1)) for place in range(few)}
+        for place, item in enumerate(own):
+            if place not in kept:
+                item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture

@@ -134,6 +134,7 @@ def test_what_does_not_compute_the_same_is_not_timed(bench):
     assert bench.asked("window") == ["mprun"] * 2
 
 
+@pytest.mark.slow
 def test_the_deadline_ends_a_child_that_hangs_and_keeps_what_is_there(tmp_path):
     bench = Bench(tmp_path, budget_s=5.0)
     bench.add("mprun")

@@ -93,6 +93,7 @@ def test_own_network_that_looks_at_values_is_refused_in_one_line(networks):
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.few(5)
 def test_every_mode(mode):
     small = ("model=lstm_lm", "data=synthetic_tokens", "data.batch_size=4")
     found = count(small, mode)

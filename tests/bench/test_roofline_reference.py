@@ -88,6 +88,7 @@ def test_resnet50_traffic_by_kind():
 
 
 @pytest.mark.parametrize("mode, reference", [("fp16_master", 8120), ("tf32", 4070), ("amp", 8120)])
+@pytest.mark.slow
 def test_resnet50_limits(mode, reference):
     found = counted("resnet50", mode)
     assert rate(found, without_update(found.rows)) == GIVEN(reference, rel=0.015)

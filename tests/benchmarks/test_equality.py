@@ -105,6 +105,7 @@ def planted(kind, mode, defect):
         if defect != "lr"
     ],
 )
+@pytest.mark.few(4)
 def test_planted_errors_are_found(reference, kind, defect, mode):
     (verdict,) = compare(reference(kind, mode), [planted(kind, mode, defect)])
     if (kind, defect) in WITHOUT_EFFECT:

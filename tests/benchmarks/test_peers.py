@@ -36,6 +36,7 @@ def known():
 
 
 @pytest.mark.parametrize("kind, mode, name", EVERY)
+@pytest.mark.few(3)
 def test_losses_equal_mprun_s_own(make_peer, build_run, known, kind, mode, name):  # noqa: F811
     if (kind, mode) not in known:
         known[kind, mode], _ = own_losses(build_run, kind, mode, steps=STEPS)
@@ -75,6 +76,7 @@ def test_clipping_two_networks(make_peer, build_run, name):  # noqa: F811
 
 @pytest.mark.parametrize("optim", ["adamw", "adagrad"])
 @pytest.mark.parametrize("name", ["loop", "loop+", "timm"])
+@pytest.mark.few(2)
 def test_the_other_optimizers(make_peer, build_run, optim, name):  # noqa: F811
     own = (f"optim={optim}", "optim.lr=0.01")
     expected, _ = own_losses(build_run, "classification", "fp32", *own, steps=STEPS)
@@ -106,6 +108,7 @@ def test_dense_tables_learn_as_row_tables_do(make_peer, build_run, name):  # noq
 
 
 @pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.few(2)
 def test_weights_are_mprun_s_and_no_flag_moves(make_peer, build_run, kind):  # noqa: F811
     built = build_run(*MODELS[kind], "precision=fp32")
     models = [learner.model for learner in built.task.learners.values()]

@@ -36,6 +36,7 @@ def bench(*arguments, **more) -> subprocess.Popen:
         (["--budget", "5"], "--budget 5: must be seconds from 20 to 86400"),
     ],
 )
+@pytest.mark.few(2)
 def test_bad_input_is_one_line_and_writes_nothing(arguments, line, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(arguments) == 2
@@ -91,6 +92,7 @@ def test_what_says_most_is_measured_first_and_compiles_last_of_what_a_ratio_need
     ]
 
 
+@pytest.mark.slow
 def test_in_a_suite_the_references_have_the_loop_alone():
     groups, left_out = Suite().plan(
         SuiteOptions(overrides=["device=cpu"], peers=["all"], only=["tiny"]), CPU
@@ -105,6 +107,7 @@ def test_in_a_suite_the_references_have_the_loop_alone():
 
 
 @pytest.mark.parametrize("entry", [*GPU_SUITE, *CPU_SUITE], ids=lambda entry: entry.label)
+@pytest.mark.few(6)
 def test_every_case_of_the_suites_can_be_configured(entry):
     config = compose_config([*entry.overrides, f"precision={entry.modes[-1]}"]).config
     assert config.data.name.startswith("synthetic_")

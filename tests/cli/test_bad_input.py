@@ -203,6 +203,7 @@ def tree(folder) -> list[tuple[str, int, int]]:
 
 
 @pytest.mark.parametrize(("command", "wanted"), CASES, ids=[c[:50] for c, _ in CASES])
+@pytest.mark.few(24)
 def test_bad_input_is_one_line_and_writes_nothing(command, wanted, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "kept").write_text("as it was")

@@ -124,6 +124,7 @@ def test_a_signal_stops_at_a_step_with_a_checkpoint(number, code, tmp_path, caps
     assert record_of(run)["attempts"] == 2
 
 
+@pytest.mark.slow
 def test_a_terminal_gets_a_bar_and_stdout_stays_clean(tmp_path):
     run = tmp_path / "r"
     ours, theirs = pty.openpty()

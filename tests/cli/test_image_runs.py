@@ -97,6 +97,7 @@ def loader_processes(root: int) -> list[int]:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.slow
 def test_data_wait_is_recorded_and_told(folder, tmp_path, capsys, monkeypatch, workers):
     """Decoding in the calling thread takes a share of the time; the record says which."""
     monkeypatch.setattr(messages, "_LONG_ENOUGH_S", 0.0)

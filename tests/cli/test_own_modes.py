@@ -65,6 +65,7 @@ def run_of(swept, seed=0):
     return path
 
 
+@pytest.mark.slow
 def test_it_trains_and_its_record_names_it(swept):
     record = json.loads((run_of(swept) / "run.json").read_text())
     assert record["status"] == "done"
@@ -226,6 +227,7 @@ def test_most_combinations_are_none():
 
 
 @pytest.mark.parametrize("values", ACCEPTED)
+@pytest.mark.few(2)
 def test_whatever_the_rules_let_through_trains(values, build_run):
     """No other error waits behind the rules; whether numbers stay finite is a finding."""
     overrides = [f"precision.{key}={value}" for key, value in values.items()]

@@ -31,6 +31,7 @@ def mprun(*arguments, cwd, **more) -> subprocess.CompletedProcess:
         ("--cfg", "job", "seed=-1"),
     ],
 )
+@pytest.mark.few(3)
 def test_bad_input_as_a_process(arguments, tmp_path):
     ended = mprun(*arguments, cwd=tmp_path)
     assert (ended.returncode, ended.stdout) == (2, "")
@@ -50,6 +51,7 @@ def test_bad_input_as_a_process(arguments, tmp_path):
         "doctor --foo",
     ],
 )
+@pytest.mark.few(3)
 def test_torch_is_not_imported_before_it_is_needed(arguments, tmp_path):
     program = (
         "import sys; from mprun.cli import main; main(sys.argv[1:]);"

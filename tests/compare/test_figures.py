@@ -167,6 +167,7 @@ def broken(a_run, **columns):
 
 
 @pytest.mark.parametrize("case", ["empty", "all NaN", "constant", "zero", "giant", "one", "bare"])
+@pytest.mark.few(3)
 def test_odd_records_are_drawn_without_an_error(case):
     base = run("fp32", 0)
     count = len(base.train["step"])

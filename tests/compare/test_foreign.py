@@ -44,6 +44,7 @@ def arms(specs, tag):
 
 
 @pytest.mark.parametrize(("count", "as_tensors"), [(20_000, False), (10_500, True)])
+@pytest.mark.slow
 def test_every_point_is_read(tmp_path, count, as_tensors):
     """TensorBoard's own reader keeps 10,000 of them, drawn at random, unless told otherwise."""
     values = np.linspace(3, 1, count, dtype=np.float32)

@@ -218,6 +218,7 @@ def test_the_rows_of_the_paper_follow_the_groups(tmp_path):
     assert places == sorted(places)
 
 
+@pytest.mark.slow
 def test_a_run_on_another_machine_is_named(tmp_path):
     one = group(steps=400)
     one.rows[3].arm.runs[0].environment["cpu"] = "Another CPU"
@@ -248,6 +249,7 @@ def test_a_grid_that_cannot_be_read_is_told(tmp_path):
     assert "amp, seed 0: not readable" in page.words
 
 
+@pytest.mark.slow
 def test_five_modes_and_twenty_seeds_stay_below_a_megabyte(tmp_path):
     text, page = written(comparison(group(seeds=20)), tmp_path)
     assert len(text.encode()) < LIMIT and len(page.all("svg")) == 7

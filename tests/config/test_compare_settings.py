@@ -60,6 +60,7 @@ def test_a_record_without_the_number_gets_it_too():
         ("model=resnet50 compare.metric=sliced_wasserstein", "sliced_wasserstein|top5"),
     ],
 )
+@pytest.mark.few(4)
 def test_what_cannot_be_is_told_in_one_line(overrides, words):
     with pytest.raises(BadInput) as told:
         compose_config(overrides.split())

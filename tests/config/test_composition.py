@@ -33,6 +33,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("model", "precision"), PAIRS)
+@pytest.mark.few(6)
 def test_every_model_composes_in_every_mode_with_its_own_data(model, precision):
     own_code = ["model.factory=a:b", "data.factory=a:b"] if model == "custom" else []
     overrides = [f"model={model}", f"precision={precision}", *own_code]
@@ -47,6 +48,7 @@ def test_every_model_composes_in_every_mode_with_its_own_data(model, precision):
 
 
 @pytest.mark.parametrize("precision", options("precision"))
+@pytest.mark.few(4)
 def test_a_precision_file_is_the_mode_of_the_engine(precision):
     file = read("precision", precision)
     assert file["name"] == precision

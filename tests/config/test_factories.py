@@ -30,6 +30,7 @@ OWN = ["model=custom", "data.factory=my.data:make", "model.factory=net:build"]
     ],
 )
 @pytest.mark.parametrize("prefix", ["", "+", "++"])
+@pytest.mark.few(8)
 def test_an_option_has_the_type_it_is_typed_with(text, value, prefix):
     config = compose_config([*OWN, f"{prefix}data.options.x={text}"]).config
     assert config.data.options == {"x": value} and config.model.options == {}
@@ -83,6 +84,7 @@ def test_a_sweep_over_an_option_and_over_a_factory():
         ),
     ],
 )
+@pytest.mark.few(5)
 def test_what_cannot_be_is_one_line(command, wanted, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["--cfg", "job", *command.split()]) == 2

@@ -135,6 +135,7 @@ PREFIXES = ["", "", "", "", "+", "++", "~"]
         pytest.param(1710_03740, 1000, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_random_command_lines(seed, count):
     random_source = random.Random(seed)
     outcomes = {"composed": 0, "refused": 0}

@@ -89,6 +89,7 @@ SCHEDULES = [
 @pytest.mark.parametrize(
     ("recipe", "steps_per_epoch", "steps", "table"), SCHEDULES, ids=[row[0] for row in SCHEDULES]
 )
+@pytest.mark.few(3)
 def test_rates_at_named_updates(recipe, steps_per_epoch, steps, table):
     config = composed(recipe)
     if config.train.steps is None:

@@ -248,6 +248,7 @@ def test_the_table_is_complete():
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.few(8)
 def test_values_are_those_of_the_source(recipe):
     config = composed(recipe)
     for key, value in RECIPES[recipe].items():
@@ -286,6 +287,7 @@ def test_the_file_names_source_expected_result_difference_and_margin(recipe):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.few(2)
 def test_the_user_gives_the_folder_and_may_shorten(recipe):
     with pytest.raises(BadInput, match=f"data.root=null: data={composed(recipe).data.name} needs"):
         compose_config([f"experiment={recipe}"])

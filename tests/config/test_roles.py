@@ -60,6 +60,7 @@ HASHES = {
 
 
 @pytest.mark.parametrize("overrides", HASHES)
+@pytest.mark.few(8)
 def test_the_hash_of_a_configuration_stays_what_it_was(overrides):
     composed = compose_config(overrides.split(), files=False)
     assert config_hash(composed.as_dict()) == HASHES[overrides]

@@ -63,6 +63,7 @@ def pids() -> set[int]:
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4])
+@pytest.mark.slow
 def test_any_number_of_processes_gives_the_same_bytes(folder, loaders, workers):
     """Over two and a half epochs of 4 batches, and from the middle of them on."""
     train, held_out = readers(folder)
@@ -242,6 +243,7 @@ def test_skip_ends_where_all_files_are_gone(tmp_path, loaders):
         (tmp_path / "elsewhere").rename(tmp_path / "data")
 
 
+@pytest.mark.slow
 def test_a_killed_process_is_a_lost_resource(folder, loaders):
     before = pids()
     loader = loaders(readers(folder)[0], 2, prefetch=1)
@@ -255,6 +257,7 @@ def test_a_killed_process_is_a_lost_resource(folder, loaders):
     assert equal(loader.batch(1), loader.reader.read(1))
 
 
+@pytest.mark.slow
 def test_a_read_that_never_ends_is_a_lost_resource(tmp_path, loaders):
     make_folder(tmp_path)
     reader = readers(tmp_path)[0]

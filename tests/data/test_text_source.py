@@ -211,6 +211,7 @@ print(text.sha256, sum(int(text.train_batch(i)[0].sum()) for i in range(100)))
 """
 
 
+@pytest.mark.slow
 def test_two_runs_that_start_at_once(folder):
     numbers = np.random.default_rng(0).integers(0, 3000, (20_000, 5)).tolist()
     (folder / "train.txt").write_text(

@@ -173,6 +173,7 @@ for _ in range(50):
 """
 
 
+@pytest.mark.slow
 def test_processes_that_make_the_same_entry_at_once(cache):
     command = [sys.executable, "-c", _WRITER, str(cache.folder)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}

@@ -42,6 +42,7 @@ def trained_eagerly(built, random, bad=(), steps=STEPS):
         for task, mode in CASES
     ],
 )
+@pytest.mark.few(3)
 def test_replayed_steps_are_the_eager_ones(build_run, task, mode):
     """With skips, a schedule, dropout, epochs and logged steps."""
     overrides = [*SMALL[task], f"precision={mode}", "optim.schedule=cosine", "train.steps=20"]

@@ -37,6 +37,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("overrides", "reason"), REFUSED)
+@pytest.mark.few(6)
 def test_refused_before_anything_is_built(overrides, reason):
     with pytest.raises(BadInput) as error:
         compose_config(overrides)
@@ -123,6 +124,7 @@ FUSED_ADAGRAD = pytest.mark.skipif(
 @pytest.mark.parametrize(
     "optim", ["sgd", "adam", "adamw", pytest.param("adagrad", marks=FUSED_ADAGRAD)]
 )
+@pytest.mark.few(7)
 def test_which_optimizers_a_graph_can_hold(optim, implementation, skips):
     optimizer = inner_for_cuda(
         f"optim={optim}", f"optim.implementation={implementation}", skips=skips

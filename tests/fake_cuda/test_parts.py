@@ -21,6 +21,7 @@ PATHS = ("auto", "fused", "foreach", "loop", "single_pass")
 @pytest.mark.parametrize("mode", ["fp16_master_scaled", *slow("fp32", "amp")])
 @pytest.mark.parametrize("implementation", PATHS)
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "adagrad", *slow("adamw")])
+@pytest.mark.few(4)
 def test_every_update(device, tmp_path, optimizer, implementation, mode):
     overrides = [f"optim={optimizer}", f"optim.implementation={implementation}"]
     found = device.run(tmp_path / "run", [*SMALL, *overrides, f"precision={mode}"])
@@ -57,6 +58,7 @@ PRESETS = ("apex", "apex_fp16", "deepspeed", "fairseq", "keras", "megatron", "op
         for mode in ("fp16_naive", "fp16_master", "amp", "bf16_naive", "bf16_master", "amp_bf16")
     ],
 )
+@pytest.mark.few(2)
 def test_every_scaler_in_every_16_bit_dtype(device, tmp_path, scaler, mode):
     overrides = ["optim=sgd", "optim.momentum=0.9", f"scaler={scaler}", f"precision={mode}"]
     found = device.run(tmp_path / "run", [*SMALL, *overrides])
@@ -76,6 +78,7 @@ SETTINGS = (
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.few(2)
 def test_other_settings(device, tmp_path, setting):
     found = device.run(tmp_path / "run", [*SMALL, "precision=fp16_master_scaled", setting])
     assert_sound(found)
@@ -89,6 +92,7 @@ def test_a_gan_with_three_loss_scales(device, tmp_path):
 
 @pytest.mark.parametrize("mode", ["amp", "amp_bf16", *slow("fp32", "fp16_naive", "bf16_master")])
 @pytest.mark.parametrize("model", ["lstm_lm, 2 layers, dropout", "dcgan"])
+@pytest.mark.few(2)
 def test_evaluation_in_the_modes_own_arithmetic(device, tmp_path, model, mode):
     overrides = [*MODELS[model], f"precision={mode}", "train.eval_arithmetic=mode"]
     assert_sound(device.run(tmp_path / "run", [*overrides, "train.steps=4"]))
@@ -96,6 +100,7 @@ def test_evaluation_in_the_modes_own_arithmetic(device, tmp_path, model, mode):
 
 @pytest.mark.parametrize("graph", ["on", *slow("off")])
 @pytest.mark.parametrize("mode", ["amp", "bf16_master", "amp_bf16", *slow("fp32")])
+@pytest.mark.slow
 def test_resume_of_a_stacked_lstm_with_dropout(device, tmp_path, mode, graph):
     """Its masks come from a state inside of cuDNN, which goes into checkpoints."""
     folder = tmp_path / "run"
@@ -111,6 +116,7 @@ def test_resume_of_a_stacked_lstm_with_dropout(device, tmp_path, mode, graph):
 
 @pytest.mark.parametrize("mode", ["fp16_master_scaled", "amp_bf16"])
 @pytest.mark.parametrize("model", ["lstm_lm, 2 layers, dropout", "dcgan", "conv_autoencoder"])
+@pytest.mark.few(2)
 def test_probes_and_shadow_steps(device, tmp_path, model, mode):
     """Probes read the device where they are due; the steps between them wait for nothing."""
     overrides = [*MODELS[model], f"precision={mode}", "train.steps=7", "numerics=on"]
@@ -124,6 +130,7 @@ def test_probes_and_shadow_steps(device, tmp_path, model, mode):
 @pytest.mark.parametrize(
     "model", [*(m for m in MODELS if m not in LARGE), "alexnet at 224 px", *slow("resnet50")]
 )
+@pytest.mark.few(2)
 def test_deterministic(device, tmp_path, model, mode):
     overrides = MODELS.get(model) or [*MODELS["alexnet"], "data=digits_224"]
     overrides = [*overrides, "deterministic=true", f"precision={mode}", "train.steps=10"]

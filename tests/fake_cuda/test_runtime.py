@@ -43,6 +43,7 @@ WAITS = ("x.sum().item()", "x.cpu()", "x.nonzero()", "bool(x.any())", "torch.cud
 
 
 @pytest.mark.parametrize("wait", WAITS)
+@pytest.mark.few(2)
 def test_a_wait_is_an_error_and_counted(device, tmp_path, wait):
     found = script(
         device,
@@ -178,6 +179,7 @@ with torch.cuda.graph(graph, stream=side):
         ("side.wait_event(earlier)", "Isolation"),
     ],
 )
+@pytest.mark.few(2)
 def test_what_cannot_be_captured_is_refused(device, tmp_path, inside, message):
     found = script(
         device,

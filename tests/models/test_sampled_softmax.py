@@ -65,6 +65,7 @@ def test_the_set_is_that_of_drawing_until_enough_are_different():
     assert chisquare(list(counts.values()), chances * draws).pvalue > 0.001
 
 
+@pytest.mark.slow
 def test_the_correction_is_unbiased_for_each_word():
     """The mean of [k drawn] / (1 - exp(-P(k) t)) is 1, whatever k."""
     torch.manual_seed(2)

@@ -159,6 +159,7 @@ class NaiveNorm(nn.LayerNorm):
         return (x - x.mean(-1, keepdim=True)) / (variance + 1e-3).sqrt() * self.weight + self.bias
 
 
+@pytest.mark.slow
 def test_variance_overflow_in_a_norm_layer(explained, monkeypatch):
     replace_in_lm(monkeypatch, functools.partial(NaiveNorm, 16))
     plant = functools.partial(multiply_weight, name="embedding.weight", factor=1e4)
@@ -310,6 +311,7 @@ def test_infinity_in_one_gradient(explained, monkeypatch):
     assert any(one.overrides[0].startswith("scaler=static") for one in found.tried)
 
 
+@pytest.mark.slow
 def test_a_static_scale_that_is_too_large(explained):
     found = explained(
         *LM,
@@ -328,6 +330,7 @@ def test_a_static_scale_that_is_too_large(explained):
     assert 2**10 <= scale <= 65504 * 24
 
 
+@pytest.mark.slow
 def test_a_dynamic_scale_whose_floor_is_too_high(explained):
     found = explained(
         *LM,
@@ -411,6 +414,7 @@ def test_weights_that_do_not_fit_fp16_end_a_scaled_run_as_a_collapse(explained):
     assert culprit(found)[2] == "_foreach_copy_"
 
 
+@pytest.mark.slow
 def test_weight_decay_that_overflows(explained):
     # g + decay * w = 4 * 3e4 before it is multiplied by the learning rate.
     plant = functools.partial(set_weight, name="output.bias", value=3e4)
@@ -438,6 +442,7 @@ def test_momentum_that_overflows(explained):
     assert tensor == "momentum_buffer of output.bias"
 
 
+@pytest.mark.slow
 def test_an_exploding_learning_rate(explained):
     # Each step multiplies the weights by 1 - 0.2 * 15 = -2; a tenth of the rate by 0.7.
     found = explained(
@@ -455,6 +460,7 @@ def test_an_exploding_learning_rate(explained):
     assert {one.overrides: one.cures for one in found.tried}[("precision=fp32",)] is False
 
 
+@pytest.mark.slow
 def test_where_nothing_cures_the_step_changes_are_tried_from_the_start(explained):
     # The first update makes the weights so large that the second step is beyond help, and a
     # thousandth of the rate is still too much.

@@ -250,6 +250,7 @@ RECURRENT = {"fp32": "mkldnn_rnn_layer", "amp": "lstm", "fp16_master_scaled": "l
 @pytest.mark.parametrize(
     "model", ["lstm_lm", "dcgan", pytest.param("resnet50", marks=pytest.mark.slow)]
 )
+@pytest.mark.few(2)
 def test_watching_changes_no_bit(build_run, model, mode):
     results = []
     # At the default scale of 2^16 the first updates would be skipped.

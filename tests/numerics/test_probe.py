@@ -54,6 +54,7 @@ def probed(task, step=0, patterns=()):
 
 
 @pytest.mark.parametrize(("model", "mode"), CASES)
+@pytest.mark.few(2)
 def test_a_probed_and_shadowed_run_is_bit_equal_to_one_without(build_run, tmp_path, model, mode):
     """Losses, gradient norms, scales, weights, masters, optimizer state, statistics, random state.
 
@@ -73,6 +74,7 @@ def test_a_probed_and_shadowed_run_is_bit_equal_to_one_without(build_run, tmp_pa
 
 
 @pytest.mark.parametrize("mode", ["fp32", "fp16_naive", "fp16_master_scaled", "bf16_naive", "amp"])
+@pytest.mark.few(2)
 def test_what_is_counted_is_what_the_step_computed(build_run, mode):
     """Against tensors kept by hand: outputs by retain_grad, weights and gradients by copies."""
     built = build_run(*SMALL["conv_autoencoder"], f"precision={mode}", "train.accumulate=1")

@@ -123,6 +123,7 @@ def scalers():
 
 @pytest.mark.parametrize(("name", "make"), list(scalers()))
 @pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.few(5)
 def test_clean_stretches_are_passed_exactly(name, make, seed):
     random = np.random.default_rng(seed)
     powers = np.round(12 + 2 * np.sin(np.arange(600) / 40) + random.normal(0, 1, 600))
@@ -317,6 +318,7 @@ BAD_COMMANDS = {
 
 
 @pytest.mark.parametrize(("command", "message"), list(BAD_COMMANDS.items()))
+@pytest.mark.few(3)
 def test_a_bad_command_is_one_line_and_writes_nothing(
     tmp_path, monkeypatch, capsys, command, message
 ):

@@ -96,6 +96,7 @@ def hashed(*overrides: str) -> str:
         ("seed=0", "optim=sgd_plain"),
     ],
 )
+@pytest.mark.few(3)
 def test_the_hash_ignores_what_changes_no_number(same):
     assert hashed(*same) == hashed()
 
@@ -114,6 +115,7 @@ def test_the_hash_ignores_what_changes_no_number(same):
         "threads=1",
     ],
 )
+@pytest.mark.few(5)
 def test_the_hash_sees_what_may_change_a_number(other):
     assert hashed(other) != hashed()
 

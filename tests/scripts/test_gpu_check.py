@@ -90,6 +90,7 @@ def test_an_overrun_is_interrupted_first_so_that_it_can_write(run_python):
     assert ended.seconds < 60
 
 
+@pytest.mark.slow
 def test_an_overrun_is_ended_with_what_it_started_in_other_groups(module, run_python, monkeypatch):
     monkeypatch.setattr(module("gpu_check_processes"), "GRACE_S", 0.5)
     code = (

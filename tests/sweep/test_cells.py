@@ -175,6 +175,7 @@ def test_a_lock_on_a_moved_directory_is_none(cell, monkeypatch):
         (Ended(7), "", Outcome("failed: exit code 7", 7)),
     ],
 )
+@pytest.mark.few(4)
 def test_the_end_of_a_process_in_words(cell, ended, printed, outcome):
     cell.log.parent.mkdir(parents=True)
     cell.log.write_text(printed)
@@ -248,6 +249,7 @@ def test_a_heartbeat_is_seen_from_outside(tmp_path, monkeypatch):
         ({"status": "failed", "cause": "ValueError: x"}, 1, "failed: ValueError: x"),
     ],
 )
+@pytest.mark.slow
 def test_a_cell_of_another_process_is_waited_for(cell, record, code, words, capfd):
     put(cell)
     lock = locked(cell.directory)

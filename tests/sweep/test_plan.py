@@ -20,6 +20,7 @@ def names(*overrides: str) -> list[str]:
     return [cell.directory.name for cell in plan(list(overrides), None).cells]
 
 
+@pytest.mark.slow
 def test_every_cell_is_named_apart():
     swept = ["model=lstm_lm,dcgan", "precision=glob(fp16*)", "seed=range(0,2)"]
     both = plan(swept, None)
@@ -46,6 +47,7 @@ def test_every_cell_is_named_apart():
         ("precision=amp,fp32", ["amp-s0", "fp32-s0"]),
     ],
 )
+@pytest.mark.few(2)
 def test_what_is_swept_is_in_the_name(swept, expected):
     assert names(swept) == expected
 
@@ -77,6 +79,7 @@ def test_values_that_a_file_name_cannot_hold_stay_apart():
     assert len(set(found)) == 3 and all("optim.milestones=_0.5" in name for name in found[:2])
 
 
+@pytest.mark.slow
 def test_long_names_are_cut_in_what_is_not_swept():
     fixed = [f"precision.overrides.layer_number_{n}=fp32" for n in range(9)]
     found = names(*fixed, "threads=1,2", "train.log_every=7,8")

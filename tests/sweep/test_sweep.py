@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from mprun.cli import main
 
 TINY = [
@@ -19,6 +21,7 @@ TINY = [
 SWEEP = ["-m", *TINY, "precision=fp16_naive,fp32", "seed=0,1", "-j", "2"]
 
 
+@pytest.mark.slow
 def test_a_sweep_ends_with_a_table_and_runs_only_what_is_missing(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     assert main(SWEEP) == 0

@@ -5,6 +5,7 @@ convolutions are slow. Steps that overflow are included where a model has no Bat
 two differ on purpose (torch lets a skipped step move the running statistics).
 """
 
+import pytest
 import torch
 from torch.nn import functional as F
 
@@ -24,6 +25,7 @@ def assert_same_model(learner, model):
         assert torch.equal(ours[name], tensor), name
 
 
+@pytest.mark.slow
 def test_resnet50(build_run):
     steps = 4
     built = build_run(

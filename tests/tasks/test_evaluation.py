@@ -50,6 +50,7 @@ def final_state(task, evaluate):
     ("mode", "arithmetic"), [*EVERY_MODE, ("amp", "mode"), ("fp16_naive", "mode")]
 )
 @pytest.mark.parametrize("model", RUNS)
+@pytest.mark.few(2)
 def test_training_does_not_notice_an_evaluation(build_run, model, mode, arithmetic):
     overrides = [*RUNS[model], f"precision={mode}", f"train.eval_arithmetic={arithmetic}"]
     plain, evaluated = (

@@ -42,6 +42,7 @@ def bare_classification(model, optimizer, data):
     return losses
 
 
+@pytest.mark.slow
 def test_alexnet(build_run):
     built = build_run("model=alexnet", "data=digits_64", "data.batch_size=4")
     losses = train(built.task)
@@ -53,6 +54,7 @@ def test_alexnet(build_run):
 
 
 @pytest.mark.parametrize("implementation", ["fused", "loop"])
+@pytest.mark.slow
 def test_resnet50(build_run, implementation):
     built = build_run(
         "model=resnet50", "data.batch_size=4", f"optim.implementation={implementation}"

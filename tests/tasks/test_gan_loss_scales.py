@@ -73,6 +73,7 @@ def test_names_and_number(build_run, per):
         ("loss", (INF, 1, INF), [32, 64, 32]),
     ],
 )
+@pytest.mark.few(3)
 def test_which_scale_moves_and_who_skips(build_run, per, factors, expected):
     run = Planted(build_run(*OVERRIDES, f"scaler.per={per}").task)
     assert run.train_step(1, 1, 1)["found_inf"] == 0

@@ -107,6 +107,7 @@ def test_equal_sets_are_at_zero_in_any_order_and_in_any_batches(digits, distance
     assert distance([other], [images]) == pytest.approx(ordered, rel=0.2)
 
 
+@pytest.mark.slow
 def test_it_grows_with_every_kind_of_damage(digits, distance):
     images, labels = digits
     floor = distance([images], [digits_32().train_batch(0)[0]])
@@ -148,6 +149,7 @@ def test_sets_that_do_not_fit_are_refused(digits, distance):
         distance([images], [images[:, :1]])
 
 
+@pytest.mark.slow
 def test_every_instance_draws_the_same_and_leaves_the_random_state_alone(digits, distance):
     images, _ = digits
     torch.manual_seed(5)
@@ -209,6 +211,7 @@ def test_a_run_records_it_and_trains_to_the_same_bits(tmp_path, build_run):
 
 
 @pytest.mark.parametrize("arithmetic", ["fp32", "mode"])
+@pytest.mark.slow
 def test_training_does_not_notice_it_in_a_16_bit_mode(build_run, arithmetic):
     rows = []
     for metric in ("loss", "sliced_wasserstein"):

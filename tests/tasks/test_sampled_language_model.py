@@ -261,6 +261,7 @@ def differing(one, other):
 
 
 @pytest.mark.parametrize("mode", ["fp32", "fp16_master_scaled", "amp"])
+@pytest.mark.slow
 def test_stopping_and_resuming_changes_no_bit(mode, tmp_path, capsys):
     # Overflows in the first steps, so that updates are skipped on both sides of the stop.
     scaler = [] if mode == "fp32" else ["scaler.init_scale=16777216", "scaler.growth_interval=3"]

@@ -84,6 +84,7 @@ class Brighter:
 
 
 @pytest.mark.parametrize("mode", ["fp16_master_scaled", "amp"])
+@pytest.mark.slow
 def test_resnet50_after_an_overflow_in_the_forward_pass(build_run, mode):
     task = build_run(
         "model=resnet50", "data.batch_size=8", f"precision={mode}", "scaler.init_scale=16"
