@@ -9,8 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from mprun.bench.plan import OWN
-from mprun.plots.palette import INK, styles
-from mprun.plots.panel import GREY, settings, thousands
+from mprun.plots.panel import GREY, INK, settings, styles, thousands
 from mprun.record.console import markdown_table
 
 Columns = Sequence[tuple[str, Callable[[dict], str]]]  # header, cell of a row

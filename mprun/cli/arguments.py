@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Sequence
 from itertools import zip_longest
 from typing import NoReturn
 
-from mprun.config.option_files import modes
 from mprun.config.rules import nearest
 from mprun.errors import BadInput
 
@@ -126,6 +125,8 @@ def names(flag: str) -> Callable[[str], list[str]]:
 
 def known_modes(flag: str, given: Sequence[str], config_dir: str | None) -> list[str]:
     """Precision modes as given, each once; BadInput for one that has no YAML file."""
+    from mprun.config.option_files import modes  # here: reading the schema takes a moment
+
     known = list(modes(config_dir))
     for name in given:
         if name not in known:

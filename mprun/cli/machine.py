@@ -192,7 +192,7 @@ def _single_pass(rule: str, device: torch.device) -> dict:
 def _cuda_graph(device: torch.device) -> dict:
     if device.type == "cpu":
         return {"works": None, "why": "needs a GPU"}
-    from mprun.execution.graph_self_test import why_no_replay_on
+    from mprun.execution.graphed_step import why_no_replay_on
 
     return _asked(lambda: why_no_replay_on(device))
 

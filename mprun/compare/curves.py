@@ -10,8 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from mprun.compare.findings import Band, Curve, Group, Row, RunData, band, curve, grid
-from mprun.plots.palette import Style
-from mprun.plots.panel import Drawing, line_entry, mark_entry, panel, power_of_two, thousands
+from mprun.plots.panel import Drawing, Style, line_entry, mark_entry, panel, power_of_two, thousands
 
 _HEIGHT = 2.5  # inches
 _NOTE = "Band: min to max over seeds; not the test."

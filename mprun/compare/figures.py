@@ -23,8 +23,7 @@ from mprun.compare.text import (
     scaled,
     unit,
 )
-from mprun.plots.palette import INK, MARKS, Style
-from mprun.plots.panel import GREY, Drawing, rows_panel
+from mprun.plots.panel import GREY, INK, MARKS, Drawing, Style, rows_panel
 
 _REACH = 8  # margins that the interval plot shows to either side; further out is an arrow
 _MOST_POINTS = 500  # more than a panel of this width can show

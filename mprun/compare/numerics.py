@@ -17,17 +17,18 @@ from matplotlib.ticker import FuncFormatter
 from mprun.compare.findings import Group, Row
 from mprun.errors import Damaged
 from mprun.numerics.exponent_shares import LostUpdates
-from mprun.numerics.gradient_range import Gradients, ScaleRange, scale_range
 from mprun.numerics.probe_record import (
     FOLDER,
     KINDS,
     Agreement,
+    Gradients,
     ProbeRecord,
+    ScaleRange,
     TensorStats,
     read_probe,
+    scale_range,
 )
-from mprun.plots.palette import INK, Style
-from mprun.plots.panel import GREY, Drawing, line_entry, mark_entry, panel, power_of_two
+from mprun.plots.panel import GREY, INK, Drawing, Style, line_entry, mark_entry, panel, power_of_two
 
 GRADIENTS = ("activation_gradients", "weight_gradients")
 _DASHES = dict(zip(GRADIENTS, ((), (4.0, 1.8)), strict=True))

@@ -24,8 +24,7 @@ from mprun.compare.findings import Comparison, Group, is_gan
 from mprun.compare.load import flat
 from mprun.compare.numerics import PREFIX, ProbedMode, probed_modes
 from mprun.compare.paper import HEADER, PaperRow
-from mprun.plots.palette import INK, MARKS, Style, styles
-from mprun.plots.panel import inline_svg, settings
+from mprun.plots.panel import INK, MARKS, Style, inline_svg, settings, styles
 
 LIMIT = 1_000_000  # bytes of report.html
 _DPI = 160

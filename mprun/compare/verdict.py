@@ -14,12 +14,7 @@ from typing import Any
 import numpy as np
 
 from mprun.compare import equivalence
-from mprun.compare.divergence import (
-    baseline_progress,
-    ended_runs,
-    outcomes,
-    refuse_other_lengths,
-)
+from mprun.compare.divergence import baseline_progress, ended_runs, outcomes, refuse_other_lengths
 from mprun.compare.equivalence import FEWEST_SEEDS, Unit
 from mprun.compare.findings import Arm, Group, Outcome, Row, RunData, Verdict, is_gan
 from mprun.compare.grouping import BASELINE, ProtoGroup

@@ -15,16 +15,7 @@ from typing import Any, ClassVar
 
 from omegaconf import MISSING
 
-from mprun.config.rules import (
-    LABEL,
-    LENGTH,
-    MACHINE,
-    READING,
-    SEED,
-    one_of,
-    ranged,
-    setting,
-)
+from mprun.config.rules import LABEL, LENGTH, MACHINE, READING, SEED, one_of, ranged, setting
 
 DTYPES = ("fp32", "fp16", "bf16")
 MAX_STEPS = 10_000_000

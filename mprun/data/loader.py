@@ -13,6 +13,7 @@ import threading
 import time
 import warnings
 import weakref
+from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from multiprocessing import (
@@ -430,6 +431,6 @@ class LoadedSource(Source):
         self._train_feed.close()
         self._eval_feed.close()
 
+    @abstractmethod
     def _float(self, images: Tensor) -> Tensor:
         """The float images that a network takes, of those that the readers made."""
-        raise NotImplementedError

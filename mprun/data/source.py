@@ -7,6 +7,7 @@ was drawn before it.
 """
 
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol, cast
@@ -183,7 +184,7 @@ class Split(Protocol):
     def __len__(self) -> int: ...
 
 
-class Reader:
+class Reader(ABC):
     """Batches of one split by number, a pure function of the split, ``seed`` and the number.
 
     With a ``seed``: training batches, in the order of ``EpochOrder``, number counting over all
@@ -218,12 +219,12 @@ class Reader:
             raise ValueError(f"index={number} is not allowed: below {len(self)}")
         return list(range(start, min(start + self.batch_size, self.samples)))
 
+    @abstractmethod
     def read(self, number: int, *, shared: bool = False) -> ReadBatch:
         """Batch ``number``; ``shared``: in shared memory, from where it can be sent for free.
 
         Raises ``ValueError`` for a number out of range, ``DamagedData`` naming a sample.
         """
-        raise NotImplementedError
 
 
 def checked_index(index: int) -> int:

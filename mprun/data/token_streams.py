@@ -18,14 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mprun.data.source import (
-    Batch,
-    DamagedData,
-    DataError,
-    Source,
-    permutation,
-    rotation,
-)
+from mprun.data.source import Batch, DamagedData, DataError, Source, permutation, rotation
 
 # Fixed, so that the metric does not depend on the training batch size. A multiple of 8 for the
 # sake of Tensor Cores.

@@ -7,8 +7,7 @@ is belongs to the precision policy.
 from mprun.models.classifiers import AlexNet2012, LocalResponseNorm, alexnet, resnet50
 from mprun.models.dcgan import ConvAutoencoder, Discriminator, Generator
 from mprun.models.lstm_lm import SIZES, LSTMLanguageModel, LSTMSize, pad_to_multiple
-from mprun.models.row_table import RowTable
-from mprun.models.sampled_lstm import LogUniformSampler, SampledLSTM, SampledSoftmax
+from mprun.models.sampled_lstm import LogUniformSampler, RowTable, SampledLSTM, SampledSoftmax
 
 __all__ = [
     "SIZES",

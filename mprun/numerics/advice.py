@@ -20,8 +20,14 @@ from mprun.numerics.advice_report import (
     words,
 )
 from mprun.numerics.exponent_shares import FORMATS, FP16_LOST, LostUpdates, merged
-from mprun.numerics.gradient_range import Gradients, scale_range
-from mprun.numerics.probe_record import GRADIENT_KINDS, LearnerProbe, ProbeRecord, TensorStats
+from mprun.numerics.probe_record import (
+    GRADIENT_KINDS,
+    Gradients,
+    LearnerProbe,
+    ProbeRecord,
+    TensorStats,
+    scale_range,
+)
 from mprun.numerics.shapes import IdleShape, Layout
 
 # A lost update is lost again at the next step as long as weight, gradient and rate are alike: such

@@ -3,8 +3,8 @@
 import shlex
 from dataclasses import asdict, dataclass, field
 
-from mprun.numerics.gradient_range import ScaleRange
 from mprun.numerics.post_mortem import plain
+from mprun.numerics.probe_record import ScaleRange
 from mprun.numerics.shapes import MULTIPLE, IdleShape
 
 GROWTH_INTERVAL = 2000  # of torch, apex and NVIDIA's guide: at most one skip in so many updates

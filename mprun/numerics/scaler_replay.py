@@ -20,8 +20,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from mprun.errors import BadInput, Damaged
 from mprun.numerics.overflow_trace import OverflowTrace, trace_from_bounds
 from mprun.numerics.probe_record import GRADIENT_KINDS, ProbeRecord, read_probes
-from mprun.plots.palette import styles
-from mprun.plots.panel import line_entry, mark_entry, panel, settings, thousands
+from mprun.plots.panel import line_entry, mark_entry, panel, settings, styles, thousands
 from mprun.precision import DynamicLossScale, LogMaxLossScale, LossScale
 from mprun.record.metrics import read_metrics
 

@@ -15,7 +15,7 @@ from torch.optim import SGD, Adagrad, Optimizer
 
 
 class Gathered(Protocol):
-    """The rows that a step uses (see mprun.models.row_table.Gathered)."""
+    """The rows that a step uses (see mprun.models.sampled_lstm.Gathered)."""
 
     ids: Tensor
     used: Tensor

@@ -23,13 +23,7 @@ from mprun.precision.single_pass_kernels import (
     sgd_kernel,
 )
 from mprun.precision.torch_update import rule_of
-from mprun.precision.update import (
-    Checked,
-    Weight,
-    in_order_of,
-    same_order,
-    weights_with_gradient,
-)
+from mprun.precision.update import Checked, Weight, in_order_of, same_order, weights_with_gradient
 
 # Of pinned memory, which must not be allocated while a graph is captured: enough for the graphs
 # that are captured one after the other without a plain step between them.

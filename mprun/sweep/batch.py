@@ -30,8 +30,7 @@ from mprun.errors import PREEMPTED, RESOURCE
 from mprun.record.run_directory import read_json, write_json
 from mprun.sweep.attempt import Attempt, Ended, Outcome, attempts_of, settle
 from mprun.sweep.jobs import Cell, State, look
-from mprun.sweep.launcher import ChosenLauncher, launch
-from mprun.sweep.plan import Plan
+from mprun.sweep.plan import ChosenLauncher, Plan, launch
 
 _CLOSE_S = 60.0  # a launcher has nothing left to do by then
 

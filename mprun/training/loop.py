@@ -78,20 +78,8 @@ def train(
         if evaluate_first:
             loop.outcome.final = loop.logger.evaluate(start)
         for index in range(start, built.steps):
-            step, due = index + 1, loop.due(index + 1)
-            loop.advance(index, measure=due.log)
-            stop = interruption.requested and step < built.steps
-            if any(due) or interruption.requested:
-                # What is evaluated or saved has to be known to be sound.
-                wait = due.evaluate or due.save or interruption.requested
-                if not loop.log(step, due.log, wait):
-                    break
-            if due.evaluate and not loop.evaluate(step):
-                break
-            if due.save or stop:
-                loop.save(step)
-            if stop:
-                loop.outcome.status, loop.outcome.cause = "preempted", interruption.reason
+            loop.advance(index)
+            if not loop.settle(index + 1, interruption):
                 break
     except (Damaged, Resource):
         # Data failed, in an evaluation or before the step moved anything: the work is not lost.
@@ -151,16 +139,34 @@ class Loop:
             last or now(train.log_every), now(train.checkpoint_every), last or now(train.eval_every)
         )
 
-    def advance(self, index: int, measure: bool) -> None:
+    def advance(self, index: int) -> None:
         """Take step `index` (from 0), watched where that was asked for; waits for nothing."""
         self.heartbeat.beat()
         take = self.built.stepper.step if index > self.start else self._first_step
+        measure = self.due(index + 1).log
         if self.probing is not None and self.probing.due(index + 1):
             metrics = self.probing.watch(index + 1, index, partial(take, index, measure))
         else:
             metrics = take(index, measure)
         self.buffer.add(index + 1, metrics)
         self.outcome.step = index + 1
+
+    def settle(self, step: int, interruption: Interruption) -> bool:
+        """Log, evaluate and save what is due after `step`; whether the run goes on."""
+        due, asked = self.due(step), interruption.requested
+        if not (any(due) or asked):
+            return True
+        # What is evaluated or saved has to be known to be sound.
+        if not self.log(step, due.log, wait=due.evaluate or due.save or asked):
+            return False
+        if due.evaluate and not self.evaluate(step):
+            return False
+        stops = asked and step < self.built.steps
+        if due.save or stops:
+            self.save(step)
+        if stops:
+            self.outcome.status, self.outcome.cause = "preempted", interruption.reason
+        return not stops
 
     def log(self, step: int, logged: bool, wait: bool) -> bool:
         """Write what can be read of the steps so far; whether the run goes on."""

@@ -17,12 +17,7 @@ from mprun.numerics.probe_record import drop_later_probes
 from mprun.precision.random_states import restore_random_states
 from mprun.record import checkpoint
 from mprun.record.metrics import drop_later_grids, truncate_metrics
-from mprun.record.run_directory import (
-    locked,
-    read_config,
-    read_json,
-    write_config,
-)
+from mprun.record.run_directory import locked, read_config, read_json, write_config
 from mprun.training.run import attempt, prepare, resolve_device
 
 # State is read on the host and copied into tensors that exist: no second model on the GPU.

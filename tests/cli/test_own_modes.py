@@ -91,7 +91,7 @@ def test_it_has_a_verdict_and_a_colour(swept, tmp_path, capsys):
     row = next(line for line in text.splitlines() if " mymode  " in line)
     assert row.strip().startswith(VERDICTS), text
     assert "mymode (myscaler)" not in text  # the scaler that it comes with goes without saying
-    from mprun.plots.palette import styles
+    from mprun.plots.panel import styles
 
     style = styles(["fp32", "mymode"])
     assert style["mymode"] != style["fp32"]

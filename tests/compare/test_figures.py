@@ -11,8 +11,7 @@ from matplotlib.colors import to_hex
 
 from mprun.compare.figures import group_figures
 from mprun.compare.findings import Verdict, band, grid
-from mprun.plots.palette import INK, SHIPPED, styles
-from mprun.plots.panel import inline_svg, settings
+from mprun.plots.panel import INK, SHIPPED, inline_svg, settings, styles
 
 from .made_comparison import gan_group, group, row, run
 

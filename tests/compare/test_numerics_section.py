@@ -6,12 +6,7 @@ import numpy as np
 import pytest
 
 from mprun.cli.compare import compare, parse
-from mprun.compare.numerics import (
-    exponent_shares,
-    numerics_figures,
-    overflow,
-    probed_modes,
-)
+from mprun.compare.numerics import exponent_shares, numerics_figures, overflow, probed_modes
 from mprun.compare.report import LIMIT, numerics_html, write_report
 from mprun.numerics.exponent_shares import ExponentCounts, LostUpdates
 from mprun.numerics.post_mortem import write_post_mortem
@@ -22,8 +17,7 @@ from mprun.numerics.probe_record import (
     TensorStats,
     write_probe,
 )
-from mprun.plots.palette import styles
-from mprun.plots.panel import settings
+from mprun.plots.panel import settings, styles
 
 from .made_comparison import comparison, group
 from .run_folders import write_run

@@ -13,7 +13,7 @@ from mprun.compare.findings import VERDICTS, Arm, Comparison, Row, Verdict
 from mprun.compare.paper import paper_rows
 from mprun.compare.report import LIMIT, write_report
 from mprun.compare.text import answer
-from mprun.plots.palette import MARKS
+from mprun.plots.panel import MARKS
 
 from .made_comparison import comparison, gan_group, group
 

@@ -7,12 +7,7 @@ import numpy as np
 import pytest
 
 from mprun.data import DataError, vocabulary
-from mprun.data.vocabulary import (
-    WordIds,
-    build_vocabulary,
-    joined_words,
-    vocabulary_of_blocks,
-)
+from mprun.data.vocabulary import WordIds, build_vocabulary, joined_words, vocabulary_of_blocks
 
 SPECIAL = ("<unk>", "<eos>")
 SHORT = [f"w{n:02d}" for n in range(100)]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mprun.execution.cuda_graph import CannotCapture
-from mprun.execution.graph_self_test import difference, why_no_replay_on
+from mprun.execution.graphed_step import difference, why_no_replay_on
 
 from .call_recorder import CallRecorder, CallRecording
 

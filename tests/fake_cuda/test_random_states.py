@@ -67,7 +67,7 @@ def test_a_shadow_step_leaves_the_generators_alone(device, tmp_path):
         BUILT
         + """
 from mprun.numerics.probe import chosen_modules
-from mprun.numerics.shadow import Shadow
+from mprun.numerics.probing import Shadow
 step(0)
 used = step(1)
 before = offset()

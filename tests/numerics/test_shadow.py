@@ -8,7 +8,7 @@ import torch
 
 from mprun.numerics.probe import chosen_modules
 from mprun.numerics.probe_record import read_probes
-from mprun.numerics.shadow import Shadow
+from mprun.numerics.probing import Shadow
 
 from .small_runs import SMALL, bits, watched_steps
 

@@ -5,12 +5,7 @@ import math
 import pytest
 import torch
 
-from mprun.numerics.exponent_counter import (
-    SAMPLED_FROM,
-    Tally,
-    exponent_counts,
-    sampling_stride,
-)
+from mprun.numerics.exponent_counter import SAMPLED_FROM, Tally, exponent_counts, sampling_stride
 from mprun.numerics.exponent_shares import ExponentCounts
 
 

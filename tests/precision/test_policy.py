@@ -7,12 +7,7 @@ import torch
 
 from mprun.build import policy_from
 from mprun.config.compose import compose_config
-from mprun.precision import (
-    ForwardContext,
-    build_policy,
-    get_policy,
-    why_unsupported,
-)
+from mprun.precision import ForwardContext, build_policy, get_policy, why_unsupported
 
 from ..shipped import MODES
 

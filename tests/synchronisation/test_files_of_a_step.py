@@ -64,8 +64,8 @@ def test_one_step_in_the_middle_of_a_run(model, tmp_path):
     loop = Loop(build(config, torch.device("cpu")), config, tmp_path, 0, 0)
     try:
         for index in range(3):
-            loop.advance(index, measure=False)
-        files = files_of(lambda: loop.advance(3, measure=False))
+            loop.advance(index)
+        files = files_of(lambda: loop.advance(3))
     finally:
         loop.logger.close()
     assert sorted(file for file in files if file.startswith(OWN)) == CASES[model]
