@@ -4,27 +4,21 @@ Exit codes: 0 done, 1 a bug in mprun, 2 bad input, 3 diverged, 4 damaged data or
 5 resource (disk, memory, lost worker), 75 preempted and resumable, 130 interrupted.
 """
 
+import signal
 import sysconfig
 import traceback
 from pathlib import Path
 
-DONE, BUG, BAD_INPUT, DIVERGED, DAMAGED, RESOURCE, PREEMPTED, INTERRUPTED = (
-    0,
-    1,
-    2,
-    3,
-    4,
-    5,
-    75,
-    130,
-)
+DONE, BUG, BAD_INPUT, DIVERGED, DAMAGED, RESOURCE = range(6)
+PREEMPTED, INTERRUPTED = 75, 130
 
-STATUS_EXIT_CODE = {
-    "done": DONE,
-    "failed": BUG,
-    "diverged": DIVERGED,
-    "preempted": PREEMPTED,
-}
+STATUS_EXIT_CODE = {"done": DONE, "failed": BUG, "diverged": DIVERGED, "preempted": PREEMPTED}
+
+
+# What a terminal, a batch system or a person asks a process to stop with.
+ASKING = tuple(
+    signal.Signals[f"SIG{name}"] for name in ("INT", "TERM", "HUP", "USR1", "USR2", "XCPU", "ALRM")
+)
 
 
 class MprunError(Exception):
@@ -62,9 +56,6 @@ def raised(error: BaseException) -> str:
         return what if "line" in text else f"{what} (line {error.lineno})"
     installed = map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))
     foreign = (*installed, str(Path(__file__).parent), "<")
-    own = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith(foreign)
-    ]
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(foreign)]
     return f"{what} ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else what

@@ -9,7 +9,7 @@ import hashlib
 import io
 import os
 import pickle
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 import numpy as np
 import PIL
@@ -20,7 +20,7 @@ from mprun.data.cache import load_arrays, store_arrays
 from mprun.data.image_files import Images, find_images
 from mprun.data.image_folder import decode_rgb
 from mprun.data.image_listing import ImageSplit, printable
-from mprun.data.image_store import ImageStore
+from mprun.data.image_store import ImageStore, Serving
 from mprun.data.source import Batch, DamagedData, permutation
 
 CLASSES, SIZE = 10, 32
@@ -127,12 +127,9 @@ def _cached_pixels(images: Images) -> np.ndarray:
         return kept[0]
     pixels = np.empty((n, 3, SIZE, SIZE), np.uint8)
     # In one thread: two were slower, most of the time goes to Python's part of the work.
-    for split, into in (
-        (images.train, pixels[: len(images.train)]),
-        (images.held_out, pixels[len(images.train) :]),
-    ):
-        for i in range(len(split)):
-            into[i] = _decoded(split, i)
+    places = [(split, i) for split in (images.train, images.held_out) for i in range(len(split))]
+    for row, (split, i) in zip(pixels, places, strict=True):
+        row[:] = _decoded(split, i)
     if images.sha256_of == "content":
         store_arrays(key, [pixels])
     return pixels
@@ -253,7 +250,7 @@ class Cifar10(ImageStore):
     ``sha256`` is over the pixels and labels that are used, in that order.
 
     Raises:
-        ValueError: An argument is out of range.
+        ValueError: More images are asked for than there are.
         DamagedData: A file, which is named, cannot be used.
     """
 
@@ -264,38 +261,27 @@ class Cifar10(ImageStore):
         image_size: int,
         augmentation: str,
         flip: bool,
-        value_range: str,
         train_size: int | None,
         eval_size: int | None,
-        batch_size: int,
-        seed: int,
-        device: torch.device | str,
+        **serving: Unpack[Serving],
     ) -> None:
-        if augmentation not in ("padded_crop", "none"):
-            raise ValueError(
-                f"augmentation={augmentation!r} is not allowed: 'padded_crop' or 'none'"
-            )
         constants = (255 * torch.tensor(MEAN), 255 * torch.tensor(DEVIATION))
-        normalisation = offset_and_divisor(value_range, *constants)
+        normalisation = offset_and_divisor(serving["value_range"], *constants)
         files = read_cifar10(root)
         train = _first(files.train, train_size, "train_size", 0)
         held_out = _first(files.held_out, eval_size, "eval_size", 1)
         padding = PADDING if augmentation == "padded_crop" else 0
-        augment = PaddedCrop(seed, len(train[0]), padding, flip, device)
+        augment = PaddedCrop(serving["seed"], len(train[0]), padding, flip, serving["device"])
         super().__init__(
             train,
             held_out,
             255,
+            image_size,
             name="cifar10",
             num_classes=CLASSES,
-            image_size=image_size,
-            channels=3,
-            batch_size=batch_size,
-            seed=seed,
-            device=device,
-            value_range=value_range,
             normalisation=normalisation,
             augment=augment if padding or flip else None,
+            **serving,
         )
         self.description |= {
             "origin": files.origin,

@@ -82,7 +82,7 @@ class DatasetReader(Reader):
     """
 
     def __init__(self, split: Items, like: Tensor, batch_size: int, seed: int | None) -> None:
-        super().__init__(split, batch_size, seed)
+        super().__init__(len(split), split.source, batch_size, seed)
         self.split, self.seed = split, seed
         self._like = like.shape, like.dtype
 
@@ -95,7 +95,7 @@ class DatasetReader(Reader):
         images = torch.stack([image for image, _ in pairs])
         if shared:
             images.share_memory_()
-        return ReadBatch(images, torch.tensor([label for _, label in pairs], dtype=torch.int64))
+        return ReadBatch(images, torch.tensor([label for _, label in pairs]), {})
 
     def _alike(self, index: int, image: Tensor, label: int) -> tuple[Tensor, int]:
         if (image.shape, image.dtype) != self._like:

@@ -2,20 +2,12 @@
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import permutations
 
 import numpy as np
 
-from mprun.data.image_listing import (
-    ImageSplit,
-    Listing,
-    list_classes,
-    list_flat,
-    pack_names,
-    printable,
-)
+from mprun.data.image_listing import ImageSplit, list_images, printable
 from mprun.data.imagenet_archives import CLASSES, find_archived_images
 from mprun.data.source import DamagedData
 
@@ -27,8 +19,6 @@ HELD_OUT_FOLDERS = ("val", "valid", "validation", "test")
 CONTENT_HASH_BYTES = 256 * 2**20
 
 _WHOLE = ""  # the folder of images that are not split yet
-
-ListImages = Callable[[str, str, bool], Listing]
 
 
 @dataclass(slots=True)
@@ -74,18 +64,13 @@ def find_images(
 
     Raises ``ValueError`` for an argument, ``DamagedData`` naming a file or folder.
     """
-    if layout not in ("classes", "flat"):
-        raise ValueError(f"layout={layout!r} is not allowed: 'classes' or 'flat'")
-    if imagenet and layout == "flat":
+    flat, skip = layout == "flat", on_corrupt == "skip"
+    if imagenet and flat:
         raise ValueError("layout='flat' is not allowed: ImageNet has classes")
-    if not 0 < eval_share < 1:
-        raise ValueError(f"eval_share={eval_share} is not allowed: between 0 and 1")
-    root, skip = os.path.abspath(root), on_corrupt == "skip"
-    list_images = list_flat if layout == "flat" else list_classes
-    parts, rule, ignored = _listed(root, list_images, imagenet, skip)
+    parts, rule, ignored = _listed(os.path.abspath(root), flat, imagenet, skip)
     if _WHOLE in parts:
         rule = f"SHA-256 of the path below {eval_share:g}"
-        if layout == "classes":
+        if not flat:
             rule += ", one file of each class stays in training"
         train, held_out = _split_by_hash(parts[_WHOLE], eval_share)
     else:
@@ -95,7 +80,7 @@ def find_images(
 
 
 def _listed(
-    root: str, list_images: ListImages, imagenet: bool, skip: bool
+    root: str, flat: bool, imagenet: bool, skip: bool
 ) -> tuple[dict[str, ImageSplit], str, int]:
     """Folder -> images (training, held out; or all, which are not split yet), rule, ignored."""
     names = ("train", *HELD_OUT_FOLDERS)
@@ -105,9 +90,8 @@ def _listed(
     if imagenet and not folders:
         train, held_out = find_archived_images(root)
         return {"train": train, "val": held_out}, "the training and the validation archive", 0
-    flat = list_images is list_flat
     if not folders or (flat and not (has_train and held_out_folder)):
-        whole, ignored = _list(root, _WHOLE, list_images, skip)
+        whole, ignored = list_images(root, _WHOLE, flat, skip)
         return {_WHOLE: whole}, "", ignored
     if not has_train:
         raise DamagedData(
@@ -119,18 +103,11 @@ def _listed(
             f"{printable(root)}: has train/ but no held-out split; looked for "
             f"{', '.join(name + '/' for name in HELD_OUT_FOLDERS)}"
         )
-    train, ignored = _list(root, "train", list_images, skip)
-    held_out, ignored_too = _list(root, held_out_folder, list_images, skip)
+    train, ignored = list_images(root, "train", flat, skip)
+    held_out, ignored_too = list_images(root, held_out_folder, flat, skip)
     parts = {"train": train, held_out_folder: held_out}
     _check_classes(root, parts, imagenet)
     return parts, f"folders train and {held_out_folder}", ignored + ignored_too
-
-
-def _list(root: str, top: str, list_images: ListImages, skip: bool) -> tuple[ImageSplit, int]:
-    listing = list_images(root, top, skip)
-    names, ends = pack_names(listing.names)
-    sizes, labels = np.array(listing.sizes, np.int64), np.array(listing.labels, np.int64)
-    return ImageSplit(root, names, ends, sizes, labels, listing.classes), listing.ignored
 
 
 def _check_classes(root: str, parts: dict[str, ImageSplit], imagenet: bool) -> None:
@@ -151,7 +128,7 @@ def _check_classes(root: str, parts: dict[str, ImageSplit], imagenet: bool) -> N
 
 
 def _split_by_hash(whole: ImageSplit, eval_share: float) -> tuple[ImageSplit, ImageSplit]:
-    digests = (hashlib.sha256(whole.relative_name(i)).digest()[:8] for i in range(len(whole)))
+    digests = (hashlib.sha256(name).digest()[:8] for name in whole.table["name"])
     hashes = np.frombuffer(b"".join(digests), ">u8").astype(np.uint64)
     held_out = hashes < np.uint64(eval_share * 2.0**64)
     in_training = np.bincount(whole.labels[~held_out], minlength=len(whole.classes) or 1)
@@ -167,29 +144,32 @@ def _split_by_hash(whole: ImageSplit, eval_share: float) -> tuple[ImageSplit, Im
 
 
 def _sha256(parts: dict[str, ImageSplit], skip: bool) -> tuple[str, str]:
-    whole_content = sum(int(split.sizes.sum()) for split in parts.values()) <= CONTENT_HASH_BYTES
+    sizes = sum(int(split.table["size"].sum()) for split in parts.values())
+    whole_content = sizes <= CONTENT_HASH_BYTES
     digest = hashlib.sha256()
-    classes = next(iter(parts.values())).classes
-    for name in classes:
-        digest.update(_prefixed(os.fsencode(name)))
+
+    def add(part: bytes) -> None:
+        digest.update(b"%d:" % len(part) + part)
+
+    for name in next(iter(parts.values())).classes:
+        add(os.fsencode(name))
     for folder, split in parts.items():
-        for i, path in enumerate(_paths(folder, split)):
-            digest.update(_prefixed(path))
+        for i in range(len(split)):
+            add(_path(folder, split, i))
             if whole_content:
-                digest.update(_prefixed(_content(split, i, skip)))
+                add(_content(split, i, skip))
             else:
-                digest.update(b"%d\n" % split.sizes[i])
+                digest.update(b"%d\n" % split.table["size"][i])
     return digest.hexdigest(), "content" if whole_content else "names and sizes"
 
 
-def _paths(folder: str, split: ImageSplit) -> Iterator[bytes]:
-    """Paths below root; for archives those that extracting them into class folders would give."""
-    for i in range(len(split)):
-        name = split.relative_name(i)
-        if split.starts is not None:
-            parent = os.path.join(folder, split.classes[split.labels[i]])
-            name = os.path.join(os.fsencode(parent), os.path.basename(name))
-        yield name
+def _path(folder: str, split: ImageSplit, i: int) -> bytes:
+    """The path below root; of archives that which extracting them into class folders would give."""
+    name = split.relative_name(i)
+    if not split.archived:
+        return name
+    parent = os.path.join(folder, split.classes[split.labels[i]])
+    return os.path.join(os.fsencode(parent), os.path.basename(name))
 
 
 def _content(split: ImageSplit, i: int, skip: bool) -> bytes:
@@ -199,7 +179,3 @@ def _content(split: ImageSplit, i: int, skip: bool) -> bytes:
         if not skip:
             raise
         return b""
-
-
-def _prefixed(part: bytes) -> bytes:
-    return b"%d:" % len(part) + part

@@ -28,6 +28,7 @@ and Pillow does not read the one of PNG's pixels), and a file cut off behind its
 """
 
 import io
+import itertools
 import logging
 import re
 import warnings
@@ -145,9 +146,7 @@ class ImageReader(Reader):
         seed: int | None,
         on_corrupt: str = "stop",
     ) -> None:
-        if on_corrupt not in ("stop", "skip"):
-            raise ValueError(f"on_corrupt={on_corrupt!r} is not allowed: 'stop' or 'skip'")
-        super().__init__(split, batch_size, seed)
+        super().__init__(len(split), split.source, batch_size, seed)
         self.split, self.augmentation, self.seed = split, augmentation, seed
         self.skips = on_corrupt == "skip"
         self.most_replaced = max(_FEW_REPLACED, len(split) // _SHARE_REPLACED)
@@ -161,18 +160,14 @@ class ImageReader(Reader):
             images.share_memory_()
         rows = images.numpy().reshape(len(chosen), -1)
         used: list[int] = []
-        replaced: list[int] = []
+        replaced: dict[int, str] = {}
         for row, sample, chance in zip(rows, chosen, chances, strict=True):
             place, image = self._readable(sample, replaced)
-            if chance is None:
-                image = self.augmentation.evaluation(image)
-            else:
-                image = self.augmentation.train(image, chance)
+            augment = self.augmentation
+            image = augment.evaluation(image) if chance is None else augment.train(image, chance)
             row[:] = np.frombuffer(image.tobytes(), np.uint8)
             used.append(place)
-        labels = torch.from_numpy(self.split.labels[used])
-        names = tuple(self.split.name(place) for place in replaced)
-        return ReadBatch(images, labels, tuple(replaced), names)
+        return ReadBatch(images, torch.from_numpy(self.split.labels[used]), replaced)
 
     def _samples(self, number: int) -> tuple[list[int], Iterable[np.ndarray | None]]:
         """Places in the split, and the random numbers of each sample (None in evaluation)."""
@@ -182,15 +177,15 @@ class ImageReader(Reader):
         epoch, batch = divmod(number, len(self))
         return chosen, draws(self.seed, epoch, batch * self.batch_size, self.batch_size)
 
-    def _readable(self, sample: int, replaced: list[int]) -> tuple[int, Image.Image]:
+    def _readable(self, sample: int, replaced: dict[int, str]) -> tuple[int, Image.Image]:
         """Place and image of ``sample`` or of the first after it that can be used."""
-        place = sample
-        tried: list[int] = []
-        while True:
+        tried: dict[int, str] = {}
+        for place in itertools.chain(range(sample, len(self.split)), range(sample)):
+            name = self.split.name(place)
             try:
-                image = decode_rgb(self.split.read(place), self.split.name(place))
+                image = decode_rgb(self.split.read(place), name)
             except DamagedData as error:
-                tried.append(place)
+                tried[place] = name
                 if not self.skips:
                     raise
                 if len(tried) > min(self.most_replaced, len(self.split) - 1):
@@ -198,10 +193,10 @@ class ImageReader(Reader):
                         f"{error}; nor can {len(tried) - 1} before it be used; data.on_corrupt="
                         f"skip replaces no more than {self.most_replaced} files"
                     ) from None
-                place = (place + 1) % len(self.split)
             else:
-                replaced += tried
+                replaced |= tried
                 return place, image
+        raise AssertionError("the last one that is tried ends the run")
 
 
 class ImageFolder(LoadedSource):
@@ -222,7 +217,7 @@ class ImageFolder(LoadedSource):
     ``DamagedData``, as do more than a thousandth of a split (three files of a small one).
 
     Raises:
-        ValueError: An argument is out of range.
+        ValueError: There are fewer training images than a batch takes.
         DamagedData: A file or folder, which is named, cannot be used.
         Resource: A process is lost or stalled.
     """

@@ -10,8 +10,8 @@ left out. Links are followed; a link to a folder that encloses it is passed over
 
 import os
 import stat
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -23,47 +23,43 @@ MAX_FILE_BYTES = 256 * 2**20
 
 @dataclass(slots=True, eq=False)
 class ImageSplit:
-    """``n`` images, named and labelled, of which nothing is held but names and numbers.
+    """Images, named and labelled, of which nothing is held but names and numbers.
 
-    ``source`` is the folder that the names are relative to or, where ``starts`` is given, an
-    archive whose bytes ``starts[i] : starts[i] + sizes[i]`` are image ``i``. Names lie in one
-    ``bytes`` object (that of image ``i`` is ``names[ends[i - 1] : ends[i]]``), so that forking or
-    pickling a split costs three arrays and a blob, not a million objects.
-
-    ``labels`` int64 ``[n]`` index ``classes``; zeros, with ``classes`` empty, where images have no
-    labels. ``ends``, ``sizes`` (bytes) and ``starts`` are int64 ``[n]``.
+    ``source`` is the folder that the names are relative to or, if ``archived``, an archive.
+    ``table`` has a row for each image (`image_table`): "name", "size" in bytes, "label", which
+    indexes ``classes`` (0, with ``classes`` empty, where images have no labels), and "start", the
+    image's first byte in the archive. So forking or pickling a split costs one array, not a
+    million objects.
     """
 
     source: str
-    names: bytes
-    ends: np.ndarray
-    sizes: np.ndarray
-    labels: np.ndarray
+    table: np.ndarray
     classes: tuple[str, ...]
-    starts: np.ndarray | None = None
+    archived: bool = False
 
     def __len__(self) -> int:
-        return len(self.ends)
+        return len(self.table)
+
+    @property
+    def labels(self) -> np.ndarray:
+        """int64 ``[n]``."""
+        return self.table["label"]
 
     def relative_name(self, i: int) -> bytes:
         """The path below ``source`` or the name within it, as the file system spells it."""
-        return self.names[self.ends[i - 1] if i else 0 : self.ends[i]]
+        return self.table["name"][i]
 
     def name(self, i: int) -> str:
         """What messages call image ``i``: ``root/train/n01440764/x.JPEG``, ``archive.tar:member``.
 
         One printable line, whatever characters the file system allows.
         """
-        separator = os.sep if self.starts is None else ":"
-        return printable(os.fsencode(self.source) + separator.encode() + self.relative_name(i))
+        separator = b":" if self.archived else os.fsencode(os.sep)
+        return printable(os.fsencode(self.source) + separator + self.relative_name(i))
 
     def taken(self, order: np.ndarray) -> "ImageSplit":
         """The images ``order`` (int64, or bool ``[n]``), in that order."""
-        chosen = np.arange(len(self))[order].tolist()
-        names, ends = pack_names(self.relative_name(i) for i in chosen)
-        starts = None if self.starts is None else self.starts[order]
-        sizes, labels = self.sizes[order], self.labels[order]
-        return ImageSplit(self.source, names, ends, sizes, labels, self.classes, starts)
+        return replace(self, table=self.table[order])
 
     def read(self, i: int) -> bytes:
         """The encoded content of image ``i``, never empty. Safe in forked and spawned processes.
@@ -79,29 +75,28 @@ class ImageSplit:
             raise DamagedData(f"{self.name(i)}: is gone") from None
         except OSError as error:
             raise DamagedData(f"{self.name(i)}: cannot be read: {error.strerror}") from error
-        if self.starts is not None and len(content) != self.sizes[i]:
+        if self.archived and len(content) != self.table["size"][i]:
             raise DamagedData(f"{self.name(i)}: the archive ends within it")
         if not content:
             raise DamagedData(f"{self.name(i)}: an empty file (0 bytes)")
         return content
 
     def _content(self, i: int) -> bytes:
-        if self.starts is None:
+        if not self.archived:
             path = os.path.join(os.fsencode(self.source), self.relative_name(i))
             with open(path, "rb", buffering=0) as file:
                 return file.readall()
         # Opened anew for each image: about 5 us, and no descriptor to share or to close.
-        descriptor = os.open(self.source, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            return os.pread(descriptor, int(self.sizes[i]), int(self.starts[i]))
-        finally:
-            os.close(descriptor)
+        with open(self.source, "rb", buffering=0) as file:
+            row = self.table[i]
+            return os.pread(file.fileno(), int(row["size"]), int(row["start"]))
 
 
-def pack_names(names: Iterable[bytes]) -> tuple[bytes, np.ndarray]:
-    """``(names, ends)`` of an ``ImageSplit``."""
-    names = list(names)
-    return b"".join(names), np.cumsum([len(name) for name in names], dtype=np.int64)
+def image_table(rows: Sequence[tuple[bytes, int, int, int]]) -> np.ndarray:
+    """The ``table`` of an ``ImageSplit``, of (name, size, label, start) each."""
+    width = max((len(row[0]) for row in rows), default=1)
+    numbers = [(column, np.int64) for column in ("size", "label", "start")]
+    return np.array(rows, [("name", f"S{width}"), *numbers])
 
 
 def printable(path: str | bytes) -> str:
@@ -129,25 +124,29 @@ SIDE_EXTENSIONS = frozenset(
 )
 
 
-@dataclass(slots=True)
-class Listing:
-    """Images in a fixed order: paths below root, sizes in bytes, labels (0 without classes)."""
+def list_images(root: str, top: str, flat: bool, keep_damaged: bool) -> tuple[ImageSplit, int]:
+    """The images below root/``top``, and how many files were passed over.
 
-    classes: tuple[str, ...] = ()
-    names: list[bytes] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)
-    labels: list[int] = field(default_factory=list)
-    ignored: int = 0
-
-
-def list_classes(root: str, top: str, keep_damaged: bool) -> Listing:
-    """The images in the class folders of root/``top``, by class name, folder and file name.
-
-    With ``keep_damaged`` empty files are listed like others. Raises ``DamagedData`` naming the
-    file or folder: no or empty class folders, images beside the class folders, and files that
-    cannot be used.
+    Those in its class folders, by class name, folder and file name; ``flat``: at any depth, by
+    folder and file name, without classes. With ``keep_damaged`` empty files are listed like others.
+    Raises ``DamagedData`` naming the file or folder: no images, no or empty class folders, images
+    beside the class folders, and files that cannot be used.
     """
-    path = os.path.join(root, top) if top else root
+    classes, ignored = ((), 0) if flat else _classes(os.path.normpath(os.path.join(root, top)))
+    empty = "no images in it, at any depth" if flat else "an empty class folder (no images in it)"
+    rows: list[tuple[bytes, int, int, int]] = []
+    for label, name in enumerate(classes or [""]):
+        folder = os.path.join(top, name) if name else top
+        images, passed_over = _tree(root, folder, keep_damaged)
+        if not images:
+            raise DamagedData(f"{printable(os.path.normpath(os.path.join(root, folder)))}: {empty}")
+        rows += [(image, size, label, 0) for image, size in images]
+        ignored += passed_over
+    return ImageSplit(root, image_table(rows), classes), ignored
+
+
+def _classes(path: str) -> tuple[tuple[str, ...], int]:
+    """The class folders in ``path``, sorted, and how many files beside them are passed over."""
     classes, beside, ignored = [], [], 0
     for entry in _entries(path):
         if entry.is_dir():
@@ -166,58 +165,35 @@ def list_classes(root: str, top: str, keep_damaged: bool) -> Listing:
             f"{printable(os.path.join(path, min(beside)))}: an image beside the class folders, "
             "not in one of them"
         )
-    listing = Listing(tuple(sorted(classes)), ignored=ignored)
-    for label, name in enumerate(listing.classes):
-        before = len(listing.names)
-        _add_tree(listing, root, os.path.join(top, name), label, keep_damaged)
-        if len(listing.names) == before:
-            raise DamagedData(
-                f"{printable(os.path.join(path, name))}: an empty class folder (no images in it)"
-            )
-    return listing
+    return tuple(sorted(classes)), ignored
 
 
-def list_flat(root: str, top: str, keep_damaged: bool) -> Listing:
-    """All images below root/``top`` at any depth, by folder and file name; label 0.
-
-    Raises ``DamagedData`` naming a file that cannot be used, or the folder if it has no images.
-    """
-    listing = Listing()
-    _add_tree(listing, root, top, 0, keep_damaged)
-    if not listing.names:
-        path = os.path.join(root, top) if top else root
-        raise DamagedData(f"{printable(path)}: no images in it, at any depth")
-    return listing
-
-
-def _add_tree(listing: Listing, root: str, top: str, label: int, keep_damaged: bool) -> None:
-    folders: list[tuple[str, list[tuple[str, int]]]] = []
+def _tree(root: str, top: str, keep_damaged: bool) -> tuple[list[tuple[bytes, int]], int]:
+    """Path below root and size of the images below root/``top``; how many files are no images."""
     above, folder = set(), top
     while folder:
         folder = os.path.dirname(folder)
         above.add(_identity(os.path.join(root, folder)))
-    pending: list[tuple[str, frozenset]] = [(top, frozenset(above))]
+    found, ignored = [], 0
+    pending = [(top, frozenset(above))]
     while pending:
         folder, enclosing = pending.pop()
         path = os.path.join(root, folder)
         identity = _identity(path)
         if identity in enclosing:
             continue
-        files = []
         for entry in _entries(path):
             if _extension(entry.name) in IMAGE_EXTENSIONS and not entry.is_dir():
-                files.append((entry.name, _size(entry, keep_damaged)))
+                found.append((folder, entry.name, _size(entry, keep_damaged)))
             elif entry.is_dir():
                 pending.append((os.path.join(folder, entry.name), enclosing | {identity}))
             else:
                 _check_side_file(entry)
-                listing.ignored += 1
-        folders.append((folder, sorted(files)))
-    for folder, files in sorted(folders):
-        prefix = os.fsencode(os.path.join(folder, ""))
-        listing.names += [prefix + os.fsencode(name) for name, _ in files]
-        listing.sizes += [size for _, size in files]
-        listing.labels += [label] * len(files)
+                ignored += 1
+    images = [
+        (os.fsencode(os.path.join(folder, name)), size) for folder, name, size in sorted(found)
+    ]
+    return images, ignored
 
 
 def _entries(path: str) -> list[os.DirEntry]:

@@ -8,6 +8,7 @@ nor on the device.
 import hashlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypedDict, Unpack
 
 import numpy as np
 import torch
@@ -18,6 +19,16 @@ from mprun.data.source import Batch, DataError, EpochOrder, Source, permutation
 
 # (uint8 images [batch, channels, h, w], epoch, position of the first one in the epoch) -> the like.
 Augment = Callable[[Tensor, int, int], Tensor]
+
+
+class Serving(TypedDict, total=False):
+    """What `ImageStore` serves its images with, beside their size."""
+
+    batch_size: int
+    seed: int
+    device: torch.device | str
+    channels: int
+    value_range: str
 
 
 class ImageStore(Source):
@@ -31,6 +42,8 @@ class ImageStore(Source):
         train: Images uint8 ``[n, channels or 1, h, w]`` and labels int64 ``[n]``.
         held_out: The like, for evaluation.
         maximum: The largest value that an image may have.
+        image_size: Pixels of a side, 8 or more.
+        channels: A multiple of the stored ones.
         value_range: ``standardised`` (mean 0, standard deviation 1 over the stored training split)
             or ``tanh`` (0 ... maximum mapped to -1 ... 1).
         normalisation: Replaces both: (offset, divisor), float32 ``[channels, 1, 1]``, to subtract
@@ -38,7 +51,7 @@ class ImageStore(Source):
         augment: Changes training batches on the device while they are bytes.
 
     Raises:
-        ValueError: An argument is out of range.
+        ValueError: There are fewer training images than a batch takes.
     """
 
     def __init__(
@@ -46,23 +59,18 @@ class ImageStore(Source):
         train: Batch,
         held_out: Batch,
         maximum: int,
+        image_size: int,
         *,
         name: str,
         num_classes: int,
-        image_size: int,
-        channels: int,
         batch_size: int,
         seed: int,
         device: torch.device | str,
-        value_range: str,
+        channels: int = 3,
+        value_range: str = "standardised",
         normalisation: tuple[Tensor, Tensor] | None = None,
         augment: Augment | None = None,
     ) -> None:
-        stored = train[0].shape[1]
-        if image_size < 8:
-            raise ValueError(f"image_size={image_size} is not allowed: 8 or more")
-        if channels < 1 or channels % stored:
-            raise ValueError(f"channels={channels} is not allowed: a multiple of {stored}")
         device = torch.device(device)
         self._order = EpochOrder(seed, len(train[0]), batch_size, device)
         self.description = {
@@ -120,9 +128,7 @@ def _offset_and_divisor(value_range: str, images: Tensor, maximum: int) -> tuple
     if value_range == "standardised":
         std, mean = torch.std_mean(images.double(), correction=0)
         return float(mean), float(std)
-    if value_range == "tanh":
-        return maximum / 2, maximum / 2
-    raise ValueError(f"value_range={value_range!r} is not allowed: 'standardised' or 'tanh'")
+    return maximum / 2, maximum / 2
 
 
 def _sha256(*tensors: Tensor) -> str:
@@ -148,19 +154,11 @@ class DigitsImages(ImageStore):
     digits.LICENSE beside this file says where they come from.
 
     Raises:
-        ValueError: An argument is out of range.
+        ValueError: There are fewer training images than a batch takes.
         DataError: The file of images is not as it was installed.
     """
 
-    def __init__(
-        self,
-        image_size: int,
-        batch_size: int,
-        seed: int,
-        device: torch.device | str,
-        channels: int = 3,
-        value_range: str = "standardised",
-    ) -> None:
+    def __init__(self, image_size: int, **serving: Unpack[Serving]) -> None:
         images, labels = load_digits()
         order = permutation(SPLIT_SEED, 0, len(images))
         train, held_out = order[:-EVAL_SAMPLES], order[-EVAL_SAMPLES:]
@@ -168,14 +166,10 @@ class DigitsImages(ImageStore):
             (images[train], labels[train]),
             (images[held_out], labels[held_out]),
             MAXIMUM,
+            image_size,
             name="digits",
             num_classes=10,
-            image_size=image_size,
-            channels=channels,
-            batch_size=batch_size,
-            seed=seed,
-            device=device,
-            value_range=value_range,
+            **serving,
         )
         self.description["origin"] = "sklearn.datasets.load_digits"
 
@@ -204,33 +198,18 @@ class SyntheticImages(ImageStore):
     Values and batches as for ``DigitsImages``, but stored at full size: ``channels *
     image_size**2`` bytes a sample on the device. The content comes from a fixed CPU generator; the
     seed sets the order alone.
-
-    Raises:
-        ValueError: An argument is out of range.
     """
 
     def __init__(
         self,
         num_classes: int,
         image_size: int,
-        batch_size: int,
-        seed: int,
-        device: torch.device | str,
-        channels: int = 3,
         train_size: int = 256,
         eval_size: int = 64,
-        value_range: str = "standardised",
+        **serving: Unpack[Serving],
     ) -> None:
-        for name, value, least in (
-            ("num_classes", num_classes, 1),
-            ("channels", channels, 1),
-            ("train_size", train_size, 1),
-            ("eval_size", eval_size, 1),
-            ("image_size", image_size, 8),
-        ):
-            if value < least:
-                raise ValueError(f"{name}={value} is not allowed: {least} or more")
         generator = torch.Generator().manual_seed(CONTENT_SEED)
+        channels = serving.get("channels", 3)
 
         def split(n: int) -> Batch:
             shape = (n, channels, image_size, image_size)
@@ -241,12 +220,8 @@ class SyntheticImages(ImageStore):
             split(train_size),
             split(eval_size),
             255,
+            image_size,
             name="synthetic_images",
             num_classes=num_classes,
-            image_size=image_size,
-            channels=channels,
-            batch_size=batch_size,
-            seed=seed,
-            device=device,
-            value_range=value_range,
+            **serving,
         )

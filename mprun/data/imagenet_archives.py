@@ -20,7 +20,7 @@ from mprun.data.image_listing import (
     IMAGE_EXTENSIONS,
     MAX_FILE_BYTES,
     ImageSplit,
-    pack_names,
+    image_table,
     printable,
     too_large,
 )
@@ -52,14 +52,25 @@ def list_members(path: str, inside: Member | None = None) -> list[Member]:
     million members, and for an archive that is no tar or ends early.
     """
     shown = member_name(path, inside) if inside else printable(path)
+    members: dict[str, Member] = {}
     try:
         with open(path, "rb", buffering=0) as file:
             start, size = inside[1:] if inside else (0, os.fstat(file.fileno()).st_size)
-            return sorted(_members(file, shown, start, size))
+            for entry in entries(file, start, size):
+                if entry.isdir():
+                    continue
+                name = entry.name.removeprefix("./")
+                fault = "a name that comes twice" if name in members else _fault(entry, name, size)
+                if fault:
+                    raise DamagedData(f"{shown}:{printable(name)}: {fault} in an archive")
+                members[name] = Member(name, start + entry.offset_data, entry.size)
+                if len(members) > MAX_MEMBERS:
+                    raise DamagedData(f"{shown}: more than {MAX_MEMBERS:,} members")
     except OSError as error:
         raise DamagedData(f"{shown}: cannot be read: {error.strerror}") from error
     except tarfile.TarError as error:
         raise DamagedData(f"{shown}: a damaged tar archive: {error}") from error
+    return sorted(members.values())
 
 
 def entries(file: BinaryIO, start: int, size: int) -> Iterator[tarfile.TarInfo]:
@@ -117,25 +128,6 @@ class _Headers:
         return self._at
 
 
-def _members(file: BinaryIO, shown: str, start: int, size: int) -> list[Member]:
-    members: list[Member] = []
-    seen: set[str] = set()
-    for entry in entries(file, start, size):
-        if entry.isdir():
-            continue
-        name = entry.name.removeprefix("./")
-        fault = _fault(entry, name, size)
-        if name in seen:
-            fault = "a name that comes twice"
-        if fault:
-            raise DamagedData(f"{shown}:{printable(name)}: {fault} in an archive")
-        seen.add(name)
-        if len(seen) > MAX_MEMBERS:
-            raise DamagedData(f"{shown}: more than {MAX_MEMBERS:,} members")
-        members.append(Member(name, start + entry.offset_data, entry.size))
-    return members
-
-
 def _fault(entry: tarfile.TarInfo, name: str, size: int) -> str | None:
     if entry.type not in (tarfile.REGTYPE, tarfile.AREGTYPE) or entry.issparse():
         return "not a regular file"
@@ -165,7 +157,7 @@ def find_archived_images(root: str) -> tuple[ImageSplit, ImageSplit]:
     labels are those of ``ImageFolder`` on the extracted archives; validation labels come from the
     development kit, the archive or the folder of that name in ``root``. The members' places are
     listed once, which takes half a minute for the 1.3 million of ImageNet and as many random
-    reads, and kept (``mprun.data.array_cache``).
+    reads, and kept (``mprun.data.cache``).
 
     Raises ``DamagedData`` naming the archive or the member that is missing or cannot be used.
     """
@@ -173,30 +165,28 @@ def find_archived_images(root: str) -> tuple[ImageSplit, ImageSplit]:
     if not (os.path.isfile(train_path) or os.path.isfile(validation_path)):
         raise DamagedData(f"{printable(root)}: no ImageNet here; {WHERE_FILES_GO}")
     key = {
-        "of": "imagenet",
+        "of": "imagenet tables",
         "train": _fingerprint(train_path),
         "validation": _fingerprint(validation_path),
     }
-    index = load_arrays(key)
-    if index is None:
-        index = [*_list_train(train_path), *_list_validation(validation_path)]
-        store_arrays(key, index)
-    names, ends, starts, sizes, labels = index[:5]
-    train = ImageSplit(train_path, names.tobytes(), ends, sizes, labels, (), starts)
-    firsts = np.unique(labels, return_index=True)[1].tolist()
+    tables = load_arrays(key)
+    if tables is None:
+        tables = [_list_train(train_path), _list_validation(validation_path)]
+        store_arrays(key, tables)
+    train = ImageSplit(train_path, tables[0], (), archived=True)
+    firsts = np.unique(train.labels, return_index=True)[1].tolist()
     classes = tuple(train.relative_name(i).partition(b".tar/")[0].decode() for i in firsts)
     if len(classes) != CLASSES:
         raise DamagedData(
             f"{printable(train_path)}: {len(classes)} classes, ImageNet has {CLASSES}"
         )
     train.classes = classes
-
-    names, ends, starts, sizes = index[5:]
+    held_out = ImageSplit(validation_path, tables[1], classes, archived=True)
     wnids = _validation_wnids(root)
-    if len(wnids) != len(ends):
+    if len(wnids) != len(held_out):
         raise DamagedData(
-            f"{printable(validation_path)}: {len(ends)} images, but {DEVKIT_FOLDER}/{GROUND_TRUTH} "
-            f"has {len(wnids)} lines"
+            f"{printable(validation_path)}: {len(held_out)} images, but "
+            f"{DEVKIT_FOLDER}/{GROUND_TRUTH} has {len(wnids)} lines"
         )
     label_of = {wnid: label for label, wnid in enumerate(classes)}
     unknown = sorted(set(wnids) ^ set(classes))
@@ -205,10 +195,8 @@ def find_archived_images(root: str) -> tuple[ImageSplit, ImageSplit]:
             f"{printable(validation_path)}: class {unknown[0]} has images in one of training and "
             "validation only"
         )
-    labels = np.array([label_of[wnid] for wnid in wnids], np.int64)
-    by_class = np.argsort(labels, kind="stable")
-    held_out = ImageSplit(validation_path, names.tobytes(), ends, sizes, labels, classes, starts)
-    return train, held_out.taken(by_class)
+    held_out.labels[:] = [label_of[wnid] for wnid in wnids]
+    return train, held_out.taken(np.argsort(held_out.labels, kind="stable"))
 
 
 def _fingerprint(path: str) -> str:
@@ -225,40 +213,34 @@ def _fingerprint(path: str) -> str:
     return f"{found.st_size} {found.st_mtime_ns} {edges.hexdigest()}"
 
 
-def _list_train(path: str) -> list[np.ndarray]:
-    """Names ("n01440764.tar/n01440764_18.JPEG"), ends, starts, sizes and labels."""
-    images, labels = [], []
+def _list_train(path: str) -> np.ndarray:
+    """A table (`image_table`); names are like "n01440764.tar/n01440764_18.JPEG"."""
+    rows = []
     for label, archive in enumerate(list_members(path)):
         if not _CLASS_TAR.fullmatch(archive.name):
             raise DamagedData(f"{member_name(path, archive)}: not the archive of a class")
         members = list_members(path, archive)
         if not members:
             raise DamagedData(f"{member_name(path, archive)}: an empty class (no images in it)")
-        for name, start, size in members:
-            images.append(_checked(path, Member(f"{archive.name}/{name}", start, size)))
-        labels += [label] * len(members)
-    return [*_columns(images), np.array(labels, np.int64)]
+        for member in members:
+            inside = member._replace(name=f"{archive.name}/{member.name}")
+            rows.append(_row(path, inside, label))
+    return image_table(rows)
 
 
-def _list_validation(path: str) -> list[np.ndarray]:
-    return _columns([_checked(path, image) for image in list_members(path)])
+def _list_validation(path: str) -> np.ndarray:
+    return image_table([_row(path, image, 0) for image in list_members(path)])
 
 
-def _checked(path: str, image: Member) -> Member:
+def _row(path: str, image: Member, label: int) -> tuple[bytes, int, int, int]:
+    """Of a table; DamagedData for what can be no image."""
     if os.path.splitext(image.name)[1].lower() not in IMAGE_EXTENSIONS:
         raise DamagedData(f"{member_name(path, image)}: not an image by its name")
     if image.size > MAX_FILE_BYTES:
         raise DamagedData(too_large(member_name(path, image)))
     if image.size == 0:
         raise DamagedData(f"{member_name(path, image)}: an empty file (0 bytes)")
-    return image
-
-
-def _columns(images: list[Member]) -> list[np.ndarray]:
-    names, ends = pack_names(os.fsencode(image.name) for image in images)
-    starts = np.array([image.start for image in images], np.int64)
-    sizes = np.array([image.size for image in images], np.int64)
-    return [np.frombuffer(names, np.uint8), ends, starts, sizes]
+    return os.fsencode(image.name), image.size, label, image.start
 
 
 def _validation_wnids(root: str) -> list[str]:
@@ -288,35 +270,26 @@ def _read_devkit(root: str) -> list[bytes]:
         return [_read_small(os.path.join(folder, name)) for name in wanted]
     if not os.path.isfile(archive):
         raise DamagedData(f"{printable(archive)}: no such file; {WHERE_FILES_GO}")
+    found = {}
     try:
         with gzip.open(archive) as file:
-            unpacked = file.read(MAX_UNPACKED_BYTES + 1)
-        if len(unpacked) > MAX_UNPACKED_BYTES:
+            tar = file.read(MAX_UNPACKED_BYTES + 1)
+        if len(tar) > MAX_UNPACKED_BYTES:
             raise DamagedData(
                 f"{printable(archive)}: unpacks to more than {MAX_UNPACKED_BYTES // 2**20} MiB"
             )
-        found = _small_members(archive, unpacked, wanted)
+        for member in entries(io.BytesIO(tar), 0, len(tar)):
+            name = member.name.removeprefix("./").removeprefix(f"{DEVKIT_FOLDER}/")
+            if name in wanted:
+                if member.size > MAX_DEVKIT_BYTES or _fault(member, name, len(tar)):
+                    raise DamagedData(f"{printable(archive)}:{name}: no regular file of its size")
+                found[name] = tar[member.offset_data :][: member.size]
     except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
         raise DamagedData(f"{printable(archive)}: cannot be read: {error}") from error
     for name in wanted:
         if name not in found:
             raise DamagedData(f"{printable(archive)}:{DEVKIT_FOLDER}/{name}: missing")
     return [found[name] for name in wanted]
-
-
-def _small_members(archive: str, tar: bytes, wanted: tuple[str, ...]) -> dict[str, bytes]:
-    """Name below the kit's folder -> content."""
-    found = {}
-    for member in entries(io.BytesIO(tar), 0, len(tar)):
-        name = member.name.removeprefix("./").removeprefix(f"{DEVKIT_FOLDER}/")
-        if name not in wanted:
-            continue
-        plain = member.isreg() and not member.issparse()
-        end = member.offset_data + member.size
-        if not plain or member.size > MAX_DEVKIT_BYTES or end > len(tar):
-            raise DamagedData(f"{printable(archive)}:{name}: no regular file of its size")
-        found[name] = tar[member.offset_data : end]
-    return found
 
 
 def _read_small(path: str) -> bytes:

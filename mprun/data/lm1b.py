@@ -10,7 +10,7 @@ import numpy as np
 
 from mprun.data.cache import Cache
 from mprun.data.source import DamagedData
-from mprun.data.text import EncodedText, check_options
+from mprun.data.text import EncodedText
 from mprun.data.token_streams import Sizes
 from mprun.data.vocabulary import WordIds, read_words, text_blocks, word_blocks
 
@@ -155,7 +155,6 @@ class Lm1b(EncodedText):
         cache: str | Path | None = None,
         **sizes: Unpack[Sizes],
     ) -> None:
-        check_options(vocab_multiple, split=eval_split)
         shards, held_out = find_shards(root, eval_split)
         source = find_vocabulary(root, vocabulary)
         kept = Cache(cache)

@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from mprun.data.source import Batch, DamagedData, ReadBatch, Reader, Source, checked_index
-from mprun.errors import MprunError, Resource
+from mprun.errors import ASKING, MprunError, Resource
 
 MOST_WORKERS = 16
 # A batch takes seconds; a file system that answers nothing for this long will not.
@@ -42,7 +42,6 @@ _LOOK_EVERY_S = 2.0
 # Batches kept to be asked for again; raised to what a caller goes back, up to the second number.
 _KEPT, _KEPT_AT_MOST = 2, 32
 # The parent handles these; a process group gets them all at once.
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _open: "weakref.WeakSet[BatchLoader]" = weakref.WeakSet()
 
 
@@ -229,11 +228,11 @@ class BatchLoader:
         )
 
     def _count_replaced(self, batch: ReadBatch) -> None:
-        self.replaced.update(zip(batch.replaced, batch.replaced_names, strict=True))
+        self.replaced |= batch.replaced
         most = self.reader.most_replaced
         if len(self.replaced) > most:
             raise DamagedData(
-                f"{batch.replaced_names[-1]}: cannot be used, nor can {most} others of "
+                f"{list(batch.replaced.values())[-1]}: cannot be used, nor can {most} others of "
                 f"{self.reader.samples}; data.on_corrupt=skip replaces no more than {most}"
             )
 
@@ -242,7 +241,7 @@ def start_fork_server() -> None:
     """Start the process from which loader processes are forked, if it does not run yet."""
     resource_tracker.ensure_running()  # it would unblock the signals below
     # Blocked signals stay blocked in what is started here; those that arrive meanwhile come later.
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ASKING)
     try:
         forkserver.set_forkserver_preload(["torch.utils.data", "mprun.data.image_folder"])
         forkserver.ensure_running()
@@ -281,7 +280,7 @@ def _as_it_is(batch):
 
 def _settle(worker: int) -> None:
     """What each loader process does first."""
-    for number in _SIGNALS:
+    for number in ASKING:
         signal.signal(number, signal.SIG_IGN)
     # torch's processes look whether their own parent, here the fork server, is gone; that one
     # stays as long as they do.

@@ -117,10 +117,6 @@ def rotation(seed: int, epoch: int, n: int) -> int:
 
 
 def _stream(seed: int, epoch: int) -> np.random.PCG64:
-    if seed < 0:
-        raise ValueError(f"seed={seed} is not allowed: 0 or more")
-    if epoch < 0:
-        raise ValueError(f"epoch={epoch} is not allowed: 0 or more")
     return np.random.PCG64(np.random.SeedSequence([seed, epoch]))
 
 
@@ -163,46 +159,30 @@ class ReadBatch(NamedTuple):
     Attributes:
         images: ``[batch, ...]``, as the reader makes them.
         labels: int64 ``[batch]``.
-        replaced: Numbers in the split of the samples that could not be used, in whose place others
-            are here.
-        replaced_names: What messages call them.
+        replaced: Number in the split of each sample that could not be used, in whose place others
+            are here, and what messages call it.
     """
 
     images: Tensor
     labels: Tensor
-    replaced: tuple[int, ...] = ()
-    replaced_names: tuple[str, ...] = ()
-
-
-class Split(Protocol):
-    """Samples of which messages say where they are from."""
-
-    @property
-    def source(self) -> str:
-        """Name or folder."""
-
-    def __len__(self) -> int: ...
+    replaced: dict[int, str]
 
 
 class Reader(ABC):
-    """Batches of one split by number, a pure function of the split, ``seed`` and the number.
+    """Batches of a split of ``samples``, a pure function of the split, ``seed`` and the number.
 
     With a ``seed``: training batches, in the order of ``EpochOrder``, number counting over all
     epochs. Without: the split in its own order, ``len(reader)`` batches, the last one may be
-    smaller. ``most_replaced`` is how many different samples may be replaced.
+    smaller. ``where``: the split's name or folder, for messages. ``most_replaced`` is how many
+    different samples may be replaced.
     """
 
     most_replaced = 0
 
-    def __init__(self, split: Split, batch_size: int, seed: int | None) -> None:
-        if batch_size < 1:
-            raise ValueError(f"batch_size={batch_size} is not allowed: 1 or more")
-        self.batch_size, self.samples, self.where = batch_size, len(split), split.source
-        self._order = (
-            None
-            if seed is None
-            else EpochOrder(seed, self.samples, batch_size, torch.device("cpu"))
-        )
+    def __init__(self, samples: int, where: str, batch_size: int, seed: int | None) -> None:
+        self.batch_size, self.samples, self.where = batch_size, samples, where
+        cpu = torch.device("cpu")
+        self._order = None if seed is None else EpochOrder(seed, samples, batch_size, cpu)
 
     def __len__(self) -> int:
         """Batches of an epoch."""

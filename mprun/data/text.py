@@ -6,7 +6,7 @@ documentation is small enough to lie in memory, and needs no download.
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Unpack
@@ -16,7 +16,7 @@ import torch
 
 from mprun.data.cache import Cache, Key
 from mprun.data.source import DamagedData, DataError
-from mprun.data.token_streams import EVAL_STREAMS, FileOptions, FileStreams, TokenStreams
+from mprun.data.token_streams import EVAL_STREAMS, Sizes, StreamOptions, TokenStreams
 from mprun.data.vocabulary import (
     END_OF_LINE,
     UNKNOWN,
@@ -25,7 +25,6 @@ from mprun.data.vocabulary import (
     joined_words,
     read_words,
     text_blocks,
-    vocabulary_of_blocks,
     word_blocks,
 )
 
@@ -78,8 +77,8 @@ def _pattern(name: str, split: str) -> str | None:
     return next((p for p in _PATTERNS for alias in _NAMES[split] if p.format(alias) == name), None)
 
 
-class EncodedText(FileStreams):
-    """`FileStreams` of encoded words, with the vocabulary that they were encoded by.
+class EncodedText(TokenStreams):
+    """`TokenStreams` of encoded words, with the vocabulary that they were encoded by.
 
     ``vocab_size`` is the number of entries padded to ``vocab_multiple``; the padding ids never
     occur. ``sha256`` stands for the contents of the files that the text was read from.
@@ -91,7 +90,7 @@ class EncodedText(FileStreams):
         words: The file of the vocabulary, one word a line.
         marker: The word that stands for the end of a line.
         tokens: Encoded files; the last one is the held-out split ``eval_split``.
-        options: Those of `FileStreams`.
+        options: Those of `TokenStreams`.
     """
 
     def __init__(
@@ -105,7 +104,7 @@ class EncodedText(FileStreams):
         *,
         vocab_multiple: int,
         eval_split: str,
-        **options: Unpack[FileOptions],
+        **options: Unpack[StreamOptions],
     ) -> None:
         super().__init__(tokens[:-1], tokens[-1], **options)
         self._words, self._marker = words, marker
@@ -135,16 +134,6 @@ class EncodedText(FileStreams):
         return joined_words([self.vocabulary[i] for i in ids], self._marker)
 
 
-def check_options(vocab_multiple: int, vocab_limit: int | None = None, split: str = "test") -> None:
-    """Raise ``ValueError`` for an option that no text has."""
-    if split not in ("valid", "test"):
-        raise ValueError(f"eval_split={split!r} is not allowed: 'valid' or 'test'")
-    if vocab_limit is not None and vocab_limit < 3:
-        raise ValueError(f"vocab_limit={vocab_limit} is not allowed: 3 or more, or None")
-    if vocab_multiple < 1:
-        raise ValueError(f"vocab_multiple={vocab_multiple} is not allowed: 1 or more")
-
-
 class Text(EncodedText):
     """The training split and one held-out split of a text below ``root``, as streams of words.
 
@@ -159,7 +148,7 @@ class Text(EncodedText):
     stands for all words outside of the vocabulary, of which ``vocab_limit`` caps the entries, None
     for no cap.
 
-    Batches are those of `FileStreams`: each epoch starts elsewhere (``rotate``) or at the first
+    Batches are those of `TokenStreams`: each epoch starts elsewhere (``rotate``) or at the first
     word, evaluation runs over the first ``eval_tokens`` of ``eval_split`` ("valid" or "test"),
     None for all.
 
@@ -183,9 +172,8 @@ class Text(EncodedText):
         lower: bool = False,
         eval_split: str = "valid",
         cache: str | Path | None = None,
-        **options: Unpack[FileOptions],
+        **options: Unpack[StreamOptions],
     ) -> None:
-        check_options(vocab_multiple, vocab_limit, eval_split)
         kept = Cache(cache)
         files = find_text_files(root, ("train", eval_split))
         hashes = {path: kept.content_sha256(path) for path in files.values()}
@@ -196,7 +184,7 @@ class Text(EncodedText):
 
         def ranked_words() -> Iterator[bytes]:
             special = (UNKNOWN, END_OF_LINE)
-            for word in vocabulary_of_blocks(blocks(train), special, vocab_limit):
+            for word in build_vocabulary(blocks(train), special, vocab_limit):
                 yield f"{word}\n".encode()
 
         def encoded(path: Path) -> Iterator[np.ndarray]:
@@ -250,27 +238,20 @@ class DocsText(TokenStreams):
     def __init__(
         self,
         level: str,
-        batch_size: int,
-        sequence_length: int,
-        seed: int,
-        device: torch.device | str,
         vocab_limit: int | None = None,
         vocab_multiple: int = 8,
+        **sizes: Unpack[Sizes],
     ) -> None:
-        if level not in ("word", "char"):
-            raise ValueError(f"level={level!r} is not allowed: 'word' or 'char'")
-        check_options(vocab_multiple, vocab_limit)
         text = load_text()
-        split = _split_words if level == "word" else list
+        split: Callable[[str], list[str]] = _split_words if level == "word" else list
         special = (UNKNOWN, END_OF_LINE) if level == "word" else (UNKNOWN,)
         train_text, held_out_text = split_text(text)
         train, held_out = split(train_text), split(held_out_text)
         self.level = level
-        self.vocabulary: tuple[str, ...] = build_vocabulary(train, special, vocab_limit)
+        self.vocabulary: tuple[str, ...] = build_vocabulary([train], special, vocab_limit)
         self.vocab_size = -(-len(self.vocabulary) // vocab_multiple) * vocab_multiple
         self._ids = WordIds(self.vocabulary, UNKNOWN)
-        tokens = self._encode(train), self._encode(held_out)
-        super().__init__(*tokens, batch_size, sequence_length, seed, device)
+        super().__init__([self._encode(train)], self._encode(held_out), **sizes)
         self.sha256 = hashlib.sha256(text.encode()).hexdigest()
         self.description = {
             "name": "docs_text",
@@ -279,7 +260,7 @@ class DocsText(TokenStreams):
             "train_samples": len(train),
             "eval_samples": len(held_out),
             "eval_streams": EVAL_STREAMS,
-            "sequence_length": sequence_length,
+            "sequence_length": self._sequence_length,
             "vocab_entries": len(self.vocabulary),
             "vocab_size": self.vocab_size,
         }

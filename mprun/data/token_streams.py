@@ -1,8 +1,7 @@
 """Token sequences served as parallel contiguous streams, for state carried across batches.
 
-`TokenStreams` holds the tokens on the device, `FileStreams` reads them piece by piece from files of
-any size; both deliver the same batches. On the first stand the user's own tokens and random ones,
-on the second `mprun.data.text` and `mprun.data.lm1b`.
+`TokenStreams` reads them piece by piece, from files of any size or from memory. On it stand the
+user's own tokens and random ones, and the texts of `mprun.data.text` and `mprun.data.lm1b`.
 """
 
 import hashlib
@@ -12,13 +11,20 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import TypedDict
+from typing import TypedDict, Unpack
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mprun.data.source import Batch, DamagedData, DataError, Source, permutation, rotation
+from mprun.data.source import (
+    Batch,
+    DamagedData,
+    DataError,
+    Source,
+    permutation,
+    rotation,
+)
 
 # Fixed, so that the metric does not depend on the training batch size. A multiple of 8 for the
 # sake of Tensor Cores.
@@ -37,8 +43,8 @@ class Sizes(TypedDict):
     device: torch.device | str
 
 
-class FileOptions(Sizes, total=False):
-    """What `FileStreams` are made with, beside the files."""
+class StreamOptions(Sizes, total=False):
+    """What `TokenStreams` are made with, beside the tokens."""
 
     rotate: bool
     shuffle_files: bool
@@ -46,140 +52,46 @@ class FileOptions(Sizes, total=False):
     eval_tokens: int | None
 
 
-class Streams(Source):
+class TokenStreams(Source):
     """A training and a held-out sequence cut into streams that run side by side.
 
     Batches are ``(tokens, targets)``, both int64 ``[time, batch]``, targets one token ahead;
     column b of a batch goes on where column b of the batch before it ended, so an LSTM's state can
     be carried from one batch to the next within an epoch. Reset it where
-    ``index % batches_per_epoch == 0``. Batches are views: do not write to them.
+    ``index % batches_per_epoch == 0``. Batches are views of about ``BLOCK_TOKENS`` tokens that one
+    read per stream fetched: do not write to them.
 
     Training: each epoch takes the sequence as a ring from a start of its own and cuts it into
-    ``batch_size`` equal streams; what does not fill a batch is dropped. One stream passes from the
-    end of the text to its beginning. Evaluation: ``EVAL_STREAMS`` streams whatever the batch size,
-    chunks of ``sequence_length``, the last one shorter. The first tokens of the held-out sequence,
-    fewer than ``EVAL_STREAMS``, are left out so that the streams are equally long.
+    ``batch_size`` equal streams; what does not fill a batch is dropped, a different piece in each
+    epoch. One stream passes from the end of the text to its beginning. Evaluation:
+    ``EVAL_STREAMS`` streams whatever the batch size, chunks of ``sequence_length``, the last one
+    shorter. The first tokens of the held-out sequence, fewer than ``EVAL_STREAMS``, are left out
+    so that the streams are equally long.
 
-    Raises:
-        ValueError: There are no streams of these sizes.
-        DataError: There are too few held-out tokens.
-    """
-
-    def __init__(
-        self,
-        train_tokens: int,
-        eval_tokens: int,
-        batch_size: int,
-        sequence_length: int,
-        seed: int,
-        device: torch.device | str,
-    ) -> None:
-        for name, value in {"batch_size": batch_size, "sequence_length": sequence_length}.items():
-            if value < 1:
-                raise ValueError(f"{name}={value} is not allowed: 1 or more")
-        if seed < 0:
-            raise ValueError(f"seed={seed} is not allowed: 0 or more")
-        if batch_size * sequence_length > train_tokens:
-            raise ValueError(
-                f"batch_size={batch_size} with sequence_length={sequence_length} is not allowed: "
-                f"their product is at most {train_tokens}, the number of training tokens"
-            )
-        if eval_tokens <= EVAL_STREAMS:
-            raise DataError(
-                f"{eval_tokens} held-out tokens are too few: more than {EVAL_STREAMS} are needed"
-            )
-        self.train_tokens, self.eval_tokens = train_tokens, eval_tokens
-        self.samples_per_batch = batch_size * sequence_length
-        self._batch_size, self._sequence_length, self._seed = batch_size, sequence_length, seed
-        self._device = torch.device(device)
-        self._stride = train_tokens // batch_size
-        self.batches_per_epoch = self._stride // sequence_length
-        self._eval_stride, self._eval_start = divmod(eval_tokens - 1, EVAL_STREAMS)
-
-    def _chunk(self, columns: Tensor, start: int) -> Batch:
-        """Tokens and targets from row ``start`` of ``columns``; short where these end."""
-        stop = min(start + self._sequence_length, len(columns) - 1)
-        return columns[start:stop], columns[start + 1 : stop + 1]
-
-
-class TokenStreams(Streams):
-    """`Streams` of two sequences, integer ``[tokens]``, that lie on the device.
-
-    Each epoch turns the training sequence to a start drawn from (seed, epoch), so that each drops
-    a different piece.
-    """
-
-    def __init__(
-        self,
-        train: Tensor,
-        held_out: Tensor,
-        batch_size: int,
-        sequence_length: int,
-        seed: int,
-        device: torch.device | str,
-    ) -> None:
-        super().__init__(len(train), len(held_out), batch_size, sequence_length, seed, device)
-        self._train, self._epoch = train.to(device), -1
-        self._columns = self._train[:0]
-        rest = held_out[self._eval_start :].to(device)
-        self._eval_columns = _columns(rest, EVAL_STREAMS, self._eval_stride, self._eval_stride)
-
-    def train_batch(self, index: int) -> Batch:
-        """Batch ``index`` of the run; raises ``ValueError`` if it is negative."""
-        epoch, batch = _place(index, self.batches_per_epoch)
-        if epoch != self._epoch:
-            ring = self._train.roll(-rotation(self._seed, epoch, len(self._train)))
-            ring = torch.cat([ring, ring[:1]])
-            length = self.batches_per_epoch * self._sequence_length
-            self._columns = _columns(ring, self._batch_size, self._stride, length)
-            self._epoch = epoch
-        return self._chunk(self._columns, batch * self._sequence_length)
-
-    def eval_batches(self) -> Iterator[Batch]:
-        """The held-out sequence from its beginning; the last batch may be shorter in time."""
-        for start in range(0, self._eval_stride, self._sequence_length):
-            yield self._chunk(self._eval_columns, start)
-
-
-def _place(index: int, batches_per_epoch: int) -> tuple[int, int]:
-    """(epoch, batch in it) of batch ``index`` of a run."""
-    if index < 0:
-        raise ValueError(f"index={index} is not allowed: 0 or more")
-    return divmod(index, batches_per_epoch)
-
-
-def _columns(sequence: Tensor, streams: int, stride: int, length: int) -> Tensor:
-    """``[length + 1, streams]``: column b is ``sequence[b * stride : b * stride + length + 1]``."""
-    return sequence.as_strided((length + 1, streams), (1, stride)).contiguous()
-
-
-class FileStreams(Streams):
-    """`Streams` of files of little-endian int32 tokens of any size.
-
-    Files are read with ``pread``: mapped pages would count as memory of the process. They stay
-    open, so that a folder that is deleted or replaced changes nothing. Batches are views of about
-    ``BLOCK_TOKENS`` tokens that one read per stream fetched.
+    A sequence is an integer tensor ``[tokens]``, held on the CPU as int64, or a file of
+    little-endian int32. Files are read with ``pread``: mapped pages would count as memory of the
+    process. They stay open, so that a folder that is deleted or replaced changes nothing.
 
     Args:
-        train: Files whose tokens, one file after the other, are the training sequence.
-        held_out: The file of the held-out sequence.
+        train: What makes up the training sequence, one after the other.
+        held_out: The held-out sequence.
         rotate: Each epoch turns the training sequence to a start drawn from (seed, epoch).
-        shuffle_files: Each epoch permutes the training files by (seed, epoch). With neither, each
-            epoch starts at the first token.
+        shuffle_files: Each epoch permutes the parts of ``train`` by (seed, epoch). With neither,
+            each epoch starts at the first token.
         overlap: Tokens at the end of each training file that the next file begins with, where they
             are read.
         eval_tokens: Evaluation is on the first ones of ``held_out``; None: on all.
 
     Raises:
-        ValueError: Sizes are out of range.
-        DataError: There are too few tokens.
+        ValueError: There are no streams of these sizes.
+        DataError: There are too few held-out tokens.
         DamagedData: A file is gone when it is opened, or cut short later.
     """
 
     def __init__(
         self,
-        train: Sequence[Path],
-        held_out: Path,
+        train: Sequence[Path | Tensor],
+        held_out: Path | Tensor,
         batch_size: int,
         sequence_length: int,
         seed: int,
@@ -190,19 +102,42 @@ class FileStreams(Streams):
         overlap: int = 0,
         eval_tokens: int | None = None,
     ) -> None:
-        self._files = [_TokenFile(path, overlap) for path in train]
-        self._eval_ring = _Ring([_TokenFile(held_out, 0)])
-        train_tokens = sum(file.tokens for file in self._files)
-        eval_tokens = min(self._eval_ring.tokens, eval_tokens or self._eval_ring.tokens)
-        super().__init__(train_tokens, eval_tokens, batch_size, sequence_length, seed, device)
+        for name, value, least in (
+            ("batch_size", batch_size, 1),
+            ("sequence_length", sequence_length, 1),
+            ("seed", seed, 0),
+        ):
+            if value < least:
+                raise ValueError(f"{name}={value} is not allowed: {least} or more")
+        self._parts = [_opened(part, overlap) for part in train]
+        self._eval_ring = _Ring([_opened(held_out)])
+        self.train_tokens = sum(map(len, self._parts))
+        self.eval_tokens = min(self._eval_ring.tokens, eval_tokens or self._eval_ring.tokens)
+        if batch_size * sequence_length > self.train_tokens:
+            raise ValueError(
+                f"batch_size={batch_size} with sequence_length={sequence_length} is not allowed: "
+                f"their product is at most {self.train_tokens}, the number of training tokens"
+            )
+        if self.eval_tokens <= EVAL_STREAMS:
+            raise DataError(
+                f"{self.eval_tokens} held-out tokens are too few: more than {EVAL_STREAMS} are "
+                "needed"
+            )
+        self.samples_per_batch = batch_size * sequence_length
+        self._batch_size, self._sequence_length, self._seed = batch_size, sequence_length, seed
         self._rotate, self._shuffle_files = rotate, shuffle_files
+        self._device = torch.device(device)
+        self._stride = self.train_tokens // batch_size
+        self.batches_per_epoch = self._stride // sequence_length
         self._block = max(1, BLOCK_TOKENS // self.samples_per_batch)  # batches
         self._loaded = (-1, -1)
         self._columns = torch.empty(0)
 
     def train_batch(self, index: int) -> Batch:
         """Batch ``index`` of the run; raises ``ValueError`` if it is negative."""
-        epoch, batch = _place(index, self.batches_per_epoch)
+        if index < 0:
+            raise ValueError(f"index={index} is not allowed: 0 or more")
+        epoch, batch = divmod(index, self.batches_per_epoch)
         block, batch = divmod(batch, self._block)
         if (epoch, block) != self._loaded:
             self._columns = self._training_columns(epoch, block * self._block)
@@ -211,32 +146,37 @@ class FileStreams(Streams):
 
     def eval_batches(self) -> Iterator[Batch]:
         """The held-out sequence from its beginning; the last batch may be shorter in time."""
-        stride, step = self._eval_stride, self._sequence_length
+        stride, left_out = divmod(self.eval_tokens - 1, EVAL_STREAMS)
+        step = self._sequence_length
         block = max(1, BLOCK_TOKENS // (EVAL_STREAMS * step)) * step
         for first in range(0, stride, block):
             length = min(block, stride - first)
-            start = self._eval_start + first
-            starts = [start + stream * stride for stream in range(EVAL_STREAMS)]
+            starts = [left_out + first + stream * stride for stream in range(EVAL_STREAMS)]
             columns = self._read(self._eval_ring, starts, length)
             for start in range(0, length, step):
                 yield self._chunk(columns, start)
 
+    def _chunk(self, columns: Tensor, start: int) -> Batch:
+        """Tokens and targets from row ``start`` of ``columns``; short where these end."""
+        stop = min(start + self._sequence_length, len(columns) - 1)
+        return columns[start:stop], columns[start + 1 : stop + 1]
+
     def _training_columns(self, epoch: int, batch: int) -> Tensor:
-        files = self._files
+        parts = self._parts
         if self._shuffle_files:
-            files = [files[i] for i in permutation(self._seed, epoch, len(files)).tolist()]
+            parts = [parts[i] for i in permutation(self._seed, epoch, len(parts)).tolist()]
         turn = rotation(self._seed, epoch, self.train_tokens) if self._rotate else 0
         first = turn + batch * self._sequence_length
         batches = min(self._block, self.batches_per_epoch - batch)
         starts = [first + stream * self._stride for stream in range(self._batch_size)]
-        return self._read(_Ring(files), starts, batches * self._sequence_length)
+        return self._read(_Ring(parts), starts, batches * self._sequence_length)
 
     def _read(self, ring: "_Ring", starts: list[int], length: int) -> Tensor:
         """int64 ``[length + 1, streams]`` on the device, column b from ``starts[b]`` on."""
-        on_gpu = self._device.type == "cuda"
         # From pinned memory the copy makes the host wait for nothing; torch does not hand the
         # memory out again before the copy has run.
-        rows = torch.empty((len(starts), length + 1), dtype=torch.int32, pin_memory=on_gpu)
+        pinned = self._device.type == "cuda"
+        rows = torch.empty((len(starts), length + 1), dtype=ring.dtype, pin_memory=pinned)
         for row, start in zip(rows.numpy(), starts, strict=True):
             ring.read_into(row, start)
         rows = rows.to(self._device, non_blocking=True)
@@ -247,6 +187,8 @@ class FileStreams(Streams):
 class _TokenFile:
     """An open file of int32 tokens without its last ``overlap`` ones."""
 
+    dtype = torch.int32
+
     def __init__(self, path: Path, overlap: int) -> None:
         try:
             self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -256,8 +198,11 @@ class _TokenFile:
         self.path = path
         self.tokens = os.fstat(self.descriptor).st_size // _ITEM - overlap
 
+    def __len__(self) -> int:
+        return self.tokens
+
     def read_into(self, row: np.ndarray, position: int) -> None:
-        """Fill ``row``, int32, with the tokens from ``position`` on."""
+        """Fill ``row``, of this dtype, with the tokens from ``position`` on."""
         rest, offset = row.data.cast("B"), position * _ITEM
         try:
             while rest and (done := os.preadv(self.descriptor, [rest], offset)):
@@ -268,30 +213,49 @@ class _TokenFile:
             raise DamagedData(f"{self.path}: cut short while it was in use")
 
 
-class _Ring:
-    """Files one after the other; after the last comes the first."""
+class _HeldTokens:
+    """A tensor as `_TokenFile` is a file."""
 
-    def __init__(self, files: Sequence[_TokenFile]) -> None:
-        self._files = files
-        self._starts = list(accumulate((file.tokens for file in files), initial=0))
+    dtype = torch.int64
+
+    def __init__(self, tokens: Tensor) -> None:
+        self.tokens = tokens.to("cpu", torch.int64).numpy()
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def read_into(self, row: np.ndarray, position: int) -> None:
+        row[:] = self.tokens[position : position + len(row)]
+
+
+def _opened(part: Path | Tensor, overlap: int = 0) -> _TokenFile | _HeldTokens:
+    return _HeldTokens(part) if isinstance(part, Tensor) else _TokenFile(part, overlap)
+
+
+class _Ring:
+    """Parts of a sequence one after the other; after the last comes the first."""
+
+    def __init__(self, parts: Sequence[_TokenFile | _HeldTokens]) -> None:
+        self._parts, self.dtype = parts, parts[0].dtype
+        self._starts = list(accumulate(map(len, parts), initial=0))
         self.tokens = self._starts.pop()
 
     def read_into(self, row: np.ndarray, position: int) -> None:
-        """Fill ``row``, int32, with the tokens from ``position`` (modulo all) on."""
+        """Fill ``row`` with the tokens from ``position`` (modulo all) on."""
         while len(row):
             position %= self.tokens
             number = bisect_right(self._starts, position) - 1
-            file, within = self._files[number], position - self._starts[number]
-            part = row[: file.tokens - within]
-            file.read_into(part, within)
-            row, position = row[len(part) :], position + len(part)
+            part, within = self._parts[number], position - self._starts[number]
+            piece = row[: len(part) - within]
+            part.read_into(piece, within)
+            row, position = row[len(piece) :], position + len(piece)
 
 
 class TokenSource(TokenStreams):
     """The user's own tokens: two sequences of ids, integer ``[tokens]``, 0 to below ``vocab_size``.
 
-    Batches are those of `Streams`, int64 ``[time, batch]`` on ``device``. ``sha256`` covers every
-    token. Both sequences are held as int64 on the device, 8 bytes a token.
+    Batches are those of `TokenStreams`, int64 ``[time, batch]`` on ``device``. ``sha256`` covers
+    every token. Both sequences are held as int64 in memory, 8 bytes a token.
 
     Raises:
         ValueError: An argument is out of range.
@@ -304,16 +268,13 @@ class TokenSource(TokenStreams):
         held_out_tokens: Tensor,
         *,
         vocab_size: int,
-        batch_size: int,
-        sequence_length: int,
-        seed: int,
-        device: torch.device | str,
+        **sizes: Unpack[Sizes],
     ) -> None:
         if vocab_size < 2:
             raise ValueError(f"vocab_size={vocab_size} is not allowed: 2 or more")
         train = _checked("train_tokens", train_tokens, vocab_size)
         held_out = _checked("held_out_tokens", held_out_tokens, vocab_size)
-        super().__init__(train, held_out, batch_size, sequence_length, seed, device)
+        super().__init__([train], held_out, **sizes)
         self.vocab_size = vocab_size
         digest = hashlib.sha256(f"{len(train)} {len(held_out)}".encode())
         for tokens in (train, held_out):
@@ -324,7 +285,7 @@ class TokenSource(TokenStreams):
             "train_samples": len(train),
             "eval_samples": len(held_out),
             "eval_streams": EVAL_STREAMS,
-            "sequence_length": sequence_length,
+            "sequence_length": self._sequence_length,
             "vocab_size": vocab_size,
         }
 
@@ -355,35 +316,25 @@ class SyntheticTokens(TokenStreams):
 
     The content comes from a fixed CPU generator, whatever the run's seed and device; the seed sets
     the starts of the epochs alone.
-
-    Raises:
-        ValueError: An argument is out of range.
     """
 
     def __init__(
         self,
         vocab_size: int,
-        batch_size: int,
-        sequence_length: int,
-        seed: int,
-        device: torch.device | str,
         train_tokens: int = 100_000,
         eval_tokens: int = 10_000,
+        **sizes: Unpack[Sizes],
     ) -> None:
-        sizes = {"train_tokens": train_tokens, "eval_tokens": eval_tokens}
-        for name, value in {"vocab_size": vocab_size, **sizes}.items():
-            if value < 1:
-                raise ValueError(f"{name}={value} is not allowed: 1 or more")
         generator = torch.Generator().manual_seed(CONTENT_SEED)
         tokens = torch.randint(vocab_size, (train_tokens + eval_tokens,), generator=generator)
         train, held_out = tokens[:train_tokens], tokens[train_tokens:]
-        super().__init__(train, held_out, batch_size, sequence_length, seed, device)
+        super().__init__([train], held_out, **sizes)
         self.vocab_size = vocab_size
         self.sha256 = hashlib.sha256(tokens.numpy().data).hexdigest()
         self.description = {
             "name": "synthetic_tokens",
             "train_samples": train_tokens,
             "eval_samples": eval_tokens,
-            "sequence_length": sequence_length,
+            "sequence_length": self._sequence_length,
             "vocab_size": vocab_size,
         }

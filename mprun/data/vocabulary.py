@@ -130,26 +130,14 @@ MAX_COUNTED_BYTES = 2**30
 
 
 def build_vocabulary(
-    tokens: Iterable[str], special: tuple[str, ...], limit: int | None
-) -> tuple[str, ...]:
-    """``special``, then tokens by falling count, equal counts in alphabetical order.
-
-    At most ``limit`` entries in all, None for no limit.
-    """
-    return _most_frequent(Counter(tokens), special, limit)
-
-
-def vocabulary_of_blocks(
     blocks: Iterable[list[str]], special: tuple[str, ...], limit: int | None
 ) -> tuple[str, ...]:
-    """``build_vocabulary`` of the words in ``blocks``, in bounded memory.
+    """``special``, then the words in ``blocks`` by falling count, then in alphabetical order.
 
-    Raises ``ValueError`` for a ``limit`` of more than ``MAX_ENTRIES``, ``DataError`` if without one
-    there are more, if the entries take more than ``MAX_ENTRY_BYTES`` or all different words more
-    than ``MAX_COUNTED_BYTES``.
+    At most ``limit`` entries in all, None for no limit; in bounded memory. Raises ``DataError`` if
+    without a limit there are more than ``MAX_ENTRIES``, if the entries take more than
+    ``MAX_ENTRY_BYTES`` or all different words more than ``MAX_COUNTED_BYTES``.
     """
-    if limit is not None and limit > MAX_ENTRIES:
-        raise ValueError(f"vocab_limit={limit} is not allowed: up to {MAX_ENTRIES}")
     counts: Counter[str] = Counter()
     size = 0
     for words in blocks:
@@ -162,7 +150,9 @@ def vocabulary_of_blocks(
                 f"the different words of the text take more than {MAX_COUNTED_BYTES} bytes of "
                 "memory, too many to count; are they words?"
             )
-    entries = _most_frequent(counts, special, MAX_ENTRIES + 1 if limit is None else limit)
+    others = [(-count, word) for word, count in counts.items() if word not in special]
+    most = (MAX_ENTRIES + 1 if limit is None else limit) - len(special)
+    entries = (*special, *(word for _, word in heapq.nsmallest(most, others)))
     if len(entries) > MAX_ENTRIES:
         raise DataError(
             f"data.vocab_limit=null: the text has more than {MAX_ENTRIES} different words; set it"
@@ -178,14 +168,6 @@ def vocabulary_of_blocks(
 
 def _bytes(words: Iterable[str]) -> int:
     return sum(map(sys.getsizeof, words))
-
-
-def _most_frequent(
-    counts: Counter[str], special: tuple[str, ...], limit: int | None
-) -> tuple[str, ...]:
-    others = [(-count, word) for word, count in counts.items() if word not in special]
-    ranked = heapq.nsmallest(len(others) if limit is None else limit - len(special), others)
-    return (*special, *(word for _, word in ranked))
 
 
 def joined_words(words: Iterable[str], line_end: str) -> str:

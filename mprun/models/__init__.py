@@ -6,17 +6,15 @@ is belongs to the precision policy.
 
 from mprun.models.classifiers import AlexNet2012, LocalResponseNorm, alexnet, resnet50
 from mprun.models.dcgan import ConvAutoencoder, Discriminator, Generator
-from mprun.models.lstm_lm import SIZES, LSTMLanguageModel, LSTMSize, pad_to_multiple
+from mprun.models.lstm_lm import LSTMLanguageModel, pad_to_multiple
 from mprun.models.sampled_lstm import LogUniformSampler, RowTable, SampledLSTM, SampledSoftmax
 
 __all__ = [
-    "SIZES",
     "AlexNet2012",
     "ConvAutoencoder",
     "Discriminator",
     "Generator",
     "LSTMLanguageModel",
-    "LSTMSize",
     "LocalResponseNorm",
     "LogUniformSampler",
     "RowTable",

@@ -14,7 +14,6 @@ def resnet50(num_classes: int = 1000) -> nn.Module:
     Input ``[batch, 3, height, width]``, 32 px or more (published for 224); output logits
     ``[batch, num_classes]``. He et al., arXiv 1512.03385, with the stride in the 3x3 convolution.
     """
-    _check(num_classes)
     from torchvision.models import resnet50 as torchvision_resnet50
 
     return torchvision_resnet50(weights=None, num_classes=num_classes)
@@ -32,7 +31,7 @@ class LocalResponseNorm(nn.LocalResponseNorm):
     dtype. A subclass of torch's, so that it counts as a norm layer.
 
     Raises:
-        ValueError: ``size`` is not odd and positive, or ``alpha`` is below 0.
+        ValueError: ``size`` is not odd and positive.
     """
 
     def __init__(
@@ -41,8 +40,6 @@ class LocalResponseNorm(nn.LocalResponseNorm):
         super().__init__(size, alpha, beta, k)
         if size < 1 or size % 2 == 0:
             raise ValueError(f"size={size} is not allowed: an odd number, at least 1")
-        if alpha < 0:
-            raise ValueError(f"alpha={alpha} is not allowed: 0 or more")
 
     def forward(self, x: Tensor) -> Tensor:
         # Scaled before it is squared: x * x alone is inf in FP16 from |x| = 256 on, this way it is
@@ -62,7 +59,6 @@ def alexnet(num_classes: int = 1000, dropout: float = 0.5) -> nn.Module:
     Input ``[batch, 3, height, width]``, 63 px or more (published for 224); output logits
     ``[batch, num_classes]``.
     """
-    _check(num_classes, dropout)
     from torchvision.models import alexnet as torchvision_alexnet
 
     model = torchvision_alexnet(weights=None, num_classes=num_classes, dropout=dropout)
@@ -98,7 +94,6 @@ class AlexNet2012(nn.Module):
 
     def __init__(self, num_classes: int = 1000, dropout: float = 0.5) -> None:
         super().__init__()
-        _check(num_classes, dropout)
         self.features = nn.Sequential(
             nn.Conv2d(3, 96, 11, stride=4),
             nn.ReLU(),
@@ -139,10 +134,3 @@ class AlexNet2012(nn.Module):
             size = tuple(images.shape[-2:])
             raise ValueError(f"image size {size} is not allowed: 227 x 227 or 224 x 224 px")
         return self.classifier(maps.flatten(1))
-
-
-def _check(num_classes: int, dropout: float = 0.0) -> None:
-    if num_classes < 1:
-        raise ValueError(f"num_classes={num_classes} is not allowed: 1 or more")
-    if not 0 <= dropout < 1:
-        raise ValueError(f"dropout={dropout} is not allowed: 0 or more, below 1")

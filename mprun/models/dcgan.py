@@ -34,7 +34,6 @@ class Generator(nn.Module):
         norm: bool = True,
     ) -> None:
         super().__init__()
-        _check(image_size=image_size, latent_size=latent_size, width=width, channels=channels)
         widths = _widths(image_size, width)[::-1]
         layers: OrderedDict[str, nn.Module] = OrderedDict()
         inputs = latent_size
@@ -80,7 +79,6 @@ class Discriminator(nn.Module):
         norm: bool = True,
     ) -> None:
         super().__init__()
-        _check(image_size=image_size, width=width, channels=channels, outputs=outputs)
         layers: OrderedDict[str, nn.Module] = OrderedDict()
         inputs = channels
         widths = _widths(image_size, width)
@@ -116,16 +114,9 @@ def initialise_dcgan(module: nn.Module) -> None:
 
 def _widths(image_size: int, width: int) -> list[int]:
     """Filters of the layers whose maps are image_size / 2, ..., 8, 4 px, largest map first."""
-    stages = image_size.bit_length() - 3
-    return [width * 2**i for i in range(stages)]
-
-
-def _check(image_size: int, **counts: int) -> None:
     if image_size < 16 or image_size & (image_size - 1):
         raise ValueError(f"image_size={image_size} is not allowed: a power of two, at least 16")
-    for name, value in counts.items():
-        if value < 1:
-            raise ValueError(f"{name}={value} is not allowed: 1 or more")
+    return [width * 2**i for i in range(image_size.bit_length() - 3)]
 
 
 class ConvAutoencoder(nn.Module):
@@ -144,8 +135,6 @@ class ConvAutoencoder(nn.Module):
 
     def __init__(self, image_size: int, code_size: int, width: int, channels: int) -> None:
         super().__init__()
-        if code_size < 2:
-            raise ValueError(f"code_size={code_size} is not allowed: 2 or more")
         self.encoder = Discriminator(image_size, width, channels, outputs=code_size, norm=False)
         self.decoder = Generator(image_size, code_size, width, channels, norm=False)
         for layer in self.modules():

@@ -11,20 +11,14 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 
-from mprun.models.lstm_lm import (
-    State,
-    check_sizes,
-    check_values,
-    initialise,
-    stacked_lstm,
-    zero_state,
-)
+from mprun.models.lstm_lm import StackedLSTM, State
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,8 +265,8 @@ def _full(hidden: Tensor, targets: Tensor, table: RowTable) -> Tensor:
     return functools.reduce(torch.logaddexp, blocks) - own
 
 
-class SampledLSTM(nn.Module):
-    """`LSTMLanguageModel` with a sampled softmax, and rows that are updated only where used.
+class SampledLSTM(StackedLSTM):
+    """`StackedLSTM` with a sampled softmax, and rows that are updated only where used.
 
     Layers, dropout, initial values and parameter names are those of `LSTMLanguageModel`; the
     dropout after the embedding, between the layers and after the last one is that of the code
@@ -283,53 +277,38 @@ class SampledLSTM(nn.Module):
     the state after the last step. In training the sampled one, in ``eval()`` the full one.
 
     Args:
+        vocab_size: Words.
         candidates: words drawn per step, at most the vocabulary (see `SampledSoftmax`). Word ids
             have to be numbered by falling frequency.
         embedding_gradient_factor: multiplies the gradient of the embedding; okuchaiev/f-lm
             multiplies by its batch size of 128.
+        sizes: The other arguments of `StackedLSTM`.
 
     Raises:
-        ValueError: names the argument that is out of range.
+        ValueError: ``projection_size`` is not below ``hidden_size``.
     """
 
     def __init__(
         self,
         vocab_size: int,
-        embedding_size: int,
-        hidden_size: int,
-        num_layers: int,
-        projection_size: int = 0,
-        dropout: float = 0.0,
-        init_range: float = 0.1,
-        forget_bias: float = 0.0,
         *,
         candidates: int,
         embedding_gradient_factor: float = 1.0,
+        **sizes: Any,
     ) -> None:
-        super().__init__()
-        check_sizes(vocab_size, embedding_size, hidden_size, num_layers, projection_size)
-        check_values(dropout, init_range)
-        if candidates < 1:
-            raise ValueError(f"sampled_softmax={candidates} is not allowed: 1 or more")
-        self.embedding = RowTable(
-            vocab_size, embedding_size, gradient_factor=embedding_gradient_factor
-        )
-        self.dropout = nn.Dropout(dropout)
-        self.lstm = stacked_lstm(embedding_size, hidden_size, num_layers, projection_size, dropout)
-        self.output = RowTable(vocab_size, projection_size or hidden_size, bias=True)
+        self._gradient_factor = embedding_gradient_factor
+        super().__init__(vocab_size, **sizes)
         self.softmax = SampledSoftmax(vocab_size, candidates)
-        initialise(self, self.lstm, init_range, forget_bias)
 
-    def initial_state(self, batch_size: int) -> State:
-        """As ``LSTMLanguageModel.initial_state``."""
-        return zero_state(self.lstm, batch_size)
+    def _embedding(self, vocab_size: int, width: int) -> nn.Module:
+        return RowTable(vocab_size, width, gradient_factor=self._gradient_factor)
+
+    def _output(self, vocab_size: int, width: int) -> nn.Module:
+        return RowTable(vocab_size, width, bias=True)
 
     def forward(
         self, tokens: Tensor, targets: Tensor, state: State | None = None
     ) -> tuple[Tensor, State]:
-        if state is None:
-            state = self.initial_state(tokens.shape[1])
-        outputs, state = self.lstm(self.dropout(self.embedding(tokens)), state)
-        hidden = self.dropout(outputs).flatten(0, 1)
-        losses = self.softmax(hidden, targets.flatten(), self.output)
+        outputs, state = self.hidden(tokens, state)
+        losses = self.softmax(outputs.flatten(0, 1), targets.flatten(), self.output)
         return losses.view(targets.shape), state

@@ -175,10 +175,6 @@ def test_files_and_folders_that_vanish(tmp_path):
 
 
 def test_arguments():
-    with pytest.raises(ValueError, match="layout='deep' is not allowed"):
-        find(".", layout="deep")
-    with pytest.raises(ValueError, match="eval_share=1 is not allowed"):
-        find(".", eval_share=1)
     with pytest.raises(ValueError, match="layout='flat' is not allowed: ImageNet"):
         find(".", layout="flat", imagenet=True)
 

@@ -1,4 +1,4 @@
-"""Streams from files, bit for bit against streams from memory and against the definition."""
+"""Streams from files and from memory, bit for bit against the definition."""
 
 import gc
 import os
@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from mprun.data import DataError, token_streams
-from mprun.data.source import DamagedData, permutation
-from mprun.data.token_streams import FileStreams, TokenStreams
+from mprun.data.source import DamagedData, permutation, rotation
+from mprun.data.token_streams import TokenStreams
 
 
 def token_file(path, tokens):
@@ -31,6 +31,16 @@ def equal(first, second) -> bool:
     )
 
 
+def defined(index, batch_size, sequence_length):
+    """A training batch of 0 ... 102 for seed 3: a turned ring cut into equal streams."""
+    stride = 103 // batch_size
+    epoch, batch = divmod(index, stride // sequence_length)
+    ring = torch.arange(103).roll(-rotation(3, epoch, 103))
+    starts = torch.arange(batch_size) * stride + batch * sequence_length
+    places = torch.arange(sequence_length)[:, None] + starts
+    return ring[places % 103], ring[(places + 1) % 103]
+
+
 @pytest.mark.parametrize("block_tokens", [1, 45, 1 << 18])
 @pytest.mark.parametrize(
     ("batch_size", "sequence_length"), [(4, 5), (1, 1), (1, 103), (103, 1), (7, 3), (3, 34)]
@@ -38,11 +48,12 @@ def equal(first, second) -> bool:
 def test_as_from_memory(files, monkeypatch, batch_size, sequence_length, block_tokens):
     monkeypatch.setattr(token_streams, "BLOCK_TOKENS", block_tokens)
     sizes = (batch_size, sequence_length, 3, "cpu")
-    streams = FileStreams(*files, *sizes)
-    memory = TokenStreams(torch.arange(103), torch.arange(1000, 1060), *sizes)
+    streams = TokenStreams(*files, *sizes)
+    memory = TokenStreams([torch.arange(103)], torch.arange(1000, 1060), *sizes)
     assert streams.batches_per_epoch == memory.batches_per_epoch
     for index in range(3 * streams.batches_per_epoch):
         assert equal(streams.train_batch(index), memory.train_batch(index))
+        assert equal(streams.train_batch(index), defined(index, batch_size, sequence_length))
     for ours, theirs in zip(streams.eval_batches(), memory.eval_batches(), strict=True):
         assert equal(ours, theirs)
 
@@ -50,21 +61,21 @@ def test_as_from_memory(files, monkeypatch, batch_size, sequence_length, block_t
 @pytest.mark.parametrize("block_tokens", [1, 45, 1 << 18])
 def test_a_batch_depends_on_seed_and_index_only(files, monkeypatch, block_tokens):
     monkeypatch.setattr(token_streams, "BLOCK_TOKENS", block_tokens)
-    in_order = FileStreams(*files, 4, 5, 1, "cpu")
+    in_order = TokenStreams(*files, 4, 5, 1, "cpu")
     wanted = [in_order.train_batch(index) for index in range(20)]
-    other = FileStreams(*files, 4, 5, 1, "cpu")
+    other = TokenStreams(*files, 4, 5, 1, "cpu")
     evaluation = other.eval_batches()
     for index in np.random.default_rng(0).permutation(20):
         assert equal(other.train_batch(int(index)), wanted[index])
         if index % 7 == 0:
             next(evaluation, None)
-    resumed = FileStreams(*files, 4, 5, 1, "cpu")
+    resumed = TokenStreams(*files, 4, 5, 1, "cpu")
     assert equal(resumed.train_batch(13), wanted[13])
-    assert not equal(FileStreams(*files, 4, 5, 2, "cpu").train_batch(0), wanted[0])
+    assert not equal(TokenStreams(*files, 4, 5, 2, "cpu").train_batch(0), wanted[0])
 
 
 def test_without_rotation_each_epoch_starts_at_the_first_token(files):
-    streams = FileStreams(*files, 4, 5, 0, "cpu", rotate=False)
+    streams = TokenStreams(*files, 4, 5, 0, "cpu", rotate=False)
     assert streams.batches_per_epoch == 5  # 103 // 4 = 25 tokens a stream
     for epoch in (0, 1, 7):
         for batch in range(5):
@@ -77,7 +88,7 @@ def test_without_rotation_each_epoch_starts_at_the_first_token(files):
 def test_without_rotation_the_last_target_is_the_first_token(files, tmp_path):
     held_out = files[1]
     train = token_file(tmp_path / "hundred", range(100))
-    streams = FileStreams([train], held_out, 4, 5, 0, "cpu", rotate=False)
+    streams = TokenStreams([train], held_out, 4, 5, 0, "cpu", rotate=False)
     assert streams.train_batch(4)[1][:, 3].tolist() == [96, 97, 98, 99, 0]
 
 
@@ -89,7 +100,7 @@ def test_files_in_an_order_of_their_own_each_epoch(tmp_path, monkeypatch, block_
     ends = [-1] * overlap  # the first token of the next file, which must not be read here
     train = [token_file(tmp_path / str(n), [*piece, *ends]) for n, piece in enumerate(pieces)]
     held_out = token_file(tmp_path / "held_out", range(17))
-    streams = FileStreams(
+    streams = TokenStreams(
         train, held_out, 4, 3, 9, "cpu", rotate=False, shuffle_files=True, overlap=overlap
     )
     assert streams.train_tokens == 123
@@ -110,13 +121,13 @@ def test_files_in_an_order_of_their_own_each_epoch(tmp_path, monkeypatch, block_
 
 
 def test_evaluation_on_the_first_tokens(files):
-    streams = FileStreams(*files, 4, 5, 0, "cpu", eval_tokens=34)
+    streams = TokenStreams(*files, 4, 5, 0, "cpu", eval_tokens=34)
     assert streams.eval_tokens == 34
     ((tokens, targets),) = streams.eval_batches()
     # 33 targets: one token is left out, then 16 streams of 2.
     assert tokens.t().tolist() == [[1001 + 2 * s, 1002 + 2 * s] for s in range(16)]
     assert torch.equal(targets, tokens + 1)
-    assert FileStreams(*files, 4, 5, 0, "cpu", eval_tokens=10_000).eval_tokens == 60
+    assert TokenStreams(*files, 4, 5, 0, "cpu", eval_tokens=10_000).eval_tokens == 60
 
 
 @pytest.mark.parametrize(
@@ -132,16 +143,16 @@ def test_evaluation_on_the_first_tokens(files):
 def test_refusals(files, change, error, message):
     sizes = {"batch_size": 4, "sequence_length": 1, "seed": 0, "device": "cpu"}
     with pytest.raises(error, match=message):
-        FileStreams(*files, **{**sizes, **change})
+        TokenStreams(*files, **{**sizes, **change})
     with pytest.raises(ValueError, match="index=-1"):
-        FileStreams(*files, **sizes).train_batch(-1)
+        TokenStreams(*files, **sizes).train_batch(-1)
     with pytest.raises(DamagedData, match="nowhere: No such file"):
-        FileStreams(files[0], files[1].with_name("nowhere"), **sizes)
+        TokenStreams(files[0], files[1].with_name("nowhere"), **sizes)
 
 
 def test_a_folder_that_vanishes_changes_nothing(files, tmp_path, monkeypatch):
     monkeypatch.setattr(token_streams, "BLOCK_TOKENS", 1)
-    streams = FileStreams(*files, 4, 5, 0, "cpu")
+    streams = TokenStreams(*files, 4, 5, 0, "cpu")
     wanted = [streams.train_batch(index) for index in range(12)]
     shutil.rmtree(tmp_path)
     assert all(equal(streams.train_batch(index), wanted[index]) for index in range(12))
@@ -150,7 +161,7 @@ def test_a_folder_that_vanishes_changes_nothing(files, tmp_path, monkeypatch):
 
 def test_a_file_that_is_cut_short(files, monkeypatch):
     monkeypatch.setattr(token_streams, "BLOCK_TOKENS", 1)
-    streams = FileStreams(*files, 4, 5, 0, "cpu", rotate=False)
+    streams = TokenStreams(*files, 4, 5, 0, "cpu", rotate=False)
     streams.train_batch(0)
     os.truncate(files[0][0], 4 * 90 + 1)
     with pytest.raises(DamagedData, match="train: cut short while it was in use"):
@@ -163,7 +174,7 @@ def test_files_are_closed_with_the_streams(files):
 
     gc.collect()
     before = open_files()
-    streams = FileStreams(*files, 4, 5, 0, "cpu")
+    streams = TokenStreams(*files, 4, 5, 0, "cpu")
     assert open_files() == before + 2
     del streams
     gc.collect()
@@ -173,7 +184,7 @@ def test_files_are_closed_with_the_streams(files):
 @pytest.mark.gpu
 def test_on_a_gpu_as_on_the_cpu(files, monkeypatch):
     monkeypatch.setattr(token_streams, "BLOCK_TOKENS", 45)
-    cpu, gpu = (FileStreams(*files, 4, 5, 3, device) for device in ("cpu", "cuda"))
+    cpu, gpu = (TokenStreams(*files, 4, 5, 3, device) for device in ("cpu", "cuda"))
     batches = [gpu.train_batch(index) for index in range(20)] + list(gpu.eval_batches())
     wanted = [cpu.train_batch(index) for index in range(20)] + list(cpu.eval_batches())
     assert all(part.is_cuda and part.stride() == (part.shape[1], 1) for b in batches for part in b)

@@ -65,7 +65,7 @@ def test_content_is_read_and_a_split_survives_pickling(tmp_path):
 def test_a_pickled_split_holds_no_object_per_image(tmp_path):
     root = split_folders(tmp_path, {"a": 60})
     size = len(pickle.dumps(find(root).train))
-    # 3 arrays of 8 bytes and a name of 16 bytes an image; a str or int object would be more.
+    # 3 numbers of 8 bytes and a name of 16 bytes an image; a str or int object would be more.
     assert size < 60 * (3 * 8 + len("train/a/0000.jpg")) + 1500
 
 

@@ -119,8 +119,7 @@ def test_the_index_is_kept_and_a_damaged_one_made_again(root, tmp_path):
     written = kept.stat().st_mtime_ns
     again = find(root)
     assert kept.stat().st_mtime_ns == written
-    assert again.train.names == first.train.names
-    assert (again.train.starts == first.train.starts).all()
+    assert (again.train.table == first.train.table).all()
     for damaged in (content[:-1], content[:-1] + b"?", b"", b"other"):
         kept.write_bytes(damaged)
         assert find(root).sha256 == first.sha256
@@ -161,9 +160,9 @@ def test_an_archive_cut_off_behind_its_index(root, made):
     train = find(root).train
     content = (made / TRAIN).read_bytes()
     # The first class by name lies last in the file.
-    replace(root / TRAIN, content[: int(train.starts[0]) + 10])
-    last = len(train) - 1
-    assert train.read(last) == content[train.starts[last] :][: train.sizes[last]]
+    replace(root / TRAIN, content[: int(train.table["start"][0]) + 10])
+    _, size, _, start = train.table[-1]
+    assert train.read(len(train) - 1) == content[start:][:size]
     with pytest.raises(DamagedData, match=re.escape(f"{train.name(0)}: the archive ends within")):
         train.read(0)
 

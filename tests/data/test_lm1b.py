@@ -82,8 +82,6 @@ def test_held_out_shards_end_in_their_marker(corpus):
         # 22 tokens, 21 targets: 5 are left out, then 16 streams of 1.
         assert tokens[0].tolist() == wanted[5:21]
         assert targets[0].tolist() == wanted[6:]
-    with pytest.raises(ValueError, match="eval_split='train'"):
-        source(corpus, eval_split="train")
 
 
 def test_root_is_the_folder_or_its_parent(corpus):

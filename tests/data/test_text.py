@@ -14,14 +14,23 @@ from mprun.data.token_streams import EVAL_STREAMS, TokenStreams
 from mprun.data.vocabulary import build_vocabulary
 
 
+def sizes(batch_size, sequence_length, seed):
+    return {
+        "batch_size": batch_size,
+        "sequence_length": sequence_length,
+        "seed": seed,
+        "device": "cpu",
+    }
+
+
 def docs(level="char", batch_size=8, sequence_length=16, seed=0, **kwargs):
-    return DocsText(level, batch_size, sequence_length, seed, "cpu", **kwargs)
+    return DocsText(level, **sizes(batch_size, sequence_length, seed), **kwargs)
 
 
 def numbered(n=103, held_out=40, batch_size=4, sequence_length=5, seed=0):
     """Streams over tokens that are their own positions; the held-out ones start at 1,000."""
     train, rest = torch.arange(n), torch.arange(1000, 1000 + held_out)
-    return TokenStreams(train, rest, batch_size, sequence_length, seed, "cpu")
+    return TokenStreams([train], rest, batch_size, sequence_length, seed, "cpu")
 
 
 def test_text_is_the_sorted_topics_and_hashed():
@@ -70,8 +79,8 @@ def test_word_round_trip_is_stable():
 def test_vocabulary_by_hand():
     tokens = ["b", "a", "c", "a", "b", "d", "<eos>", "<eos>", "<eos>"]
     special = ("<unk>", "<eos>")
-    assert build_vocabulary(tokens, special, None) == ("<unk>", "<eos>", "a", "b", "c", "d")
-    assert build_vocabulary(tokens, special, 4) == ("<unk>", "<eos>", "a", "b")
+    assert build_vocabulary([tokens], special, None) == ("<unk>", "<eos>", "a", "b", "c", "d")
+    assert build_vocabulary([tokens], special, 4) == ("<unk>", "<eos>", "a", "b")
 
 
 @pytest.mark.parametrize(
@@ -168,7 +177,7 @@ def test_evaluation_does_not_depend_on_the_training_batch():
 
 
 def tokens_twin(seed=0, **kwargs):
-    return SyntheticTokens(50, 4, 10, seed, "cpu", train_tokens=1000, eval_tokens=100, **kwargs)
+    return SyntheticTokens(50, 1000, 100, **sizes(4, 10, seed), **kwargs)
 
 
 @pytest.mark.parametrize("build", [docs, tokens_twin])
@@ -220,12 +229,9 @@ def test_missing_pydoc_data_is_said(monkeypatch):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"level": "byte"}, "level='byte' is not allowed: 'word' or 'char'"),
         ({"batch_size": 0}, "batch_size=0"),
         ({"sequence_length": 0}, "sequence_length=0"),
         ({"sequence_length": 10**6}, "sequence_length=1000000 is not allowed"),
-        ({"vocab_limit": 2}, "vocab_limit=2"),
-        ({"vocab_multiple": 0}, "vocab_multiple=0"),
         ({"seed": -1}, "seed=-1"),
     ],
 )
@@ -236,5 +242,3 @@ def test_refusals(change, message):
         numbered().train_batch(-1)
     with pytest.raises(DataError, match="16 held-out tokens are too few"):
         numbered(held_out=16)
-    with pytest.raises(ValueError, match="vocab_size=0"):
-        SyntheticTokens(0, 1, 1, 0, "cpu")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mprun.data import DataError, vocabulary
-from mprun.data.vocabulary import WordIds, build_vocabulary, joined_words, vocabulary_of_blocks
+from mprun.data.vocabulary import WordIds, build_vocabulary, joined_words
 
 SPECIAL = ("<unk>", "<eos>")
 SHORT = [f"w{n:02d}" for n in range(100)]
@@ -20,8 +20,8 @@ def blocks_of_words(seed=0, blocks=40, words=500):
 
 def test_by_hand():
     blocks = [["b", "a", "<eos>"], ["c", "a", "b", "d", "<eos>", "<unk>", "<unk>"]]
-    assert vocabulary_of_blocks(blocks, SPECIAL, None) == (*SPECIAL, "a", "b", "c", "d")
-    assert vocabulary_of_blocks(blocks, SPECIAL, 5) == (*SPECIAL, "a", "b", "c")
+    assert build_vocabulary(blocks, SPECIAL, None) == (*SPECIAL, "a", "b", "c", "d")
+    assert build_vocabulary(blocks, SPECIAL, 5) == (*SPECIAL, "a", "b", "c")
 
 
 @pytest.mark.parametrize("limit", [None, 3, 100, 10_000])
@@ -31,20 +31,18 @@ def test_words_by_falling_count_whatever_the_blocks(limit):
     counts = Counter(words)
     ranked = sorted(counts, key=lambda word: (-counts[word], word))
     wanted = (*SPECIAL, *ranked)[:limit]
-    assert build_vocabulary(words, SPECIAL, limit) == wanted
-    assert vocabulary_of_blocks(blocks, SPECIAL, limit) == wanted
-    assert vocabulary_of_blocks([[word] for word in words], SPECIAL, limit) == wanted
+    assert build_vocabulary([words], SPECIAL, limit) == wanted
+    assert build_vocabulary(blocks, SPECIAL, limit) == wanted
+    assert build_vocabulary([[word] for word in words], SPECIAL, limit) == wanted
 
 
 def test_too_many_words_need_a_limit(monkeypatch):
     monkeypatch.setattr(vocabulary, "MAX_ENTRIES", 4)
-    assert len(vocabulary_of_blocks([["a", "b"]], SPECIAL, None)) == 4
+    assert len(build_vocabulary([["a", "b"]], SPECIAL, None)) == 4
     blocks = [["a", "b", "c"]]
     with pytest.raises(DataError, match=r"data\.vocab_limit=null: .* more than 4 different words"):
-        vocabulary_of_blocks(blocks, SPECIAL, None)
-    assert len(vocabulary_of_blocks(blocks, SPECIAL, 4)) == 4
-    with pytest.raises(ValueError, match=r"^vocab_limit=5 is not allowed: up to 4$"):
-        vocabulary_of_blocks(blocks, SPECIAL, 5)
+        build_vocabulary(blocks, SPECIAL, None)
+    assert len(build_vocabulary(blocks, SPECIAL, 4)) == 4
 
 
 def of_long_words():
@@ -60,7 +58,7 @@ def test_long_words_do_not_take_more_memory(monkeypatch, limit):
     tracemalloc.start()
     try:
         with pytest.raises(DataError, match="the different words .* take more than 1048576 bytes"):
-            vocabulary_of_blocks(of_long_words(), SPECIAL, limit)
+            build_vocabulary(of_long_words(), SPECIAL, limit)
         assert tracemalloc.get_traced_memory()[1] < 8 * 2**20
     finally:
         tracemalloc.stop()
@@ -69,10 +67,10 @@ def test_long_words_do_not_take_more_memory(monkeypatch, limit):
 def test_the_words_that_are_kept_are_bounded_as_well(monkeypatch):
     monkeypatch.setattr(vocabulary, "MAX_ENTRY_BYTES", 2**21)
     with pytest.raises(DataError, match=r"data\.vocab_limit=null: the words take more than .* set"):
-        vocabulary_of_blocks(of_long_words(), SPECIAL, None)
+        build_vocabulary(of_long_words(), SPECIAL, None)
     with pytest.raises(DataError, match=r"data\.vocab_limit=2000: the words take .* lower it"):
-        vocabulary_of_blocks(of_long_words(), SPECIAL, 2000)
-    assert vocabulary_of_blocks(of_long_words(), SPECIAL, 50) == (*SPECIAL, *SHORT[:48])
+        build_vocabulary(of_long_words(), SPECIAL, 2000)
+    assert build_vocabulary(of_long_words(), SPECIAL, 50) == (*SPECIAL, *SHORT[:48])
 
 
 def test_ids_of_words_and_of_strangers():

@@ -89,9 +89,3 @@ def test_alexnet2012_dropout_is_off_in_evaluation():
 def test_refusals(alexnet2012):
     with pytest.raises(ValueError, match=r"image size \(64, 64\).*227 x 227 or 224 x 224"):
         alexnet2012(torch.zeros(1, 3, 64, 64))
-    for build in (alexnet, AlexNet2012, resnet50):
-        with pytest.raises(ValueError, match="num_classes=0"):
-            build(num_classes=0)
-    for build in (alexnet, AlexNet2012):
-        with pytest.raises(ValueError, match="dropout=1.0"):
-            build(num_classes=2, dropout=1.0)

@@ -108,12 +108,3 @@ def test_refuses_sizes_that_are_no_power_of_two(image_size):
     for build in (Generator, Discriminator):
         with pytest.raises(ValueError, match=f"image_size={image_size}"):
             build(image_size)
-
-
-def test_refuses_counts_below_one():
-    with pytest.raises(ValueError, match="latent_size=0"):
-        Generator(latent_size=0)
-    with pytest.raises(ValueError, match="outputs=0"):
-        Discriminator(outputs=0)
-    with pytest.raises(ValueError, match="code_size=1"):
-        ConvAutoencoder(64, 1, 8, 1)

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from mprun.build.data import arguments_of
+from mprun.config.compose import compose_config
 from mprun.models import (
-    SIZES,
     AlexNet2012,
     Discriminator,
     Generator,
@@ -18,18 +19,12 @@ def parameters(module):
     return sum(p.numel() for p in module.parameters())
 
 
-def lstm_lm(name):
-    size = SIZES[name]
+def lstm_lm(name, vocabulary):
+    """The network that a configuration describes."""
+    config = compose_config([f"model={name}"], files=False).config.model
     with torch.device("meta"):
         return LSTMLanguageModel(
-            size.vocab_size,
-            size.embedding_size,
-            size.hidden_size,
-            size.num_layers,
-            size.projection_size,
-            size.dropout,
-            size.init_range,
-            size.forget_bias,
+            **arguments_of(LSTMLanguageModel, config) | {"vocab_size": vocabulary}
         )
 
 
@@ -58,16 +53,17 @@ def test_dcgan_128_px_adds_one_stage_of_standard_width():
     assert parameters(discriminator) == 2_765_568 + 512 * 16 + 1024 * 512 * 16 + 2 * 1024
 
 
-@pytest.mark.parametrize("name", ["small", "medium", "large"])
-def test_zaremba_sizes(name):
+@pytest.mark.parametrize(
+    ("name", "h"), [("lstm_lm", 200), ("lstm_lm_medium", 650), ("lstm_lm_large", 1500)]
+)
+def test_zaremba_sizes(name, h):
     # Per layer 4 h (2 h) weights and, in torch, two bias vectors of 4 h; embedding and output
     # 10,000 x h each, output bias 10,000. For large: 66 M, for medium: 20 M, as published.
-    h = {"small": 200, "medium": 650, "large": 1500}[name]
-    assert parameters(lstm_lm(name)) == 2 * (8 * h * h + 8 * h) + 2 * 10_000 * h + 10_000
+    assert parameters(lstm_lm(name, 10_000)) == 2 * (8 * h * h + 8 * h) + 2 * 10_000 * h + 10_000
 
 
 def test_biglstm():
-    model = lstm_lm("biglstm")
+    model = lstm_lm("biglstm", 793_472)
     # One layer with one bias per gate: 4*8192*(1024+1024) + 4*8192 + 8192*1024 = 75,530,240;
     # torch's second bias vector adds 32,768 per layer.
     assert parameters(model.lstm) == 2 * 75_530_240 + 2 * 32_768
