@@ -60,10 +60,14 @@ class CudaRecorder:
                 return result, f"the step waits for the device ({place})"
         return result, None
 
-    def record(self, function: Callable[[], Tensor]) -> "CudaRecording":
+    def record(self, function: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """Capture `function`, which is called once and computes nothing yet.
 
         The current stream must be `stream`.
+
+        Returns:
+            What replays it, on the current stream, and returns its output: the same tensor each
+            time, which the next replay overwrites.
 
         Raises:
             CannotCapture: after which everything can go on eagerly.
@@ -99,7 +103,12 @@ class CudaRecorder:
         # What eager steps left, their gradients among it, is of no use to a replay.
         torch.cuda.empty_cache()
         self.seconds += time.perf_counter() - started
-        return CudaRecording(graph, output)
+
+        def replay() -> Tensor:
+            graph.replay()
+            return output
+
+        return replay
 
     def _recover(self) -> None:
         """Undo what a failed capture leaves in torch: an open pool, and a generator in capture.
@@ -114,20 +123,6 @@ class CudaRecorder:
         # The same seed and offset in a state that knows of no capture.
         generator = torch.cuda.default_generators[index]
         generator.graphsafe_set_state(generator.clone_state())
-
-
-class CudaRecording:
-    """A captured function; `replay` runs it, on the current stream, and returns its output.
-
-    The output is the same tensor each time: the next replay overwrites it.
-    """
-
-    def __init__(self, graph: torch.cuda.CUDAGraph, output: Tensor):
-        self._graph, self._output = graph, output
-
-    def replay(self) -> Tensor:
-        self._graph.replay()
-        return self._output
 
 
 def _first(error: BaseException) -> BaseException:

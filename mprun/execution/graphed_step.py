@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -87,15 +87,23 @@ def pays(host_ms: float, device_ms: float) -> bool:
     return host_ms >= LEAST_SHARE * device_ms
 
 
-class StaticBatches:
-    """Copies of a step's micro-batches that the batches of later steps are written into.
+class FixedInputs:
+    """What a recorded step reads, in tensors that stay where they are; costs their memory.
 
-    Costs the memory of one step's inputs. `fresh` of `Tokens` is False in the copies: a recorded
-    step reads the carried state, whatever it is (see `CarriedState`).
+    Of the micro-batches these are copies that the batches of later steps are written into; `fresh`
+    of `Tokens` is False in them: a recorded step reads the carried state, whatever it is. To the
+    carried state of a language model `task.hidden` refers between recorded steps, so that a
+    checkpoint holds what the next step starts from. Steps outside, and a restored checkpoint, may
+    put other tensors there.
     """
 
-    def __init__(self, batches: Sequence[tuple]):
+    def __init__(self, task: Task, batches: Sequence[tuple]):
         self.batches = [_copied(batch) for batch in batches]
+        self._model: LanguageModel | None = None
+        self._state: tuple[Tensor, ...] = ()
+        if isinstance(task, LanguageModel):
+            assert task.hidden is not None  # left by the eager steps before
+            self._model, self._state = task, tuple(part.clone() for part in task.hidden)
 
     def fit(self, batches: Sequence[tuple]) -> bool:
         """Whether shapes and dtypes are those of the copies."""
@@ -104,43 +112,32 @@ class StaticBatches:
             a.shape == b.shape and a.dtype == b.dtype for a, b in zip(own, new, strict=True)
         )
 
+    @torch.no_grad()
     def fill(self, batches: Sequence[tuple]) -> None:
-        """Write `batches` into the copies, on the current stream."""
+        """Before a recorded step: its batches; the state as the task has it, or zeros if fresh."""
         for own, new in zip(_tensors(self.batches), _tensors(batches), strict=True):
             own.copy_(new, non_blocking=True)
-
-
-class CarriedState:
-    """A language model's state in tensors that stay where they are.
-
-    `task.hidden` refers to them between recorded steps, so that a checkpoint holds what the next
-    step starts from. Steps outside, and a restored checkpoint, may put other tensors there.
-    """
-
-    def __init__(self, task: LanguageModel):
-        self.task = task
-        assert task.hidden is not None  # left by the eager steps before
-        self.static = tuple(part.clone() for part in task.hidden)
-
-    @torch.no_grad()
-    def bring(self, fresh: bool) -> None:
-        """Before a recorded step: the state as the task has it, or zeros where `fresh`."""
-        hidden = self.task.hidden
-        if hidden is not self.static and hidden is not None:
-            for own, part in zip(self.static, hidden, strict=True):
-                own.copy_(part)
-        if fresh or hidden is None:
-            for own in self.static:
+        if self._model is None:
+            return
+        hidden = self._model.hidden
+        if hidden is not self._state and hidden is not None:
+            self._write(hidden)
+        if hidden is None or is_fresh(batches):
+            for own in self._state:
                 own.zero_()
-        self.task.hidden = self.static
+        self._model.hidden = self._state
 
     @torch.no_grad()
     def keep(self) -> None:
         """At the end of a recorded step: the new state goes where the next step reads it."""
-        assert self.task.hidden is not None
-        for own, part in zip(self.static, self.task.hidden, strict=True):
+        if self._model is not None:
+            assert self._model.hidden is not None
+            self._write(self._model.hidden)
+            self._model.hidden = self._state
+
+    def _write(self, hidden: tuple[Tensor, ...]) -> None:
+        for own, part in zip(self._state, hidden, strict=True):
             own.copy_(part)
-        self.task.hidden = self.static
 
 
 def is_fresh(batches: Sequence[tuple]) -> bool:
@@ -161,16 +158,8 @@ def _tensors(batches: Sequence[tuple]) -> list[Tensor]:
 # Real training steps, taken eagerly. They choose and load kernels (cudnn.benchmark), and create
 # what lives longer than a step, on the stream and in the memory that are there later.
 WARM_UP = 3
-
-
-class GraphRecorder(Protocol):
-    """`CudaRecorder`, or its twin on a CPU."""
-
-    seconds: float
-
-    def warm(self, function: Callable[[], Any]) -> tuple[Any, str | None]: ...
-
-    def record(self, function: Callable[[], Tensor]) -> Any: ...
+# The names of the metrics, and what replays the step and returns their values.
+_Recording = tuple[list[str], Callable[[], Tensor]]
 
 
 class GraphedStep:
@@ -189,7 +178,7 @@ class GraphedStep:
     def __init__(
         self,
         task: Task,
-        recorder: GraphRecorder,
+        recorder: CudaRecorder,
         *,
         required: bool,
         clock: HostBound | None = None,
@@ -201,10 +190,8 @@ class GraphedStep:
         self.times: dict[str, float] = {}
         self.eager = self.replayed = 0
         # By `measure`: a step that also computes the gradient norm is another recording.
-        self._recordings: dict[bool, Any] = {}
-        self._names: dict[bool, tuple[str, ...]] = {}
-        self._inputs: StaticBatches | None = None
-        self._state: CarriedState | None = None
+        self._recordings: dict[bool, _Recording] = {}
+        self._inputs: FixedInputs | None = None
 
     def step(self, index: int, measure: bool) -> dict[str, Tensor]:
         """Step `index` (from 0) as `task.train_step`; the tensors returned belong to the caller."""
@@ -249,51 +236,46 @@ class GraphedStep:
 
     def _replayed(self, batches: Sequence[tuple], measure: bool) -> dict[str, Tensor] | None:
         """The metrics of a recorded step; None where this step has to be eager."""
-        fresh = is_fresh(batches)
         if self._inputs is None:
-            self._inputs = StaticBatches(batches)
-            if isinstance(self.task, LanguageModel):
-                self._state = CarriedState(self.task)
-        if not self._inputs.fit(batches) or (fresh and not self.zero_state):
+            self._inputs = FixedInputs(self.task, batches)
+        inputs, before = self._inputs, getattr(self.task, "hidden", None)
+        if not inputs.fit(batches) or (is_fresh(batches) and not self.zero_state):
             return None
-        self._inputs.fill(batches)
-        if self._state is not None:
-            before = self._state.task.hidden
-            self._state.bring(fresh)
+        inputs.fill(batches)
         if measure not in self._recordings:
             try:
-                self._recordings[measure] = self._record(measure)
+                self._recordings[measure] = self._record(inputs, measure)
             except (CannotCapture, torch.OutOfMemoryError) as error:
-                if self._state is not None:
-                    self._state.task.hidden = before
+                if isinstance(self.task, LanguageModel):
+                    self.task.hidden = before
                 self._give_up(str(error).partition("\n")[0], error)
                 return None
-        values = self._recordings[measure].replay()
+        names, replay = self._recordings[measure]
         # A copy: the next replay overwrites the recording's own output.
-        return dict(zip(self._names[measure], values.clone().unbind(), strict=True))
+        return dict(zip(names, replay().clone().unbind(), strict=True))
 
-    def _record(self, measure: bool) -> Any:
+    def _record(self, inputs: FixedInputs, measure: bool) -> _Recording:
+        """Record the step, with its metrics as one float32 vector."""
+        names: list[str] = []
+
+        def step() -> Tensor:
+            metrics = self.task.compute(inputs.batches, measure)
+            inputs.keep()
+            names[:] = metrics
+            return torch.stack([value.detach().float() for value in metrics.values()])
+
         parameters = [p for own in self.task.learners.values() for p in own.model.parameters()]
         trained = [parameter.requires_grad for parameter in parameters]
         for own in self.task.learners.values():
             # As the step does first: gradients of the last step are no memory that this one needs.
             own.optimizer.zero_grad()
         try:
-            return self.recorder.record(lambda: self._step_on_static_inputs(measure))
+            return names, self.recorder.record(step)
         except BaseException:
             # A GAN freezes its discriminator in the middle of a step.
             for parameter, value in zip(parameters, trained, strict=True):
                 parameter.requires_grad_(value)
             raise
-
-    def _step_on_static_inputs(self, measure: bool) -> Tensor:
-        """What is recorded: the step, and its metrics as one float32 vector."""
-        assert self._inputs is not None
-        metrics = self.task.compute(self._inputs.batches, measure)
-        if self._state is not None:
-            self._state.keep()
-        self._names[measure] = tuple(metrics)
-        return torch.stack([value.detach().float() for value in metrics.values()])
 
     def _give_up(self, reason: str, error: Exception | None = None) -> None:
         """Eager from here on, or the end of the run where a graph is required."""
@@ -301,8 +283,7 @@ class GraphedStep:
             if isinstance(error, torch.OutOfMemoryError):
                 raise error
             raise BadInput(f"train.cuda_graph=on: {reason} (allowed here: auto, off)") from error
-        self.off, self._recordings = reason, {}
-        self._inputs = self._state = None
+        self.off, self._recordings, self._inputs = reason, {}, None
         with suppress(OSError):
             print(f"mprun: no CUDA graph: {reason}; steps stay eager", file=sys.stderr)
 
@@ -331,7 +312,7 @@ def why_no_replay_on(device: torch.device) -> str | None:
         return difference(CudaRecorder(device, stream), device)
 
 
-def difference(recorder: GraphRecorder, device: torch.device) -> str | None:
+def difference(recorder: CudaRecorder, device: torch.device) -> str | None:
     """In what steps recorded by `recorder` differ from eager ones; None: in no bit."""
     with torch.random.fork_rng(devices=[]):  # the random state belongs to the caller
         layer, inputs = nn.Linear(_WIDTH, _WIDTH), torch.randn(_BATCH, _WIDTH)
@@ -347,23 +328,19 @@ def difference(recorder: GraphRecorder, device: torch.device) -> str | None:
         return waits
     before = recorded.on_host()
     try:
-        recording = recorder.record(recorded.step)
+        replay = recorder.record(recorded.step)
     except CannotCapture as error:
         return f"a step cannot be captured ({error})"
     for _ in range(_REPLAYS):
-        loss = recording.replay()
+        loss = replay()
     after, wanted = recorded.on_host(), eager.on_host()
-    if _alike(after, before):
+    if all(map(torch.equal, after, before)):
         return "a replay leaves the weights as they were"
-    if not _alike(after, wanted):
+    if not all(map(torch.equal, after, wanted)):
         return "replayed steps end with other weights than eager ones"
     if loss.item() != expected.item():
         return f"replayed steps end with the loss {loss.item()!r}, eager ones {expected.item()!r}"
     return None
-
-
-def _alike(ours: list[Tensor], theirs: list[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 class _Training:

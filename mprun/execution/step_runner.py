@@ -186,7 +186,7 @@ class Compilation:
                 warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
                 result = step()
         except Exception as error:
-            if not _is_the_compilers(error):
+            if not type(error).__module__.startswith(_COMPILERS):
                 raise
             line = next((line for line in str(error).splitlines() if line.strip()), "")
             name = type(error).__name__
@@ -195,10 +195,6 @@ class Compilation:
             ) from error
         self.seconds = time.perf_counter() - started
         return result
-
-
-def _is_the_compilers(error: BaseException) -> bool:
-    return type(error).__module__.startswith(_COMPILERS)
 
 
 _Take = Callable[[int, bool], dict[str, Tensor]]
@@ -265,11 +261,9 @@ class StepRunner:
         return metrics
 
     def _take(self, index: int, measure: bool) -> dict[str, Tensor]:
-        if self.compilation is not None and self.taken <= 2:
-            if self.taken == 1:
-                return self.task.train_step(index, measure)
+        if self.compilation is not None and self.taken == 2:
             return self.compilation.first_step(lambda: self.task.train_step(index, measure))
-        if self.graph is None:
+        if self.graph is None or (self.compilation is not None and self.taken == 1):
             return self.task.train_step(index, measure)
         return self.graph.step(index, measure)
 
@@ -323,10 +317,8 @@ class StepRunner:
             found["cuda_graph"] = "on" if graph.replayed else f"off: {reason}"
             found |= graph.times
             if graph.replayed:
-                found |= {
-                    "capture_s": round(graph.recorder.seconds, 3),
-                    "replayed": graph.replayed,
-                }
+                found["capture_s"] = round(graph.recorder.seconds, 3)
+                found["replayed"] = graph.replayed
         if self.compilation is not None:
             found["compile"] = self.compilation.mode
             if self.compilation.seconds is not None:

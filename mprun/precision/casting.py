@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -21,17 +22,20 @@ from mprun.precision.recurrent import own_recurrent
 from mprun.precision.row_updates import row_tables
 
 
+def _names_like(model: nn.Module, pattern: str) -> list[str]:
+    return [name for name, _ in model.named_modules() if name and fnmatchcase(name, pattern)]
+
+
 def those_that_match(model: nn.Module, patterns: Iterable[str]) -> list[str]:
     """The patterns that match a module of the model."""
-    names = [name for name, _ in model.named_modules() if name]
-    return [p for p in patterns if any(fnmatchcase(name, p) for name in names)]
+    return [pattern for pattern in patterns if _names_like(model, pattern)]
 
 
 def matching_modules(model: nn.Module, pattern: str, key: str) -> list[str]:
     """Names of the modules that `pattern` matches; ValueError, naming `key`, if there are none."""
-    names = [name for name, _ in model.named_modules() if name]
-    matched = [name for name in names if fnmatchcase(name, pattern)]
+    matched = _names_like(model, pattern)
     if not matched:
+        names = _names_like(model, "*")
         close = get_close_matches(pattern, names, n=3, cutoff=0.0)
         raise ValueError(f"{key}: {pattern!r} matches no module; some modules: {', '.join(close)}")
     return matched
@@ -93,7 +97,9 @@ def cast_model(
             in that dtype.
     """
     overrides = overrides or {}
-    chosen = _match(model, overrides)
+    chosen: dict[str, torch.dtype] = {}
+    for pattern, dtype in overrides.items():
+        chosen |= dict.fromkeys(matching_modules(model, pattern, "precision.overrides"), dtype)
     _refuse_without_effect(model, policy, chosen, overrides)
     # Before they are rounded; in a mode without masters nothing is kept.
     originals: dict[str, Tensor] = {}
@@ -119,7 +125,9 @@ def _cast_tensors(model: nn.Module, policy: PrecisionPolicy, chosen: _Chosen) ->
         if name in tables:
             tables[name].row_dtype = dtype
         if name not in tables or policy.master_dtype is None:
-            _cast_own_tensors(module, dtype)
+            # nn.Module._apply keeps the identity of the parameters and lets nn.LSTM rebuild its
+            # flat weights; without recursion, because each submodule has a dtype of its own.
+            module._apply(partial(_cast, dtype=dtype), recurse=False)
 
 
 def _cast_around_modules(model: nn.Module, policy: PrecisionPolicy, chosen: _Chosen) -> None:
@@ -131,8 +139,12 @@ def _cast_around_modules(model: nn.Module, policy: PrecisionPolicy, chosen: _Cho
         around = outer or policy.autocast_dtype or policy.param_dtype
         if name in chosen and chosen[name] is not outer:
             _compute_in(module, chosen[name], around, policy)
-        elif isinstance(module, NORM_LAYERS):
-            _wrap_norm(module, _dtype_of(name, module, policy, chosen), around, policy)
+        elif isinstance(module, NORM_LAYERS) and not isinstance(module, _BatchNorm):
+            # BatchNorm takes half activations with FP32 parameters and statistics as it is: cuDNN's
+            # and the CPU's kernels read half, compute in FP32 and store half (section 3.3).
+            dtype = _dtype_of(name, module, policy, chosen)
+            if dtype is not around:
+                _compute_in(module, dtype, around, policy)
 
 
 def _refuse_without_effect(
@@ -176,7 +188,7 @@ def fp32_copy(
     for name, module in model.named_modules():
         if name in shared:
             module.share(shared[name])
-        elif any(tensor.is_meta for tensor in _own_tensors(module)):
+        elif any(t.is_meta for t in (*module.parameters(False), *module.buffers(False))):
             module.to_empty(device=device, recurse=False)
         else:  # built with values: buffers outside the state keep theirs
             module._apply(lambda tensor: tensor.to(device), recurse=False)
@@ -185,17 +197,6 @@ def fp32_copy(
             if _parent(name) not in shared:
                 tensor.copy_(source[name])
     return own_recurrent(model)
-
-
-def _own_tensors(module: nn.Module) -> list[Tensor]:
-    return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-
-
-def _match(model: nn.Module, overrides: _Chosen) -> dict[str, torch.dtype]:
-    chosen = {}
-    for pattern, dtype in overrides.items():
-        chosen.update(dict.fromkeys(matching_modules(model, pattern, "precision.overrides"), dtype))
-    return chosen
 
 
 def _parent(name: str) -> str:
@@ -223,12 +224,6 @@ def _dtype_of(
     return override or policy.param_dtype
 
 
-def _cast_own_tensors(module: nn.Module, dtype: torch.dtype) -> None:
-    # nn.Module._apply keeps the identity of the parameters and lets nn.LSTM rebuild its flat
-    # weights; without recursion, because each submodule has a dtype of its own.
-    module._apply(lambda t: t.to(dtype) if t.is_floating_point() else t, recurse=False)
-
-
 def _compute_in(
     module: nn.Module, dtype: torch.dtype, around: torch.dtype, policy: PrecisionPolicy
 ) -> None:
@@ -239,7 +234,8 @@ def _compute_in(
     casts_outputs = policy.autocast_dtype is None or around is torch.float32
 
     def forward_in_dtype(*args, **kwargs):
-        device = _device_type(args, kwargs)
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        device = tensors[0].device.type if tensors else "cpu"
         with torch.autocast(device, dtype=dtype if autocast else None, enabled=autocast):
             inputs = (args, kwargs) if autocast else _cast((args, kwargs), dtype)
             outputs = forward(*inputs[0], **inputs[1])
@@ -248,23 +244,7 @@ def _compute_in(
     module.forward = forward_in_dtype
 
 
-def _wrap_norm(
-    module: nn.Module, dtype: torch.dtype, around: torch.dtype, policy: PrecisionPolicy
-) -> None:
-    # BatchNorm takes half activations with FP32 parameters and statistics as it is: cuDNN's and
-    # the CPU's kernels read half, compute in FP32 and store half (paper section 3.3).
-    if not isinstance(module, _BatchNorm) and dtype is not around:
-        _compute_in(module, dtype, around, policy)
-
-
 def _cast(tree, dtype: torch.dtype):
     return tree_map(
         lambda t: t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t, tree
     )
-
-
-def _device_type(args, kwargs) -> str:
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, Tensor):
-            return value.device.type
-    return "cpu"

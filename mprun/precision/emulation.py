@@ -19,7 +19,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -32,6 +31,9 @@ from mprun.precision.policy import DTYPE_NAMES, PrecisionPolicy
 from mprun.precision.recurrent import LAYERS, RecurrentCall, emulated_lstm, own_recurrent
 
 F32 = torch.float32
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+Route = Callable[["HalfEmulation", OpOverload, Args, Kwargs], Any]
 _RECURRENT = LAYERS | {
     torch.lstm_cell,
     torch.gru_cell,
@@ -75,14 +77,9 @@ class ForwardContext:
             emulation.__enter__()
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: Any) -> None:
         for emulation in reversed(self.emulations):
-            emulation.__exit__(exc_type, exc, traceback)
+            emulation.__exit__(*exception)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """A fresh autocast block for one forward pass, or a no-op."""
@@ -198,14 +195,9 @@ class HalfEmulation(TorchDispatchMode):
         self._recurrent.__enter__()
         return super().__enter__()
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        super().__exit__(exc_type, exc, traceback)
-        self._recurrent.__exit__(exc_type, exc, traceback)
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self._recurrent.__exit__(*exception)
 
     def __torch_dispatch__(
         self,
@@ -230,7 +222,55 @@ class HalfEmulation(TorchDispatchMode):
             phase = "forward" if torch._C._current_graph_task_id() == -1 else "backward"
             self.rerouted[name, phase] += 1
             self._scratch.reset()
-            return run(self._scratch, half, func, args, kwargs)
+            return run(self, func, args, kwargs)
+
+    def _plain(self, func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+        """Every 16-bit operand widened, every float32 result rounded; None results stay None."""
+        args, kwargs = self._widen((args, kwargs))
+        results = func(*args, **kwargs)
+        return _each_tensor(results, lambda t: t.to(self.dtype) if t.dtype is F32 else t)
+
+    def _matrix(self, func: OpOverload, args: Args, kwargs: Kwargs) -> Tensor:
+        """A matrix product whose float32 result, if large, goes to scratch memory as well."""
+        args = self._widen(args)
+        a, b = args[-2:]
+        rows, columns = a.size(-2), b.size(-1)
+        numel = a.numel() // max(a.size(-1), 1) * columns
+        if numel < Scratch.SMALLEST:
+            return func(*args, **kwargs).to(self.dtype)
+        size = (rows, columns) if a.dim() == 2 else (a.size(0), rows, columns)
+        stride = (columns, 1) if a.dim() == 2 else (rows * columns, columns, 1)
+        out = self._scratch.empty(size, stride, numel)
+        return func._overloadpacket.out(*args, **kwargs, out=out).to(self.dtype)
+
+    def _attention(self, func: OpOverload, args: Args, kwargs: Kwargs) -> tuple[Tensor, Tensor]:
+        """Output rounded; the log-sum-exp kept for backward is float32 in the native kernel too.
+
+        The probabilities are not rounded between the two products, as they are on a GPU.
+        """
+        args, kwargs = self._widen((args, kwargs))
+        out, logsumexp = func(*args, **kwargs)
+        return out.to(self.dtype), logsumexp
+
+    def _writing(self, func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+        """In-place and out= overloads: run on float32 copies, then round into what was given."""
+        arguments = func._schema.arguments
+        names = [argument.name for argument in arguments[: len(args)]]
+        given = dict(zip(names, args, strict=True)) | kwargs
+        wide = _each_tensor(given, lambda t: t.to(F32) if t.dtype is self.dtype else t)
+        func(*[wide[name] for name in names], **{name: wide[name] for name in kwargs})
+        written = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+        for value, target in ((wide[name], given[name]) for name in written):
+            if target is not value:
+                if target.shape != value.shape:  # as an out= overload gives it
+                    target.resize_(value.shape)
+                target.copy_(value)
+        targets = tuple(given[name] for name in written)
+        return targets[0] if len(targets) == 1 else targets
+
+    def _widen(self, value: Any) -> Any:
+        half, scratch = self.dtype, self._scratch
+        return _each_tensor(value, lambda t: scratch.float(t) if t.dtype is half else t)
 
 
 class _Recurrent(TorchFunctionMode):
@@ -273,32 +313,15 @@ class _Recurrent(TorchFunctionMode):
 
 # Operations that take 16-bit and float32 tensors together (the log-sum-exp).
 _MIXED = frozenset({"_scaled_dot_product_flash_attention_for_cpu_backward"})
-Args = tuple[Any, ...]
-Kwargs = dict[str, Any]
-Route = Callable[["Scratch", torch.dtype, OpOverload, Args, Kwargs], Any]
-
 _MATRIX = ("mm", "addmm", "bmm", "baddbmm")
 _OTHER = (
-    "mv",
-    "addmv",
-    "dot",
-    "vdot",
-    "addbmm",
-    "linear",
-    "_addmm_activation",
-    "convolution",
-    "convolution_overrideable",
-    "convolution_backward",
-    "convolution_backward_overrideable",
-    "embedding_dense_backward",
-    "_embedding_bag",
-    "_embedding_bag_forward_only",
-    "_embedding_bag_backward",
-    "_embedding_bag_dense_backward",
-    "_native_multi_head_attention",
-    "_transformer_encoder_layer_fwd",
-    "_scaled_dot_product_flash_attention_for_cpu",
-    "_scaled_dot_product_flash_attention_for_cpu_backward",
+    *("mv", "addmv", "dot", "vdot", "addbmm", "linear", "_addmm_activation"),
+    *("convolution", "convolution_overrideable"),
+    *("convolution_backward", "convolution_backward_overrideable"),
+    *("embedding_dense_backward", "_embedding_bag", "_embedding_bag_forward_only"),
+    *("_embedding_bag_backward", "_embedding_bag_dense_backward"),
+    *("_native_multi_head_attention", "_transformer_encoder_layer_fwd"),
+    *("_scaled_dot_product_flash_attention_for_cpu", *_MIXED),
 )
 
 
@@ -361,74 +384,6 @@ def _each_tensor(value: Any, convert: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
-def _widen(value: Any, half: torch.dtype, scratch: Scratch) -> Any:
-    return _each_tensor(value, lambda t: scratch.float(t) if t.dtype is half else t)
-
-
-def _narrow(value: Any, half: torch.dtype) -> Any:
-    return _each_tensor(value, lambda t: t.to(half) if t.dtype is F32 else t)
-
-
-def _plain(
-    scratch: Scratch, half: torch.dtype, func: OpOverload, args: Args, kwargs: Kwargs
-) -> Any:
-    """Every 16-bit operand widened, every float32 result rounded; None results stay None."""
-    args, kwargs = _widen((args, kwargs), half, scratch)
-    return _narrow(func(*args, **kwargs), half)
-
-
-def _matrix(
-    scratch: Scratch, half: torch.dtype, func: OpOverload, args: Args, kwargs: Kwargs
-) -> Tensor:
-    """A matrix product whose float32 result, if large, goes to scratch memory as well."""
-    args = _widen(args, half, scratch)
-    a, b = args[-2:]
-    rows, columns = a.size(-2), b.size(-1)
-    numel = a.numel() // max(a.size(-1), 1) * columns
-    if numel < scratch.SMALLEST:
-        return func(*args, **kwargs).to(half)
-    size = (rows, columns) if a.dim() == 2 else (a.size(0), rows, columns)
-    stride = (columns, 1) if a.dim() == 2 else (rows * columns, columns, 1)
-    out = scratch.empty(size, stride, numel)
-    return func._overloadpacket.out(*args, **kwargs, out=out).to(half)
-
-
-def _attention(
-    scratch: Scratch, half: torch.dtype, func: OpOverload, args: Args, kwargs: Kwargs
-) -> tuple[Tensor, Tensor]:
-    """Output rounded; the log-sum-exp kept for backward is float32 in the native kernel too.
-
-    The probabilities are not rounded between the two products, as they are on a GPU.
-    """
-    args, kwargs = _widen((args, kwargs), half, scratch)
-    out, logsumexp = func(*args, **kwargs)
-    return out.to(half), logsumexp
-
-
-def _writing(
-    scratch: Scratch, half: torch.dtype, func: OpOverload, args: Args, kwargs: Kwargs
-) -> Any:
-    """An in-place or out= overload: run on float32 copies, then round into the tensors given."""
-    arguments = func._schema.arguments
-    names = [argument.name for argument in arguments[: len(args)]]
-    given = dict(zip(names, args, strict=True)) | kwargs
-    wide = _each_tensor(given, lambda t: t.to(F32) if t.dtype is half else t)
-    func(*[wide[name] for name in names], **{name: wide[name] for name in kwargs})
-    written = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
-    for name in written:
-        _store(wide[name], given[name])
-    targets = tuple(given[name] for name in written)
-    return targets[0] if len(targets) == 1 else targets
-
-
-def _store(value: Tensor, target: Tensor) -> None:
-    """Round `value` into `target`, in the shape that an out= overload gives it."""
-    if target is not value:
-        if target.shape != value.shape:
-            target.resize_(value.shape)
-        target.copy_(value)
-
-
 @functools.cache
 def routes() -> dict[OpOverload, tuple[str, Route]]:
     """Overload -> (operation name as counted, function that runs it), for this torch version.
@@ -443,15 +398,15 @@ def routes() -> dict[OpOverload, tuple[str, Route]]:
             continue
         for overload in packet.overloads():
             func = getattr(packet, overload)
-            run: Route = _plain
+            run: Route = HalfEmulation._plain
             if func._schema.is_mutable:
-                run = _writing
+                run = HalfEmulation._writing
             elif name in _MATRIX and overload == "default":
-                run = _matrix
+                run = HalfEmulation._matrix
             elif name == "_scaled_dot_product_flash_attention_for_cpu":
-                run = _attention
+                run = HalfEmulation._attention
             table[func] = (name, run)
     for name in ("addmm", "baddbmm", "addmv", "addbmm"):
         func = getattr(torch.ops.aten, name + "_").default
-        table[func] = (name + "_", _writing)
+        table[func] = (name + "_", HalfEmulation._writing)
     return table

@@ -32,13 +32,18 @@ def checked_scale(name: str, value: object, low: float, high: float) -> float:
     return struct.unpack("f", struct.pack("f", number))[0]
 
 
-def checked_fraction(name: str, value: object, low: float, high: float, *, ends: bool) -> float:
-    """`value` as a float. Raises ValueError unless in [low, high] (`ends`) or in (low, high)."""
-    number = _number(value)
-    if not (low <= number <= high if ends else low < number < high):
+def within(name: str, value: object, low: float, high: float) -> float:
+    """`value` as a float. Raises ValueError unless it is a number in [low, high]."""
+    if not low <= (number := _number(value)) <= high:
+        raise ValueError(f"{name}={value!r}: a number from {low:g} to {high:g} is allowed")
+    return float(number)
+
+
+def between(name: str, value: object, low: float, high: float) -> float:
+    """`value` as a float. Raises ValueError unless it is a number in (low, high)."""
+    if not low < (number := _number(value)) < high:
         raise ValueError(
-            f"{name}={value!r}: a number {'from' if ends else 'strictly between'} "
-            f"{low:g} {'to' if ends else 'and'} {high:g} is allowed"
+            f"{name}={value!r}: a number strictly between {low:g} and {high:g} is allowed"
         )
     return float(number)
 
@@ -90,22 +95,15 @@ class LossScale(ABC):
         )
         self._one = torch.ones((), dtype=torch.float64, device=device)
         self._fields: list[str] = []
-        self._add("scale", torch.float32, scale, device)
-        self._add("found_inf", torch.float32, 0.0, device)
-        self._add("steps_skipped", torch.int64, 0, device)
-        self._add("consecutive_skips", torch.int64, 0, device)
-        self._add("stuck", torch.bool, False, device)
+        self._add(torch.float32, scale=scale, found_inf=0.0)
+        self._add(torch.int64, steps_skipped=0, consecutive_skips=0)
+        self._add(torch.bool, stuck=False)
 
-    def _add(
-        self,
-        name: str,
-        dtype: torch.dtype,
-        value: float,
-        device: torch.device | str,
-        shape: tuple[int, ...] = (),
-    ) -> None:
-        setattr(self, name, torch.full(shape, value, dtype=dtype, device=device))
-        self._fields.append(name)
+    def _add(self, dtype: torch.dtype, shape: tuple[int, ...] = (), **values: float) -> None:
+        """State tensors of this dtype and shape, filled with their values."""
+        for name, value in values.items():
+            setattr(self, name, torch.full(shape, value, dtype=dtype, device=self._one.device))
+        self._fields += values
 
     def backward(self, loss: Tensor) -> None:
         """Propagate `loss` (0-dim, floating point) in float32, times the scale.
@@ -279,16 +277,12 @@ class DynamicLossScale(LossScale):
         self.min_scale = checked_scale("min_scale", min_scale, SMALLEST_SCALE, LARGEST_SCALE)
         self.max_scale = checked_scale("max_scale", max_scale, self.min_scale, LARGEST_SCALE)
         init_scale = checked_scale("init_scale", init_scale, self.min_scale, self.max_scale)
-        self.growth_factor = checked_fraction(
-            "growth_factor", growth_factor, 1.0, float("inf"), ends=False
-        )
-        self.backoff_factor = checked_fraction(
-            "backoff_factor", backoff_factor, 0.0, 1.0, ends=False
-        )
+        self.growth_factor = between("growth_factor", growth_factor, 1.0, math.inf)
+        self.backoff_factor = between("backoff_factor", backoff_factor, 0.0, 1.0)
         self.growth_interval = checked_count("growth_interval", growth_interval, 1)
         self.growth_delay = checked_count("growth_delay", growth_delay, 0)
         self.hysteresis = checked_count("hysteresis", hysteresis, 1)
-        self.tolerance = checked_fraction("tolerance", tolerance, 0.0, 1.0, ends=True)
+        self.tolerance = within("tolerance", tolerance, 0.0, 1.0)
         if self.hysteresis > 1 and self.tolerance > 0:
             raise ValueError(f"tolerance={tolerance!r}: only 0 is allowed with hysteresis > 1")
         self.refill_on_clean_step = refill_on_clean_step
@@ -298,10 +292,9 @@ class DynamicLossScale(LossScale):
         self._last_scale = min(last_scale, self.max_scale)
 
         super().__init__(init_scale, max_consecutive_skips, device)
-        self._add("growth_tracker", torch.int32, -self.growth_delay, device)
-        self._add("hysteresis_credit", torch.int32, self.hysteresis, device)
-        self._add("steps_since_rescale", torch.int64, 0, device)
-        self._add("overflows_since_backoff", torch.int64, 0, device)
+        tracker, credit = -self.growth_delay, self.hysteresis
+        self._add(torch.int32, growth_tracker=tracker, hysteresis_credit=credit)
+        self._add(torch.int64, steps_since_rescale=0, overflows_since_backoff=0)
 
     def update(self) -> None:
         """End the iteration: move the scale by the rule, count the skip, clear `found_inf`."""
@@ -349,10 +342,9 @@ class DynamicLossScale(LossScale):
     def _spend_credit(self, overflow: Tensor) -> Tensor:
         # Refilled by growth at the ceiling too, where the scale itself no longer moves.
         refill = ~overflow if self.refill_on_clean_step else self._grows(overflow)
-        self.hysteresis_credit.sub_(overflow.int()).clamp_(min=0).masked_fill_(
-            refill, self.hysteresis
-        )
-        return overflow & (self.hysteresis_credit == 0)
+        credit = self.hysteresis_credit
+        credit.sub_(overflow.int()).clamp_(min=0).masked_fill_(refill, self.hysteresis)
+        return overflow & (credit == 0)
 
     def _compare_rate(self, overflow: Tensor) -> Tensor:
         self.steps_since_rescale.add_(1)
@@ -422,21 +414,16 @@ class LogMaxLossScale(LossScale):
         self.min_scale = checked_scale("min_scale", min_scale, SMALLEST_SCALE, LARGEST_SCALE)
         self.max_scale = checked_scale("max_scale", max_scale, self.min_scale, LARGEST_SCALE)
         init_scale = checked_scale("init_scale", init_scale, self.min_scale, self.max_scale)
-        self.log_max = checked_fraction("log_max", log_max, -(2.0**31), 2.0**31, ends=True)
-        self.beta1 = checked_fraction("beta1", beta1, 0.0, 1.0, ends=False)
-        self.beta2 = checked_fraction("beta2", beta2, 0.0, 1.0, ends=False)
-        self.overflow_std_dev = checked_fraction(
-            "overflow_std_dev", overflow_std_dev, 0.0, 100.0, ends=True
-        )
+        self.log_max = within("log_max", log_max, -(2.0**31), 2.0**31)
+        self.beta1 = between("beta1", beta1, 0.0, 1.0)
+        self.beta2 = between("beta2", beta2, 0.0, 1.0)
+        self.overflow_std_dev = within("overflow_std_dev", overflow_std_dev, 0.0, 100.0)
         if overflow_log2 is None:
             overflow_log2 = self.log_max
-        self.overflow_log2 = checked_fraction(
-            "overflow_log2", overflow_log2, -(2.0**31), 2.0**31, ends=True
-        )
+        self.overflow_log2 = within("overflow_log2", overflow_log2, -(2.0**31), 2.0**31)
         super().__init__(init_scale, max_consecutive_skips, device)
-        self._add("grad_max", torch.float32, 0.0, device)
-        self._add("averages", torch.float64, 0.0, device, (3,))
-        self._add("start_weights", torch.float64, 1.0, device, (3,))
+        self._add(torch.float32, grad_max=0.0)
+        self._add(torch.float64, (3,), averages=0.0, start_weights=1.0)
         betas = (self.beta1, self.beta2, self.beta2)
         self._betas = torch.tensor(betas, dtype=torch.float64, device=device)
 
@@ -466,12 +453,8 @@ class LogMaxLossScale(LossScale):
 
         new = self._betas * self.averages + (1 - self._betas) * torch.stack((x, x, x * x))
         torch.where(informative, new, self.averages, out=self.averages)
-        torch.where(
-            informative,
-            self._betas * self.start_weights,
-            self.start_weights,
-            out=self.start_weights,
-        )
+        weights = self.start_weights
+        torch.where(informative, self._betas * weights, weights, out=weights)
 
         mu, slow_mu, mean_square = (self.averages / (1 - self.start_weights)).unbind()
         sigma = (mean_square - slow_mu * slow_mu).clamp_(min=0).sqrt_()

@@ -18,6 +18,7 @@ Nothing here waits for the device: scale, found_inf and counters are device tens
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -28,16 +29,9 @@ from torch.optim import Optimizer
 
 from mprun.precision.casting import CastModel, matching_parameters
 from mprun.precision.loss_scale import LossScale, NoLossScale
-from mprun.precision.row_updates import row_tables, row_updates
+from mprun.precision.row_updates import RowUpdate, row_tables
 from mprun.precision.torch_update import initialise_state
-from mprun.precision.update import (
-    Gradients,
-    PlainUpdate,
-    Ready,
-    SinglePass,
-    SinglePassUpdate,
-    UpdateStrategy,
-)
+from mprun.precision.update import Gradients, Ready, SinglePass
 from mprun.precision.update_choice import choose_update
 
 
@@ -112,7 +106,9 @@ class MixedPrecisionOptimizer:
         named = {n: p for n, p in cast.module.named_parameters() if p.requires_grad}
         self.names, self.parameters = list(named), list(named.values())
         device = self.parameters[0].device
-        self.loss_scales = _several(NoLossScale(device) if loss_scales is None else loss_scales)
+        if loss_scales is None or isinstance(loss_scales, LossScale):
+            loss_scales = (loss_scales or NoLossScale(device),)
+        self.loss_scales = tuple(loss_scales)
         self.skips = any(scale.skips_nonfinite for scale in self.loss_scales)
         self.clip_norm = clip_norm
         self.guards = tuple(guards) if self.skips else ()
@@ -128,23 +124,23 @@ class MixedPrecisionOptimizer:
         self.inner = make_optimizer(list(zip(self.names, self.updated, strict=True)))
         initialise_state(self.inner)
         self.tables = row_tables(cast.module)
-        self.rows = row_updates(self.tables, self.inner)
+        self.rows = [
+            RowUpdate(f"{name}.{key}", table, key, self.inner)
+            for name, table in self.tables.items()
+            for key in table.tensors()
+        ]
         self.average: WeightAverage | None = None
         if average_decay is not None:
             weights = dict(zip(self.names, self.updated, strict=True))
             chosen = choose_averaged(cast.module, weights, average_modules)
             self.average = WeightAverage(chosen, average_decay)
 
-        self.gradients = self._gradients_of(cast, list(clip_modules), device)
+        self.gradients = self._gradients_of(cast, list(clip_modules))
         self.collects = self.gradients.collects
-        gains = self._casts() or self.skips
-        choice = choose_update(update, self.inner, self.gradients, self.updated, gains=gains)
-        self.update_path, self.update_reason = choice.path, choice.reason
-        self._plain = PlainUpdate(self.inner, self.gradients, self.updated)
-        self._best: UpdateStrategy = self._plain
-        self._update: UpdateStrategy = self._plain
-        if choice.single_pass is not None:
-            self.use(choice.single_pass)
+        casts = any(made is not used for made, used, _ in self._gradient_kinds())
+        choice = choose_update(update, self.gradients, gains=casts or self.skips)
+        self._single_pass, self.update_path, self.update_reason = choice
+        self.gradients.single_pass = self._single_pass
         # True: torch's operations even so, which show an observer every intermediate result.
         self.observed = False
         self._used: tuple[Ready, Tensor | None] | None = None
@@ -162,15 +158,11 @@ class MixedPrecisionOptimizer:
 
     def gradient_dtypes(self) -> dict[str, int]:
         """Dtype -> number of gradient elements as backward makes them; row tables count whole."""
-        tensors = [(own.dtype, own.numel()) for own in self.parameters]
-        return elements_by_dtype(
-            tensors + [(row.row_dtype, row.tensor.numel()) for row in self.rows]
-        )
+        return elements_by_dtype((made, numel) for made, _, numel in self._gradient_kinds())
 
     def update_dtypes(self) -> dict[str, int]:
         """The same as they are unscaled, clipped and accumulated."""
-        updated = [*self.updated, *(row.tensor for row in self.rows)]
-        return elements_by_dtype([(self._dtype_for(tensor), tensor.numel()) for tensor in updated])
+        return elements_by_dtype((used, numel) for _, used, numel in self._gradient_kinds())
 
     def state_by_name(self) -> dict[str, dict]:
         """The state of the inner optimizer and of the rows by parameter name, as it is in use."""
@@ -180,9 +172,7 @@ class MixedPrecisionOptimizer:
 
     def zero_grad(self) -> None:
         """Forget gradients and flags; remember the guarded BatchNorm statistics."""
-        self.gradients.clear()
-        self._update.clear()
-        self._update = self._plain if self.observed else self._best
+        self.gradients.clear(None if self.observed else self._single_pass)
         self._used = None
         for table in self.tables.values():
             table.gathered = None
@@ -195,10 +185,7 @@ class MixedPrecisionOptimizer:
         May be called several times before `step`: gradients of further losses or micro-batches
         accumulate in grad_dtype, each divided by the scale of its own loss.
         """
-        scale = self.loss_scales[loss_index]
-        self._update.before_backward()
-        scale.backward(loss)
-        self._update.after_backward(scale)
+        self.gradients.backward(loss, self.loss_scales[loss_index])
 
     @torch.no_grad()
     def step(self, measure_norm: bool = False) -> Update:
@@ -207,13 +194,12 @@ class MixedPrecisionOptimizer:
         Args:
             measure_norm: compute the gradient norm although nothing is clipped.
         """
-        ready = self._update.ready(measure_norm or self.clip_norm is not None)
-        found_inf = self.gradients.found_inf if self.skips else None
-        clip = None
+        ready = self.gradients.ready(measure_norm or self.clip_norm is not None)
+        found_inf, clip = ready.own.found_inf, None
         if self.clip_norm is not None and ready.norm is not None:
             clip = (self.clip_norm / (ready.norm + 1e-6)).clamp(max=1.0)
         self._used = ready, clip
-        self._update.apply(ready, clip, found_inf)
+        self.gradients.apply(ready, clip)
         for row, gradient in zip(self.rows, ready.rows, strict=True):
             if gradient is not None:
                 row.apply(gradient, found_inf)
@@ -230,7 +216,7 @@ class MixedPrecisionOptimizer:
 
     def use(self, single_pass: SinglePass) -> None:
         """Take `single_pass` for the updates of this optimizer, whatever was chosen."""
-        self._best = self._update = SinglePassUpdate(single_pass, self.gradients)
+        self._single_pass = self.gradients.single_pass = single_pass
 
     def unscaled_gradients(self) -> dict[str, Tensor]:
         """Gradients of the last step by parameter name, as the update used them: also clipped.
@@ -240,15 +226,18 @@ class MixedPrecisionOptimizer:
         """
         if self._used is None:
             return {}
-        (ready, clip), found = self._used, {}
-        kinds = zip(self.names, self.updated, ready.own, self.gradients.is_clipped, strict=False)
-        for name, tensor, own, is_clipped in kinds:
+        (ready, clip), found, gradients = self._used, {}, self.gradients
+        of_parameters = zip(
+            self.names, self.updated, ready.own.gradients, gradients.is_clipped, strict=False
+        )
+        for name, tensor, own, is_clipped in of_parameters:
             if own is None:
                 continue
             gradient = own.detach().to(tensor.dtype, copy=True)
-            if ready.inverse is not None:
-                gradient.mul_(ready.inverse)
-            if clip is not None and is_clipped and self._update.keeps_gradients:
+            if ready.own.inverse is not None:
+                gradient.mul_(ready.own.inverse)
+            # torch's operations have clipped the gradients themselves.
+            if clip is not None and is_clipped and gradients.single_pass is not None:
                 gradient.mul_(clip)
             found[name] = gradient
         return found
@@ -299,46 +288,40 @@ class MixedPrecisionOptimizer:
             for key, value in saved["state"][name].items():
                 copy_exactly(f"{key} of {name}", own[key], value)
 
-    def _gradients_of(
-        self, cast: CastModel, clip_modules: list[str], device: torch.device
-    ) -> Gradients:
+    def _gradients_of(self, cast: CastModel, clip_modules: list[str]) -> Gradients:
         clipped = matching_parameters(cast.module, clip_modules, "train.clip_modules")
         is_clipped = [name in clipped for name in [*self.names, *(r.name for r in self.rows)]]
         if not any(is_clipped):
             raise ValueError(f"train.clip_modules={clip_modules}: these have no weights")
         multiplied = any(row.table.gradient_factor != 1 for row in self.rows)
+        made, used, _ = map(list, zip(*self._gradient_kinds(), strict=True))
         return Gradients(
+            self.inner,
             self.parameters,
+            self.updated,
             self.rows,
-            [self._dtype_for(t) for t in [*self.updated, *(row.tensor for row in self.rows)]],
+            used,
             is_clipped,
-            collects=self._casts() or self.skips or multiplied,
+            collects=made != used or self.skips or multiplied or len(self.masters) > 0,
             skips=self.skips,
-            device=device,
         )
 
-    def _casts(self) -> bool:
-        """Whether a gradient is unscaled in another dtype than backward makes it in."""
-        pairs = [(u, own.dtype) for u, own in zip(self.updated, self.parameters, strict=True)]
-        pairs += [(row.tensor, row.row_dtype) for row in self.rows]
-        return any(self._dtype_for(tensor) is not made for tensor, made in pairs)
-
-    def _dtype_for(self, updated: Tensor) -> torch.dtype:
+    def _gradient_kinds(self) -> list[tuple[torch.dtype, torch.dtype, int]]:
+        """Of parameters, then rows: dtype of the gradient as backward makes it and as it is used
+        in the update, and number of elements."""
+        made = [*(own.dtype for own in self.parameters), *(row.row_dtype for row in self.rows)]
+        updated = [*self.updated, *(row.tensor for row in self.rows)]
         # Without master weights a parameter that an override keeps in FP32 has FP32 gradients.
-        return self.grad_dtype if self.has_masters else updated.dtype
-
-
-def _several(scales: LossScale | Sequence[LossScale]) -> tuple[LossScale, ...]:
-    return (scales,) if isinstance(scales, LossScale) else tuple(scales)
+        used = [self.grad_dtype if self.has_masters else tensor.dtype for tensor in updated]
+        return list(zip(made, used, (tensor.numel() for tensor in updated), strict=True))
 
 
 def elements_by_dtype(tensors: Iterable[tuple[torch.dtype, int]]) -> dict[str, int]:
     """Number of elements by name of the dtype, from (dtype, number) pairs."""
-    counts: dict[str, int] = {}
+    counts: Counter[str] = Counter()
     for dtype, numel in tensors:
-        name = str(dtype).removeprefix("torch.")
-        counts[name] = counts.get(name, 0) + numel
-    return counts
+        counts[str(dtype).removeprefix("torch.")] += numel
+    return dict(counts)
 
 
 def copy_exactly(what: str, own: Tensor, saved: Tensor) -> None:

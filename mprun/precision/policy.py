@@ -11,6 +11,7 @@ half, so an unpinned "FP32" baseline is not FP32 (torch documentation, CUDA sema
 process-wide: one run, one process.
 """
 
+import operator
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -55,12 +56,9 @@ class PrecisionPolicy:
         dtype = self.autocast_dtype or self.param_dtype
         return dtype if dtype.itemsize == 2 else None
 
-    def cast_inputs(
-        self, inputs: Tensor, memory_format: torch.memory_format = torch.preserve_format
-    ) -> Tensor:
+    def cast_inputs(self, inputs: Tensor) -> Tensor:
         """Floating-point model inputs in the dtype of the parameters; other dtypes unchanged."""
-        dtype = self.param_dtype if inputs.is_floating_point() else inputs.dtype
-        return inputs.to(dtype, memory_format=memory_format)
+        return inputs.to(self.param_dtype) if inputs.is_floating_point() else inputs
 
 
 def build_policy(name: str, values: Mapping[str, str | None]) -> PrecisionPolicy:
@@ -103,16 +101,11 @@ def get_policy(name: str, folder: Path | None = None) -> PrecisionPolicy:
     return build_policy(name, own)
 
 
-# Torch puts some of these there when it is imported, which a type checker cannot see.
-_BACKENDS: Any = torch.backends
-_FP32_PRODUCTS = {
-    "cuda.matmul": lambda: _BACKENDS.cuda.matmul,
-    "cudnn.conv": lambda: _BACKENDS.cudnn.conv,
-    "cudnn.rnn": lambda: _BACKENDS.cudnn.rnn,
-    "mkldnn.matmul": lambda: _BACKENDS.mkldnn.matmul,
-    "mkldnn.conv": lambda: _BACKENDS.mkldnn.conv,
-    "mkldnn.rnn": lambda: _BACKENDS.mkldnn.rnn,
-}
+# In torch.backends; the CPU's are "mkldnn".
+_FP32_PRODUCTS = (
+    *("cuda.matmul", "cudnn.conv", "cudnn.rnn"),
+    *("mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn"),
+)
 _REDUCTIONS = (
     "allow_fp16_reduced_precision_reduction",
     "allow_bf16_reduced_precision_reduction",
@@ -151,20 +144,19 @@ def pin_math_flags(
 @contextmanager
 def ieee_fp32() -> Iterator[None]:
     """FP32 products in full FP32 inside the block (used for evaluation), as before after it."""
-    before = {name: backend().fp32_precision for name, backend in _FP32_PRODUCTS.items()}
+    before = {name: _backend(name).fp32_precision for name in _FP32_PRODUCTS}
     _pin_fp32_products("ieee")
     try:
         yield
     finally:
         for name, value in before.items():
-            _FP32_PRODUCTS[name]().fp32_precision = value
+            _backend(name).fp32_precision = value
 
 
 def read_math_flags() -> dict[str, str | bool]:
     """The flags in force now, as torch reports them."""
     flags: dict[str, str | bool] = {
-        f"{name}.fp32_precision": backend().fp32_precision
-        for name, backend in _FP32_PRODUCTS.items()
+        f"{name}.fp32_precision": _backend(name).fp32_precision for name in _FP32_PRODUCTS
     }
     for name in _REDUCTIONS:
         if hasattr(torch.backends.cuda.matmul, name):
@@ -176,6 +168,10 @@ def read_math_flags() -> dict[str, str | bool]:
 
 
 def _pin_fp32_products(fp32_math: str) -> None:
-    for name, backend in _FP32_PRODUCTS.items():
+    for name in _FP32_PRODUCTS:
         # The CPU library's own lower-precision FP32 kernels stay off in every mode.
-        backend().fp32_precision = fp32_math if name.startswith("cu") else "ieee"
+        _backend(name).fp32_precision = fp32_math if name.startswith("cu") else "ieee"
+
+
+def _backend(name: str) -> Any:
+    return operator.attrgetter(name)(torch.backends)

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.backends.cudnn import rnn as cudnn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map
 
 from mprun.precision.random_states import own_dropout_state
 
@@ -144,11 +145,7 @@ class _ByCudnn(TorchFunctionMode):
                 copies = [torch.empty_like(weight, dtype=torch.bfloat16) for weight in call.weights]
                 size = self._flatten(copies).numel()
             self._places = [(int(c.storage_offset()), c.shape) for c in copies], size
-        inputs, hidden = call.inputs.bfloat16(), call.hidden
-        if isinstance(hidden, Tensor):
-            hidden = hidden.bfloat16()
-        else:
-            hidden = tuple(part.bfloat16() for part in hidden)
+        inputs, hidden = tree_map(Tensor.bfloat16, (call.inputs, call.hidden))
         buffer, *weights = _InOneBuffer.apply(*self._places, *call.weights)
         return call._replace(inputs=inputs, hidden=hidden, weights=weights), buffer
 
@@ -229,10 +226,15 @@ def emulated_lstm(
         ys = []
         for direction in range(directions):
             n = layer * directions + direction
-            weights = call.weights[n * per_layer : (n + 1) * per_layer]
+            w_ih, w_hh, *others = call.weights[n * per_layer : (n + 1) * per_layer]
+            b_ih, b_hh = others[:2] if call.bias else (None, None)
+            w_hr = others[-1] if len(others) in (1, 3) else None
             inputs = x.flip(0) if direction else x
             h0, c0 = call.hidden[0][n], call.hidden[1][n]
-            y, h, c = _one_direction(inputs, h0, c0, weights, call.bias, counts)
+            operands = (inputs, h0, c0, w_ih, w_hh, b_ih, b_hh, w_hr)
+            tracked = any(t is not None and t.requires_grad for t in operands)
+            keep = tracked and torch.is_grad_enabled()
+            y, h, c = _EmulatedLayer.apply(keep, counts, *operands)
             ys.append(y.flip(0) if direction else y)
             hs.append(h)
             cs.append(c)
@@ -242,44 +244,20 @@ def emulated_lstm(
     return x.transpose(0, 1) if call.batch_first else x, torch.stack(hs), torch.stack(cs)
 
 
-def _one_direction(
-    x: Tensor,
-    h0: Tensor,
-    c0: Tensor,
-    weights: Sequence[Tensor],
-    bias: bool,
-    counts: Counter[tuple[str, str]],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """y, h_n, c_n of one layer in one direction."""
-    projected = len(weights) in (3, 5)
-    w_ih, w_hh = weights[:2]
-    b_ih, b_hh = weights[2:4] if bias else (None, None)
-    operands = (x, h0, c0, w_ih, w_hh, b_ih, b_hh, weights[-1] if projected else None)
-    tracked = any(t is not None and t.requires_grad for t in operands)
-    return _EmulatedLayer.apply(*operands, tracked and torch.is_grad_enabled(), counts)
-
-
 class _EmulatedLayer(torch.autograd.Function):
+    """y, h_n, c_n of one layer in one direction; `operands` as of `_forward`."""
+
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        h0: Tensor,
-        c0: Tensor,
-        w_ih: Tensor,
-        w_hh: Tensor,
-        b_ih: Tensor | None,
-        b_hh: Tensor | None,
-        w_hr: Tensor | None,
-        keep: bool,
-        counts: Counter[tuple[str, str]],
+        ctx: Any, keep: bool, counts: Counter[tuple[str, str]], *operands: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
         # Without this each of the 12 operations a time step would pass through both modes.
         with torch._C.DisableTorchFunction(), _disable_current_modes():
-            y, cells, gates, raw = _forward(x, h0, c0, w_ih, w_hh, b_ih, b_hh, w_hr, keep)
+            y, cells, gates, raw = _forward(keep, *operands)
             counts["lstm", "forward"] += 1
             last_h, last_c = y[-1].clone(), cells[-1].t().contiguous()
         if keep:
+            x, h0, c0, w_ih, w_hh, _, _, w_hr = operands
             ctx.save_for_backward(x, h0, c0, w_ih, w_hh, w_hr, y, cells, gates, raw)
             ctx.counts = counts
         return y, last_h, last_c
@@ -290,7 +268,8 @@ class _EmulatedLayer(torch.autograd.Function):
             raise RuntimeError("the emulated LSTM has no second derivative (create_graph=True)")
         with torch._C.DisableTorchFunction(), _disable_current_modes():
             ctx.counts["lstm", "backward"] += 1
-            return *_backward(ctx.needs_input_grad, ctx.saved_tensors, dy, dh, dc), None, None
+            needed = ctx.needs_input_grad[2:]
+            return None, None, *_backward(needed, ctx.saved_tensors, dy, dh, dc)
 
 
 def _transposed(t: Tensor) -> Tensor:
@@ -301,12 +280,12 @@ def _transposed(t: Tensor) -> Tensor:
 
 def _columns(t: Tensor) -> Tensor:
     """(T, F, B) to contiguous float32 (F, T * B), the operand of a product over all time steps."""
-    steps, features, batch = t.shape
-    out = torch.empty(features, steps, batch, dtype=F32)
-    return out.copy_(t.transpose(0, 1)).view(features, steps * batch)
+    t = t.transpose(0, 1)
+    return torch.empty(t.shape, dtype=F32).copy_(t).flatten(1)
 
 
 def _forward(
+    keep: bool,
     x: Tensor,
     h0: Tensor,
     c0: Tensor,
@@ -315,7 +294,6 @@ def _forward(
     b_ih: Tensor | None,
     b_hh: Tensor | None,
     w_hr: Tensor | None,
-    keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """y (T, B, P), cells (T, H, B), gates (T, 4H, B) and, with a projection, raw h (T, H, B)."""
     (steps, batch, _), half = x.shape, x.dtype
@@ -334,18 +312,9 @@ def _forward(
     outputs = torch.empty(steps, *h.shape, dtype=half)
     raw = None if w_hr is None else torch.empty(steps, hidden, batch, dtype=half)
     by_gate = gates.view(steps, 4, hidden, batch)
-    for t, (i_f, g, o, total, step_inputs, cell, output) in enumerate(
-        zip(
-            gates[:, : 2 * hidden].unbind(),
-            by_gate[:, 2].unbind(),
-            by_gate[:, 3].unbind(),
-            gates.unbind(),
-            inputs.split(batch, 1),
-            cells.unbind(),
-            outputs.unbind(),
-            strict=True,
-        )
-    ):
+    by_step = (gates[:, : 2 * hidden], by_gate[:, 2], by_gate[:, 3], gates, cells, outputs)
+    steps_of = zip(inputs.split(batch, 1), *(part.unbind() for part in by_step), strict=True)
+    for t, (step_inputs, i_f, g, o, total, cell, output) in enumerate(steps_of):
         torch.addmm(step_inputs, w, h, out=total)
         i, f = i_f.sigmoid_().chunk(2)
         g.tanh_()

@@ -44,15 +44,6 @@ def row_tables(model: nn.Module) -> dict[str, RowTable]:
     return {name: m for name, m in model.named_modules() if getattr(m, "is_row_table", False)}
 
 
-def row_updates(tables: Mapping[str, RowTable], optimizer: Optimizer) -> list["RowUpdate"]:
-    """One for each tensor of these tables; ValueError as of `RowUpdate`."""
-    return [
-        RowUpdate(f"{name}.{key}", table, key, optimizer)
-        for name, table in tables.items()
-        for key in table.tensors()
-    ]
-
-
 class RowUpdate:
     """Updates one tensor of a row table by the rule and with the settings of a torch optimizer.
 
@@ -88,10 +79,9 @@ class RowUpdate:
 
     def take_gradient(self) -> Tensor | None:
         """The gradient, which the rows no longer hold afterwards."""
-        gathered = self.table.gathered
-        if gathered is None:
+        if self.table.gathered is None:
             return None
-        leaf = gathered.leaves[self.key]
+        leaf = self.table.gathered.leaves[self.key]
         gradient, leaf.grad = leaf.grad, None
         return gradient
 
@@ -126,7 +116,9 @@ class RowUpdate:
 
     def _move(self, rows: Tensor, gradient: Tensor, state: dict[str, Tensor]) -> None:
         """In place, in the order of operations of torch.optim's foreach implementations."""
-        group = _group_of_weights(self._optimizer)
+        groups = self._optimizer.param_groups
+        # The one whose rate is the plain one: biases may have one of their own.
+        group = next((g for g in groups if g.get("lr_factor", 1.0) == 1.0), groups[0])
         lr = group["lr"]
         if isinstance(self._optimizer, SGD):
             if isinstance(lr, Tensor):
@@ -150,9 +142,3 @@ def _check_rule(optimizer: Optimizer) -> None:
                     f"{name}: {setting}={group[setting]:g} would move unused rows of row tables "
                     "(allowed: 0)"
                 )
-
-
-def _group_of_weights(optimizer: Optimizer) -> dict:
-    """The group whose rate is the plain one: biases may have one of their own."""
-    groups = optimizer.param_groups
-    return next((group for group in groups if group.get("lr_factor", 1.0) == 1.0), groups[0])

@@ -11,22 +11,22 @@ plain way computes, bit for bit: the kernels are the same, and they work element
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
-from mprun.precision.torch_update import rule_of
 from mprun.precision.update import (
     Checked,
+    Scaled,
+    SinglePass,
     Weight,
     by_dtype,
     in_memory_order,
     in_order_of,
     same_order,
-    weights_with_gradient,
 )
 
 # Elements; FP32, so 2 MB. Measured (benchmarks/update_speed.py --blocks): smaller blocks cost more
@@ -37,45 +37,28 @@ _SMALL = 64 * 1024
 _ALIGNMENT = 16  # elements: 64 bytes, one register of AVX-512
 
 
-@dataclass(slots=True)
 class _Block:
-    """Pieces of weights that are updated together; lists in the same order.
+    """Pieces of weights that are updated together, in lists of the same order.
 
     Attributes:
-        sources: (index of the parameter, part of its gradient or None for all of it).
         copies, copied: what is copied from which masters, for those that have a copy.
-        used: elements of the buffer.
+        buffers: each piece's place in the buffer, with the strides of its master.
     """
 
-    sources: list[tuple[int, int | None]] = field(default_factory=list)
-    masters: list[Tensor] = field(default_factory=list)
-    states: list[list[Tensor]] = field(default_factory=list)
-    steps: list[Tensor] = field(default_factory=list)
-    buffers: list[Tensor] = field(default_factory=list)
-    copies: list[Tensor] = field(default_factory=list)
-    copied: list[Tensor] = field(default_factory=list)
-    used: int = 0
-
-    def add(self, piece: Weight) -> None:
-        self.sources.append((piece.index, piece.part))
-        self.masters.append(piece.master.detach())
-        if not self.states:
-            self.states = [[] for _ in piece.state]
-        for tensors, tensor in zip(self.states, piece.state, strict=True):
-            tensors.append(tensor)
-        if piece.step is not None:
-            self.steps.append(piece.step)
-        if piece.has_copy:
-            self.copies.append(piece.own.detach())
-            self.copied.append(piece.master.detach())
-        self.used += _aligned(piece.master.numel())
-
-    def place(self, buffer: Tensor) -> None:
-        """Give each piece its place in the buffer, with the strides of its master."""
-        start = 0
-        for master in self.masters:
-            self.buffers.append(buffer.as_strided(master.shape, master.stride(), start))
-            start += _aligned(master.numel())
+    def __init__(self, pieces: list[Weight], buffer: Tensor | None = None):
+        self.pieces = pieces
+        self.masters = [piece.master.detach() for piece in pieces]
+        self.states = [list(tensors) for tensors in zip(*(p.state for p in pieces), strict=True)]
+        self.steps = [piece.step for piece in pieces if piece.step is not None]
+        self.copies = [piece.own.detach() for piece in pieces if piece.has_copy]
+        self.copied = [piece.master.detach() for piece in pieces if piece.has_copy]
+        if buffer is not None:
+            sizes = [_aligned(master.numel()) for master in self.masters]
+            starts = accumulate(sizes, initial=0)
+            self.buffers = [
+                buffer.as_strided(master.shape, master.stride(), start)
+                for master, start in zip(self.masters, starts, strict=False)
+            ]
 
 
 @dataclass(slots=True)
@@ -95,38 +78,22 @@ class _Part:
     steps: list[Tensor]
 
 
-class BlockedUpdate:
-    """The single pass of `inner`, see `mprun.precision.update.SinglePass`.
+class BlockedUpdate(SinglePass):
+    """The single pass on a CPU.
 
     Args:
         block: elements of a block. Costs a buffer of that size, and the views of the pieces.
     """
 
-    def __init__(
-        self,
-        inner: Optimizer,
-        parameters: Sequence[Tensor],
-        updated: Sequence[Tensor],
-        is_clipped: Sequence[bool],
-        block: int = BLOCK,
-    ):
-        self.inner, self.rule = inner, rule_of(inner)
-        self.parameters, self.updated = list(parameters), list(updated)
-        self.is_clipped, self.block = list(is_clipped), block
-        self._one = torch.ones(())
+    def __init__(self, *of_optimizer: Any, block: int = BLOCK):
+        super().__init__(*of_optimizer)
+        self.block, self._one = block, torch.ones(())
         self._key: tuple | None = None
         self._parts: list[_Part] = []
 
     @torch.no_grad()
-    def check(
-        self,
-        gradients: Sequence[Tensor | None],
-        inverse: Tensor | None,
-        found_inf: Tensor | None,
-        *,
-        norm: bool,
-        grad_max: bool,
-    ) -> Checked:
+    def check(self, scaled: Scaled, *, norm: bool, grad_max: bool) -> Checked:
+        gradients, inverse, found_inf = scaled
         present = [gradient for gradient in gradients if gradient is not None]
         largest, finite = None, True
         if grad_max:
@@ -144,18 +111,13 @@ class BlockedUpdate:
         return Checked(_norms(counting, inverse, finite), largest)
 
     @torch.no_grad()
-    def update(
-        self,
-        gradients: Sequence[Tensor | None],
-        inverse: Tensor | None,
-        clip: Tensor | None,
-        found_inf: Tensor | None,
-    ) -> None:
+    def update(self, scaled: Scaled, clip: Tensor | None) -> None:
+        gradients, inverse, found_inf = scaled
         # Reading these waits for nothing on a CPU.
         if found_inf is not None and bool(found_inf):
             return
         self._plan(gradients)
-        unscale, factor = _number(inverse), _number(clip)
+        unscale, factor = (1.0 if number is None else float(number) for number in (inverse, clip))
         for part in self._parts:
             if part.steps:
                 torch._foreach_add_(part.steps, 1)
@@ -180,7 +142,7 @@ class BlockedUpdate:
         direct: bool,
     ) -> None:
         """Update one block. direct: FP32 gradients with nothing to multiply need no buffer."""
-        pieces = [self._piece(gradients, *source) for source in block.sources]
+        pieces = [self._piece(gradients, piece.index, piece.part) for piece in block.pieces]
         if direct:
             pairs = zip(block.masters, pieces, strict=True)
             pieces = [in_order_of(master, piece) for master, piece in pairs]
@@ -210,45 +172,33 @@ class BlockedUpdate:
         return flat[part * self.block : (part + 1) * self.block]
 
     def _settings(self, group: dict, unscale: float) -> tuple[dict[str, Any], list[float]]:
-        """Arguments of the fused kernel, and by what gradients are to be multiplied before it."""
-        settings = {
-            "lr": float(group["lr"]),
-            "weight_decay": group["weight_decay"],
-            "maximize": False,
-            "grad_scale": None,
-            "found_inf": None,
-        }
+        """Arguments of the fused kernel, and by what gradients are to be multiplied before it.
+
+        SGD can unscale by itself, for a power of two: the gradient's share in the momentum, or the
+        rate, carries the factor, and the weight decay its reciprocal. Then every product is that of
+        the unscaled gradient, with another exponent.
+        """
+        rate, decay = float(group["lr"]), group["weight_decay"]
+        settings: dict[str, Any] = {"maximize": False, "grad_scale": None, "found_inf": None}
+        factors = [] if unscale == 1.0 else [unscale]
         match self.rule:
             case "sgd":
-                names = ("momentum", "nesterov")
-                settings |= {name: group[name] for name in names} | {"is_first_step": False}
-                return self._unscaling(settings | {"dampening": 0.0}, unscale)
+                momentum, nesterov, dampening = group["momentum"], group["nesterov"], 0.0
+                exact = math.frexp(unscale)[0] == 0.5 and 1.0 - (1.0 - unscale) == unscale
+                if factors and exact and not nesterov:
+                    factors, decay = [], decay / unscale
+                    if momentum:
+                        dampening = 1.0 - unscale
+                    else:
+                        rate *= unscale
+                settings |= {"momentum": momentum, "nesterov": nesterov, "dampening": dampening}
+                settings["is_first_step"] = False
             case "adagrad":
                 settings |= {"eps": group["eps"], "lr_decay": 0.0}
             case _:
                 beta1, beta2 = (float(beta) for beta in group["betas"])
                 settings |= {"eps": group["eps"], "beta1": beta1, "beta2": beta2, "amsgrad": False}
-        return settings, [] if unscale == 1.0 else [unscale]
-
-    def _unscaling(
-        self, settings: dict[str, Any], unscale: float
-    ) -> tuple[dict[str, Any], list[float]]:
-        """`_settings` of SGD, which can unscale by itself, for a power of two.
-
-        The gradient's share in the momentum, or the rate, carries the factor, and the weight decay
-        its reciprocal. Then every product is that of the unscaled gradient, with another exponent.
-        """
-        if unscale == 1.0:
-            return settings, []
-        exact = math.frexp(unscale)[0] == 0.5 and 1.0 - (1.0 - unscale) == unscale
-        if not exact or settings["nesterov"]:
-            return settings, [unscale]
-        settings["weight_decay"] /= unscale
-        if settings["momentum"]:
-            settings["dampening"] = 1.0 - unscale
-        else:
-            settings["lr"] *= unscale
-        return settings, []
+        return settings | {"lr": rate, "weight_decay": decay}, factors
 
     def _all_finite(self, gradients: list[Tensor]) -> bool:
         """One read of the gradients; small ones, which a cache holds, are written as well."""
@@ -271,37 +221,39 @@ class BlockedUpdate:
         if key == self._key:
             return
         self._key = key
-        parts: dict[tuple[int, bool, bool], list[Weight]] = {}
-        present = [dtype is not None for dtype in dtypes]
-        for weight in weights_with_gradient(self.inner, self.parameters, self.updated, present):
+        kinds: dict[tuple[int, bool, bool], list[Weight]] = {}
+        for weight in self.weights([dtype is not None for dtype in dtypes]):
             in_fp32 = dtypes[weight.index] is torch.float32
             kind = (id(weight.group), self.is_clipped[weight.index], in_fp32)
-            parts.setdefault(kind, []).append(weight)
+            kinds.setdefault(kind, []).append(weight)
+        blocks = [self._in_blocks(weights) for weights in kinds.values()]
+        sizes = [sum(_aligned(p.master.numel()) for p in block) for of in blocks for block in of]
+        buffer = torch.empty(max(sizes, default=0))
         self._parts = [
-            self._part(weights, clipped, in_fp32)
-            for (_, clipped, in_fp32), weights in parts.items()
+            _Part(
+                weights[0].group,
+                clipped,
+                in_fp32,
+                [_Block(pieces, buffer) for pieces in in_blocks],
+                None if any(weight.has_copy for weight in weights) else _Block(weights),
+                [weight.step for weight in weights if weight.step is not None],
+            )
+            for ((_, clipped, in_fp32), weights), in_blocks in zip(
+                kinds.items(), blocks, strict=True
+            )
         ]
-        blocks = [block for part in self._parts for block in part.blocks]
-        buffer = torch.empty(max((block.used for block in blocks), default=0))
-        for block in blocks:
-            block.place(buffer)
 
-    def _part(self, weights: list[Weight], clipped: bool, in_fp32: bool) -> _Part:
-        blocks, whole = [_Block()], _Block()
-        for weight in weights:
-            whole.add(weight)
-            for piece in self._pieces(weight):
-                if blocks[-1].used + piece.master.numel() > self.block:
-                    blocks.append(_Block())
-                blocks[-1].add(piece)
-        return _Part(
-            weights[0].group,
-            clipped,
-            in_fp32,
-            [block for block in blocks if block.sources],
-            None if any(weight.has_copy for weight in weights) else whole,
-            [weight.step for weight in weights if weight.step is not None],
-        )
+    def _in_blocks(self, weights: list[Weight]) -> list[list[Weight]]:
+        """Pieces of the weights, in order, together in one block as long as they fit."""
+        blocks: list[list[Weight]] = []
+        used = 0
+        for piece in chain.from_iterable(map(self._pieces, weights)):
+            if not blocks or used + piece.master.numel() > self.block:
+                blocks.append([])
+                used = 0
+            blocks[-1].append(piece)
+            used += _aligned(piece.master.numel())
+        return blocks
 
     def _pieces(self, weight: Weight) -> Iterator[Weight]:
         """The weight in pieces of a block; all of it where its copy lies in another order."""
@@ -316,10 +268,6 @@ class BlockedUpdate:
 
 def _aligned(numel: int) -> int:
     return -(-numel // _ALIGNMENT) * _ALIGNMENT
-
-
-def _number(factor: Tensor | None) -> float:
-    return 1.0 if factor is None else float(factor)
 
 
 def _largest(gradients: list[Tensor]) -> Tensor:

@@ -1,4 +1,4 @@
-"""The Triton kernels of the single pass: one that checks gradients, one update per optimizer.
+"""The Triton kernels of the single pass: one that checks gradients, one that updates.
 
 A program works on BLOCK consecutive values of one tensor. Which ones, it reads from `chunks`
 (int32 [programs, 2]: row of the tensor in the tables, number of the block in it). The tables hold
@@ -91,48 +91,7 @@ def check_kernel(
 
 
 @triton.jit
-def _gradient(
-    gradients,
-    row,
-    offsets,
-    writes,
-    inverse,
-    clip,
-    GRADIENT: tl.constexpr,
-    UNSCALE: tl.constexpr,
-    CLIP: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    pointers = _at(tl.load(gradients + row), offsets, GRADIENT, ALIGNED, BLOCK)
-    gradient = tl.load(pointers, mask=writes, other=0.0).to(tl.float32)
-    if UNSCALE:
-        gradient = gradient * tl.load(inverse)
-    if CLIP:
-        gradient = gradient * tl.load(clip)
-    return gradient
-
-
-@triton.jit
-def _store_copy(
-    tensors,
-    row,
-    offsets,
-    writes,
-    master,
-    COPY: tl.constexpr,
-    HAS_COPY: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    if HAS_COPY:
-        address = tl.load(tensors + row * COLUMNS + 4)
-        pointers = _at(address, offsets, COPY, ALIGNED, BLOCK)
-        tl.store(pointers, master.to(COPY), mask=writes)
-
-
-@triton.jit
-def sgd_kernel(
+def update_kernel(
     gradients,
     tensors,
     chunks,
@@ -140,8 +99,14 @@ def sgd_kernel(
     inverse,
     clip,
     found_inf,
+    logarithms,
     weight_decay,
     momentum,
+    beta1_rest,
+    beta2,
+    beta2_rest,
+    eps,
+    RULE: tl.constexpr,
     GRADIENT: tl.constexpr,
     COPY: tl.constexpr,
     HAS_COPY: tl.constexpr,
@@ -153,126 +118,61 @@ def sgd_kernel(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """buffer = momentum * buffer + g; master -= lr * (g + momentum * buffer, or buffer, or g)."""
+    """Update, by the formula of RULE, the masters and states of one block, and write the copy.
+
+    sgd: buffer = momentum * buffer + g; master -= lr * (g + momentum * buffer, or buffer, or g).
+    adagrad: sum += g * g; master -= lr * g / (sqrt(sum) + eps).
+    adam, adamw: `step` of the table has counted this step already. logarithms: float64 [2], of
+    beta1 and beta2: a power of beta2 = 0.999 in FP32 would leave four digits of the first
+    corrections. *_rest: 1 - beta.
+    """
     # From the end: what the check read last is still in the cache.
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     row, offsets, writes = _place(chunks, tensors, program, found_inf, ALIGNED, BLOCK)
-    gradient = _gradient(
-        gradients, row, offsets, writes, inverse, clip, GRADIENT, UNSCALE, CLIP, ALIGNED, BLOCK
-    )
-    address = tl.load(tensors + row * COLUMNS + 1)
-    masters = _at(address, offsets, tl.float32, ALIGNED, BLOCK)
-    master = tl.load(masters, mask=writes, other=0.0)
-    if DECAYS:
-        gradient = gradient + master * weight_decay
-    if MOMENTUM:
-        address = tl.load(tensors + row * COLUMNS + 2)
-        buffers = _at(address, offsets, tl.float32, ALIGNED, BLOCK)
-        buffer = tl.load(buffers, mask=writes, other=0.0) * momentum + gradient
-        tl.store(buffers, buffer, mask=writes)
-        if NESTEROV:
-            gradient = gradient + buffer * momentum
-        else:
-            gradient = buffer
-    master = master - tl.load(lr) * gradient
-    tl.store(masters, master, mask=writes)
-    _store_copy(tensors, row, offsets, writes, master, COPY, HAS_COPY, ALIGNED, BLOCK)
-
-
-@triton.jit
-def adam_kernel(
-    gradients,
-    tensors,
-    chunks,
-    lr,
-    inverse,
-    clip,
-    found_inf,
-    logarithms,
-    weight_decay,
-    beta1_rest,
-    beta2,
-    beta2_rest,
-    eps,
-    GRADIENT: tl.constexpr,
-    COPY: tl.constexpr,
-    HAS_COPY: tl.constexpr,
-    UNSCALE: tl.constexpr,
-    CLIP: tl.constexpr,
-    DECAYS: tl.constexpr,
-    DECOUPLED: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Adam, or AdamW where DECOUPLED; `step` of the table has counted this step already.
-
-    logarithms: float64 [2], of beta1 and beta2. A power of beta2 = 0.999 in FP32 would leave four
-    digits of the first corrections. *_rest: 1 - beta.
-    """
-    program = tl.num_programs(0) - 1 - tl.program_id(0)
-    row, offsets, writes = _place(chunks, tensors, program, found_inf, ALIGNED, BLOCK)
-    gradient = _gradient(
-        gradients, row, offsets, writes, inverse, clip, GRADIENT, UNSCALE, CLIP, ALIGNED, BLOCK
-    )
-    step = tl.load(_pointer(tl.load(tensors + row * COLUMNS + 5), tl.float32)).to(tl.float64)
-    correction1 = (1.0 - tl.exp(step * tl.load(logarithms))).to(tl.float32)
-    correction2 = (1.0 - tl.exp(step * tl.load(logarithms + 1))).to(tl.float32)
-    rate = tl.load(lr)
-
+    pointers = _at(tl.load(gradients + row), offsets, GRADIENT, ALIGNED, BLOCK)
+    gradient = tl.load(pointers, mask=writes, other=0.0).to(tl.float32)
+    if UNSCALE:
+        gradient = gradient * tl.load(inverse)
+    if CLIP:
+        gradient = gradient * tl.load(clip)
     masters = _at(tl.load(tensors + row * COLUMNS + 1), offsets, tl.float32, ALIGNED, BLOCK)
     firsts = _at(tl.load(tensors + row * COLUMNS + 2), offsets, tl.float32, ALIGNED, BLOCK)
-    seconds = _at(tl.load(tensors + row * COLUMNS + 3), offsets, tl.float32, ALIGNED, BLOCK)
     master = tl.load(masters, mask=writes, other=0.0)
-    first = tl.load(firsts, mask=writes, other=0.0)
-    second = tl.load(seconds, mask=writes, other=0.0)
+    rate = tl.load(lr)
     if DECAYS:
-        if DECOUPLED:
+        if RULE == "adamw":
             master = master * (1.0 - rate * weight_decay)
         else:
             gradient = gradient + master * weight_decay
-    first = first + beta1_rest * (gradient - first)
-    second = second * beta2 + beta2_rest * gradient * gradient
-    tl.store(firsts, first, mask=writes)
-    tl.store(seconds, second, mask=writes)
-    deviation = tl.div_rn(tl.sqrt_rn(second), tl.sqrt_rn(correction2)) + eps
-    master = master - tl.div_rn(rate, correction1) * tl.div_rn(first, deviation)
-    tl.store(masters, master, mask=writes)
-    _store_copy(tensors, row, offsets, writes, master, COPY, HAS_COPY, ALIGNED, BLOCK)
 
+    if RULE == "sgd":
+        if MOMENTUM:
+            buffer = tl.load(firsts, mask=writes, other=0.0) * momentum + gradient
+            tl.store(firsts, buffer, mask=writes)
+            if NESTEROV:
+                gradient = gradient + buffer * momentum
+            else:
+                gradient = buffer
+        master = master - rate * gradient
+    elif RULE == "adagrad":
+        total = tl.load(firsts, mask=writes, other=0.0) + gradient * gradient
+        tl.store(firsts, total, mask=writes)
+        master = master - rate * tl.div_rn(gradient, tl.sqrt_rn(total) + eps)
+    else:
+        step = tl.load(_pointer(tl.load(tensors + row * COLUMNS + 5), tl.float32)).to(tl.float64)
+        correction1 = (1.0 - tl.exp(step * tl.load(logarithms))).to(tl.float32)
+        correction2 = (1.0 - tl.exp(step * tl.load(logarithms + 1))).to(tl.float32)
+        seconds = _at(tl.load(tensors + row * COLUMNS + 3), offsets, tl.float32, ALIGNED, BLOCK)
+        first = tl.load(firsts, mask=writes, other=0.0)
+        second = tl.load(seconds, mask=writes, other=0.0)
+        first = first + beta1_rest * (gradient - first)
+        second = second * beta2 + beta2_rest * gradient * gradient
+        tl.store(firsts, first, mask=writes)
+        tl.store(seconds, second, mask=writes)
+        deviation = tl.div_rn(tl.sqrt_rn(second), tl.sqrt_rn(correction2)) + eps
+        master = master - tl.div_rn(rate, correction1) * tl.div_rn(first, deviation)
 
-@triton.jit
-def adagrad_kernel(
-    gradients,
-    tensors,
-    chunks,
-    lr,
-    inverse,
-    clip,
-    found_inf,
-    weight_decay,
-    eps,
-    GRADIENT: tl.constexpr,
-    COPY: tl.constexpr,
-    HAS_COPY: tl.constexpr,
-    UNSCALE: tl.constexpr,
-    CLIP: tl.constexpr,
-    DECAYS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """sum += g * g; master -= lr * g / (sqrt(sum) + eps)."""
-    program = tl.num_programs(0) - 1 - tl.program_id(0)
-    row, offsets, writes = _place(chunks, tensors, program, found_inf, ALIGNED, BLOCK)
-    gradient = _gradient(
-        gradients, row, offsets, writes, inverse, clip, GRADIENT, UNSCALE, CLIP, ALIGNED, BLOCK
-    )
-    masters = _at(tl.load(tensors + row * COLUMNS + 1), offsets, tl.float32, ALIGNED, BLOCK)
-    sums = _at(tl.load(tensors + row * COLUMNS + 2), offsets, tl.float32, ALIGNED, BLOCK)
-    master = tl.load(masters, mask=writes, other=0.0)
-    if DECAYS:
-        gradient = gradient + master * weight_decay
-    total = tl.load(sums, mask=writes, other=0.0) + gradient * gradient
-    tl.store(sums, total, mask=writes)
-    master = master - tl.load(lr) * tl.div_rn(gradient, tl.sqrt_rn(total) + eps)
     tl.store(masters, master, mask=writes)
-    _store_copy(tensors, row, offsets, writes, master, COPY, HAS_COPY, ALIGNED, BLOCK)
+    if HAS_COPY:
+        pointers = _at(tl.load(tensors + row * COLUMNS + 4), offsets, COPY, ALIGNED, BLOCK)
+        tl.store(pointers, master.to(COPY), mask=writes)

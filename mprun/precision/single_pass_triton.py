@@ -8,22 +8,14 @@ import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
 from torch import Tensor
-from torch.optim import Optimizer
 
-from mprun.precision.single_pass_kernels import (
-    COLUMNS,
-    adagrad_kernel,
-    adam_kernel,
-    check_kernel,
-    sgd_kernel,
-)
-from mprun.precision.torch_update import rule_of
-from mprun.precision.update import Checked, Weight, in_order_of, same_order, weights_with_gradient
+from mprun.precision.single_pass_kernels import COLUMNS, check_kernel, update_kernel
+from mprun.precision.update import Checked, Scaled, SinglePass, Weight, in_order_of, same_order
 
 # Of pinned memory, which must not be allocated while a graph is captured: enough for the graphs
 # that are captured one after the other without a plain step between them.
@@ -33,16 +25,6 @@ _SPARES = 4
 def is_capturing(device: torch.device) -> bool:
     """Whether what is launched now goes into a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def to_device(values: list, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(source, tensor on `device`). Does not wait: the source is pinned, see torch's
-    CachingHostAllocator, which reuses it only after the copy. Under capture keep both."""
-    source = torch.tensor(values, dtype=dtype)
-    if device.type != "cuda":
-        return source, source
-    source = source.pin_memory()
-    return source, source.to(device, non_blocking=True)
 
 
 class AddressTable:
@@ -57,11 +39,8 @@ class AddressTable:
         self.device = device
         self._known: list[int] | None = None
         self._table = torch.empty(numel, dtype=torch.int64, device=device)
-        pinned = device.type == "cuda" and not is_capturing(device)
-        spares = _SPARES if pinned else 0
-        self._spares = [
-            torch.empty(numel, dtype=torch.int64, pin_memory=True) for _ in range(spares)
-        ]
+        spares = _SPARES if device.type == "cuda" and not is_capturing(device) else 0
+        self._spares = [self._pinned() for _ in range(spares)]
         self._captured: list[tuple[Tensor, Tensor]] = []
 
     def put(self, addresses: list[int]) -> Tensor:
@@ -76,14 +55,15 @@ class AddressTable:
         return self._table
 
     def _put_captured(self, addresses: list[int]) -> Tensor:
-        if not self._spares:
-            self._spares.append(torch.empty(len(addresses), dtype=torch.int64, pin_memory=True))
-        pinned = self._spares.pop()
+        pinned = self._spares.pop() if self._spares else self._pinned()
         pinned.copy_(torch.tensor(addresses, dtype=torch.int64))
         table = torch.empty_like(self._table)
         table.copy_(pinned, non_blocking=True)
         self._captured.append((pinned, table))
         return table
+
+    def _pinned(self) -> Tensor:
+        return torch.empty(self._table.numel(), dtype=torch.int64, pin_memory=True)
 
 
 # Values to a program and its warps: 8 to a thread, which are 16 bytes of a 16-bit gradient.
@@ -154,22 +134,14 @@ _Kinds = tuple[tuple[torch.dtype, bool] | None, ...]
 _Prepared = tuple[_Plan, Tensor, list[Tensor | None]]
 
 
-class KernelUpdate:
-    """The single pass of `inner`, see `mprun.precision.update.SinglePass`.
+class KernelUpdate(SinglePass):
+    """The single pass on CUDA.
 
     On a CPU it runs under Triton's interpreter alone (TRITON_INTERPRET=1), which is for tests.
     """
 
-    def __init__(
-        self,
-        inner: Optimizer,
-        parameters: Sequence[Tensor],
-        updated: Sequence[Tensor],
-        is_clipped: Sequence[bool],
-    ):
-        self.inner, self.rule = inner, rule_of(inner)
-        self.parameters, self.updated = list(parameters), list(updated)
-        self.is_clipped = list(is_clipped)
+    def __init__(self, *of_optimizer: Any):
+        super().__init__(*of_optimizer)
         self.device = self.updated[0].device
         self._one = torch.ones((), device=self.device)
         self._zero = torch.zeros((), device=self.device)
@@ -177,22 +149,14 @@ class KernelUpdate:
         self._plans: dict[tuple, _Plan] = {}
         self._rates: dict[int, tuple[float, Tensor]] = {}
         self._held: list[Tensor | _Plan] = []  # what a captured graph reads
-        self._checked: tuple[Sequence[Tensor | None], _Prepared] | None = None
+        self._checked: tuple[Scaled, _Prepared] | None = None
 
     @torch.no_grad()
-    def check(
-        self,
-        gradients: Sequence[Tensor | None],
-        inverse: Tensor | None,
-        found_inf: Tensor | None,
-        *,
-        norm: bool,
-        grad_max: bool,
-    ) -> Checked:
-        prepared = self._prepare(gradients)
+    def check(self, scaled: Scaled, *, norm: bool, grad_max: bool) -> Checked:
+        prepared = self._prepare(scaled.gradients)
         plan, table, _ = prepared
-        self._checked = gradients, prepared
-        checks = found_inf is not None
+        self._checked = scaled, prepared
+        checks = scaled.found_inf is not None
         with self._on_device():
             for launch in plan.launches:
                 squares = launch.squares if norm else None
@@ -202,8 +166,8 @@ class KernelUpdate:
                     table,
                     plan.tensors,
                     launch.chunks,
-                    self._one if inverse is None else inverse,
-                    found_inf if checks else self._zero,
+                    self._one if scaled.inverse is None else scaled.inverse,
+                    self._zero if scaled.found_inf is None else scaled.found_inf,
                     launch.largest if squares is None else squares,
                     launch.largest,
                     _TYPES[launch.kind.gradient_dtype],
@@ -219,81 +183,53 @@ class KernelUpdate:
         return Checked(norms, plan.largest.max() if grad_max else None)
 
     @torch.no_grad()
-    def update(
-        self,
-        gradients: Sequence[Tensor | None],
-        inverse: Tensor | None,
-        clip: Tensor | None,
-        found_inf: Tensor | None,
-    ) -> None:
+    def update(self, scaled: Scaled, clip: Tensor | None) -> None:
         checked, self._checked = self._checked, None
-        if checked is not None and checked[0] is gradients:
+        if checked is not None and checked[0] is scaled:
             plan, table, _ordered = checked[1]
         else:
-            plan, table, _ordered = self._prepare(gradients)
-        self._count_step(plan.steps, found_inf)
+            plan, table, _ordered = self._prepare(scaled.gradients)
+        self._count_step(plan.steps, scaled.found_inf)
         with self._on_device():
             for launch in plan.launches:
-                self._launch(launch, plan, table, inverse, clip, found_inf)
+                self._launch(launch, plan.tensors, table, scaled, clip)
         if plan.strided[0]:
             torch._foreach_copy_(*plan.strided)
 
     def _launch(
-        self,
-        launch: _Launch,
-        plan: _Plan,
-        table: Tensor,
-        inverse: Tensor | None,
-        clip: Tensor | None,
-        found_inf: Tensor | None,
+        self, launch: _Launch, tensors: Tensor, table: Tensor, scaled: Scaled, clip: Tensor | None
     ) -> None:
-        group, clips = launch.group, clip is not None and launch.kind.clipped
-        tensors = (
+        group, kind = launch.group, launch.kind
+        clips = clip is not None and kind.clipped
+        beta1, beta2 = group.get("betas", (0.0, 0.0))
+        update_kernel[launch.grid](
             table,
-            plan.tensors,
+            tensors,
             launch.chunks,
             self._rate(group),
-            self._one if inverse is None else inverse,
+            self._one if scaled.inverse is None else scaled.inverse,
             clip if clips else self._one,
-            self._zero if found_inf is None else found_inf,
-        )
-        choices = {
-            "GRADIENT": _TYPES[launch.kind.gradient_dtype],
-            "COPY": _TYPES[launch.kind.copy_dtype or torch.float32],
-            "HAS_COPY": launch.kind.copy_dtype is not None,
-            "UNSCALE": inverse is not None,
-            "CLIP": clips,
-            "DECAYS": group["weight_decay"] != 0,
-            "ALIGNED": launch.kind.aligned,
-            "BLOCK": BLOCK,
+            self._zero if scaled.found_inf is None else scaled.found_inf,
+            self._zero if launch.logarithms is None else launch.logarithms,
+            float(group["weight_decay"]),
+            float(group.get("momentum", 0.0)),
+            1.0 - beta1,
+            float(beta2),
+            1.0 - beta2,
+            float(group.get("eps", 0.0)),
+            RULE=self.rule,
+            GRADIENT=_TYPES[kind.gradient_dtype],
+            COPY=_TYPES[kind.copy_dtype or torch.float32],
+            HAS_COPY=kind.copy_dtype is not None,
+            UNSCALE=scaled.inverse is not None,
+            CLIP=clips,
+            DECAYS=group["weight_decay"] != 0,
+            MOMENTUM=group.get("momentum", 0.0) != 0,
+            NESTEROV=bool(group.get("nesterov")),
+            ALIGNED=kind.aligned,
+            BLOCK=BLOCK,
             **_LAUNCH,
-        }
-        decay = float(group["weight_decay"])
-        match self.rule:
-            case "sgd":
-                sgd_kernel[launch.grid](
-                    *tensors,
-                    decay,
-                    float(group["momentum"]),
-                    MOMENTUM=group["momentum"] != 0,
-                    NESTEROV=bool(group["nesterov"]),
-                    **choices,
-                )
-            case "adam" | "adamw":
-                beta1, beta2 = group["betas"]
-                adam_kernel[launch.grid](
-                    *tensors,
-                    launch.logarithms,
-                    decay,
-                    1.0 - beta1,
-                    float(beta2),
-                    1.0 - beta2,
-                    float(group["eps"]),
-                    DECOUPLED=self.rule == "adamw",
-                    **choices,
-                )
-            case _:
-                adagrad_kernel[launch.grid](*tensors, decay, float(group["eps"]), **choices)
+        )
 
     def _count_step(self, steps: list[Tensor], found_inf: Tensor | None) -> None:
         if not steps:
@@ -349,7 +285,7 @@ class KernelUpdate:
         strided: tuple[list[Tensor], list[Tensor]] = ([], [])
         places: dict[_Kind, list[list[int]]] = {}
         present = [kind is not None for kind in kinds]
-        for weight in weights_with_gradient(self.inner, self.parameters, self.updated, present):
+        for weight in self.weights(present):
             if not weight.master.numel():
                 continue
             if weight.step is not None:
@@ -388,30 +324,28 @@ class KernelUpdate:
         # One value more, so that there is a largest one of no gradients: 0.
         squares, largest = (torch.zeros(sum(sizes) + 1, device=self.device) for _ in range(2))
         own_squares, own_largest = squares.split([*sizes, 1]), largest.split([*sizes, 1])
-        launches = [
-            _Launch(
-                groups[kind.group],
-                kind,
-                self._to_device(chunks, torch.int32),
-                own_squares[place] if kind.clipped else None,
-                own_largest[place],
-                self._logarithms(groups[kind.group]),
+        launches = []
+        for place, (kind, chunks) in enumerate(places.items()):
+            group, on_device = groups[kind.group], self._to_device(chunks, torch.int32)
+            of_squares = own_squares[place] if kind.clipped else None
+            # The smallest number for a beta of 0: its powers are 0 as well.
+            values = [math.log(beta or 5e-324) for beta in group.get("betas", ())]
+            logarithms = self._to_device(values, torch.float64) if values else None
+            launches.append(
+                _Launch(group, kind, on_device, of_squares, own_largest[place], logarithms)
             )
-            for place, (kind, chunks) in enumerate(places.items())
-        ]
         return launches, squares, largest
 
-    def _logarithms(self, group: dict) -> Tensor | None:
-        if self.rule not in ("adam", "adamw"):
-            return None
-        # The smallest number for a beta of 0: its powers are 0 as well.
-        values = [math.log(beta or 5e-324) for beta in group["betas"]]
-        return self._to_device(values, torch.float64)
-
     def _to_device(self, values: list, dtype: torch.dtype) -> Tensor:
-        pinned, tensor = to_device(values, dtype, self.device)
+        """Does not wait: the source is pinned, see torch's CachingHostAllocator, which reuses it
+        only after the copy. Under capture both are kept."""
+        source = torch.tensor(values, dtype=dtype)
+        if self.device.type != "cuda":
+            return source
+        source = source.pin_memory()
+        tensor = source.to(self.device, non_blocking=True)
         if is_capturing(self.device):
-            self._held += [pinned, tensor]
+            self._held += [source, tensor]
         return tensor
 
     def _on_device(self):

@@ -94,7 +94,15 @@ def step_unless(optimizer: Optimizer, found_inf: Tensor) -> None:
                 f"{type(optimizer).__name__}: needs fused=True or capturable=True for "
                 "updates that can be skipped on a GPU"
             )
-    tensors = list(_tensors(optimizer))
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    # Adagrad keeps its step counter on the host, where it serves lr_decay alone: taking it back
+    # would make the host wait for the device.
+    tensors = [
+        value
+        for parameter in parameters
+        for value in (parameter, *optimizer.state[parameter].values())
+        if isinstance(value, Tensor) and value.device == parameter.device
+    ]
     before = [tensor.clone() for tensor in tensors]
     optimizer.step()
     skipped = found_inf != 0
@@ -123,19 +131,6 @@ def has_fused_kernel(kind: str, device: torch.device) -> bool:
     except (RuntimeError, TypeError):
         return False
     return True
-
-
-def _tensors(optimizer: Optimizer) -> Iterable[Tensor]:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            yield parameter
-            # Adagrad keeps its step counter on the host, where it serves lr_decay alone: taking
-            # it back would make the host wait for the device.
-            yield from (
-                value
-                for value in optimizer.state[parameter].values()
-                if isinstance(value, Tensor) and value.device == parameter.device
-            )
 
 
 def norm_parameter_names(module: nn.Module) -> frozenset[str]:

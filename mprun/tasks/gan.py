@@ -10,13 +10,13 @@ from mprun.data.source import Batch, Source
 from mprun.precision import BatchNormGuard, ForwardContext, LossScale, PrecisionPolicy
 from mprun.tasks.sample_distance import SampleDistance
 from mprun.tasks.supervised import micro_batches
-from mprun.tasks.task import TrainState
+from mprun.tasks.task import Task, TrainState
 
 # The same codes at every evaluation and in every run, so that samples can be compared.
 GRID_SEED, SAMPLE_SEED = 2018, 2019
 
 
-class GAN:
+class GAN(Task):
     """Binary cross-entropy on logits; metrics d_loss, g_loss and loss, their sum.
 
     Radford et al., arXiv 1511.06434, in the order of the PyTorch example: D on real, D on fake,
@@ -32,9 +32,6 @@ class GAN:
             once per step.
         sample_distance: adds the metric sliced_wasserstein to an evaluation; None saves its time.
     """
-
-    sample = "image"
-    channels_last = False  # images in NHWC order; whoever builds the networks so sets it
 
     def __init__(
         self,
@@ -57,11 +54,10 @@ class GAN:
         self.sample_distance = sample_distance
         self.learners = {"generator": generator, "discriminator": discriminator}
         names = ("loss_scale", "loss_scale_fake", "loss_scale_generator")
-        unique = {
-            id(scale): (name, scale)
-            for name, scale in reversed(list(zip(names, loss_scales, strict=True)))
-        }
-        self.loss_scales = dict(reversed(list(unique.values())))
+        self.loss_scales = {}
+        for name, scale in zip(names, loss_scales, strict=True):
+            if all(scale is not other for other in self.loss_scales.values()):
+                self.loss_scales[name] = scale
         self.samples_per_step = data.samples_per_batch
         self.steps_per_epoch = data.batches_per_epoch
         self.device = arithmetic.device
@@ -69,15 +65,14 @@ class GAN:
         self.fixed_codes = codes.to(self.device)
 
     def train_step(self, step: int, measure: bool = False) -> dict[str, Tensor]:
-        """One update of D and one of G; 0-dim device tensors, no synchronisation."""
         return self.compute(self.load(step), measure)
 
     def load(self, step: int) -> Iterator[Batch]:
-        """The one batch of a step: all that depends on its number."""
+        """The one batch of a step."""
         return micro_batches(self.data, step, 1, self.channels_last, self.policy.param_dtype)
 
     def compute(self, batches: Iterable[Batch], measure: bool = False) -> dict[str, Tensor]:
-        """`train_step` on this one batch: device work alone, so it can be captured."""
+        """One update of D and one of G, on the one batch."""
         generator, discriminator = self.g.network, self.d.network
         self.g.optimizer.zero_grad()
         self.d.optimizer.zero_grad()
@@ -181,6 +176,3 @@ class GAN:
     def _bce(self, logits: Tensor, target: float) -> Tensor:
         logits = logits.to(self.policy.loss_dtype)
         return F.binary_cross_entropy_with_logits(logits, torch.full_like(logits, target))
-
-    def _eval_inputs(self, inputs: Tensor) -> Tensor:
-        return self.policy.cast_inputs(inputs) if self.eval_in_mode else inputs

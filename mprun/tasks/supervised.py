@@ -5,7 +5,7 @@ do with a batch, and add a loss and an evaluation.
 """
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -15,11 +15,11 @@ from torch.nn import functional as F
 
 from mprun.data.source import Batch, Source
 from mprun.precision import ForwardContext, LossScale, PrecisionPolicy
-from mprun.tasks.task import TrainState
+from mprun.tasks.task import Task, TrainState
 
 
-class Supervised(ABC):
-    """A task with one model and one loss; see `mprun.tasks.task.Task`.
+class Supervised(Task):
+    """A task with one model and one loss.
 
     Args:
         learner: the model with its optimizer.
@@ -27,9 +27,6 @@ class Supervised(ABC):
         accumulate: micro-batches of an update.
         eval_in_mode: evaluate in the mode's own arithmetic instead of FP32.
     """
-
-    sample = "image"
-    channels_last = False  # images in NHWC order; whoever builds the networks so sets it
 
     def __init__(
         self,
@@ -51,20 +48,14 @@ class Supervised(ABC):
         self.steps_per_epoch = data.batches_per_epoch // accumulate
 
     def train_step(self, step: int, measure: bool = False) -> dict[str, Tensor]:
-        """One update from `accumulate` micro-batches; 0-dim device tensors, no synchronisation.
-
-        Args:
-            measure: also compute the gradient norm.
-        """
         return self.compute(self.load(step), measure)
 
     def load(self, step: int) -> Iterator[Any]:
-        """The micro-batches of a step, one after the other: all that depends on its number."""
         dtype = self.policy.param_dtype
         return micro_batches(self.data, step, self.accumulate, self.channels_last, dtype)
 
     def compute(self, batches: Iterable[Any], measure: bool = False) -> dict[str, Tensor]:
-        """`train_step` on these micro-batches: device work alone, so it can be captured."""
+        """One update from the micro-batches."""
         optimizer = self.learner.optimizer
         optimizer.zero_grad()
         losses = []
@@ -72,26 +63,17 @@ class Supervised(ABC):
             with self.arithmetic:
                 loss, propagated = self.loss(batch)
                 del batch  # backward has what it needs: of images, autocast's 16-bit copy
-                optimizer.backward(share(propagated, self.accumulate))
+                share = propagated if self.accumulate == 1 else propagated / self.accumulate
+                optimizer.backward(share)
             losses.append(loss.detach())
         update = optimizer.step(measure)
         self.loss_scale.update()
-        return {"loss": mean(losses), **update.metrics()}
+        mean = losses[0] if len(losses) == 1 else torch.stack(losses).mean()
+        return {"loss": mean, **update.metrics()}
 
     @abstractmethod
     def loss(self, batch: Any) -> tuple[Tensor, Tensor]:
         """The loss of a micro-batch as it is reported and as it is propagated, both 0-dim."""
-
-    @abstractmethod
-    def evaluate(self) -> dict[str, float]:
-        """Metrics over the whole held-out split."""
-
-    def _eval_inputs(self, inputs: Tensor) -> Tensor:
-        return self.policy.cast_inputs(inputs) if self.eval_in_mode else inputs
-
-    def samples(self) -> Tensor | None:
-        """None: such a task generates no images."""
-        return None
 
     def state_dict(self) -> dict:
         return {"learner": self.learner.state_dict(), "loss_scale": self.loss_scale.state_dict()}
@@ -284,16 +266,6 @@ def _laid_out(batch: Batch, channels_last: bool, dtype: torch.dtype | None) -> B
     if dtype is None or not images.is_floating_point():
         dtype = images.dtype
     return images.to(dtype, memory_format=memory_format), labels
-
-
-def share(loss: Tensor, count: int) -> Tensor:
-    """The part of a micro-batch's mean loss in the mean over `count` micro-batches."""
-    return loss if count == 1 else loss / count
-
-
-def mean(losses: list[Tensor]) -> Tensor:
-    """The mean of 0-dim losses."""
-    return losses[0] if len(losses) == 1 else torch.stack(losses).mean()
 
 
 def cross_entropy(

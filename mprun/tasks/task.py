@@ -1,9 +1,10 @@
 """What a task is, and the model with its optimizer that a task trains."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,57 +15,66 @@ from mprun.precision import (
     ForwardContext,
     LossScale,
     MixedPrecisionOptimizer,
+    PrecisionPolicy,
     fp32_copy,
     ieee_fp32,
 )
 from mprun.precision.optimizer import copy_exactly
 
 
-class Task(Protocol):
+class Task(ABC):
     """What is learned and how: owns model, optimizer, data and a step to read through.
 
     Attributes:
         sample: the unit of throughput, "image" or "token".
+        channels_last: images in NHWC order; whoever builds the networks so sets it.
         learners: what is trained, by name.
         loss_scales: by the name that each has in the records.
     """
 
-    sample: str
-    channels_last: bool
+    sample = "image"
+    channels_last = False
     data: Source
+    policy: PrecisionPolicy
+    eval_in_mode: bool
     learners: dict[str, "TrainState"]
     loss_scales: dict[str, LossScale]
     samples_per_step: int
     steps_per_epoch: int
 
+    @abstractmethod
     def train_step(self, step: int, measure: bool = False) -> dict[str, Tensor]:
-        """`compute(load(step), measure)`."""
-        ...
+        """`compute(load(step), measure)`: one update of each learner, without synchronisation."""
 
+    @abstractmethod
     def load(self, step: int) -> Iterator[Any]:
-        """What is decided on the host: the micro-batches of `step` (from 0)."""
-        ...
+        """What is decided on the host: the micro-batches of `step` (from 0), one by one."""
 
+    @abstractmethod
     def compute(self, batches: Iterable[Any], measure: bool = False) -> dict[str, Tensor]:
-        """The step on the device alone.
+        """The step on the device alone, so that it can be captured.
 
         Returns:
             0-dim device tensors by metric name: always `loss` and `loss_scale`; `found_inf` where
             updates can be skipped; `grad_norm` where something is clipped or `measure` asks for it.
         """
-        ...
 
+    @abstractmethod
     def evaluate(self) -> dict[str, float]:
-        """Metrics of the held-out split; always `loss`."""
-        ...
+        """Metrics of the whole held-out split; always `loss`."""
 
     def samples(self) -> Tensor | None:
         """Generated images, float [n, channels, h, w] in [0, 1]; None: of no such task."""
-        ...
+        return None
 
+    @abstractmethod
     def state_dict(self) -> dict: ...
 
+    @abstractmethod
     def load_state_dict(self, state: dict) -> None: ...
+
+    def _eval_inputs(self, inputs: Tensor) -> Tensor:
+        return self.policy.cast_inputs(inputs) if self.eval_in_mode else inputs
 
 
 @dataclass(slots=True)

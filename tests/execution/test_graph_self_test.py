@@ -6,7 +6,7 @@ import torch
 from mprun.execution.cuda_graph import CannotCapture
 from mprun.execution.graphed_step import difference, why_no_replay_on
 
-from .call_recorder import CallRecorder, CallRecording
+from .call_recorder import CallRecorder, into_one_output
 
 CPU = torch.device("cpu")
 
@@ -33,7 +33,7 @@ class Replaying(CallRecorder):
         return self._loss, None
 
     def record(self, function):
-        return CallRecording(lambda: self._replay(function, self._loss.clone()))
+        return into_one_output(lambda: self._replay(function, self._loss.clone()))
 
 
 def test_a_right_recorder_differs_in_nothing():

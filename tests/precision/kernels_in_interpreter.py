@@ -19,6 +19,7 @@ from mprun.precision import LogMaxLossScale, MixedPrecisionOptimizer, cast_model
 from mprun.precision.single_pass_cpu import BlockedUpdate  # noqa: E402
 from mprun.precision.single_pass_triton import KernelUpdate  # noqa: E402
 from mprun.precision.torch_update import initialise_state  # noqa: E402
+from mprun.precision.update import Scaled  # noqa: E402
 from mprun.precision.update_choice import difference  # noqa: E402
 
 torch.set_num_threads(1)
@@ -44,9 +45,7 @@ def self_test(rule):
 def self_test_notices():
     """An update without its clip factor is another update."""
     update = KernelUpdate.update
-    KernelUpdate.update = lambda self, g, inverse, clip, found: update(
-        self, g, inverse, None, found
-    )
+    KernelUpdate.update = lambda self, scaled, clip: update(self, scaled, None)
     try:
         found = difference(CPU, "sgd", (torch.float16, torch.float32))
     finally:
@@ -84,11 +83,13 @@ def against_blocks(name, dtype):
             gradients[4] = torch.cat([gradients[4], gradients[4][:1]])[1:]
             inverse = torch.tensor(2.0**-4)
             found_inf = torch.zeros(())
-            checked = single.check(gradients, inverse, found_inf, norm=True, grad_max=True)
+            scaled = Scaled(gradients, inverse, found_inf)
+            checked = single.check(scaled, norm=True, grad_max=True)
             assert found_inf == 0
-            again = single.check(gradients, inverse, found_inf, norm=True, grad_max=True)
+            again = single.check(scaled, norm=True, grad_max=True)
             assert torch.equal(checked.norms, again.norms)
-            single.update(gradients, inverse, torch.tensor(0.3), None if step else found_inf)
+            scaled = scaled._replace(found_inf=None) if step else scaled
+            single.update(scaled, torch.tensor(0.3))
             norms.append((checked.norms.norm(), checked.grad_max))
             inner.param_groups[0]["lr"].mul_(0.5)
             inner.param_groups[1]["lr"] *= 0.5
@@ -123,7 +124,7 @@ def adam_by_hand():
     random = torch.Generator().manual_seed(0)
     for t in (1, 2, 3):
         gradient = torch.randn(300, generator=random).half()
-        single.update([gradient], torch.tensor(0.125), None, torch.zeros(()))
+        single.update(Scaled([gradient], torch.tensor(0.125), torch.zeros(())), None)
         g = gradient.double() * 0.125
         m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
         weight -= 0.01 * (m / (1 - 0.9**t)) / ((v / (1 - 0.999**t)).sqrt() + 1e-8)

@@ -11,6 +11,7 @@ from mprun.precision import (
     MixedPrecisionOptimizer,
     NoLossScale,
     StaticLossScale,
+    build_policy,
     cast_model,
     get_policy,
 )
@@ -85,6 +86,20 @@ def test_masters_follow_the_fp32_rule_and_the_model_is_their_rounding(
                 assert torch.equal(own[name], expected)
     moved = [name for name in initial if not torch.equal(reference[name], initial[name])]
     assert moved == list(initial)
+
+
+def test_masters_move_where_gradients_need_neither_cast_nor_scale():
+    """16-bit gradients of 16-bit weights, unscaled: nothing to do to them before the update."""
+    policy = build_policy("own", {"param_dtype": "fp16", "grad_dtype": "fp16"})
+    model = nn.Linear(2, 1, bias=False)
+    nn.init.constant_(model.weight, 1.0)
+    optimizer = MixedPrecisionOptimizer(
+        cast_model(model, policy), lambda named: torch.optim.SGD([t for _, t in named], lr=0.25)
+    )
+    optimizer.zero_grad()
+    optimizer.backward(model(torch.ones(1, 2).half()).float().sum())
+    optimizer.step()
+    assert model.weight.tolist() == optimizer.masters["weight"].tolist() == [[0.75, 0.75]]
 
 
 def test_masters_start_unrounded_and_exist_once():

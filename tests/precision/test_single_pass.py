@@ -20,6 +20,7 @@ from mprun.precision import (
 )
 from mprun.precision.single_pass_cpu import BlockedUpdate
 from mprun.precision.torch_update import initialise_state
+from mprun.precision.update import Scaled
 
 INF, NAN = float("inf"), float("nan")
 MAKERS = {
@@ -260,10 +261,11 @@ def test_any_blocks(optimizer, dtype, decay, exponent, odd, clip, bad, block, se
     (masters, own, inner), (expected, copies, plain) = runs
     single = BlockedUpdate(inner, own, masters, [True] * len(own), block=block)
     inverse, found_inf = torch.tensor(1 / scale), torch.zeros(())
+    scaled = Scaled(gradients, inverse, found_inf)
     factor = None if clip is None else torch.tensor(clip)
     for _ in range(2):
-        checked = single.check(gradients, inverse, found_inf, norm=True, grad_max=False)
-        single.update(gradients, inverse, factor, found_inf)
+        checked = single.check(scaled, norm=True, grad_max=False)
+        single.update(scaled, factor)
         unscaled = [None if g is None else g.float() * inverse for g in gradients]
         if bad is not None:
             break
@@ -290,10 +292,10 @@ def test_large_sums_are_no_overflow():
     own = master.detach().half()
     single, found_inf = BlockedUpdate(inner, [own], [master], [True]), torch.zeros(())
     gradient = torch.full((1 << 16,), 60000.0).half()
-    single.check([gradient], None, found_inf, norm=False, grad_max=False)
+    single.check(Scaled([gradient], None, found_inf), norm=False, grad_max=False)
     assert found_inf == 0 and torch.isinf(gradient.sum())
     gradient[5] = -INF
-    single.check([gradient], None, found_inf, norm=False, grad_max=False)
+    single.check(Scaled([gradient], None, found_inf), norm=False, grad_max=False)
     assert found_inf == 1
 
 
@@ -304,7 +306,8 @@ def test_sgd_with_momentum_by_hand():
     inner.state[master]["momentum_buffer"] = torch.full((64,), 6.0)
     own = master.detach().half()
     single = BlockedUpdate(inner, [own], [master], [True])
-    single.update([torch.full((64,), 48.0).half()], torch.tensor(1 / 16), None, torch.zeros(()))
+    gradients = [torch.full((64,), 48.0).half()]
+    single.update(Scaled(gradients, torch.tensor(1 / 16), torch.zeros(())), None)
     assert master.tolist() == own.tolist() == [0.25] * 64
     assert inner.state[master]["momentum_buffer"].tolist() == [7.0] * 64
 
@@ -315,5 +318,5 @@ def test_every_16_bit_parameter_moves(dtype):
     master = torch.ones(1000).requires_grad_()
     own = master.detach().to(dtype)
     single = BlockedUpdate(SGD([master], 0.5, fused=True), [own], [master], [True])
-    single.update([torch.ones(1000, dtype=dtype)], None, None, None)
+    single.update(Scaled([torch.ones(1000, dtype=dtype)], None, None), None)
     assert own.tolist() == [0.5] * 1000

@@ -13,6 +13,7 @@ from mprun.precision import (
     get_policy,
 )
 from mprun.precision.torch_update import has_fused_kernel
+from mprun.precision.update import Scaled
 from mprun.precision.update_choice import why_not_on
 
 pytestmark = pytest.mark.gpu
@@ -184,8 +185,9 @@ def test_gradients_anywhere_in_memory():
     for _ in range(2):
         found_inf = torch.zeros((), device="cuda")
         gradients = [buffer[1:4097], buffer[4097:]]
-        single.check(gradients, None, found_inf, norm=False, grad_max=False)
-        single.update(gradients, None, None, found_inf)
+        scaled = Scaled(gradients, None, found_inf)
+        single.check(scaled, norm=False, grad_max=False)
+        single.update(scaled, None)
         assert found_inf == 0
     for tensor in (*masters, *own):
         assert torch.equal(tensor, torch.zeros_like(tensor))

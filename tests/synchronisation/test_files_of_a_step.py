@@ -10,6 +10,7 @@ import mprun
 from mprun.build import build
 from mprun.config.compose import compose_config
 from mprun.training.loop import Loop
+from mprun.training.signals import Interruption
 
 ROOT = Path(mprun.__file__).parent
 # Of what a step is made of whatever the data; the rest is the loop around it and where its data
@@ -61,7 +62,7 @@ def files_of(function) -> set[str]:
 def test_one_step_in_the_middle_of_a_run(model, tmp_path):
     small = ["data.batch_size=2", "train.steps=9", "precision=fp16_master_scaled"]
     config = compose_config([*model.split(), *small]).config
-    loop = Loop(build(config, torch.device("cpu")), config, tmp_path, 0, 0)
+    loop = Loop(build(config, torch.device("cpu")), config, tmp_path, Interruption())
     try:
         for index in range(3):
             loop.advance(index)

@@ -35,7 +35,7 @@ def run_train(tmp_path, overrides, steps=16, before=None):
     if before is not None:
         before(built)
     with built.stepper.on_stream():
-        outcome = train(built, config, tmp_path, interruption=Interruption())
+        outcome = train(built, config, tmp_path, Interruption())
     return outcome, built, read_metrics(tmp_path / "metrics.jsonl")
 
 

@@ -44,14 +44,14 @@ WHOLE = {
 }
 # Of these files the functions named here.
 PARTS = {
-    "training/metric_buffer.py": {"add", "close", "restart_clock", "sound", "_scales"},
+    "training/metric_buffer.py": {"add", "close", "restart_clock", "sound"},
     "record/async_copy.py": {"send", "_buffer"},
     "data/loader.py": {"batch", "_cuda_batch", "_copy"},
     "data/image_store.py": {"train_batch", "_float"},
     "data/source.py": {"indices", "checked_index"},
-    "data/token_streams.py": {"train_batch", "_columns", "_chunk", "_place"},
+    "data/token_streams.py": {"train_batch", "_chunk"},
     "numerics/failure.py": {"keep_if", "_pause"},
-    "numerics/replay.py": {"take_if", "_cloned", "_alike"},
+    "numerics/replay.py": {"take_if", "_copy", "_fits"},
     "numerics/state.py": {"finite_on_device"},
 }
 
