@@ -30,7 +30,6 @@ from mprun.config.compose import compose_config
 from mprun.config.option_files import modes
 from mprun.errors import BadInput
 from mprun.models import SampledLSTM
-from mprun.models.lstm_lm import SIZES
 from mprun.numerics.operations import FirstStep
 from mprun.precision import get_policy, pin_math_flags
 from mprun.record import memory
@@ -50,6 +49,8 @@ PUBLISHED = [
     "data=synthetic_tokens",
     "data.sequence_length=20",
 ]
+# model=biglstm: embedding, hidden, layers, projection; its full vocabulary.
+SIZE, VOCABULARY = (1024, 8192, 2, 1024), 793_472
 SMALL = ["model.embedding_size=24", "model.hidden_size=64", "model.projection_size=16"]
 
 
@@ -57,7 +58,12 @@ def shapes(vocabulary, embedding, hidden, layers, projection, candidates) -> dic
     """Parameters of the LSTM and of the tables, counted on the meta device."""
     with torch.device("meta"):
         model = SampledLSTM(
-            vocabulary, embedding, hidden, layers, projection, candidates=candidates
+            vocabulary,
+            embedding_size=embedding,
+            hidden_size=hidden,
+            num_layers=layers,
+            projection_size=projection,
+            candidates=candidates,
         )
     lstm = sum(p.numel() for p in model.lstm.parameters())
     return {"lstm": lstm, "tables": sum(p.numel() for p in model.parameters()) - lstm}
@@ -139,9 +145,8 @@ class ZipfTokens:
 
 def run(mode: str, steps: int, batch_size: int, vocabulary: int) -> dict:
     """Train `steps` steps of the full model and measure them."""
-    size = SIZES["biglstm"]
     needed = count(
-        shapes(vocabulary, size.embedding_size, size.hidden_size, 2, size.projection_size, 8192),
+        shapes(vocabulary, *SIZE, 8192),
         mode,
         used_rows(1024, 1024, batch_size * 20, 8192),
         10,
@@ -202,7 +207,7 @@ def main() -> None:
     parser.add_argument("--precision", default="fp32", choices=sorted(modes()))
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--batch-size", type=int, default=128)
-    parser.add_argument("--vocabulary", type=int, default=SIZES["biglstm"].vocab_size)
+    parser.add_argument("--vocabulary", type=int, default=VOCABULARY)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--json")
     options = parser.parse_args()
@@ -214,16 +219,8 @@ def main() -> None:
         except BadInput as error:
             raise SystemExit(str(error)) from error
     else:
-        size = SIZES["biglstm"]
-        full = shapes(
-            size.vocab_size,
-            size.embedding_size,
-            size.hidden_size,
-            size.num_layers,
-            size.projection_size,
-            8192,
-        )
-        rows = used_rows(size.embedding_size, size.projection_size, 128 * 20, 8192)
+        full = shapes(VOCABULARY, *SIZE, 8192)
+        rows = used_rows(1024, 1024, 128 * 20, 8192)
         dense = {mode: sum(full.values()) for mode in modes()}
         print(
             f"parameters: {full['lstm']:,} in the LSTM (65,536 of them torch's second bias), "

@@ -23,7 +23,7 @@ import scipy
 from error_rates_document import document, summary
 
 from mprun.compare.equivalence import nominal_alpha
-from mprun.compare.findings import VERDICTS, Arm, RunData
+from mprun.compare.findings import VERDICTS, Arm, Question, RunData
 from mprun.compare.verdict import CONCLUSIVE, judge
 
 MEAN = 2.0  # nats
@@ -107,7 +107,7 @@ def rates(
         for own, base in stages:
             _fill(own, own_values)
             _fill(base, base_values)
-            verdict, _ = judge(own, base, looks=() if naive else looks, **QUESTION)
+            verdict, _ = judge(own, base, Question(looks=() if naive else looks, **QUESTION))
             if verdict.name in CONCLUSIVE:
                 break
         found[verdict.name] += 1

@@ -105,7 +105,7 @@ def with_runner(built, config) -> float:
     built.task.evaluate = timed
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
         started = time.process_time()
-        train(built, config, Path(folder), interruption=Interruption())
+        train(built, config, Path(folder), Interruption())
         return time.process_time() - started - sum(evaluation)
 
 

@@ -28,7 +28,7 @@ from mprun.tasks import SampleDistance
 
 def digits(size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(held out, training images, labels of the training images, labels held out)."""
-    data = DigitsImages(size, 360, 0, "cpu", value_range="tanh")
+    data = DigitsImages(size, batch_size=360, seed=0, device="cpu", value_range="tanh")
     [(held_out, held_labels)] = data.eval_batches()
     batches = [data.train_batch(index) for index in range(data.batches_per_epoch)]
     images, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from mprun.data.text import Text, find_text_files
-from mprun.data.token_streams import FileStreams, TokenStreams
+from mprun.data.token_streams import TokenStreams
 from mprun.data.vocabulary import WordIds, text_blocks, word_blocks
 
 SHAPES = ((20, 35), (128, 20))  # streams, tokens: Zaremba et al.'s larger models, bigLSTM
@@ -83,8 +83,8 @@ def encoding(path: Path, words: tuple[str, ...], windows: int) -> dict:
 
 def delivery(path: Path, streams: int, length: int, windows: int) -> dict:
     tokens = torch.from_numpy(np.fromfile(path, "<i4"))
-    files = FileStreams([path], path, streams, length, 0, "cpu")
-    memory = TokenStreams(tokens.long(), tokens.long(), streams, length, 0, "cpu")
+    files = TokenStreams([path], path, streams, length, 0, "cpu")
+    memory = TokenStreams([tokens], tokens, streams, length, 0, "cpu")
     batches = files.batches_per_epoch
 
     def ours() -> None:

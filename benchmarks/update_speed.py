@@ -242,7 +242,7 @@ def measure_blocks(model: str, name: str, mode: str, turns: int) -> list[tuple[i
         step = Step(cast, name, "single_pass", device)
         own = step.optimizer
         flags = [True] * len(own.parameters)
-        own.use(BlockedUpdate(own.inner, own.parameters, own.updated, flags, block))
+        own.use(BlockedUpdate(own.inner, own.parameters, own.updated, flags, block=block))
         runs.append(step)
     times = in_turns([*runs, reference(cast, name, device)], device, turns)
     return [

@@ -2,11 +2,11 @@
 
 import sys
 import time
+from argparse import Namespace
 
 from benchmarks.suite.contenders import PEERS
-from benchmarks.suite.contest import SuiteOptions
+from mprun.cli import bench
 from mprun.cli.arguments import names
-from mprun.cli.bench import bench, checked, parser
 from mprun.errors import DONE, INTERRUPTED, MprunError
 
 _WHAT = """\
@@ -23,14 +23,9 @@ Nothing is timed that does not compute what the others do."""
 def main(arguments: list[str]) -> int:
     """The exit code: that of `mprun bench`."""
     started = time.monotonic()
-
-    def contest():
-        from benchmarks.suite.contest import Suite
-
-        return Suite()
-
+    again = ["benchmarks.suite", *arguments]
     try:
-        return bench(contest, parse(arguments), ["benchmarks.suite", *arguments], started)
+        return bench.bench("benchmarks.suite.contest:Suite", parse(arguments), again, started)
     except MprunError as error:
         print(f"benchmarks.suite: {error}", file=sys.stderr)
         return error.exit_code
@@ -40,9 +35,9 @@ def main(arguments: list[str]) -> int:
         return INTERRUPTED
 
 
-def parse(arguments: list[str]) -> SuiteOptions:
+def parse(arguments: list[str]) -> Namespace:
     """The options of the command line; BadInput names what is wrong with one."""
-    found = parser("bench", _WHAT)
+    found = bench.bench_parser(_WHAT)
     found.prog = "python -m benchmarks.suite"
     found.add_argument(
         "--peers",
@@ -59,7 +54,7 @@ def parse(arguments: list[str]) -> SuiteOptions:
         metavar="A,B",
         help='of the suite the models whose names begin so: "ResNet-50 b256,DCGAN"',
     )
-    return SuiteOptions(**checked(vars(found.parse(arguments))))
+    return bench.parse(arguments, found)
 
 
 if __name__ == "__main__":

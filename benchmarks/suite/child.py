@@ -1,15 +1,23 @@
-"""`python -m benchmarks.suite.child PARENT_ID`: a child of a bench that knows the other tools."""
+"""What a child of a bench does that knows the other tools."""
 
-import sys
+import torch
 
-from mprun.bench.child import serve
-
-
-def _suite():
-    from benchmarks.suite.contest import Suite
-
-    return Suite()
+from benchmarks.suite import equality
+from benchmarks.suite.contenders import make
+from mprun.bench.contender import Contender
+from mprun.bench.plan import Case
+from mprun.bench.worker import Worker
 
 
-if __name__ == "__main__":
-    raise SystemExit(serve(_suite, sys.argv[1:]))
+class SuiteWorker(Worker):
+    """As `mprun.bench.worker.Worker`, with every contender, watched for `equality.check`."""
+
+    def make(self, case: Case, device: torch.device) -> Contender:
+        return make(case, device)
+
+    def watched_steps(self) -> dict:
+        found = equality.watched_steps(self.contender, self.device)
+        if self.case.contender in equality.TWINS and not self.case.real_data:
+            twin = equality.twin_if_it_fits(self.case, self.device)
+            found |= {} if twin is None else {"twin": twin}
+        return found

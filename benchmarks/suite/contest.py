@@ -2,88 +2,70 @@
 
 from __future__ import annotations
 
-import sys
+from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
 
 import torch
 
 from benchmarks.suite import equality, targets
-from benchmarks.suite.contenders import CONTENDERS, PEERS, available, make
+from benchmarks.suite.contenders import CONTENDERS, PEERS, available
 from benchmarks.suite.models import MODES_WITH_PEERS, suite_of
-from mprun.bench.own import Contest, left_out_of
-from mprun.bench.plan import OWN, REFERENCES, Case, Entry, Group, Options, Row, without_device
+from mprun.bench.contest import Contest
+from mprun.bench.plan import OWN, REFERENCES, Case, Group, Row, without_device
 from mprun.bench.report import markdown, ratio_text
 from mprun.bench.summary import summarise
 from mprun.config.schema import task_of
 from mprun.errors import BadInput
 
-if TYPE_CHECKING:
-    from mprun.bench.contender import Contender
-
 # Keys that do not choose what is trained: the suite takes them too.
 _OF_THE_SUITE = ("device", "threads", "seed", "deterministic", "cpu_half")
 
 
-@dataclass(slots=True)
-class SuiteOptions(Options):
-    """peers: names, ["all"], or None: mprun alone. only: starts of labels of the suite."""
+def is_suite(options: Namespace) -> bool:
+    """Whether nothing on the command line chooses a configuration."""
+    return all(o.lstrip("+~").partition("=")[0] in _OF_THE_SUITE for o in options.overrides)
 
-    peers: list[str] | None = None
-    only: list[str] | None = None
 
-    @property
-    def suite(self) -> bool:
-        """Whether nothing on the command line chooses a configuration."""
-        return all(o.lstrip("+~").partition("=")[0] in _OF_THE_SUITE for o in self.overrides)
-
-    @property
-    def named_peers(self) -> list[str]:
-        """Those asked for by name."""
-        return [] if self.peers in (None, ["all"]) else list(self.peers or ())
+def named_peers(options: Namespace) -> list[str]:
+    """Peers asked for by name."""
+    return [] if options.peers in (None, ["all"]) else options.peers
 
 
 class Suite(Contest):
-    """As `mprun.bench.own.Contest`, with options of this module."""
+    """As `mprun.bench.contest.Contest`, with the options of `benchmarks.suite.__main__`: peers
+    (names, ["all"], or None: mprun alone) and only (starts of labels of the suite)."""
 
-    command = (sys.executable, "-m", "benchmarks.suite.child")
+    worker = "benchmarks.suite.child:SuiteWorker"
 
-    def plan(self, options: SuiteOptions, device: torch.device) -> tuple[list[Group], list[dict]]:
+    def plan(self, options: Namespace, device: torch.device) -> tuple[list[Group], list[dict]]:
         """As of `Contest`; BadInput too for a peer that is unknown, not installed, or useless in
         every mode that was asked for."""
-        _known_peers(options.named_peers)
+        _known_peers(named_peers(options))
         groups, left_out = super().plan(options, device)
-        _no_peer_in_vain(options.named_peers, groups, left_out)
+        _no_peer_in_vain(named_peers(options), groups, left_out)
         return groups, left_out
 
-    def entries(self, options: SuiteOptions, device: torch.device) -> list[Entry]:
-        if options.suite:
-            return [_of_suite(entry, options) for entry in _chosen(options.only, device.type)]
+    def groups(self, options: Namespace, device: torch.device) -> list[Group]:
+        if is_suite(options):
+            return [_of_suite(group, options) for group in _chosen(options.only, device.type)]
         if options.only is not None:
             raise BadInput("--only: chooses models of the suite; leave out model=... and the like")
-        return super().entries(options, device)
+        return super().groups(options, device)
 
     def others(
-        self,
-        entry: Entry,
-        case: Case,
-        options: SuiteOptions,
-        device: torch.device,
-        left_out: list[dict],
-    ) -> list[str]:
-        found = super().others(entry, case, options, device, left_out)
-        task, asked = task_of(case.config().model), options.named_peers
-        few = options.suite and not asked and options.modes is None and case.mode in REFERENCES
+        self, group: Group, case: Case, options: Namespace, device: torch.device
+    ) -> dict[str, str | None]:
+        found = super().others(group, case, options, device)
+        task, asked = task_of(case.config().model), named_peers(options)
+        few = is_suite(options) and not asked and options.modes is None and case.mode in REFERENCES
         for peer in () if options.peers is None else asked or PEERS:
             reason = None if peer in OWN else available(peer, case.mode, task, device)
             if reason is None and few and peer != "loop":
                 reason = f"in a suite the loop alone is the peer in {case.mode}"
-            if reason is None:
-                found.append(peer)
-            elif asked or CONTENDERS[peer].would_fit(task, case.mode):
-                left_out.append(left_out_of(case, peer, reason))
+            if reason is None or asked or CONTENDERS[peer].would_fit(task, case.mode):
+                found[peer] = reason
         return found
 
     def turn(self, case: Case) -> int:
@@ -100,15 +82,11 @@ class Suite(Contest):
             return 5
         return 3 if case.contender.endswith("+") else 4
 
-    def make(self, case: Case, device: torch.device) -> Contender:
-        return make(case, device)
-
-    def first_steps(self, contender: Contender, case: Case, device: torch.device) -> dict:
-        found = equality.watched_steps(contender, device)
-        if case.contender in equality.TWINS and not case.real_data:
-            twin = equality.twin_if_it_fits(case, device)
-            found |= {} if twin is None else {"twin": twin}
-        return found
+    def partner(self, case: Case) -> Case | None:
+        """mprun's case in the mode of another tool's."""
+        if case.real_data or case.contender in OWN:
+            return None
+        return replace(case, contender="mprun")
 
     def check(self, rows: Sequence[Row]) -> dict[str, tuple[bool, str]]:
         return equality.check(rows)
@@ -126,20 +104,20 @@ class Suite(Contest):
         return markdown(bench, beside, more)
 
 
-def _of_suite(entry: Entry, options: SuiteOptions) -> Entry:
-    modes = entry.modes if options.modes is None else tuple(options.modes)
+def _of_suite(group: Group, options: Namespace) -> Group:
+    modes = group.modes if options.modes is None else tuple(options.modes)
     if options.modes is None and options.peers is not None:
         modes = tuple(mode for mode in modes if mode in MODES_WITH_PEERS)
-    overrides = (*entry.overrides, *without_device(options.overrides))
-    return replace(entry, modes=modes, overrides=overrides)
+    overrides = (*group.overrides, *without_device(options.overrides))
+    return replace(group, modes=modes, overrides=overrides)
 
 
-def _chosen(only: Sequence[str] | None, device_type: str) -> list[Entry]:
+def _chosen(only: Sequence[str] | None, device_type: str) -> list[Group]:
     """The suite, or of it the models whose labels begin with what --only says."""
     entries = suite_of(device_type)
     if only is None:
         return list(entries)
-    found: list[Entry] = []
+    found: list[Group] = []
     for start in only:
         named = [e for e in entries if e.label.lower().startswith(start.lower())]
         if not named:

@@ -37,6 +37,7 @@ from torch import Tensor
 from benchmarks.suite.contenders import NEAREST_MODE, SCALES_PER_OPTIMIZER, make
 from mprun.bench.contender import Contender
 from mprun.bench.measure import first_steps
+from mprun.bench.own import Own
 from mprun.bench.plan import Case
 from mprun.bench.worker import release
 from mprun.config.schema import task_of
@@ -91,16 +92,28 @@ def rounding_unit(mode: str) -> float:
     return 2.0**-11 if policy.fp32_math == "tf32" else 2.0**-24
 
 
+def weights_of(contender: Contender) -> dict[str, Tensor]:
+    """What a contender's optimizers update, by name: master weights where there are some."""
+    if not isinstance(contender, Own):
+        return contender.weights()
+    found: dict[str, Tensor] = {}
+    for learner, own in contender.task.learners.items():
+        optimizer = own.optimizer
+        updated = zip(optimizer.names, optimizer.updated, strict=True)
+        found |= {f"{learner}.{name}": tensor.detach() for name, tensor in updated}
+        found |= {f"{learner}.{row.name}": row.tensor.detach() for row in optimizer.rows}
+    return found
+
+
 class WeightWatch:
     """How far a contender's weights are from where they started, step by step.
 
     Watches at most 2^20 elements of each tensor, every n-th one, and holds copies of them: 4 bytes
-    each. To be made before the first step. A contender shows its weights by `weights()`: those
-    that its optimizer updates (master weights where there are some) by name.
+    each. To be made before the first step. Weights are those of `weights_of`.
     """
 
     def __init__(self, contender: Contender):
-        self._tensors = list(contender.weights().values())
+        self._tensors = list(weights_of(contender).values())
         self._start = [sample.clone() for sample in self._samples()]
         self._length = self._norm(self._start).sqrt()
         self._steps: list[Tensor] = []
@@ -134,9 +147,9 @@ class WeightWatch:
 def watched_steps(contender: Contender, device: torch.device) -> dict:
     """As `mprun.bench.measure.first_steps`, with how far the weights travelled as "travel": of each
     step (distance, direction) as of `WeightWatch`, None where a contender does not show them."""
-    watch = WeightWatch(contender) if contender.weights() else None
-    found = first_steps(contender, device, watch.record if watch else lambda: None)
-    return found | {"travel": watch.travel() if watch else None}
+    watch = WeightWatch(contender)
+    found = first_steps(contender, device, watch.record)
+    return found | {"travel": watch.travel()}
 
 
 def sensitivity(case: Case, device: torch.device) -> dict:

@@ -1,7 +1,7 @@
 """What is measured where nothing is asked for: models and sizes, as plain data."""
 
-from mprun.bench.own import CPU_MODES, GPU_MODES
-from mprun.bench.plan import Entry
+from mprun.bench.contest import CPU_MODES, GPU_MODES
+from mprun.bench.plan import Group
 
 # Of the modes of a suite those that are measured when other tools take part: each is that many
 # processes more.
@@ -11,15 +11,15 @@ MODES_WITH_PEERS = ("fp32", "tf32", "fp16_master_scaled", "amp")
 _BEST_MODES = ("tf32", "fp16_master_scaled", "amp")  # measured with mprun's best settings too
 
 
-def _entry(
+def _group(
     label: str,
     overrides: tuple[str, ...],
     modes: tuple[str, ...],
     weight: float,
     best_modes: tuple[str, ...] = _BEST_MODES,
     compile: bool = False,
-) -> Entry:
-    return Entry(label, overrides, modes, weight, best_modes, compile)
+) -> Group:
+    return Group(label, overrides, modes, weight, best_modes, compile)
 
 
 def _images(size: int, batch: int, classes: int, *more: str) -> tuple[str, ...]:
@@ -45,26 +45,26 @@ def _tokens(words: int, time: int, batch: int, *more: str) -> tuple[str, ...]:
     )
 
 
-def _resnet(batch: int, weight: float) -> Entry:
+def _resnet(batch: int, weight: float) -> Group:
     overrides = ("model=resnet50", *_images(224, batch, 1000))
     large = batch >= 128
     best = ("fp16_master_scaled", "amp") if large else _BEST_MODES
-    return _entry(f"ResNet-50 b{batch}", overrides, GPU_MODES, weight, best, compile=large)
+    return _group(f"ResNet-50 b{batch}", overrides, GPU_MODES, weight, best, compile=large)
 
 
-def _alexnet(batch: int, weight: float) -> Entry:
+def _alexnet(batch: int, weight: float) -> Group:
     overrides = ("model=alexnet", *_images(224, batch, 1000))
-    return _entry(f"AlexNet b{batch}", overrides, GPU_MODES, weight)
+    return _group(f"AlexNet b{batch}", overrides, GPU_MODES, weight)
 
 
-def _dcgan(batch: int, weight: float) -> Entry:
+def _dcgan(batch: int, weight: float) -> Group:
     # Without fp16_naive: Adam's eps is 0 in FP16, and the speed of NaN is no speed.
     modes = tuple(mode for mode in GPU_MODES if mode != "fp16_naive")
     overrides = ("model=dcgan", *_images(64, batch, 2, "data.value_range=tanh"))
-    return _entry(f"DCGAN b{batch}", overrides, modes, weight)
+    return _group(f"DCGAN b{batch}", overrides, modes, weight)
 
 
-_LSTM = _entry(
+_LSTM = _group(
     "LSTM LM b128",
     (
         "model=lstm_lm_projected",
@@ -77,7 +77,7 @@ _LSTM = _entry(
     GPU_MODES,
     60,
 )
-_BIGLSTM = _entry(
+_BIGLSTM = _group(
     "bigLSTM b256",
     ("model=biglstm", "model.dropout=0", *_tokens(793_472, 20, 256)),
     ("tf32", "fp16_master_scaled", "amp"),
@@ -97,7 +97,7 @@ GPU_SUITE = (
 )
 
 CPU_SUITE = (
-    _entry(
+    _group(
         "tiny LM b16",
         (
             "model=lstm_lm",
@@ -108,7 +108,7 @@ CPU_SUITE = (
         CPU_MODES,
         30,
     ),
-    _entry(
+    _group(
         "DCGAN 32 px b32",
         (
             "model=dcgan",
@@ -119,10 +119,10 @@ CPU_SUITE = (
         CPU_MODES,
         30,
     ),
-    _entry("ResNet-50 32 px b32", ("model=resnet50", *_images(32, 32, 10)), CPU_MODES, 45),
+    _group("ResNet-50 32 px b32", ("model=resnet50", *_images(32, 32, 10)), CPU_MODES, 45),
 )
 
 
-def suite_of(device_type: str) -> tuple[Entry, ...]:
+def suite_of(device_type: str) -> tuple[Group, ...]:
     """The suite of a kind of device, "cuda" or "cpu"."""
     return GPU_SUITE if device_type == "cuda" else CPU_SUITE

@@ -60,10 +60,6 @@ class Contender(Protocol):
         """Updates skipped since the beginning; may wait for the device."""
         return 0
 
-    def weights(self) -> dict[str, Tensor]:
-        """What its optimizers update, by name: master weights where there are some."""
-        return {}
-
     def replays(self) -> bool:
         """Whether steps are replayed from a CUDA graph by now."""
         return False

@@ -43,12 +43,11 @@ class PowerMeter:
 
     def sample(self) -> dict[str, float]:
         """What can be read now of power_w, sm_clock_mhz and temperature_c."""
-        values = {}
-        for name, (function, arguments, unit) in _SENSORS.items():
-            value = self._read(name, function, *arguments)
-            if value is not None:
-                values[name] = value / unit
-        return values
+        read = {
+            name: (self._read(name, function, *arguments), unit)
+            for name, (function, arguments, unit) in _SENSORS.items()
+        }
+        return {name: value / unit for name, (value, unit) in read.items() if value is not None}
 
     def process_bytes(self) -> int | None:
         """GPU memory of this process as the driver counts it, context included.

@@ -10,10 +10,10 @@ draw less power and clock higher. A product is 8192^3 on CUDA and 1024^3 on a CP
 """
 
 import math
+import statistics
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -28,40 +28,8 @@ AGREE, IN_A_ROW = 0.02, 3  # warm-up ends when that many windows agree this well
 LEAD_IN = 1  # untimed steps before each window: another process had the caches
 _CEILING_WINDOWS = 5
 _T = TypeVar("_T")
-_HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 # What torch says each time (c10::cuda::warn_or_error_on_sync).
 _WAITED = "called a synchronizing CUDA operation"
-
-
-@dataclass(frozen=True, slots=True)
-class Window:
-    """k steps of one contender.
-
-    Attributes:
-        seconds: of the device on CUDA, else of the wall clock.
-        wall_s: of the host, waiting included.
-        cpu_s: processor time of all threads.
-        energy_mj: None where it cannot be read.
-        sensors: power_w, sm_clock_mhz, temperature_c: [before, after].
-        data_wait_s: None where the source does not read ahead.
-    """
-
-    steps: int
-    samples: int
-    seconds: float
-    wall_s: float
-    cpu_s: float
-    energy_mj: int | None
-    sensors: dict[str, list[float]]
-    data_wait_s: float | None
-    loss_is_finite: bool
-
-    @property
-    def step_s(self) -> float:
-        return self.seconds / self.steps
-
-    def as_dict(self) -> dict:
-        return asdict(self)
 
 
 def synchronise(device: torch.device) -> None:
@@ -102,8 +70,14 @@ def first_steps(
 
 def window(
     contender: Contender, device: torch.device, steps: int, meter: PowerMeter | None = None
-) -> Window:
-    """Time `steps` steps, at least 1, after one untimed step."""
+) -> dict[str, Any]:
+    """Time `steps` steps, at least 1, after one untimed step.
+
+    steps, samples. seconds: of the device on CUDA, else of the wall clock. wall_s: of the host,
+    waiting included. cpu_s: processor time of all threads. energy_mj: None where it cannot be read.
+    sensors: power_w, sm_clock_mhz, temperature_c: [before, after]. data_wait_s: None where the
+    source does not read ahead. loss_is_finite.
+    """
     meter = meter or PowerMeter(None)
     contender.run(LEAD_IN)
     contender.defer_wait()
@@ -115,17 +89,17 @@ def window(
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     energy_after, after = meter.energy_mj(), meter.sample()
     wait = contender.defer_wait()
-    return Window(
-        steps=steps,
-        samples=steps * contender.samples_per_step,
-        seconds=wall if seconds is None else seconds,
-        wall_s=wall,
-        cpu_s=cpu,
-        energy_mj=None if energy is None or energy_after is None else energy_after - energy,
-        sensors={name: [before[name], after[name]] for name in before if name in after},
-        data_wait_s=None if wait is None else wait(),
-        loss_is_finite=math.isfinite(float(loss)),
-    )
+    return {
+        "steps": steps,
+        "samples": steps * contender.samples_per_step,
+        "seconds": wall if seconds is None else seconds,
+        "wall_s": wall,
+        "cpu_s": cpu,
+        "energy_mj": None if energy is None or energy_after is None else energy_after - energy,
+        "sensors": {name: [before[name], after[name]] for name in before if name in after},
+        "data_wait_s": None if wait is None else wait(),
+        "loss_is_finite": math.isfinite(float(loss)),
+    }
 
 
 def _timed(work: Callable[[], _T], device: torch.device) -> tuple[float | None, _T]:
@@ -150,7 +124,7 @@ def warm_up(
     device: torch.device,
     limit_s: float,
     steps: int | None = None,
-    measure: Callable[..., Window] = window,
+    measure: Callable[..., dict] = window,
 ) -> dict:
     """Take windows until three in a row agree within 2 %, or for `limit_s` seconds.
 
@@ -164,21 +138,21 @@ def warm_up(
     """
     started, taken, times = time.perf_counter(), 0, []
     first = measure(contender, device, 1)
-    count = steps or steps_for(first.step_s)
+    count = steps or steps_for(first["seconds"])
     while True:
-        newest = measure(contender, device, count)
+        step_s = measure(contender, device, count)["seconds"] / count
         taken += count
-        times.append(newest.step_s)
+        times.append(step_s)
         if steps is None:
             # The first steps are slow: what looked like 0.3 s may have become less.
-            count = max(count, steps_for(newest.step_s))
+            count = max(count, steps_for(step_s))
         last = times[-IN_A_ROW:]
         apart = max(last) / min(last) - 1
         steady = len(last) == IN_A_ROW and apart <= AGREE
         if steady or time.perf_counter() - started >= limit_s:
             return {
                 "steps_per_window": count,
-                "step_s": sorted(last)[len(last) // 2],
+                "step_s": statistics.median_high(last),
                 "steps": taken + 1,
                 "seconds": time.perf_counter() - started,
                 "steady": steady,
@@ -198,7 +172,7 @@ def host_seconds(contender: Contender, device: torch.device, repeats: int = 10) 
         contender.step()
         times.append(time.perf_counter() - before)
     synchronise(device)
-    return sorted(times)[len(times) // 2]
+    return statistics.median_high(times)
 
 
 def count_synchronisations(
@@ -241,9 +215,11 @@ def measure_ceilings(device: torch.device, seconds: float = 6.0, size: int | Non
     formats = _formats(device)
     each = seconds / (1 + len(formats))
     windows = {}
-    elements = 2**28 if on_gpu else 2**26  # float32
-    bandwidth, windows["copy"] = _copied_per_s(elements, device, each)
-    flops = {}
+    source = torch.rand(2**28 if on_gpu else 2**26, device=device)
+    copied, copy = source.nbytes, partial(torch.empty_like(source).copy_, source)
+    once, windows["copy"] = _median_s(copy, device, each)
+    bandwidth, flops = 2 * copied / once, {}  # read and written
+    del source, copy
     for name, dtype, fp32_math in formats:
         pin_math_flags(fp32_math)
         a, b = (torch.rand(size, size, device=device).sub_(0.5).to(dtype) for _ in range(2))
@@ -255,49 +231,39 @@ def measure_ceilings(device: torch.device, seconds: float = 6.0, size: int | Non
     return {
         "bandwidth": bandwidth,
         "flops": flops,
-        "copy_bytes": 4 * elements,
+        "copy_bytes": copied,
         "matmul_size": size,
         "windows": windows,
         "threads": None if on_gpu else torch.get_num_threads(),
     }
 
 
-def _copied_per_s(elements: int, device: torch.device, seconds: float) -> tuple[float, int]:
-    """(bytes read and written per second, windows) of copies of float32."""
-    source = torch.rand(elements, device=device)
-    target = torch.empty_like(source)
-    once, windows = _median_s(partial(target.copy_, source), device, seconds)
-    return 2 * 4 * elements / once, windows
-
-
 def _formats(device: torch.device) -> list[tuple[str, torch.dtype, str]]:
     """(name, dtype of the operands, FP32 flag) of each rate that the device has."""
-    formats = [("fp32", torch.float32, "ieee")]
-    modern = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
-    if modern:
-        formats.append(("tf32", torch.float32, "tf32"))
-    halves = _HALF if modern or device.type == "cpu" else {"fp16": torch.float16}
-    return formats + [(name, dtype, "ieee") for name, dtype in halves.items()]
+    on_gpu = device.type == "cuda"
+    modern = on_gpu and torch.cuda.get_device_capability(device) >= (8, 0)
+    formats = {
+        ("fp32", torch.float32, "ieee"): True,
+        ("tf32", torch.float32, "tf32"): modern,
+        ("fp16", torch.float16, "ieee"): True,
+        ("bf16", torch.bfloat16, "ieee"): modern or not on_gpu,
+    }
+    return [form for form, has in formats.items() if has]
 
 
 def _median_s(
     work: Callable[[], object], device: torch.device, seconds: float
 ) -> tuple[float, int]:
     """(seconds of one call, windows): the median over up to five windows of several calls."""
+
+    def once(count: int) -> float:
+        synchronise(device)
+        before = time.perf_counter()
+        found, _ = _timed(lambda: [work() for _ in range(count)], device)
+        return (time.perf_counter() - before if found is None else found) / count
+
     work()
-    once = _window_s(work, device, 1)
-    count = max(1, round(seconds / (_CEILING_WINDOWS + 2) / max(once, 1e-7)))
-    windows = max(1, min(_CEILING_WINDOWS, int(seconds / (count * once))))
-    times = sorted(_window_s(work, device, count) / count for _ in range(windows))
-    return times[len(times) // 2], windows
-
-
-def _window_s(work: Callable[[], object], device: torch.device, count: int) -> float:
-    def repeated() -> None:
-        for _ in range(count):
-            work()
-
-    synchronise(device)
-    before = time.perf_counter()
-    seconds, _ = _timed(repeated, device)
-    return time.perf_counter() - before if seconds is None else seconds
+    first = once(1)
+    count = max(1, round(seconds / (_CEILING_WINDOWS + 2) / max(first, 1e-7)))
+    windows = max(1, min(_CEILING_WINDOWS, int(seconds / (count * first))))
+    return statistics.median_high(once(count) for _ in range(windows)), windows

@@ -1,11 +1,13 @@
-"""What a bench is asked for, what it measures, and what is known of it: plain data, no torch."""
+"""What a bench measures and what is known of it: plain data, no torch."""
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from mprun.config.compose import compose_config
-from mprun.config.schema import RunConfig
 from mprun.errors import BadInput
+
+if TYPE_CHECKING:
+    from mprun.config.schema import RunConfig
 
 REFERENCES = ("fp32", "tf32")  # modes to which the others are held
 OWN = ("mprun", "mprun+")  # as `mprun model=...` runs it; with its best settings for the model
@@ -17,33 +19,6 @@ _REFUSED = {
     "output_dir": "give --out DIR",
     "name": "give --out DIR",
 }
-
-
-@dataclass(slots=True)
-class Options:
-    """The command line of a bench.
-
-    Attributes:
-        plain: mprun with its defaults, not with its best settings as well.
-        host: the host side alone, on a fake device.
-        card_bytes: memory of the card that is asked about then.
-    """
-
-    overrides: list[str] = field(default_factory=list)
-    config_dir: str | None = None
-    modes: list[str] | None = None
-    budget_s: float = 540.0
-    out: str | None = None
-    windows: int = 5
-    end_to_end: bool = False
-    steps_per_window: int | None = None
-    json: bool = False
-    plain: bool = False
-    host: bool = False
-    card_bytes: int | None = None
-
-    def as_dict(self) -> dict:
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,19 +48,39 @@ class Case:
         end = ["end to end"] if self.real_data else []
         return " | ".join([self.label, self.mode, self.contender, *end])
 
-    def config(self, *more: str) -> RunConfig:
+    @property
+    def place(self) -> tuple[str, bool, str]:
+        """What stands together in a report: (label, real_data, mode)."""
+        return self.label, self.real_data, self.mode
+
+    def config(self, *more: str) -> "RunConfig":
         """The configuration that mprun itself would run, with further overrides."""
+        from mprun.config.compose import compose_config  # here: a child may only pass a case on
+
         overrides = (*self.overrides, f"precision={self.mode}", *more)
         return compose_config(overrides, self.config_dir).config
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """All cases of one model, in the order of their turns. weight: share of the time budget."""
+    """One model at one size.
+
+    Attributes:
+        modes: to measure, baselines first.
+        weight: its share of the time budget, in parts of the sum.
+        best_modes: in which mprun is measured with its best settings too; None: in all.
+        compile: whether these include torch.compile, which takes a minute or more per mode for a
+            network like ResNet-50.
+        cases: what `mprun.bench.contest.Contest.plan` made of it, in the order of their turns.
+    """
 
     label: str
-    cases: tuple[Case, ...]
-    weight: float
+    overrides: tuple[str, ...] = ()
+    modes: tuple[str, ...] = ()
+    weight: float = 1.0
+    best_modes: tuple[str, ...] | None = None
+    compile: bool = True
+    cases: tuple[Case, ...] = ()
 
 
 @dataclass(slots=True)
@@ -98,7 +93,7 @@ class Row:
         kind: of a failure, "memory" or "error".
         facts: what the child said of itself, by request.
         equality: losses of the first steps, and the answer of the check.
-        windows: as in `mprun.bench.measure.Window`, each with its cohort and round.
+        windows: as of `mprun.bench.measure.window`, each with its cohort and round.
         limit: of the roofline, or {"why_not": reason}.
     """
 
@@ -117,11 +112,6 @@ class Row:
     def key(self) -> str:
         return self.case.key
 
-    def leaves_room(self, factor: float) -> bool:
-        """Whether that many times the memory of this child is free beside it."""
-        memory = self.facts["prepare"]
-        return memory["free"] >= factor * memory["held"]
-
     def failed(self, status: str, reason: str, kind: str | None = None) -> None:
         """Note why there is nothing, or nothing more, of this case."""
         if self.windows:
@@ -134,28 +124,6 @@ class Row:
         self.windows.append(window)
         self.status, self.reason = "measured", ""
 
-    def as_dict(self) -> dict:
-        return asdict(self)
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One model at one size.
-
-    Attributes:
-        weight: its share of the time budget, in parts of the sum.
-        best_modes: in which mprun is measured with its best settings too; None: in all.
-        compile: whether these include torch.compile, which takes a minute or more per mode for a
-            network like ResNet-50.
-    """
-
-    label: str
-    overrides: tuple[str, ...]
-    modes: tuple[str, ...]
-    weight: float = 1.0
-    best_modes: tuple[str, ...] | None = None
-    compile: bool = True
-
 
 def check_overrides(overrides: Iterable[str]) -> None:
     """BadInput for a key that a bench decides itself."""
@@ -164,12 +132,6 @@ def check_overrides(overrides: Iterable[str]) -> None:
         reason = _REFUSED.get(key.partition(".")[0])
         if reason is not None:
             raise BadInput(f"{override}: {reason.format(value=value)}")
-
-
-def device_of(overrides: Iterable[str]) -> str:
-    """The device that the overrides ask for; "auto" without one."""
-    chosen = [o.partition("=")[2] for o in overrides if o.lstrip("+").startswith("device=")]
-    return chosen[-1] if chosen else "auto"
 
 
 def without_device(overrides: Iterable[str]) -> tuple[str, ...]:

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
@@ -12,7 +11,8 @@ from mprun.bench.plan import OWN
 from mprun.plots.panel import GREY, INK, settings, styles, thousands
 from mprun.record.console import markdown_table
 
-Columns = Sequence[tuple[str, Callable[[dict], str]]]  # header, cell of a row
+Cell = Callable[[dict], str]  # of a row
+Columns = Sequence[tuple[str, Cell]]  # with their headers
 _KINDS = ("parameters", "master_weights", "gradients", "optimizer_state", "activations")
 _PUBLISHED = (
     "Published for comparison: 1.3 to 6 times FP32 on V100 (Micikevicius et al., arXiv 1710.03740, "
@@ -26,24 +26,23 @@ _RATES = (
     "that operations were fused or stayed in a cache. First use: compilation, capture and "
     "autotuning, in seconds, with what the compiler's cache on this machine already held."
 )
-_MEMORY = (
+_MEMORY_NOTE = (
     "MiB. Process: as the driver counts it, on a CPU the resident set, Python and torch "
     "included. Activations: what one step saves for its backward pass. All kinds: also casts "
     "of weights and gradients, averages and norm statistics. Where steps are replayed from a "
     "graph the peak allocated is that of the same step taken eagerly."
 )
-_TIME = (
+_TIME_NOTE = (
     "Host: median time to issue one step to an idle device without waiting for it; on a CPU "
     "that is the step. Shares of a step: eager steps of mprun alone, from events on the stream."
 )
+_ANSWERS = {True: "equal", False: "UNEQUAL", None: "not compared"}
 _ENDINGS = {
     "complete": "",
     "deadline": " The budget ended the bench.",
     "interrupted": " Interrupted: what was measured until then.",
 }
-_ROW, _HEAD, _FOOT, _GAP = 0.2, 0.34, 0.42, 0.12  # inches
-_WIDTH, _LEFT, _RIGHT = 6.4, 2.05, 0.75
-_DPI = 160
+_ROW, _FRAME = 0.2, 0.8  # inches: of a bar; of title and axis
 
 
 def markdown(bench: dict, beside: Columns = (), more: Mapping[str, str] | None = None) -> str:
@@ -58,16 +57,19 @@ def markdown(bench: dict, beside: Columns = (), more: Mapping[str, str] | None =
     timed = [row for row in rows if row["summary"] is not None]
     held = [row for row in timed if not row["case"]["real_data"]]
     real = [row for row in timed if row["case"]["real_data"]]
+    with_peak = [row for row in held if row["details"].get("peak") is not None]
+    with_host = [row for row in held if "host_s" in row["details"]]
+    with_losses = [row for row in rows if "losses" in row["equality"]]
     sections = {
         "A. Speed, batches that lie on the device": _noted(
-            _of_rows(_speed_columns(beside), held), _RATES
+            _of_rows([*_SPEED[:3], *beside, *_SPEED[3:]], held), _RATES
         ),
         "B. Speed of mprun's modes over FP32 and TF32": _noted(_modes(held), _PUBLISHED),
-        "C. Memory": _noted(_memory(held), _MEMORY),
+        "C. Memory": _noted(_of_rows(_MEMORY, with_peak), _MEMORY_NOTE),
         "D. Energy": _energy(held, bench),
-        "E. Time of a step": _noted(_time(held), _TIME),
-        "End to end: mprun with the data source of the configuration": _real(real),
-        "F. Correctness": _correctness(rows),
+        "E. Time of a step": _noted(_of_rows(_TIME, with_host), _TIME_NOTE),
+        "End to end: mprun with the data source of the configuration": _of_rows(_REAL, real),
+        "F. Correctness": _of_rows(_CORRECTNESS, with_losses),
         "Not measured": _missing(bench),
         **(more or {}),
         "Ceilings, measured in this run": _ceilings(bench["ceilings"]),
@@ -96,6 +98,10 @@ def ratio_text(row: dict, name: str) -> str:
     mark = "" if found["paired"] else "~"
     text = f"{mark}{found['median']:.3f} [{found['low']:.3f}, {found['high']:.3f}]"
     return f"{text} {found['peer']}" if "peer" in found else text
+
+
+def _ratio_to(name: str) -> Cell:
+    return lambda row: ratio_text(row, name)
 
 
 def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
@@ -137,18 +143,6 @@ def _ending(bench: dict) -> str:
     return text
 
 
-def _speed_columns(beside: Columns) -> Columns:
-    return [
-        ("samples/s", _rate),
-        ("vs FP32", lambda row: ratio_text(row, "fp32")),
-        ("vs TF32", lambda row: ratio_text(row, "tf32")),
-        *beside,
-        ("of limit", lambda row: _share(row["summary"]["limit_share"])),
-        ("first use s", lambda row: number(row["facts"]["prepare"]["first_use_s"], ".1f")),
-        ("notes", _notes),
-    ]
-
-
 def _rate(row: dict) -> str:
     """Median [quartiles] and n of samples per second, with the unit."""
     rate = row["summary"]["rate"]
@@ -177,38 +171,25 @@ def _notes(row: dict) -> str:
 def _modes(rows: list[dict]) -> str:
     own = [row for row in rows if row["case"]["contender"] in OWN]
     own = [row for row in own if row["summary"]["ratios"].keys() & {"fp32", "tf32"}]
-    columns = [
-        ("over FP32", lambda row: ratio_text(row, "fp32")),
-        ("over TF32", lambda row: ratio_text(row, "tf32")),
-    ]
-    return _of_rows(columns, own)
+    return _of_rows([("over FP32", _ratio_to("fp32")), ("over TF32", _ratio_to("tf32"))], own)
 
 
-def _memory(rows: list[dict]) -> str:
-    def kind(name: str) -> Callable[[dict], str]:
-        def cell(row: dict) -> str:
-            found = row["details"].get("memory_by_kind", {})
-            return _mib(sum(found[name].values()) if name in found else None)
+def _peak(*names: str) -> Cell:
+    """The first of these peaks that was measured, in MiB."""
 
-        return cell
+    def cell(row: dict) -> str:
+        found = row["details"]["peak"]
+        return _mib(next((found[name] for name in names if name in found), None))
 
-    def peak(*names: str) -> Callable[[dict], str]:
-        def cell(row: dict) -> str:
-            found = row["details"]["peak"]
-            return _mib(next((found[name] for name in names if name in found), None))
+    return cell
 
-        return cell
 
-    columns = [
-        ("peak allocated", peak("allocated")),
-        ("of FP32", lambda row: number(row["summary"]["peak_ratio"], ".2f")),
-        ("reserved", peak("reserved")),
-        ("process", peak("process", "resident")),
-        *((name.replace("_", " "), kind(name)) for name in _KINDS),
-        ("all kinds", lambda row: _mib(row["summary"]["memory_bytes"])),
-        ("of FP32", lambda row: number(row["summary"]["memory_ratio"], ".2f")),
-    ]
-    return _of_rows(columns, [row for row in rows if row["details"].get("peak") is not None])
+def _kind(name: str) -> Cell:
+    def cell(row: dict) -> str:
+        sizes = row["details"].get("memory_by_kind", {}).get(name)
+        return _mib(sizes and sum(sizes.values()))
+
+    return cell
 
 
 def _mib(value: float | None) -> str:
@@ -216,39 +197,26 @@ def _mib(value: float | None) -> str:
 
 
 def _energy(rows: list[dict], bench: dict) -> str:
-    def sensors(row: dict) -> dict:
-        window = row["details"].get("energy_window") or row["windows"][-1]
-        return {name: f"{b:.0f} to {a:.0f}" for name, (b, a) in window["sensors"].items()}
-
-    columns = [
-        ("J per sample", lambda row: number(row["summary"]["energy_j"], ".4g")),
-        ("power W", lambda row: sensors(row).get("power_w", "-")),
-        ("SM clock MHz", lambda row: sensors(row).get("sm_clock_mhz", "-")),
-        ("degrees C", lambda row: sensors(row).get("temperature_c", "-")),
-    ]
-    known = [row for row in rows if row["summary"]["energy_j"] is not None or sensors(row)]
+    known = [row for row in rows if row["summary"]["energy_j"] is not None or _sensors(row)]
     if known or not rows:
-        return _of_rows(columns, known)
+        return _of_rows(_ENERGY, known)
     reasons = sorted(set(bench["nvml"].values()))
     return f"Not readable: {'; '.join(reasons)}." if reasons else ""
 
 
-def _time(rows: list[dict]) -> str:
-    def step(row: dict) -> str:
-        window = row["windows"][-1]
-        return number(1000 * window["seconds"] / window["steps"], ".3g")
+def _sensors(row: dict) -> dict[str, str]:
+    window = row["details"].get("energy_window") or row["windows"][-1]
+    return {name: f"{b:.0f} to {a:.0f}" for name, (b, a) in window["sensors"].items()}
 
-    def waits(row: dict) -> str:
-        found = row["details"].get("synchronisations")
-        return number(found, "g") if isinstance(found, int | float) else "-"
 
-    columns = [
-        ("step ms", step),
-        ("host us", lambda row: number(row["summary"]["host_us"], ",.0f")),
-        ("syncs", waits),
-        ("data / forward / backward / update, %", _split),
-    ]
-    return _of_rows(columns, [row for row in rows if "host_s" in row["details"]])
+def _step_ms(row: dict) -> str:
+    window = row["windows"][-1]
+    return number(1000 * window["seconds"] / window["steps"], ".3g")
+
+
+def _waits(row: dict) -> str:
+    found = row["details"].get("synchronisations")
+    return number(found, "g") if isinstance(found, int | float) else "-"
 
 
 def _split(row: dict) -> str:
@@ -260,25 +228,9 @@ def _split(row: dict) -> str:
     return " / ".join(f"{100 * found[phase] / found['step']:.0f}" for phase in phases)
 
 
-def _real(rows: list[dict]) -> str:
-    waiting = ("waiting for data", lambda row: _share(row["summary"]["data_wait"]))
-    return _of_rows([("samples/s", _rate), waiting], rows)
-
-
-def _correctness(rows: list[dict]) -> str:
-    def last(row: dict) -> str:
-        loss = row["equality"]["losses"][-1]
-        return f"{loss:.5f}" if isinstance(loss, float) else str(loss)
-
-    answers = {True: "equal", False: "UNEQUAL", None: "not compared"}
-    columns = [
-        ("loss at step 20", last),
-        ("skipped by 20", lambda row: str(row["equality"]["skipped"])),
-        ("skipped in all", lambda row: number(row["details"].get("skipped"), "d")),
-        ("verdict", lambda row: answers[row["equality"].get("ok")]),
-        ("why", lambda row: row["equality"].get("reason") or ""),
-    ]
-    return _of_rows(columns, [row for row in rows if "losses" in row["equality"]])
+def _last_loss(row: dict) -> str:
+    loss = row["equality"]["losses"][-1]
+    return f"{loss:.5f}" if isinstance(loss, float) else str(loss)
 
 
 def _missing(bench: dict) -> str:
@@ -292,6 +244,48 @@ def _missing(bench: dict) -> str:
     for (label, contender, reason), modes in groups.items():
         lines.append([label, ", ".join(modes), contender, "left out", reason])
     return table(["model", "mode", "contender", "status", "reason"], lines)
+
+
+_SPEED: Columns = (
+    ("samples/s", _rate),
+    ("vs FP32", _ratio_to("fp32")),
+    ("vs TF32", _ratio_to("tf32")),
+    ("of limit", lambda row: _share(row["summary"]["limit_share"])),
+    ("first use s", lambda row: number(row["facts"]["prepare"]["first_use_s"], ".1f")),
+    ("notes", _notes),
+)
+_MEMORY: Columns = (
+    ("peak allocated", _peak("allocated")),
+    ("of FP32", lambda row: number(row["summary"]["peak_ratio"], ".2f")),
+    ("reserved", _peak("reserved")),
+    ("process", _peak("process", "resident")),
+    *((name.replace("_", " "), _kind(name)) for name in _KINDS),
+    ("all kinds", lambda row: _mib(row["summary"]["memory_bytes"])),
+    ("of FP32", lambda row: number(row["summary"]["memory_ratio"], ".2f")),
+)
+_ENERGY: Columns = (
+    ("J per sample", lambda row: number(row["summary"]["energy_j"], ".4g")),
+    ("power W", lambda row: _sensors(row).get("power_w", "-")),
+    ("SM clock MHz", lambda row: _sensors(row).get("sm_clock_mhz", "-")),
+    ("degrees C", lambda row: _sensors(row).get("temperature_c", "-")),
+)
+_TIME: Columns = (
+    ("step ms", _step_ms),
+    ("host us", lambda row: number(row["summary"]["host_us"], ",.0f")),
+    ("syncs", _waits),
+    ("data / forward / backward / update, %", _split),
+)
+_REAL: Columns = (
+    ("samples/s", _rate),
+    ("waiting for data", lambda row: _share(row["summary"]["data_wait"])),
+)
+_CORRECTNESS: Columns = (
+    ("loss at step 20", _last_loss),
+    ("skipped by 20", lambda row: str(row["equality"]["skipped"])),
+    ("skipped in all", lambda row: number(row["details"].get("skipped"), "d")),
+    ("verdict", lambda row: _ANSWERS[row["equality"].get("ok")]),
+    ("why", lambda row: row["equality"].get("reason") or ""),
+)
 
 
 def _ceilings(found: dict | None) -> str:
@@ -348,35 +342,23 @@ def write_figure(path: Path, bench: dict) -> bool:
             groups.setdefault(row["case"]["label"], []).append(row)
     if not groups:
         return False
-    with settings():
-        _figure(groups, bench["device_name"]).savefig(path, dpi=_DPI)
-    return True
-
-
-def _figure(groups: dict[str, list[dict]], device: str) -> Figure:
-    heights = [_HEAD + _ROW * len(rows) + _FOOT for rows in groups.values()]
-    total = sum(heights) + _GAP * len(heights) + 0.4
-    figure = Figure(figsize=(_WIDTH, total))
-    FigureCanvasAgg(figure)
-    note = "median of windows, whiskers: quartiles; x: ratio to FP32 of the same contender"
-    figure.text(0.1 / _WIDTH, 1 - 0.2 / total, device, fontweight="bold", va="center")
-    figure.text(0.1 / _WIDTH, 1 - 0.38 / total, note, fontsize=8, color=GREY, va="center")
+    heights = [_ROW * len(rows) + _FRAME for rows in groups.values()]
     colours = styles([row["case"]["mode"] for rows in groups.values() for row in rows])
-    top = total - 0.4
-    for (label, rows), height in zip(groups.items(), heights, strict=True):
-        top -= _GAP
-        plot = height - _HEAD - _FOOT
-        bottom = (top - _HEAD - plot) / total
-        width = (_WIDTH - _LEFT - _RIGHT) / _WIDTH
-        axes = figure.add_axes((_LEFT / _WIDTH, bottom, width, plot / total))
-        _bars(axes, label, rows, colours)
-        top -= height
-    return figure
+    note = "median of windows, whiskers: quartiles; x: ratio to FP32 of the same contender"
+    with settings():
+        figure = Figure(figsize=(6.4, sum(heights) + 0.5), layout="constrained")
+        figure.suptitle(bench["device_name"], x=0.02, ha="left", fontsize=10, fontweight="bold")
+        figure.supxlabel(note, x=0.02, ha="left", fontsize=8, color=GREY)
+        panels = figure.subplots(len(groups), squeeze=False, height_ratios=heights)[:, 0]
+        for axes, (label, rows) in zip(panels, groups.items(), strict=True):
+            _bars(axes, label, rows, colours)
+        figure.savefig(path, dpi=160)
+    return True
 
 
 def _bars(axes: Axes, label: str, rows: list[dict], colours: dict) -> None:
     unit = rows[0]["facts"]["build"]["sample"]
-    axes.set_title(label, x=(0.1 - _LEFT) / (_WIDTH - _LEFT - _RIGHT), pad=5)
+    axes.set_title(label, pad=5)
     axes.set_xlabel(f"{unit}s per second", labelpad=2)
     axes.xaxis.set_major_formatter(FuncFormatter(thousands))
     axes.xaxis.set_major_locator(MaxNLocator(5))

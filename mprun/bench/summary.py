@@ -7,7 +7,6 @@ some ten windows they are narrower than 95 % coverage would ask for.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy
@@ -19,58 +18,40 @@ from mprun.execution.graphed_step import DEVICE_LIMITS
 RESAMPLES, CONFIDENCE, SEED = 4000, 0.95, 20171010
 
 
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """Median and quartiles (linear interpolation between order statistics) of n values."""
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """{"median", "q1", "q3", "n"} of at least one value; ValueError for none.
 
-    median: float
-    q1: float
-    q3: float
-    n: int
-
-
-@dataclass(frozen=True, slots=True)
-class Ratio:
-    """A ratio of two rates with a bootstrap interval at 95 %.
-
-    paired: of windows that followed one another in the same round, so that drift of clock and
-    temperature cancels; else of two medians, from windows at different times.
+    Quartiles by linear interpolation between order statistics.
     """
-
-    median: float
-    low: float
-    high: float
-    n: int
-    paired: bool
-
-
-def spread(values: Sequence[float]) -> Spread:
-    """Median and quartiles of at least one value; ValueError for none."""
     if not len(values):
         raise ValueError("no values")
-    q1, median, q3 = numpy.percentile(numpy.asarray(values, dtype=float), (25, 50, 75))
-    return Spread(float(median), float(q1), float(q3), len(values))
+    q1, median, q3 = numpy.percentile(numpy.asarray(values, dtype=float), (25, 50, 75)).tolist()
+    return {"median": median, "q1": q1, "q3": q3, "n": len(values)}
 
 
-def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Ratio:
-    """Median of the ratios pair by pair; pairs are resampled. ValueError for unequal lengths."""
+def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> dict[str, Any]:
+    """Median of the ratios pair by pair, of windows that followed one another in the same round, so
+    that drift of clock and temperature cancels.
+
+    {"median", "low", "high", "n", "paired"}: low and high are a bootstrap interval at 95 %, for
+    which pairs are resampled. ValueError for unequal lengths.
+    """
     if len(numerators) != len(denominators) or not len(numerators):
         raise ValueError(f"{len(numerators)} and {len(denominators)} values make no pairs")
     ratios = numpy.asarray(numerators, dtype=float) / numpy.asarray(denominators, dtype=float)
-    low, high = _interval(_medians(ratios, numpy.random.default_rng(SEED)))
-    return Ratio(float(numpy.median(ratios)), low, high, len(ratios), True)
+    resampled = _medians(ratios, numpy.random.default_rng(SEED))
+    return _ratio(numpy.median(ratios), resampled, len(ratios), paired=True)
 
 
-def unpaired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Ratio:
-    """Ratio of the two medians; each side is resampled on its own. ValueError for an empty one."""
-    if not len(numerators) or not len(denominators):
-        raise ValueError("no values")
+def unpaired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> dict[str, Any]:
+    """As `paired_ratio`, of two medians of windows at different times; each side is resampled on
+    its own."""
     above = numpy.asarray(numerators, dtype=float)
     below = numpy.asarray(denominators, dtype=float)
     random = numpy.random.default_rng(SEED)
-    low, high = _interval(_medians(above, random) / _medians(below, random))
-    ratio = float(numpy.median(above) / numpy.median(below))
-    return Ratio(ratio, low, high, min(len(above), len(below)), False)
+    resampled = _medians(above, random) / _medians(below, random)
+    ratio = numpy.median(above) / numpy.median(below)
+    return _ratio(ratio, resampled, min(len(above), len(below)), paired=False)
 
 
 def _medians(values: NDArray[Any], random: numpy.random.Generator) -> NDArray[Any]:
@@ -78,10 +59,10 @@ def _medians(values: NDArray[Any], random: numpy.random.Generator) -> NDArray[An
     return numpy.median(values[draws], axis=1)
 
 
-def _interval(resampled: NDArray[Any]) -> tuple[float, float]:
+def _ratio(median: Any, resampled: NDArray[Any], n: int, paired: bool) -> dict[str, Any]:
     tail = (1 - CONFIDENCE) / 2
-    low, high = numpy.quantile(resampled, (tail, 1 - tail))
-    return float(low), float(high)
+    low, high = numpy.quantile(resampled, (tail, 1 - tail)).tolist()
+    return {"median": float(median), "low": low, "high": high, "n": n, "paired": paired}
 
 
 def summarise(rows: list[dict]) -> None:
@@ -116,8 +97,8 @@ def ratio(row: dict, other: dict) -> dict:
     mine, theirs = _by_round(row), _by_round(other)
     rounds = [place for place in mine if place in theirs]
     if rounds:
-        return asdict(paired_ratio([mine[r] for r in rounds], [theirs[r] for r in rounds]))
-    return asdict(unpaired_ratio(list(mine.values()), list(theirs.values())))
+        return paired_ratio([mine[r] for r in rounds], [theirs[r] for r in rounds])
+    return unpaired_ratio(list(mine.values()), list(theirs.values()))
 
 
 def peak_ratio(row: dict, other: dict | None) -> float | None:
@@ -130,7 +111,7 @@ def peak_ratio(row: dict, other: dict | None) -> float | None:
 
 def _summary(row: dict, timed: dict[tuple, dict]) -> dict:
     details = row["details"]
-    found: dict[str, Any] = {"rate": asdict(spread(rates(row))), "ratios": {}}
+    found: dict[str, Any] = {"rate": spread(rates(row)), "ratios": {}}
     for mode in REFERENCES:
         other = timed.get(_place(row, mode))
         if other is None or mode == row["case"]["mode"]:

@@ -4,28 +4,18 @@ import gc
 import math
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from mprun.bench import measure
 from mprun.bench.contender import Contender
 from mprun.bench.energy import PowerMeter, meter_of
-from mprun.bench.measure import (
-    attempt,
-    count_synchronisations,
-    host_seconds,
-    measure_ceilings,
-    steps_for,
-    synchronise,
-    warm_up,
-    window,
-)
-from mprun.bench.own import Contest
+from mprun.bench.own import Own
 from mprun.bench.plan import OWN, Case, without_device
+from mprun.precision import read_math_flags
 from mprun.record.memory import peak
-from mprun.training.environment import flags
 from mprun.training.run import resolve_device
 
 ENERGY_S = 2.0  # NVML's counter moves some ten times a second: one window alone is coarse
@@ -35,54 +25,45 @@ _WATCHED = 5  # steps in which synchronisations are counted
 
 
 class Worker:
-    """Holds one contender and answers requests about it; every answer can be written as JSON."""
+    """Holds one contender; every other method is a request, and answers with plain values."""
 
     contender: Contender
     case: Case
 
-    def __init__(self, contest: Contest):
-        self.contest, self.device = contest, torch.device("cpu")
-        self.meter = PowerMeter(None)
+    def __init__(self):
+        self.device, self.meter = torch.device("cpu"), PowerMeter(None)
 
-    def ask(self, name: str, request: dict) -> dict:
-        """The answer to a request; ValueError for an unknown one."""
-        requests: dict[str, Callable[..., dict]] = {
-            "ceilings": self.ceilings,
-            "limit": self.limit,
-            "build": self.build,
-            "first_steps": self.first_steps,
-            "prepare": self.prepare,
-            "warm_up": self.warm_up,
-            "window": self.window,
-            "details": self.details,
-        }
-        if name not in requests:
-            raise ValueError(f"unknown request {name!r}")
-        return requests[name](**request)
+    def make(self, case: Case, device: torch.device) -> Contender:
+        """The contender of a case, before its first step; flags pinned and weights drawn."""
+        return Own(case, device)
+
+    def watched_steps(self) -> dict:
+        """What a contest's `check` needs of the first 20 steps, and how long each of them took."""
+        return measure.first_steps(self.contender, self.device)
 
     def ceilings(self, device: str, seconds: float, threads: int | None = None) -> dict:
         """The device's ceilings in some `seconds`, and what NVML says of it."""
         self._on(device, threads)
-        measured = measure_ceilings(self.device, seconds)
+        measured = measure.measure_ceilings(self.device, seconds)
         return {"ceilings": measured, "driver": self.meter.driver(), "nvml": self.meter.why}
 
-    def limit(self, case: dict, ceilings: dict, name: str) -> dict:
+    def limit(self, case: Case, ceilings: dict, name: str) -> dict:
         """Samples per second that no execution of a step can exceed, under measured ceilings.
 
-        See `roofline.limits.Limit`. BadInput for a step that cannot be counted.
+        See `roofline.limits.limit`. BadInput for a step that cannot be counted.
         """
         from mprun.bench.roofline.count import count
         from mprun.bench.roofline.limits import measured_limit
 
         torch.set_num_threads(1)
-        overrides = without_device(case["overrides"])
-        return measured_limit(count(overrides, case["mode"], case["config_dir"]), ceilings, name)
+        counted = count(without_device(case.overrides), case.mode, case.config_dir)
+        return measured_limit(counted, ceilings, name)
 
-    def build(self, case: dict, device: str) -> dict:
+    def build(self, case: Case, device: str) -> dict:
         """Make the contender."""
-        self.case = Case(**(case | {"overrides": tuple(case["overrides"])}))
-        self._on(device, self.case.config().threads)
-        self.contender = self.contest.make(self.case, self.device)
+        self.case = case
+        self._on(device, case.config().threads)
+        self.contender = self.make(case, self.device)
         return {
             "samples_per_step": self.contender.samples_per_step,
             "sample": self.contender.sample,
@@ -90,8 +71,8 @@ class Worker:
         }
 
     def first_steps(self) -> dict:
-        """What the check needs of the first 20 steps, and what their first use cost."""
-        found = self.contest.first_steps(self.contender, self.case, self.device)
+        """The first 20 steps, and what their first use cost."""
+        found = self.watched_steps()
         # Once everything is compiled and captured a step takes what the fastest ones take.
         usual = sorted(found["seconds"])[len(found["seconds"]) // 4]
         self.first_use_s = max(0.0, sum(found["seconds"]) - usual * len(found["seconds"]))
@@ -103,10 +84,10 @@ class Worker:
         release(self.device)
         self.contender.prepare()
         self.contender.run(2)
-        synchronise(self.device)
+        measure.synchronise(self.device)
         return {
-            "settings": _plain(self.contender.settings()),
-            "flags": flags(),
+            "settings": self.contender.settings(),
+            "flags": read_math_flags(),
             "first_use_s": self.first_use_s,
             "replays": self.contender.replays(),
             **_memory_left(self.device),
@@ -114,11 +95,11 @@ class Worker:
 
     def warm_up(self, limit_s: float, steps: int | None = None) -> dict:
         """See `mprun.bench.measure.warm_up`."""
-        return warm_up(self.contender, self.device, limit_s, steps)
+        return measure.warm_up(self.contender, self.device, limit_s, steps)
 
     def window(self, steps: int) -> dict:
         """One timed window."""
-        return window(self.contender, self.device, steps, self.meter).as_dict()
+        return measure.window(self.contender, self.device, steps, self.meter)
 
     def details(self, step_s: float, seconds: float) -> dict:
         """Everything that is measured beside the windows; `seconds` may be spent on it.
@@ -129,17 +110,17 @@ class Worker:
         # Of others the timed windows have to do: this would be a third of the time they take.
         own = self.case.contender in OWN
         if own and self.meter.energy_mj() is not None and seconds > 2 * ENERGY_S:
-            answer["energy_window"] = self.window(steps_for(step_s, ENERGY_S))
+            answer["energy_window"] = self.window(measure.steps_for(step_s, ENERGY_S))
         repeats = max(2, min(_REPEATS, math.floor(0.2 * seconds / step_s)))
-        answer["host_s"] = host_seconds(self.contender, self.device, repeats)
+        answer["host_s"] = measure.host_seconds(self.contender, self.device, repeats)
         answer["peak"] = self._peak(step_s)
-        answer["synchronisations"] = attempt(self._synchronisations)
+        answer["synchronisations"] = measure.attempt(self._synchronisations)
         answer |= self.contender.look_inside(self.device)
         return answer | {"nvml": self.meter.why}
 
     def _synchronisations(self) -> float | None:
         """Per step; None on a CPU, which waits for nobody."""
-        count = count_synchronisations(lambda: self.contender.run(_WATCHED), self.device)
+        count = measure.count_synchronisations(lambda: self.contender.run(_WATCHED), self.device)
         return None if count is None else count / _WATCHED
 
     def _peak(self, step_s: float) -> dict:
@@ -151,9 +132,9 @@ class Worker:
         """
         if self.device.type != "cuda":
             return {"resident": peak(self.device)["peak_bytes"]}
-        synchronise(self.device)
+        measure.synchronise(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
-        window(self.contender, self.device, min(3, steps_for(step_s)))
+        measure.window(self.contender, self.device, min(3, measure.steps_for(step_s)))
         held = {
             "reserved": torch.cuda.max_memory_reserved(self.device),
             "process": self.meter.process_bytes(),
@@ -197,9 +178,3 @@ def _memory_left(device: torch.device) -> dict[str, int]:
         "free": int(facts["MemAvailable"].split()[0]) * 1024,
         "held": pages * os.sysconf("SC_PAGE_SIZE"),
     }
-
-
-def _plain(value):
-    if isinstance(value, dict):
-        return {str(key): _plain(part) for key, part in value.items()}
-    return value if isinstance(value, str | int | float | bool | None) else str(value)

@@ -48,6 +48,7 @@ def model_builder(config: schema.ModelConfig, data: Source) -> Callable[[], nn.M
             raise BadInput(f"model={config.name}: no builder")
     values = arguments_of(network, config) | own
     if isinstance(config, schema.LSTMConfig):
+        values |= arguments_of(models.LSTMLanguageModel, config) | own
         for name in _PADDED:
             values[name] = models.pad_to_multiple(values[name], config.pad_to_multiple)
     return partial(network, **values)

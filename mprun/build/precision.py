@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mprun.build.data import arguments_of
 from mprun.config import schema
 from mprun.config.option_files import MODE_FIELDS
 from mprun.config.rules import fields_of
@@ -91,15 +92,7 @@ def optimizer_maker(
         settings["capturable"] = device.type == "cuda" and (skips or implementation == "fused")
 
     def make(named: list[tuple[str, Tensor]]) -> torch.optim.Optimizer:
-        groups = parameter_groups(
-            named,
-            norm_names,
-            lr=config.lr,
-            weight_decay=config.weight_decay,
-            bias_lr_factor=config.bias_lr_factor,
-            decay_bias=config.decay_bias,
-            decay_norm=config.decay_norm,
-        )
+        groups = parameter_groups(named, norm_names, **arguments_of(parameter_groups, config))
         return _OPTIMIZERS[config.name](groups, **settings)
 
     return make

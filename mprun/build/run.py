@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from mprun.build.data import build_data
+from mprun.build.data import arguments_of, build_data
 from mprun.build.model import uses_channels_last
 from mprun.build.precision import policy_from
 from mprun.build.task import build_task
@@ -110,19 +110,9 @@ def _steps(config: RunConfig, steps_per_epoch: int) -> int:
 
 def schedule_of(optim: OptimConfig, steps: int, steps_per_epoch: int) -> list[float]:
     """The learning rate of each update of a run of `steps` steps."""
-    return learning_rates(
-        optim.lr,
-        steps,
-        schedule=optim.schedule,
-        steps_per_epoch=steps_per_epoch,
-        warmup_updates=optim.warmup_updates,
-        warmup_epochs=optim.warmup_epochs,
-        final_factor=optim.final_factor,
-        power=optim.power,
-        milestones=tuple(optim.milestones),
-        gamma=optim.gamma,
-        constant_epochs=optim.constant_epochs or 0.0,
-    )
+    settings = arguments_of(learning_rates, optim)
+    settings |= {"steps_per_epoch": steps_per_epoch, "constant_epochs": optim.constant_epochs or 0}
+    return learning_rates(total_updates=steps, **settings)
 
 
 def build_step_runner(

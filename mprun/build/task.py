@@ -57,65 +57,51 @@ def build_task(
     names the key, for what cannot be.
     """
     _check_own_data(config, data, arithmetic.device)
-    model, train, in_mode = config.model, config.train, config.train.eval_arithmetic == "mode"
-    if isinstance(model, schema.DCGANConfig | schema.CustomModelConfig) and task_of(model) == "gan":
-        return _build_gan(config, model, data, policy, arithmetic)
+    model: Any = config.model
+    task = task_of(model)
+    common: dict[str, Any] = {"eval_in_mode": config.train.eval_arithmetic == "mode"}
+    if task == "gan":
+        return _build_gan(config, data, arithmetic, common)
     builder = model_builder(model, data)
-    casts = _cast_networks(config, [builder], data, policy, arithmetic)
+    casts = _cast_networks(config, [builder], data, arithmetic)
     scale = build_loss_scale(config.scaler, arithmetic.device)
     guards = [BatchNormGuard(casts[0].module)] if scale.skips_nonfinite else []
     (learner,) = _learners(config, [builder], casts, [scale], [guards], arithmetic.device)
-    parts = (learner, data, policy, arithmetic, scale)
-    common: dict[str, Any] = {"accumulate": train.accumulate, "eval_in_mode": in_mode}
-    if isinstance(model, schema.ConvAutoencoderConfig):
-        return Reconstruction(*parts, **common)
-    if task_of(model) == "language_model":
-        common |= _own_settings(model, "time_reduction") | {"sampled": _samples(config)}
-        return LanguageModel(*parts, **common)
-    if ":" in task_of(model):
-        task = Factory("model.task", task_of(model))
-        built: Task = task(*parts, **common)
-        return built
-    if known_size(data, "num_classes") < 2:
-        raise BadInput(
-            f"data.root={config.data.root}: one class, a classifier needs two; is the "
-            "folder one level too high?"
-        )
-    return Classification(*parts, **common | _own_settings(model, "label_smoothing"))
-
-
-def _own_settings(model: schema.ModelConfig, *names: str) -> dict[str, Any]:
-    """What a task takes of the model's own settings: every model of its kind has them."""
-    return {name: getattr(model, name) for name in names}
+    kinds: dict[str, Callable[..., Task]] = {
+        "classification": Classification,
+        "language_model": LanguageModel,
+        "reconstruction": Reconstruction,
+    }
+    common["accumulate"] = config.train.accumulate
+    if task == "language_model":
+        common |= {"time_reduction": model.time_reduction, "sampled": _samples(config)}
+    elif task == "classification":
+        common["label_smoothing"] = model.label_smoothing
+        if known_size(data, "num_classes") < 2:
+            raise BadInput(
+                f"data.root={config.data.root}: one class, a classifier needs two; is the "
+                "folder one level too high?"
+            )
+    make = kinds.get(task) or Factory("model.task", task)
+    return make(learner, data, policy, arithmetic, scale, **common)
 
 
 def _build_gan(
-    config: RunConfig,
-    model: schema.DCGANConfig | schema.CustomModelConfig,
-    data: Source,
-    policy: PrecisionPolicy,
-    arithmetic: ForwardContext,
+    config: RunConfig, data: Source, arithmetic: ForwardContext, common: dict[str, Any]
 ) -> GAN:
+    model: Any = config.model
     if config.train.accumulate != 1:
         raise BadInput(
             f"train.accumulate={config.train.accumulate}: {model.name} takes one batch "
             "per step (allowed: 1)"
         )
     builders = gan_builders(model, data)
-    casts = _cast_networks(config, builders, data, policy, arithmetic)
-
-    def scale() -> LossScale:
-        return build_loss_scale(config.scaler, arithmetic.device)
-
+    casts = _cast_networks(config, builders, data, arithmetic)
+    per = config.scaler.per
+    count = {"shared": 1, "optimizer": 2}.get(per, 3)
+    made = [build_loss_scale(config.scaler, arithmetic.device) for _ in range(count)]
     # Of the discriminator's loss on real and on made images, and of the generator's.
-    match config.scaler.per:
-        case "shared":
-            one = scale()
-            scales = (one, one, one)
-        case "optimizer":
-            scales = (both := scale(), both, scale())
-        case _:
-            scales = (scale(), scale(), scale())
+    scales = (made[0], made[1] if per == "loss" else made[0], made[-1])
     guard_g, guard_d = (BatchNormGuard(cast.module) for cast in casts)
     of_losses: list[LossScale | Sequence[LossScale]] = [scales[2], scales[:2]]
     guards = [[guard_g, guard_d], [guard_d]]
@@ -126,27 +112,24 @@ def _build_gan(
         generator,
         discriminator,
         data,
-        policy,
+        arithmetic.policy,
         arithmetic,
         scales,
         guard_d,
         latent_size=model.latent_size,
-        eval_in_mode=config.train.eval_arithmetic == "mode",
+        **common,
         sample_distance=_sample_distance(config, data, arithmetic.device),
     )
 
 
 def _cast_networks(
-    config: RunConfig,
-    builders: _Builders,
-    data: Source,
-    policy: PrecisionPolicy,
-    arithmetic: ForwardContext,
+    config: RunConfig, builders: _Builders, data: Source, arithmetic: ForwardContext
 ) -> list[CastModel]:
     """New networks in the mode's dtypes; an override has to match in one of them at least."""
+    policy, device = arithmetic.policy, arithmetic.device
     overrides = {pattern: DTYPES[d] for pattern, d in config.precision.overrides.items()}
-    channels_last, _ = uses_channels_last(config, arithmetic.device)
-    networks = [new_network(builder, arithmetic.device, channels_last) for builder in builders]
+    channels_last, _ = uses_channels_last(config, device)
+    networks = [new_network(builder, device, channels_last) for builder in builders]
     _check_own_network(config, builders, data, arithmetic, overrides)
     if len(networks) == 1:
         return [cast_model(networks[0], policy, overrides)]
@@ -236,9 +219,10 @@ def _check_own_data(config: RunConfig, data: Source, device: torch.device) -> No
         return
     check_batches(config.data, task_of(config.model), data, device)
     model = config.model
+    if not data.batches_per_epoch:
+        return
     if isinstance(model, schema.DCGANConfig | schema.ConvAutoencoderConfig):
-        if data.batches_per_epoch:
-            check_tanh_images(config.data, model.image_size, data)
+        check_tanh_images(config.data, model.image_size, data)
 
 
 def _check_own_network(

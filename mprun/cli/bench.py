@@ -1,22 +1,19 @@
 """`mprun bench`: speed, memory and energy of precision modes on one configuration.
 
-What a bench of more contenders adds to the command line, it adds to `parser` (benchmarks.suite).
+A bench of more contenders adds its options to `bench_parser` (benchmarks.suite).
 """
 
 import json
+import pkgutil
 import sys
 import time
-from collections.abc import Callable
+from argparse import Namespace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from mprun.bench.plan import REFERENCES, Group, Options, check_overrides, device_of
+from mprun.bench.plan import REFERENCES, Group, check_overrides
 from mprun.cli.arguments import Arguments, known_modes, names, number
 from mprun.config.compose import compose_config
 from mprun.errors import BUG, DONE, INTERRUPTED, RESOURCE, BadInput
-
-if TYPE_CHECKING:
-    from mprun.bench.own import Contest
 
 LEAST_BUDGET_S = 20
 _WHAT = """\
@@ -42,19 +39,13 @@ def main(arguments: list[str]) -> int:
 
         return roofline([argument for argument in arguments if argument != "--roofline"])
     started = time.monotonic()
-    options = parse(arguments)
-
-    def contest() -> "Contest":
-        from mprun.bench.own import Contest
-
-        return Contest()
-
-    return bench(contest, options, ["mprun", "bench", *arguments], started)
+    again = ["mprun", "bench", *arguments]
+    return bench("mprun.bench.contest:Contest", parse(arguments), again, started)
 
 
-def parser(verb: str = "bench", what: str = _WHAT, more: str = _MORE) -> Arguments:
+def bench_parser(what: str = _WHAT) -> Arguments:
     """The options that every bench has."""
-    found = Arguments(verb, what, more, overrides=True)
+    found = Arguments("bench", what, _MORE, overrides=True)
     add = found.add_argument
     add("--modes", type=names("--modes"), metavar="A,B", help="precision modes, also your own "
         "(fp32,tf32,fp16_naive,fp16_master_scaled,amp,amp_bf16 on a GPU; "
@@ -80,34 +71,29 @@ def parser(verb: str = "bench", what: str = _WHAT, more: str = _MORE) -> Argumen
     return found
 
 
-def parse(arguments: list[str]) -> Options:
-    """The options of the command line; BadInput names what is wrong with one."""
-    return Options(**checked(vars(parser().parse(arguments))))
-
-
-def checked(found: dict[str, Any]) -> dict[str, Any]:
-    """The values of `parser`, held to each other and to the configuration; imports no torch."""
-    if found["modes"] is not None:
-        modes = known_modes("--modes", found["modes"], found["config_dir"])
-        found["modes"] = sorted(modes, key=lambda name: name not in REFERENCES)
-    if found["card_bytes"] is not None:
-        if not found["host"]:
+def parse(arguments: list[str], parser: Arguments | None = None) -> Namespace:
+    """The options of the command line, held to each other and to the configuration; imports no
+    torch. BadInput names what is wrong with one."""
+    options = (parser or bench_parser()).parse(arguments)
+    if options.modes is not None:
+        modes = known_modes("--modes", options.modes, options.config_dir)
+        options.modes = sorted(modes, key=lambda name: name not in REFERENCES)
+    if options.card_bytes is not None:
+        if not options.host:
             raise BadInput("bench --card: goes with --host")
-        found["card_bytes"] = int(found["card_bytes"] * 2**30)
-    if found["end_to_end"] and found["host"]:
+        options.card_bytes = int(options.card_bytes * 2**30)
+    if options.end_to_end and options.host:
         raise BadInput("bench --end-to-end: not with --host, which measures the step alone")
-    check_overrides(found["overrides"])
-    compose_config(found["overrides"], found["config_dir"])
-    return found
+    check_overrides(options.overrides)
+    compose_config(options.overrides, options.config_dir)
+    return options
 
 
-def bench(
-    contest: Callable[[], "Contest"], options: Options, again: list[str], started: float
-) -> int:
+def bench(contest: str, options: Namespace, again: list[str], started: float) -> int:
     """Measure, write and print; the exit code.
 
     Args:
-        contest: imports and makes what is measured.
+        contest: "module:class" of what is measured, imported here because it takes seconds.
         again: what `python -m` runs for the same command, for --host.
         started: of time.monotonic.
     """
@@ -115,11 +101,14 @@ def bench(
         from mprun.bench import fake_cuda
         from mprun.bench.host import host, on_the_fake_device
 
-        return host(contest(), options) if fake_cuda.is_fake() else on_the_fake_device(again)
-    from mprun.bench.run import run_bench
+        if not fake_cuda.is_fake():
+            return on_the_fake_device(again)
+        return host(pkgutil.resolve_name(contest)(), options)
+    from mprun.bench.session import run_bench
     from mprun.training.run import resolve_device
 
-    device, own = resolve_device(device_of(options.overrides)), contest()
+    config = compose_config(options.overrides, options.config_dir).config
+    device, own = resolve_device(config.device), pkgutil.resolve_name(contest)()
     plan = own.plan(options, device)
     folder = claimed(options, plan[0])
     content, text = run_bench(own, options, device, plan, folder, started)
@@ -130,7 +119,7 @@ def bench(
     return exit_code(content)
 
 
-def claimed(options: Options, groups: list[Group]) -> Path:
+def claimed(options: Namespace, groups: list[Group]) -> Path:
     """A new folder for this bench; BadInput where --out exists already."""
     from mprun.record.run_directory import claim
 

@@ -12,19 +12,24 @@ from mprun.build import policy_from
 from mprun.config.compose import compose_config
 from mprun.config.option_files import modes as mode_files
 from mprun.errors import BadInput
+from mprun.execution.graphed_step import why_no_replay_on
 from mprun.precision import (
     DTYPE_NAMES,
     ForwardContext,
     PrecisionPolicy,
     get_policy,
     pin_math_flags,
+    read_math_flags,
     why_no_lstm,
     why_unsupported,
 )
+from mprun.precision.emulation import routes
 from mprun.precision.torch_update import has_fused_kernel
-from mprun.training.environment import environment, flags
+from mprun.precision.update_choice import why_not_on
+from mprun.training.environment import environment
 
 _RULES = ("sgd", "adam", "adamw", "adagrad")
+_NO_SINGLE_PASS = "its kernels need a GPU; a CPU runs torch's fused update in blocks"
 
 
 def machine_facts(config_dir: str | None = None) -> dict:
@@ -35,8 +40,9 @@ def machine_facts(config_dir: str | None = None) -> dict:
     them; what fails there is an answer and raises nothing.
     """
     device, why_no_gpu = _device()
-    stock = flags()
+    stock = read_math_flags()
     pin_math_flags("ieee")
+    flags = read_math_flags()
     meter = meter_of(device)
     return {
         "device": str(device),
@@ -46,37 +52,48 @@ def machine_facts(config_dir: str | None = None) -> dict:
         "gpus": [] if why_no_gpu else [_gpu(i) for i in range(torch.cuda.device_count())],
         "kernels": {"cpu": _cpu_kernels(), "cuda": _cuda_kernels(device, meter)},
         "fused_updates": {rule: _asked(partial(_why_not_fused, rule, device)) for rule in _RULES},
-        "single_pass": {rule: _single_pass(rule, device) for rule in _RULES},
-        "cuda_graph": _cuda_graph(device),
-        "nvml": _nvml(meter),
-        "modes": {
-            name: {"verdict": v, "reason": why} for name, v, why in modes(device, config_dir)
+        "single_pass": {
+            rule: _on_gpu(device, partial(why_not_on, device, rule), _NO_SINGLE_PASS)
+            for rule in _RULES
         },
+        "cuda_graph": _on_gpu(device, partial(why_no_replay_on, device), "needs a GPU"),
+        "nvml": _nvml(meter),
+        "modes": modes(device, config_dir),
         "emulated_operations": _emulated_operations() if device.type == "cpu" else [],
-        "flags": {name: {"pinned": v, "stock": stock[name]} for name, v in flags().items()},
+        "flags": {name: {"pinned": v, "stock": stock[name]} for name, v in flags.items()},
     }
 
 
-def modes(device: torch.device, config_dir: str | None = None) -> list[tuple[str, str, str]]:
-    """(mode, "honoured" | "emulated" | "refused", how or why) for every mode on `device`."""
-    rows = []
-    for name in mode_files(config_dir):
-        try:
-            policy = _policy(name, config_dir)
-        except BadInput as error:
-            rows.append((name, "refused", str(error)))
-            continue
-        refusal = why_unsupported(policy, device)
-        if refusal is not None:
-            rows.append((name, "refused", refusal))
-        elif policy.half_dtype is None:
-            how = "TF32 products, FP32 sums" if policy.fp32_math == "tf32" else "FP32 products"
-            rows.append((name, "honoured", how))
-        elif device.type == "cpu":
-            rows.append((name, "emulated", _on_a_cpu(policy, device)))
-        else:
-            rows.append((name, "honoured", _on_a_gpu(policy, device)))
-    return rows
+def modes(device: torch.device, config_dir: str | None = None) -> dict[str, dict[str, str]]:
+    """By mode its verdict ("honoured", "emulated", "refused") on `device`, and how or why."""
+    verdicts = {name: _verdict(name, device, config_dir) for name in mode_files(config_dir)}
+    return {name: {"verdict": verdict, "reason": why} for name, (verdict, why) in verdicts.items()}
+
+
+def _verdict(name: str, device: torch.device, config_dir: str | None) -> tuple[str, str]:
+    try:
+        policy = _policy(name, config_dir)
+    except BadInput as error:
+        return "refused", str(error)
+    refusal = why_unsupported(policy, device)
+    if refusal is not None:
+        return "refused", refusal
+    if policy.half_dtype is None:
+        tf32 = policy.fp32_math == "tf32"
+        return "honoured", "TF32 products, FP32 sums" if tf32 else "FP32 products"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        no_lstm = _asked(partial(why_no_lstm, policy, device))["why"]
+    if device.type == "cpu":
+        kind = ForwardContext(policy, device).kind()
+        missing = "; cpu_half=native has no LSTM here" if no_lstm else ""
+        return "emulated", f"{kind} products: FP32 sums, rounded once on store{missing}"
+    # Tensor Cores came with compute capability 7.0 (NVIDIA Volta).
+    cores = torch.cuda.get_device_capability(device) >= (7, 0)
+    where = "on Tensor Cores" if cores else "without Tensor Cores (compute capability below 7.0)"
+    missing = f"; model=lstm_lm refused: {no_lstm}" if no_lstm else ""
+    half = DTYPE_NAMES[policy.half_dtype]
+    return "honoured", f"native-{half} products {where}, FP32 sums{missing}"
 
 
 def _policy(name: str, config_dir: str | None) -> PrecisionPolicy:
@@ -85,27 +102,6 @@ def _policy(name: str, config_dir: str | None) -> PrecisionPolicy:
         return get_policy(name)
     composed = compose_config([f"precision={name}"], config_dir, files=False)
     return policy_from(composed.config.precision)
-
-
-def _on_a_cpu(policy: PrecisionPolicy, device: torch.device) -> str:
-    text = f"{ForwardContext(policy, device).kind()} products: FP32 sums, rounded once on store"
-    return text + ("; cpu_half=native has no LSTM here" if _no_lstm(policy, device) else "")
-
-
-def _on_a_gpu(policy: PrecisionPolicy, device: torch.device) -> str:
-    # Tensor Cores came with compute capability 7.0 (NVIDIA Volta).
-    half = policy.half_dtype or policy.param_dtype
-    cores = torch.cuda.get_device_capability(device) >= (7, 0)
-    where = "on Tensor Cores" if cores else "without Tensor Cores (compute capability below 7.0)"
-    text = f"native-{DTYPE_NAMES[half]} products {where}, FP32 sums"
-    missing = _no_lstm(policy, device)
-    return text + (f"; model=lstm_lm refused: {missing}" if missing else "")
-
-
-def _no_lstm(policy: PrecisionPolicy, device: torch.device) -> str | None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return _asked(lambda: why_no_lstm(policy, device))["why"]
 
 
 def _device() -> tuple[torch.device, str | None]:
@@ -180,21 +176,8 @@ def _why_not_fused(rule: str, device: torch.device) -> str | None:
     return None if has_fused_kernel(rule, device) else f"torch has none for {device.type}"
 
 
-def _single_pass(rule: str, device: torch.device) -> dict:
-    if device.type == "cpu":
-        why = "its kernels need a GPU; a CPU runs torch's fused update in blocks"
-        return {"works": None, "why": why}
-    from mprun.precision.update_choice import why_not_on
-
-    return _asked(lambda: why_not_on(device, rule))
-
-
-def _cuda_graph(device: torch.device) -> dict:
-    if device.type == "cpu":
-        return {"works": None, "why": "needs a GPU"}
-    from mprun.execution.graphed_step import why_no_replay_on
-
-    return _asked(lambda: why_no_replay_on(device))
+def _on_gpu(device: torch.device, why_not: Callable[[], str | None], untested: str) -> dict:
+    return {"works": None, "why": untested} if device.type == "cpu" else _asked(why_not)
 
 
 def _asked(why_not: Callable[[], str | None]) -> dict:
@@ -207,10 +190,10 @@ def _asked(why_not: Callable[[], str | None]) -> dict:
 
 def _nvml(meter: PowerMeter) -> dict:
     why = meter.why.get("device")
-    readings = dict.fromkeys(("power_w", "sm_clock_mhz", "temperature_c"))
     values = {
         "energy_mj": meter.energy_mj(),
-        **(readings | meter.sample()),
+        **dict.fromkeys(("power_w", "sm_clock_mhz", "temperature_c")),
+        **meter.sample(),
         "process_bytes": meter.process_bytes(),
     }
     # Without the GPU itself each reading would only say that again.
@@ -219,8 +202,6 @@ def _nvml(meter: PowerMeter) -> dict:
 
 
 def _emulated_operations() -> list[str]:
-    from mprun.precision.emulation import routes
-
     return sorted({name for name, _ in routes().values() if not name.endswith("_")} | {"lstm"})
 
 

@@ -2,20 +2,15 @@
 
 import json
 from argparse import Namespace
+from typing import TYPE_CHECKING
 
-from mprun.bench.roofline.limits import (
-    GPUS,
-    Ceilings,
-    Limit,
-    as_dict,
-    as_text,
-    ceilings_of,
-    limit,
-    why_not,
-)
+from mprun.bench.roofline.limits import GPUS, Ceilings, as_text, ceilings_of, limits, why_not
 from mprun.cli.arguments import Arguments, known_modes, names, number
 from mprun.config.overrides import parse_overrides
 from mprun.errors import DONE, BadInput
+
+if TYPE_CHECKING:
+    from mprun.bench.roofline.count import Counted
 
 _WHAT = """\
 What a training step can reach on a GPU, counted without it: FLOPs and bytes of one step of the
@@ -31,11 +26,12 @@ def main(arguments: list[str]) -> int:
     """Entry point, without the word --roofline; returns the exit code."""
     options = parse(arguments)
     ceilings = ceilings_of(options.gpu)
-    lines, refused = roofline(options, ceilings)
-    if options.json:
-        print(json.dumps(as_dict(lines, ceilings, refused), indent=1, allow_nan=False))
-    else:
-        print(as_text(lines, ceilings, refused, options.top))
+    found = limits(*counted_modes(options, ceilings))
+    print(
+        json.dumps(found, indent=1, allow_nan=False)
+        if options.json
+        else as_text(found, options.top)
+    )
     return DONE
 
 
@@ -43,24 +39,15 @@ def parse(arguments: list[str]) -> Namespace:
     """The options of the command line; BadInput names what is wrong with one."""
     parser = Arguments("bench --roofline", _WHAT, _MORE, overrides=True)
     parser.add_argument("--gpu", default="H200", help=f"{', '.join(GPUS)} (H200)")
-    parser.add_argument(
-        "--mode",
-        type=names("--mode"),
-        metavar="A,B",
+    add = parser.add_argument
+    add("--mode", type=names("--mode"), metavar="A,B",
         help=f"precision modes, in the order given (those of {','.join(DEFAULT_MODES)} that the "
-        "GPU has); or precision=MODE among the keys",
-    )
-    parser.add_argument(
-        "--top",
-        nargs="?",
-        const="10",
-        default=0,
-        type=number("--top", 1, 100, whole=True),
-        metavar="N",
-        help="also the N (10) most expensive kinds of operation of each mode",
-    )
-    parser.add_argument("--json", action="store_true", help="everything as JSON")
-    parser.add_argument("--config-dir", metavar="DIR", help="options of your own, as for a run")
+        "GPU has); or precision=MODE among the keys")  # fmt: skip
+    at_most = number("--top", 1, 100, whole=True)
+    add("--top", nargs="?", const="10", default=0, type=at_most, metavar="N",
+        help="also the N (10) most expensive kinds of operation of each mode")  # fmt: skip
+    add("--json", action="store_true", help="everything as JSON")
+    add("--config-dir", metavar="DIR", help="options of your own, as for a run")
     options = parser.parse(arguments)
     if options.mode is not None:
         if _sets_precision(options):
@@ -70,27 +57,29 @@ def parse(arguments: list[str]) -> Namespace:
     return options
 
 
-def roofline(options: Namespace, ceilings: Ceilings) -> tuple[list[Limit], list[str]]:
-    """A line per mode, and why modes of the default list are missing.
+def counted_modes(
+    options: Namespace, ceilings: Ceilings
+) -> tuple[list["Counted"], Ceilings, list[str]]:
+    """(a step of each mode, the ceilings, why modes of the default list are missing).
 
     BadInput for a mode that was asked for and that the GPU does not have.
     """
     from mprun.bench.roofline.count import count
 
     modes = [None] if _sets_precision(options) else options.mode or DEFAULT_MODES
-    lines, refused = [], []
+    steps, refused = [], []
     for mode in modes:
         counted = count(options.overrides, mode, options.config_dir)
         reason = why_not(counted.policy, counted.overrides, ceilings)
         if reason is None:
-            lines.append(limit(counted, ceilings))
+            steps.append(counted)
         elif options.mode is not None or mode is None:
             raise BadInput(f"precision={counted.policy.name} --gpu {ceilings.name}: {reason}")
         else:
             refused.append(f"Without {mode}: {reason}.")
-    if not lines:
+    if not steps:
         raise BadInput(f"--gpu {ceilings.name}: has none of the modes; {refused[0]}")
-    return lines, refused
+    return steps, ceilings, refused
 
 
 def _sets_precision(options: Namespace) -> bool:

@@ -6,6 +6,7 @@ as BadInput. Imports no torch: what depends on the machine is asked again once i
 the configuration leaves it open (the metric of a verdict and its margin, `auto` of an execution).
 """
 
+import operator
 import os
 from collections.abc import Iterator
 
@@ -79,8 +80,14 @@ def _names(config: RunConfig) -> Iterator[str]:
         node = getattr(config, group)
         if table.get(node.name) is not type(node):
             yield f"{group}.name={node.name}: not a value to set; choose {group}=OPTION"
-    if config.name is not None and not is_label(config.name):
-        yield f"name={config.name[:70]!r}: must be 1 to 64 of letters, digits, . _ and -"
+    scaler, precision = config.scaler.name, config.precision.name
+    for key, name in (
+        ("name", config.name),
+        ("scaler.name", scaler),
+        ("precision.name", precision),
+    ):
+        if name is not None and not is_label(name):
+            yield f"{key}={name[:70]!r}: must be 1 to 64 of letters, digits, . _ and -"
 
 
 def is_label(text: str) -> bool:
@@ -95,79 +102,59 @@ def _data_fits_model(config: RunConfig) -> Iterator[str]:
         return  # its factory is asked when it is built
     wanted = "text" if task_of(model) == "language_model" else "images"
     if data.family != wanted:
-        options = ", ".join(
-            name
-            for name, source in schema.DATA.items()
-            if source.family == wanted and name != "custom"
-        )
+        fitting = (name for name, source in schema.DATA.items() if source.family == wanted)
+        options = ", ".join(name for name in fitting if name != "custom")
         yield f"data={data.name}: model {model.name} learns from {wanted}: {options}"
     if isinstance(data, schema.ImagesConfig):
-        if isinstance(model, schema.DCGANConfig | schema.ConvAutoencoderConfig):
-            yield from _generated(model, data)
-        yield from _classified(model, data)
-
-
-def _generated(
-    model: schema.DCGANConfig | schema.ConvAutoencoderConfig, data: schema.ImagesConfig
-) -> Iterator[str]:
-    if data.image_size != model.image_size:
-        yield (
-            f"model.image_size={model.image_size}: must equal data.image_size ({data.image_size})"
-        )
-    if data.value_range != "tanh":
-        yield (
-            f"data.value_range={data.value_range}: must be tanh for {model.name}, "
-            "whose generator ends in tanh"
-        )
+        yield from _images_fit(model, data)
 
 
 # Network -> the smallest images that it takes, in pixels, and its name.
 _SMALLEST = {"alexnet": (63, "AlexNet"), "resnet50": (32, "ResNet-50")}
 
 
-def _classified(model: schema.ModelConfig, data: schema.ImagesConfig) -> Iterator[str]:
-    if model.name not in _SMALLEST:
-        return
-    size, (least, network) = data.image_size, _SMALLEST[model.name]
-    of_2012 = isinstance(model, schema.AlexNetConfig) and model.variant == "2012"
-    if of_2012 and size not in (224, 227):
-        yield f"data.image_size={size}: the 2012 AlexNet takes 224 or 227 pixels"
-    if size < least:
-        yield f"data.image_size={size}: {network} needs at least {least} pixels"
-    if data.channels != 3:
-        yield f"data.channels={data.channels}: must be 3 for {model.name}"
+def _images_fit(model: schema.ModelConfig, data: schema.ImagesConfig) -> Iterator[str]:
+    size = data.image_size
+    if isinstance(model, schema.DCGANConfig | schema.ConvAutoencoderConfig):
+        if size != model.image_size:
+            yield f"model.image_size={model.image_size}: must equal data.image_size ({size})"
+        if data.value_range != "tanh":
+            yield (
+                f"data.value_range={data.value_range}: must be tanh for {model.name}, "
+                "whose generator ends in tanh"
+            )
+    if model.name in _SMALLEST:
+        least, network = _SMALLEST[model.name]
+        of_2012 = isinstance(model, schema.AlexNetConfig) and model.variant == "2012"
+        if of_2012 and size not in (224, 227):
+            yield f"data.image_size={size}: the 2012 AlexNet takes 224 or 227 pixels"
+        if size < least:
+            yield f"data.image_size={size}: {network} needs at least {least} pixels"
+        if data.channels != 3:
+            yield f"data.channels={data.channels}: must be 3 for {model.name}"
 
 
-def _only_what_is_read(group: str, node: object, rule: str, words: dict[str, str]) -> Iterator[str]:
+def _only_what_is_read(group: str, node: object, rule: str, who: str, what: str) -> Iterator[str]:
     """Fields of other rules are null, those of this one are not."""
     for name in sorted(fields_of(node) - fields_of(node, rule)):
         if getattr(node, name) is not None:
-            yield f"{group}.{name}={getattr(node, name)}: {words['rule']} has no such setting"
+            yield f"{group}.{name}={getattr(node, name)}: {who} has no such setting"
     for name in sorted(fields_of(node, rule, needed=True)):
         if getattr(node, name) is None:
-            yield f"{group}.{name}=null: {words['rule']} needs a {words['value']}"
+            yield f"{group}.{name}=null: {who} needs a {what}"
 
 
 def _optim(config: RunConfig) -> Iterator[str]:
-    optim, train = config.optim, config.train
-    yield from _only_what_is_read(
-        "optim", optim, optim.name, {"rule": optim.name, "value": "value"}
-    )
+    optim = config.optim
+    yield from _only_what_is_read("optim", optim, optim.name, optim.name, "value")
     if optim.betas is not None and len(optim.betas) != 2:
         yield f"optim.betas={list(optim.betas)}: must be two numbers"
     if optim.nesterov and not optim.momentum:
         yield "optim.nesterov=true: needs optim.momentum > 0"
-    for modules, patterns, key, value in (
-        (
-            "optim.average_modules",
-            optim.average_modules,
-            "optim.average_decay",
-            optim.average_decay,
-        ),
-        ("train.clip_modules", train.clip_modules, "train.clip_norm", train.clip_norm),
-    ):
-        if patterns and value is None:
-            yield f"{modules}={list(patterns)}: needs {key}"
+    if optim.average_modules and optim.average_decay is None:
+        yield f"optim.average_modules={list(optim.average_modules)}: needs optim.average_decay"
+    if config.train.clip_modules and config.train.clip_norm is None:
+        yield f"train.clip_modules={list(config.train.clip_modules)}: needs train.clip_norm"
     yield from _schedule(optim)
     yield from _implementation(config)
 
@@ -217,10 +204,7 @@ def _word(value: object) -> str:
 
 def _scaler(config: RunConfig) -> Iterator[str]:
     scaler = config.scaler
-    yield from _name_of_file("scaler", scaler.name)
-    yield from _only_what_is_read(
-        "scaler", scaler, scaler.kind, {"rule": f"scaler={scaler.name}", "value": "number"}
-    )
+    yield from _only_what_is_read("scaler", scaler, scaler.kind, f"scaler={scaler.name}", "number")
     yield from _scale_bounds(scaler)
     if scaler.tolerance and (scaler.hysteresis or 1) > 1:
         yield f"scaler.tolerance={scaler.tolerance}: must be 0 with scaler.hysteresis > 1"
@@ -234,15 +218,14 @@ def _scaler(config: RunConfig) -> Iterator[str]:
 
 
 def _scale_bounds(scaler: schema.ScalerConfig) -> Iterator[str]:
-    low, start, high = scaler.min_scale, scaler.init_scale, scaler.max_scale
-    for key, value, word, bound_key, bound in (
-        ("min_scale", low, "<=", "max_scale", high),
-        ("init_scale", start, ">=", "min_scale", low),
-        ("init_scale", start, "<=", "max_scale", high),
+    for key, holds, word, other in (
+        ("min_scale", operator.le, "<=", "max_scale"),
+        ("init_scale", operator.ge, ">=", "min_scale"),
+        ("init_scale", operator.le, "<=", "max_scale"),
     ):
-        if value is not None and bound is not None:
-            if value > bound if word == "<=" else value < bound:
-                yield f"scaler.{key}={value:g}: must be {word} scaler.{bound_key} ({bound:g})"
+        value, bound = getattr(scaler, key), getattr(scaler, other)
+        if value is not None and bound is not None and not holds(value, bound):
+            yield f"scaler.{key}={value:g}: must be {word} scaler.{other} ({bound:g})"
     for name in ("scale", "init_scale", "min_scale", "max_scale"):
         value = getattr(scaler, name)
         if value is not None and not 2.0**-126 <= value <= 2.0**126:
@@ -252,14 +235,8 @@ def _scale_bounds(scaler: schema.ScalerConfig) -> Iterator[str]:
             )
 
 
-def _name_of_file(group: str, name: str) -> Iterator[str]:
-    if not is_label(name):
-        yield f"{group}.name={name[:70]!r}: must be 1 to 64 of letters, digits, . _ and -"
-
-
 def _precision(config: RunConfig) -> Iterator[str]:
     precision = config.precision
-    yield from _name_of_file("precision", precision.name)
     for pattern, dtype in precision.overrides.items():
         if dtype not in DTYPES:
             allowed = ", ".join(DTYPES)
@@ -343,11 +320,9 @@ def _sampled_softmax(config: RunConfig) -> Iterator[str]:
     if not isinstance(model, LSTMConfig):
         return
     if model.sampled_softmax is None:
-        if model.embedding_gradient_factor != 1.0:
-            yield (
-                f"model.embedding_gradient_factor={model.embedding_gradient_factor:g}: only with "
-                "model.sampled_softmax"
-            )
+        factor = model.embedding_gradient_factor
+        if factor != 1.0:
+            yield f"model.embedding_gradient_factor={factor:g}: only with model.sampled_softmax"
         return
     if optim.name not in ("sgd", "adagrad") or optim.momentum or optim.weight_decay:
         yield (

@@ -67,7 +67,8 @@ def diagnose(parsed: list[Override], error: Exception) -> str:
         if value not in options:
             allowed = ", ".join(options) or "(none yet)"
             hint = nearest(str(value), options)
-            return f"{key}={_shown(value)}: must be one of {allowed}{hint}"
+            shown = "null" if value is None else printable(value)
+            return f"{key}={shown}: must be one of {allowed}{hint}"
         chosen.append(line_of(override))
     try:
         known = _keys(_plain(compose("config", overrides=chosen)))
@@ -104,10 +105,6 @@ def _wrong_value(
             return f"{printable(line.lstrip('+'))}: must be {mapping}.NAME=VALUE"
         return f"{printable(line)}: {_first_line(error.__cause__ or error)}"
     return None
-
-
-def _shown(value: object) -> str:
-    return "null" if value is None else printable(value)
 
 
 def _nearest_key(key: str, known: Iterable[str]) -> str:
@@ -203,12 +200,9 @@ def _plain(node: Any) -> dict[str, Any]:
 
 def _factories_given(composed: DictConfig) -> None:
     model, data = composed.model, composed.data
-    groups = dict(zip(FACTORY_KEYS, (data, model), strict=True))
-    missing = [
-        key
-        for key, group in groups.items()
-        if isinstance(group, DictConfig) and OmegaConf.is_missing(group, "factory")
-    ]
+    groups = [(key, composed[key.partition(".")[0]]) for key in FACTORY_KEYS]
+    nodes = [(key, group) for key, group in groups if isinstance(group, DictConfig)]
+    missing = [key for key, group in nodes if OmegaConf.is_missing(group, "factory")]
     if missing:
         wanted = " ".join(f"{key}=package.module:function" for key in missing)
         chosen = " ".join(f"{key.partition('.')[0]}=custom" for key in missing)

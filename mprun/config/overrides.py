@@ -13,14 +13,8 @@ MAPPING = "precision.overrides"
 # Mappings whose keys no schema knows.
 FREE_MAPPINGS = (MAPPING, "data.options", "model.options")
 # Labels that choose a builder or appear in the record; the option of a group sets them.
-_CHOSEN_BY_GROUP = (
-    "model.name",
-    "data.name",
-    "optim.name",
-    "precision.name",
-    "scaler.name",
-    "scaler.kind",
-)
+_GROUPS = ("model", "data", "optim", "precision", "scaler")
+_CHOSEN_BY_GROUP = (*(f"{group}.name" for group in _GROUPS), "scaler.kind")
 
 
 def parse_overrides(overrides: Iterable[str]) -> list[Override]:

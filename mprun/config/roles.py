@@ -52,6 +52,17 @@ def resumable_keys() -> list[str]:
     return [key for key in FIELDS if role_of(key).resumable]
 
 
+def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one: {"optim": {"lr": 0.1}} becomes {"optim.lr": 0.1}."""
+    keys: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, dict) and value:
+            keys |= flat(value, f"{prefix}{key}.")
+        else:
+            keys[f"{prefix}{key}"] = value
+    return keys
+
+
 def config_hash(config: dict[str, Any]) -> str:
     """SHA-256 (hex) over everything in the configuration that can change a number."""
     return hashlib.sha256(json.dumps(_hashed(config), sort_keys=True).encode()).hexdigest()

@@ -8,13 +8,13 @@ never imported on its own. What stands in mprun.models and mprun.tasks is mprun'
 naming.
 """
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
+from hydra.plugins.config_source import ConfigSource
 
 from mprun.config.overrides import parse_overrides, printable
 from mprun.config.schema import CustomDataConfig, CustomModelConfig, RunConfig
@@ -199,15 +199,7 @@ def _nodes_set(group: str, package: str | None, content: object) -> list[tuple[s
 
 def _package(text: str) -> str | None:
     """The place that a file's `# @package` gives it, as Hydra reads it; None without."""
-    package = None
-    for line in text[:_HEADER_LENGTH].splitlines():
-        if not line.strip():
-            continue
-        if not re.match(r"\s*#\s*@", line):
-            break
-        header = re.fullmatch(r"\s*#\s*@(\S+) +(\S+)\s*", line)
-        if header is None:
-            return ""  # Hydra refuses the file
-        if header[1] == "package":
-            package = header[2]
-    return package
+    try:
+        return ConfigSource._get_header_dict(text[:_HEADER_LENGTH])["package"]
+    except ValueError:
+        return ""  # Hydra refuses the file

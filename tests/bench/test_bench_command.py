@@ -9,8 +9,8 @@ import time
 import pytest
 import torch
 
-from mprun.bench.own import Contest
-from mprun.bench.plan import Case, Options, Row
+from mprun.bench.contest import Contest
+from mprun.bench.plan import Case, Row
 from mprun.cli import main
 from mprun.cli.bench import exit_code, parse
 from mprun.config.compose import compose_config
@@ -72,7 +72,7 @@ def test_baselines_come_first_whatever_the_order_given():
 
 
 def test_without_a_configuration_it_is_the_default_one():
-    ((group,), left_out) = Contest().plan(Options(overrides=["device=cpu"]), CPU)
+    ((group,), left_out) = Contest().plan(parse(["device=cpu"]), CPU)
     config = compose_config([]).config
     assert group.label.startswith(config.model.name) and left_out == []
     assert [case.mode for case in group.cases] == ["fp32", "fp16_master_scaled", "amp"]
@@ -119,7 +119,7 @@ def test_modes_are_held_to_fp32_and_best_settings_to_the_defaults():
 
 
 def test_end_to_end_cases_are_cases_of_their_own():
-    options = Options(overrides=TINY, modes=["fp32"], end_to_end=True)
+    options = parse([*TINY, "--modes", "fp32", "--end-to-end"])
     ((group,), _) = Contest().plan(options, CPU)
     keys = [case.key for case in group.cases]
     assert keys == ["lstm_lm b2 | fp32 | mprun", "lstm_lm b2 | fp32 | mprun | end to end"]
@@ -161,7 +161,8 @@ def test_a_bench_keeps_its_budget_and_leaves_its_files(tmp_path):
     windows = [line for line in lines if line["event"] == "window"]
     assert sum(len(row["windows"]) for row in found["rows"]) == len(windows)
     assert (folder / "bench.md").read_text() in out
-    assert (folder / "bench.png").stat().st_size > 10_000 or not windows
+    # Where no window was measured within the budget there is nothing to draw.
+    assert not windows or (folder / "bench.png").stat().st_size > 10_000
 
 
 @pytest.mark.slow

@@ -92,7 +92,7 @@ def test_resnet50_traffic_by_kind():
 def test_resnet50_limits(mode, reference):
     found = counted("resnet50", mode)
     assert rate(found, without_update(found.rows)) == GIVEN(reference, rel=0.015)
-    assert limit(found, GPUS["H200"]).memory_bound_share == GIVEN(0.82, abs=0.01)
+    assert limit(found, GPUS["H200"])["memory_bound_share"] == GIVEN(0.82, abs=0.01)
 
 
 def test_resnet50_fp32_limit_between_those_of_55_and_60_tflops():
@@ -100,7 +100,7 @@ def test_resnet50_fp32_limit_between_those_of_55_and_60_tflops():
     for fp32, reference in ((55e12, 1660), (60e12, 1760)):
         ceilings = replace(GPUS["H200"], flops={"fp32": fp32})
         assert rate(found, without_update(found.rows), ceilings) == GIVEN(reference, rel=0.015)
-    assert limit(found, GPUS["H200"]).memory_bound_share == GIVEN(0.29, abs=0.015)
+    assert limit(found, GPUS["H200"])["memory_bound_share"] == GIVEN(0.29, abs=0.015)
 
 
 def test_resnet50_fused_limit():
@@ -114,7 +114,7 @@ def test_resnet50_fused_limit():
         for row in without_update(found.rows)
     ]
     assert rate(found, rows) == GIVEN(11_400, rel=0.015)
-    assert 10_900 < limit(found, GPUS["H200"]).fused < 11_400
+    assert 10_900 < limit(found, GPUS["H200"])["fused"] < 11_400
 
 
 def test_resnet50_memory():

@@ -20,6 +20,7 @@ from benchmarks.suite.equality import (
     sensitivity,
     trial_of,
     watched_steps,
+    weights_of,
 )
 from benchmarks.suite.peers import amp, loop
 from benchmarks.suite.peers.equipment import plain, tuned
@@ -289,10 +290,10 @@ def test_twins_differ_from_their_originals_by_the_unit(tiny_network):  # noqa: F
 def test_what_is_watched_are_the_master_weights():
     case = Case("tiny", MODELS["language_model"], "fp16_master_scaled", "mprun")
     own = Own(case, CPU)
-    before = [tensor.clone() for tensor in own.weights().values()]
+    before = [tensor.clone() for tensor in weights_of(own).values()]
     found = watched_steps(own, CPU)
-    assert {tensor.dtype for tensor in own.weights().values()} == {torch.float32}
-    moved = [a - b for a, b in zip(own.weights().values(), before, strict=True)]
+    assert {tensor.dtype for tensor in weights_of(own).values()} == {torch.float32}
+    moved = [a - b for a, b in zip(weights_of(own).values(), before, strict=True)]
     length = torch.cat([t.flatten() for t in before]).norm()
     # Of float32 tensors, in float64: what differs is the float32 norm here.
     distance = float(torch.cat([t.flatten() for t in moved]).norm() / length)

@@ -237,7 +237,7 @@ def test_a_plain_loop_loads_no_package_of_a_peer():
     script = (
         "import sys, torch\n"
         "from benchmarks.suite import contenders as registry\n"
-        "from mprun.bench.contender import Case\n"
+        "from mprun.bench.plan import Case\n"
         "for name in registry.PEERS:\n"
         "    registry.available(name, 'fp32', 'reconstruction', torch.device('cpu'))\n"
         "case = Case('', ('model=conv_autoencoder', 'model.width=1'), 'fp32', 'loop')\n"

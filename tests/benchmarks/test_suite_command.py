@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from benchmarks.suite.__main__ import main, parse
-from benchmarks.suite.contest import Suite, SuiteOptions
+from benchmarks.suite.contest import Suite
 from benchmarks.suite.models import CPU_SUITE, GPU_SUITE
 from mprun.config.compose import compose_config
 from mprun.errors import BadInput
@@ -54,7 +54,7 @@ def test_peers_may_stand_alone_or_with_names():
 
 
 def test_a_peer_runs_in_the_modes_that_it_has():
-    options = SuiteOptions(overrides=TINY, modes=["fp32", "amp_bf16"], peers=["loop", "amp"])
+    options = parse([*TINY, "--modes=fp32,amp_bf16", "--peers=loop,amp"])
     ((group,), left_out) = Suite().plan(options, CPU)
     assert [(c.mode, c.contender) for c in group.cases] == [
         ("fp32", "mprun"),
@@ -71,15 +71,13 @@ def test_a_peer_runs_in_the_modes_that_it_has():
 
 
 def test_the_suite_takes_what_does_not_choose_a_configuration():
-    groups, _ = Suite().plan(
-        SuiteOptions(overrides=["device=cpu", "threads=1"], modes=["fp32"]), CPU
-    )
+    groups, _ = Suite().plan(parse(["device=cpu", "threads=1", "--modes=fp32"]), CPU)
     assert [group.label for group in groups] == [entry.label for entry in CPU_SUITE]
     assert all(group.cases[0].overrides[-1] == "threads=1" for group in groups)
 
 
 def test_what_says_most_is_measured_first_and_compiles_last_of_what_a_ratio_needs():
-    options = SuiteOptions(overrides=TINY, modes=["fp32", "amp_bf16"], peers=["all"])
+    options = parse([*TINY, "--modes=fp32,amp_bf16", "--peers=all"])
     ((group,), _) = Suite().plan(options, CPU)
     order = [(case.mode, case.contender) for case in group.cases]
     half = [contender for mode, contender in order if mode == "amp_bf16"]
@@ -94,15 +92,13 @@ def test_what_says_most_is_measured_first_and_compiles_last_of_what_a_ratio_need
 
 @pytest.mark.slow
 def test_in_a_suite_the_references_have_the_loop_alone():
-    groups, left_out = Suite().plan(
-        SuiteOptions(overrides=["device=cpu"], peers=["all"], only=["tiny"]), CPU
-    )
+    groups, left_out = Suite().plan(parse(["device=cpu", "--peers=all", "--only=tiny"]), CPU)
     assert [group.label for group in groups] == ["tiny LM b16"]
     of_fp32 = [case.contender for case in groups[0].cases if case.mode == "fp32"]
     assert of_fp32 == ["mprun", "loop"]
     reasons = {left["reason"] for left in left_out if left["contender"] == "loop+"}
     assert reasons == {"in a suite the loop alone is the peer in fp32"}
-    named = SuiteOptions(overrides=["device=cpu"], modes=["fp32"], peers=["loop+"], only=["tiny"])
+    named = parse(["device=cpu", "--modes=fp32", "--peers=loop+", "--only=tiny"])
     assert [case.contender for case in Suite().plan(named, CPU)[0][0].cases] == ["mprun", "loop+"]
 
 
@@ -118,7 +114,7 @@ def test_every_case_of_the_suites_can_be_configured(entry):
 def test_a_peer_that_is_not_installed_is_named(monkeypatch):
     monkeypatch.setattr("benchmarks.suite.contest.find_spec", lambda package: None)
     with pytest.raises(BadInput, match="--peers timm: the package timm is not installed"):
-        Suite().plan(SuiteOptions(overrides=TINY, peers=["timm"]), CPU)
+        Suite().plan(parse([*TINY, "--peers=timm"]), CPU)
 
 
 @pytest.mark.gpu

@@ -19,9 +19,10 @@ TINY = ["model=lstm_lm", "data=synthetic_tokens", "data.batch_size=2", "data.tra
 
 
 def test_every_mode_has_a_verdict_that_follows_from_its_definition():
-    found = {name: (verdict, reason) for name, verdict, reason in modes(CPU)}
+    found = modes(CPU)
     assert list(found) == list(MODES)
-    for name, (verdict, reason) in found.items():
+    for name, said in found.items():
+        verdict, reason = said["verdict"], said["reason"]
         half = get_policy(name).half_dtype
         if name == "tf32":
             assert verdict == "refused" and "TF32" in reason
@@ -34,7 +35,7 @@ def test_every_mode_has_a_verdict_that_follows_from_its_definition():
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_run_meets_what_the_doctor_said(build_run, mode):
-    verdict = {name: verdict for name, verdict, _ in modes(CPU)}[mode]
+    verdict = modes(CPU)[mode]["verdict"]
     if verdict == "refused":
         with pytest.raises(BadInput):
             build_run(*TINY, f"precision={mode}")
@@ -46,7 +47,7 @@ def test_a_run_meets_what_the_doctor_said(build_run, mode):
 
 @pytest.mark.parametrize("mode", ["amp", "amp_bf16", "bf16_master"])
 def test_the_native_lstm_is_missing_exactly_where_it_is_said(build_run, mode):
-    reason = {name: reason for name, _, reason in modes(CPU)}[mode]
+    reason = modes(CPU)[mode]["reason"]
     overrides = [*TINY, f"precision={mode}", "cpu_half=native"]
     if "cpu_half=native has no LSTM here" in reason:
         with pytest.raises(BadInput, match="cpu_half=native"):
@@ -189,7 +190,7 @@ def test_a_check_that_fails_is_an_answer(monkeypatch):
 
 @pytest.mark.gpu
 def test_on_a_gpu_kernels_graphs_and_memory_are_what_was_tried(capsys):
-    assert {verdict for _, verdict, _ in modes(torch.device("cuda"))} <= {"honoured", "refused"}
+    assert {m["verdict"] for m in modes(torch.device("cuda")).values()} <= {"honoured", "refused"}
     found = json.loads(printed(capsys, "--json"))
     yes = {"works": True, "why": None}
     assert found["single_pass"] == dict.fromkeys(("sgd", "adam", "adamw", "adagrad"), yes)

@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from mprun.bench.host import SPARED, HostRow, report
+from mprun.bench.host import SPARED, host_row, report
+from mprun.bench.plan import Case
 from mprun.cli import main
 
 from .conftest import ROOT
@@ -67,7 +68,7 @@ def test_a_model_of_ones_choice(device, tmp_path):
 
 
 def row(**more):
-    return HostRow("m b1", "amp", "mprun", "eager", **more)
+    return host_row(Case("m b1", (), "amp", "mprun"), "eager", **more)
 
 
 def test_what_fits_is_what_is_reserved_and_what_is_spared():

@@ -33,7 +33,7 @@ from mprun.config.compose import compose_config
 from mprun.execution.step_runner import StepRunner
 from mprun.numerics import probing
 from mprun.record import checkpoint
-from mprun.record.run_directory import read_json
+from mprun.record.run_directory import read_record
 from mprun.tasks import GAN
 from mprun.training.run import start
 
@@ -56,7 +56,7 @@ def run(folder: str, overrides: list[str], path: str | None = None) -> dict:
     finally:
         if path is not None:
             sys.path.remove(path)
-    return {"code": code, "record": read_json(Path(folder) / "run.json")}
+    return {"code": code, "record": read_record(Path(folder))}
 
 
 def command(arguments: list[str]) -> dict:

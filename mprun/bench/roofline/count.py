@@ -7,7 +7,8 @@ sees, the update in one pass and recurrent layers, writes its rows itself.
 import dataclasses
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -31,7 +32,7 @@ from mprun.config.compose import compose_config
 from mprun.config.schema import DataConfig, RunConfig
 from mprun.errors import BadInput, MprunError, raised
 from mprun.precision import DTYPES, ForwardContext, PrecisionPolicy
-from mprun.precision.update import Checked
+from mprun.precision.update import Checked, Scaled, SinglePass
 
 _CPU = torch.device("cpu")
 
@@ -142,7 +143,7 @@ def _step(config: RunConfig, policy: PrecisionPolicy, source: ShapeSource):
                     # The kernels themselves are of one device and no dispatcher sees them.
                     optimizer.use(CountedPass(optimizer, counter.write))
                 for name in ("backward", "zero_grad", "step"):
-                    setattr(optimizer, name, counter.as_update(getattr(optimizer, name)))
+                    setattr(optimizer, name, counter.updating()(getattr(optimizer, name)))
             with counter:
                 task.compute(task.load(0))
             counter.rows.clear()
@@ -208,18 +209,15 @@ class Counter(TorchDispatchMode):
             self.rows.append(Row(kind, self.phase, form, flops, size, folded_bytes=folded))
         return results
 
-    def as_update(self, method: Callable) -> Callable:
-        """`method` of an optimizer so that what it does counts as update; a backward pass in it
-        does not, but casting and checking what that made does."""
-
-        def call(*arguments, **keywords):
-            before, self._updating = self._updating, True
-            try:
-                return method(*arguments, **keywords)
-            finally:
-                self._updating = before
-
-        return call
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """What is done inside counts as update; a backward pass in it does not, but casting and
+        checking what that made does. Around a method of an optimizer: `updating()(method)`."""
+        before, self._updating = self._updating, True
+        try:
+            yield
+        finally:
+            self._updating = before
 
     @property
     def phase(self) -> str:
@@ -255,7 +253,9 @@ class Counter(TorchDispatchMode):
                 return 0
             case "relu backward" | "leaky_relu_backward":
                 return 0 if storage_key(args[1]) in self._activated else None
-            case "residual add" if any(storage_key(t) in self._normalised for t in _images(args)):
+            case "residual add" if any(
+                storage_key(t) in self._normalised for t in tensors_in(args)
+            ):
                 self._normalised[storage_key(results)] = results
                 self._residual_shapes.add(results.shape)
                 return bytes_of(results)
@@ -264,53 +264,33 @@ class Counter(TorchDispatchMode):
         return None
 
 
-def _images(tree: object) -> list[Tensor]:
-    return [tensor for tensor in tensors_in(tree) if tensor.dim() >= 4]
-
-
-class CountedPass:
-    """`mprun.precision.update.SinglePass` on tensors without values: writes what it costs.
+class CountedPass(SinglePass):
+    """A single pass on tensors without values: writes what it costs.
 
     Check: every gradient read once. Update: gradients read; weights and optimizer state read and
     written; 16-bit copies written.
     """
 
     def __init__(self, optimizer, write: Write):
-        self._parameters, self._updated = optimizer.parameters, optimizer.updated
-        self._state = optimizer.inner.state
+        super().__init__(optimizer.inner, optimizer.parameters, optimizer.updated, ())
         self._write = write
 
-    def check(
-        self,
-        gradients: Sequence[Tensor | None],
-        inverse: Tensor | None,
-        found_inf: Tensor | None,
-        *,
-        norm: bool,
-        grad_max: bool,
-    ) -> Checked:
-        """As of the protocol."""
-        if found_inf is not None or norm or grad_max:
-            size = sum(g.nbytes for g in gradients if g is not None)
+    def check(self, scaled: Scaled, *, norm: bool, grad_max: bool) -> Checked:
+        if scaled.found_inf is not None or norm or grad_max:
+            size = sum(g.nbytes for g in scaled.gradients if g is not None)
             self._write("check of gradients", torch.float32, 0, size, 1)
         return Checked(
-            norms=torch.empty(len(gradients)) if norm else None,
+            norms=torch.empty(len(scaled.gradients)) if norm else None,
             grad_max=torch.empty(()) if grad_max else None,
         )
 
-    def update(
-        self,
-        gradients: Sequence[Tensor | None],
-        inverse: Tensor | None,
-        clip: Tensor | None,
-        found_inf: Tensor | None,
-    ) -> None:
-        """As of the protocol."""
+    def update(self, scaled: Scaled, clip: Tensor | None) -> None:
         size = 0
-        for gradient, own, updated in zip(gradients, self._parameters, self._updated, strict=True):
+        tensors = zip(scaled.gradients, self.parameters, self.updated, strict=True)
+        for gradient, own, updated in tensors:
             if gradient is None:
                 continue
-            state = self._state[updated].values()
+            state = self.inner.state[updated].values()
             held = [t for t in state if isinstance(t, Tensor) and t.shape == updated.shape]
             size += gradient.nbytes + 2 * sum(tensor.nbytes for tensor in (updated, *held))
             size += own.nbytes if own is not updated else 0

@@ -30,7 +30,7 @@ weights on the chip for the whole sequence (small layers only) can be faster tha
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -137,8 +137,7 @@ def _cast(tree, dtype: torch.dtype | None):
     return tree_map(one, tree)
 
 
-@dataclass(frozen=True, slots=True)
-class Layer:
+class Layer(NamedTuple):
     """One layer and direction; letters as in the formulas above. recurrent: R."""
 
     steps: int
@@ -149,44 +148,37 @@ class Layer:
     gates: int
 
     @property
-    def projects(self) -> bool:
-        return self.recurrent != self.hidden
-
-    @property
     def kept(self) -> int:
         """Numbers that the forward pass keeps for the backward pass: gates, cells, outputs."""
-        cells = self.hidden if self.gates == 4 else 0
-        unprojected = self.hidden if self.projects else 0
-        return self.steps * self.batch * (self.gates * self.hidden + cells + unprojected)
+        t, b, _, h, r, g = self
+        return t * b * (g * h + (h if g == 4 else 0) + (h if r != h else 0))
 
     def forward(self, write: Write, dtype: torch.dtype) -> None:
         """Write the rows of the forward pass."""
-        t, b, d, h, r, gh = self._sizes()
+        t, b, d, h, r, g = self
+        gh = g * h
         _product(write, "recurrent input product", dtype, t * b, d, gh)
         _product(write, "recurrent product", dtype, b, r, gh, times=t)
-        cells = 2 * b * h if self.gates == 4 else 0
+        cells = 2 * b * h if g == 4 else 0
         _pass(write, "recurrent gates", dtype, t, 2 * b * gh + cells + b * h)
-        if self.projects:
+        if r != h:
             _product(write, "recurrent projection", dtype, b, h, r, times=t)
 
     def backward(self, write: Write, dtype: torch.dtype, needs_input: bool) -> None:
         """Write the rows of the backward pass; needs_input: the gradient of the input too."""
-        t, b, d, h, r, gh = self._sizes()
-        if self.projects:
+        t, b, d, h, r, g = self
+        gh = g * h
+        if r != h:
             _product(write, "recurrent projection backward", dtype, b, r, h, times=t)
             _product(write, "recurrent weight gradient", dtype, r, t * b, h)
         # Kept gates and the gradient of output and cell read; gradients of gates and cell written.
-        cells = 4 * b * h if self.gates == 4 else 0
+        cells = 4 * b * h if g == 4 else 0
         _pass(write, "recurrent gates backward", dtype, t, 2 * b * gh + cells + b * h)
         _product(write, "recurrent product backward", dtype, b, gh, r, times=t)
         if needs_input:
             _product(write, "recurrent input product backward", dtype, t * b, gh, d)
         _product(write, "recurrent weight gradient", dtype, gh, t * b, d)
         _product(write, "recurrent weight gradient", dtype, gh, t * b, r)
-
-    def _sizes(self) -> tuple[int, int, int, int, int, int]:
-        hidden_gates = self.gates * self.hidden
-        return self.steps, self.batch, self.inputs, self.hidden, self.recurrent, hidden_gates
 
 
 def recurrent_kernel(name: str, write: Write):

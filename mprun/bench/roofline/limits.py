@@ -6,8 +6,8 @@ Imports no torch: names of GPUs are on a help page.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
 from mprun.config.rules import nearest
 from mprun.errors import BadInput
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 # Seconds per kernel, an assumption: replayed from a CUDA graph, and started one by one.
 GRAPH_LAUNCH_S, EAGER_LAUNCH_S = 1.5e-6, 8e-6
 LAUNCH_SOURCE = "assumed: 1.5 us a kernel in a CUDA graph, 8 us eager"
+_RATES = ("eager", "fused", "flop_only")  # of a limit that a table shows
 # Bytes per parameter and step of SGD with momentum, the write of the gradient and autocast's cast
 # of the weight included: benchmarks/update_bytes.py counts them.
 RECIPES = {
@@ -107,110 +108,68 @@ def why_not(policy: PrecisionPolicy, overrides: Sequence[str], ceilings: Ceiling
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """All rows of one kind and phase. share: of the eager time of the step."""
+def limit(counted: Counted, ceilings: Ceilings) -> dict[str, Any]:
+    """What a counted step cannot exceed, in base units: seconds, bytes, FLOP, samples per second.
 
-    kind: str
-    phase: str
-    seconds: float
-    share: float
-    flops: int
-    bytes: int
-    launches: int
+    eager: samples per second if each operation takes the longer of its products and its traffic,
+    one after the other. fused: the same with ReLUs, residuals and their gradients folded into
+    BatchNorm kernels; None where there is nothing to fold. flop_only: products at their full rate,
+    traffic free. Each of the three with the update. without_update: eager, forward and backward
+    alone. memory_bound_share: part of the eager time in which traffic takes longer than products.
+    step_s, update_s: the eager time, and the part of the update in it. launches: kernels per step.
+    graph_launches, eager_launches: samples per second if every kernel takes the ceilings' launch
+    time and nothing else. kinds: rows of one kind and phase, most expensive first.
 
-
-@dataclass(frozen=True, slots=True)
-class Limit:
-    """Samples per second that a step cannot exceed, under different readings.
-
-    Attributes:
-        eager: each operation takes the longer of its products and its traffic, one after the other.
-        fused: the same with ReLUs, residuals and their gradients folded into BatchNorm kernels;
-            None where there is nothing to fold.
-        flop_only: products at their full rate, traffic free. Each of the three with the update.
-        without_update: eager, forward and backward alone.
-        memory_bound_share: part of the eager time in which traffic takes longer than products.
-        step_s, update_s: the eager time, and the part of the update in it.
-        launches: kernels per step.
-        graph_launches, eager_launches: samples per second if every kernel takes the ceilings'
-            launch time and nothing else.
-        kinds: most expensive first.
+    Raises:
+        KeyError: where the GPU has no such products (`why_not`).
     """
-
-    counted: Counted
-    ceilings: Ceilings
-    eager: float
-    fused: float | None
-    flop_only: float
-    without_update: float
-    memory_bound_share: float
-    step_s: float
-    update_s: float
-    launches: int
-    graph_launches: float
-    eager_launches: float
-    kinds: tuple[Kind, ...]
-
-
-def limit(counted: Counted, ceilings: Ceilings) -> Limit:
-    """The limits of a counted step; KeyError where the GPU has no such products (`why_not`)."""
     costs = [(row, row.seconds(ceilings.flops, ceilings.bandwidth)) for row in counted.rows]
     timed = [(row, max(both)) for row, both in costs]
     total = sum(seconds for _, seconds in timed)
     update = sum(seconds for row, seconds in timed if row.phase == "update")
-    bound = sum(traffic for _, (products, traffic) in costs if products <= traffic)
-    folded = _folded(timed, ceilings)
-    launches = sum(row.launches for row in counted.rows)
-
-    def rate(seconds: float) -> float:
-        return counted.samples / seconds
-
-    return Limit(
-        counted=counted,
-        ceilings=ceilings,
-        eager=rate(total),
-        fused=None if folded is None else rate(folded),
-        flop_only=rate(sum(products for _, (products, _) in costs)),
-        without_update=rate(total - update),
-        memory_bound_share=bound / total,
-        step_s=total,
-        update_s=update,
-        launches=launches,
-        graph_launches=rate(launches * ceilings.graph_launch_s),
-        eager_launches=rate(launches * ceilings.eager_launch_s),
-        kinds=tuple(_kinds(timed, total)),
-    )
-
-
-def _folded(timed: list[tuple[Row, float]], ceilings: Ceilings) -> float | None:
-    """Seconds with what can be folded into BatchNorm kernels folded; None: there is nothing."""
-    if all(row.folded_bytes is None for row, _ in timed):
-        return None
-    return sum(
+    folded = sum(
         seconds if row.folded_bytes is None else row.folded_bytes / ceilings.bandwidth
         for row, seconds in timed
     )
+    folds = any(row.folded_bytes is not None for row in counted.rows)
+    launches = sum(row.launches for row in counted.rows)
+    samples = counted.samples
+    return {
+        "eager": samples / total,
+        "fused": samples / folded if folds else None,
+        "flop_only": samples / sum(products for _, (products, _) in costs),
+        "without_update": samples / (total - update),
+        "memory_bound_share": sum(t for _, (products, t) in costs if products <= t) / total,
+        "step_s": total,
+        "update_s": update,
+        "launches": launches,
+        "graph_launches": samples / (launches * ceilings.graph_launch_s),
+        "eager_launches": samples / (launches * ceilings.eager_launch_s),
+        "kinds": _kinds(timed, total),
+        "flops_per_sample": counted.flops / samples,
+        "bytes_per_sample": counted.bytes() / samples,
+        "update_bytes": counted.bytes(("update",)),
+        "update": counted.update,
+        "memory": asdict(counted.memory) | {"total": counted.memory.total},
+        "counted_s": counted.counted_s,
+    }
 
 
-def _kinds(timed: list[tuple[Row, float]], total: float) -> list[Kind]:
+def _kinds(timed: list[tuple[Row, float]], total: float) -> list[dict[str, Any]]:
     groups: dict[tuple[str, str], list[tuple[Row, float]]] = {}
     for row, seconds in timed:
         groups.setdefault((row.kind, row.phase), []).append((row, seconds))
-    kinds = [
-        Kind(
-            *place,
-            seconds := sum(s for _, s in group),
-            seconds / total,
-            *(sum(getattr(r, name) for r, _ in group) for name in ("flops", "bytes", "launches")),
-        )
-        for place, group in groups.items()
-    ]
-    return sorted(kinds, key=lambda kind: -kind.seconds)
+    kinds = []
+    for (kind, phase), group in groups.items():
+        seconds = sum(s for _, s in group)
+        sums = {n: sum(getattr(r, n) for r, _ in group) for n in ("flops", "bytes", "launches")}
+        place = {"kind": kind, "phase": phase, "seconds": seconds, "share": seconds / total}
+        kinds.append(place | sums)
+    return sorted(kinds, key=lambda kind: -kind["seconds"])
 
 
 def measured_limit(counted: Counted, ceilings: dict, name: str) -> dict:
-    """Plain values of the limit of a step on a device whose ceilings were measured.
+    """The limit of a step on a device whose ceilings were measured.
 
     Args:
         ceilings: of `mprun.bench.measure.measure_ceilings`.
@@ -219,47 +178,23 @@ def measured_limit(counted: Counted, ceilings: dict, name: str) -> dict:
     rates = ceilings["flops"], ceilings["bandwidth"]
     found = limit(counted, Ceilings(name, "measured in this bench", *rates, memory=0.0))
     kept = ("eager", "fused", "flop_only", "memory_bound_share", "launches")
-    numbers = {key: getattr(found, key) for key in kept}
+    numbers = {key: found[key] for key in kept}
     return numbers | {"flops": counted.flops, "bytes": counted.bytes()}
 
 
-def as_text(lines: list[Limit], ceilings: Ceilings, refused: list[str], top: int) -> str:
-    """Tables and notes for a terminal."""
-    first = lines[0].counted
-    unit = first.sample
-    parts = [
-        f"{first.label}: {first.parameters / 1e6:,.2f} M parameters, {first.samples:,} {unit}s a "
-        f"step, on {ceilings.name}",
-        "",
-        _speed(lines, unit),
-        "",
-        _memory(lines, ceilings),
-        "",
-        *_notes(lines, ceilings),
-        *refused,
-    ]
-    for line in lines if top else ():
-        parts += ["", f"{line.counted.mode}: the {top} most expensive", _most_expensive(line, top)]
-    return "\n".join(parts)
+def limits(steps: list[Counted], ceilings: Ceilings, refused: list[str]) -> dict[str, Any]:
+    """What --json prints: `limit` by mode, with what they have in common.
 
-
-def as_dict(lines: list[Limit], ceilings: Ceilings, refused: list[str]) -> dict:
-    """Everything as numbers in base units: seconds, bytes, FLOP, samples per second."""
-    modes = {}
-    for line in lines:
-        counted = line.counted
-        numbers = {f.name: getattr(line, f.name) for f in fields(Limit)[2:]}
-        numbers["kinds"] = [asdict(kind) for kind in line.kinds]
-        modes[counted.mode] = numbers | {
-            "flops_per_sample": counted.flops / counted.samples,
-            "bytes_per_sample": counted.bytes() / counted.samples,
-            "update_bytes": counted.bytes(("update",)),
-            "update": counted.update,
-            "memory": asdict(counted.memory) | {"total": counted.memory.total},
-            "speedup_limit": {base: _ratio(lines, line, base) for base in ("fp32", "tf32")},
-            "counted_s": counted.counted_s,
-        }
-    first = lines[0].counted
+    Args:
+        refused: why other modes are missing.
+    """
+    modes = {step.mode: limit(step, ceilings) for step in steps}
+    bases = {base: modes[base]["eager"] if base in modes else None for base in ("fp32", "tf32")}
+    for found in modes.values():
+        ratios = {base: rate and found["eager"] / rate for base, rate in bases.items()}
+        found["speedup_limit"] = ratios
+    first = steps[0]
+    recipes = {name: size * first.dense / ceilings.bandwidth for name, size in RECIPES.items()}
     return {
         "what": "limits from counts, not measurements",
         "label": first.label,
@@ -268,61 +203,74 @@ def as_dict(lines: list[Limit], ceilings: Ceilings, refused: list[str]) -> dict:
         "parameters": first.parameters,
         "ceilings": asdict(ceilings),
         "launches": LAUNCH_SOURCE,
-        "update_recipes_s": _recipes(first, ceilings),
+        "update_recipes_s": recipes,
         "modes": modes,
         "refused": refused,
     }
 
 
-def _speed(lines: list[Limit], unit: str) -> str:
+def as_text(found: dict[str, Any], top: int) -> str:
+    """`limits` as tables and notes for a terminal. top: operations that are shown of each mode."""
+    modes, unit = found["modes"], found["sample"]
+    parts = [
+        f"{found['label']}: {found['parameters'] / 1e6:,.2f} M parameters, "
+        f"{found['samples_per_step']:,} {unit}s a step, on {found['ceilings']['name']}",
+        "",
+        _speed(modes, unit),
+        "",
+        _memory(modes, found["ceilings"]["memory"]),
+        "",
+        *_notes(found),
+        *found["refused"],
+    ]
+    for mode, line in modes.items() if top else ():
+        kinds = _most_expensive(line["kinds"][:top], unit, found["samples_per_step"])
+        parts += ["", f"{mode}: the {top} most expensive", kinds]
+    return "\n".join(parts)
+
+
+def _speed(modes: dict[str, dict], unit: str) -> str:
     header = ["mode", f"limit {unit}s/s", "BN fused", "FLOP only", f"GFLOP/{unit}", f"MB/{unit}"]
     header += ["memory-bound", "update ms", "kernels", "x fp32", "x tf32"]
-    rows = []
-    for line in lines:
-        counted = line.counted
-        ratios = [_ratio(lines, line, base) for base in ("fp32", "tf32")]
-        rows.append(
-            [
-                counted.mode,
-                _three(line.eager),
-                "-" if line.fused is None else _three(line.fused),
-                _three(line.flop_only),
-                f"{counted.flops / counted.samples / 1e9:.3g}",
-                f"{counted.bytes() / counted.samples / 1e6:.3g}",
-                f"{line.memory_bound_share:.0%}",
-                f"{line.update_s * 1e3:.3g}",
-                str(line.launches),
-                *("-" if ratio is None else f"{ratio:.2f}" for ratio in ratios),
-            ]
-        )
+    rows = [
+        [
+            mode,
+            *("-" if line[key] is None else _three(line[key]) for key in _RATES),
+            f"{line['flops_per_sample'] / 1e9:.3g}",
+            f"{line['bytes_per_sample'] / 1e6:.3g}",
+            f"{line['memory_bound_share']:.0%}",
+            f"{line['update_s'] * 1e3:.3g}",
+            str(line["launches"]),
+            *("-" if x is None else f"{x:.2f}" for x in line["speedup_limit"].values()),
+        ]
+        for mode, line in modes.items()
+    ]
     return markdown_table(header, rows)
 
 
-def _memory(lines: list[Limit], ceilings: Ceilings) -> str:
-    kinds = ("parameters", "masters", "optimizer", "gradients", "activations", "total")
-    base = next((line.counted.memory for line in lines if line.counted.mode == "fp32"), None)
-    fits = f"fits {ceilings.memory / 2**30:.3g} GiB"
+def _memory(modes: dict[str, dict], card: float) -> str:
     rows = []
-    for line in lines:
-        memory = line.counted.memory
-        ratio = "-" if base is None else f"{memory.total / base.total:.2f}"
-        sizes = [f"{getattr(memory, kind) / 2**30:.3g}" for kind in kinds]
-        enough = "yes" if memory.total < ceilings.memory else "no"
-        rows.append([line.counted.mode, *sizes, ratio, enough])
-    return markdown_table(["memory, GiB", *kinds, "x fp32", fits], rows)
+    for mode, line in modes.items():
+        total = line["memory"]["total"]
+        of_fp32 = f"{total / modes['fp32']['memory']['total']:.2f}" if "fp32" in modes else "-"
+        sizes = [f"{size / 2**30:.3g}" for size in line["memory"].values()]
+        rows.append([mode, *sizes, of_fp32, "yes" if total < card else "no"])
+    kinds = next(iter(modes.values()))["memory"]
+    header = ["memory, GiB", *kinds, "x fp32", f"fits {card / 2**30:.3g} GiB"]
+    return markdown_table(header, rows)
 
 
-def _notes(lines: list[Limit], ceilings: Ceilings) -> list[str]:
-    first, unit = lines[0], lines[0].counted.sample
-    graph, eager = map(_three, (first.graph_launches, first.eager_launches))
-    paths = ", ".join(dict.fromkeys(line.counted.update for line in lines))
-    seconds = _recipes(first.counted, ceilings).items()
+def _notes(found: dict[str, Any]) -> list[str]:
+    unit, (mode, first) = found["sample"], next(iter(found["modes"].items()))
+    graph, eager = _three(first["graph_launches"]), _three(first["eager_launches"])
+    paths = ", ".join(dict.fromkeys(line["update"] for line in found["modes"].values()))
+    seconds = found["update_recipes_s"].items()
     recipes = ", ".join(f"{name} {value * 1e3:.3g}" for name, value in seconds)
     return [
-        f"Limits from counts, not measurements; ceilings {ceilings.source}.",
+        f"Limits from counts, not measurements; ceilings {found['ceilings']['source']}.",
         "limit: each operation takes the longer of its products and its traffic, one after the "
         "other, update included; ratios are upper bounds of a speedup.",
-        f"Launches alone ({first.counted.mode}): at most {graph} {unit}s/s replayed, {eager} eager "
+        f"Launches alone ({mode}): at most {graph} {unit}s/s replayed, {eager} eager "
         f"({LAUNCH_SOURCE}).",
         f"Update counted as: {paths}. SGD with momentum on these parameters, ms a step with the "
         f"gradient's write and the weights' cast: {recipes}.",
@@ -330,32 +278,21 @@ def _notes(lines: list[Limit], ceilings: Ceilings) -> list[str]:
     ]
 
 
-def _most_expensive(line: Limit, top: int) -> str:
-    unit, samples = line.counted.sample, line.counted.samples
+def _most_expensive(kinds: list[dict], unit: str, samples: int) -> str:
     rows = [
         [
-            kind.kind,
-            kind.phase,
-            f"{kind.share:.1%}",
-            f"{kind.seconds * 1e3:.3g}",
-            f"{kind.flops / samples / 1e9:.3g}",
-            f"{kind.bytes / samples / 1e6:.3g}",
-            str(kind.launches),
+            kind["kind"],
+            kind["phase"],
+            f"{kind['share']:.1%}",
+            f"{kind['seconds'] * 1e3:.3g}",
+            f"{kind['flops'] / samples / 1e9:.3g}",
+            f"{kind['bytes'] / samples / 1e6:.3g}",
+            str(kind["launches"]),
         ]
-        for kind in line.kinds[:top]
+        for kind in kinds
     ]
     header = ["operation", "phase", "of step", "ms", f"GFLOP/{unit}", f"MB/{unit}", "kernels"]
     return markdown_table(header, rows)
-
-
-def _recipes(counted: Counted, ceilings: Ceilings) -> dict[str, float]:
-    return {name: size * counted.dense / ceilings.bandwidth for name, size in RECIPES.items()}
-
-
-def _ratio(lines: list[Limit], line: Limit, base: str) -> float | None:
-    """Limit over that of the mode `base`, where it is among the lines."""
-    found = [other.eager for other in lines if other.counted.mode == base]
-    return line.eager / found[0] if found else None
 
 
 def _three(value: float) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 aten = torch.ops.aten
@@ -67,33 +68,27 @@ _WRITES_ONLY = set(
     random_ zeros_like ones_like full_like rand_like randn_like new_zeros new_ones new_full
     """.split()
 )
-_KINDS = {
-    "mm": "matrix product",
-    "addmm": "matrix product",
-    "bmm": "matrix product",
-    "baddbmm": "matrix product",
-    "_to_copy": "cast",
-    "copy_": "copy",
-    "clone": "copy",
-    "_foreach_copy_": "copy",
-    "threshold_backward": "relu backward",
-    "relu_": "relu",
-    "add_": "add",
-    "leaky_relu_": "leaky_relu",
-    "native_dropout": "dropout",
-    "native_dropout_backward": "dropout backward",
-    "max_pool2d_with_indices": "pooling",
-    "max_pool2d_with_indices_backward": "pooling backward",
-    "avg_pool2d": "pooling",
-    "avg_pool2d_backward": "pooling backward",
-    "_adaptive_avg_pool2d": "pooling",
-    "_adaptive_avg_pool2d_backward": "pooling backward",
-    "embedding_dense_backward": "embedding backward",
-    "_log_softmax": "log_softmax",
-    "_log_softmax_backward_data": "log_softmax backward",
-    "native_layer_norm": "layer norm",
-    "native_layer_norm_backward": "layer norm backward",
-    "_amp_foreach_non_finite_check_and_unscale_": "unscale and check",
+_NAMES = {  # kind -> operators that are called otherwise
+    "matrix product": "mm addmm bmm baddbmm",
+    "cast": "_to_copy",
+    "copy": "copy_ clone _foreach_copy_",
+    "add": "add_",
+    "relu": "relu_",
+    "relu backward": "threshold_backward",
+    "leaky_relu": "leaky_relu_",
+    "pooling": "max_pool2d_with_indices avg_pool2d _adaptive_avg_pool2d",
+    "embedding backward": "embedding_dense_backward",
+    "log_softmax": "_log_softmax",
+    "log_softmax backward": "_log_softmax_backward_data",
+    "unscale and check": "_amp_foreach_non_finite_check_and_unscale_",
+    "dropout": "native_dropout",
+    "layer norm": "native_layer_norm",
+}
+_KINDS = {name: kind for kind, names in _NAMES.items() for name in names.split()}
+_KINDS |= {
+    f"{name}_backward": f"{kind} backward"
+    for kind in ("pooling", "dropout", "layer norm")
+    for name in _NAMES[kind].split()
 }
 
 
@@ -108,13 +103,7 @@ def bytes_of(tensor: Tensor) -> int:
 
 def tensors_in(tree: object) -> Iterator[Tensor]:
     """Every tensor in nested lists, tuples and mappings."""
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, list | tuple):
-        for part in tree:
-            yield from tensors_in(part)
-    elif isinstance(tree, dict):
-        yield from tensors_in(list(tree.values()))
+    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
 
 
 def costs(operator: OpOverload, args: tuple, kwargs: dict, results: object) -> Iterator[Cost]:

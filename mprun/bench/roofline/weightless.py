@@ -24,9 +24,6 @@ _CLASSES = {"digits": 10, "cifar10": 10, "imagenet": 1000}
 # 1602.02410, section 4.1).
 _LM1B_WORDS = 793_470
 NO_END = 1 << 40
-_TextData = (
-    schema.SyntheticTokensConfig | schema.DocsTextConfig | schema.TextConfig | schema.Lm1bConfig
-)
 
 
 def weightless() -> FakeTensorMode:
@@ -90,34 +87,16 @@ def shape_source(config: schema.RunConfig) -> ShapeSource:
     Except for data=custom, whose factory is called and asked for one batch, on the CPU. BadInput
     where a size is known to the files alone.
     """
-    data = config.data
-    match data:
-        case schema.CustomDataConfig():
-            return _of_own_data(config, data)
-        case (
-            schema.DigitsConfig()
-            | schema.SyntheticImagesConfig()
-            | schema.ImageFolderConfig()
-            | schema.Cifar10Config()
-        ):
-            size, channels = data.image_size, data.channels
-            return ShapeSource(
-                torch.Size((data.batch_size, channels, size, size)),
-                torch.Size((data.batch_size,)),
-                True,
-                num_classes=_classes(config),
-                channels=channels,
-                image_size=size,
-            )
-        case (
-            schema.SyntheticTokensConfig()
-            | schema.DocsTextConfig()
-            | schema.TextConfig()
-            | schema.Lm1bConfig()
-        ):
-            shape = torch.Size((data.sequence_length, data.batch_size))
-            return ShapeSource(shape, shape, False, vocab_size=_vocabulary(config, data))
-    raise ValueError(f"data={data.name}: its batches have no known shape")
+    data: Any = config.data
+    if isinstance(data, schema.CustomDataConfig):
+        return _of_own_data(config, data)
+    if not isinstance(data, schema.ImagesConfig):
+        shape = torch.Size((data.sequence_length, data.batch_size))
+        return ShapeSource(shape, shape, False, vocab_size=_vocabulary(config, data))
+    size, channels = data.image_size, data.channels
+    shape = torch.Size((data.batch_size, channels, size, size))
+    about = {"num_classes": _classes(config), "channels": channels, "image_size": size}
+    return ShapeSource(shape, shape[:1], True, **about)
 
 
 def _of_own_data(config: schema.RunConfig, data: schema.CustomDataConfig) -> ShapeSource:
@@ -156,18 +135,15 @@ def _classes(config: schema.RunConfig) -> int:
     return classes
 
 
-def _vocabulary(config: schema.RunConfig, data: _TextData) -> int:
-    match data:
-        case schema.SyntheticTokensConfig():
-            return data.vocab_size
-        case schema.DocsTextConfig():
-            few = dataclasses.replace(data, batch_size=1, sequence_length=1)
-            text: Any = build_data(few, config.seed, torch.device("cpu"))
-            return text.vocab_size
-        case schema.Lm1bConfig():
-            words: int | None = _LM1B_WORDS
-        case _:
-            words = data.vocab_limit or getattr(config.model, "vocab_size", None)
+def _vocabulary(config: schema.RunConfig, data: Any) -> int:
+    if data.name == "synthetic_tokens":
+        return data.vocab_size
+    if data.name == "docs_text":
+        few = dataclasses.replace(data, batch_size=1, sequence_length=1)
+        text: Any = build_data(few, config.seed, torch.device("cpu"))
+        return text.vocab_size
+    own = getattr(config.model, "vocab_size", None)
+    words = _LM1B_WORDS if data.name == "lm1b" else data.vocab_limit or own
     if words is None:
         raise BadInput(
             f"model.vocab_size=null: data={data.name} has its words in files, which a "
