@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 from mprun.cli.arguments import Arguments, number
 from mprun.config.compose import Composed, compose_config, config_from_record
-from mprun.config.roles import is_told
 from mprun.config.schema import MAX_STEPS
 from mprun.config.user_code import (
     NOTHING,
@@ -29,16 +28,7 @@ from mprun.config.user_code import (
 from mprun.errors import DIVERGED, DONE, BadInput, MprunError
 from mprun.numerics.probe_record import read_probes
 from mprun.record.metrics import read_metrics
-from mprun.record.run_directory import (
-    claim,
-    claim_exactly,
-    locked,
-    read_config,
-    read_json,
-    run_name,
-    write_config,
-    write_json,
-)
+from mprun.record.run_directory import locked, read_config, read_record, write_config, write_json
 
 if TYPE_CHECKING:
     from mprun.numerics.advice_report import Advice
@@ -97,25 +87,13 @@ def _options(arguments: list[str]) -> Namespace:
     parser = Arguments("advise", _WHAT, _MORE)
     add = parser.add_argument
     add("words", nargs="*", metavar="RUN|KEY=VALUE", help="a run, or what to train")
-    add(
-        "--steps",
-        type=steps("--steps"),
-        metavar="N",
-        help=f"FP32 steps to train ({STEPS}; at most the configuration's own)",
-    )
-    add(
-        "--every",
-        type=steps("--every"),
-        metavar="K",
-        help="probe the steps divisible by K (a twelfth of the steps)",
-    )
-    add(
-        "--share",
-        type=number("--share", 0, math.nextafter(1, 0), "a part below 1,"),
-        default=SHARE,
-        metavar="X",
-        help=f"underflow share of gradients that is accepted ({SHARE:g})",
-    )
+    most = f"FP32 steps to train ({STEPS}; at most the configuration's own)"
+    add("--steps", type=steps("--steps"), metavar="N", help=most)
+    probed = "probe the steps divisible by K (a twelfth of the steps)"
+    add("--every", type=steps("--every"), metavar="K", help=probed)
+    part = number("--share", 0, math.nextafter(1, 0), "a part below 1,")
+    accepted = f"underflow share of gradients that is accepted ({SHARE:g})"
+    add("--share", type=part, default=SHARE, metavar="X", help=accepted)
     more = "also train 3 seeds of N steps with the advice, with scale 1, and in FP32"
     add("--check", action="store_true", help=more)
     add("--json", action="store_true", help="everything as JSON")
@@ -126,19 +104,16 @@ def _options(arguments: list[str]) -> Namespace:
     if len(runs) > 1:
         parser.error(f"{runs[1]}: a second run directory, takes one")
     options.run = Path(runs[0]) if runs else None
-    if runs:
-        _refuse_beside_a_run(options)
+    if options.run is not None:
+        others = [override for override in options.overrides if not is_factory(override)]
+        if others:
+            raise BadInput(f"advise {options.run} {others[0]}: a run has its configuration")
+        if options.every is not None:
+            asked = f"--every {options.every}"
+            raise BadInput(f"{asked}: the probes of {options.run} are what they are")
+        if options.steps is not None and not options.check:
+            raise BadInput(f"--steps {options.steps}: of a run only with --check")
     return options
-
-
-def _refuse_beside_a_run(options: Namespace) -> None:
-    others = [override for override in options.overrides if not is_factory(override)]
-    if others:
-        raise BadInput(f"advise {options.run} {others[0]}: a run has its configuration")
-    if options.every is not None:
-        raise BadInput(f"--every {options.every}: the probes of {options.run} are what they are")
-    if options.steps is not None and not options.check:
-        raise BadInput(f"--steps {options.steps}: of a run only with --check")
 
 
 def advise_run(directory: Path, *, share: float = SHARE, given: Vouched = NOTHING) -> "Advice":
@@ -176,20 +151,12 @@ def advise_run(directory: Path, *, share: float = SHARE, given: Vouched = NOTHIN
     except BadInput as error:
         raise BadInput(f"advise {directory}: {error}") from None
     command = shlex.join(["mprun", *_own(record.get("overrides", [])), *advice.overrides])
-    notes = [*advice.notes, *_unstable(directory)]
+    notes, rows = advice.notes, read_metrics(directory / "metrics.jsonl")
+    losses = [row["loss"] for row in rows if row["split"] == "train"]
+    if len(losses) > 1 and losses[-1] > 1.5 * abs(losses[0]):
+        rose = f"the loss rose from {losses[0]:.4g} to {losses[-1]:.4g} over the measured steps"
+        notes = [*notes, f"{rose}: the advice fits an unstable recipe; mend that first"]
     return replace(advice, command=command, run=str(directory), notes=notes)
-
-
-def _unstable(directory: Path) -> list[str]:
-    """A note where the measured loss rose, so that the advice fits a recipe that fails anyway."""
-    path = directory / "metrics.jsonl"
-    losses = [row["loss"] for row in read_metrics(path) if row["split"] == "train"]
-    if len(losses) < 2 or losses[-1] <= 1.5 * abs(losses[0]):
-        return []
-    return [
-        f"the loss rose from {losses[0]:.4g} to {losses[-1]:.4g} over the measured steps: the "
-        "advice fits an unstable recipe; mend that first"
-    ]
 
 
 def _measure(options: Namespace, base: list[str]) -> tuple[Path, int]:
@@ -197,7 +164,7 @@ def _measure(options: Namespace, base: list[str]) -> tuple[Path, int]:
     composed = _in_fp32(options, base)
     config = composed.config
 
-    from mprun.training.run import attempt, new_record, prepare, resolve_device
+    from mprun.training.run import attempt, claimed, new_record, prepare, resolve_device
 
     built = prepare(config, resolve_device(config.device), config.threads)
     whole = built.steps
@@ -206,16 +173,16 @@ def _measure(options: Namespace, base: list[str]) -> tuple[Path, int]:
     config.numerics.every = options.every or max(1, built.steps // PROBES)
     if config.numerics.every > built.steps:
         raise BadInput(f"--every {config.numerics.every}: must be at most the {built.steps} steps")
-    plain = composed.as_dict()
-    directory = _claimed(composed, plain)
+    named = tuple(override for override in composed.overrides if override not in _FP32)
+    directory = claimed(composed, named, "advise-")
     with locked(directory):
-        write_config(directory, plain)
+        write_config(directory, composed.as_dict())
         record = new_record(composed) | {"overrides": base}
         with redirect_stdout(sys.stderr):
-            code = attempt(directory, config, built, record, first_step=0, skipped=0)
+            code = attempt(directory, config, built, record)
         if code == DONE and built.steps < whole:
             # A part of a run is no outcome: `mprun compare` leaves it out.
-            record = read_json(directory / "run.json")
+            record = read_record(directory)
             cause = f"advise took the first {built.steps} of {whole} steps"
             write_json(directory / "run.json", record | {"status": "preempted", "cause": cause})
     return directory, code
@@ -234,15 +201,6 @@ def _in_fp32(options: Namespace, base: list[str]) -> Composed:
     return compose_config([*base, *place, *_FP32, "numerics=on"], options.config_dir)
 
 
-def _claimed(composed: Composed, plain: dict) -> Path:
-    config = composed.config
-    if config.output_dir is not None:
-        return claim_exactly(Path(config.output_dir))
-    overrides = tuple(o for o in composed.overrides if o not in _FP32)
-    folder, name = run_name(plain, composed.choices, overrides, told=is_told)
-    return claim(Path(config.output_root) / folder, f"advise-{name}")
-
-
 def _check(
     options: Namespace, given: Vouched, advice: "Advice", base: list[str], directory: Path
 ) -> dict:
@@ -258,11 +216,9 @@ def _check(
     check_vouched(named, given)
     steps = options.steps or STEPS
     if options.run is None:
-        steps = read_json(directory / "run.json")["steps"]
-    folder, own = (
-        directory / "check",
-        {"seed", "train.steps", "train.epochs", "output_root", "name"},
-    )
+        steps = read_record(directory)["steps"]
+    folder = directory / "check"
+    own = {"seed", "train.steps", "train.epochs", "output_root", "name"}
     common = [override for override in base if _key(override) not in own]
     common += [f"seed={','.join(map(str, SEEDS))}", f"train.steps={steps}"]
     common.append(f"output_root='{folder}'")
@@ -293,20 +249,11 @@ def _judged(directories: list[Path], arms: dict[str, list[str]]) -> dict:
     for name, overrides in arms.items():
         static = "scaler=static" in overrides
         row = next(row for row in group.rows if (row.arm.runs[0].scaler == "static") == static)
-        difference = None
-        if mean and row.mean is not None:
-            difference = 100 * (row.mean - mean) / abs(mean)
-        found.append(
-            {
-                "name": name,
-                "overrides": " ".join(overrides),
-                "mean": row.mean,
-                "difference_percent": difference,
-                "skipped": row.skipped,
-                "diverged": sum(outcome.diverged is not None for outcome in row.outcomes),
-                "verdict": row.verdict.sentence,
-            }
-        )
+        off = None if not mean or row.mean is None else 100 * (row.mean - mean) / abs(mean)
+        diverged = sum(outcome.diverged is not None for outcome in row.outcomes)
+        arm = {"name": name, "overrides": " ".join(overrides), "mean": row.mean}
+        arm |= {"difference_percent": off, "skipped": row.skipped, "diverged": diverged}
+        found.append(arm | {"verdict": row.verdict.sentence})
     return {"metric": group.metric, "baseline": mean, "arms": found}
 
 
@@ -324,4 +271,4 @@ def _read(directory: Path) -> tuple[dict, dict]:
     """(run.json, configuration) of a run directory."""
     if not (directory / "run.json").is_file():
         raise BadInput(f"advise {directory}: no run.json there; give a run directory or key=value")
-    return read_json(directory / "run.json"), read_config(directory)
+    return read_record(directory), read_config(directory)

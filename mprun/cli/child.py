@@ -12,23 +12,21 @@ from mprun.errors import DONE, PREEMPTED
 from mprun.training.signals import end_with_parent
 
 
-def _launch(arguments: list[str]) -> int:
+def _child(arguments: list[str]) -> int:
+    launches = arguments[0] == "--launch"
+    parent, *rest = arguments[launches:]
+    if not launches:
+        # A batch system may send it to every process of a job; its default would end the run.
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    if not end_with_parent(int(parent)):
+        return PREEMPTED
+    if not launches:
+        return main(rest)
     from mprun.sweep.batch import drive
 
-    if not end_with_parent(int(arguments[0])):
-        return PREEMPTED
-    drive(arguments[1])
+    drive(*rest)
     return DONE
 
 
-def _run(arguments: list[str]) -> int:
-    # A batch system may send it to every process of a job; its default would end the run.
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-    if not end_with_parent(int(arguments[0])):
-        return PREEMPTED
-    return main(arguments[1:])
-
-
 if __name__ == "__main__":
-    given = sys.argv[1:]
-    raise SystemExit(_launch(given[1:]) if given[0] == "--launch" else _run(given))
+    raise SystemExit(_child(sys.argv[1:]))

@@ -87,6 +87,12 @@ def parse(words: Sequence[str]) -> Namespace:
     options = arguments.parse(list(words))
     if not options.paths:
         arguments.error("needs at least one PATH, e.g. outputs")
+    _check_belonging(options)
+    return options
+
+
+def _check_belonging(options: Namespace) -> None:
+    """BadInput for options that do not go together."""
     if options.json and options.markdown:
         raise BadInput("--json, --markdown: give one of the two")
     if options.higher_is_better and options.tag is None:
@@ -95,7 +101,6 @@ def parse(words: Sequence[str]) -> Namespace:
         raise BadInput("--higher-is-better: needs --margin, in the unit of the tag")
     if options.tag is not None and (options.baseline or options.allow or options.metric):
         raise BadInput("--tag: foreign logs have no --baseline, --allow or --metric")
-    return options
 
 
 def _keys(text: str) -> tuple[str, ...]:

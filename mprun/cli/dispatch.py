@@ -1,5 +1,7 @@
 """The command line: verbs first, everything else is one run (or, with -m, a sweep) of Hydra keys.
 
+Whatever becomes of the terminal (closed, full, its reader gone): what is said there ends nothing.
+
 Imports torch only once a configuration has been checked, so that help, completion and bad input
 answer at once.
 """
@@ -7,12 +9,15 @@ answer at once.
 import argparse
 import errno
 import os
+import signal
 import sys
 import traceback
 from importlib import import_module
 
 from mprun.cli.arguments import Arguments, number
 from mprun.errors import BUG, DAMAGED, DONE, INTERRUPTED, RESOURCE, BadInput, MprunError
+from mprun.record.console import steady_terminal
+from mprun.training.signals import Interruption, Stopped
 
 # verb -> (module with `main(arguments) -> exit code`, what the verb does)
 VERBS = {
@@ -28,24 +33,24 @@ VERBS = {
 }
 # A full disk, a quota, a read-only or failing file system, a forbidden folder.
 _RESOURCE_ERRORS = {
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EFBIG,
-    errno.EROFS,
-    errno.EIO,
-    errno.EACCES,
-    errno.EPERM,
-    errno.EMFILE,
-    errno.ENFILE,
-    errno.ENOMEM,
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO),
+    *(errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM),
 }
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Entry point of the `mprun` command; returns the exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    with steady_terminal(), Interruption() as interruption:
+        return _ended(arguments, interruption)
+
+
+def _ended(arguments: list[str], interruption: Interruption) -> int:
     try:
-        return _dispatch(arguments)
+        with interruption.breaks():
+            code = _dispatch(arguments)
+            sys.stdout.flush()
+        return code
     except MprunError as error:
         # A damaged file is named in full, however long its path.
         longest = 600 if error.exit_code == DAMAGED else 200
@@ -53,16 +58,19 @@ def main(arguments: list[str] | None = None) -> int:
         return error.exit_code
     except SystemExit as ended:  # argparse, after a help page
         return int(ended.code or DONE)
+    except Stopped as stopped:
+        return INTERRUPTED if str(stopped) == "SIGINT" else 128 + signal.Signals[str(stopped)]
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # `mprun --help | head`: whoever read stdout has seen enough.
+        # `mprun --help | head`: whoever read stdout has seen enough, of what may be unfinished.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return DONE
+        return 128 + signal.SIGPIPE
     except OSError as error:
         if error.errno not in _RESOURCE_ERRORS:
             return _bug()
-        print(_one_line(f"mprun: {error.strerror}: {error.filename}"), file=sys.stderr)
+        place = f": {error.filename}" if error.filename else ""
+        print(_one_line(f"mprun: {error.strerror}{place}"), file=sys.stderr)
         return RESOURCE
     except Exception:  # whatever is left is ours: shown with its traceback, exit code 1
         return _bug()

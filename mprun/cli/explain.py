@@ -12,10 +12,10 @@ from mprun.config.user_code import NOTHING, Vouched, is_factory, vouched
 from mprun.errors import DONE, BadInput, Damaged
 from mprun.numerics.exponent_shares import FP16_MAX
 from mprun.numerics.post_mortem import plain, power, read_post_mortem
-from mprun.record.run_directory import read_config, read_json
+from mprun.record.run_directory import read_config, read_record
 
 if TYPE_CHECKING:
-    from mprun.numerics.dispatch import Event, Largest
+    from mprun.numerics.dispatch import Largest
     from mprun.numerics.first_nonfinite import Finding
     from mprun.numerics.interventions import Tried
 
@@ -42,9 +42,9 @@ Exit codes: 0 explained, or not found and said so; 2 bad input (the run did not 
 class Explanation:
     """What is known of a run that did not end well.
 
-    finding, tried, smallest: None and empty for a run that failed with an exception.
-    classification: of the post-mortem. replay: one line about the replayed step. from_start:
-    whether changes were tried from the start of the run instead of its bad step.
+    finding, tried: None and empty for a run that failed with an exception. classification: of the
+    post-mortem. replay: one line about the replayed step. from_start: whether changes were tried
+    from the start of the run instead of its bad step. command: the run's own with the cure in it.
     """
 
     run: str
@@ -55,23 +55,23 @@ class Explanation:
     finding: "Finding | None" = None
     tried: list["Tried"] = field(default_factory=list)
     from_start: bool = False
-    smallest: "Tried | None" = None
     command: str | None = None
+
+    @property
+    def smallest(self) -> "Tried | None":
+        """The first change that cures, None if none does."""
+        return next((one for one in self.tried if one.cures), None)
 
 
 def main(arguments: list[str]) -> int:
     """Entry point of the verb; returns the exit code."""
     parser = Arguments("explain", _WHAT, _MORE)
-    parser.add_argument(
-        "words", nargs="*", metavar="RUN|FACTORY", help="a run; its data.factory=, model.factory="
-    )
-    parser.add_argument("--json", action="store_true", help="everything as JSON")
-    parser.add_argument("--no-cures", action="store_true", help="only look for the cause")
-    parser.add_argument(
-        "--config-dir",
-        metavar="DIR",
-        help="options of your own that name the run's data.factory, model.factory",
-    )
+    add = parser.add_argument
+    add("words", nargs="*", metavar="RUN|FACTORY", help="a run; its data.factory=, model.factory=")
+    add("--json", action="store_true", help="everything as JSON")
+    add("--no-cures", action="store_true", help="only look for the cause")
+    own = "options of your own that name the run's data.factory, model.factory"
+    add("--config-dir", metavar="DIR", help=own)
     given = parser.parse(arguments)
     factories = [word for word in given.words if is_factory(word)]
     paths = [word for word in given.words if word not in factories]
@@ -111,27 +111,23 @@ def explain(
     """
     if not (directory / "run.json").is_file():
         raise BadInput(f"explain {directory}: no run.json there; give a run directory")
-    record = read_json(directory / "run.json")
+    record = read_record(directory)
     status, cause = record.get("status"), str(record.get("cause"))
     if status == "failed":
-        return _of_exception(directory, cause)
+        replay = "not replayed: the run ended with an exception"
+        if cause.startswith("IndexError"):
+            replay += "; an index in the batch is outside the table it selects from (an embedding)"
+        return Explanation(str(directory), "failed", cause, [f"exception: {cause}"], replay)
     if status != "diverged":
-        raise BadInput(f"explain {directory}: {_why_not(record)}")
-    config_from_record(read_config(directory), given)  # checked before torch is imported
-    found = _replayed(directory, record, given, config_dir, with_cures)
-    smallest = next((one for one in found.tried if one.cures), None)
-    if smallest is None:
-        return found
-    return replace(found, smallest=smallest, command=_command(record, smallest))
-
-
-def _replayed(
-    directory: Path, record: dict, given: Vouched, config_dir: str | None, with_cures: bool
-) -> Explanation:
-    """The explanation of a run that diverged, but for the smallest cure."""
-    config, environment = read_config(directory), record.get("environment")
-    if not isinstance(environment, dict) or not {"threads", "device"} <= environment.keys():
-        raise Damaged("run.json: not the record of a run (no environment)")
+        why = f"status {status}; only a run that diverged has a step to explain"
+        if status == "done" and record.get("skipped"):
+            skipped = f"{record['skipped']} skipped updates while the loss scale settles are normal"
+            why += f" ({skipped})"
+        raise BadInput(f"explain {directory}: {why}")
+    needed = ("environment.device", "environment.threads", "last_step", "cause")
+    environment = read_record(directory, *needed)["environment"]
+    config = read_config(directory)
+    config_from_record(config, given)  # checked before torch is imported
 
     import torch
 
@@ -156,36 +152,20 @@ def _replayed(
         raise Damaged(f"numerics/failure: {error}") from None
     finding = find_culprit(steps, kept["kind"])
     replay = _replay_in_words(finding, post_mortem["failure"], missing)
-    tried: list[Tried] = []
-    from_start = False
-    if with_cures and finding.reproduced and finding.verdict in ("operation", "not found"):
-        rows, options = recorded_rows(directory), options_of(config_dir)
-        tried, from_start = find_cures(build, config, kept, finding, rows, options)
-    return Explanation(
-        str(directory),
-        "diverged",
-        str(record.get("cause")),
-        post_mortem["classification"],
-        replay,
-        finding,
-        tried,
-        from_start,
+    found = Explanation(
+        str(directory), status, cause, post_mortem["classification"], replay, finding
     )
-
-
-def _of_exception(directory: Path, cause: str) -> Explanation:
-    replay = "not replayed: the run ended with an exception"
-    if cause.startswith("IndexError"):
-        replay += "; an index in the batch is outside the table it selects from (an embedding)"
-    return Explanation(str(directory), "failed", cause, [f"exception: {cause}"], replay)
-
-
-def _why_not(record: dict) -> str:
-    status, skipped = record.get("status"), record.get("skipped")
-    text = f"status {status}; only a run that diverged has a step to explain"
-    if status == "done" and skipped:
-        text += f" ({skipped} skipped updates while the loss scale settles are normal)"
-    return text
+    if (
+        not with_cures
+        or not finding.reproduced
+        or finding.verdict not in ("operation", "not found")
+    ):
+        return found
+    rows, options = recorded_rows(directory), options_of(config_dir)
+    tried, from_start = find_cures(build, config, kept, finding, rows, options)
+    found = replace(found, tried=tried, from_start=from_start)
+    cure = found.smallest
+    return found if cure is None else replace(found, command=_command(record, cure))
 
 
 def _replay_in_words(finding: "Finding", failure: dict, without_gpu: bool) -> str:
@@ -204,78 +184,51 @@ def _command(record: dict, smallest: "Tried") -> str:
     """The run's own command line with the cure in it."""
     changed = {override.partition("=")[0] for override in smallest.overrides}
     left_out = {"output_dir", "resume"} | changed
-    groups: tuple[str, ...] = ()
-    if "precision" in changed:  # another mode brings its scaler
-        left_out, groups = left_out | {"scaler"}, ("precision.", "scaler.")
-    own = [
-        override
-        for override in record["overrides"]
-        if override.partition("=")[0].lstrip("+") not in left_out
-        and not override.lstrip("+").startswith(groups)
-    ]
+    mode = "precision" in changed  # another mode brings its scaler
+
+    def stays(override: str) -> bool:
+        key = override.partition("=")[0].lstrip("+")
+        of_mode = mode and (key == "scaler" or key.startswith(("precision.", "scaler.")))
+        return key not in left_out and not of_mode
+
+    own = filter(stays, record["overrides"])
     return shlex.join(["mprun", *own, *smallest.overrides])
 
 
 def as_dict(explanation: Explanation) -> dict:
     """As plain values, non-finite numbers as text."""
     from mprun.numerics.dispatch import dtype_name
-    from mprun.numerics.first_nonfinite import in_words
+    from mprun.numerics.first_nonfinite import in_words, reason_of
 
-    finding = explanation.finding
-    content = {
-        "run": explanation.run,
-        "status": explanation.status,
-        "cause": explanation.cause,
-        "classification": explanation.classification,
-        "replay": explanation.replay,
+    finding, cure = explanation.finding, explanation.smallest
+    content = _chosen(explanation, "run status cause classification replay") | {
         "verdict": "exception" if finding is None else finding.verdict,
         "tried_from_start": explanation.from_start,
         "tried": [
             {"change": one.overrides, "cures": one.cures, "result": one.result}
             for one in explanation.tried
         ],
-        "smallest_cure": None if explanation.smallest is None else explanation.smallest.overrides,
+        "smallest_cure": None if cure is None else cure.overrides,
         "command": explanation.command,
     }
-    if finding is not None:
-        content |= {
-            "step": finding.step,
-            "kind": finding.kind,
-            "reproduced": finding.reproduced,
-            "in_words": in_words(finding),
-            "details": finding.details,
-            "weights": finding.weights,
-            "culprit": None if finding.event is None else _culprit(finding.event),
-            "ramp": [
-                {
-                    "phase": one.phase,
-                    "module": one.module,
-                    "largest": one.value,
-                    "dtype": dtype_name(one.dtype),
-                }
-                for one in finding.ramp
-            ],
-        }
+    if finding is None:
+        return plain(content)
+    event, culprit = finding.event, None
+    if event is not None:
+        names = "phase module operation tensor dtype result count of largest_input"
+        culprit = _chosen(event, names) | {"dtype": dtype_name(event.dtype)}
+        culprit |= {"in_fp32": event.would_be, "reason": reason_of(event)}
+    content |= _chosen(finding, "step kind reproduced") | {"in_words": in_words(finding)}
+    content |= _chosen(finding, "details weights") | {"culprit": culprit}
+    content["ramp"] = [
+        _chosen(one, "phase module") | {"largest": one.value, "dtype": dtype_name(one.dtype)}
+        for one in finding.ramp
+    ]
     return plain(content)
 
 
-def _culprit(event: "Event") -> dict:
-    from mprun.numerics.dispatch import dtype_name
-    from mprun.numerics.first_nonfinite import reason_of
-
-    return {
-        "phase": event.phase,
-        "module": event.module,
-        "operation": event.operation,
-        "tensor": event.tensor,
-        "dtype": dtype_name(event.dtype),
-        "result": event.result,
-        "count": event.count,
-        "of": event.of,
-        "largest_input": event.largest_input,
-        "in_fp32": event.would_be,
-        "reason": reason_of(event),
-    }
+def _chosen(record: object, names: str) -> dict:
+    return {name: getattr(record, name) for name in names.split()}
 
 
 def as_text(explanation: Explanation) -> list[str]:

@@ -112,7 +112,7 @@ def show_config(what: str, overrides: list[str], config_dir: str | None, package
         return DONE
     if what not in ("hydra", "all"):
         raise BadInput(f"--cfg {what}: must be one of job, hydra, all")
-    return _by_hydra(["--cfg", what, *_source(config_dir), *hydra_overrides(overrides)])
+    return _by_hydra(["--cfg", what], overrides, config_dir)
 
 
 def show_info(what: str, overrides: list[str], config_dir: str | None) -> int:
@@ -120,7 +120,7 @@ def show_info(what: str, overrides: list[str], config_dir: str | None) -> int:
     if what not in _INFO:
         raise BadInput(f"--info {what}: must be one of {', '.join(_INFO)}")
     compose_config(overrides, config_dir, files=False)
-    return _by_hydra(["--info", what, *_source(config_dir), *hydra_overrides(overrides)])
+    return _by_hydra(["--info", what], overrides, config_dir)
 
 
 def complete(request: str) -> int:
@@ -129,7 +129,7 @@ def complete(request: str) -> int:
         raise BadInput(f"-sc {request}: must be install=SHELL, uninstall=SHELL or query=SHELL")
     if request.partition("=")[2] not in ("bash", "zsh", "fish"):
         raise BadInput(f"-sc {request}: the shell must be one of bash, zsh, fish")
-    return _by_hydra(["-sc", request])
+    return _by_hydra(["-sc", request], [], None)
 
 
 def _part(composed: Composed, package: str) -> Any:
@@ -141,17 +141,13 @@ def _part(composed: Composed, package: str) -> Any:
     return tree
 
 
-def _source(config_dir: str | None) -> list[str]:
-    return [] if config_dir is None else ["--config-dir", config_dir]
-
-
-def _by_hydra(arguments: list[str]) -> int:
+def _by_hydra(flag: list[str], overrides: list[str], config_dir: str | None) -> int:
     register_schemas(ConfigStore.instance())
-    before, sys.argv = sys.argv, ["mprun", *arguments]
+    source = [] if config_dir is None else ["--config-dir", config_dir]
+    before, sys.argv = sys.argv, ["mprun", *flag, *source, *hydra_overrides(overrides)]
+    shown_by = hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")
     try:
-        hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")(
-            _not_a_run
-        )()
+        shown_by(_not_a_run)()
     finally:
         sys.argv = before
     return DONE

@@ -13,7 +13,7 @@ from mprun.config.schema import ScalerConfig
 from mprun.errors import DONE, BadInput
 from mprun.numerics.overflow_trace import OverflowTrace, read_trace_file
 from mprun.record.console import markdown_table
-from mprun.record.run_directory import read_json
+from mprun.record.run_directory import read_record
 
 OWN = "this run's own"
 MOST_CHANGES = 5000  # of one scaler in the JSON; logmax changes at every step
@@ -74,27 +74,18 @@ def main(arguments: list[str]) -> int:
 def _options(arguments: list[str]) -> Namespace:
     """The options of the command line; its words as `trace` (a path) and `settings`."""
     parser = Arguments("scaler-replay", _WHAT, _MORE)
-    parser.add_argument("words", nargs="*", metavar="TRACE|scaler.KEY=VALUE", help="see above")
-    parser.add_argument(
-        "--scalers",
-        type=names("--scalers"),
-        metavar="NAME,NAME",
-        help=f"options of the group scaler (all: {', '.join(scaler_names())}, and yours)",
-    )
-    parser.add_argument(
-        "--config-dir", metavar="DIR", help="scalers of your own, DIR/scaler/NAME.yaml"
-    )
-    parser.add_argument("--json", action="store_true", help="print everything as JSON, no table")
+    add = parser.add_argument
+    add("words", nargs="*", metavar="TRACE|scaler.KEY=VALUE", help="see above")
+    every = f"options of the group scaler (all: {', '.join(scaler_names())}, and yours)"
+    add("--scalers", type=names("--scalers"), metavar="NAME,NAME", help=every)
+    add("--config-dir", metavar="DIR", help="scalers of your own, DIR/scaler/NAME.yaml")
+    add("--json", action="store_true", help="print everything as JSON, no table")
     files = parser.add_mutually_exclusive_group()
-    files.add_argument(
-        "--out",
-        type=Path,
-        metavar="DIR",
-        help="folder for scaler-replay.png, .svg and .json (RUN/numerics, or the file's folder)",
-    )
+    out = "folder for scaler-replay.png, .svg and .json (RUN/numerics, or the file's folder)"
+    files.add_argument("--out", type=Path, metavar="DIR", help=out)
     files.add_argument("--no-files", action="store_true", help="print only")
     given = parser.parse(arguments)
-    given.settings = list(filter(_is_setting, given.words))
+    given.settings = [w for w in given.words if w.startswith("scaler.") and "=" in w]
     traces = [word for word in given.words if word not in given.settings]
     if len(traces) != 1:
         parser.error(f"needs one TRACE, got {' '.join(traces) or 'none'}")
@@ -112,7 +103,7 @@ def _of_run(directory: Path) -> tuple[OverflowTrace, ScalerConfig | None]:
     """The trace of a run directory, and the run's own scaler if that skips."""
     if not (directory / "run.json").is_file():
         raise BadInput(f"{directory}: no run.json there; give a run directory or a file")
-    record = read_json(directory / "run.json")
+    record = read_record(directory)
 
     import torch
 
@@ -123,9 +114,8 @@ def _of_run(directory: Path) -> tuple[OverflowTrace, ScalerConfig | None]:
         config = ScalerConfig(**record["config"]["scaler"])
         own = build_loss_scale(config, torch.device("cpu"))
     except (KeyError, TypeError, ValueError):
-        raise BadInput(
-            f"{directory}: recorded by another mprun (run.json: config.scaler)"
-        ) from None
+        other = "recorded by another mprun (run.json: config.scaler)"
+        raise BadInput(f"{directory}: {other}") from None
     return run_trace(directory, record, own), config if own.skips_nonfinite else None
 
 
@@ -143,33 +133,25 @@ def _configs(
     chosen = known if chosen is None else chosen
     for name in chosen:
         if name not in known:
-            raise BadInput(
-                f"--scalers {name}: must be among {', '.join(known)}{nearest(name, known)}"
-            )
+            among = f"must be among {', '.join(known)}{nearest(name, known)}"
+            raise BadInput(f"--scalers {name}: {among}")
     if len(set(chosen)) < len(chosen):
         raise BadInput(f"--scalers {','.join(chosen)}: a name is there twice")
     configs: dict[str, ScalerConfig] = {}
-    used: set[str] = set()
+    unused = list(settings)
     for name in chosen:
         config = compose_config([f"scaler={name}"], config_dir).config.scaler
         own = [text for text in settings if _key(text) in fields_of(ScalerConfig, config.kind)]
         if own:
-            used.update(own)
+            unused = [text for text in unused if text not in own]
             config = compose_config([f"scaler={name}", *own], config_dir).config.scaler
         if config.kind != "none":  # an option of the user's own that skips nothing
             configs[name] = config
-    for text in settings:
-        if text not in used:
-            keys = sorted(fields_of(ScalerConfig))
-            raise BadInput(
-                f"{text}: no scaler here has such a setting{nearest(_key(text), keys)} "
-                f"(allowed: {', '.join(keys)})"
-            )
+    for text in unused:
+        keys = sorted(fields_of(ScalerConfig))
+        close = f"{nearest(_key(text), keys)} (allowed: {', '.join(keys)})"
+        raise BadInput(f"{text}: no scaler here has such a setting{close}")
     return configs
-
-
-def _is_setting(word: str) -> bool:
-    return word.startswith("scaler.") and "=" in word
 
 
 def _key(text: str) -> str:
@@ -179,9 +161,8 @@ def _key(text: str) -> str:
 def _print(trace, replays: dict, left_out: dict[str, str]) -> None:
     header = ["scaler", "skipped", "first at steps", "final scale", "min", "max", "end"]
     print(markdown_table(header, [_row(name, found) for name, found in replays.items()]))
-    print(
-        f"\n{len(trace)} steps. {'. '.join(note[:1].upper() + note[1:] for note in trace.notes)}."
-    )
+    notes = ". ".join(note[:1].upper() + note[1:] for note in trace.notes)
+    print(f"\n{len(trace)} steps. {notes}.")
     partly = {name: found for name, found in replays.items() if found.known < found.steps}
     if partly:
         print("Decided by the step itself / assumed from other steps / unknown, taken as clean:")
@@ -204,37 +185,25 @@ def _row(name: str, found) -> list[str]:
 
 
 def _as_json(path: Path, trace, replays: dict, left_out: dict[str, str]) -> dict:
-    return {
-        "trace": str(path),
-        "first_step": trace.first_step,
-        "steps": len(trace),
-        "notes": trace.notes,
-        "scalers": {
-            name: {
-                "skipped": len(found.skipped),
-                "skipped_known": found.skipped_known,
-                "skip_steps": found.skipped.tolist(),
-                "scale_changes": [list(change) for change in found.changes[:MOST_CHANGES]],
-                "scale_changes_left_out": max(0, len(found.changes) - MOST_CHANGES),
-                "final_scale": found.final,
-                "min_scale": found.lowest,
-                "max_scale": found.highest,
-                "collapsed_at": found.collapsed_at,
-                "steps": found.steps,
-                "decided": {
-                    "known": found.known,
-                    "assumed": found.assumed,
-                    "unknown": found.unknown,
-                },
-            }
-            for name, found in replays.items()
-        },
-        "left_out": left_out,
-    }
+    scalers = {}
+    for name, found in replays.items():
+        scalers[name] = {
+            "skipped": len(found.skipped),
+            "skipped_known": found.skipped_known,
+            "skip_steps": found.skipped.tolist(),
+            "scale_changes": [list(change) for change in found.changes[:MOST_CHANGES]],
+            "scale_changes_left_out": max(0, len(found.changes) - MOST_CHANGES),
+            "final_scale": found.final,
+            "min_scale": found.lowest,
+            "max_scale": found.highest,
+            "collapsed_at": found.collapsed_at,
+            "steps": found.steps,
+            "decided": {kind: getattr(found, kind) for kind in ("known", "assumed", "unknown")},
+        }
+    place = {"trace": str(path), "first_step": trace.first_step, "steps": len(trace)}
+    return {**place, "notes": trace.notes, "scalers": scalers, "left_out": left_out}
 
 
 def _power(value: float) -> str:
     mantissa, exponent = math.frexp(value)
-    if mantissa == 0.5:
-        return f"2^{exponent - 1}"
-    return f"{value:.6g}"
+    return f"2^{exponent - 1}" if mantissa == 0.5 else f"{value:.6g}"

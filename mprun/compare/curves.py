@@ -4,12 +4,14 @@ The loss scale of each mode that scales, and the updates that it skipped.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from mprun.compare.findings import Band, Curve, Group, Row, RunData, band, curve, grid
+from mprun.compare.findings import Band, Curve, Group, Row, RunData, bands, curve
 from mprun.plots.panel import Drawing, Style, line_entry, mark_entry, panel, power_of_two, thousands
 
 _HEIGHT = 2.5  # inches
@@ -50,30 +52,33 @@ def evaluation(metric: str) -> Plot:
 
 def curves(group: Group, styles: dict[str, Style], plot: Plot, points: int) -> Drawing | None:
     """Mean and seed band per mode, the baseline on top; None where there is no curve to show."""
-    found = {id(run): plot.curve_of(run) for run in group.every_run}
-    longest = max((len(x) for x, _ in found.values()), default=0)
-    x = grid(list(found.values()), points)
-    bands = _bands(group, found, x)
-    if not bands or (plot.of_evals and longest < 2):
+    found = bands(group, plot.curve_of, points)
+    longest = max(len(plot.curve_of(run)[0]) for run in group.every_run)
+    if not found or longest < (2 if plot.of_evals else 1):
         return None
-    ends = [end for row, _ in bands for end in _ends(row, found, plot.x)]
-    order = sorted(bands, key=lambda item: item[0] is not group.baseline)
-    entries = [line_entry(row.arm.label, styles[row.arm.label]) for row, _ in order]
-    entries += [mark_entry("diverged", "x")] if ends else []
-    seeds = max(len(row.arm.runs) for row, _ in bands)
+    # The baseline comes first and is drawn last.
+    drawn = sorted(found, key=lambda item: item[0] is group.baseline)
+    entries = _entries(found, styles)
+    ends = sum((_ends(row, plot) for row, _ in drawn), [])
+    if ends:
+        entries.append(mark_entry("diverged", "x"))
+    seeds = max(len(row.arm.runs) for row, _ in found)
     figure, axes = panel(plot.title, _HEIGHT, entries, _NOTE if seeds > 1 else "")
-    for layer, (row, b) in enumerate(bands):
+    for layer, (row, b) in enumerate(drawn):
         _draw(axes, b, styles[row.arm.label], 2 + layer, plot.of_evals)
-    limits, logarithmic = _limits([b for _, b in bands], bands[-1][1])
+    limits, logarithmic = _limits([b for _, b in drawn], drawn[-1][1])
     _set_y(axes, limits, logarithmic)
+    axes.set(xlabel=plot.xlabel, ylabel=plot.ylabel + " (log scale)" * logarithmic)
     for label, at, value in ends:
         cross = {"color": styles[label].colour, "markersize": 8, "markeredgewidth": 2}
         height = _inside(value, limits, logarithmic)
         axes.plot([at], [height], "x", zorder=40, clip_on=False, **cross)
-    axes.set(xlabel=plot.xlabel, ylabel=plot.ylabel + (" (log scale)" if logarithmic else ""))
-    words = "; ".join(f"{row.arm.label} {_course(b)}" for row, b in order)
-    caption = _caption(seeds, bool(ends), longest, len(x))
-    return Drawing(plot.name, caption, f"{plot.title}, mean over seeds: {words}.", figure)
+    caption = _caption(seeds, bool(ends), longest, len(found[0][1].x))
+    return Drawing(plot.name, caption, f"{plot.title}, mean over seeds: {_courses(found)}.", figure)
+
+
+def _entries(shown: list[tuple[Row, Any]], styles: dict[str, Style]) -> list[Line2D]:
+    return [line_entry(row.arm.label, styles[row.arm.label]) for row, _ in shown]
 
 
 def _caption(seeds: int, any_ended: bool, records: int, points: int) -> str:
@@ -84,29 +89,14 @@ def _caption(seeds: int, any_ended: bool, records: int, points: int) -> str:
     return caption
 
 
-def _bands(group: Group, found: dict[int, Curve], x: np.ndarray) -> list[tuple[Row, Band]]:
-    """Of each row that has a value, the baseline last; `found` is keyed by the run's identity."""
-    rows = [*group.rows, group.baseline]
-    every = [(row, band([found[id(run)] for run in row.arm.runs], x)) for row in rows]
-    return [(row, b) for row, b in every if np.isfinite(b.mean).any()]
-
-
 def _draw(axes: Axes, b: Band, style: Style, layer: int, markers: bool) -> None:
     if np.nanmax(b.high - b.low) > 0:
-        axes.fill_between(
-            b.x, b.low, b.high, color=style.colour, alpha=0.16, linewidth=0, zorder=layer
-        )
+        area: dict[str, Any] = {"color": style.colour, "alpha": 0.16, "linewidth": 0}
+        axes.fill_between(b.x, b.low, b.high, zorder=layer, **area)
     known = np.isfinite(b.mean)  # without this a mode with few points would break up into dots
-    axes.plot(
-        b.x[known],
-        b.mean[known],
-        color=style.colour,
-        linestyle=style.linestyle,
-        linewidth=1.5,
-        marker="." if markers and known.sum() <= 40 else None,
-        markersize=5,
-        zorder=layer + 20,
-    )
+    x, mean, marker = b.x[known], b.mean[known], "." if markers and known.sum() <= 40 else None
+    dots: dict[str, Any] = {"marker": marker, "markersize": 5}
+    axes.plot(x, mean, **style.line, linewidth=1.5, zorder=layer + 20, **dots)
 
 
 def _set_y(axes: Axes, limits: tuple[float, float], logarithmic: bool) -> None:
@@ -155,18 +145,18 @@ def _inside(value: float, limits: tuple[float, float], logarithmic: bool) -> flo
     return float(np.exp(value)) if logarithmic else value
 
 
-def _ends(row: Row, curves: dict[int, Curve], axis: str) -> list[tuple[str, float, float]]:
+def _ends(row: Row, plot: Plot) -> list[tuple[str, float, float]]:
     """(label, x, last finite y) of each diverged run that has a curve."""
     steps = {outcome.seed: outcome.step for outcome in row.outcomes if outcome.diverged}
     found = []
     for run in row.arm.runs:
-        x, y = curves[id(run)]
+        x, y = plot.curve_of(run)
         finite = np.isfinite(x) & np.isfinite(y)
         if run.seed not in steps or not finite.any():
             continue
         told = steps[run.seed]
         at = float(run.last_step if told is None else told)
-        if axis == "updates":
+        if plot.x == "updates":
             step, updates = curve(run.train, "step", "updates")
             at = float(np.interp(at, step, updates)) if len(step) else np.nan
         if np.isfinite(at):
@@ -174,9 +164,9 @@ def _ends(row: Row, curves: dict[int, Curve], axis: str) -> list[tuple[str, floa
     return found
 
 
-def _course(b: Band) -> str:
-    known = b.mean[np.isfinite(b.mean)]
-    return f"from {known[0]:.3g} to {known[-1]:.3g}"
+def _courses(bands: list[tuple[Row, Band]]) -> str:
+    known = [(row.arm.label, b.mean[np.isfinite(b.mean)]) for row, b in bands]
+    return "; ".join(f"{label} from {mean[0]:.3g} to {mean[-1]:.3g}" for label, mean in known)
 
 
 def loss_scale(group: Group, styles: dict[str, Style], points: int) -> Drawing | None:
@@ -185,18 +175,17 @@ def loss_scale(group: Group, styles: dict[str, Style], points: int) -> Drawing |
     traces = [(row, run) for row, run in found if run is not None]
     if not traces:
         return None
-    entries = [line_entry(row.arm.label, styles[row.arm.label]) for row, _ in traces]
+    entries = _entries(traces, styles)
     entries.append(mark_entry("skipped update (a row per mode)", "|"))
     figure, axes = panel("Loss scale", 1.9, entries)
     for layer, (row, run) in enumerate(traces):
         # The first is the widest, so that equal traces stay visible below each other.
         width = 1.5 + min(1.4, 4 / len(traces)) * (len(traces) - 1 - layer)
-        style = styles[row.arm.label]
         step, scale = curve(run.train, "step", "loss_scale")
         keep = np.isfinite(scale) & (scale > 0)
         step, power = _corners(step[keep], np.log2(scale[keep]), points)
-        line = {"color": style.colour, "linestyle": style.linestyle, "linewidth": width}
-        axes.plot(step, power, drawstyle="steps-post", **line)
+        line = styles[row.arm.label].line
+        axes.plot(step, power, drawstyle="steps-post", linewidth=width, **line)
     _skip_rows(axes, traces, styles)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: power_of_two(round(value))))
     axes.xaxis.set_major_formatter(FuncFormatter(thousands))
@@ -223,23 +212,20 @@ def _skip_rows(axes: Axes, traces: list[tuple[Row, RunData]], styles: dict[str, 
     axes.set_ylim(low - share / (1 - share) * (high - low), high)
     for number, (row, run) in enumerate(traces):
         skips = _every(np.asarray(run.skip_steps, float), 200)
-        axes.plot(
-            skips,
-            np.full(len(skips), share * (1 - (number + 0.5) / len(traces))),
-            "|",
-            color=styles[row.arm.label].colour,
-            markersize=8,
-            markeredgewidth=1.2,
-            transform=axes.get_xaxis_transform(),
-        )
+        height = np.full(len(skips), share * (1 - (number + 0.5) / len(traces)))
+        tick: dict[str, Any] = {
+            "color": styles[row.arm.label].colour,
+            "markersize": 8,
+            "markeredgewidth": 1.2,
+        }
+        axes.plot(skips, height, "|", transform=axes.get_xaxis_transform(), **tick)
 
 
 def _scaling_run(row: Row) -> RunData | None:
     """The run of the lowest seed that scaled its loss and recorded it."""
-    for run in sorted(row.arm.runs, key=lambda run: run.seed):
-        if run.scale_range is not None and len(curve(run.train, "step", "loss_scale")[0]):
-            return run
-    return None
+    scaled = (run for run in row.arm.runs if run.scale_range is not None)
+    recorded = (run for run in scaled if len(curve(run.train, "step", "loss_scale")[0]))
+    return min(recorded, key=lambda run: run.seed, default=None)
 
 
 def _corners(x: np.ndarray, y: np.ndarray, points: int) -> tuple[np.ndarray, np.ndarray]:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mprun.compare.findings import Arm, Outcome, RunData
+from mprun.compare.findings import OUTCOMES, Arm, Outcome, Question, RunData
 from mprun.errors import BadInput
 
 MOST_SKIPS_IN_A_ROW = 50
@@ -32,8 +32,15 @@ def divergences(
     For (c), a run that is itself of the baseline is held against the others of the baseline, so
     that one which learned nothing is found; if there is no other, (c) is left out.
     """
-    finals = {} if gan else _final_losses(baseline)
-    return [_failed_itself(run) or (None if gan else _learned_nothing(run, finals)) for run in runs]
+    if gan:
+        return [_failed_itself(run) for run in runs]
+    finals = [
+        (run, final)
+        for run in baseline
+        if not (run.foreign or _failed_itself(run))
+        and (final := _finite_mean(run.last_losses)) is not None
+    ]
+    return [_failed_itself(run) or _learned_nothing(run, finals) for run in runs]
 
 
 def baseline_progress(baseline: Sequence[RunData], metric: str, *, gan: bool) -> str | None:
@@ -45,25 +52,24 @@ def baseline_progress(baseline: Sequence[RunData], metric: str, *, gan: bool) ->
     None where it learned, or where the records cannot tell.
     """
     runs = [run for run in baseline if not run.foreign]
-    ends = [pair for run in runs if (pair := _start_and_end(run, metric if gan else None))]
-    if len(ends) < len(runs) or not runs:
+    ends = [_start_and_end(run, metric if gan else None) for run in runs]
+    if not ends or None in sum(ends, ()):
         return None
     start, end = (sum(values) / len(runs) for values in zip(*ends, strict=True))
     if gan:
         return None if end < 0.9 * start else f"{metric} {start:.4g} to {end:.4g}"
-    count = min(min(run.first_losses[:10].size, run.last_losses.size) for run in runs)
+    count = min(min(10, run.first_losses.size, run.last_losses.size) for run in runs)
     if start - end > 2 * _scatter(runs) * (2 / count) ** 0.5:
         return None
     return f"training loss {start:.4g} to {end:.4g}"
 
 
-def _start_and_end(run: RunData, metric: str | None) -> tuple[float, float] | None:
+def _start_and_end(run: RunData, metric: str | None) -> tuple[float | None, float | None]:
     """First and last value of the metric, without one of the training loss; None: not known."""
-    if metric is not None:
-        values = run.evals.get(metric, np.empty(0))
-        return (float(values[0]), float(values[-1])) if len(values) > 1 else None
-    start, end = _finite_mean(run.first_losses[:10]), _finite_mean(run.last_losses)
-    return None if start is None or end is None else (start, end)
+    if metric is None:
+        return _finite_mean(run.first_losses[:10]), _finite_mean(run.last_losses)
+    values = run.evals.get(metric, np.empty(0)).tolist()
+    return (values[0], values[-1]) if len(values) > 1 else (None, None)
 
 
 def _failed_itself(run: RunData) -> tuple[str, int | None] | None:
@@ -78,16 +84,14 @@ def _failed_itself(run: RunData) -> tuple[str, int | None] | None:
     return None
 
 
-def _learned_nothing(
-    run: RunData, finals: dict[int, tuple[RunData, float]]
-) -> tuple[str, int] | None:
-    """Rule (c); `finals`: id of each baseline run -> that run and its final smoothed loss."""
+def _learned_nothing(run: RunData, finals: list[tuple[RunData, float]]) -> tuple[str, int] | None:
+    """Rule (c); `finals`: each baseline run that passes (a) and (b), its final smoothed loss."""
     if run.foreign or run.last_losses.size == 0:
         return None
-    final, start = _finite_mean(run.last_losses), _finite_mean(run.first_losses[:10])
+    start, final = _start_and_end(run, None)
     if final is None:
         return "no finite training loss at the end", run.last_step
-    others = [pair for key, pair in finals.items() if key != id(run)]
+    others = [(other, loss) for other, loss in finals if other is not run]
     if not others or start is None:
         return None
     reached = sum(loss for _, loss in others) / len(others)
@@ -100,16 +104,6 @@ def _learned_nothing(
         f"baseline to {reached:.4g}",
         run.last_step,
     )
-
-
-def _final_losses(baseline: Sequence[RunData]) -> dict[int, tuple[RunData, float]]:
-    """Final smoothed losses of the baseline runs that pass (a) and (b)."""
-    finals = {}
-    for run in baseline:
-        final = None if run.foreign or _failed_itself(run) else _finite_mean(run.last_losses)
-        if final is not None:
-            finals[id(run)] = (run, final)
-    return finals
 
 
 def _finite_mean(losses: np.ndarray) -> float | None:
@@ -128,35 +122,29 @@ def _streak_step(run: RunData) -> int | None:
     """The step of the 51st skip in a row, if the steps of all skips are known."""
     if len(run.skip_steps) != run.skipped:
         return None
-    in_a_row, previous = 0, None
-    for step in run.skip_steps.tolist():
-        in_a_row = in_a_row + 1 if previous is not None and step == previous + 1 else 1
-        previous = step
-        if in_a_row > MOST_SKIPS_IN_A_ROW:
-            return int(step)
-    return None
+    last = run.skip_steps[MOST_SKIPS_IN_A_ROW:]  # each beside the 50th skip before it
+    ends = last[last - run.skip_steps[: len(last)] == MOST_SKIPS_IN_A_ROW]
+    return int(ends[0]) if len(ends) else None
 
 
 _LARGEST = 1e100  # beyond, sums of squares overflow: as good as infinite
-ENDED = ("done", "diverged")  # a run that failed, was preempted or still runs is no outcome
 
 
-def outcomes(arm: Arm, baseline: Arm, *, metric: str, window: int, gan: bool) -> list[Outcome]:
+def outcomes(arm: Arm, baseline: Arm, question: Question) -> list[Outcome]:
     """What each ended run of `arm` ended with, seeds ascending; `arm` may be the baseline itself.
 
-    The value is the mean of the metric over the last `window` evaluations; of perplexity the
+    The value is the mean of the metric over the last evaluations; of perplexity the
     geometric mean, the exponential of the mean loss; of a foreign log the mean over the last
     max(3, 10 %) values. A value that is not finite counts as diverged. BadInput: see `judge`.
     """
     runs = ended_runs(arm)
-    reasons = divergences(runs, ended_runs(baseline), gan=gan)
-    found = []
-    for run, reason in zip(runs, reasons, strict=True):
-        if reason is None:
-            found.append(_outcome(run, metric, window))
-        else:
-            found.append(Outcome(run.seed, math.nan, *reason))
-    return found
+    reasons = divergences(runs, ended_runs(baseline), gan=question.gan)
+    return [
+        Outcome(run.seed, math.nan, *reason)
+        if reason is not None
+        else _outcome(run, question.metric, question.window)
+        for run, reason in zip(runs, reasons, strict=True)
+    ]
 
 
 def refuse_other_lengths(arm: Arm, baseline: Arm, window: int) -> None:
@@ -195,7 +183,7 @@ def _refuse_other_stretch(run: RunData, first: RunData) -> None:
 
 def ended_runs(arm: Arm) -> list[RunData]:
     """The runs of `arm` that have an outcome, seeds ascending."""
-    return sorted((run for run in arm.runs if run.status in ENDED), key=lambda run: run.seed)
+    return sorted((run for run in arm.runs if run.status in OUTCOMES), key=lambda run: run.seed)
 
 
 def _outcome(run: RunData, metric: str, window: int) -> Outcome:

@@ -75,18 +75,9 @@ def paired_interval(own: Sequence[float], base: Sequence[float], alpha: float = 
     """
     differences = [a - b for a, b in zip(own, base, strict=True)]
     mean, variance = _mean_and_variance(differences)
-    count = len(differences)
-    half = t_quantile(alpha, count - 1) * math.sqrt(variance / count)
-    return Interval(
-        difference=mean,
-        low=mean - half,
-        high=mean + half,
-        level=1 - 2 * alpha,
-        method="paired",
-        counts=(count, count),
-        variances=(variance, 0.0),
-        identical=not any(differences),
-    )
+    spread = "paired", (len(differences),) * 2, (variance, 0.0)
+    half = _half_width(*spread, alpha)
+    return Interval(mean, mean - half, mean + half, 1 - 2 * alpha, *spread, not any(differences))
 
 
 def welch_interval(own: Sequence[float], base: Sequence[float], alpha: float = ALPHA) -> Interval:
@@ -95,21 +86,11 @@ def welch_interval(own: Sequence[float], base: Sequence[float], alpha: float = A
     Unequal variances, degrees of freedom after Welch (1947, Biometrika 34, 28-35) and
     Satterthwaite. Raises ValueError for fewer values.
     """
-    own_mean, own_variance = _mean_and_variance(own)
-    base_mean, base_variance = _mean_and_variance(base)
-    counts, variances = (len(own), len(base)), (own_variance, base_variance)
-    half = _welch_half(variances, counts, alpha)
-    mean = own_mean - base_mean
-    return Interval(
-        difference=mean,
-        low=mean - half,
-        high=mean + half,
-        level=1 - 2 * alpha,
-        method="Welch",
-        counts=counts,
-        variances=variances,
-        identical=mean == 0.0 and not any(variances),
-    )
+    means, variances = zip(*map(_mean_and_variance, (own, base)), strict=True)
+    mean, spread = means[0] - means[1], ("Welch", (len(own), len(base)), variances)
+    half = _half_width(*spread, alpha)
+    identical = mean == 0.0 and not any(variances)
+    return Interval(mean, mean - half, mean + half, 1 - 2 * alpha, *spread, identical)
 
 
 def decide(interval: Interval, margin: float) -> str:
@@ -148,12 +129,8 @@ def seeds_needed(interval: Interval, margin: float) -> int | None:
     allowed = margin - distance if distance < margin else distance / 2
     alpha = (1 - interval.level) / 2
     for count in range(fewest + 1, MOST_SEEDS + 1):
-        if interval.method == "paired":
-            half = t_quantile(alpha, count - 1) * math.sqrt(interval.variances[0] / count)
-        else:
-            counts = (max(interval.counts[0], count), max(interval.counts[1], count))
-            half = _welch_half(interval.variances, counts, alpha)
-        if half <= allowed:
+        counts = (max(interval.counts[0], count), max(interval.counts[1], count))
+        if _half_width(interval.method, counts, interval.variances, alpha) <= allowed:
             return count - fewest
     return None
 
@@ -171,38 +148,35 @@ def sentence(
     `remedy` ends an inconclusive sentence; by default it says how many more seeds are needed.
     """
     decimals = decimals_for(margin * unit.factor)
-    low, high = (unit.text(bound, decimals) for bound in (interval.low, interval.high))
-    found = (
-        f"difference {unit.text(interval.difference, decimals)}{unit.suffix} "
-        f"({100 * interval.level:.3g} % CI {low} to {high}{unit.suffix}"
-        + ("; positive is worse)" if unit.turned else ")")
-    )
+    found = _difference_text(interval, unit, decimals)
     around = f"the margin of ±{unit.text(margin, decimals, sign='')}{unit.suffix}"
-    seeds = _seeds_text(interval)
-    if name == "matches" and interval.identical:
-        return f"matches {reference} (identical): every run ended with the same value, {seeds}."
+    own, base = interval.counts
+    seeds = f"{own} seeds, paired" if interval.method == "paired" else f"{own} and {base} seeds"
     if name == "matches":
+        if interval.identical:
+            return f"matches {reference} (identical): every run ended with the same value, {seeds}."
         text = f"matches {reference}: {found} is inside {around}, {seeds}."
         if interval.low > 0 or interval.high < 0:
             text += " A small consistent difference exists: 0 is outside the interval."
         return text
-    if name == "worse":
-        least = f"{unit.text(interval.low, decimals, sign='')}{unit.suffix}"
-        return f"worse than {reference} by at least {least}: {found}, outside {around}, {seeds}."
-    if name == "better":
-        least = f"{unit.text(-interval.high, decimals, sign='')}{unit.suffix}"
-        return (
-            f"better than {reference} by at least {least}: {found}, outside {around}, {seeds}; "
-            "check for a difference other than precision."
-        )
-    if name in ("likely worse", "likely better"):
-        side = "above" if name == "likely worse" else "below"
-        return (
-            f"{name} than {reference}: {found} is {side} zero but may be within {around}, {seeds}."
-        )
-    if remedy is None:
-        remedy = needs_text(seeds_needed(interval, margin))
-    return f"inconclusive: {remedy}; {found} includes zero and reaches {around}, {seeds}."
+    if name == "inconclusive":
+        remedy = remedy or _needs_text(interval, margin)
+        return f"inconclusive: {remedy}; {found} includes zero and reaches {around}, {seeds}."
+    worse = name.endswith("worse")
+    if name.startswith("likely"):
+        found += f" is {'above' if worse else 'below'} zero but may be within"
+        return f"{name} than {reference}: {found} {around}, {seeds}."
+    least = unit.text(interval.low if worse else -interval.high, decimals, sign="") + unit.suffix
+    other = "" if worse else "; check for a difference other than precision"
+    text = f"{name} than {reference} by at least {least}: {found}, outside {around}"
+    return f"{text}, {seeds}{other}."
+
+
+def _difference_text(interval: Interval, unit: Unit, decimals: int) -> str:
+    bounds = (interval.difference, interval.low, interval.high)
+    middle, low, high = (unit.text(bound, decimals) for bound in bounds)
+    text = f"difference {middle}{unit.suffix} ({100 * interval.level:.3g} % CI {low} to {high}"
+    return text + unit.suffix + ("; positive is worse)" if unit.turned else ")")
 
 
 def too_few_sentence(
@@ -217,8 +191,9 @@ def too_few_sentence(
     return f"{text} Difference so far: {so_far}{unit.suffix}{turned}."
 
 
-def needs_text(needed: int | None) -> str:
+def _needs_text(interval: Interval, margin: float) -> str:
     """What would end an inconclusive verdict, e.g. `needs about 4 more seeds`."""
+    needed = seeds_needed(interval, margin)
     if needed is None:
         return f"not reachable with more seeds (needs over {MOST_SEEDS})"
     return f"needs about {needed} more seed{'' if needed == 1 else 's'}"
@@ -236,8 +211,12 @@ def _mean_and_variance(values: Sequence[float]) -> tuple[float, float]:
     return mean, math.fsum([d * d for d in deviations]) / (count - 1)
 
 
-def _welch_half(variances: tuple[float, float], counts: tuple[int, int], alpha: float) -> float:
-    """Half the width of Welch's interval."""
+def _half_width(
+    method: str, counts: tuple[int, int], variances: tuple[float, float], alpha: float
+) -> float:
+    """Half the width of the interval."""
+    if method == "paired":
+        return t_quantile(alpha, counts[0] - 1) * math.sqrt(variances[0] / counts[0])
     own, base = variances[0] / counts[0], variances[1] / counts[1]
     if own + base == 0.0:
         return 0.0
@@ -245,11 +224,6 @@ def _welch_half(variances: tuple[float, float], counts: tuple[int, int], alpha: 
     shares = own / (own + base), base / (own + base)
     degrees = 1 / (shares[0] ** 2 / (counts[0] - 1) + shares[1] ** 2 / (counts[1] - 1))
     return t_quantile(alpha, degrees) * math.sqrt(own + base)
-
-
-def _seeds_text(interval: Interval) -> str:
-    own, base = interval.counts
-    return f"{own} seeds, paired" if interval.method == "paired" else f"{own} and {base} seeds"
 
 
 DRAWS = 400_000  # standard error of the 5 %: 0.034 % (a third of a second for three looks)
@@ -262,7 +236,7 @@ def checked_looks(looks: Sequence[int]) -> tuple[int, ...]:
         raise ValueError(f"looks {_text(plan)}: must be two or more numbers of seeds")
     if plan[0] < FEWEST_SEEDS:
         raise ValueError(f"looks {_text(plan)}: the first must be at least {FEWEST_SEEDS} seeds")
-    if any(later <= earlier for earlier, later in zip(plan, plan[1:], strict=False)):
+    if list(plan) != sorted(set(plan)):
         raise ValueError(f"looks {_text(plan)}: must ascend")
     return plan
 

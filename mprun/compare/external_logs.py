@@ -19,7 +19,7 @@ import numpy as np
 
 from mprun.compare.findings import Arm, RunData
 from mprun.compare.grouping import ProtoGroup
-from mprun.compare.load import is_hidden, natural_order
+from mprun.compare.load import natural_order, search
 from mprun.config.rules import nearest
 from mprun.errors import BadInput, Damaged
 
@@ -32,8 +32,8 @@ def is_events(path: Path) -> bool:
     return "tfevents" in path.name and path.is_file()
 
 
-def read_events(path: Path, tag: str) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and values, float64 [points], of the scalar `tag` in an event file or a folder of them.
+def read_events(path: Path, tag: str) -> np.ndarray:
+    """Steps and values, float64 [points, 2], of the scalar `tag` in an event file or a folder.
 
     Reads what torch.utils.tensorboard, TensorFlow and Keras write. BadInput where the tag is
     missing. Source: tensorboard.backend.event_processing.event_accumulator.
@@ -46,29 +46,25 @@ def read_events(path: Path, tag: str) -> tuple[np.ndarray, np.ndarray]:
     # 0 keeps every point; by default 10,000 are drawn at random. Of all else one is enough.
     limits = dict.fromkeys(reader.DEFAULT_SIZE_GUIDANCE, 1) | {reader.SCALARS: 0}
     events = reader.EventAccumulator(str(path), size_guidance=limits).Reload()
-    found = events.Tags()
-    if tag in found[reader.SCALARS]:
-        points = [(point.step, point.value) for point in events.Scalars(tag)]
-        return _columns(points)
+    known = events.Tags()
+    if tag in known[reader.SCALARS]:
+        return _table([(point.step, point.value) for point in events.Scalars(tag)])
     # TensorFlow 2 writes scalars as tensors.
-    scalars = [name for name in found[reader.TENSORS] if _is_scalar(events, name)]
+    scalars = [
+        name
+        for name in known[reader.TENSORS]
+        if events.SummaryMetadata(name).plugin_data.plugin_name == "scalars"
+    ]
     if tag not in scalars:
-        raise _no_tag(path, tag, [*found[reader.SCALARS], *scalars])
+        raise _no_tag(path, tag, [*known[reader.SCALARS], *scalars])
     limits[reader.TENSORS] = 0
     events = reader.EventAccumulator(str(path), size_guidance=limits).Reload()
-    points = [
-        (point.step, float(tensor_util.make_ndarray(point.tensor_proto)))
-        for point in events.Tensors(tag)
-    ]
-    return _columns(points)
+    read = tensor_util.make_ndarray
+    return _table([(point.step, float(read(point.tensor_proto))) for point in events.Tensors(tag)])
 
 
-def _is_scalar(events, tag: str) -> bool:
-    return events.SummaryMetadata(tag).plugin_data.plugin_name == "scalars"
-
-
-def read_csv(path: Path, tag: str) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and values, float64 [rows], of a CSV file with a header row.
+def read_csv(path: Path, tag: str) -> tuple[np.ndarray, bool]:
+    """Steps and values, float64 [rows, 2], of a CSV file with a header row; whether it names `tag`.
 
     The value is the column `tag`, one that ends with " - TAG" (an export of Weights & Biases), or
     `Value` (an export of TensorBoard: Wall time, Step, Value); the step is the column `step` or
@@ -79,56 +75,42 @@ def read_csv(path: Path, tag: str) -> tuple[np.ndarray, np.ndarray]:
         with open(path, encoding="utf-8-sig", newline="") as file:
             rows = csv.reader(file)
             header = next(rows, [])
-            step_at, value_at = _step_column(path, header), _value_column(path, header, tag)
+            step_name = next((name for name in _STEP_COLUMNS if name in header), None)
+            if step_name is None:
+                raise BadInput(f"{path}: no column 'step' or 'Step'; has {_listed(header)}")
+            value_name, named = _value_column(path, header, tag)
+            places = [header.index(name) for name in (step_name, value_name)]
             points = []
-            for row in rows:
-                if len(row) <= max(step_at, value_at) and row:
+            for row in filter(None, rows):
+                if len(row) <= max(places):
                     raise Damaged(f"{path}: line {rows.line_num}: {len(row)} cells, not a row")
-                if row and row[value_at].strip():
-                    points.append(
-                        [_float(path, rows.line_num, row[i]) for i in (step_at, value_at)]
-                    )
+                if row[places[1]].strip():
+                    points.append([_float(path, rows.line_num, row[i]) for i in places])
     except (UnicodeDecodeError, csv.Error) as error:
         raise Damaged(f"{path}: not a CSV file ({error})") from None
     if not points:
-        raise BadInput(f"{path}: column {header[value_at]!r} is empty")
-    steps, values = _columns(points)
-    if not np.isfinite(steps).all():
-        raise Damaged(f"{path}: column {header[step_at]!r}: steps must be finite numbers")
-    return steps, values
+        raise BadInput(f"{path}: column {value_name!r} is empty")
+    table = _table(points)
+    if not np.isfinite(table[:, 0]).all():
+        raise Damaged(f"{path}: column {step_name!r}: steps must be finite numbers")
+    return table, named
 
 
-def names_no_tag(path: Path, tag: str) -> bool:
-    """Whether `read_csv` would take the column `Value` of a file that does not name its tag."""
-    if is_events(path) or not path.is_file():
-        return False
-    with open(path, encoding="utf-8-sig", errors="replace", newline="") as file:
-        header = next(csv.reader(file), [])
-    named = tag in header or any(name.endswith(f" - {tag}") for name in header)
-    return "Value" in header and not named and "-tag-" not in path.name
-
-
-def _step_column(path: Path, header: list[str]) -> int:
-    for name in _STEP_COLUMNS:
-        if name in header:
-            return header.index(name)
-    raise BadInput(f"{path}: no column 'step' or 'Step'; has {_listed(header)}")
-
-
-def _value_column(path: Path, header: list[str], tag: str) -> int:
+def _value_column(path: Path, header: list[str], tag: str) -> tuple[str, bool]:
+    """The column of the values, and whether it or the file's name says that they are of `tag`."""
     if tag in header:
-        return header.index(tag)
+        return tag, True
     exported = [name for name in header if name.endswith(f" - {tag}")]
     if len(exported) > 1:
         raise BadInput(f"{path}: --tag {tag}: could be {_listed(exported)}; give one of them")
     if exported:
-        return header.index(exported[0])
+        return exported[0], True
     if "Value" in header:
         # TensorBoard's export is called run-NAME-tag-TAG.csv, with "/" as "_".
         _, told, rest = path.stem.partition("-tag-")
         if told and rest != tag.replace("/", "_"):
             raise BadInput(f"{path}: --tag {tag}: the file is an export of the tag {rest}")
-        return header.index("Value")
+        return "Value", "-tag-" in path.name
     raise _no_tag(path, tag, [name for name in header if name not in _STEP_COLUMNS])
 
 
@@ -149,9 +131,8 @@ def _float(path: Path, line: int, cell: str) -> float:
         raise Damaged(f"{path}: line {line}: {cell!r} is not a number") from None
 
 
-def _columns(points: list) -> tuple[np.ndarray, np.ndarray]:
-    table = np.array(points, dtype=np.float64).reshape(-1, 2)
-    return table[:, 0], table[:, 1]
+def _table(points: list) -> np.ndarray:
+    return np.array(points, dtype=np.float64).reshape(-1, 2)
 
 
 _BASELINES = ("fp32", "baseline")
@@ -168,22 +149,24 @@ def load_foreign(specs: Sequence[str], tag: str) -> ProtoGroup:
     log does not have (it lists those that exist); Damaged for a CSV file with broken numbers.
     """
     paths = _paths(specs)
-    notes = [
-        f"{path}: names no tag; its column Value is taken for {tag}"
-        for runs in paths.values()
-        for path in runs
-        if names_no_tag(path, tag)
-    ]
-    arms = {
-        label: Arm(label, label, [_load(path, tag, label, i, notes) for i, path in enumerate(runs)])
-        for label, runs in paths.items()
-    }
+    unnamed: list[str] = []
+    notes: list[str] = []
+    arms = {label: Arm(label, label, []) for label in paths}
+    for label, runs in paths.items():
+        for number, path in enumerate(runs):
+            if path.is_file() and not is_events(path):
+                table, named = read_csv(path, tag)
+            else:
+                table, named = read_events(path, tag), True
+            if not named:
+                unnamed.append(f"{path}: names no tag; its column Value is taken for {tag}")
+            arms[label].runs.append(_run(path, tag, label, number, table, notes))
     baseline = _baseline(list(paths))
     if baseline.lower() not in _BASELINES:
         notes.append(f"no label is fp32 or baseline: the first one, {baseline}, is the baseline")
     notes.append("foreign logs: runs are paired by their position in the list, not by seed")
     others = [arm for label, arm in arms.items() if label != baseline]
-    return ProtoGroup(tag, "foreign", arms[baseline], others, {}, notes)
+    return ProtoGroup(tag, "foreign", arms[baseline], others, {}, unnamed + notes)
 
 
 def _paths(specs: Sequence[str]) -> dict[str, list[Path]]:
@@ -223,30 +206,24 @@ def _runs_at(path: Path) -> list[Path]:
     """The runs that a path names: itself, or all below it in the order of their names."""
     if not path.exists():
         raise BadInput(f"{path}: no such file or directory")
-    runs = _search(path, set())
+    runs = [path] if path.is_file() else list(search(path, _logs_in))
     if not runs:
         raise BadInput(f"{path}: holds neither TensorBoard events nor CSV files")
     return runs
 
 
-def _search(path: Path, above: set[Path]) -> list[Path]:
-    if path.is_file():
-        return [path]
-    resolved = path.resolve()
-    if resolved in above:
-        return []  # a link back up
-    entries = sorted(path.iterdir(), key=lambda entry: natural_order(entry.name))
+def _logs_in(folder: Path) -> list[Path]:
+    """The folder itself if it holds events, else its CSV files."""
+    entries = sorted(folder.iterdir(), key=lambda entry: natural_order(entry.name))
     if any(is_events(entry) for entry in entries):
-        return [path]
-    if tables := [e for e in entries if e.suffix.lower() == ".csv" and e.is_file()]:
-        return tables
-    shown = (e for e in entries if e.is_dir() and not is_hidden(e.name))
-    return [run for folder in shown for run in _search(folder, above | {resolved})]
+        return [folder]
+    return [entry for entry in entries if entry.suffix.lower() == ".csv" and entry.is_file()]
 
 
-def _load(path: Path, tag: str, label: str, number: int, notes: list[str]) -> RunData:
-    read = read_csv if path.is_file() and not is_events(path) else read_events
-    steps, values = read(path, tag)
+def _run(
+    path: Path, tag: str, label: str, number: int, table: np.ndarray, notes: list[str]
+) -> RunData:
+    steps, values = table.T
     # A run that was resumed may have written steps twice: the last word counts.
     order = np.argsort(steps, kind="stable")
     steps, values = steps[order], values[order]

@@ -6,7 +6,6 @@ from typing import cast
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from mprun.compare.curves import TRAINING, curves, evaluation, loss_scale
 from mprun.compare.findings import Group, Row, is_gan
@@ -17,10 +16,10 @@ from mprun.compare.text import (
     bytes_text,
     count_text,
     difference_text,
+    interval,
     level_text,
     margin_text,
     ratio_text,
-    scaled,
     unit,
 )
 from mprun.plots.panel import GREY, INK, MARKS, Drawing, Style, rows_panel
@@ -31,7 +30,10 @@ _CPU_SPEED = (
     "Measured on a CPU, where 16-bit arithmetic is emulated or slow: this speed says nothing about "
     "a GPU."
 )
-_RESIDENT = "process resident set"
+_RESIDENT = (
+    "The resident set is that of the whole process: Python, torch and the emulation's temporary "
+    "FP32 copies are in it."
+)
 
 
 def group_figures(
@@ -66,28 +68,28 @@ def group_figures(
 def intervals(group: Group, styles: dict[str, Style]) -> Drawing | None:
     """Difference and interval per mode against the margin; None where nothing was judged."""
     found = [_interval(group, row) for row in group.rows]
-    known = [interval for interval in found if interval is not None]
+    known = [shown for shown in found if shown is not None]
     if not known:
         return None
     margin = (100 if group.relative else 1) * group.margin_setting
-    left = -min(max(1.6 * margin, -1.1 * min(low for _, low, _ in known)), _REACH * margin)
-    right = min(max(1.6 * margin, 1.1 * max(high for _, _, high in known)), _REACH * margin)
+    _, lows, highs = zip(*known, strict=True)
+    # As far as the intervals reach, both ways at least a bit more than the margin.
+    left, right = (
+        min(max(1.6 * margin, 1.1 * far), _REACH * margin) for far in (-min(lows), max(highs))
+    )
     results = [f"{row.arm.label}: {_result(group, row)}" for row in group.rows]
     around = f"±{margin_text(group)}"
+    marks = [MARKS[row.verdict.name][0] for row in group.rows]
     figure, axes, at = rows_panel(
         f"Difference to {baseline_name(group)} in {group.metric}",
-        [
-            f"{MARKS[row.verdict.name][0]} {result}"
-            for row, result in zip(group.rows, results, strict=True)
-        ],
+        list(map("{} {}".format, marks, results)),
         f"difference{f' in {unit(group)}' if unit(group) else ''}, worse →",
         f"Matches = interval inside the shaded margin ({around}).",
     )
-    axes.set_xlim(left, right)
+    axes.set_xlim(-left, right)
     axes.axvspan(-margin, margin, color=GREY, alpha=0.22, linewidth=0)
-    for y, row, interval in zip(at, group.rows, found, strict=True):
-        if interval is not None:
-            _draw_interval(axes, y, interval, (left, right), styles[row.arm.label].colour)
+    for y, row, shown in zip(at, group.rows, found, strict=True):
+        _draw_interval(axes, y, shown, (-left, right), styles[row.arm.label].colour)
     return Drawing(
         "intervals",
         f"Dot: difference; line: its {level_text(group)} confidence interval; shaded: the margin, "
@@ -100,11 +102,13 @@ def intervals(group: Group, styles: dict[str, Style]) -> Drawing | None:
 def _draw_interval(
     axes: Axes,
     y: float,
-    interval: tuple[float, float, float],
+    interval: tuple[float, float, float] | None,
     frame: tuple[float, float],
     colour: str,
 ) -> None:
     """A dot and a line, and an arrow at the edge of the frame that it leaves."""
+    if interval is None:
+        return
     (middle, low, high), (left, right) = interval, frame
     axes.vlines([0], [y - 0.22], [y + 0.22], color=INK, linewidth=1)
     if low <= right and high >= left:
@@ -131,8 +135,7 @@ def throughput(group: Group, styles: dict[str, Style]) -> Drawing | None:
     caption = f"Median over the seeds; ratios: over {baseline_name(group)}'s on the same device."
     if any(run.environment.get("device") == "cpu" for run in group.every_run):
         caption += f" {_CPU_SPEED}"
-    figure = _bars("Throughput", texts, bars, styles, per_second)
-    return Drawing("throughput", caption, f"Throughput. {'; '.join(texts)}.", figure)
+    return _bars("Throughput", "throughput", caption, texts, bars, styles, per_second)
 
 
 def memory(group: Group, styles: dict[str, Style]) -> Drawing | None:
@@ -149,14 +152,10 @@ def memory(group: Group, styles: dict[str, Style]) -> Drawing | None:
     caption = "Largest over the seeds"
     caption += f", measured as: {', '.join(measures)}." if measures else "."
     caption += f" Ratios: over {baseline_name(group)}'s; for backward: tensors kept until then."
-    if _RESIDENT in measures:
-        caption += (
-            " The resident set is that of the whole process: Python, torch and the emulation's "
-            "temporary FP32 copies are in it."
-        )
+    if "process resident set" in measures:
+        caption += f" {_RESIDENT}"
     bars = [(row, (row.peak_bytes or 0) / 2**20) for row in rows]
-    figure = _bars("Peak memory", texts, bars, styles, "MiB")
-    return Drawing("memory", caption, f"Peak memory. {'; '.join(texts)}.", figure)
+    return _bars("Peak memory", "memory", caption, texts, bars, styles, "MiB")
 
 
 def _memory_ratios(row: Row) -> str:
@@ -166,11 +165,14 @@ def _memory_ratios(row: Row) -> str:
 
 def _bars(
     title: str,
+    name: str,
+    caption: str,
     texts: list[str],
     bars: list[tuple[Row, float]],
     styles: dict[str, Style],
     xlabel: str,
-) -> Figure:
+) -> Drawing:
+    """A bar for each row below its text."""
     figure, axes, at = rows_panel(title, texts, xlabel)
     for y, (row, value) in zip(at, bars, strict=True):
         style = styles[row.arm.label]
@@ -178,13 +180,12 @@ def _bars(
         axes.barh(y, value, 0.34, color=style.colour, hatch=hatch, edgecolor="white", linewidth=0)
     axes.set_xlim(0, 1.04 * float(np.max([value for _, value in bars])))
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
-    return figure
+    return Drawing(name, caption, f"{title}. {'; '.join(texts)}.", figure)
 
 
 def _interval(group: Group, row: Row) -> tuple[float, float, float] | None:
     """Difference, low, high as they are shown; None unless all three are known."""
-    verdict = row.verdict
-    parts = [scaled(group, verdict, v) for v in (verdict.difference, verdict.low, verdict.high)]
+    parts = interval(group, row.verdict)
     if any(part is None or not math.isfinite(part) for part in parts):
         return None
     return cast(tuple[float, float, float], tuple(parts))

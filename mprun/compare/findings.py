@@ -4,6 +4,7 @@ Curves of several seeds are put on one grid, as their mean and the range between
 """
 
 import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,7 @@ VERDICTS = (
     "inconclusive",
     "not assessed",
 )
+OUTCOMES = ("done", "diverged")  # a run that failed, was preempted or still runs is no outcome
 Curve = tuple[np.ndarray, np.ndarray]  # x ascending, y; float64 [records]
 
 
@@ -81,6 +83,11 @@ class Arm:
     notes: list[str] = field(default_factory=list)  # "seed 3: failed (out of memory)"
     missing: list[int] = field(default_factory=list)  # seeds whose run has no outcome
 
+    @property
+    def reference(self) -> str:
+        """What it is called as the baseline: "FP32" for the usual one."""
+        return "FP32" if self.label == "fp32" else self.label
+
 
 @dataclass(slots=True)
 class Outcome:
@@ -138,20 +145,32 @@ class Row:
         return list(dict.fromkeys([*self.arm.notes, *self.notes]))
 
 
-@dataclass(slots=True)
-class Group:
+@dataclass(slots=True, kw_only=True)
+class Question:
+    """What is asked of the runs of a group.
+
+    margin_setting: above 0; times |mean of the baseline's judged values| if `relative` (0.01 = 1 %;
+    differences are then shown in percent of that mean), else in the metric's unit.
+    """
+
+    metric: str  # "loss", "top1", "sliced_wasserstein"; the tag of a foreign log
+    higher_is_better: bool = False
+    relative: bool = True
+    margin_setting: float = 0.01
+    window: int = 1  # evaluations averaged into an outcome
+    looks: Sequence[int] = ()  # numbers of seeds, ascending from 3; none: one test of all seeds
+    gan: bool = False  # its losses measure no progress
+
+
+@dataclass(slots=True, kw_only=True)
+class Group(Question):
     """Runs that differ in nothing but precision, scaler and seed (and in what was allowed)."""
 
     title: str  # "quickstart_lost_updates", "resnet50-digits_32"
     slug: str  # unique in a comparison, for file names and anchors
-    metric: str  # "loss", "top1", "sliced_wasserstein"; the tag of a foreign log
-    higher_is_better: bool
-    relative: bool  # margin and differences are shown in percent of the baseline's mean
-    margin_setting: float  # 0.01 = 1 % if relative, else in the metric's unit
     baseline: Row
     rows: list[Row]
     keys: dict[str, Any] = field(default_factory=dict)  # the configuration that all runs share
-    window: int = 1  # evaluations averaged into an outcome
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -187,6 +206,14 @@ class Band:
     mean: np.ndarray
     low: np.ndarray
     high: np.ndarray
+
+
+def bands(group: Group, read: Callable[[RunData], Curve], points: int) -> list[tuple[Row, Band]]:
+    """The band of each row that has a value somewhere, on one grid; read: the curve of a run."""
+    curves = [[read(run) for run in row.arm.runs] for row in group.every_row]
+    x = grid([one for own in curves for one in own], points)
+    every = [(row, band(own, x)) for row, own in zip(group.every_row, curves, strict=True)]
+    return [(row, found) for row, found in every if np.isfinite(found.mean).any()]
 
 
 def grid(curves: list[Curve], points: int) -> np.ndarray:

@@ -8,13 +8,13 @@ configuration says.
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mprun.compare.findings import Arm, RunData
-from mprun.compare.load import OUTCOMES, first_with_outcome, group_notes, missing_seeds
+from mprun.compare.findings import OUTCOMES, Arm, RunData
+from mprun.compare.load import first_with_outcome, group_notes, is_below, missing_seeds
 from mprun.compare.text import setting_text
 from mprun.config.option_files import modes
 from mprun.config.roles import role_of
@@ -117,23 +117,22 @@ def group_runs(
         else:
             groups.append(_group(baseline, family))
     _name(groups)
-    return groups, _why_not(rest, [cell for cell in cells if cell.is_baseline]) + lone
+    return groups, [*_why_not(rest, [cell for cell in cells if cell.is_baseline]), *lone]
 
 
 def cells_of(
     runs: Sequence[RunData], baseline_path: Path | None, ignored: Sequence[str]
 ) -> list[Cell]:
     """The cells of all runs, in the order of their first run; `ignored` keys separate none."""
-    side = None if baseline_path is None else baseline_path.resolve()
     cells: dict[tuple, Cell] = {}
     for run in runs:
-        given = side is not None and Path(run.path).resolve().is_relative_to(side)
-        own = {k: v for k, v in run.keys.items() if of_arm(k)}
-        left_out = {*own, *ignored}
-        shared = {k: v for k, v in run.keys.items() if k not in left_out and not is_no_key(k)}
+        given = is_below(Path(run.path), baseline_path)
+        own = {key: run.keys[key] for key in run.keys if of_arm(key)}
+        left_out = {*own, *ignored, *filter(is_no_key, run.keys)}
+        shared = {key: run.keys[key] for key in run.keys if key not in left_out}
         plain_fp32 = _is_plain_fp32(run)
         # FP32 computes nothing in 16 bits: there such a key makes no arm.
-        telling = {k: v for k, v in own.items() if not (plain_fp32 and k in _ARM_KEYS)}
+        telling = {key: own[key] for key in own if not (plain_fp32 and key in _ARM_KEYS)}
         key = (run.mode, run.scaler, canonical(telling), canonical(shared), given)
         cell = cells.setdefault(key, Cell([], shared, own, given or plain_fp32, given))
         cell.runs.append(run)
@@ -180,14 +179,11 @@ def _varied(cell: Cell, rivals: list[Cell]) -> list[str]:
     return sorted({key for other in alike for key in _differing(cell.own, other.own)})
 
 
-def differences(one: Cell, other: Cell) -> dict[str, tuple[Any, Any]]:
-    """Key -> (value of one, value of other) where they differ, without those of the arm."""
+def differences(one: Cell, other: Cell, of_arms: bool = False) -> dict[str, tuple[Any, Any]]:
+    """Key -> (value of one, value of other) where they differ; `of_arms`: those of the arm too."""
+    if of_arms:
+        return _differing(one.shared | one.own, other.shared | other.own)
     return _differing(one.shared, other.shared)
-
-
-def all_differences(one: Cell, other: Cell) -> dict[str, tuple[Any, Any]]:
-    """The same with those of the arm."""
-    return _differing(one.shared | one.own, other.shared | other.own)
 
 
 def _differing(one: dict[str, Any], other: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -198,9 +194,9 @@ def _differing(one: dict[str, Any], other: dict[str, Any]) -> dict[str, tuple[An
     return {key: pair for key, pair in pairs.items() if not same(*pair)}
 
 
-def same(one: Any, other: Any) -> bool:
-    """Whether two configuration values are equal."""
-    return canonical(one) == canonical(other)
+def same(*values: Any) -> bool:
+    """Whether configuration values are equal."""
+    return len(set(map(canonical, values))) == 1
 
 
 def canonical(value: Any) -> str:
@@ -248,7 +244,7 @@ def _baseline(family: list[Cell], allow: Sequence[str]) -> Cell | None:
         first, second = candidates[:2]
         raise BadInput(
             f"--baseline: {first.first.path} and {second.first.path} differ in "
-            f"{pairs_text(all_differences(first, second))}; give one configuration"
+            f"{pairs_text(differences(first, second, of_arms=True))}; give one configuration"
         )
     # The configuration with which most runs of other modes agree exactly.
     others = [canonical(c.shared) for c in family if not c.is_baseline for _ in c.runs]
@@ -299,34 +295,31 @@ def _arm(cell: Cell, baseline: Cell, rivals: list[Cell]) -> Arm:
         label=arm_label(cell, baseline, rivals),
         mode=cell.first.mode,
         runs=[run for run in runs if run.status in OUTCOMES],
-        differs={} if cell is baseline else all_differences(baseline, cell),
+        differs={} if cell is baseline else differences(baseline, cell, of_arms=True),
         notes=missing_seeds(runs) + notes,
         missing=[run.seed for run in runs if run.status not in OUTCOMES],
     )
 
 
-def _why_not(rest: list[Cell], baselines: list[Cell]) -> list[str]:
+def _why_not(rest: list[Cell], baselines: list[Cell]) -> Iterator[str]:
     """A line for each configuration that has no baseline, with all of its modes."""
     merged: dict[str, Cell] = {}
     for cell in rest:
         merged.setdefault(canonical(cell.shared), Cell([], cell.shared, {})).runs.extend(cell.runs)
-    return [_why_not_one(cell, baselines) for cell in merged.values()]
-
-
-def _why_not_one(cell: Cell, baselines: list[Cell]) -> str:
-    what = _runs_text(cell)
-    if not baselines:
-        return f"{what}: not compared, no FP32 runs (precision=fp32, scaler=none) were given"
-    best = min(baselines, key=lambda baseline: len(differences(baseline, cell)))
-    found = differences(best, cell)
-    # The keys first: as an error this line is cut in the middle.
-    line = (
-        f"{pairs_text(found)}: not as in the nearest FP32 runs ({best.first.path}), so not "
-        f"compared: {what}; run it with precision=fp32"
-    )
-    if len(found) > _MOST_KEYS_ALLOWED or any(key in _NEVER_ALLOWED for key in found):
-        return line
-    return f"{line}, or --allow {','.join(found)}"
+    for cell in merged.values():
+        what = _runs_text(cell)
+        if not baselines:
+            yield f"{what}: not compared, no FP32 runs (precision=fp32, scaler=none) were given"
+            continue
+        best = min(baselines, key=lambda baseline: len(differences(baseline, cell)))
+        found = differences(best, cell)
+        # The keys first: as an error this line is cut in the middle.
+        line = (
+            f"{pairs_text(found)}: not as in the nearest FP32 runs ({best.first.path}), so not "
+            f"compared: {what}; run it with precision=fp32"
+        )
+        hopeless = len(found) > _MOST_KEYS_ALLOWED or not found.keys().isdisjoint(_NEVER_ALLOWED)
+        yield line if hopeless else f"{line}, or --allow {','.join(found)}"
 
 
 def pairs_text(differences: dict[str, tuple[Any, Any]]) -> str:
@@ -376,11 +369,10 @@ def _name(groups: list[ProtoGroup]) -> None:
 
 
 def _tell_apart(alike: list[ProtoGroup]) -> None:
-    first = alike[0].keys
     varied = [
         key
-        for key in first
-        if not of_arm(key) and any(not same(group.keys.get(key), first[key]) for group in alike)
+        for key in alike[0].keys
+        if not of_arm(key) and not same(*(group.keys.get(key) for group in alike))
     ]
     for group in alike:
         shown = [f"{key}={setting_text(group.keys.get(key))}" for key in varied]

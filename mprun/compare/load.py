@@ -7,18 +7,25 @@ machines) is noted here as well.
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from mprun.compare.findings import Arm, RunData
+from mprun.compare.findings import OUTCOMES, Arm, RunData
+from mprun.config.roles import flat
 from mprun.errors import BadInput, Damaged
 from mprun.numerics.post_mortem import read_post_mortem
 from mprun.record.metrics_columns import read_columns
-from mprun.record.run_directory import read_json
+from mprun.record.run_directory import read_record
 
-OUTCOMES = ("done", "diverged")
 # Keys that runs of earlier versions do not have, with their defaults.
 _ADDED_LATER = {"train.compile": "off", "train.channels_last": "auto", "train.autotune": "auto"}
+# What has the same name in run.json, and in the columns of metrics.jsonl.
+_RECORDED = ("seed", "status", "choices", "config_hash", "created")
+_MEASURED = (
+    *("evals", "train", "first_losses", "last_losses"),
+    *("skip_steps", "longest_skip_streak", "nonfinite_step"),
+)
 # What `mprun compare --tensorboard` writes beside the runs.
 SUMMARY_FOLDER = "_summary"
 
@@ -36,7 +43,6 @@ def load_runs(
     Raises BadInput for a path that does not exist or holds no run that can be compared, Damaged
     for a run.json or metrics.jsonl that cannot be read.
     """
-    side = None if baseline is None else baseline.resolve()
     found: dict[Path, Path] = {}  # resolved -> as given
     for path in [Path(path) for path in paths] + ([] if baseline is None else [baseline]):
         directories = list(run_directories(path))
@@ -46,26 +52,31 @@ def load_runs(
             )
         for directory in directories:
             found.setdefault(directory.resolve(), directory)
-    runs, notes, sides = [], [], {}
-    for resolved, directory in found.items():
+    runs, notes = [], []
+    for directory in found.values():
         record = _read_record(directory)
-        if "config" not in record:
+        if "config" in record:
+            runs.append(load_run(directory, record))
+        else:
             notes.append(
                 f"{directory}: left out, recorded by an older mprun (its run.json has no "
                 "configuration)"
             )
-            continue
-        runs.append(load_run(directory, record))
-        sides[str(directory)] = side is not None and resolved.is_relative_to(side)
     if not runs:
         raise BadInput(notes[0])
 
     def same(run: RunData) -> tuple:
         # Where the data lie is not in the hash of a configuration: what they are counts.
-        return run.config_hash, run.keys.get("data.sha256"), run.seed, sides[run.path]
+        side = is_below(Path(run.path), baseline)
+        return run.config_hash, run.keys.get("data.sha256"), run.seed, side
 
     kept, more = first_with_outcome(runs, same, "configuration, data and seed")
     return kept, notes + more
+
+
+def is_below(path: Path, folder: Path | None) -> bool:
+    """Whether `path` is in the folder, or is it, links followed; False without one."""
+    return folder is not None and path.resolve().is_relative_to(folder.resolve())
 
 
 def run_directories(path: Path) -> Iterator[Path]:
@@ -74,15 +85,22 @@ def run_directories(path: Path) -> Iterator[Path]:
         raise BadInput(f"{path}: no such file or directory")
     if not path.is_dir():
         raise BadInput(f"{path}: not a folder; give a run directory or a folder that holds runs")
-    yield from _search(path, set())
+    yield from search(path, lambda folder: [folder] * (folder / "run.json").is_file())
 
 
-def _search(folder: Path, above: set[Path]) -> Iterator[Path]:
+def search(
+    folder: Path, found_in: Callable[[Path], list[Path]], above: frozenset[Path] = frozenset()
+) -> Iterator[Path]:
+    """What `found_in` finds in the folder itself, else in the folders below it, sorted.
+
+    Hidden folders, `_summary`, what a sweep put aside (`RUN.attemptN` beside `RUN`) and links back
+    up are not searched. BadInput for a folder that cannot be read.
+    """
     resolved = folder.resolve()
     if resolved in above:
-        return  # a link back up
-    if (folder / "run.json").is_file():
-        yield folder
+        return
+    if found := found_in(folder):
+        yield from found
         return
     try:
         with os.scandir(folder) as entries:
@@ -91,14 +109,8 @@ def _search(folder: Path, above: set[Path]) -> Iterator[Path]:
         raise BadInput(f"{folder}: cannot be read ({error.strerror})") from None
     for name in sorted(names, key=natural_order):
         aside = re.fullmatch(r"(.+)\.attempt\d+", name)
-        if is_hidden(name) or (aside and aside[1] in names):
-            continue
-        yield from _search(folder / name, above | {resolved})
-
-
-def is_hidden(name: str) -> bool:
-    """Whether no run and no log is looked for in a folder of this name."""
-    return name.startswith(".") or name == SUMMARY_FOLDER
+        if not (name.startswith(".") or name == SUMMARY_FOLDER or (aside and aside[1] in names)):
+            yield from search(folder / name, found_in, above | {resolved})
 
 
 def natural_order(name: str) -> list:
@@ -124,34 +136,21 @@ def load_run(directory: Path, record: dict[str, Any]) -> RunData:
         )
     try:
         precision, environment = record["precision"], record["environment"]
-        if type(record["seed"]) is not int or not isinstance(environment, dict):
-            raise TypeError("seed must be an integer, environment a mapping")
-        memory, throughput = record.get("memory", {}), record.get("throughput", {})
-        has_scale = precision["scaler"] != "none"
+        memory, has_scale = record.get("memory", {}), precision["scaler"] != "none"
         return RunData(
             path=str(directory),
             mode=precision["mode"],
             scaler=precision["scaler"],
-            seed=record["seed"],
-            status=record["status"],
+            **{name: record[name] for name in _RECORDED},
+            **dict(zip(_MEASURED, attrgetter(*_MEASURED)(columns), strict=True)),
             cause=record.get("cause"),
             last_step=record.get("last_step", columns.last_step),
-            evals=columns.evals,
-            train=columns.train,
-            first_losses=columns.first_losses,
-            last_losses=columns.last_losses,
             skipped=record.get("skipped", columns.skipped),
-            skip_steps=columns.skip_steps,
-            longest_skip_streak=columns.longest_skip_streak,
             scale_range=columns.scale_range if has_scale else None,
-            nonfinite_step=columns.nonfinite_step,
             keys=_ADDED_LATER | flat(record["config"]) | _data_keys(record),
-            choices=record["choices"],
             usual_scaler=precision.get("usual_scaler"),
-            config_hash=record["config_hash"],
-            created=record["created"],
             sample=record.get("sample", "sample"),
-            samples_per_s=throughput.get("samples_per_s"),
+            samples_per_s=record.get("throughput", {}).get("samples_per_s"),
             peak_bytes=memory.get("peak_bytes"),
             memory_measure=memory.get("measure", ""),
             saved_bytes=memory.get("saved_for_backward_bytes"),
@@ -161,25 +160,12 @@ def load_run(directory: Path, record: dict[str, Any]) -> RunData:
         )
     except KeyError as error:
         raise Damaged(f"{directory / 'run.json'}: no {error.args[0]!r}") from None
-    except (TypeError, AttributeError) as error:
-        raise Damaged(f"{directory / 'run.json'}: not the record of a run ({error})") from None
 
 
 def _data_keys(record: dict[str, Any]) -> dict[str, Any]:
     """Hash and size of the data's content as keys: equal names do not make equal data."""
     data = record.get("data") or {}
     return {f"data.{key}": data[key] for key in ("sha256", "eval_samples") if key in data}
-
-
-def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one: {"optim": {"lr": 0.1}} becomes {"optim.lr": 0.1}."""
-    keys: dict[str, Any] = {}
-    for key, value in config.items():
-        if isinstance(value, dict) and value:
-            keys |= flat(value, f"{prefix}{key}.")
-        else:
-            keys[f"{prefix}{key}"] = value
-    return keys
 
 
 def first_with_outcome(runs: Iterable[RunData], same, what: str) -> tuple[list[RunData], list[str]]:
@@ -207,22 +193,16 @@ def first_with_outcome(runs: Iterable[RunData], same, what: str) -> tuple[list[R
 
 def _read_record(directory: Path) -> dict[str, Any]:
     try:
-        record = read_json(directory / "run.json")
+        return read_record(directory)
     except OSError as error:
         raise BadInput(f"{directory / 'run.json'}: cannot be read ({error.strerror})") from None
-    if not isinstance(record, dict):
-        raise Damaged(f"{directory / 'run.json'}: not a JSON object")
-    return record
 
 
 def _newest_samples(directory: Path) -> str | None:
     """Path of samples/step-NNNNNNNN.png with the highest step."""
-    grids = sorted(
-        path
-        for path in (directory / "samples").glob("step-*.png")
-        if re.fullmatch(r"step-\d+\.png", path.name)
-    )
-    return str(max(grids, key=lambda path: int(path.stem[5:]))) if grids else None
+    names = (re.fullmatch(r"step-(\d+)\.png", p.name) for p in directory.glob("samples/step-*"))
+    newest = max(filter(None, names), key=lambda name: int(name[1]), default=None)
+    return None if newest is None else str(directory / "samples" / newest[0])
 
 
 def missing_seeds(runs: Iterable[RunData]) -> list[str]:
@@ -254,17 +234,16 @@ def post_mortems(runs: Iterable[RunData]) -> list[str]:
 
 def group_notes(baseline: Arm, arms: Sequence[Arm]) -> list[str]:
     """Differences of environment inside a group, and a baseline whose products are not FP32."""
-    every = [baseline, *arms]
+    every = [(arm.label, run) for arm in (baseline, *arms) for run in arm.runs]
     notes = []
     for what, read in _MUST_AGREE.items():
         found: dict[str, dict[str, None]] = {}  # value -> labels, in order
-        for arm in every:
-            for run in arm.runs:
-                found.setdefault(str(read(run.environment)), {})[arm.label] = None
+        for label, run in every:
+            found.setdefault(str(read(run.environment)), {})[label] = None
         if len(found) > 1:
             text = "; ".join(f"{value} ({', '.join(labels)})" for value, labels in found.items())
             notes.append(f"{what} differs: {text}")
-    dirty = [arm.label for arm in every if any(run.environment.get("dirty") for run in arm.runs)]
+    dirty = dict.fromkeys(label for label, run in every if run.environment.get("dirty"))
     if dirty:
         notes.append(
             f"recorded with uncommitted changes to mprun: {', '.join(dirty)}; their code may differ"
@@ -280,16 +259,8 @@ def _not_ieee(baseline: Arm) -> list[str]:
         for name, value in run.flags.items()
         if name.endswith(".fp32_precision") and value != "ieee"
     }
-    if not lowered:
-        return []
-    return [
-        f"the baseline {baseline.label} did not compute FP32 products in full FP32: "
-        f"{', '.join(sorted(lowered))}"
-    ]
-
-
-def _package(name: str) -> Callable[[dict[str, Any]], str]:
-    return lambda environment: (environment.get("packages") or {}).get(name, "unknown")
+    what = f"the baseline {baseline.label} did not compute FP32 products in full FP32"
+    return [f"{what}: {', '.join(sorted(lowered))}"] if lowered else []
 
 
 def _machine(environment: dict[str, Any]) -> str:
@@ -299,7 +270,7 @@ def _machine(environment: dict[str, Any]) -> str:
 
 _MUST_AGREE: dict[str, Callable[[dict[str, Any]], str]] = {
     "Python": lambda environment: ".".join(str(environment.get("python")).split(".")[:2]),
-    "torch": _package("torch"),
+    "torch": lambda environment: (environment.get("packages") or {}).get("torch", "unknown"),
     "device": _machine,
     "mprun": lambda environment: environment.get("mprun", "unknown"),
     "commit of mprun": lambda environment: (environment.get("commit") or "unknown")[:12],

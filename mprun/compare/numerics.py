@@ -7,8 +7,9 @@ at which FP16 holds them.
 import math
 import statistics
 from dataclasses import dataclass, field
-from functools import partial, reduce
+from functools import partial
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -16,12 +17,13 @@ from matplotlib.ticker import FuncFormatter
 
 from mprun.compare.findings import Group, Row
 from mprun.errors import Damaged
-from mprun.numerics.exponent_shares import LostUpdates
+from mprun.numerics.exponent_shares import LostUpdates, merged
 from mprun.numerics.probe_record import (
     FOLDER,
     KINDS,
     Agreement,
     Gradients,
+    LearnerProbe,
     ProbeRecord,
     ScaleRange,
     TensorStats,
@@ -90,6 +92,13 @@ class ProbedMode:
             *("" if part is None else f"{part:.5g}" for part in (self.cosine, self.relative_error)),
         )
 
+    def known_gradients(self) -> dict[str, Gradients]:
+        """Kind -> gradients, of the kinds that hold any that are not zero."""
+        found = {kind: self.gradients.get(kind) for kind in GRADIENTS}
+        return {
+            kind: gradients for kind, gradients in found.items() if gradients and gradients.nonzero
+        }
+
     def measured(self) -> list[tuple[str, tuple[str, ...]]]:
         """(kind, its numbers as text) of each kind of tensor that was probed."""
         kinds = [kind for kind in KINDS if kind in self.tensors]
@@ -101,7 +110,7 @@ def probed_modes(group: Group) -> list[ProbedMode]:
 
     A mode whose probes are damaged has an entry that says so: the verdicts do not rest on them.
     """
-    found = (_of_row(row) for row in (group.baseline, *group.rows))
+    found = (_of_row(row) for row in group.every_row)
     return [mode for mode in found if mode is not None]
 
 
@@ -111,58 +120,54 @@ def _of_row(row: Row) -> ProbedMode | None:
         # Most runs have none: this costs one look at the file system for each.
         if run.foreign or not folder.is_dir():
             continue
-        paths = sorted(folder.glob("step-*.json"))
-        if paths:
-            return _of_run(ProbedMode(row.arm.label, run.seed, len(paths)), paths)
+        if paths := sorted(folder.glob("step-*.json")):
+            mode = ProbedMode(row.arm.label, run.seed, len(paths))
+            try:
+                _sum_up(mode, [read_probe(path) for path in _drawn(paths)])
+            except (Damaged, OSError) as error:
+                mode.damage = str(error)
+            return mode
     return None
 
 
-def _of_run(mode: ProbedMode, paths: list[Path]) -> ProbedMode:
-    if len(paths) > _MOST:
-        # Not every n-th: shadow steps come at an interval, too, and could all be missed.
-        chosen = np.random.default_rng(0).choice(len(paths), _MOST, replace=False)
-        paths = [paths[i] for i in sorted(chosen)]
-    try:
-        records = [read_probe(path) for path in paths]
-    except (Damaged, OSError) as error:
-        mode.damage = str(error)
-        return mode
+def _drawn(paths: list[Path]) -> list[Path]:
+    if len(paths) <= _MOST:
+        return paths
+    # Not every n-th: shadow steps come at an interval, too, and could all be missed.
+    chosen = np.random.default_rng(0).choice(len(paths), _MOST, replace=False)
+    return [paths[i] for i in sorted(chosen)]
+
+
+def _sum_up(mode: ProbedMode, records: list[ProbeRecord]) -> None:
     kept = [record for record in records if not record.skipped]
-    mode.skipped = len(records) - len(kept)
-    mode.only_skipped = not kept
-    agreements = []
+    mode.skipped, mode.only_skipped = len(records) - len(kept), not kept
+    found: list[Agreement] = []
     for record in kept or records:
         mode.steps.append(record.step)
-        _add_tensors(mode, record)
-        agreements += _agreement(record)
-    if agreements:
-        mode.cosine = statistics.median(a.cosine for a in agreements)
-        mode.relative_error = statistics.median(a.relative_error for a in agreements)
-    return mode
+        learners = record.learners.values()
+        for learner in learners:
+            _add_tensors(mode, learner, record.log2_loss_scale)
+        # Of all models of the step together.
+        agreement = merged(filter(None, (learner.total_agreement() for learner in learners)))
+        found += [agreement] if agreement else []
+    if found:
+        mode.cosine = statistics.median(shadow.cosine for shadow in found)
+        mode.relative_error = statistics.median(shadow.relative_error for shadow in found)
 
 
-def _add_tensors(mode: ProbedMode, record: ProbeRecord) -> None:
-    for learner in record.learners.values():
-        scales = [record.log2_loss_scale.get(name, 0.0) for name in learner.loss_scales]
-        scales = [scale for scale in scales if math.isfinite(scale)] or [0.0]
-        low, high = mode.scales or (scales[0], scales[0])
-        mode.scales = (min(low, *scales), max(high, *scales))
-        mode.lost = mode.lost.merge(learner.total_lost())
-        for kind in learner.tensors:
-            total = learner.total(kind)
-            if total is None:
-                continue
-            before = mode.tensors.get(kind)
-            mode.tensors[kind] = total if before is None else before.merge(total)
-            if kind in GRADIENTS:
-                mode.gradients.setdefault(kind, Gradients()).add(total, scales)
-
-
-def _agreement(record: ProbeRecord) -> list[Agreement]:
-    """Of all models of the step together: a list of one, or of none without a shadow."""
-    every = [learner.total_agreement() for learner in record.learners.values()]
-    found = [agreement for agreement in every if agreement is not None]
-    return [reduce(Agreement.merge, found)] if found else []
+def _add_tensors(mode: ProbedMode, learner: LearnerProbe, log2_scales: dict[str, float]) -> None:
+    scales = [log2_scales.get(name, 0.0) for name in learner.loss_scales]
+    scales = [scale for scale in scales if math.isfinite(scale)] or [0.0]
+    reached = [*scales, *(mode.scales or ())]
+    mode.scales = min(reached), max(reached)
+    mode.lost = mode.lost.merge(learner.total_lost())
+    for kind in learner.tensors:
+        total = learner.total(kind)
+        if total is None:
+            continue
+        mode.tensors[kind] = mode.tensors[kind].merge(total) if kind in mode.tensors else total
+        if kind in GRADIENTS:
+            mode.gradients.setdefault(kind, Gradients()).add(total, scales)
 
 
 def _stats_texts(stats: TensorStats) -> tuple[str, ...]:
@@ -220,25 +225,18 @@ def _histogram(modes: list[ProbedMode], styles: dict[str, Style], kind: str) -> 
     if not exponents:
         return None
     left, right = min(*exponents, -27), max(*exponents, 17) + 1
+    start, width = left - 2 - _ZERO_WIDTH, _ZERO_WIDTH / len(found)
     words = kind.replace("_", " ")
     entries = [line_entry(name, styles[name]) for name in found]
     figure, axes = panel(f"{words.capitalize()} by size", _HEIGHT, entries, left=_LEFT)
-    start = left - 2 - _ZERO_WIDTH
-    axes.set(xlim=(start, right), ylim=(_FLOOR, 300), yscale="log")
+    _set_percents(axes, (start, right), "absolute value, without loss scale", "% of the values")
     _mark_ranges(axes, left, right)
-    x = np.arange(left, right + 1)
     # The baseline comes first and is drawn last.
-    for number, (label, (shares, zeros)) in reversed(list(enumerate(found.items()))):
-        style = styles[label]
-        y = [max(shares.get(int(exponent), 0.0), _FLOOR / 10) for exponent in x]
-        line = {"color": style.colour, "linestyle": style.linestyle, "linewidth": 1.3}
-        axes.plot(x, y, drawstyle="steps-post", **line)
-        width = _ZERO_WIDTH / len(found)
-        if zeros:
-            axes.bar(start + number * width, zeros, width, align="edge", color=style.colour)
-    ticks = [power for power in range(-64, 65, 8) if left <= power <= right]
+    for number, (label, shown) in reversed(list(enumerate(found.items()))):
+        place, x = start + number * width, range(left, right + 1)
+        _draw_shares(axes, shown, styles[label], x, place, width)
+    ticks = [*range(-(-left // 8) * 8, min(right, 64) + 1, 8)]
     axes.set_xticks([start + _ZERO_WIDTH / 2, *ticks], ["0", *map(power_of_two, ticks)])
-    _set_percents(axes, "absolute value, without loss scale", "% of the values")
     summary = "; ".join(f"{label}: {_course(*shown)}" for label, shown in found.items())
     caption = (
         "Share of all values per power of two, exact zeros on the left, divided by the loss scale. "
@@ -249,6 +247,17 @@ def _histogram(modes: list[ProbedMode], styles: dict[str, Style], kind: str) -> 
         caption += f" The bin at {power_of_two(_LOWEST_SHOWN)} holds all smaller values, too."
     name = PREFIX + kind.replace("_", "-")
     return Drawing(name, caption, f"Histogram of {words}. {summary}.", figure)
+
+
+def _draw_shares(
+    axes: Axes, shown: tuple[dict, float], style: Style, x: range, start: float, width: float
+) -> None:
+    """A step per exponent of `x`, and a bar of `width` at `start` for the zeros."""
+    shares, zeros = shown
+    y = [max(shares.get(exponent, 0.0), _FLOOR / 10) for exponent in x]
+    axes.plot(x, y, **style.line, linewidth=1.3, drawstyle="steps-post")
+    if zeros:
+        axes.bar(start, zeros, width, align="edge", color=style.colour)
 
 
 def _course(shares: dict[int, float], zeros: float) -> str:
@@ -271,33 +280,26 @@ def _mark_ranges(axes: Axes, left: int, right: int) -> None:
 
 def _scales(modes: list[ProbedMode], styles: dict[str, Style]) -> Drawing | None:
     """Underflow and overflow over the loss scale, of the first mode with gradients."""
-    mode = next((m for m in modes if any(g.nonzero for g in m.gradients.values())), None)
-    kinds = {} if mode is None else {k: g for k, g in mode.gradients.items() if g.nonzero}
-    usable = scale_range(kinds.values(), ACCEPTED, headroom=0)
-    if mode is None or usable is None:
+    mode = next((mode for mode in modes if mode.known_gradients()), None)
+    if mode is None:
         return None
+    kinds = mode.known_gradients()
+    usable = cast(ScaleRange, scale_range(kinds.values(), ACCEPTED, headroom=0))
     marks = {m.label: round(sum(m.scales) / 2) for m in modes if m is not mode and m.scales}
-    ends = [usable.lowest, usable.highest, 0, *marks.values()]
-    low, high = min(ends) - 8, max(ends) + 8
-    colour = styles[mode.label].colour
-    lines = {k: Style(colour, _DASHES[k]) for k in GRADIENTS if k in kinds}
+    lines = {k: Style(styles[mode.label].colour, _DASHES[k]) for k in kinds}
     entries = [line_entry(k.replace("_", " "), style) for k, style in lines.items()]
     if marks:
         entries.append(mark_entry("scale of a mode", "^"))
     title = f"What FP16 loses of {mode.label}'s gradients"
     figure, axes = panel(title, _HEIGHT, entries, "Shaded: usable scales.", _LEFT)
-    axes.set(xlim=(low, high), ylim=(_FLOOR, 300), yscale="log")
-    if usable.fits:
-        axes.axvspan(usable.lowest, usable.highest, color=GREY, alpha=0.22, linewidth=0)
+    ends = [usable.lowest, usable.highest, 0, *marks.values()]
+    low, high = min(ends) - 8, max(ends) + 8
+    _set_percents(axes, (low, high), "loss scale", "% of the non-zero values")
     for kind, style in lines.items():
         _draw_losses(axes, kinds[kind], style, range(low, high + 1))
     for label, place in marks.items():
         axes.plot([place], [2 * _FLOOR], "^", color=styles[label].colour, markersize=8)
-    axes.text(low + 0.4, 150, "← rounded to 0", va="center", fontsize=8, color=INK)
-    axes.text(high - 0.4, 150, "infinite →", ha="right", va="center", fontsize=8, color=INK)
-    ticks = [k for k in range(-320, 321, 4 if high - low < 50 else 8) if low <= k <= high]
-    axes.set_xticks(ticks, [power_of_two(k) for k in ticks])
-    _set_percents(axes, "loss scale", "% of the non-zero values")
+    _mark_usable(axes, usable, low, high)
     told = _usable_text(usable)
     caption = f"{told} A scale above leaves infinite gradients and skipped updates."
     caption += _already_lost(mode)
@@ -305,11 +307,22 @@ def _scales(modes: list[ProbedMode], styles: dict[str, Style]) -> Drawing | None
     return Drawing(f"{PREFIX}scales", caption, f"{label} {told}", figure)
 
 
+def _mark_usable(axes: Axes, usable: ScaleRange, low: int, high: int) -> None:
+    """The usable scales, and what is beyond them, on an axis of powers of two."""
+    if usable.fits:
+        axes.axvspan(usable.lowest, usable.highest, color=GREY, alpha=0.22, linewidth=0)
+    axes.text(low + 0.4, 150, "← rounded to 0", va="center", fontsize=8, color=INK)
+    axes.text(high - 0.4, 150, "infinite →", ha="right", va="center", fontsize=8, color=INK)
+    step = 4 if high - low < 50 else 8
+    ticks = range(-(-low // step) * step, high + 1, step)
+    axes.set_xticks(ticks, list(map(power_of_two, ticks)))
+
+
 def _draw_losses(axes: Axes, gradients: Gradients, style: Style, scales: range) -> None:
     """What becomes 0, and what infinite, at each of the scales 2^k."""
     for share in (gradients.underflow, partial(overflow, gradients)):
         y = [100 * share(k) or _FLOOR / 10 for k in scales]
-        axes.plot(scales, y, color=style.colour, linestyle=style.linestyle, linewidth=1.6)
+        axes.plot(scales, y, **style.line, linewidth=1.6)
 
 
 def _usable_text(usable: ScaleRange) -> str:
@@ -327,10 +340,11 @@ def _already_lost(mode: ProbedMode) -> str:
     return f" What {mode.label} itself lost in FP16 at its own scale is not counted."
 
 
-def _set_percents(axes: Axes, xlabel: str, ylabel: str) -> None:
+def _set_percents(axes: Axes, frame: tuple[float, float], xlabel: str, ylabel: str) -> None:
+    """A logarithmic axis of percents, from what is hardly there to all, over what `frame` holds."""
+    axes.set(xlim=frame, ylim=(_FLOOR, 300), yscale="log", xlabel=xlabel, ylabel=ylabel)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}" if v <= 100 else ""))
     axes.yaxis.minorticks_off()
-    axes.set(xlabel=xlabel, ylabel=ylabel)
 
 
 def share_text(share: float) -> str:

@@ -16,104 +16,112 @@ from mprun.compare.text import difference_text, metric_name, seeds_text, value_t
 from mprun.record.console import markdown_table
 
 
-@dataclass(frozen=True, slots=True)
-class Reported:
-    """One line of a table or one curve of a figure; numbers as text, empty where none is given."""
+class PaperLine(NamedTuple):
+    """One line of a row's table: the paper's or ours, all as text, in the order of HEADER."""
 
+    who: str
     mode: str
-    outcome: str
     baseline: str = ""
     value: str = ""
     difference: str = ""
+    outcome: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Claim:
+HEADER = ["who", "mode", "FP32", "this mode", "difference (+ is worse)", "outcome"]
+
+
+class Claim(NamedTuple):
     """A result of the paper and the scale at which it was obtained."""
 
     model: str
     source: str  # the table or figure
-    metric: str
+    results: tuple[PaperLine, ...]  # of a table, or the curves of a figure
     data: str
     scale: str
-    results: tuple[Reported, ...]
     ours_differs: str = ""  # in what our model of that name is another one
 
 
+def _lines(metric: str, *results: tuple[str, ...]) -> tuple[PaperLine, ...]:
+    """results: mode, outcome, then FP32, mode and difference as text where they are given."""
+    every = ((*result, "", "", "")[:5] for result in results)
+    return tuple(
+        PaperLine(f"paper: {metric}", mode, base, value, difference, outcome)
+        for mode, outcome, base, value, difference in every
+    )
+
+
 _TABLE_1 = "ILSVRC12, test on a single crop; one run per column; {}; no loss scaling"
+_MASTERS = ("FP16, FP32 master weights", "no accuracy lost")
 ALEXNET = Claim(
     "AlexNet",
     "table 1",
-    "top-1 (%)",
+    _lines("top-1 (%)", (*_MASTERS, "56.77", "56.93", "-0.16 points")),
     "ILSVRC12",
     _TABLE_1.format(
         "random crop from 256x256 and horizontal flip; public schedule and batch size, not restated"
     ),
-    (Reported("FP16, FP32 master weights", "no accuracy lost", "56.77", "56.93", "-0.16 points"),),
 )
 RESNET50 = Claim(
     "ResNet-50",
     "table 1",
-    "top-1 (%)",
+    _lines("top-1 (%)", (*_MASTERS, "75.92", "76.04", "-0.12 points")),
     "ILSVRC12",
     _TABLE_1.format(
         "augmentation of the PyTorch vision training script; public schedule and batch size, "
         "not restated"
     ),
-    (Reported("FP16, FP32 master weights", "no accuracy lost", "75.92", "76.04", "-0.12 points"),),
     "The paper's network has pre-activation blocks; ours is v1.5 (stride 2 in the 3x3 "
     "convolution).",
 )
 BIGLSTM = Claim(
     "bigLSTM language model",
     "figure 5",
-    "perplexity (a figure, no number)",
+    _lines(
+        "perplexity (a figure, no number)",
+        ("FP16, loss scale 1", "follows FP32, diverges after 300K iterations"),
+        ("FP16, loss scale 128", "matches FP32"),
+    ),
     "One Billion Word",
     "One Billion Word, vocabulary 793K, 2 layers of 8192 cells with projection 1024, sampled "
     "softmax (8K negatives), Adagrad, batch 1024 over 4 GPUs, 50 epochs; one run per curve",
-    (
-        Reported("FP16, loss scale 1", "follows FP32, diverges after 300K iterations"),
-        Reported("FP16, loss scale 128", "matches FP32"),
-    ),
 )
 DIVERGES_AFTER = 300_000  # iterations, figure 5
 DCGAN = Claim(
     "DCGAN",
     "figure 6",
-    "samples, judged by eye",
+    _lines(
+        "samples, judged by eye",
+        ("mixed precision", "uncurated samples side by side; no metric"),
+    ),
     "CelebA",
     "CelebA faces of 128x128, Adam, 100K iterations, no loss scaling; one run per column",
-    (Reported("mixed precision", "uncurated samples side by side; no metric"),),
     "The paper's generator has 7 fractionally-strided convolutions, its discriminator 6 "
     "convolutions and 2 fully connected layers.",
 )
 MASTER_WEIGHTS = Claim(
     "Mandarin speech model",
     "figure 2a",
-    "accuracy (a figure)",
+    _lines(
+        "accuracy (a figure)",
+        ("FP16, FP16 weights updated directly", "80 % relative loss of accuracy"),
+        ("FP16, FP32 master weights", "the curve of FP32"),
+    ),
     "about 800 hours of Mandarin speech",
     "a subset of about 800 hours, 20 epochs; one run per curve",
-    (
-        Reported("FP16, FP16 weights updated directly", "80 % relative loss of accuracy"),
-        Reported("FP16, FP32 master weights", "the curve of FP32"),
-    ),
     "fp16_naive keeps norm layers and optimizer state in FP16 as well, not the weights alone.",
 )
 LOSS_SCALING = Claim(
     "Multibox SSD",
     "table 2",
-    "mAP (%)",
+    _lines(
+        "mAP (%)",
+        ("mixed, no loss scaling", "diverges", "76.9"),
+        ("mixed, loss scale 8", "matches FP32", "76.9", "77.1", "-0.2 points"),
+    ),
     "Pascal VOC 2007",
     "Pascal VOC 2007 test, VGG-type backbone; one run per column",
-    (
-        Reported("mixed, no loss scaling", "diverges", "76.9"),
-        Reported("mixed, loss scale 8", "matches FP32", "76.9", "77.1", "-0.2 points"),
-    ),
 )
 OF_MODEL = {"alexnet": ALEXNET, "resnet50": RESNET50, "lstm_lm": BIGLSTM, "dcgan": DCGAN}
-
-
-HEADER = ["who", "mode", "FP32", "this mode", "difference (+ is worse)", "outcome"]
 _DATA = {
     "digits": "scikit-learn digits (1,437 training and 360 held-out images of 8x8, enlarged)",
     "docs_text": "text of CPython's documentation",
@@ -121,17 +129,7 @@ _DATA = {
     "synthetic_tokens": "random tokens (nothing to learn)",
 }
 _FP16_MODES = ("fp16_naive", "fp16_master", "fp16_master_scaled", "amp")
-
-
-class PaperLine(NamedTuple):
-    """One line of a row's table: the paper's or ours, all as text, in the order of HEADER."""
-
-    who: str
-    mode: str
-    baseline: str
-    value: str
-    difference: str
-    outcome: str
+_LSTM_SIZES = ("model.num_layers", "model.hidden_size", "model.projection_size")
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,42 +190,30 @@ def paper_markdown(rows: list[PaperRow]) -> str:
 
 
 def _beside(group: Group, claim: Claim, modes: tuple[str, ...]) -> PaperRow:
-    paper = [
-        PaperLine(f"paper: {claim.metric}", r.mode, r.baseline, r.value, r.difference, r.outcome)
-        for r in claim.results
+    ours = [
+        PaperLine(
+            f"ours: {metric_name(group)}",
+            row.arm.label,
+            value_text(group.baseline.mean),
+            value_text(row.mean),
+            difference_text(group, row.verdict),
+            row.verdict.name,
+        )
+        for row in group.rows
+        if _mode(row) in modes
     ]
-    ours = [_ours(group, row) for row in group.rows if _mode(row) in modes]
-    return PaperRow(
-        group.title,
-        claim.model,
-        claim.source,
-        (*paper, *ours),
-        claim.scale,
-        _our_scale(group),
-        _reading(group, claim, bool(ours)),
-    )
+    reading, lines = _reading(group, claim, bool(ours)), (*claim.results, *ours)
+    told = (lines, claim.scale, _our_scale(group), reading)
+    return PaperRow(group.title, claim.model, claim.source, *told)
 
 
 def _without(group: Group, model: str | None) -> PaperRow:
-    if model is None:
-        name, reading = "unknown model", "These logs do not say which model they are of."
-    else:
-        name = model
+    reading = "These logs do not say which model they are of."
+    if model is not None:
         reading = f"The paper has no {model.replace('_', ' ')}: there is no row to compare with."
-        if model == "conv_autoencoder":
-            reading += " It stands in for the models whose gradients underflow in FP16 (below)."
-    return PaperRow(group.title, name, "", (), "", _our_scale(group), reading)
-
-
-def _ours(group: Group, row: Row) -> PaperLine:
-    return PaperLine(
-        f"ours: {metric_name(group)}",
-        row.arm.label,
-        value_text(group.baseline.mean),
-        value_text(row.mean),
-        difference_text(group, row.verdict),
-        row.verdict.name,
-    )
+    if model == "conv_autoencoder":
+        reading += " It stands in for the models whose gradients underflow in FP16 (below)."
+    return PaperRow(group.title, model or "unknown model", "", (), "", _our_scale(group), reading)
 
 
 def _reading(group: Group, claim: Claim, any_ours: bool) -> str:
@@ -255,10 +241,7 @@ def _reading(group: Group, claim: Claim, any_ours: bool) -> str:
 
 def _about_biglstm(group: Group) -> list[str]:
     said = []
-    size = tuple(
-        group.keys.get(f"model.{name}") for name in ("num_layers", "hidden_size", "projection_size")
-    )
-    if size != (2, 8192, 1024):
+    if [group.keys.get(key) for key in _LSTM_SIZES] != [2, 8192, 1024]:
         said.append(f"A smaller relative of bigLSTM ({_lstm(group)}).")
     if (steps := _steps(group)) is not None and steps < DIVERGES_AFTER:
         said.append(
@@ -269,22 +252,21 @@ def _about_biglstm(group: Group) -> list[str]:
 
 
 def _our_scale(group: Group) -> str:
-    keys = group.keys
+    keys, runs = group.keys, group.baseline.arm.runs
     name = str(keys.get("data.name") or "unknown data")
     data = _DATA.get(name, name)
-    if keys.get("data.image_size") is not None:
-        data += f" at {keys['data.image_size']}x{keys['data.image_size']}"
-    if keys.get("data.level") is not None:
-        data += f" ({keys['data.level']} level)"
+    if (size := keys.get("data.image_size")) is not None:
+        data += f" at {size}x{size}"
+    if (level := keys.get("data.level")) is not None:
+        data += f" ({level} level)"
     parts = [data]
     if keys.get("model.name") == "lstm_lm":
         parts.append(_lstm(group))
     if (steps := _steps(group)) is not None:
-        parts.append(f"{steps:,} steps{_batch(keys, group.baseline.arm.runs[0])}")
-    seeds = sorted({run.seed for run in group.baseline.arm.runs})
+        parts.append(f"{steps:,} steps{_batch(keys, runs[0])}")
+    seeds = sorted({run.seed for run in runs})
     parts.append(f"{len(seeds)} FP32 seed{'s' * (len(seeds) != 1)} ({seeds_text(seeds)})")
-    parts += _machine(group)
-    return "; ".join(parts)
+    return "; ".join(parts + _machine(group))
 
 
 def _batch(keys: dict, run: RunData) -> str:
@@ -309,14 +291,11 @@ def _machine(group: Group) -> list[str]:
 
 def _steps(group: Group) -> int | None:
     """The length of the longest FP32 run, as it was trained."""
-    steps = [run.last_step for run in group.baseline.arm.runs]
-    return max(steps) if steps else None
+    return max((run.last_step for run in group.baseline.arm.runs), default=None)
 
 
 def _lstm(group: Group) -> str:
-    layers, hidden, projection = (
-        group.keys.get(f"model.{name}") for name in ("num_layers", "hidden_size", "projection_size")
-    )
+    layers, hidden, projection = map(group.keys.get, _LSTM_SIZES)
     return f"{layers} x {hidden} cells" + (f", projection {projection}" if projection else "")
 
 

@@ -21,9 +21,9 @@ from mprun.compare.divergence import MOST_SKIPS_IN_A_ROW
 from mprun.compare.equivalence import ALPHA, FEWEST_SEEDS
 from mprun.compare.figures import group_figures
 from mprun.compare.findings import Comparison, Group, is_gan
-from mprun.compare.load import flat
 from mprun.compare.numerics import PREFIX, ProbedMode, probed_modes
 from mprun.compare.paper import HEADER, PaperRow
+from mprun.config.roles import flat
 from mprun.plots.panel import INK, MARKS, Style, inline_svg, settings, styles
 
 LIMIT = 1_000_000  # bytes of report.html
@@ -56,11 +56,6 @@ def _two_lines(plain: str) -> Markup:
     return first + (below.format(rest) if bracket else "")
 
 
-def _breakable(name: str) -> Markup:
-    """A label that may break after an underscore."""
-    return escape(name).replace("_", Markup("_<wbr>"))
-
-
 _TEMPLATES = Environment(
     loader=FileSystemLoader(Path(__file__).with_name("templates")),
     autoescape=True,
@@ -68,7 +63,12 @@ _TEMPLATES = Environment(
     lstrip_blocks=True,
     undefined=StrictUndefined,
 )
-_TEMPLATES.filters |= {"powers": _powers, "two_lines": _two_lines, "breakable": _breakable}
+_TEMPLATES.filters |= {
+    "powers": _powers,
+    "two_lines": _two_lines,
+    # A label may break after an underscore.
+    "breakable": lambda label: escape(label).replace("_", Markup("_<wbr>")),
+}
 _TEMPLATES.globals |= {
     name: getattr(text, name)
     for name in (
@@ -96,7 +96,10 @@ def write_report(comparison: Comparison, folder: Path, paper: Sequence[PaperRow]
         # A label in a script that the PNG's font lacks; the page itself shows it.
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         for group in comparison.groups:
-            report.write_pngs(group, folder)
+            for drawing in group_figures(group, report.looks, _POINTS, report.probes[group.slug]):
+                path = folder / f"{group.slug}-{drawing.name}.png"
+                # matplotlib would write its own version into it, which says nothing of the runs.
+                drawing.figure.savefig(path, dpi=_DPI, metadata={"Software": None})
         page = report.fitting_page()
     path = folder / "report.html"
     path.write_text(page, encoding="utf-8")
@@ -128,12 +131,6 @@ class _Report:
         self.comparison, self.looks, self.paper = comparison, looks, paper
         self.probes = {group.slug: probed_modes(group) for group in comparison.groups}
 
-    def write_pngs(self, group: Group, folder: Path) -> None:
-        for drawing in group_figures(group, self.looks, _POINTS, self.probes[group.slug]):
-            path = folder / f"{group.slug}-{drawing.name}.png"
-            # matplotlib would write its own version into the file, which says nothing of the runs.
-            drawing.figure.savefig(path, dpi=_DPI, metadata={"Software": None})
-
     def fitting_page(self) -> Markup:
         """The page with as many points and figures as there is room for."""
         groups = self.comparison.groups
@@ -150,13 +147,8 @@ class _Report:
         return self._page([self._section(group, *_LEVELS[-1], details=False) for group in groups])
 
     def _page(self, sections: list[Markup]) -> Markup:
-        return _render(
-            "report.html",
-            comparison=self.comparison,
-            several=len(sections) > 1,
-            sections=sections,
-            paper=self.paper,
-        )
+        given = {"comparison": self.comparison, "paper": self.paper, "sections": sections}
+        return _render("report.html", several=len(sections) > 1, **given)
 
     def _section(
         self, group: Group, points: int, kept: tuple[str, ...] | None, details: bool = True
@@ -167,9 +159,8 @@ class _Report:
             name = f"{group.slug}-{drawing.name}"
             has_room = kept is None or drawing.name in kept
             svg = inline_svg(drawing.figure, name, drawing.label) if has_room else ""
-            numeric = drawing.name.startswith(PREFIX)
             shown = {"file": f"{name}.png", "caption": drawing.caption, "svg": svg}
-            pictures.append((numeric, shown))
+            pictures.append({**shown, "of_probes": drawing.name.startswith(PREFIX)})
         alike, differing = _environment(group)
         methods = {row.verdict.method for row in group.rows if row.verdict.method}
         how = {"paired": "paired by seed", "Welch": "unpaired (Welch)"}
@@ -179,8 +170,7 @@ class _Report:
             group=group,
             several=len(self.comparison.groups) > 1,
             colours=_colours(self.looks),
-            figures=[picture for numeric, picture in pictures if not numeric],
-            numbers=[picture for numeric, picture in pictures if numeric],
+            pictures=pictures,
             samples=_samples(group) if kept is None else [],
             probes=probes,
             details=details,
@@ -226,11 +216,11 @@ def _samples(group: Group) -> list[dict[str, Any]]:
     ]
     found = [(label, grids) for label, grids in found if grids]
     shared = set.intersection(*(set(grids) for _, grids in found)) if found else set()
-    samples = []
-    for label, grids in found:
-        seed = min(shared or grids)
-        samples.append({"what": f"{label}, seed {seed}", **_jpeg(Path(grids[seed]))})
-    return samples
+    chosen = [(label, min(shared or grids), grids) for label, grids in found]
+    return [
+        {"what": f"{label}, seed {seed}", **_jpeg(Path(grids[seed]))}
+        for label, seed, grids in chosen
+    ]
 
 
 def _jpeg(path: Path) -> dict[str, Any]:

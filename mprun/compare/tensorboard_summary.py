@@ -8,9 +8,9 @@ https://github.com/tensorflow/tensorboard/blob/master/tensorboard/compat/proto/e
 
 import math
 import time
+from functools import partial
 from pathlib import Path
 
-import numpy as np
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.compat.proto.tensor_pb2 import TensorProto
@@ -19,14 +19,13 @@ from tensorboard.plugins.custom_scalar import metadata as custom_scalar
 from tensorboard.plugins.text import metadata as text_plugin
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from mprun.compare.findings import Band, Comparison, Curve, Group, Row, RunData, band, curve, grid
+from mprun.compare.findings import Band, Comparison, Curve, Group, Row, RunData, bands, curve
 from mprun.compare.load import SUMMARY_FOLDER
 from mprun.compare.text import group_markdown
 
 _SUFFIX = ".mprun-compare"  # of the event files, so that a later comparison finds its own
 _POINTS = 200  # TensorBoard would keep 1,000 of a tag, but draws a dot on each
-_BOUNDS = ("mean", "low", "high")
-_TAGS = {"mean": "mean", "low": "lower", "high": "upper"}
+_BOUNDS = ("mean", "lower", "upper")  # of the tags
 
 
 def write_summaries(comparison: Comparison, root: Path) -> Path:
@@ -39,58 +38,43 @@ def write_summaries(comparison: Comparison, root: Path) -> Path:
     folder = root / SUMMARY_FOLDER
     _remove_old(folder)
     for group in comparison.groups:
-        bands = _bands(group)
-        rows = [group.baseline, *group.rows]
-        for row, name in zip(rows, _folder_names(rows), strict=True):
-            events = _scalars(group, bands.get(id(row), {}))
+        names = ("train_loss", f"eval_{group.metric}")
+        found = {name: bands(group, partial(_named, name), _POINTS) for name in names}
+        quantities = [name for name in names if found[name]]
+        for row, place in zip(group.every_row, _folder_names(group.every_row), strict=True):
+            events = []
             if row is group.baseline:
-                events = [_layout(group, bands), _text(comparison, group), *events]
-            _write(folder / group.slug / name, events)
+                events = [_layout(group, quantities), _text(comparison, group)]
+            own = [(name, band) for name in names for one, band in found[name] if one is row]
+            for name, band in own:
+                events += _scalars(f"{group.slug}/{name}", band)
+            _write(folder / group.slug / place, events)
     return folder
 
 
-def _bands(group: Group) -> dict[int, dict[str, Band]]:
-    """Per row (by identity) the bands of the quantities that it recorded: name -> Band."""
-    found: dict[int, dict[str, Band]] = {}
-    rows = (group.baseline, *group.rows)
-    for name in ("train_loss", f"eval_{group.metric}"):
-        curves = {id(row): [_named(run, name) for run in row.arm.runs] for row in rows}
-        x = grid([one for own in curves.values() for one in own], _POINTS)
-        for row in rows:
-            one = band(curves[id(row)], x)
-            if np.isfinite(one.mean).any():
-                found.setdefault(id(row), {})[name] = one
-    return found
-
-
-def _named(run: RunData, name: str) -> Curve:
+def _named(name: str, run: RunData) -> Curve:
+    """The curve "train_COLUMN" or "eval_COLUMN" of a run."""
     split, _, column = name.partition("_")
     return curve(run.train if split == "train" else run.evals, "step", column)
 
 
-def _scalars(group: Group, bands: dict[str, Band]) -> list[Event]:
+def _scalars(tag: str, band: Band) -> list[Event]:
     events = []
-    for name, one in bands.items():
-        tags = [f"{group.slug}/{name}/{_TAGS[bound]}" for bound in _BOUNDS]
-        for step, *values in zip(one.x, one.mean, one.low, one.high, strict=True):
-            if all(math.isfinite(value) for value in values):
-                value = [
-                    Summary.Value(tag=tag, simple_value=value)
-                    for tag, value in zip(tags, values, strict=True)
-                ]
-                events.append(Event(step=round(step), summary=Summary(value=value)))
+    for step, *values in zip(band.x, band.mean, band.low, band.high, strict=True):
+        if all(map(math.isfinite, values)):
+            named = zip(_BOUNDS, values, strict=True)
+            value = [Summary.Value(tag=f"{tag}/{bound}", simple_value=v) for bound, v in named]
+            events.append(Event(step=round(step), summary=Summary(value=value)))
     return events
 
 
-def _layout(group: Group, bands: dict[int, dict[str, Band]]) -> Event:
+def _layout(group: Group, quantities: list[str]) -> Event:
     """One margin chart per quantity; TensorBoard draws every run that has its tags."""
-    names = list(dict.fromkeys(name for own in bands.values() for name in own))
     charts = []
-    for name in names:
-        tag = f"{group.slug}/{name}"
-        series = layout_pb2.MarginChartContent.Series(
-            value=f"{tag}/mean", lower=f"{tag}/lower", upper=f"{tag}/upper"
-        )
+    for name in quantities:
+        tags = (f"{group.slug}/{name}/{bound}" for bound in _BOUNDS)
+        named = zip(("value", "lower", "upper"), tags, strict=True)
+        series = layout_pb2.MarginChartContent.Series(**dict(named))
         margin = layout_pb2.MarginChartContent(series=[series])
         title = name.replace("_", ": ", 1) + " (mean, lowest and highest seed)"
         charts.append(layout_pb2.Chart(title=title, margin=margin))

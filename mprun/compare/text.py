@@ -26,11 +26,8 @@ def value_text(value: float | None) -> str:
 def mean_text(row: Row) -> str:
     """The mean, and of how many runs if some diverged: "0.5052 (2 of 5)"."""
     text, ended = value_text(row.mean), sum(outcome.diverged is None for outcome in row.outcomes)
-    return (
-        text
-        if not text or ended == len(row.outcomes)
-        else f"{text} ({ended} of {len(row.outcomes)})"
-    )
+    every = len(row.outcomes)
+    return f"{text} ({ended} of {every})" if text and ended < every else text
 
 
 def unit(group: Group) -> str:
@@ -58,16 +55,19 @@ def scaled(group: Group, verdict: Verdict, value: float | None) -> float | None:
 
 def difference_text(group: Group, verdict: Verdict) -> str:
     """ "+0.04 % (-0.12 to +0.20)"; without an interval the difference alone, else empty."""
-    middle, low, high = (
-        scaled(group, verdict, value) for value in (verdict.difference, verdict.low, verdict.high)
-    )
-    if middle is None or not math.isfinite(middle):
-        return ""
-    suffix = f" {unit(group)}" if unit(group) else ""
     digits = decimals_for((100 if group.relative else 1) * group.margin_setting)
-    if low is None or high is None or not (math.isfinite(low) and math.isfinite(high)):
-        return f"{_signed(middle, digits)}{suffix}"
-    return f"{_signed(middle, digits)}{suffix} ({_signed(low, digits)} to {_signed(high, digits)})"
+    middle, low, high = (
+        "" if number is None or not math.isfinite(number) else f"{number:+,.{digits}f}"
+        for number in interval(group, verdict)
+    )
+    text = f"{middle} {unit(group)}".rstrip() if middle else ""
+    return f"{text} ({low} to {high})" if middle and low and high else text
+
+
+def interval(group: Group, verdict: Verdict) -> list[float | None]:
+    """Difference, low and high as `scaled` gives them."""
+    numbers = (verdict.difference, verdict.low, verdict.high)
+    return [scaled(group, verdict, number) for number in numbers]
 
 
 def margin_text(group: Group) -> str:
@@ -79,29 +79,23 @@ def margin_text(group: Group) -> str:
 
 def baseline_name(group: Group) -> str:
     """ "FP32" for the usual baseline, otherwise its label."""
-    label = group.baseline.arm.label
-    return "FP32" if label == "fp32" else label
+    return group.baseline.arm.reference
 
 
 def answer(group: Group, row: Row) -> str:
     """What a reader wants to know of one mode, in one short sentence."""
     name, label, base = row.verdict.name, row.arm.label, baseline_name(group)
-    lost = [outcome for outcome in row.outcomes if outcome.diverged]
-    match name:
-        case "matches":
-            return f"{label} matches {base}."
-        case "worse" | "better" | "likely worse" | "likely better":
-            return f"{label} is {name} than {base}."
-        case "diverged":
-            return f"{label} diverged in {len(lost)} of {len(row.outcomes)} runs."
-        case "invalid baseline":
-            return f"{label} cannot be judged: {base} itself diverged."
-        case "inconclusive" if row.verdict.needed:
-            return f"{label} is undecided: it needs about {row.verdict.needed} more seeds."
-        case "inconclusive":
-            return f"{label} is undecided."
-        case _:
-            return f"{label}: {name}."
+    lost, needed = sum(bool(outcome.diverged) for outcome in row.outcomes), row.verdict.needed
+    said = {
+        "matches": f"matches {base}",
+        "diverged": f"diverged in {lost} of {len(row.outcomes)} runs",
+        "invalid baseline": f"cannot be judged: {base} itself diverged",
+        "inconclusive": "is undecided"
+        + (f": it needs about {needed} more seeds" if needed else ""),
+    }
+    if name.endswith(("worse", "better")):
+        return f"{label} is {name} than {base}."
+    return f"{label} {said[name]}." if name in said else f"{label}: {name}."
 
 
 def metric_name(group: Group) -> str:
@@ -205,10 +199,6 @@ def table(group: Group, heads: dict[str, str]) -> list[list[str]]:
     return [header, *([row[name] for name in names] for row in rows)]
 
 
-def _signed(value: float, digits: int) -> str:
-    return f"{value:+,.{digits}f}"
-
-
 def _power(value: float) -> str:
     if value > 0 and math.isfinite(value) and math.frexp(value)[0] == 0.5:
         exponent = math.frexp(value)[1] - 1
@@ -223,18 +213,16 @@ def markdown(comparison: Comparison) -> str:
         parts += ["**Not the comparison that the runs were set up for:**", _list(comparison.stamps)]
     for group in comparison.groups:
         parts += [f"## {_plain(group.title)}", group_markdown(comparison, group)]
-    if comparison.not_compared:
-        parts += ["## Not compared", _list(comparison.not_compared)]
-    if comparison.notes:
-        parts += ["## Notes", _list(comparison.notes)]
+    for title, lines in (("Not compared", comparison.not_compared), ("Notes", comparison.notes)):
+        parts += [f"## {title}", _list(lines)] if lines else []
     parts.append(f"mprun {comparison.version}, compared {comparison.created}.")
     return "\n\n".join(parts)
 
 
 def group_markdown(comparison: Comparison, group: Group) -> str:
     """The verdict table of one group, what was judged, the sentences and the notes."""
-    interval = f"difference ({level_text(group)} interval)"
-    header, *rows = table(group, {"mean": f"{group.metric}, mean", "difference": interval})
+    heads = {"difference": f"difference ({level_text(group)} interval)"}
+    header, *rows = table(group, heads | {"mean": f"{group.metric}, mean"})
     sentences = [
         f"- **{_plain(row.arm.label)}**: {_plain(row.verdict.sentence)}" for row in group.rows
     ]
@@ -251,21 +239,19 @@ def console(comparison: Comparison) -> str:
     """What a terminal shows: per group aligned columns, the verdict first, then the sentences."""
     parts = []
     if comparison.stamps:
-        lines = ["NOT the comparison that the runs were set up for:"]
-        parts.append("\n".join([*lines, *(_wrapped("  ", stamp) for stamp in comparison.stamps)]))
+        parts.append("NOT the comparison that the runs were set up for:")
+        parts[-1] += _wrapped(comparison.stamps)
     for group in comparison.groups:
-        lines = [f"{group.title}", _wrapped("  ", _judged(comparison, group)), ""]
-        lines += _aligned(group)
-        lines.append("")
-        lines += [_wrapped("  ", f"{row.arm.label}: {row.verdict.sentence}") for row in group.rows]
-        lines += [_wrapped("  ", f"note: {note}") for note in _notes(group)]
-        parts.append("\n".join(lines))
+        said = [f"{row.arm.label}: {row.verdict.sentence}" for row in group.rows]
+        said += [f"note: {note}" for note in _notes(group)]
+        judged = _wrapped([_judged(comparison, group)])
+        parts.append(f"{group.title}{judged}\n\n{_aligned(group)}\n{_wrapped(said)}")
     if comparison.not_compared:
-        lines = ["not compared:", *(_wrapped("  ", line) for line in comparison.not_compared)]
-        parts.append("\n".join(lines))
+        parts.append("not compared:" + _wrapped(comparison.not_compared))
     if comparison.notes:
-        parts.append("\n".join(_wrapped("", f"note: {line}") for line in comparison.notes))
-    return "\n\n".join(parts) if parts else "nothing was compared"
+        notes = _wrapped([f"note: {line}" for line in comparison.notes], indent="")
+        parts.append(notes.removeprefix("\n"))
+    return "\n\n".join(parts) or "nothing was compared"
 
 
 def _judged(comparison: Comparison, group: Group) -> str:
@@ -282,36 +268,34 @@ def _notes(group: Group) -> list[str]:
     return notes + group.notes
 
 
-def _aligned(group: Group) -> list[str]:
+def _aligned(group: Group) -> str:
     """The table of a terminal: columns as wide as their longest cell, numbers to the right."""
-    left = {"verdict", "mode", "difference", "scale"}
     heads = {"mean": group.metric, "skipped updates": "skipped", "loss scale": "scale"}
-    rows = table(group, heads | {"peak memory": "memory", "kept for backward": ""})
-    for row in rows:  # the sentence tells how many runs diverged; a line has no room
-        row[:] = [
-            cell.partition(" (")[0] if head == group.metric else cell
-            for head, cell in zip(rows[0], row, strict=True)
-        ]
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells_ = [
-            cell.ljust(width) if head in left else cell.rjust(width)
-            for cell, width, head in zip(row, widths, rows[0], strict=True)
-        ]
-        lines.append(("  " + "  ".join(cells_)).rstrip())
-    return lines
+    header, *rows = table(group, heads | {"peak memory": "memory", "kept for backward": ""})
+    # The sentence tells how many runs diverged; a line has no room.
+    means = [head == group.metric for head in header]
+    rows = [
+        [cell.partition(" (")[0] if mean else cell for mean, cell in zip(means, row, strict=True)]
+        for row in rows
+    ]
+    left = {"verdict", "mode", "difference", "scale"}
+    columns = []
+    for column in zip(header, *rows, strict=True):
+        width, justified = max(map(len, column)), str.ljust if column[0] in left else str.rjust
+        columns.append([justified(cell, width) for cell in column])
+    return "\n".join(f"  {'  '.join(line)}".rstrip() for line in zip(*columns, strict=True))
 
 
-def _wrapped(indent: str, text: str) -> str:
-    return textwrap.fill(
-        text,
+def _wrapped(lines: Iterable[str], indent: str = "  ") -> str:
+    """Each on a line of its own, or on several of which the further ones stand further in."""
+    wrapper = textwrap.TextWrapper(
         _WIDTH,
         initial_indent=indent,
         subsequent_indent=indent + "  ",
         break_long_words=False,
         break_on_hyphens=False,
     )
+    return "".join("\n" + wrapper.fill(line) for line in lines)
 
 
 def _list(lines: Iterable[str]) -> str:
@@ -362,11 +346,15 @@ def _group_results(group: Group) -> dict[str, Any]:
 
 
 def _row_results(group: Group, row: Row) -> dict[str, Any]:
-    arm, measured = row.arm, ("skipped", "scale_range", "samples_per_s", "speedup")
+    arm, verdict, measured = row.arm, None, ("skipped", "scale_range", "samples_per_s", "speedup")
+    if row is not group.baseline:
+        numbers = _fields(row.verdict, ("difference", "low", "high", "margin"))
+        shown = {name: scaled(group, row.verdict, number) for name, number in numbers.items()}
+        verdict = {**asdict(row.verdict), "shown": {"unit": unit(group), **shown}}
     return {
         **_fields(arm, ("label", "mode")),
         "scaler": arm.runs[0].scaler if arm.runs else None,
-        "verdict": None if row is group.baseline else _verdict_results(group, row.verdict),
+        "verdict": verdict,
         "mean": row.mean,
         "outcomes": [asdict(outcome) for outcome in row.outcomes],
         "runs": [run.path for run in arm.runs],
@@ -376,26 +364,19 @@ def _row_results(group: Group, row: Row) -> dict[str, Any]:
     }
 
 
-def _verdict_results(group: Group, verdict: Verdict) -> dict[str, Any]:
-    numbers = _fields(verdict, ("difference", "low", "high", "margin"))
-    shown = {name: scaled(group, verdict, number) for name, number in numbers.items()}
-    return {**asdict(verdict), "shown": {"unit": unit(group), **shown}}
-
-
 def _fields(of: Any, names: Iterable[str]) -> dict[str, Any]:
     return {name: getattr(of, name) for name in names}
 
 
 def _json(value: Any) -> Any:
     """The value in JSON's own types; numpy scalars become Python's, other objects text."""
-    if isinstance(value, dict):
-        return {str(key): _json(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple | set):
-        return [_json(inner) for inner in value]
-    if hasattr(value, "item") and not isinstance(value, str):
-        value = value.item()
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    return str(value)
+    match value:
+        case dict():
+            return {str(key): _json(inner) for key, inner in value.items()}
+        case list() | tuple() | set():
+            return [_json(inner) for inner in value]
+        case float() if not math.isfinite(value):
+            return str(float(value))
+        case None | bool() | int() | float() | str():
+            return value
+    return _json(value.item()) if hasattr(value, "item") else str(value)

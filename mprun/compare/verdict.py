@@ -6,18 +6,17 @@ the equivalence test, at fixed seeds or at planned looks.
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import NamedTuple
 
 import numpy as np
 
 from mprun.compare import equivalence
 from mprun.compare.divergence import baseline_progress, ended_runs, outcomes, refuse_other_lengths
 from mprun.compare.equivalence import FEWEST_SEEDS, Unit
-from mprun.compare.findings import Arm, Group, Outcome, Row, RunData, Verdict, is_gan
-from mprun.compare.grouping import BASELINE, ProtoGroup
+from mprun.compare.findings import Arm, Group, Outcome, Question, Row, RunData, Verdict, is_gan
+from mprun.compare.grouping import ProtoGroup
 from mprun.compare.load import post_mortems
 from mprun.config.check import ACCURACIES, default_margin
 from mprun.errors import BadInput
@@ -29,8 +28,7 @@ CONCLUSIVE = ("matches", "worse", "better")
 FIRST_STEPS_WARNING = 0.05
 
 
-@dataclass(frozen=True, slots=True)
-class _Values:
+class _Values(NamedTuple):
     """Judged values of the arms after pairing: seeds ascending, lower is better."""
 
     method: str  # "paired" or "Welch"
@@ -38,73 +36,36 @@ class _Values:
     base_seeds: list[int]
     own: list[float]
     base: list[float]
+    reference: str  # what the baseline is called
 
     def first(self, count: int) -> "_Values":
         """The first `count` seeds of both arms."""
-        cut = slice(count)
-        return _Values(
-            self.method, self.own_seeds[cut], self.base_seeds[cut], self.own[cut], self.base[cut]
-        )
+        seeds = self.own_seeds[:count], self.base_seeds[:count]
+        return _Values(self.method, *seeds, self.own[:count], self.base[:count], self.reference)
+
+    @property
+    def fewest(self) -> int:
+        """Seeds of the arm that has fewer."""
+        return min(len(self.own), len(self.base))
 
 
-@dataclass(frozen=True, slots=True)
-class _Question:
-    """What is asked about the values."""
-
-    metric: str
-    higher_is_better: bool
-    relative: bool
-    margin_setting: float
-    reference: str  # what the baseline is called
-
-
-def judge(
-    arm: Arm,
-    baseline: Arm,
-    *,
-    metric: str,
-    higher_is_better: bool,
-    relative: bool,
-    margin_setting: float,
-    window: int = 1,
-    looks: Sequence[int] = (),
-    gan: bool = False,
-) -> tuple[Verdict, list[Outcome]]:
+def judge(arm: Arm, baseline: Arm, question: Question) -> tuple[Verdict, list[Outcome]]:
     """The verdict on `arm` against `baseline`, and the outcomes of the arm's runs.
 
-    margin_setting: above 0; times |mean of the baseline's judged values| if `relative`, else in the
-    metric's unit. looks: numbers of seeds, ascending from 3, or empty for one test of all seeds.
-    gan: losses measure no progress. Runs that did not end are no outcome and their seeds missing.
+    Runs that did not end are no outcome and their seeds missing.
 
     Raises BadInput for a metric that a run did not record, for runs of different length, and for a
     relative margin around 0; ValueError for looks that are none.
     """
-    own = outcomes(arm, baseline, metric=metric, window=window, gan=gan)
-    base = outcomes(baseline, baseline, metric=metric, window=window, gan=gan)
-    reference = "FP32" if baseline.label == BASELINE else baseline.label
-    beforehand = _diverged(own, base, reference)
-    if beforehand is None and gan and metric in GAN_LOSSES:
-        beforehand = (
-            "not assessed",
-            f"not assessed: the {metric} of a GAN does not measure the quality of its samples; "
-            "runs with compare.metric=sliced_wasserstein are judged (docs/sample_metric.md).",
-        )
-    if beforehand is None:
-        unlearned = baseline_progress(ended_runs(baseline), metric, gan=gan)
-        if unlearned is not None:
-            beforehand = (
-                "invalid baseline",
-                f"{reference} itself learned next to nothing ({unlearned}): agreement would say "
-                "nothing; train longer or fix the recipe.",
-            )
+    own, base = (outcomes(one, baseline, question) for one in (arm, baseline))
+    beforehand = _beforehand(own, base, baseline, question)
     if beforehand is not None:
         seeds, base_seeds = ([outcome.seed for outcome in every] for every in (own, base))
         return Verdict(*beforehand, seeds=seeds, baseline_seeds=base_seeds), own
-    refuse_other_lengths(arm, baseline, window)
-    question = _Question(metric, higher_is_better, relative, margin_setting, reference)
-    values = _values(own, base, question)
-    verdict = _at_looks(values, question, looks) if looks else _at_all_seeds(values, question)
-    verdict.sentence += _without_partner(own, base, values, reference)
+    refuse_other_lengths(arm, baseline, question.window)
+    values = _values(own, base, question, baseline.reference)
+    verdict = (_at_looks if question.looks else _at_all_seeds)(values, question)
+    verdict.sentence += _without_partner(own, base, values)
     return verdict, own
 
 
@@ -120,8 +81,11 @@ def pairing(own: Sequence[int], base: Sequence[int]) -> tuple[str, list[int], li
     return "Welch", sorted(own), sorted(base)
 
 
-def _diverged(own: list[Outcome], base: list[Outcome], reference: str) -> tuple[str, str] | None:
-    """Name and sentence of the verdict where a run of either arm diverged."""
+def _beforehand(
+    own: list[Outcome], base: list[Outcome], baseline: Arm, question: Question
+) -> tuple[str, str] | None:
+    """Name and sentence of a verdict for which nothing needs to be tested."""
+    reference = baseline.reference
     bad, bad_base = ([o for o in arm if o.diverged is not None] for arm in (own, base))
     own_text = f"diverged in {len(bad)} of {len(own)} runs"
     if bad_base:
@@ -132,7 +96,19 @@ def _diverged(own: list[Outcome], base: list[Outcome], reference: str) -> tuple[
     if bad:
         sentence = f"{own_text} ({_first(bad)}). {reference} diverged in 0 of {len(base)}."
         return "diverged", sentence
-    return None
+    if question.gan and question.metric in GAN_LOSSES:
+        return "not assessed", (
+            f"not assessed: the {question.metric} of a GAN does not measure the quality of its "
+            "samples; runs with compare.metric=sliced_wasserstein are judged "
+            "(docs/sample_metric.md)."
+        )
+    unlearned = baseline_progress(ended_runs(baseline), question.metric, gan=question.gan)
+    if unlearned is None:
+        return None
+    return "invalid baseline", (
+        f"{reference} itself learned next to nothing ({unlearned}): agreement would say "
+        "nothing; train longer or fix the recipe."
+    )
 
 
 def _first(diverged: list[Outcome]) -> str:
@@ -140,58 +116,49 @@ def _first(diverged: list[Outcome]) -> str:
     return f"first at step {'unknown' if first.step is None else first.step}: {first.diverged}"
 
 
-def _values(own: list[Outcome], base: list[Outcome], question: _Question) -> _Values:
-    own_by_seed, base_by_seed = (
-        {outcome.seed: _judged(outcome.value, question) for outcome in arm} for arm in (own, base)
-    )
-    method, own_seeds, base_seeds = pairing(list(own_by_seed), list(base_by_seed))
-    return _Values(
-        method,
-        own_seeds,
-        base_seeds,
-        [own_by_seed[seed] for seed in own_seeds],
-        [base_by_seed[seed] for seed in base_seeds],
-    )
+def _values(own: list[Outcome], base: list[Outcome], question: Question, reference: str) -> _Values:
+    def judged(value: float) -> float:
+        """In the unit that is tested, lower is better."""
+        value = math.log(value) if question.metric == "perplexity" else value
+        return -value if question.higher_is_better else value
+
+    of_own, of_base = ({one.seed: judged(one.value) for one in arm} for arm in (own, base))
+    method, own_seeds, base_seeds = pairing(list(of_own), list(of_base))
+    values = [of_own[seed] for seed in own_seeds], [of_base[seed] for seed in base_seeds]
+    return _Values(method, own_seeds, base_seeds, *values, reference)
 
 
-def _judged(value: float, question: _Question) -> float:
-    """The value in the unit that is tested, lower is better."""
-    judged = math.log(value) if question.metric == "perplexity" else value
-    return -judged if question.higher_is_better else judged
-
-
-def _margin_and_unit(base: list[float], question: _Question) -> tuple[float, Unit]:
+def _margin_and_unit(values: _Values, question: Question) -> tuple[float, Unit]:
     """The margin in the unit of the judged values, and how differences are shown."""
     setting, turned = question.margin_setting, question.higher_is_better
     if not question.relative:
         return setting, Unit(1.0, " points" if question.metric in ACCURACIES else "", turned)
-    mean = abs(math.fsum(base) / len(base))
+    mean = abs(math.fsum(values.base) / len(values.base))
     if mean == 0:
         judged = "log perplexity" if question.metric == "perplexity" else question.metric
         raise BadInput(
             f"compare.margin={setting:g}: is relative to the mean {judged} of "
-            f"{question.reference}, which must not be 0; choose another --metric"
+            f"{values.reference}, which must not be 0; choose another --metric"
         )
     return setting * mean, Unit(100 / mean, " %", turned)
 
 
-def _at_all_seeds(values: _Values, question: _Question) -> Verdict:
-    if min(len(values.own), len(values.base)) < FEWEST_SEEDS:
+def _at_all_seeds(values: _Values, question: Question) -> Verdict:
+    if values.fewest < FEWEST_SEEDS:
         return _too_few(values, question, FEWEST_SEEDS)
     verdict = _tested(values, question, equivalence.ALPHA)
     if verdict.needed:
-        total = min(len(values.own), len(values.base)) + verdict.needed
         verdict.sentence += (
-            f" Then test with --looks {len(values.own)},{total}: a second test without it raises "
-            "the error rate above 5 %."
+            f" Then test with --looks {len(values.own)},{values.fewest + verdict.needed}: a second "
+            "test without it raises the error rate above 5 %."
         )
     return verdict
 
 
-def _at_looks(values: _Values, question: _Question, looks: Sequence[int]) -> Verdict:
+def _at_looks(values: _Values, question: Question) -> Verdict:
     """The first conclusive look stands; else the last one that the seeds suffice for."""
-    plan = equivalence.checked_looks(looks)
-    available = min(len(values.own), len(values.base))
+    plan = equivalence.checked_looks(question.looks)
+    available = values.fewest
     taken = [look for look in plan if look <= available]
     if not taken:
         return _too_few(values, question, plan[0])
@@ -203,77 +170,68 @@ def _at_looks(values: _Values, question: _Question, looks: Sequence[int]) -> Ver
         if verdict.name in CONCLUSIVE:
             break
     verdict.look, verdict.needed = look, None
-    unused = f"{available - look} seed{'' if available - look == 1 else 's'}"
-    ends = []
-    if verdict.name in CONCLUSIVE:
-        rest = f"; it stands, {unused} not used"
-    elif not later:
-        rest = f"; {unused} beyond it not used"
-    else:
+    if later and verdict.name not in CONCLUSIVE:
         verdict.needed = later[0] - available
-        ends = [f"; the next needs {verdict.needed} seed{'' if verdict.needed == 1 else 's'} more"]
-        rest = f", {unused} waiting for it"
-    ends += [rest] if available > look else []
-    of_plan = f" Look at {look} seeds of the plan {', '.join(map(str, plan))}"
-    verdict.sentence += f"{of_plan}{''.join(ends)}."
+    verdict.sentence += f" Look at {look} seeds of the plan {', '.join(map(str, plan))}"
+    verdict.sentence += _what_follows(verdict, available - look) + "."
     return verdict
 
 
+def _what_follows(verdict: Verdict, unused: int) -> str:
+    """What comes of the seeds beyond the look at which the verdict was found."""
+    next_look = f"; the next needs {_seeds_text(verdict.needed)} more" if verdict.needed else ""
+    if unused == 0:
+        return next_look
+    seeds = _seeds_text(unused)
+    if verdict.name in CONCLUSIVE:
+        return f"; it stands, {seeds} not used"
+    return f"{next_look}, {seeds} waiting for it" if next_look else f"; {seeds} beyond it not used"
+
+
+def _seeds_text(count: int) -> str:
+    return f"{count} seed{'' if count == 1 else 's'}"
+
+
 def _tested(
-    values: _Values, question: _Question, alpha: float, remedy: str | None = None
+    values: _Values, question: Question, alpha: float, remedy: str | None = None
 ) -> Verdict:
-    margin, unit = _margin_and_unit(values.base, question)
+    margin, unit = _margin_and_unit(values, question)
     paired = values.method == "paired"
     estimate = equivalence.paired_interval if paired else equivalence.welch_interval
     interval = estimate(values.own, values.base, alpha)
     name = equivalence.decide(interval, margin)
-    needed = equivalence.seeds_needed(interval, margin) if name == "inconclusive" else None
-    remedy = remedy or equivalence.needs_text(needed)
     return Verdict(
         name,
-        equivalence.sentence(name, interval, margin, unit, question.reference, remedy),
-        method=values.method,
-        seeds=values.own_seeds,
-        baseline_seeds=values.base_seeds,
+        equivalence.sentence(name, interval, margin, unit, values.reference, remedy),
+        *values[:3],
         difference=interval.difference,
         low=interval.low,
         high=interval.high,
         margin=margin,
         level=interval.level,
-        needed=needed,
+        needed=equivalence.seeds_needed(interval, margin) if name == "inconclusive" else None,
     )
 
 
-def _too_few(values: _Values, question: _Question, wanted: int) -> Verdict:
+def _too_few(values: _Values, question: Question, wanted: int) -> Verdict:
     """No verdict below `wanted` seeds; the difference so far is told where there is one."""
-    has = min(len(values.own), len(values.base))
-    difference = margin = unit = None
+    has, difference, margin, unit = values.fewest, None, None, None
     if values.base:
-        margin, unit = _margin_and_unit(values.base, question)
+        margin, unit = _margin_and_unit(values, question)
     if has:
         own, base = (math.fsum(arm) / len(arm) for arm in (values.own, values.base))
         difference = own - base
-    return Verdict(
-        "inconclusive",
-        equivalence.too_few_sentence(has, wanted, difference, margin, unit),
-        method=values.method,
-        seeds=values.own_seeds,
-        baseline_seeds=values.base_seeds,
-        difference=difference,
-        margin=margin,
-        needed=wanted - has,
-    )
+    sentence = equivalence.too_few_sentence(has, wanted, difference, margin, unit)
+    verdict = Verdict("inconclusive", sentence, *values[:3], difference=difference)
+    verdict.margin, verdict.needed = margin, wanted - has
+    return verdict
 
 
-def _without_partner(
-    own: list[Outcome], base: list[Outcome], values: _Values, reference: str
-) -> str:
+def _without_partner(own: list[Outcome], base: list[Outcome], values: _Values) -> str:
     """Names the seeds that pairing left out."""
     parts = []
-    for arm, used, name in (
-        (own, values.own_seeds, "this mode"),
-        (base, values.base_seeds, reference),
-    ):
+    modes = (own, values.own_seeds, "this mode"), (base, values.base_seeds, values.reference)
+    for arm, used, name in modes:
         extra = [outcome.seed for outcome in arm if outcome.seed not in used]
         if extra:
             word = "seed" if len(extra) == 1 else "seeds"
@@ -294,88 +252,97 @@ def assess(
     metric, margin: instead of what the runs' configuration says. higher_is_better: for a foreign
     tag; the runs' own metrics are known. BadInput: see `judge`.
     """
+    keys, base = proto.keys, proto.baseline
+    question = _question(proto, metric, margin, higher_is_better)
+    question.looks = looks
+    verdict = Verdict("baseline", "")
+    group = Group(
+        **asdict(question),
+        title=proto.title,
+        slug=proto.slug,
+        baseline=_row(base, base, verdict, outcomes(base, base, question)),
+        rows=[_row(arm, base, *judge(arm, base, question)) for arm in proto.arms],
+        keys=keys,
+        notes=list(proto.notes),
+    )
+    samples, margin = keys.get("data.eval_samples"), question.margin_setting
+    if question.higher_is_better and samples and 100 / samples > margin / 2:
+        group.notes.append(
+            f"one evaluated sample is {100 / samples:.2g} points, too coarse for a margin of "
+            f"{margin:g}: matches by rounding are likely; evaluate on more samples"
+        )
+    for row in [] if question.gan else group.rows:
+        _check_first_steps(row, base)
+    return group
+
+
+def _question(
+    proto: ProtoGroup, metric: str | None, margin: float | None, higher_is_better: bool
+) -> Question:
+    """What is asked of the runs; margin None: what they say of their own metric."""
     keys, foreign = proto.keys, proto.baseline.runs[0].foreign
     metric = metric or keys.get("compare.metric")
     if metric is None or (not foreign and "compare.window" not in keys):
         raise BadInput("compare.metric, compare.window: the runs differ in it; give --metric")
     accuracy = higher_is_better if foreign else metric in ACCURACIES
-    margin = _margin_setting(keys, metric) if margin is None else margin
+    if margin is None and keys.get("compare.metric") == metric:
+        margin = keys.get("compare.margin")
+    if margin is None:
+        margin = default_margin(metric, keys.get("data.name"))
     if not accuracy and margin >= 0.5:
         raise BadInput(f"margin {margin:g}: is relative, 0.01 means 1 %; must be below 0.5")
-    window = keys.get("compare.window", 1)
-    gan = is_gan(keys)
-    base = outcomes(proto.baseline, proto.baseline, metric=metric, window=window, gan=gan)
-    group = Group(
-        title=proto.title,
-        slug=proto.slug,
+    return Question(
         metric=metric,
         higher_is_better=accuracy,
         relative=not accuracy,
         margin_setting=margin,
-        baseline=_row(proto.baseline, proto.baseline, Verdict("baseline", ""), base),
-        rows=[],
-        keys=keys,
-        window=window,
-        notes=list(proto.notes),
+        window=keys.get("compare.window", 1),
+        gan=is_gan(keys),
     )
-    samples = keys.get("data.eval_samples")
-    if accuracy and samples and 100 / samples > margin / 2:
-        group.notes.append(
-            f"one evaluated sample is {100 / samples:.2g} points, too coarse for a margin of "
-            f"{margin:g}: matches by rounding are likely; evaluate on more samples"
-        )
-    for arm in proto.arms:
-        verdict, own = judge(
-            arm,
-            proto.baseline,
-            metric=metric,
-            higher_is_better=accuracy,
-            relative=group.relative,
-            margin_setting=margin,
-            window=window,
-            looks=looks,
-            gan=gan,
-        )
-        row = _row(arm, proto.baseline, verdict, own)
-        if not gan:
-            _check_first_steps(row, proto.baseline)
-        group.rows.append(row)
-    return group
-
-
-def _margin_setting(keys: dict[str, Any], metric: str) -> float:
-    """What the configuration says of its own metric, else the metric's default."""
-    configured = keys.get("compare.margin") if keys.get("compare.metric") == metric else None
-    return default_margin(metric, keys.get("data.name")) if configured is None else configured
 
 
 def _row(arm: Arm, baseline: Arm, verdict: Verdict, own: list[Outcome]) -> Row:
     ended, base = ended_runs(arm), ended_runs(baseline)
-    scales = [scale for run in ended for scale in run.scale_range or ()]
     # The seeds that were compared, so that means and difference agree.
     used = set(verdict.seeds) or {outcome.seed for outcome in own}
     finite = [o.value for o in own if math.isfinite(o.value) and o.seed in used]
+    costs = _costs(ended)
+    # Over the baseline's where both ran on the same device and were probed alike.
     alike = len({_device(run) for run in (*ended, *base)}) == 1
-
-    def ratio(measure: Callable[[list[RunData]], float | None]) -> float | None:
-        """Over the baseline's where both ran on the same device and were probed alike."""
-        mine, theirs = measure(ended), measure(base)
-        return mine / theirs if alike and mine is not None and theirs else None
-
+    ratios = map(_ratio, costs, _costs(base)) if alike else (None, None, None)
+    speedup, memory_ratio, saved_ratio = ratios
     return Row(
         arm=arm,
         verdict=verdict,
         outcomes=own,
         mean=statistics.fmean(finite) if finite else None,
         skipped=sum(run.skipped for run in ended),
-        scale_range=(min(scales), max(scales)) if scales else None,
-        samples_per_s=_median_speed(ended),
-        speedup=ratio(_median_speed),
-        peak_bytes=_largest("peak_bytes", ended),
-        memory_ratio=ratio(partial(_largest, "peak_bytes")),
-        saved_ratio=ratio(partial(_largest, "saved_bytes")),
+        scale_range=_reached([run.scale_range for run in ended if run.scale_range]),
+        samples_per_s=costs[0],
+        speedup=speedup,
+        peak_bytes=costs[1],
+        memory_ratio=memory_ratio,
+        saved_ratio=saved_ratio,
         notes=post_mortems(arm.runs),
     )
+
+
+def _reached(ranges: list[tuple[float, float]]) -> tuple[float, float] | None:
+    return (min(low for low, _ in ranges), max(high for _, high in ranges)) if ranges else None
+
+
+def _ratio(own: float | None, base: float | None) -> float | None:
+    return None if own is None or not base else own / base
+
+
+def _costs(runs: list[RunData]) -> tuple[float | None, int | None, int | None]:
+    """Median speed, largest peak memory and memory kept for backward, of those that are known."""
+    speeds, peaks, saved = (
+        [value for run in runs if (value := getattr(run, name))]
+        for name in ("samples_per_s", "peak_bytes", "saved_bytes")
+    )
+    speed = statistics.median(speeds) if speeds else None
+    return speed, max(peaks, default=None), max(saved, default=None)
 
 
 def _device(run: RunData) -> tuple:
@@ -383,15 +350,6 @@ def _device(run: RunData) -> tuple:
     probed = [run.keys.get(f"numerics.{key}") for key in ("enabled", "every", "shadow_every")]
     machine = (found.get("device"), found.get("gpu") or found.get("cpu"), found.get("threads"))
     return (*machine, tuple(probed) if probed[0] else None)
-
-
-def _median_speed(runs: list[RunData]) -> float | None:
-    speeds = [run.samples_per_s for run in runs if run.samples_per_s]
-    return statistics.median(speeds) if speeds else None
-
-
-def _largest(name: str, runs: list[RunData]) -> int | None:
-    return max((getattr(run, name) for run in runs if getattr(run, name)), default=None)
 
 
 def _first_distance(own: RunData, other: RunData) -> float | None:

@@ -5,7 +5,7 @@ FP16 weights, loss scaling (3.2) where gradients underflow, FP32 where values ex
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from mprun.config.schema import OptimConfig, RunConfig
 from mprun.errors import BadInput
@@ -28,7 +28,7 @@ from mprun.numerics.probe_record import (
     TensorStats,
     scale_range,
 )
-from mprun.numerics.shapes import IdleShape, Layout
+from mprun.numerics.shapes import IdleShape, Key, Layout
 
 # A lost update is lost again at the next step as long as weight, gradient and rate are alike: such
 # weights stand still, which no later step averages out. From one weight in a hundred on that is
@@ -44,8 +44,7 @@ SCALE_HEADROOM = 2
 VALUE_HEADROOM = 2
 _NORM_INPUT = 2.0**8  # its square is the first power of two beyond FP16
 _EPS = {"adam": 1e-8, "adamw": 1e-8, "adagrad": 1e-10}
-Key = tuple[str, str]  # learner, module
-Named = Callable[[str, str], str]  # learner, module -> what it is called
+ByKind = dict[str, dict[Key, Gradients]]
 
 
 def advise(
@@ -73,16 +72,12 @@ def advise(
     used = [r for r in records if not r.skipped and any(o.tensors for o in r.learners.values())]
     if not used:
         raise BadInput("no probe with tensors and without a skipped update (numerics=on)")
-    several = len(layout.leaves) > 1
-
-    def named(learner: str, module: str) -> str:
-        return f"{learner}: {module}" if several else module
-
     gradients = {kind: _gradients(used, kind, layout) for kind in GRADIENT_KINDS}
-    scaling = _loss_scaling(gradients, share, named)
-    keep, largest = modules_in_fp32(used, layout, named)
+    scaling = _loss_scaling(gradients, share, layout)
+    keep, largest = modules_in_fp32(used, layout)
     probed = [rates[min(r.step, len(rates)) - 1] for r in used]
-    formats = _formats(used)
+    dtypes = (own.dtype for kind in GRADIENT_KINDS for _, own in _tensors(used, kind))
+    formats = sorted({name for dtype in dtypes for name in dtype.split("+")})
     evidence = Evidence(
         steps=[r.step for r in used],
         left_out=[r.step for r in records if r.skipped],
@@ -90,10 +85,9 @@ def advise(
         lr=(min(probed), max(probed)),
         schedule_lr=(min(rates), max(rates)),
         formats=formats,
-        problems=_problems(formats, gradients, named),
+        problems=_problems(formats, gradients, layout),
     )
-    masters = _master_weights(used, named)
-    notes = notes_on_naive(used, layout, config.optim, named)
+    masters, notes = _master_weights(used, layout), notes_on_naive(used, layout, config.optim)
     return Advice(evidence, masters, scaling, keep, largest, notes, idle, *_modes(scaling, keep))
 
 
@@ -118,44 +112,42 @@ def _values(used: Sequence[ProbeRecord], kind: str) -> dict[Key, TensorStats]:
 
 
 def modules_in_fp32(
-    used: Sequence[ProbeRecord], layout: Layout, named: Named
+    used: Sequence[ProbeRecord], layout: Layout
 ) -> tuple[list[KeepFp32], tuple[str, float] | None]:
     """Modules whose weights or outputs are beyond FP16 or close to it; the largest activation."""
-    weights, activations = _values(used, "weights"), _values(used, "activations")
-    near = {key for key, stats in activations.items() if _near(stats)}
-    keep = []
-    for key, stats in weights.items():
-        if _near(stats):
-            keep.append(KeepFp32(named(*key), f"weights {_reason(stats)}", (key[1],)))
-    for learner, module in sorted(near, key=lambda key: -_size(activations[key])):
-        patterns, needs_amp = _region(learner, module, near, layout)
-        reason = f"activations {_reason(activations[learner, module])}"
-        keep.append(KeepFp32(named(learner, module), reason, patterns, needs_amp))
+    activations = _values(used, "activations")
+    near = {key: reason for key, stats in activations.items() if (reason := _reason(stats))}
+    keep = [
+        KeepFp32(layout.named(key), f"weights {reason}", (key[1],))
+        for key, stats in _values(used, "weights").items()
+        if (reason := _reason(stats))
+    ]
+    for key in sorted(near, key=lambda key: -_size(activations[key])):
+        region = _region(*key, near, layout)
+        keep.append(KeepFp32(layout.named(key), f"activations {near[key]}", *region))
     largest = max(activations, key=lambda key: _size(activations[key]), default=None)
     if largest is None:
         return keep, None
-    return keep, (named(*largest), activations[largest].amax)
-
-
-def _near(stats: TensorStats) -> bool:
-    headroom = stats.headroom
-    return not math.isfinite(stats.amax) or (headroom is not None and headroom < VALUE_HEADROOM)
+    return keep, (layout.named(largest), activations[largest].amax)
 
 
 def _size(stats: TensorStats) -> float:
     return stats.amax if math.isfinite(stats.amax) else math.inf
 
 
-def _reason(stats: TensorStats) -> str:
+def _reason(stats: TensorStats) -> str | None:
+    """Why such values are kept in FP32; None where FP16 holds them."""
     if not math.isfinite(stats.amax):
         return "are not finite"
-    if stats.headroom is not None and stats.headroom < 0:
+    if stats.headroom is None or stats.headroom >= VALUE_HEADROOM:
+        return None
+    if stats.headroom < 0:
         return f"reach {stats.amax:.4g}, beyond FP16's 65504"
     return f"reach {stats.amax:.4g}, within {2**VALUE_HEADROOM} times of FP16's 65504"
 
 
 def _region(
-    learner: str, module: str, near: set[Key], layout: Layout
+    learner: str, module: str, near: Mapping[Key, str], layout: Layout
 ) -> tuple[tuple[str, ...], bool]:
     """Patterns that keep `module` and the reader of its output in FP32, and whether only in amp.
 
@@ -168,13 +160,11 @@ def _region(
         if (learner, last) not in near:
             return (around,), False
     behind = leaves[leaves.index(module) + 1 :] if module in leaves else ()
-    reader = next((name for name in behind if (learner, name) in layout.products), None)
-    return ((module,) if reader is None else (module, reader)), True
+    readers = [name for name in behind if (learner, name) in layout.products]
+    return (module, *readers[:1]), True
 
 
-def notes_on_naive(
-    used: Sequence[ProbeRecord], layout: Layout, optim: OptimConfig, named: Named
-) -> list[str]:
+def notes_on_naive(used: Sequence[ProbeRecord], layout: Layout, optim: OptimConfig) -> list[str]:
     """What breaks in fp16_naive alone, where norm layers, optimizer state and update are FP16."""
     notes = []
     eps = optim.eps if optim.eps is not None else _EPS.get(optim.name)
@@ -184,7 +174,7 @@ def notes_on_naive(
         )
     sizes = {key: _size(stats) for key, stats in _values(used, "activations").items()}
     large = [
-        (sizes[learner, before], named(learner, name))
+        (sizes[learner, before], layout.named((learner, name)))
         for learner, leaves in layout.leaves.items()
         for before, name in zip(leaves, leaves[1:], strict=False)
         if (learner, name) in layout.norms and sizes.get((learner, before), 0.0) >= _NORM_INPUT
@@ -199,18 +189,15 @@ def notes_on_naive(
     return notes
 
 
-def _master_weights(used: Sequence[ProbeRecord], named: Named) -> MasterWeights:
+def _master_weights(used: Sequence[ProbeRecord], layout: Layout) -> MasterWeights:
     by_module: dict[str, LostUpdates] = {}
     for learner, own, _ in _learners(used):
         for module, lost in own.lost_updates.items():
-            key = named(learner, module)
-            by_module[key] = by_module.get(key, LostUpdates()).merge(lost)
+            name = layout.named((learner, module))
+            by_module[name] = by_module.get(name, LostUpdates()).merge(lost)
     total = merged(by_module.values()) or LostUpdates()
     large = {name: lost for name, lost in by_module.items() if lost.nonzero >= FEWEST_UPDATES}
-    worst = {
-        format: _worst((name, lost.share(format)) for name, lost in large.items())
-        for format in FORMATS
-    }
+    worst = {f: _worst((name, lost.share(f)) for name, lost in large.items()) for f in FORMATS}
     shares = {format: total.share(format) for format in FORMATS}
     highest = max(shares["fp16"], worst["fp16"].share if worst["fp16"] else 0.0)
     zero = total.zero / total.total if total.total else 0.0
@@ -223,94 +210,61 @@ def _gradients(used: Sequence[ProbeRecord], kind: str, layout: Layout) -> dict[K
     for learner, own, record in _learners(used):
         scales = [record.log2_loss_scale[name] for name in own.loss_scales] or [0.0]
         for module, stats in own.tensors.get(kind, {}).items():
-            if kind == "weight_gradients" and (learner, module) in layout.norms:
-                continue
-            found.setdefault((learner, module), Gradients()).add(stats, scales)
+            if kind != "weight_gradients" or (learner, module) not in layout.norms:
+                found.setdefault((learner, module), Gradients()).add(stats, scales)
     return found
 
 
-def _loss_scaling(
-    gradients: dict[str, dict[Key, Gradients]], share: float, named: Named
-) -> LossScaling:
+def _loss_scaling(gradients: ByKind, share: float, layout: Layout) -> LossScaling:
     totals = {kind: Gradients() for kind in gradients}
+    overflows: list[tuple[int, str, str, float]] = []
     for kind, by_module in gradients.items():
-        for own in by_module.values():
-            totals[kind].merge(own)
+        for key, own in by_module.items():
+            totals[kind].merge(own.parts)
+            highest = own.highest()
+            if highest is not None:
+                overflows.append((highest, kind, layout.named(key), own.largest))
     found = scale_range(totals.values(), share, SCALE_HEADROOM)
+
+    def lost(kind: str, k: int) -> tuple[float, float, Worst | None]:
+        """Of one kind at scale 2^k: the share of values, of their sum, the worst module."""
+        total = totals[kind]
+        large = {key: g for key, g in gradients[kind].items() if g.nonzero >= FEWEST_UPDATES}
+        worst = _worst((layout.named(key), own.underflow(k)) for key, own in large.items())
+        return total.underflow(k), total.underflow_of_sum(k), worst
+
     recommended = 0 if found is None else found.recommended
     kinds = []
     for kind, total in totals.items():
-        large = {
-            named(*key): own
-            for key, own in gradients[kind].items()
-            if own.nonzero >= FEWEST_UPDATES
-        }
-        kinds.append(
-            Underflow(
-                kind,
-                total.zero_share,
-                total.underflow(0),
-                total.underflow_of_sum(0),
-                _worst((name, own.underflow(0)) for name, own in large.items()),
-                total.underflow(recommended),
-                total.underflow_of_sum(recommended),
-                _worst((name, own.underflow(recommended)) for name, own in large.items()),
-                total.lowest(share),
-            )
-        )
+        shares = (*lost(kind, 0), *lost(kind, recommended))
+        kinds.append(Underflow(kind, total.zero_share, *shares, total.lowest(share)))
     needed = found is not None and (found.lowest > 0 or found.highest < 0)
-    return LossScaling(needed, found, kinds, _limit(gradients, named))
-
-
-def _limit(
-    gradients: dict[str, dict[Key, Gradients]], named: Named
-) -> tuple[str, str, float] | None:
-    """Kind and module of the gradients that overflow first, and their largest value."""
-    found = [
-        (highest, kind, named(*key), own.largest)
-        for kind, by_module in gradients.items()
-        for key, own in by_module.items()
-        if (highest := own.highest()) is not None
-    ]
-    return min(found)[1:] if found else None
+    return LossScaling(needed, found, kinds, min(overflows)[1:] if overflows else None)
 
 
 def _modes(
     scaling: LossScaling, keep: list[KeepFp32]
 ) -> tuple[list[str], list[str], list[str], list[str]]:
     """`overrides`, `static`, `dynamic` and `unscaled` of `Advice`."""
-    patterns = list(dict.fromkeys(pattern for one in keep for pattern in one.patterns))
+    patterns = dict.fromkeys(pattern for one in keep for pattern in one.patterns)
     kept = [f"precision.overrides.{pattern}=fp32" for pattern in patterns]
     amp = any(one.needs_amp for one in keep)
     unscaled = ["precision=amp", "scaler=none"] if amp else ["precision=fp16_master"]
+    if scaling.range is None:
+        return [*unscaled, *kept], [], [], unscaled
     scaled = "precision=amp" if amp else "precision=fp16_master_scaled"
-    static: list[str] = []
-    dynamic: list[str] = []
-    if scaling.range is not None:
-        power = scaling.range.recommended
-        static = [scaled, "scaler=static", f"scaler.scale={2.0**power:.17g}", *kept]
-        dynamic = [
-            scaled,
-            "scaler=dynamic",
-            f"scaler.init_scale={2.0**power:.17g}",
-            f"scaler.growth_interval={scaling.growth_interval}",
-        ]
-        if power > 20:  # the ceiling of scaler=dynamic is 2^24
-            dynamic.append(f"scaler.max_scale={2.0 ** (power + 4):.17g}")
-        if power < -10:  # its floor is 2^-14
-            dynamic.append(f"scaler.min_scale={2.0 ** (power - 4):.17g}")
-        dynamic += kept
-    return static if scaling.needed else [*unscaled, *kept], static, dynamic, unscaled
+    power = scaling.range.recommended
+    static = [scaled, "scaler=static", f"scaler.scale={2.0**power:.17g}", *kept]
+    dynamic = [scaled, "scaler=dynamic", f"scaler.init_scale={2.0**power:.17g}"]
+    dynamic.append(f"scaler.growth_interval={scaling.growth_interval}")
+    if power > 20:  # the ceiling of scaler=dynamic is 2^24
+        dynamic.append(f"scaler.max_scale={2.0 ** (power + 4):.17g}")
+    if power < -10:  # its floor is 2^-14
+        dynamic.append(f"scaler.min_scale={2.0 ** (power - 4):.17g}")
+    return static if scaling.needed else [*unscaled, *kept], static, [*dynamic, *kept], unscaled
 
 
-def _formats(used: Sequence[ProbeRecord]) -> list[str]:
-    kinds = (_tensors(used, kind) for kind in GRADIENT_KINDS)
-    return sorted({name for kind in kinds for _, own in kind for name in own.dtype.split("+")})
-
-
-def _problems(
-    formats: list[str], gradients: Mapping[str, Mapping[Key, Gradients]], named: Named
-) -> list[str]:
+def _problems(formats: list[str], gradients: ByKind, layout: Layout) -> list[str]:
     problems = []
     narrow = [name for name in formats if name != "fp32"]
     if narrow:
@@ -319,12 +273,11 @@ def _problems(
             "count as zeros; advise on the configuration itself measures in FP32"
         )
     for kind, by_module in gradients.items():
-        bad = [named(*key) for key, own in by_module.items() if not own.finite]
+        bad = [layout.named(key) for key, own in by_module.items() if not own.finite]
         if bad:
             problems.append(f"{words(kind)} of {', '.join(bad[:3])} are not finite at any scale")
     return problems
 
 
 def _worst(shares: Iterable[tuple[str, float]]) -> Worst | None:
-    name, share = max(shares, key=lambda item: item[1], default=("", 0.0))
-    return Worst(name, share) if name else None
+    return Worst(*found) if (found := max(shares, key=lambda one: one[1], default=None)) else None

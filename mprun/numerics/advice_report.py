@@ -136,11 +136,8 @@ class Advice:
 
 def as_text(advice: Advice) -> list[str]:
     """As lines for the console, without the check and the last line."""
-    lines = _evidence(advice)
-    lines += _masters(advice.master_weights)
-    lines += _scaling(advice)
-    lines += _fp32(advice)
-    lines += _shapes(advice.idle_shapes)
+    parts = (_evidence, _masters, _scaling, _fp32, _shapes)
+    lines = [line for part in parts for line in part(advice)]
     return [*lines, "use it", f"  {advice.command}"]
 
 
@@ -151,50 +148,44 @@ def check_as_text(check: dict) -> list[str]:
         f"({check['metric']} {check['baseline']:.5g}); brief, and no word on a whole run"
     ]
     for arm in check["arms"]:
+        percent, difference = arm["difference_percent"], "no final value"
+        if percent is not None:
+            small = abs(percent) < 0.01
+            difference = "within 0.01 % of FP32" if small else f"{percent:+.2f} % from FP32"
         lines.append(f"  {arm['name']}: {arm['overrides']}")
-        lines.append(
-            f"    {_difference(arm['difference_percent'])}, {arm['skipped']} skipped updates"
-        )
+        lines.append(f"    {difference}, {arm['skipped']} skipped updates")
         lines.append(f"    {arm['verdict']}")
     return [*lines, f"  for the report: mprun compare {shlex.quote(check['folder'])}"]
-
-
-def _difference(percent: float | None) -> str:
-    if percent is None:
-        return "no final value"
-    return "within 0.01 % of FP32" if abs(percent) < 0.01 else f"{percent:+.2f} % from FP32"
 
 
 def _evidence(advice: Advice) -> list[str]:
     found = advice.evidence
     formats = "+".join(found.formats).upper() or "no gradients"
+    rate = " to ".join(f"{lr:g}" for lr in dict.fromkeys(found.lr))
     lines = [
         f"advice for FP16: {len(found.steps)} probes in {formats}, steps {found.steps[0]} to "
-        f"{found.steps[-1]} of {found.of_steps}, learning rate {_span(found.lr)}"
+        f"{found.steps[-1]} of {found.of_steps}, learning rate {rate}"
     ]
-    if found.schedule_lr[0] < found.lr[0]:
-        lines.append(
-            f"  the schedule goes down to {found.schedule_lr[0]:g}: more updates are lost there"
-        )
+    if (lowest := found.schedule_lr[0]) < found.lr[0]:
+        lines.append(f"  the schedule goes down to {lowest:g}: more updates are lost there")
     if found.left_out:
         lines.append(f"  {len(found.left_out)} probes of skipped updates left out")
     return lines + [f"  doubtful: {problem}" for problem in found.problems]
 
 
-def _masters(found: MasterWeights) -> list[str]:
-    needed = "needed" if found.needed else "not needed at this learning rate"
-    lines = [f"1 master weights: {needed}"]
-    for format in ("fp16", "bf16"):
-        lines.append(
-            f"  {format.upper()} weights would lose {_percent(found.share[format])} of the "
-            f"non-zero updates{_worst(found.worst[format])}"
-        )
-    lines.append(
+def _masters(advice: Advice) -> list[str]:
+    found = advice.master_weights
+    return [
+        f"1 master weights: {'needed' if found.needed else 'not needed at this learning rate'}",
+        *(
+            f"  {format.upper()} weights would lose {_percent(share)} of the non-zero updates"
+            f"{_worst(found.worst[format])}"
+            for format, share in found.share.items()
+        ),
         f"  needed above {_percent(found.threshold)}, in total or in one module: weights that lose "
-        f"their updates stand still"
-    )
-    lines.append(f"  updates that are zero in FP32 too, not counted: {_percent(found.zero_share)}")
-    return lines
+        "their updates stand still",
+        f"  updates that are zero in FP32 too, not counted: {_percent(found.zero_share)}",
+    ]
 
 
 def _scaling(advice: Advice) -> list[str]:
@@ -202,18 +193,23 @@ def _scaling(advice: Advice) -> list[str]:
     if scales is None:
         return ["2 loss scaling: cannot be told, every gradient was zero"]
     needed = "needed" if found.needed else "not needed, scale 1 is in the range"
-    lines = [f"2 loss scaling: {needed}"]
+    lines, share = [f"2 loss scaling: {needed}"], _percent(scales.share)
     for one in found.kinds:
-        lines += _underflow(one, scales.share)
+        enough = f"; 2^{one.lowest} brings it to {share}" if (one.lowest or 0) > 0 else ""
+        lines += [
+            f"  {words(one.kind)}: {_percent(one.lost)} of the non-zero underflow at scale 1"
+            f"{_worst(one.worst)}",
+            f"    ({_percent(one.lost_sum)} of their sum){enough}; true zeros, which no scale "
+            f"changes: {_percent(one.zero_share)}",
+        ]
     overflow = f"overflow from 2^{scales.highest + 1} on"
     if found.limited_by is not None:
         kind, module, largest = found.limited_by
         overflow += f" ({words(kind)} of {module}, {largest:.3g})"
-    share, spare = _percent(scales.share), f"{scales.headroom} powers of two to spare"
+    spare = f"{scales.headroom} powers of two to spare"
     if scales.fits:
-        span = f"s 2^{scales.lowest} to 2^{scales.top}"
-        if scales.lowest == scales.top:
-            span = f" 2^{scales.top} alone"
+        alone = scales.lowest == scales.top
+        span = f" 2^{scales.top} alone" if alone else f"s 2^{scales.lowest} to 2^{scales.top}"
         lines.append(f"  static scale{span}: at most {share} lost,")
         lines.append(f"    {spare}; {overflow}")
     else:
@@ -230,43 +226,30 @@ def _scaling(advice: Advice) -> list[str]:
     return lines
 
 
-def _underflow(kind: Underflow, share: float) -> list[str]:
-    enough = f"; 2^{kind.lowest} brings it to {_percent(share)}" if (kind.lowest or 0) > 0 else ""
-    return [
-        f"  {words(kind.kind)}: {_percent(kind.lost)} of the non-zero underflow at scale 1"
-        f"{_worst(kind.worst)}",
-        f"    ({_percent(kind.lost_sum)} of their sum){enough}; true zeros, which no scale "
-        f"changes: {_percent(kind.zero_share)}",
-    ]
-
-
 def _fp32(advice: Advice) -> list[str]:
-    lines = []
-    if advice.keep_fp32:
-        lines.append("3 keep in FP32")
-        for one in advice.keep_fp32:
-            values = " ".join(f"precision.overrides.{p}=fp32" for p in one.patterns)
-            lines.append(f"  {one.module}: {one.reason}")
-            lines.append(f"    {values}{' (precision=amp)' if one.needs_amp else ''}")
-    else:
+    lines = ["3 keep in FP32"]
+    for one in advice.keep_fp32:
+        values = " ".join(f"precision.overrides.{p}=fp32" for p in one.patterns)
+        lines.append(f"  {one.module}: {one.reason}")
+        lines.append(f"    {values}{' (precision=amp)' if one.needs_amp else ''}")
+    if not advice.keep_fp32:
         largest = advice.largest_activation
         of = "" if largest is None else f"; largest activation {largest[1]:.3g} in {largest[0]}"
-        lines.append(f"3 keep in FP32: norm layers, loss and softmax, as the modes do{of}")
+        lines[0] += f": norm layers, loss and softmax, as the modes do{of}"
     return lines + [f"  {note}" for note in advice.notes]
 
 
-def _shapes(found: list[IdleShape]) -> list[str]:
+def _shapes(advice: Advice) -> list[str]:
+    found = advice.idle_shapes
     if not found:
         return [f"4 shapes for Tensor Cores: all sizes are multiples of {MULTIPLE}"]
     odd = sum(not shape.usual for shape in found)
-    usual = f"{len(found) - odd} as usual" if odd < len(found) else ""
-    changeable = f"{odd} to look at" if odd else ""
-    count = ", ".join(part for part in (changeable, usual) if part)
+    counts = {"to look at": odd, "as usual": len(found) - odd}
+    count = ", ".join(f"{number} {what}" for what, number in counts.items() if number)
     lines = [f"4 shapes for Tensor Cores, sizes that are no multiple of {MULTIPLE}: {count}"]
     for shape in sorted(found, key=lambda shape: shape.usual)[:_SHAPES]:
         module = f"{shape.module}: " if shape.module else ""
-        end = " (usual)" if shape.usual else ""
-        end = f" -> {shape.remedy}" if shape.remedy else end
+        end = f" -> {shape.remedy}" if shape.remedy else " (usual)" if shape.usual else ""
         lines.append(f"  {module}{shape.dimension} {shape.size}{end}")
     more = len(found) - _SHAPES
     return [*lines, f"  and {more} more (--json)"] if more > 0 else lines
@@ -287,11 +270,6 @@ def _worst(worst: Worst | None) -> str:
     if worst is None or worst.share == 0:
         return ""
     return f" (worst: {worst.module} {_percent(worst.share)})"
-
-
-def _span(values: tuple[float, float]) -> str:
-    low, high = values
-    return f"{low:g}" if low == high else f"{low:g} to {high:g}"
 
 
 def words(kind: str) -> str:

@@ -8,13 +8,14 @@ casts included. Autograd's own threads take the mode over from the thread that c
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self, cast
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from mprun.precision import DTYPE_NAMES, ForwardContext
 
@@ -75,23 +76,26 @@ class _Mode(TorchDispatchMode):
             return self.watch.see(func, args, kwargs or {}, self.inner)
 
 
-# Where a step is: the batch is cast, modules run, the loss is computed, its gradients propagated,
-# gradients are unscaled, weights updated.
-INPUT, FORWARD, LOSS, BACKWARD, UNSCALE, UPDATE = (
-    "input",
-    "forward",
-    "loss",
-    "backward",
-    "unscale",
-    "update",
-)
+class Phase(StrEnum):
+    """Where a step is, in its order.
+
+    The batch is cast, modules run, the loss is computed, its gradients are propagated, gradients
+    are unscaled, weights updated.
+    """
+
+    INPUT = "input"
+    FORWARD = "forward"
+    LOSS = "loss"
+    BACKWARD = "backward"
+    UNSCALE = "unscale"
+    UPDATE = "update"
 
 
 @dataclass(slots=True)
 class Event:
     """A value that is not finite appeared (`seen`), or was met without its origin.
 
-    order: of appearance. phase: one of this module's. module: path, "" for the model itself.
+    order: of appearance. phase: one of `Phase`. module: path, "" for the model itself.
     operation: name of the ATen operation, or what stands for a kernel that cannot be looked into.
     tensor: what of it, "output", or a weight's name. dtype: of the result. result: "infinity" or
     "NaN". count, of: how many of its values. largest_input: largest finite absolute value read.
@@ -114,8 +118,7 @@ class Event:
     at_zero: bool = False
 
 
-@dataclass(slots=True)
-class Largest:
+class Largest(NamedTuple):
     """The largest absolute value that a module computed in one phase, and in which dtype."""
 
     phase: str
@@ -127,30 +130,14 @@ class Largest:
 # Their results are memory that nobody has written yet.
 UNWRITTEN = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_"}
 # In-place operations that do not read what they overwrite.
-_OVERWRITING = {"copy_", "_foreach_copy_", "fill_", "zero_", "_foreach_zero_", "normal_"} | {
-    "uniform_",
-    "bernoulli_",
-    "random_",
-    "set_",
-}
+_OVERWRITING = {"copy_", "_foreach_copy_", "fill_", "zero_", "_foreach_zero_", "set_"}
+_OVERWRITING |= {"normal_", "uniform_", "bernoulli_", "random_"}
 # Argument that is divided by, or whose logarithm is taken.
 _SINGULAR_AT_ZERO = {
-    "div": 1,
-    "div_": 1,
-    "_foreach_div": 1,
-    "_foreach_div_": 1,
-    "true_divide": 1,
-    "addcdiv": 2,
-    "addcdiv_": 2,
-    "_foreach_addcdiv": 2,
-    "_foreach_addcdiv_": 2,
-    "reciprocal": 0,
-    "_foreach_reciprocal": 0,
-    "rsqrt": 0,
-    "pow": 0,
-    "log": 0,
-    "log2": 0,
-    "log10": 0,
+    **dict.fromkeys(("div", "div_", "_foreach_div", "_foreach_div_", "true_divide"), 1),
+    **dict.fromkeys(("addcdiv", "addcdiv_", "_foreach_addcdiv", "_foreach_addcdiv_"), 2),
+    **dict.fromkeys(("reciprocal", "_foreach_reciprocal", "rsqrt", "pow"), 0),
+    **dict.fromkeys(("log", "log2", "log10"), 0),
 }
 
 
@@ -172,22 +159,17 @@ class Operand:
 def operands(func: OpOverload, args, kwargs) -> Iterator[Operand]:
     """Every tensor argument of a call, in the order of the operation's schema."""
     name = name_of(func)
-    singular = _SINGULAR_AT_ZERO.get(name)
     for position, argument in enumerate(func._schema.arguments):
-        if position < len(args):
-            value = args[position]
-        elif argument.name in kwargs:
-            value = kwargs[argument.name]
-        else:
-            continue
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
         written = argument.alias_info is not None and argument.alias_info.is_write
         read = not (written and (name in _OVERWRITING or argument.kwarg_only))
+        how = (read, written, position == _SINGULAR_AT_ZERO.get(name))
         if isinstance(value, Tensor):
-            yield Operand(None, value, read, written, position == singular)
+            yield Operand(None, value, *how)
         elif isinstance(value, (list, tuple)):
             for index, entry in enumerate(value):
                 if isinstance(entry, Tensor):
-                    yield Operand(index, entry, read, written, position == singular)
+                    yield Operand(index, entry, *how)
 
 
 def name_of(func: OpOverload) -> str:
@@ -208,14 +190,6 @@ def in_backward() -> bool:
 def per_entry(name: str) -> bool:
     """Whether entry i of the lists that an operation takes has to do with entry i only."""
     return name.startswith(("_foreach_", "_fused_", "_amp_foreach_"))
-
-
-def is_view(func: OpOverload) -> bool:
-    """Whether its results are its arguments' memory under another shape."""
-    returns = func._schema.returns
-    return bool(returns) and all(
-        value.alias_info is not None and not value.alias_info.is_write for value in returns
-    )
 
 
 def floats(tree) -> list[Tensor]:
@@ -251,17 +225,14 @@ def in_fp32(func, args, kwargs, place: int) -> float | None:
     def widened(value):
         if isinstance(value, Tensor) and value.is_floating_point():
             return value.float()
-        if isinstance(value, (list, tuple)):
-            return type(value)(widened(entry) for entry in value)
-        if value is torch.float16 or value is torch.bfloat16:
-            return torch.float32
-        return value
+        half = value is torch.float16 or value is torch.bfloat16
+        return torch.float32 if half else value
 
     if torch.Tag.nondeterministic_seeded in func.tags:
         return None  # would draw the step's random numbers a second time
     try:
-        result = func(*map(widened, args), **{name: widened(v) for name, v in kwargs.items()})
+        wide_args, wide_kwargs = tree_map(widened, (args, kwargs))
+        found = floats(func(*wide_args, **wide_kwargs))
     except (RuntimeError, NotImplementedError, TypeError):
         return None  # kernels that demand a 16-bit argument
-    found = floats(result)
     return largest_of(found[place]) if place < len(found) else None

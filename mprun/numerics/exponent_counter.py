@@ -33,23 +33,18 @@ _ZERO_KEY = -CLASSES * 23
 _CHUNK, _CHUNK_ON_GPU = 1 << 16, 1 << 25
 
 
-def exponent_counts(tensor: Tensor) -> Tensor:
-    """Histogram of `tensor` over exponents and mantissa classes: int64 [BINS] on its device.
+def exponent_counts(tensors: Sequence[Tensor]) -> Tensor:
+    """A histogram of each tensor over exponents and mantissa classes: int64 [len(tensors), BINS].
 
     About 3 ns a value on one CPU core; no synchronisation, no random numbers.
-    `ExponentCounts(counts.cpu().numpy())` reads the result.
+    `ExponentCounts(row.cpu().numpy())` reads a row of the result.
 
     Args:
-        tensor: float32, float16 or bfloat16, any shape.
+        tensors: one or more of one device; float32, float16 or bfloat16, any shape.
 
     Raises:
         TypeError: for another dtype.
     """
-    return counts_of_each([tensor])[0]
-
-
-def counts_of_each(tensors: Sequence[Tensor]) -> Tensor:
-    """`exponent_counts` of every tensor: int64 [len(tensors), BINS]; one or more, of one device."""
     for tensor in tensors:
         if tensor.dtype not in COUNTED:
             raise TypeError(f"{tensor.dtype}: must be float32, float16 or bfloat16")
@@ -201,7 +196,7 @@ class Tally:
 
     @torch.no_grad()
     def _count(self, added: list[tuple[Hashable, Tensor, int]]) -> None:
-        rows = counts_of_each([values for _, values, _ in added])
+        rows = exponent_counts([values for _, values, _ in added])
         for (key, _, stride), counts in zip(added, rows, strict=True):
             counts = counts * stride if stride > 1 else counts
             self.counts[key] = self.counts[key] + counts if key in self.counts else counts
@@ -219,34 +214,25 @@ OUTCOMES = 16  # bit 0: lost in FP16, 1: lost in BF16, 2: update is zero, 3: not
 _LOWEST, _HIGHEST = -8 << 23, (247 << 23) + 1
 
 
-def lost_updates(weights: Tensor, updates: Tensor) -> Tensor:
-    """How often which of the 16 outcomes occurs: int64 [16] on the device, for `read_counts`.
+def lost_updates(weights: Sequence[Tensor], updates: Sequence[Tensor]) -> Tensor:
+    """How often which of the 16 outcomes occurs: int64 [pairs, 16] on the device.
 
-    An infinite r (|w| from 65520 on in FP16) loses every finite update. In a run whose weights are
-    16 bits wide an update that was lost is not to be seen in them: it is one of the zeros.
+    `read_counts` reads a row. An infinite r (|w| from 65520 on in FP16) loses every finite update.
+    In a run whose weights are 16 bits wide an update that was lost is not to be seen in them: it is
+    one of the zeros.
 
     Args:
-        weights: before the update; float32, or 16-bit values, which are their own rounding.
-        updates: float32, same shape.
+        weights: one or more, before the update; float32, or 16-bit values, which are their own
+            rounding.
+        updates: float32, of the same shapes and one device.
     """
-    return lost_updates_of_each([weights], [updates])[0]
-
-
-def lost_updates_of_each(weights: Sequence[Tensor], updates: Sequence[Tensor]) -> Tensor:
-    """`lost_updates` of every pair: int64 [pairs, 16]; one or more, of one device."""
     return _histograms(OUTCOMES, _codes, weights, updates)
 
 
 def read_counts(counts: Sequence[int]) -> LostUpdates:
-    """The 16 numbers of `lost_updates`, on the host, as counts with names."""
-    clean = range(4)
-    return LostUpdates(
-        total=int(sum(counts)),
-        zero=int(sum(counts[4:8])),
-        nonfinite=int(sum(counts[8:])),
-        fp16=int(sum(counts[code] for code in clean if code & 1)),
-        bf16=int(sum(counts[code] for code in clean if code & 2)),
-    )
+    """The 16 numbers of a row of `lost_updates`, on the host, as counts with names."""
+    fp16, bf16 = counts[1] + counts[3], counts[2] + counts[3]
+    return LostUpdates(sum(counts), sum(counts[4:8]), sum(counts[8:]), fp16, bf16)
 
 
 def _codes(w: Tensor, u: Tensor) -> Tensor:

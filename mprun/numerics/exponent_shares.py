@@ -18,7 +18,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, astuple, dataclass
 from operator import add
-from typing import Protocol, Self, TypeVar
+from typing import NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
 
@@ -32,8 +32,7 @@ _INFINITE = CLASSES * (HIGHEST - LOWEST + 2)
 BINS = _INFINITE + CLASSES
 
 
-@dataclass(frozen=True, slots=True)
-class Shares:
+class Shares(NamedTuple):
     """Parts (0 to 1) of the non-zero finite values that FP16 turns into something else.
 
     underflow: rounded to zero; subnormal: not zero, below 2^-14; overflow: rounded to infinity.
@@ -107,43 +106,31 @@ class ExponentCounts:
         return {int(i) + LOWEST: int(counts[i]) for i in np.flatnonzero(counts)}
 
     @property
-    def amax_exponent(self) -> int | None:
-        """Exponent of the largest finite element; None if none is non-zero."""
-        rows = np.flatnonzero(self.by_class().any(axis=1))
-        return int(rows[-1]) + LOWEST if len(rows) else None
-
-    @property
     def headroom(self) -> int | None:
         """The largest k for which no finite element times 2^k overflows FP16; negative if one does.
 
         None if no finite element is non-zero.
         """
-        exponent = self.amax_exponent
+        exponent = max(self.by_exponent(), default=None)
         if exponent is None:
             return None
         in_class_3 = self.by_class()[exponent - LOWEST, 3] > 0
         return fp16_headroom(2.0**exponent * (2 - 2.0**-11 if in_class_3 else 1))
 
-    def shares(self, log2_scale: int = 0, format: str = "fp16") -> Shares:
-        """What rounding to `format` does to the elements times 2^log2_scale.
+    def shares(self, log2_scale: int = 0) -> Shares:
+        """What rounding to FP16 does to the elements times 2^log2_scale; exact.
 
-        log2_scale: an integer, further to the scale that the elements were measured with. Exact.
-        format: "fp16"; ValueError otherwise, and for a scale that is no integer.
+        log2_scale: an integer, further to the scale that the elements were measured with.
         """
-        if format != "fp16":
-            raise ValueError(f"format={format!r}: must be 'fp16'")
-        if int(log2_scale) != log2_scale:
-            raise ValueError(f"log2_scale={log2_scale!r}: must be an integer")
         counts, total = self.by_class(), self.nonzero
         if not total:
             return Shares(0.0, 0.0, 0.0)
-        exponents = np.arange(LOWEST, HIGHEST + 1) + int(log2_scale)
+        exponents = np.arange(LOWEST, HIGHEST + 1) + log2_scale
         underflow = counts[exponents < FP16_LOST].sum() + counts[exponents == FP16_LOST, 0].sum()
         below_normal = counts[exponents < -15].sum() + counts[exponents == -15, :2].sum()
         overflow = counts[exponents > 15].sum() + counts[exponents == 15, 3].sum()
-        return Shares(
-            int(underflow) / total, int(below_normal - underflow) / total, int(overflow) / total
-        )
+        found = (underflow, below_normal - underflow, overflow)
+        return Shares(*(int(count) / total for count in found))
 
     def merge(self, other: "ExponentCounts") -> "ExponentCounts":
         """The histogram of the elements of both."""
@@ -151,16 +138,11 @@ class ExponentCounts:
 
     def to_json(self) -> dict:
         """Plain values: zeros, inf, nan, and per class the counts by exponent that are not 0."""
-        counts = self.by_class()
-        return {
-            "zeros": self.zeros,
-            "inf": self.inf,
-            "nan": self.nan,
-            "classes": [
-                {str(int(i) + LOWEST): int(column[i]) for i in np.flatnonzero(column)}
-                for column in counts.T
-            ],
-        }
+        classes = [
+            {str(int(i) + LOWEST): int(column[i]) for i in np.flatnonzero(column)}
+            for column in self.by_class().T
+        ]
+        return {"zeros": self.zeros, "inf": self.inf, "nan": self.nan, "classes": classes}
 
     @classmethod
     def from_json(cls, content: Mapping) -> "ExponentCounts":
@@ -195,11 +177,21 @@ def merged(parts: Iterable[Part]) -> Part | None:
     return total
 
 
+class Sums:
+    """A dataclass of counts or sums over elements."""
+
+    __slots__ = ()
+
+    def merge(self, other: Self) -> Self:
+        """Of the elements of both."""
+        return type(self)(*map(add, astuple(self), astuple(other)))  # type: ignore[call-overload]
+
+
 FORMATS = ("fp16", "bf16")
 
 
 @dataclass(frozen=True, slots=True)
-class LostUpdates:
+class LostUpdates(Sums):
     """Counts over the weights of a module or a model.
 
     total: all weights. zero: those whose update is exactly 0. nonfinite: weight or update is NaN
@@ -218,17 +210,8 @@ class LostUpdates:
         return self.total - self.zero - self.nonfinite
 
     def share(self, format: str) -> float:
-        """Part (0 to 1) of the non-zero updates that are lost; 0 where there are none.
-
-        format: "fp16" or "bf16"; ValueError otherwise.
-        """
-        if format not in FORMATS:
-            raise ValueError(f"format={format!r}: must be one of {', '.join(FORMATS)}")
+        """Part (0 to 1) of the non-zero updates that are lost in one of FORMATS; 0 without any."""
         return getattr(self, format) / self.nonzero if self.nonzero else 0.0
-
-    def merge(self, other: "LostUpdates") -> "LostUpdates":
-        """The counts over the weights of both."""
-        return LostUpdates(*map(add, astuple(self), astuple(other)))
 
     def to_json(self) -> dict[str, int]:
         return asdict(self)

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from mprun.errors import BadInput, Damaged, MprunError
-from mprun.numerics.post_mortem import LAST, read_post_mortem, write_post_mortem
-from mprun.numerics.replay import Replayed, Snapshot, Steps, batches_of, same_loss, size_of
+from mprun.numerics.post_mortem import LAST, StepRow, read_post_mortem, write_post_mortem
+from mprun.numerics.replay import Snapshot, Steps, batches_of, same_loss, size_of
 from mprun.numerics.state import all_finite, buffers, carried, finite_on_device, weights
 from mprun.precision.random_states import restore_random_states
 from mprun.record import checkpoint
@@ -166,11 +166,10 @@ class FailureKeeper:
         if self.reason is not None or not healthy or started < self._due:
             return
         self._settle()
-        first = self.snapshot.step is None  # without any copy there would be nothing to explain
-        if not first and not all_finite(weights(self.built.task).values()):
-            return
-        self.snapshot.take(step, skipped)
-        self._pause(started)
+        # Without any copy there would be nothing to explain.
+        if self.snapshot.step is None or all_finite(weights(self.built.task).values()):
+            self.snapshot.take(step, skipped)
+            self._pause(started)
 
     @torch.no_grad()
     def keep_if(self, step: int, skipped: Tensor, sound: Callable[[], Tensor]) -> None:
@@ -228,44 +227,46 @@ class FailureKeeper:
         # What is trained again is no part of the run's own count of emulated operations.
         counts = [(e.rerouted, Counter(e.rerouted)) for e in self.built.arithmetic.emulations]
         try:
-            return self._rewind(directory, found, origin, losses)
+            kind, rows = self._rewind(found)
         finally:
             for counter, before in counts:
                 counter.clear()
                 counter.update(before)
+        folder, state = failure_folder(directory), self.snapshot.content()
+        folder.parent.mkdir(exist_ok=True)
+        done, last = state["step"], kind == "evaluation"
+        batch = None if last else batches_of(self.built.task, done)
+        path = checkpoint.save(folder, done, state | {"kind": kind, "batch": batch}, keep=1)
+        known = [row for row in rows if row.step in losses]
+        other = (row.step for row in known if not same_loss(row.loss, losses[row.step]))
+        return Kept(
+            kind,
+            done if last else done + 1,
+            origin,
+            replayed=len(rows),
+            compared=len(known),
+            first_difference=next(other, None),
+            folder=str(path.relative_to(directory)),
+        )
 
-    def _rewind(
-        self, directory: Path, found: Suspect, origin: int, losses: Mapping[int, float]
-    ) -> Kept:
-        kept, kind = self.snapshot, found.kind
+    def _rewind(self, found: Suspect) -> tuple[str, list[StepRow]]:
+        """Train from the copy to the step that went wrong, the state before which is kept.
+
+        The kind of the failure, and the steps that were trained.
+        """
+        kept, kind, rows = self.snapshot, found.kind, []
         kept.restore()
-        steps, rows = Steps(self.built, origin, kept.skipped), []
+        steps = Steps(self.built, kept.step or 0, kept.skipped)
         while steps.step < found.step:
             kept.take(steps.step, int(steps.skipped))
-            row = steps.advance()
-            rows.append(row)
+            rows.append(row := steps.advance())
             if row.diverged or self._went_wrong(found.kind):
                 if row.step < found.step or kind == "evaluation":
                     kind = "loss" if row.diverged else "state"
                 break
         if kind == "evaluation":  # nothing went wrong before it
             kept.take(steps.step, int(steps.skipped))
-        folder = failure_folder(directory)
-        folder.parent.mkdir(exist_ok=True)
-        state = kept.content()
-        done = state["step"]
-        batch = None if kind == "evaluation" else batches_of(self.built.task, done)
-        path = checkpoint.save(folder, done, state | {"kind": kind, "batch": batch}, keep=1)
-        compared, first_difference = _compared(rows, losses)
-        return Kept(
-            kind,
-            done if kind == "evaluation" else done + 1,
-            replayed_from=origin,
-            replayed=steps.step - origin,
-            compared=compared,
-            first_difference=first_difference,
-            folder=str(path.relative_to(directory)),
-        )
+        return kind, rows
 
     def _went_wrong(self, kind: str) -> bool:
         task = self.built.task
@@ -273,13 +274,6 @@ class FailureKeeper:
         if kind == "evaluation":
             tensors += buffers(task).values()
         return not all_finite(tensors)
-
-
-def _compared(rows: list[Replayed], losses: Mapping[int, float]) -> tuple[int, int | None]:
-    """How many steps have a recorded loss, and the first whose own has other bits."""
-    known = [row for row in rows if row.step in losses]
-    other = (row.step for row in known if not same_loss(row.loss, losses[row.step]))
-    return len(known), next(other, None)
 
 
 CPU = torch.device("cpu")
@@ -294,10 +288,11 @@ def kept_state(directory: Path, record: dict, plain: dict, build) -> dict:
         post_mortem = read_post_mortem(directory)
         reason = post_mortem["failure"]["reason"] if post_mortem else "no post-mortem"
         raise BadInput(f"explain {directory}: no state before the bad step ({reason})")
-    _, kept, _ = checkpoint.load_newest(folder, CPU)
-    if not {"task", "step", "skipped", "random", "kind", "batch"} <= kept.keys():
+    found = checkpoint.load_newest(folder, CPU)
+    wanted = {"task", "step", "skipped", "random", "kind", "batch"}
+    if found is None or not wanted <= found.state.keys():
         raise Damaged(f"{folder}: not the state before a bad step")
-    return kept
+    return found.state
 
 
 def _train_again(directory: Path, record: dict, plain: dict, build) -> None:
@@ -306,8 +301,9 @@ def _train_again(directory: Path, record: dict, plain: dict, build) -> None:
         raise Damaged(f"{directory / 'run.json'}: no last_step or cause; not the record of a run")
     last, built, step, skipped = record["last_step"], build(plain), 0, 0
     folder = directory / "checkpoints"
-    if folder.is_dir() and any(folder.iterdir()):
-        step, state, _ = checkpoint.load_newest(folder, CPU)
+    found = checkpoint.load_newest(folder, CPU)
+    if found is not None:
+        step, state = found.step, found.state
         built.task.load_state_dict(state["task"])
         skipped = state["skipped"]
         if step < last and all_finite(weights(built.task).values()):

@@ -5,30 +5,20 @@ from dataclasses import dataclass, field
 
 import torch
 
-from mprun.numerics.dispatch import (
-    BACKWARD,
-    FORWARD,
-    INPUT,
-    LOSS,
-    UNSCALE,
-    UPDATE,
-    Event,
-    Largest,
-    dtype_name,
-)
+from mprun.numerics.dispatch import Event, Largest, Phase, dtype_name
 from mprun.numerics.observation import Observation
-from mprun.numerics.post_mortem import power
-from mprun.numerics.replay import Replayed, Steps, batches_of
+from mprun.numerics.post_mortem import StepRow, power
+from mprun.numerics.replay import Steps, batches_of
 from mprun.numerics.state import buffers, carried, nonfinite, optimizer_state, weights
 
 # Of each phase: what it does, and what stands for a module there.
-_PHASES = {
-    INPUT: ("casting the batch", "inputs"),
-    FORWARD: ("forward", ""),
-    LOSS: ("loss", "the loss"),
-    BACKWARD: ("backward", ""),
-    UNSCALE: ("unscaling the gradients", "gradients"),
-    UPDATE: ("weight update", "optimizer"),
+_PHASES: dict[str, tuple[str, str]] = {
+    Phase.INPUT: ("casting the batch", "inputs"),
+    Phase.FORWARD: ("forward", ""),
+    Phase.LOSS: ("loss", "the loss"),
+    Phase.BACKWARD: ("backward", ""),
+    Phase.UNSCALE: ("unscaling the gradients", "gradients"),
+    Phase.UPDATE: ("weight update", "optimizer"),
 }
 
 
@@ -60,7 +50,7 @@ class Finding:
         event = self.event
         if event is None:
             return None
-        if event.phase in (FORWARD, BACKWARD) and event.module != "loss":
+        if event.phase in (Phase.FORWARD, Phase.BACKWARD) and event.module != "loss":
             return event.module
         name = event.tensor.rpartition(" of ")[2]
         return name.rpartition(".")[0] if "." in name else None
@@ -81,29 +71,19 @@ def find_culprit(steps: Steps, kind: str) -> Finding:
     with Observation(steps.built) as seen:
         row = steps.advance()
     after = nonfinite(weights(task))
-    reproduced = {
-        "loss": row.diverged,
-        "collapse": row.found_inf,
-        "state": bool(after) or bool(nonfinite(carried(task))) or row.diverged,
-    }[kind]
+    spoilt = bool(after) or bool(nonfinite(carried(task))) or row.diverged
+    reproduced = {"loss": row.diverged, "collapse": row.found_inf, "state": spoilt}[kind]
     finding = Finding("not found", kind, row.step, reproduced, weights=after)
     if not reproduced:
         return finding
-    event = _first(seen, _sources(seen, steps, row))
     if batch:
         finding.verdict, finding.details = "data", batch
-    elif event is not None and event.seen:
-        finding.verdict, finding.event, finding.ramp = "operation", event, _up_to(seen, event)
-    elif before:
-        # An optimizer state alone may be infinite for long without harm.
-        held = {name: text for name, text in before.items() if _is_of_model(name)}
+    elif not _blame(finding, seen, _sources(seen, steps, row)) and before:
+        # An optimizer state ("exp_avg of ...") alone may be infinite for long without harm.
+        state = [name for name in before if " of " in name and not name.startswith("master of")]
+        held = {name: text for name, text in before.items() if name not in state}
         finding.verdict, finding.details = "earlier", held or before
     return finding
-
-
-def _is_of_model(name: str) -> bool:
-    """Whether this names a weight or carried state, not "exp_avg of ..."."""
-    return " of " not in name or name.startswith("master of")
 
 
 def _find_in_evaluation(steps: Steps) -> Finding:
@@ -115,52 +95,50 @@ def _find_in_evaluation(steps: Steps) -> Finding:
     finding = Finding("not found", "evaluation", steps.step, reproduced)
     if not reproduced:
         return finding
-    event = _first(seen, {event.order for event in seen.events})
     # Of finite losses a metric may still be infinite: perplexity from a loss of 710 on.
     finding.details = {name: f"{value:g}" for name, value in values.items()}
     if before:
         finding.verdict, finding.details = "earlier", before
     elif statistics:
         finding.verdict, finding.details = "statistics", statistics
-    elif event is not None and event.seen:
-        finding.verdict, finding.event, finding.ramp = "operation", event, _up_to(seen, event)
+    else:
+        _blame(finding, seen, {event.order for event in seen.events})
     return finding
 
 
 def _nonfinite_batch(steps: Steps) -> dict[str, str]:
-    batches = batches_of(steps.built.task, steps.step)
-    several = len(batches) > 1
-    return nonfinite(
-        {
-            f"inputs of micro-batch {number}" if several else "inputs": inputs
-            for number, (inputs, *_) in enumerate(batches, start=1)
-        }
-    )
+    inputs = [inputs for inputs, *_ in batches_of(steps.built.task, steps.step)]
+    if len(inputs) == 1:
+        return nonfinite({"inputs": inputs[0]})
+    return nonfinite({f"inputs of micro-batch {n}": one for n, one in enumerate(inputs, start=1)})
 
 
-def _sources(seen: Observation, steps: Steps, row: Replayed) -> set[int]:
+def _sources(seen: Observation, steps: Steps, row: StepRow) -> set[int]:
     """Events behind what failed: the loss, else the gradients, else weights or carried state."""
     found: set[int] = set()
     if not math.isfinite(row.loss):
         found = seen.sources_of([steps.metrics["loss"]])
     if not found and row.found_inf:
-        found = seen.reached.get(UNSCALE, set())
+        found = seen.reached.get(Phase.UNSCALE, set())
     task = steps.built.task
     found = found or seen.sources_of([*weights(task).values(), *carried(task).values()])
     return found or {event.order for event in seen.events}
 
 
-def _first(seen: Observation, sources: set[int]) -> Event | None:
-    events = [seen.events[order] for order in sorted(sources)]
-    return next((event for event in events if event.seen), events[0] if events else None)
+def _blame(finding: Finding, seen: Observation, sources: set[int]) -> bool:
+    """Make the first of these events that was seen to appear the culprit; False if none was.
 
-
-def _up_to(seen: Observation, event: Event) -> list[Largest]:
-    """The largest values when the culprit appeared, in order of execution, its own module last."""
-    ramp = seen.ramps[event.order] if event.order < len(seen.ramps) else list(seen.ramp.values())
-    found = [one for one in ramp if one.phase in (FORWARD, LOSS, BACKWARD)]
+    Its ramp: the largest values when it appeared, in order of execution, its own module last.
+    """
+    event = next((seen.events[i] for i in sorted(sources) if seen.events[i].seen), None)
+    if event is None:
+        return False
+    ramp = seen.ramps[event.order] if event.order < len(seen.ramps) else [*seen.ramp.values()]
+    found = [one for one in ramp if one.phase in (Phase.FORWARD, Phase.LOSS, Phase.BACKWARD)]
     own = [one for one in found if (one.phase, one.module) == (event.phase, event.module)]
-    return [one for one in found if one not in own] + own
+    finding.verdict, finding.event = "operation", event
+    finding.ramp = [one for one in found if one not in own] + own
+    return True
 
 
 def in_words(finding: Finding) -> list[str]:
@@ -182,7 +160,7 @@ def in_words(finding: Finding) -> list[str]:
         where = "".join(f"; {name} {text}" for name, text in finding.details.items())
         return [f"not found: no operation made a value that is not finite{where}"]
     tensor = event.tensor
-    if event.phase not in (UNSCALE, UPDATE) and tensor in ("output", "gradient"):
+    if event.phase not in (Phase.UNSCALE, Phase.UPDATE) and tensor in ("output", "gradient"):
         tensor = f"its {tensor}"
     return [
         f"{_PHASES[event.phase][0]}, {place_of(event)}: {event.operation}",
@@ -195,7 +173,7 @@ def in_words(finding: Finding) -> list[str]:
 
 def place_of(event: Event) -> str:
     """The module of an event, or what stands for it outside of modules."""
-    if event.phase not in (FORWARD, BACKWARD):
+    if event.phase not in (Phase.FORWARD, Phase.BACKWARD):
         return _PHASES[event.phase][1]
     if event.module == "loss":
         return "the loss"
@@ -211,8 +189,8 @@ def reason_of(event: Event) -> str:
         return "logarithm of zero"
     if event.at_zero:  # what is singular there and no logarithm divides
         of_update = ": the optimizer's denominator and its eps round to 0"
-        return f"division by zero{of_update if event.phase == UPDATE else ''}"
-    if event.phase == UPDATE and event.operation == "_foreach_copy_":
+        return f"division by zero{of_update if event.phase == Phase.UPDATE else ''}"
+    if event.phase == Phase.UPDATE and event.operation == "_foreach_copy_":
         return (
             f"overflow: the master weight, {power(event.largest_input)}, does not fit "
             f"{dtype}, which {end}"

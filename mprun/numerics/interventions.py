@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any
 
 import torch
@@ -13,13 +14,13 @@ from torch import Tensor
 from mprun.build import Built
 from mprun.config.compose import compose_config, group_options, hydra_session
 from mprun.errors import BadInput, MprunError
-from mprun.numerics.dispatch import BACKWARD, UNSCALE, UPDATE, Event
+from mprun.numerics.dispatch import Phase
 from mprun.numerics.exponent_shares import FP16_MAX
 from mprun.numerics.first_nonfinite import Finding
 from mprun.numerics.post_mortem import EXPLOSION, LAST, explosion, power
-from mprun.numerics.replay import KeptBatch, Replayed, Steps, resume_from, same_loss
+from mprun.numerics.replay import Steps, resume_from, same_loss, use_batch
 from mprun.numerics.state import all_finite, carried, weights
-from mprun.tasks import LanguageModel, TrainState
+from mprun.tasks import LanguageModel
 
 WORSE = 1.5  # times FP32's loss: finite, but no cure
 AFTER = 5  # further steps that a cure must survive
@@ -82,7 +83,10 @@ def find_cures(
     """
     if finding.kind == "evaluation":
         return [], False
-    origin = Origin(kept, finding.step, limit=_limit(rows))
+    # The loss above which the run counts as exploded, from its loss at step 1.
+    first = abs(rows[0]["loss"]) if rows and rows[0]["step"] == 1 else math.inf
+    limit = EXPLOSION * first if math.isfinite(first) else None
+    origin = Origin(kept, finding.step, limit=limit)
     start = replace(origin, from_start=True)
 
     def try_from(place: Origin, exploding: bool) -> list[Tried]:
@@ -98,12 +102,6 @@ def find_cures(
     if not cured and finding.step > 1 and _start_leads_there(build, config, start, rows):
         return try_from(start, True), True
     return tried, False
-
-
-def _limit(rows: list[dict]) -> float | None:
-    """The loss above which the run counts as exploded, from its loss at step 1."""
-    first = abs(rows[0]["loss"]) if rows and rows[0]["step"] == 1 else math.inf
-    return EXPLOSION * first if math.isfinite(first) else None
 
 
 def _start_leads_there(build: Build, config: dict, origin: Origin, rows: list[dict]) -> bool:
@@ -145,14 +143,11 @@ def changes(
     for overrides in _proposed(config, finding, options, exploding):
         changed = copy.deepcopy(config)
         for key, value in overrides.items():
-            group, _, field = key.partition(".")
-            kind, _, pattern = field.partition(".")
-            if not field:
+            *groups, field = key.split(".", 2)
+            if not groups:
                 changed |= copy.deepcopy(options[f"{key}={value}"])
-            elif pattern:
-                changed[group][kind][pattern] = value
             else:
-                changed[group][field] = value
+                reduce(dict.__getitem__, groups, changed)[field] = value
         if changed != config:
             typed = tuple(f"{key}={_typed(value)}" for key, value in overrides.items())
             found.append(Change(typed, changed))
@@ -171,26 +166,18 @@ def _proposed(
         yield {key: "fp32"}
     if half == "fp16":
         yield from _scales(config["scaler"], finding, phase)
-    if phase == UPDATE:
-        yield from _larger_eps(optim)
+    if phase == Phase.UPDATE and optim["name"] in ("adam", "adamw", "adagrad"):
+        yield from ({"optim.eps": eps} for eps in (1e-6, 1e-4) if eps > (optim["eps"] or 0.0))
     if precision["master_dtype"] is None:
         yield {"precision.master_dtype": "fp32", "precision.grad_dtype": "fp32"}
     yield from ({key: "fp32"} for key in modules[1:])
-    yield from _smaller_rates(optim, far=phase == UPDATE or exploding)
+    far = phase == Phase.UPDATE or exploding
+    for factor in (0.1, 0.01, 0.001) if far else (0.1,):
+        yield {"optim.lr": float(f"{optim['lr'] * factor:.6g}")}
     if half == "fp16":
         yield _in_bf16(precision, options)
     if half != "fp32":
         yield {"precision": "fp32"}
-
-
-def _smaller_rates(optim: dict, far: bool) -> Iterator[dict[str, Any]]:
-    for factor in (0.1, 0.01, 0.001) if far else (0.1,):
-        yield {"optim.lr": float(f"{optim['lr'] * factor:.6g}")}
-
-
-def _larger_eps(optim: dict) -> Iterator[dict[str, Any]]:
-    if optim["name"] in ("adam", "adamw", "adagrad"):
-        yield from ({"optim.eps": eps} for eps in (1e-6, 1e-4) if eps > (optim["eps"] or 0.0))
 
 
 def _modules(config: dict, finding: Finding) -> list[str]:
@@ -224,25 +211,21 @@ def _in_bf16(precision: dict, options: Options) -> dict[str, Any]:
 def _scales(scaler: dict, finding: Finding, phase: str | None) -> Iterator[dict[str, Any]]:
     """Static scales below (or above) the present one, a lower floor, dynamic scaling."""
     event, kind = finding.event, scaler["kind"]
-    if phase in (BACKWARD, UNSCALE) and kind in ("static", "none"):
-        lowest, now = _powers_too_large(event), scaler["scale"] if kind == "static" else 1.0
-        choice = {"scaler": "static"} if kind == "none" else {}
-        yield {**choice, "scaler.scale": now * 2.0**-lowest}
-        yield {**choice, "scaler.scale": now * 2.0 ** -(lowest + 4)}
-    if phase == UPDATE and kind == "none" and event is not None and event.at_zero:
-        yield {"scaler": "static", "scaler.scale": 1024.0}
+    choice = {"scaler": "static"} if kind == "none" else {}
+    if phase in (Phase.BACKWARD, Phase.UNSCALE) and kind in ("static", "none"):
+        # By how many powers of two it should be smaller: one to spare, 4 if that is unknown.
+        wanted, lowest = None if event is None else event.would_be, 4
+        if wanted is not None and math.isfinite(wanted):
+            lowest = max(1, math.ceil(math.log2(max(wanted, 1.0) / FP16_MAX)) + 1)
+        now = scaler["scale"] if kind == "static" else 1.0
+        for powers in (lowest, lowest + 4):
+            yield {**choice, "scaler.scale": now * 2.0**-powers}
+    if phase == Phase.UPDATE and kind == "none" and event is not None and event.at_zero:
+        yield {**choice, "scaler.scale": 1024.0}
     if kind == "dynamic" and finding.kind == "collapse":
         yield {"scaler.min_scale": max(scaler["min_scale"] * 2.0**-12, 2.0**-126)}
     if kind != "dynamic":
         yield {"scaler": "dynamic"}
-
-
-def _powers_too_large(event: Event | None) -> int:
-    """By how many powers of two the scale should be smaller: one to spare, 4 if that is unknown."""
-    wanted = None if event is None else event.would_be
-    if wanted is None or not math.isfinite(wanted):
-        return 4
-    return max(1, math.ceil(math.log2(max(wanted, 1.0) / FP16_MAX)) + 1)
 
 
 def _typed(value: str | float) -> str:
@@ -270,40 +253,37 @@ def try_changes(build: Build, changes: list[Change], origin: Origin) -> list[Tri
 def try_change(build: Build, change: Change, origin: Origin) -> Tried:
     """Train the bad step and AFTER more with the change."""
     try:
-        built = build(change.config)
-        steps = start_from(built, origin)
-        cures, result, loss = survives(steps, origin)
+        steps = start_from(build(change.config), origin)
+        return Tried(change.overrides, *survives(steps, origin))
     except BadInput as error:
         return Tried(change.overrides, None, f"does not apply: {error}")
     except (MprunError, RuntimeError, ValueError) as error:
         return Tried(change.overrides, None, f"could not run: {str(error).partition(chr(10))[0]}")
-    return Tried(change.overrides, cures, result, loss)
 
 
-def start_from(built, origin: Origin) -> Steps:
+def start_from(built: Built, origin: Origin) -> Steps:
     """A run just built, put to where the trials start."""
-    kept = origin.kept
-    if origin.from_start:
-        if kept["batch"] is not None:
-            task = built.task
-            task.data = KeptBatch(task.data, kept["step"], kept["batch"], built.device)
-        return Steps(built, 0, 0)
-    transplant(built, kept["task"])
-    return resume_from(built, kept)
+    if not origin.from_start:
+        transplant(built, origin.kept["task"])
+        return resume_from(built, origin.kept)
+    use_batch(built, origin.kept)
+    return Steps(built, 0, 0)
 
 
 def survives(steps: Steps, origin: Origin) -> tuple[bool, str, float | None]:
     """Train to AFTER steps behind the bad one: whether all went well, what happened, the loss."""
-    built = steps.built
+    built, task = steps.built, steps.built.task
     end = origin.bad_step + AFTER
     if not built.rate.constant:
         end = max(origin.bad_step, min(end, built.steps))
     applied, skipped = 0, 0  # in a row; in all
     while True:
         row = steps.advance()
-        broken = _broken(built.task, row)
-        if broken is not None:
-            return False, broken, None
+        if row.diverged:
+            return False, f"loss {row.loss:g} at step {row.step}", None
+        if not all_finite([*weights(task).values(), *carried(task).values()]):
+            what = "weights or LSTM state" if carried(task) else "weights"
+            return False, f"{what} not finite after step {row.step}", None
         skipped, applied = skipped + row.found_inf, 0 if row.found_inf else applied + 1
         if row.step < end:
             continue
@@ -312,28 +292,14 @@ def survives(steps: Steps, origin: Origin) -> tuple[bool, str, float | None]:
         if row.step >= end + PATIENCE or not built.rate.constant:
             text = f"{skipped} updates skipped, still at loss scale {power(row.loss_scale)}"
             return False, text, row.loss
-    return *_judged(built, row, skipped, origin), row.loss
-
-
-def _judged(built: Built, row: Replayed, skipped: int, origin: Origin) -> tuple[bool, str]:
-    """Whether a run that stayed finite has been cured, and what it came to."""
-    scale = next(iter(built.task.loss_scales.values()))
-    if skipped and scale.kind == "static":
-        return False, f"{skipped} updates skipped at the static loss scale {power(row.loss_scale)}"
+    # It stayed finite; whether that is a cure:
+    scale = power(row.loss_scale)
+    if skipped and next(iter(task.loss_scales.values())).kind == "static":
+        return False, f"{skipped} updates skipped at the static loss scale {scale}", row.loss
     if origin.limit is not None and row.loss > origin.limit:
-        return False, f"finite, but the loss is {row.loss:.4g} at step {row.step}"
-    note = f", {skipped} skipped, loss scale then {power(row.loss_scale)}" if skipped else ""
-    return True, f"finite up to step {row.step}{note}; loss {row.loss:.4g}"
-
-
-def _broken(task, row: Replayed) -> str | None:
-    """What is not finite after a step, or None."""
-    if row.diverged:
-        return f"loss {row.loss:g} at step {row.step}"
-    if all_finite([*weights(task).values(), *carried(task).values()]):
-        return None
-    what = "weights or LSTM state" if carried(task) else "weights"
-    return f"{what} not finite after step {row.step}"
+        return False, f"finite, but the loss is {row.loss:.4g} at step {row.step}", row.loss
+    note = f", {skipped} skipped, loss scale then {scale}" if skipped else ""
+    return True, f"finite up to step {row.step}{note}; loss {row.loss:.4g}", row.loss
 
 
 @torch.no_grad()
@@ -346,27 +312,23 @@ def transplant(built: Built, saved: dict) -> None:
     """
     task = built.task
     for name, learner in task.learners.items():
-        _transplant_learner(learner, saved["learner"] if "learner" in saved else saved[name])
-    theirs = saved["loss_scales"] if "loss_scales" in saved else {"loss_scale": saved["loss_scale"]}
+        optimizer, own = learner.optimizer, saved["learner"] if "learner" in saved else saved[name]
+        theirs = own["optimizer"]
+        found = own["model"] | theirs["masters"]
+        for targets in (learner.model.state_dict(), optimizer.masters):
+            for key, tensor in targets.items():
+                tensor.copy_(found[key])
+        for key, average in optimizer.averages.items():
+            average.copy_(theirs["averages"][key])
+        for key, state in optimizer.state_by_name().items():
+            for kind, value in theirs["state"][key].items():
+                if isinstance(state.get(kind), Tensor):
+                    state[kind].copy_(value)
+    scales = saved["loss_scales"] if "loss_scales" in saved else {"loss_scale": saved["loss_scale"]}
     for name, scale in task.loss_scales.items():
         moves = scale.kind not in ("none", "static")
-        if moves and name in theirs and theirs[name]["kind"] == scale.kind:
-            scale.load_state_dict(theirs[name])
+        if moves and name in scales and scales[name]["kind"] == scale.kind:
+            scale.load_state_dict(scales[name])
     if isinstance(task, LanguageModel) and saved.get("hidden") is not None:
         dtype = None if built.policy.autocast_dtype else built.policy.param_dtype
         task.hidden = tuple(part.to(built.device, dtype) for part in saved["hidden"])
-
-
-def _transplant_learner(learner: TrainState, saved: dict) -> None:
-    theirs, optimizer = saved["optimizer"], learner.optimizer
-    found = saved["model"] | theirs["masters"]
-    for name, tensor in learner.model.state_dict().items():
-        tensor.copy_(found[name])
-    for name, master in optimizer.masters.items():
-        master.copy_(found[name])
-    for name, average in optimizer.averages.items():
-        average.copy_(theirs["averages"][name])
-    for name, own in optimizer.state_by_name().items():
-        for key, value in theirs["state"][name].items():
-            if key in own and isinstance(own[key], Tensor):
-                own[key].copy_(value)

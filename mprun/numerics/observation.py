@@ -8,7 +8,7 @@ whose inputs were finite and whose output was not. The step computes what it com
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,21 +24,15 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from mprun.numerics.dispatch import (
-    BACKWARD,
-    FORWARD,
-    INPUT,
-    LOSS,
-    UNSCALE,
     UNWRITTEN,
-    UPDATE,
     Event,
     Largest,
+    Phase,
     Watch,
     floats,
     has_values,
     in_backward,
     in_fp32,
-    is_view,
     largest_finite_of,
     largest_of,
     name_of,
@@ -50,6 +44,10 @@ from mprun.numerics.state import named_learners, named_modules, optimizer_state
 
 _MARK = "mprun.module"
 _RAMPS = 50  # events that have one of their own
+
+
+Call = tuple[OpOverload, tuple, dict[str, Any]]
+Output = tuple[int, int | None, Tensor]  # its place among the results, in a list, and the tensor
 
 
 @dataclass(slots=True)
@@ -120,21 +118,20 @@ class Observation:
     def phase(self) -> str:
         """Where the step is now."""
         if in_backward():
-            return BACKWARD
+            return Phase.BACKWARD
         if self._stack:
-            return FORWARD
+            return Phase.FORWARD
         if self._propagated:
-            return UNSCALE if self._watch.active else UPDATE
-        return LOSS if self._forwarded else INPUT
+            return Phase.UNSCALE if self._watch.active else Phase.UPDATE
+        return Phase.LOSS if self._forwarded else Phase.INPUT
 
     def _name(self, task) -> None:
         for path, _, module in named_modules(task):
             self._paths[id(module)] = path
         for prefix, learner in named_learners(task):
             optimizer = learner.optimizer
-            for name, own, updated in zip(
-                optimizer.names, optimizer.parameters, optimizer.updated, strict=True
-            ):
+            pairs = zip(optimizer.parameters, optimizer.updated, strict=True)
+            for name, (own, updated) in zip(optimizer.names, pairs, strict=True):
                 self._labels[own.data_ptr()] = prefix + name
                 if updated is not own:
                     self._labels[updated.data_ptr()] = f"master of {prefix}{name}"
@@ -180,12 +177,11 @@ class Observation:
             if not bad:
                 return
             sources = self.sources_of(bad)
-            given = _Inputs()
-            for tensor in (*floats(inputs), *module.parameters(recurse=False)):
-                given.add(self._input(tensor.detach(), False))
+            given = self._inputs((*floats(inputs), *module.parameters(recurse=False)))
             passed = given.sources
             if given.finite and not any(self.events[index].seen for index in sources):
-                event = self._event(FORWARD, path, type(module).__name__, "output", bad[0], given)
+                name = type(module).__name__
+                event = self._event(Phase.FORWARD, path, name, "output", bad[0], given)
                 passed = {event.order}
             for tensor in bad:
                 self._taint(tensor, passed)
@@ -194,17 +190,15 @@ class Observation:
         def look(gradients, outputs) -> None:
             with _disable_current_modes():
                 bad = [t for t in floats(gradients) if not math.isfinite(largest_of(t))]
-                given = _Inputs()
-                for tensor in floats(outputs):
-                    given.add(self._input(tensor, False))
+                given = self._inputs(floats(outputs))
                 for tensor in floats(gradients):
-                    self._note_largest(BACKWARD, path, tensor)
+                    self._note_largest(Phase.BACKWARD, path, tensor)
                 if not bad:
                     return
                 # What it kept from forward may not be finite either.
                 sources = given.sources | self._of_module.get(path, set())
                 if given.finite and not sources:
-                    event = self._event(BACKWARD, path, name, "gradient", bad[0], given)
+                    event = self._event(Phase.BACKWARD, path, name, "gradient", bad[0], given)
                     sources = {event.order}
                 for tensor in bad:
                     self._taint(tensor, sources)
@@ -220,9 +214,9 @@ class Observation:
                 groups = self._given(func, args, kwargs)
         result = func(*args, **kwargs)
         name = name_of(func)
-        if name not in UNWRITTEN and not is_view(func):
+        if name not in UNWRITTEN and not func.is_view:
             phase, where = self.phase, self._module_now()
-            self._propagated |= phase == BACKWARD
+            self._propagated |= phase == Phase.BACKWARD
             with _disable_current_modes():
                 written: list[tuple[int | None, Tensor]] = list(enumerate(floats(result)))
                 if groups is not None:
@@ -235,31 +229,33 @@ class Observation:
                     self._note_largest(phase, where, tensor)
                     if not math.isfinite(largest_of(tensor)):
                         groups = self._given(func, args, kwargs) if groups is None else groups
-                        given = self._group(groups, index if per_entry(name) else None)
-                        call, output = (func, args, kwargs), (place, index, tensor)
-                        self._trace_back(phase, where, call, output, given)
+                        own = index if per_entry(name) else None
+                        given = _Inputs()
+                        for key, group in groups.items():
+                            if own is None or key in (None, own):
+                                given.add(group)
+                        output = (place, index, tensor)
+                        self._trace_back(phase, where, (func, args, kwargs), output, given)
         return result
 
-    def _trace_back(
-        self,
-        phase: str,
-        where: str,
-        call: tuple[OpOverload, tuple, dict[str, Any]],
-        output: tuple[int, int | None, Tensor],
-        given: _Inputs,
-    ) -> None:
+    def _trace_back(self, phase: str, where: str, call: Call, output: Output, given) -> None:
         """Note where an output that is not finite comes from: this operation, or its inputs."""
         func, (place, index, tensor) = call[0], output
-        if not given.finite:
-            self._pass_on(phase, where, name_of(func), tensor, given)
-            return
-        label = self._label(tensor, *call, index, phase)
-        event = self._event(phase, where, name_of(func), label, tensor, given)
-        if not func._schema.is_mutable:
-            event.would_be = in_fp32(*call, place)
-        self._taint(tensor, {event.order})
-        if phase == FORWARD:
-            self._of_module.setdefault(where, set()).add(event.order)
+        name, sources = name_of(func), given.sources
+        if given.finite:
+            label = self._label(tensor, *call, index, phase)
+            event = self._event(phase, where, name, label, tensor, given)
+            if not func._schema.is_mutable:
+                event.would_be = in_fp32(*call, place)
+            sources = {event.order}
+            if phase == Phase.FORWARD:
+                self._of_module.setdefault(where, set()).add(event.order)
+        elif not sources:
+            event = self._event(phase, where, name, "output", tensor, given)
+            event.seen = False
+            sources = {event.order}
+        self.reached.setdefault(phase, set()).update(sources)
+        self._taint(tensor, sources)
 
     def _given(self, func, args, kwargs) -> dict[int | None, _Inputs]:
         """What an operation reads, by the place in its lists; None: what is in no list."""
@@ -270,21 +266,11 @@ class Observation:
                 groups.setdefault(operand.index, _Inputs()).add(given)
         return groups
 
-    def _group(self, groups: dict, index: int | None) -> _Inputs:
+    def _inputs(self, tensors: Iterable[Tensor]) -> _Inputs:
         total = _Inputs()
-        for key, given in groups.items():
-            if index is None or key is None or key == index:
-                total.add(given)
+        for tensor in tensors:
+            total.add(self._input(tensor.detach(), False))
         return total
-
-    def _pass_on(self, phase, where, name, tensor, given) -> None:
-        sources = given.sources
-        if not sources:
-            event = self._event(phase, where, name, "output", tensor, given)
-            event.seen = False
-            sources = {event.order}
-        self.reached.setdefault(phase, set()).update(sources)
-        self._taint(tensor, sources)
 
     def _input(self, tensor: Tensor, singular: bool) -> _Inputs:
         if not has_values(tensor):
@@ -296,26 +282,14 @@ class Observation:
         return _Inputs(finite, largest if finite else largest_finite_of(tensor), at_zero, sources)
 
     def _event(self, phase, module, operation, label, tensor: Tensor, given: _Inputs) -> Event:
-        bad = int((~torch.isfinite(tensor)).sum())
+        order, bad = len(self.events), int((~torch.isfinite(tensor)).sum())
         result = "NaN" if bool(torch.isnan(tensor).any()) else "infinity"
-        event = Event(
-            len(self.events),
-            phase,
-            module,
-            operation,
-            label,
-            tensor.dtype,
-            result,
-            bad,
-            tensor.numel(),
-            True,
-            given.largest,
-            at_zero=given.at_zero,
-        )
+        place, size = (order, phase, module, operation, label), (bad, tensor.numel())
+        event = Event(*place, tensor.dtype, result, *size, True, given.largest, None, given.at_zero)
         self.events.append(event)
         if len(self.ramps) < _RAMPS:
-            self.ramps.append([replace(largest) for largest in self.ramp.values()])
-        self.reached.setdefault(phase, set()).add(event.order)
+            self.ramps.append(list(self.ramp.values()))
+        self.reached.setdefault(phase, set()).add(order)
         return event
 
     def _taint(self, tensor: Tensor, sources: set[int]) -> None:
@@ -324,32 +298,26 @@ class Observation:
         self._tainted[storage_of(tensor)] = (tensor.detach(), known | sources)
 
     def _note_largest(self, phase: str, where: str, tensor: Tensor) -> None:
-        value = largest_of(tensor)
-        known = self.ramp.get((phase, where))
-        if known is None:
+        value, known = largest_of(tensor), self.ramp.get((phase, where))
+        if known is None or math.isfinite(known.value) and not value <= known.value:
             self.ramp[phase, where] = Largest(phase, where, value, tensor.dtype)
-        elif math.isfinite(known.value) and not value <= known.value:
-            known.value, known.dtype = value, tensor.dtype
 
     def _module_now(self) -> str:
-        if in_backward():
-            node = torch._C._current_autograd_node()
-            if _computes(node):
-                self._where = _marks(node).get(_MARK, "loss")
-            return self._where
-        if self._stack:
-            return self._stack[-1]
-        return ""
+        if not in_backward():
+            return self._stack[-1] if self._stack else ""
+        node = torch._C._current_autograd_node()
+        if _computes(node):
+            self._where = _marks(node).get(_MARK, "loss")
+        return self._where
 
     def _label(self, tensor, func, args, kwargs, index, phase) -> str:
         """The name of the weight or optimizer state that this is, or that it is computed with."""
-        label = self._labels.get(tensor.data_ptr())
-        if label is None and index is not None:
-            beside = (o.tensor.data_ptr() for o in operands(func, args, kwargs) if o.index == index)
-            label = next((self._labels[place] for place in beside if place in self._labels), None)
-        if label is not None:
-            return label
-        return "gradient" if phase in (BACKWARD, UNSCALE) else "output"
+        places = [tensor.data_ptr()]
+        if index is not None:
+            given = operands(func, args, kwargs)
+            places += [o.tensor.data_ptr() for o in given if o.index == index]
+        other = "gradient" if phase in (Phase.BACKWARD, Phase.UNSCALE) else "output"
+        return next((self._labels[place] for place in places if place in self._labels), other)
 
 
 def _computes(node: Node | None) -> bool:

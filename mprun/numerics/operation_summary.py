@@ -4,43 +4,31 @@ Products are what Tensor Cores do; beside their dtype stands their share of the 
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping
-from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
 
 # One call is a whole recurrent layer; "lstm" is the name of the emulated one.
 RECURRENT = frozenset(
-    {
-        "lstm",
-        "_cudnn_rnn",
-        "_cudnn_rnn_backward",
-        "mkldnn_rnn_layer",
-        "mkldnn_rnn_layer_backward",
-        "miopen_rnn",
-        "miopen_rnn_backward",
-    }
+    "lstm _cudnn_rnn _cudnn_rnn_backward mkldnn_rnn_layer mkldnn_rnn_layer_backward miopen_rnn "
+    "miopen_rnn_backward".split()
 )
-_MATRIX = frozenset({"mm", "addmm", "bmm", "baddbmm", "addmm_", "baddbmm_", "_addmm_activation"})
-_VECTOR = frozenset({"mv", "addmv", "addmv_", "dot", "vdot"})
-_CONVOLUTIONS = frozenset(
-    {
-        "convolution",
-        "convolution_overrideable",
-        "cudnn_convolution",
-        "cudnn_convolution_transpose",
-        "mkldnn_convolution",
-        "convolution_backward",
-        "convolution_backward_overrideable",
-    }
+_MATRIX = frozenset("mm addmm bmm baddbmm addmm_ baddbmm_ _addmm_activation".split())
+_CONVOLUTION, _CONVOLUTION_BACKWARD = (
+    (f"convolution{ending}", f"convolution{ending}_overrideable") for ending in ("", "_backward")
+)
+_OTHERS = (
+    "mv addmv addmv_ dot vdot linear addbmm cudnn_convolution cudnn_convolution_transpose "
+    "mkldnn_convolution".split()
 )
 _ATTENTION = frozenset(
     f"_scaled_dot_product_{kind}_attention{ending}"
     for kind in ("flash", "efficient", "cudnn", "fused")
     for ending in ("", "_backward", "_for_cpu", "_for_cpu_backward")
 )
-PRODUCTS = _MATRIX | _VECTOR | _CONVOLUTIONS | _ATTENTION | RECURRENT | {"linear", "addbmm"}
+PRODUCTS = _MATRIX.union(_CONVOLUTION, _CONVOLUTION_BACKWARD, _OTHERS, _ATTENTION, RECURRENT)
 
 
 def flops(name: str, args: tuple, kwargs: dict[str, Any], result: Any) -> int:
@@ -52,9 +40,9 @@ def flops(name: str, args: tuple, kwargs: dict[str, Any], result: Any) -> int:
     if name in _MATRIX | {"linear"}:
         left = args[0] if name in ("mm", "bmm", "linear") else args[1]
         return 2 * result.numel() * left.shape[-1]
-    if name in ("convolution", "convolution_overrideable"):
+    if name in _CONVOLUTION:
         return _convolution(result, args[0], args[1], transposed=args[6])
-    if name in ("convolution_backward", "convolution_backward_overrideable"):
+    if name in _CONVOLUTION_BACKWARD:
         mask = kwargs.get("output_mask", args[-1])
         one = _convolution(args[0], args[1], args[2], transposed=args[7])
         return one * (bool(mask[0]) + bool(mask[1]))
@@ -81,14 +69,8 @@ def recurrent_flops(layer: nn.RNNBase, inputs: Any) -> int:
 _NAMES = 5  # operations named in a line
 _SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 _KINDS = (
-    "parameters",
-    "master_weights",
-    "gradients",
-    "gradients_in_update",
-    "optimizer_state",
-    "buffers",
-    "activations",
-    "weight_copies",
+    "parameters master_weights gradients gradients_in_update optimizer_state buffers activations "
+    "weight_copies".split()
 )
 
 
@@ -116,10 +98,8 @@ def lines(
     text.append(f"  flags    {flag_line(flags, device)}")
     text.append(f"  memory   {memory_line(memory)}")
     if operations["not_in_16_bits"]:
-        text.append(
-            f"  WARNING  FP32 products that {mode} did not ask for: "
-            f"{'; '.join(operations['not_in_16_bits'][:4])}"
-        )
+        found = "; ".join(operations["not_in_16_bits"][:4])
+        text.append(f"  WARNING  FP32 products that {mode} did not ask for: {found}")
     return text
 
 
@@ -155,18 +135,14 @@ def _products(rows: list[Mapping]) -> list[str]:
     """A line for each dtype with its share of the floating-point operations."""
     if not rows:
         return ["  products none seen"]
-    flops: dict[str, int] = {}
-    names: dict[str, list[str]] = {}
+    flops: Counter[str] = Counter()
     for row in rows:
-        dtype = row["dtype"]
-        flops[dtype] = flops.get(dtype, 0) + row.get("flops", 0)
-        names.setdefault(dtype, []).append(row["operation"])
-    total = sum(flops.values()) or 1
-    text, label = [], "products"
-    for dtype in sorted(flops, key=lambda dtype: -flops[dtype]):
-        share = f"{100 * flops[dtype] / total:.3g} % of {_count(total)}FLOP"
-        operations = _some(list(dict.fromkeys(names[dtype])))
-        text.append(f"  {label:<9}{dtype} {share}: {operations}")
+        flops[row["dtype"]] += row.get("flops", 0)
+    total, text, label = flops.total() or 1, [], "products"
+    for dtype, own in flops.most_common():
+        names = list(dict.fromkeys(row["operation"] for row in rows if row["dtype"] == dtype))
+        share = f"{100 * own / total:.3g} % of {_count(total)}FLOP"
+        text.append(f"  {label:<9}{dtype} {share}: {_some(names)}")
         label = ""
     return text
 
@@ -181,15 +157,15 @@ def _by_dtype(rows: list[Mapping], names: int) -> str:
 
 def _totals(rows: list[Mapping], key: str) -> dict[str, int]:
     """Elements by the value of a key, the most first."""
-    totals: dict[str, int] = {}
+    totals: Counter[str] = Counter()
     for row in rows:
-        totals[row[key]] = totals.get(row[key], 0) + row["elements"]
-    return dict(sorted(totals.items(), key=lambda item: -item[1]))
+        totals[row[key]] += row["elements"]
+    return dict(totals.most_common())
 
 
 def _some(names: list[str], most: int = _NAMES) -> str:
     more = len(names) - most
-    return ", ".join(chain(names[:most], [f"{more} more"] if more > 0 else []))
+    return ", ".join(names[:most] + ([f"{more} more"] if more > 0 else []))
 
 
 def _count(value: float) -> str:

@@ -5,14 +5,15 @@ Did I get what I asked for? Counted is what was computed, casts included (`dispa
 
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from typing import Any, Self
+from operator import add
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
+from torch.utils._pytree import tree_leaves
 
 from mprun.numerics.dispatch import UNWRITTEN, Watch, dtype_name, in_backward, name_of
 from mprun.numerics.operation_summary import PRODUCTS, RECURRENT, flops, lines, recurrent_flops
@@ -26,8 +27,7 @@ _CASTS = {"_to_copy", "copy_", "copy"}
 _FP32 = ("fp32", "tf32")
 
 
-@dataclass(slots=True)
-class Row:
+class Row(NamedTuple):
     """One operation in one dtype in one phase: calls, elements of the results, and FLOPs.
 
     flops: of a product, 2 for a multiplication and addition; else 0.
@@ -97,26 +97,17 @@ class FirstStep:
 
     def operations(self) -> dict:
         """For run.json: the step, the rows (largest products first) and what fell short."""
-        order = {"forward": 0, "backward": 1, "update": 2}
-        rows = sorted(
+        order = ("forward", "backward", "update")
+        found = sorted(
             self.rows.items(),
-            key=lambda item: (order[item[0][0]], -item[1].flops, -item[1].elements, item[0]),
+            key=lambda item: (order.index(item[0][0]), -item[1].flops, -item[1].elements, item[0]),
         )
-        return {
-            "step": self.step,
-            "rows": [
-                {
-                    "phase": phase,
-                    "operation": name,
-                    "dtype": dtype,
-                    "calls": row.calls,
-                    "elements": row.elements,
-                    **({"flops": row.flops} if row.flops else {}),
-                }
-                for (phase, name, dtype), row in rows
-            ],
-            "not_in_16_bits": self.not_in_16_bits(),
-        }
+        rows: list[dict[str, Any]] = []
+        for (phase, name, dtype), row in found:
+            rows.append({"phase": phase, "operation": name, "dtype": dtype} | row._asdict())
+            if not row.flops:
+                del rows[-1]["flops"]
+        return {"step": self.step, "rows": rows, "not_in_16_bits": self.not_in_16_bits()}
 
     def memory(self) -> dict[str, dict[str, int]]:
         """For run.json: kind -> dtype -> bytes, measured after the step (see record.memory)."""
@@ -128,9 +119,8 @@ class FirstStep:
 
     def summary(self, device: str) -> str:
         """At most ten lines for the console."""
-        return "\n".join(
-            lines(self.operations(), self.memory(), self.flags, self.policy.name, device)
-        )
+        text = lines(self.operations(), self.memory(), self.flags, self.policy.name, device)
+        return "\n".join(text)
 
     def not_in_16_bits(self) -> list[str]:
         """FP32 products that a 16-bit mode did not ask for, e.g. "addmm in output"; else empty.
@@ -174,8 +164,8 @@ class FirstStep:
             emulated = inside and self._emulated() > before
             dtype = self._dtype(name, operands, results, emulated)
             # Operations on lists of tensors in place (the optimizer's) return nothing.
-            elements = sum(t.numel() for t in results or _tensors(args[:1]))
-            row = Row(1, elements, flops(name, args, kwargs, result))
+            changed = results or [t for t in tree_leaves(args[:1]) if isinstance(t, Tensor)]
+            row = Row(1, sum(t.numel() for t in changed), flops(name, args, kwargs, result))
             with self._lock:
                 self._add(self._phase(), name, dtype, row)
                 if name == "_to_copy" and operands:
@@ -194,7 +184,7 @@ class FirstStep:
     def _dtype(
         self, name: str, operands: list[Tensor], results: list[Tensor], emulated: bool
     ) -> str:
-        given, made = _dtypes(operands), _dtypes(results)
+        given, made = ([dtype_name(t.dtype) for t in tensors] for tensors in (operands, results))
         names = sorted(set(given or made))
         if emulated:
             return "emulated " + "+".join(name for name in names if name != "fp32")
@@ -205,19 +195,13 @@ class FirstStep:
         return "+".join(names)
 
     def _add(self, phase: str, name: str, dtype: str, row: Row) -> None:
-        total = self.rows.setdefault((phase, name, dtype), Row())
-        total.calls += row.calls
-        total.elements += row.elements
-        total.flops += row.flops
+        key = (phase, name, dtype)
+        self.rows[key] = Row(*map(add, self.rows.get(key, Row()), row))
         if phase == "forward" and name in PRODUCTS and dtype in _FP32:
-            self._note_fp32(name)
-
-    def _note_fp32(self, name: str) -> None:
-        inside = [own for _, own in self._modules]
-        if any(fnmatchcase(own, pattern) for own in inside for pattern in self._fp32_patterns):
-            return
-        label = self._modules[-1][0] if self._modules else ""
-        self.fp32_modules.setdefault(name, Counter())[label] += 1
+            inside = [own for _, own in self._modules]
+            if not any(fnmatchcase(own, p) for own in inside for p in self._fp32_patterns):
+                label = self._modules[-1][0] if self._modules else ""
+                self.fp32_modules.setdefault(name, Counter())[label] += 1
 
     def _note_weight_copy(self, source: Tensor, results: list[Tensor]) -> None:
         if source.untyped_storage().data_ptr() in self.saved.excluded:
@@ -234,31 +218,17 @@ class FirstStep:
                 if count > seen and name in RECURRENT:
                     self._add(phase, name, dtype, Row(calls=count - seen))
         for phase, factor in (("forward", 1), ("backward", 2)):
-            fused = [
-                row
-                for (when, name, _), row in self.rows.items()
-                if when == phase and name in RECURRENT
-            ]
-            calls = sum(row.calls for row in fused)
-            for row in fused:
-                share = row.calls / calls
-                row.flops += round(factor * self._recurrent_flops * share)
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, (tuple, list, dict)):
-        for value in tree.values() if isinstance(tree, dict) else tree:
-            yield from _tensors(value)
+            fused = [key for key in self.rows if key[0] == phase and key[1] in RECURRENT]
+            calls = sum(self.rows[key].calls for key in fused)
+            for key in fused:
+                row = self.rows[key]
+                own = round(factor * self._recurrent_flops * (row.calls / calls))
+                self.rows[key] = row._replace(flops=row.flops + own)
 
 
 def _floats(tree: Any) -> list[Tensor]:
-    return [tensor for tensor in _tensors(tree) if tensor.is_floating_point()]
-
-
-def _dtypes(tensors: list[Tensor]) -> list[str]:
-    return [dtype_name(tensor.dtype) for tensor in tensors]
+    leaves = tree_leaves(tree)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
 def _in_tf32(name: str, device: torch.device) -> bool:

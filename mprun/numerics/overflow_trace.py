@@ -142,22 +142,16 @@ def _walk(
         if counts[index]:
             del high[: bisect_right(high, lows[index])]
             del low[bisect_left(low, highs[index]) :]
-            if lows[index] > 0:
-                _insert(low, lows[index])
-            if highs[index] < np.inf:
-                _insert(high, highs[index])
+            for ascending, value in ((low, lows[index]), (high, highs[index])):
+                at = bisect_left(ascending, value)
+                if ascending[at : at + 1] != [value]:
+                    ascending.insert(at, value)
         # What a step shows of itself comes before what other steps show.
         below = bisect_left(low, highs[index])
         above = bisect_right(high, lows[index])
         likely_clean[index] = low[below - 1] if below else 0.0
         likely_overflow[index] = high[above] if above < len(high) else np.inf
     return likely_clean, likely_overflow
-
-
-def _insert(ascending: list[float], value: float) -> None:
-    at = bisect_left(ascending, value)
-    if at == len(ascending) or ascending[at] != value:
-        ascending.insert(at, value)
 
 
 MAX_STEPS = 10_000_000
@@ -198,8 +192,20 @@ def read_trace_file(path: Path) -> OverflowTrace:
     grad_max = np.full(count, np.nan)
     at = np.array([step - first for step, *_ in found])
     clean[at], overflow[at], grad_max[at] = np.array([known for _, *known in found]).T
-    notes = _notes(has, count - len(found))
-    known = _grad_max(grad_max, clean if "limit" in has else None, notes)
+    if "limit" in has:
+        notes = ["known: the limit of each step, as the file gives it"]
+    elif "loss_scale" in has:
+        notes = ["known: whether each step overflowed at its own scale, as the file gives it"]
+    else:
+        notes = ["the file has no loss_scale: its overflows are taken to happen at every scale"]
+    if count > len(found):
+        notes.append(f"{count - len(found)} steps are not in the file; of these nothing is known")
+    known: np.ndarray | None = grad_max
+    if not np.isfinite(grad_max).all():
+        known = None
+        if "limit" in has and (np.isfinite(clean) & (clean > 0)).all():
+            notes.append("largest gradient for logmax: 65504 / limit (the file has no grad_max)")
+            known = FP16_MAX / clean
     return trace_from_bounds(first, clean, overflow, known, notes)
 
 
@@ -208,12 +214,14 @@ def _known(row: dict[str, Any], has: set[str], before: int) -> tuple[int, float,
 
     Raises ValueError for what is no such number, or a step that does not come after `before`.
     """
-    step = _step(row)
+    step = _number(row, "step")
+    if step is None or step != int(min(step, 2**53)):
+        raise ValueError(f"step={row.get('step')}: must be a whole number >= 0")
     if step <= before:
-        raise ValueError(f"step={step} after {before}; must ascend")
+        raise ValueError(f"step={int(step)} after {before}; must ascend")
     bounds = _of_limit(row) if "limit" in has else _of_found_inf(row, "loss_scale" in has)
     largest = _number(row, "grad_max")
-    return (step, *bounds, math.nan if largest is None else largest)
+    return (int(step), *bounds, math.nan if largest is None else largest)
 
 
 def _of_limit(row: dict[str, Any]) -> tuple[float, float]:
@@ -236,27 +244,6 @@ def _of_found_inf(row: dict[str, Any], scaled: bool) -> tuple[float, float]:
     if scale is None or not 0 < scale < math.inf:
         raise ValueError(f"loss_scale={scale}: must be a number above 0")
     return (0.0, scale) if found else (scale, math.inf)
-
-
-def _notes(has: set[str], missing: int) -> list[str]:
-    if "limit" in has:
-        notes = ["known: the limit of each step, as the file gives it"]
-    elif "loss_scale" in has:
-        notes = ["known: whether each step overflowed at its own scale, as the file gives it"]
-    else:
-        notes = ["the file has no loss_scale: its overflows are taken to happen at every scale"]
-    if missing:
-        notes.append(f"{missing} steps are not in the file; of these nothing is known")
-    return notes
-
-
-def _grad_max(given: np.ndarray, limit: np.ndarray | None, notes: list[str]) -> np.ndarray | None:
-    if np.isfinite(given).all():
-        return given
-    if limit is None or not (np.isfinite(limit) & (limit > 0)).all():
-        return None
-    notes.append("largest gradient for logmax: 65504 / limit (the file has no grad_max)")
-    return FP16_MAX / limit
 
 
 def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -292,13 +279,6 @@ def _json_row(path: Path, number: int, line: str) -> dict[str, Any]:
     if "split" in row:
         raise BadInput(f"{path}: a run's own record; give the run directory, {path.parent}")
     return row
-
-
-def _step(row: dict[str, Any]) -> int:
-    number = _number(row, "step")
-    if number is None or number != int(min(number, 2**53)):
-        raise ValueError(f"step={row.get('step')}: must be a whole number >= 0")
-    return int(number)
 
 
 def _number(row: dict[str, Any], name: str) -> float | None:

@@ -8,7 +8,8 @@ import json
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import takewhile
+from dataclasses import asdict, dataclass
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -22,28 +23,36 @@ EXPLOSION = 10.0
 _FILE = Path("numerics") / "post-mortem.json"
 
 
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    """One step as numbers: `step` counts from 1; `skipped` is the total up to and with it."""
+
+    step: int
+    loss: float
+    loss_scale: float
+    found_inf: bool
+    skipped: int
+
+    @property
+    def diverged(self) -> bool:
+        """A loss that is not finite although its update was applied."""
+        return not self.found_inf and not math.isfinite(self.loss)
+
+
 class History:
     """The newest LAST steps of a run, on the host.
 
-    rows: {"step", "loss", "loss_scale", "found_inf", "skipped"}, and every recorded metric whose
-    name ends in grad_norm; oldest first.
+    rows: `StepRow`s as dictionaries, with every recorded metric whose name ends in grad_norm;
+    oldest first.
     """
 
     def __init__(self):
         self.rows: deque[dict] = deque(maxlen=LAST)
 
-    def add(self, rows: Iterable, metrics: Mapping[str, float]) -> None:
-        """Add `StepRow`s of the metric buffer; `metrics`: those of the newest step, by name."""
+    def add(self, rows: Iterable[StepRow], metrics: Mapping[str, float]) -> None:
+        """Add steps; `metrics`: those of the newest one, by name."""
         for row in rows:
-            self.rows.append(
-                {
-                    "step": row.step,
-                    "loss": row.loss,
-                    "loss_scale": row.loss_scale,
-                    "found_inf": bool(row.found_inf),
-                    "skipped": row.skipped,
-                }
-            )
+            self.rows.append(asdict(row))
         if self.rows:
             norms = {name: value for name, value in metrics.items() if name.endswith("grad_norm")}
             self.rows[-1] |= norms
@@ -58,11 +67,8 @@ def explosion(rows: Sequence[Mapping]) -> tuple[float, int] | None:
 
     Compared with the lowest loss of the rows. steps: since the loss was last within twice that.
     """
-    losses = [
-        (row["step"], row["loss"])
-        for row in rows
-        if math.isfinite(row["loss"]) and not row["found_inf"]
-    ]
+    applied = [row for row in rows if not row["found_inf"]]
+    losses = [(row["step"], row["loss"]) for row in applied if math.isfinite(row["loss"])]
     lowest = min((loss for _, loss in losses), default=0.0)
     if lowest <= 0 or losses[-1][1] < EXPLOSION * lowest:
         return None
@@ -79,7 +85,7 @@ def classify(cause: str, rows: Sequence[Mapping], scaler_kind: str, bad_step: in
         scaler_kind: "none", "static", "dynamic" or "logmax".
         bad_step: the step that went wrong, where it is known, else the last one.
     """
-    streak = _trailing_skips(rows)
+    streak = len(list(takewhile(lambda row: row["found_inf"], reversed(rows))))
     before = rows[: len(rows) - streak] if "collapsed" in cause else rows
     lines = [_ending(cause, rows, streak, bad_step)]
     grown = explosion([row for row in before if row["step"] <= max(bad_step, 1)])
@@ -112,13 +118,8 @@ def write_post_mortem(
     step: at which the run ended. kept: `mprun.numerics.failure.Kept` as a dictionary.
     """
     lines = classify(cause, rows, scaler_kind, kept["step"])
-    content = {
-        "cause": cause,
-        "step": step,
-        "classification": lines,
-        "failure": kept,
-        "rows": plain(rows),
-    }
+    content = {"cause": cause, "step": step, "classification": lines, "failure": kept}
+    content["rows"] = plain(rows)
     path = directory / _FILE
     path.parent.mkdir(exist_ok=True)
     write_json(path, content)
@@ -164,15 +165,9 @@ def _skips_in_words(rows: Sequence[Mapping], count: int, scaler_kind: str) -> st
     updates = "1 skipped update" if count == 1 else f"{count} skipped updates"
     if scaler_kind == "static":
         return f"{updates} before: the static loss scale is too large for some batches"
-    scales = [row["loss_scale"] for row in rows]
-    grew = any(later > sooner for sooner, later in zip(scales, scales[1:], strict=False))
-    if grew:
+    if any(later["loss_scale"] > sooner["loss_scale"] for sooner, later in pairwise(rows)):
         return f"{updates} before: dynamic scaling looking for the largest scale: normal"
     return f"{updates} before: warm-up skips of dynamic scaling: normal"
-
-
-def _trailing_skips(rows: Sequence[Mapping]) -> int:
-    return len(list(takewhile(lambda row: row["found_inf"], reversed(rows))))
 
 
 def _markdown(content: dict, rows: list[dict]) -> str:
@@ -191,17 +186,12 @@ def _markdown(content: dict, rows: list[dict]) -> str:
             f"- State before step {kept['step']}: `{kept['folder']}` (trained again from step "
             f"{kept['replayed_from']}: {same})."
         )
-    lines += [
-        "",
-        "`mprun explain` on this directory replays that step and looks for the cause.",
-        "",
-    ]
+    explain = "`mprun explain` on this directory replays that step and looks for the cause."
+    lines += ["", explain, ""]
     norms = sorted({name for row in rows for name in row if name.endswith("grad_norm")})
     header, table = ["step", "loss", "loss scale", "skipped", *norms], []
     for row in rows:
         measured = [f"{row[name]:.4g}" if name in row else "" for name in norms]
-        skipped = "skipped" if row["found_inf"] else ""
-        table.append(
-            [str(row["step"]), f"{row['loss']:.6g}", power(row["loss_scale"]), skipped, *measured]
-        )
+        end = [power(row["loss_scale"]), "skipped" if row["found_inf"] else "", *measured]
+        table.append([str(row["step"]), f"{row['loss']:.6g}", *end])
     return "\n".join(lines) + "\n" + markdown_table(header, table) + "\n"

@@ -21,12 +21,12 @@ from mprun.numerics.exponent_counter import (
     OUTCOMES,
     Tally,
     largest,
-    lost_updates_of_each,
+    lost_updates,
     read_counts,
     sampled,
     sampling_stride,
 )
-from mprun.numerics.exponent_shares import BINS, ExponentCounts, LostUpdates
+from mprun.numerics.exponent_shares import BINS, ExponentCounts
 from mprun.numerics.probe_record import KINDS, LearnerProbe, TensorStats
 from mprun.precision import DTYPE_NAMES
 from mprun.tasks import TrainState
@@ -65,11 +65,10 @@ def chosen_modules(learners: Mapping[str, TrainState], patterns: Sequence[str]) 
 
 def owner(parameter: str, chosen: Mapping[str, nn.Module]) -> str | None:
     """The innermost chosen module around the parameter of this name, or None."""
-    name = parameter
-    while name:
-        name = name.rpartition(".")[0]
-        if name in chosen:
-            return name
+    while parameter:
+        parameter = parameter.rpartition(".")[0]
+        if parameter in chosen:
+            return parameter
     return None
 
 
@@ -89,28 +88,33 @@ class Probe:
     def __init__(self, task, chosen: Chosen):
         self.task, self.chosen = task, chosen
         self.tally = Tally()
-        # Of each parameter its module, values before the step, their stride, and the tensor itself.
-        self.before: dict[str, list[tuple[str, Tensor, int, Tensor]]] = {}
+        # Of each parameter its learner and module, values before the step, their stride, and the
+        # tensor itself.
+        self.before: list[tuple[tuple[str, str], Tensor, int, Tensor]] = []
         self.lost: dict[tuple[str, str], Tensor] = {}
         self._handles: list = []
 
     @torch.no_grad()
     def __enter__(self) -> "Probe":
         for name, learner in self.task.learners.items():
-            optimizer = learner.optimizer
-            self._keep_weights(name)
-            for module_name, module in self.chosen[name].items():
+            optimizer, chosen = learner.optimizer, self.chosen[name]
+            for module_name, module in chosen.items():
                 hook = partial(self._on_output, name, module_name)
                 self._handles.append(module.register_forward_hook(hook))
-            for parameter_name, parameter in zip(
-                optimizer.names, optimizer.parameters, strict=True
+            for parameter_name, parameter, updated in zip(
+                optimizer.names, optimizer.parameters, optimizer.updated, strict=True
             ):
-                inside = owner(parameter_name, self.chosen[name])
+                inside = owner(parameter_name, chosen)
                 if inside is not None:
                     hook = partial(self._on_gradient, (name, "weight_gradients", inside))
                     self._handles.append(parameter.register_hook(hook))
+                    stride = sampling_stride(updated)
+                    values = sampled(updated, stride).clone()
+                    amax = largest(updated)
+                    self.tally.add_sample((name, "weights", inside), values, stride, amax)
+                    self.before.append(((name, inside), values, stride, updated))
             for table_name, module in optimizer.tables.items():
-                if table_name in self.chosen[name]:
+                if table_name in chosen:
                     hook = partial(self._on_gradient, (name, "weight_gradients", table_name))
                     self._handles.append(module.register_gradient_hook(hook))
         return self
@@ -120,8 +124,7 @@ class Probe:
             handle.remove()
         self._handles = []
         if kind is None:
-            for name in self.task.learners:
-                self._count_updates(name)
+            self._count_updates()
             self.tally.finish()
 
     def _on_output(self, learner: str, name: str, module, inputs, output) -> None:
@@ -143,28 +146,17 @@ class Probe:
             self.tally.add(key, gradient)
 
     @torch.no_grad()
-    def _keep_weights(self, name: str) -> None:
-        optimizer = self.task.learners[name].optimizer
-        self.before[name] = []
-        for parameter, updated in zip(optimizer.names, optimizer.updated, strict=True):
-            module = owner(parameter, self.chosen[name])
-            if module is not None:
-                stride = sampling_stride(updated)
-                values = sampled(updated, stride).clone()
-                self.tally.add_sample((name, "weights", module), values, stride, largest(updated))
-                self.before[name].append((module, values, stride, updated))
-
-    @torch.no_grad()
-    def _count_updates(self, name: str) -> None:
-        kept, updates = self.before.pop(name), []
-        for module, old, stride, updated in kept:
+    def _count_updates(self) -> None:
+        updates = []
+        for (name, module), old, stride, updated in self.before:
             update = sampled(updated, stride).float() - old.float()
             self.tally.add_sample((name, "updates", module), update, stride, largest(update))
             updates.append(update)
-        if kept:
-            outcomes = lost_updates_of_each([old for _, old, _, _ in kept], updates)
-            for (module, _, stride, _), counts in zip(kept, outcomes, strict=True):
-                self.lost[name, module] = self.lost.get((name, module), 0) + counts * stride
+        if updates:
+            outcomes = lost_updates([old for _, old, _, _ in self.before], updates)
+            for (key, _, stride, _), counts in zip(self.before, outcomes, strict=True):
+                self.lost[key] = self.lost.get(key, 0) + counts * stride
+        self.before = []
 
     def read(self, scalars: Sequence[Tensor]) -> tuple[dict[str, LearnerProbe], list[float]]:
         """(learner -> what was measured in it, `scalars` as floats).
@@ -172,39 +164,30 @@ class Probe:
         scalars: 0-dim tensors that are wanted on the host too: this is the one place that waits
         for the device, in one transfer.
         """
-        keys = list(self.tally.counts)
-        integers = [*(self.tally.counts[key] for key in keys), *self.lost.values()]
-        floats = [
-            *(self.tally.amax[key].double() for key in keys),
-            *(scalar.double() for scalar in scalars),
-        ]
-        packed = torch.cat([*integers, torch.stack(floats).view(torch.int64)]).cpu().numpy()
-        end = len(keys) * BINS
-        rows = packed[:end].reshape(-1, BINS)
-        lost_end = end + len(self.lost) * OUTCOMES
-        outcomes = packed[end:lost_end].reshape(-1, OUTCOMES)
-        values = packed[lost_end:].view("float64").tolist()
-        stats = {}
+        tally, keys = self.tally, list(self.tally.counts)
+        floats = torch.stack([x.double() for x in (*(tally.amax[key] for key in keys), *scalars)])
+        integers = [*(tally.counts[key] for key in keys), *self.lost.values()]
+        packed = torch.cat([*integers, floats.view(torch.int64)]).cpu()
+        sizes = [BINS] * len(keys) + [OUTCOMES] * len(self.lost) + [len(floats)]
+        *rows, last = packed.split(sizes)
+        values, stats = last.view(torch.float64).tolist(), {}
         for key, row, amax in zip(keys, rows, values, strict=False):
-            dtypes = "+".join(sorted(DTYPE_NAMES[dtype] for dtype in self.tally.dtypes[key]))
-            stats[key] = TensorStats(ExponentCounts(row), amax, dtypes, self.tally.strides[key])
-        lost = {
-            key: read_counts(row.tolist()) for key, row in zip(self.lost, outcomes, strict=True)
+            dtypes = "+".join(sorted(DTYPE_NAMES[dtype] for dtype in tally.dtypes[key]))
+            stats[key] = TensorStats(ExponentCounts(row.numpy()), amax, dtypes, tally.strides[key])
+        outcomes = zip(self.lost, rows[len(keys) :], strict=True)
+        lost = {key: read_counts(row.tolist()) for key, row in outcomes}
+        learners = {
+            name: LearnerProbe(
+                loss_scale_names(self.task, name),
+                {
+                    kind: {m: stats[name, kind, m] for m in own if (name, kind, m) in stats}
+                    for kind in KINDS
+                },
+                {m: lost[name, m] for m in own if (name, m) in lost},
+            )
+            for name, own in self.chosen.items()
         }
-        learners = {name: self._learner(name, stats, lost) for name in self.task.learners}
         return learners, values[len(keys) :]
-
-    def _learner(self, name: str, stats: dict, lost: dict[tuple, LostUpdates]) -> LearnerProbe:
-        tensors = {
-            kind: {
-                module: stats[name, kind, module]
-                for module in self.chosen[name]
-                if (name, kind, module) in stats
-            }
-            for kind in KINDS
-        }
-        own = {module: lost[name, module] for module in self.chosen[name] if (name, module) in lost}
-        return LearnerProbe(loss_scale_names(self.task, name), tensors, own)
 
 
 def loss_scale_names(task, learner: str) -> tuple[str, ...]:

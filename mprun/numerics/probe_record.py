@@ -44,10 +44,11 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, astuple, dataclass, field
-from operator import add
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -58,6 +59,7 @@ from mprun.numerics.exponent_shares import (
     LOWEST,
     ExponentCounts,
     LostUpdates,
+    Sums,
     fp16_headroom,
     merged,
 )
@@ -99,7 +101,7 @@ class TensorStats:
 
 
 @dataclass(frozen=True, slots=True)
-class Agreement:
+class Agreement(Sums):
     """Gradients of a step beside those of its FP32 shadow, as sums over the elements.
 
     dot: own times fp32; own, fp32: squares of each; difference: squares of own minus fp32. Own
@@ -125,10 +127,6 @@ class Agreement:
     def relative_error(self) -> float:
         """Norm of the difference / FP32 norm."""
         return _ratio(math.sqrt(self.difference), math.sqrt(self.fp32))
-
-    def merge(self, other: "Agreement") -> "Agreement":
-        """Of the gradients of both."""
-        return Agreement(*map(add, astuple(self), astuple(other)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,8 +198,8 @@ def read_probe(path: Path) -> ProbeRecord:
         return ProbeRecord(
             step=int(content["step"]),
             skipped=bool(content["skipped"]),
-            log2_loss_scale={k: float(v) for k, v in content["log2_loss_scale"].items()},
-            learners={k: _learner(v) for k, v in content["learners"].items()},
+            log2_loss_scale=_each(float, content["log2_loss_scale"]),
+            learners=_each(_learner, content["learners"]),
             loss=float(loss["own"]) if loss else None,
             loss_fp32=float(loss["fp32"]) if loss else None,
         )
@@ -223,33 +221,28 @@ def _learner(content: Mapping) -> LearnerProbe:
         counts, amax = ExponentCounts.from_json(found), float(found["amax"])
         return TensorStats(counts, amax, found["dtype"], int(found["stride"]))
 
-    shadow = None
-    if content["shadow"] is not None:
-        shadow = {
-            module: Agreement(**{name: float(value) for name, value in sums.items()})
-            for module, sums in content["shadow"]["modules"].items()
-        }
+    def agreement(found: Mapping) -> Agreement:
+        return Agreement(**{name: float(value) for name, value in found.items()})
+
+    shadow = content["shadow"]
     return LearnerProbe(
-        loss_scales=tuple(content["loss_scales"]),
-        tensors={
-            kind: {module: stats(found) for module, found in modules.items()}
-            for kind, modules in content["tensors"].items()
-        },
-        lost_updates={k: LostUpdates.from_json(v) for k, v in content["lost_updates"].items()},
-        shadow=shadow,
+        tuple(content["loss_scales"]),
+        {kind: _each(stats, modules) for kind, modules in content["tensors"].items()},
+        _each(LostUpdates.from_json, content["lost_updates"]),
+        None if shadow is None else _each(agreement, shadow["modules"]),
     )
 
 
 def _to_json(record: ProbeRecord) -> dict:
     loss = None
     if record.loss is not None and record.loss_fp32 is not None:
-        loss = {"own": _number(record.loss), "fp32": _number(record.loss_fp32)}
+        loss = _each(_number, {"own": record.loss, "fp32": record.loss_fp32})
     return {
         "version": VERSION,
         "step": record.step,
         "skipped": record.skipped,
-        "log2_loss_scale": {k: _number(v) for k, v in record.log2_loss_scale.items()},
-        "learners": {k: _learner_to_json(v) for k, v in record.learners.items()},
+        "log2_loss_scale": _each(_number, record.log2_loss_scale),
+        "learners": _each(_learner_to_json, record.learners),
         "loss": loss,
     }
 
@@ -259,19 +252,19 @@ def _learner_to_json(learner: LearnerProbe) -> dict:
         start = {"dtype": stats.dtype, "stride": stats.stride, "amax": _number(stats.amax)}
         return start | stats.counts.to_json()
 
-    shadow = None
-    if learner.shadow is not None:
-        sums = {module: asdict(found) for module, found in learner.shadow.items()}
-        shadow = {"modules": {m: {k: _number(v) for k, v in s.items()} for m, s in sums.items()}}
+    def sums(found: Agreement) -> dict:
+        return _each(_number, asdict(found))
+
     return {
         "loss_scales": list(learner.loss_scales),
-        "tensors": {
-            kind: {module: plain(stats) for module, stats in modules.items()}
-            for kind, modules in learner.tensors.items()
-        },
-        "lost_updates": {k: v.to_json() for k, v in learner.lost_updates.items()},
-        "shadow": shadow,
+        "tensors": {kind: _each(plain, modules) for kind, modules in learner.tensors.items()},
+        "lost_updates": _each(LostUpdates.to_json, learner.lost_updates),
+        "shadow": None if learner.shadow is None else {"modules": _each(sums, learner.shadow)},
     }
+
+
+def _each(change: Callable[[Any], Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: change(value) for name, value in values.items()}
 
 
 def _number(value: float) -> float | str:
@@ -303,16 +296,13 @@ class Gradients:
     def add(self, stats: TensorStats, log2_scales: Iterable[float]) -> None:
         """Add a histogram measured with loss scales 2^s for each s of `log2_scales`."""
         scales = list(log2_scales)
-        self._add((-max(scales), -min(scales)), stats)
+        self.merge({(-max(scales), -min(scales)): stats})
 
-    def merge(self, other: "Gradients") -> None:
-        """Add all histograms of `other`."""
-        for shifts, stats in other.parts.items():
-            self._add(shifts, stats)
-
-    def _add(self, shifts: tuple[float, float], stats: TensorStats) -> None:
-        before = self.parts.get(shifts)
-        self.parts[shifts] = stats if before is None else before.merge(stats)
+    def merge(self, parts: Mapping[tuple[float, float], TensorStats]) -> None:
+        """Add all histograms of the `parts` of others."""
+        for shifts, stats in parts.items():
+            before = self.parts.get(shifts)
+            self.parts[shifts] = stats if before is None else before.merge(stats)
 
     @property
     def nonzero(self) -> int:
@@ -359,11 +349,8 @@ class Gradients:
         """The smallest k with an underflow share of at most `share`; None without a gradient."""
         if not self.nonzero:
             return None
-        low, high = _SMALLEST, _LARGEST
-        while low < high:  # the share falls with k
-            middle = (low + high) // 2
-            low, high = (low, middle) if self.underflow(middle) <= share else (middle + 1, high)
-        return low
+        scales = range(_SMALLEST, _LARGEST)  # the share falls with k
+        return _SMALLEST + bisect_left(scales, True, key=lambda k: self.underflow(k) <= share)
 
     def highest(self) -> int | None:
         """The largest k at which nothing overflows; None without a gradient."""

@@ -12,15 +12,18 @@ masks and generator inputs are the same.
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from mprun.config.schema import NumericsConfig
+from mprun.numerics.exponent_shares import FORMATS, merged
 from mprun.numerics.probe import Chosen, Probe, chosen_modules, loss_scale_names, owner
 from mprun.numerics.probe_record import (
     KINDS,
@@ -43,6 +46,9 @@ from mprun.precision import (
 )
 from mprun.precision.random_states import random_states, restore_random_states
 from mprun.tasks import GAN, LanguageModel, TrainState
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 # Before these names of metrics stands which learner of a GAN they are of.
 _PREFIX = {"generator": "g_", "discriminator": "d_"}
@@ -91,27 +97,26 @@ class Shadow:
                 loss = self.twin.train_step(index)["loss"]
         finally:
             restore_random_states(afterwards, self.device)
-        for name, learner in self.twin.learners.items():
+        for name in self.task.learners:
             clip, factor = self.task.learners[name].optimizer.clip_norm, None
             if clip is not None:
                 norm = metrics[f"{_PREFIX.get(name, '')}grad_norm"]
                 factor = (clip / (norm + 1e-6)).clamp(max=1.0)
-            self._compare(name, learner.optimizer.gradients, factor)
+            self._compare(name, factor)
         return loss
 
     def read(self) -> dict[str, dict[str, Agreement]]:
         """TrainState -> module -> agreement; waits for the device, in one transfer."""
-        names: dict[str, dict[str, Agreement]] = {name: {} for name in self.chosen}
-        if self.sums:
-            rows = torch.stack(list(self.sums.values())).tolist()
-            for (name, module), row in zip(self.sums, rows, strict=True):
-                names[name][module] = Agreement(*row)
-        return names
+        found: dict[str, dict[str, Agreement]] = {name: {} for name in self.chosen}
+        rows = torch.stack(list(self.sums.values())).tolist() if self.sums else []
+        for (name, module), row in zip(self.sums, rows, strict=True):
+            found[name][module] = Agreement(*row)
+        return found
 
     @torch.no_grad()
-    def _compare(self, name: str, fp32: dict[str, Tensor], factor: Tensor | None) -> None:
+    def _compare(self, name: str, factor: Tensor | None) -> None:
         own = self.own.pop(name)
-        for parameter, reference in fp32.items():
+        for parameter, reference in self.twin.learners[name].optimizer.gradients.items():
             module = owner(parameter, self.chosen[name])
             if module is None or parameter not in own:
                 continue
@@ -119,14 +124,14 @@ class Shadow:
             gradient, reference = own[parameter].double(), reference.double()
             if factor is not None:
                 gradient = gradient / factor  # what clipping did is undone
-            sums = torch.stack(
-                [
-                    (gradient * reference).sum(),
-                    gradient.square().sum(),
-                    reference.square().sum(),
-                    (gradient - reference).square().sum(),
-                ]
+            off = gradient - reference
+            pairs = (
+                (gradient, reference),
+                (gradient, gradient),
+                (reference, reference),
+                (off, off),
             )
+            sums = torch.stack([(one * other).sum() for one, other in pairs])
             self.sums[name, module] = self.sums.get((name, module), 0) + sums
 
 
@@ -151,11 +156,8 @@ class _Gradients:
 
     @torch.no_grad()
     def step(self, measure_norm: bool = False) -> Update:
-        self.gradients = {
-            name: parameter.grad
-            for name, parameter in self.parameters.items()
-            if parameter.grad is not None
-        }
+        found = {name: parameter.grad for name, parameter in self.parameters.items()}
+        self.gradients = {name: grad for name, grad in found.items() if grad is not None}
         for name, updated in zip(self.own.names, self.own.updated, strict=True):
             self.parameters[name].copy_(updated)
         return Update(self.one, None, None)
@@ -187,9 +189,6 @@ def _twin(task, device: torch.device):
     return twin
 
 
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
-
 Metrics = dict[str, Tensor]
 
 
@@ -199,24 +198,14 @@ class Probing:
     Args:
         directory: of the run.
         writer: a SummaryWriter.
-        every: probe the steps divisible by it.
-        patterns: of the modules, see `chosen_modules` (raises BadInput).
-        shadow_every: shadow those divisible by it, 0: none.
+        numerics: which steps to probe (`every`) and to shadow (`shadow_every`), and the modules
+            (see `chosen_modules`, which raises BadInput).
     """
 
-    def __init__(
-        self,
-        task,
-        directory: Path,
-        writer: "SummaryWriter",
-        *,
-        every: int,
-        patterns: list[str],
-        shadow_every: int,
-    ):
+    def __init__(self, task, directory: Path, writer: "SummaryWriter", numerics: NumericsConfig):
         self.task, self.directory, self.writer = task, directory, writer
-        self.every, self.shadow_every = every, shadow_every
-        self.chosen = chosen_modules(task.learners, patterns)
+        self.every, self.shadow_every = numerics.every, numerics.shadow_every
+        self.chosen = chosen_modules(task.learners, numerics.modules)
 
     def due(self, step: int) -> bool:
         """Whether step `step` (from 1) is to be watched."""
@@ -230,19 +219,20 @@ class Probing:
 
         index: what `take` hands to the task's `train_step`.
         """
+        task, probe, shadow = self.task, None, None
         # Copies: the scales move in place at the end of the step.
-        scales = {name: scale.scale.clone() for name, scale in self.task.loss_scales.items()}
-        probe = Probe(self.task, self.chosen) if step % self.every == 0 else None
-        shadow = Shadow(self.task, self.chosen) if self._shadows(step) else None
+        scales = {name: scale.scale.clone() for name, scale in task.loss_scales.items()}
         with ExitStack() as stack:
-            for observer in (shadow, probe):
-                if observer is not None:
-                    stack.enter_context(observer)
+            if self._shadows(step):
+                shadow = stack.enter_context(Shadow(task, self.chosen))
+            if step % self.every == 0:
+                probe = stack.enter_context(Probe(task, self.chosen))
             metrics = take()
         loss = metrics["loss"]
-        scalars = [loss, metrics.get("found_inf", torch.zeros_like(loss)), *scales.values()]
-        if shadow is not None:
-            scalars.append(shadow.run(index, metrics))
+        # Without a shadow its place is taken by the loss itself, which nobody reads.
+        fp32 = loss if shadow is None else shadow.run(index, metrics)
+        found_inf = metrics.get("found_inf", torch.zeros_like(loss))
+        scalars = [loss, fp32, found_inf, *scales.values()]
         record = self._record(step, list(scales), scalars, probe, shadow)
         write_probe(self.directory, record)
         show_probe(self.writer, record)
@@ -256,27 +246,19 @@ class Probing:
         probe: Probe | None,
         shadow: Shadow | None,
     ) -> ProbeRecord:
-        """scalars: the loss, found_inf, one value of each of `scales`, with a shadow its loss."""
+        """Read from the device. scalars: loss, FP32 loss, found_inf, one value of each scale."""
         if probe is not None:
             learners, values = probe.read(scalars)
         else:
             values = torch.stack([scalar.double() for scalar in scalars]).tolist()
-            learners = {
-                name: LearnerProbe(loss_scale_names(self.task, name)) for name in self.task.learners
-            }
+            names = self.task.learners
+            learners = {name: LearnerProbe(loss_scale_names(self.task, name)) for name in names}
         if shadow is not None:
             for name, found in shadow.read().items():
                 learners[name] = replace(learners[name], shadow=found)
-        return ProbeRecord(
-            step=step,
-            skipped=values[1] != 0,
-            log2_loss_scale={
-                name: math.log2(value) for name, value in zip(scales, values[2:], strict=False)
-            },
-            learners=learners,
-            loss=None if shadow is None else values[0],
-            loss_fp32=None if shadow is None else values[-1],
-        )
+        powers = dict(zip(scales, map(math.log2, values[3:]), strict=True))
+        losses = (None, None) if shadow is None else values[:2]
+        return ProbeRecord(step, values[2] != 0, powers, learners, *losses)
 
 
 def show_probe(writer: "SummaryWriter", record: ProbeRecord) -> None:
@@ -298,51 +280,43 @@ def show_probe(writer: "SummaryWriter", record: ProbeRecord) -> None:
             if total is not None and total.counts.nonzero:
                 values += _histogram(f"exponents/{prefix}{kind}", total).value
         for tag, name, value in _scalars(measured):
-            if math.isfinite(value):
+            if value is not None and math.isfinite(value):
                 values.append(Summary.Value(tag=f"{tag}/{prefix}{name}", simple_value=value))
     # In one event: some hundred modules with a call each would take longer than a training step.
     file_writer: Any = writer.file_writer  # torch declares it as None
     file_writer.add_summary(Summary(value=values), record.step)
 
 
-def _scalars(measured: LearnerProbe):
+def _scalars(measured: LearnerProbe) -> Iterator[tuple[str, str, float | None]]:
     """(tag, module or "total", value) of all that is shown as a curve."""
-    for kind in KINDS:
-        total = measured.total(kind)
-        if total is not None:
-            for name, stats in {"total": total, **measured.tensors[kind]}.items():
-                shares, headroom = stats.counts.shares(), stats.headroom
-                yield f"{kind}_underflow", name, shares.underflow
-                yield f"{kind}_overflow", name, shares.overflow
-                yield f"{kind}_zeros", name, stats.counts.zeros / stats.counts.total
-                yield f"{kind}_log2_amax", name, math.log2(stats.amax) if stats.amax else math.nan
-                yield f"{kind}_headroom", name, math.nan if headroom is None else headroom
-    if measured.lost_updates:
-        for name, lost in {"total": measured.total_lost(), **measured.lost_updates}.items():
-            yield "lost_updates_fp16", name, lost.share("fp16")
-            yield "lost_updates_bf16", name, lost.share("bf16")
-    agreement = measured.total_agreement()
-    if agreement is not None and measured.shadow:
-        for name, sums in {"total": agreement, **measured.shadow}.items():
-            yield "shadow_cosine", name, sums.cosine
-            yield "shadow_norm_ratio", name, sums.norm_ratio
-            yield "shadow_relative_error", name, sums.relative_error
+    for kind, modules in measured.tensors.items():
+        for name, stats in _with_total(modules):
+            counts, shares = stats.counts, stats.counts.shares()
+            yield f"{kind}_underflow", name, shares.underflow
+            yield f"{kind}_overflow", name, shares.overflow
+            yield f"{kind}_zeros", name, counts.zeros / counts.total
+            yield f"{kind}_log2_amax", name, math.log2(stats.amax) if stats.amax else None
+            yield f"{kind}_headroom", name, stats.headroom
+    for name, lost in _with_total(measured.lost_updates):
+        for format in FORMATS:
+            yield f"lost_updates_{format}", name, lost.share(format)
+    for name, sums in _with_total(measured.shadow or {}):
+        for number in ("cosine", "norm_ratio", "relative_error"):
+            yield f"shadow_{number}", name, getattr(sums, number)
+
+
+def _with_total(modules: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Of what was measured by module: that of all of them first; none where there is none."""
+    return [("total", merged(modules.values())), *modules.items()] if modules else []
 
 
 def _histogram(tag: str, stats: TensorStats):
-    by_exponent = stats.counts.by_exponent()
     from torch.utils.tensorboard.summary import histogram_raw
 
-    low, high = min(by_exponent), max(by_exponent)
-    counts = [by_exponent.get(exponent, 0) for exponent in range(low, high + 1)]
-    middles = [exponent + 0.5 for exponent in range(low, high + 1)]
-    return histogram_raw(
-        tag,
-        float(low),
-        float(high + 1),
-        sum(counts),
-        sum(c * m for c, m in zip(counts, middles, strict=True)),
-        sum(c * m * m for c, m in zip(counts, middles, strict=True)),
-        [float(exponent + 1) for exponent in range(low, high + 1)],
-        counts,
-    )
+    by_exponent = stats.counts.by_exponent()
+    lows = np.arange(min(by_exponent), max(by_exponent) + 1.0)
+    counts, middles = np.array([by_exponent.get(int(low), 0) for low in lows]), lows + 0.5
+    sums = [float((counts * middles**power).sum()) for power in (1, 2)]
+    low, high = float(lows[0]), float(lows[-1]) + 1
+    buckets = ((lows + 1).tolist(), counts.tolist())
+    return histogram_raw(tag, low, high, int(counts.sum()), sums[0], sums[1], *buckets)

@@ -5,29 +5,15 @@ order, so whoever replays compares the losses and says whether they are the same
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_flatten_with_path
+from torch.utils._pytree import tree_flatten_with_path, tree_leaves
 
 from mprun.build import Built
+from mprun.numerics.post_mortem import StepRow
 from mprun.precision.random_states import random_states, restore_random_states
-
-
-@dataclass(frozen=True, slots=True)
-class Replayed:
-    """One replayed step as numbers: what a replay needs of the metric buffer's `StepRow`."""
-
-    step: int
-    loss: float
-    loss_scale: float
-    found_inf: bool
-
-    @property
-    def diverged(self) -> bool:
-        """A loss that is not finite although its update was applied."""
-        return not self.found_inf and not math.isfinite(self.loss)
 
 
 class Steps:
@@ -44,16 +30,13 @@ class Steps:
         self.skipped = built.stepper.skipped.fill_(skipped)
         self.metrics: dict[str, Tensor] = {}
 
-    def advance(self) -> Replayed:
+    def advance(self) -> StepRow:
         """Train the next step exactly as the training loop does."""
         self.metrics = metrics = self.built.stepper.eager_step(self.step)
         self.step += 1
-        return Replayed(
-            self.step,
-            float(metrics["loss"]),
-            float(metrics["loss_scale"]),
-            "found_inf" in metrics and bool(metrics["found_inf"] != 0),
-        )
+        found_inf = "found_inf" in metrics and bool(metrics["found_inf"] != 0)
+        loss, scale = float(metrics["loss"]), float(metrics["loss_scale"])
+        return StepRow(self.step, loss, scale, found_inf, int(self.skipped))
 
 
 class KeptBatch:
@@ -93,8 +76,7 @@ def restore(built, kept: dict) -> Steps:
 
 def resume_from(built, kept: dict) -> Steps:
     """Batches and random states of a kept state; the task's own state is already in place."""
-    if kept["batch"] is not None:
-        built.task.data = KeptBatch(built.task.data, kept["step"], kept["batch"], built.device)
+    use_batch(built, kept)
     random = kept["random"]
     if built.device.type == "cuda" and "cuda" not in random:
         random = random | {"cuda": torch.cuda.get_rng_state(built.device)}
@@ -102,20 +84,15 @@ def resume_from(built, kept: dict) -> Steps:
     return Steps(built, kept["step"], kept["skipped"])
 
 
+def use_batch(built, kept: dict) -> None:
+    """Let the run train the kept step on the batch that was kept, if one was."""
+    if kept["batch"] is not None:
+        built.task.data = KeptBatch(built.task.data, kept["step"], kept["batch"], built.device)
+
+
 def same_loss(a: float, b: float) -> bool:
     """Bit-equal, all NaN counting as one value."""
     return a == b or (math.isnan(a) and math.isnan(b))
-
-
-@dataclass(frozen=True, slots=True)
-class _Candidate:
-    """What the host knows of a copy that the device may or may not have made."""
-
-    step: int
-    random: dict
-    form: TreeSpec
-    paths: list[tuple]
-    fresh: dict[tuple, object]
 
 
 class Snapshot:
@@ -127,30 +104,18 @@ class Snapshot:
         self.skipped = 0
         self._state: dict = {}
         self._random: dict = {}
-        self._candidate: _Candidate | None = None
+        self._adopt: Callable[[int], None] | None = None
 
     @property
     def bytes(self) -> int:
         """What the copy holds."""
         return size_of(self._state)
 
-    @torch.no_grad()
     def take(self, step: int, skipped: int) -> None:
         """Remember the state after `step` steps, `skipped` of them without an update."""
-        new, form = tree_flatten(self.task.state_dict())
-        old, old_form = tree_flatten(self._state)
-        fits = form == old_form and all(map(_alike, old, new))
-        if fits:
-            for target, source in zip(old, new, strict=True):
-                if isinstance(target, Tensor):
-                    target.copy_(source)
-        else:
-            old, self._state = [], {}  # freed before the new copy takes memory
-            self._state = form.unflatten([_cloned(leaf) for leaf in new])
-        self._random = random_states(self.device)
-        self.step, self.skipped = step, skipped
+        self._copy(step, None)
+        self.settle(True, skipped)
 
-    @torch.no_grad()
     def take_if(self, chosen: Tensor, step: int) -> None:
         """Replace the copy by the state after `step` steps where `chosen` (bool, 0-dim) is true.
 
@@ -158,28 +123,35 @@ class Snapshot:
         was before anything else is asked of this copy. Takes no memory but for what has another
         form than before (the carried state of a language model, once) or lies on the host.
         """
+        self._copy(step, chosen)
+
+    @torch.no_grad()
+    def _copy(self, step: int, chosen: Tensor | None) -> None:
         old = dict(tree_flatten_with_path(self._state)[0])
         new, form = tree_flatten_with_path(self.task.state_dict())
         fresh = {}
         for path, source in new:
             target = old.get(path)
-            on_device = isinstance(source, Tensor) and source.device == chosen.device
-            if on_device and isinstance(target, Tensor) and _alike(target, source):
-                torch.where(chosen, source, target, out=target)
+            if not isinstance(target, Tensor) or not _fits(target, source, chosen):
+                fresh[path] = source.detach().clone() if isinstance(source, Tensor) else source
+            elif chosen is None:
+                target.copy_(source)
             else:
-                fresh[path] = _cloned(source)
-        random = random_states(self.device)
-        self._candidate = _Candidate(step, random, form, [path for path, _ in new], fresh)
+                torch.where(chosen, source, target, out=target)
+        paths, random = [path for path, _ in new], random_states(self.device)
+
+        def adopt(skipped: int) -> None:
+            leaves = old | fresh
+            self._state, self._random = form.unflatten([leaves[path] for path in paths]), random
+            self.step, self.skipped = step, skipped
+
+        self._adopt = adopt
 
     def settle(self, chosen: bool, skipped: int) -> None:
         """What became of the last `take_if`; `skipped`: its steps without an update."""
-        candidate, self._candidate = self._candidate, None
-        if candidate is None or not chosen:
-            return
-        leaves = dict(tree_flatten_with_path(self._state)[0]) | candidate.fresh
-        self._state = candidate.form.unflatten([leaves[path] for path in candidate.paths])
-        self._random = candidate.random
-        self.step, self.skipped = candidate.step, skipped
+        adopt, self._adopt = self._adopt, None
+        if adopt is not None and chosen:
+            adopt(skipped)
 
     def restore(self) -> None:
         """Put the task and the random generators back to where they were."""
@@ -188,24 +160,18 @@ class Snapshot:
 
     def content(self) -> dict:
         """In the form of a checkpoint; its tensors are those that the next `take` overwrites."""
-        return {
-            "task": self._state,
-            "step": self.step,
-            "skipped": self.skipped,
-            "random": self._random,
-        }
+        place = {"step": self.step, "skipped": self.skipped}
+        return {"task": self._state, **place, "random": self._random}
 
 
 def size_of(state: dict) -> int:
     """Bytes of all tensors in a nested state."""
-    return sum(leaf.nbytes for leaf in tree_flatten(state)[0] if isinstance(leaf, Tensor))
+    return sum(leaf.nbytes for leaf in tree_leaves(state) if isinstance(leaf, Tensor))
 
 
-def _alike(old, new) -> bool:
-    if isinstance(old, Tensor) and isinstance(new, Tensor):
-        return (old.shape, old.dtype, old.device) == (new.shape, new.dtype, new.device)
-    return type(old) is type(new) and old == new
-
-
-def _cloned(leaf):
-    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
+def _fits(target: Tensor, source: object, chosen: Tensor | None) -> bool:
+    """Whether it can be copied there, by the device that `chosen` lies on if that is to decide."""
+    if not isinstance(source, Tensor) or (chosen is not None and source.device != chosen.device):
+        return False
+    form = (target.shape, target.dtype, target.device)
+    return form == (source.shape, source.dtype, source.device)

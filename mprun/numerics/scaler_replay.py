@@ -8,7 +8,7 @@ how far gradients were from overflow. Beside them: the scales that several scale
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,20 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from mprun.errors import BadInput, Damaged
 from mprun.numerics.overflow_trace import OverflowTrace, trace_from_bounds
 from mprun.numerics.probe_record import GRADIENT_KINDS, ProbeRecord, read_probes
-from mprun.plots.panel import line_entry, mark_entry, panel, settings, styles, thousands
+from mprun.plots.panel import (
+    line_entry,
+    mark_entry,
+    panel,
+    power_of_two,
+    settings,
+    styles,
+    thousands,
+)
 from mprun.precision import DynamicLossScale, LogMaxLossScale, LossScale
 from mprun.record.metrics import read_metrics
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Replay:
     """What one loss scale did on a trace; steps are numbered as in the trace.
 
@@ -37,19 +45,20 @@ class Replay:
     or not at all (taken as clean); skipped_known: skipped updates of the first kind.
     """
 
-    changes: list[tuple[int, float]] = field(default_factory=list)
-    skipped: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-    final: float = 1.0
-    lowest: float = 1.0
-    highest: float = 1.0
-    collapsed_at: int | None = None
-    steps: int = 0
-    known: int = 0
-    assumed: int = 0
-    unknown: int = 0
-    skipped_known: int = 0
+    changes: list[tuple[int, float]]
+    skipped: np.ndarray
+    final: float
+    lowest: float
+    highest: float
+    collapsed_at: int | None
+    steps: int
+    known: int
+    assumed: int
+    unknown: int
+    skipped_known: int
 
 
+@torch.no_grad()
 def replay(scale: LossScale, trace: OverflowTrace, stop_at_collapse: bool = True) -> Replay:
     """Run a fresh CPU loss scale (not `none`) over the trace, to its end or its collapse.
 
@@ -62,30 +71,42 @@ def replay(scale: LossScale, trace: OverflowTrace, stop_at_collapse: bool = True
     """
     if scale.needs_grad_max and trace.grad_max is None:
         raise ValueError("logmax needs the largest gradient magnitude of every step")
-    result, skipped, index = Replay(), [], 0
-    overflow = trace.likely_overflow.tolist()
-    one, zero = torch.ones(()), torch.zeros(())
-    with torch.no_grad():
-        while index < len(trace) and not (stop_at_collapse and result.collapsed_at):
-            value = scale.scale.item()
-            if not result.changes or result.changes[-1][1] != value:
-                result.changes.append((trace.first_step + index, value))
-            if value < overflow[index]:
-                _record(scale, trace, index, zero)
-                scale.update()
-                index += 1
-                if scale.scale.item() == value:
-                    index += _count_clean_steps(scale, trace.next_overflow(value, index) - index)
-                continue
-            skipped.append(index)
-            _record(scale, trace, index, one)
-            scale.update()
-            if result.collapsed_at is None and bool(scale.collapsed()):
-                result.collapsed_at = trace.first_step + index
-            index += 1
-    result.final, result.steps = scale.scale.item(), index
-    _sum_up(result, trace, np.array(skipped, np.int64))
-    return result
+    changes: list[tuple[int, float]] = []
+    skips: list[int] = []
+    first, index, collapsed_at, largest = trace.first_step, 0, None, None
+    overflow, found_inf = trace.likely_overflow.tolist(), (torch.zeros(()), torch.ones(()))
+    while index < len(trace) and not (stop_at_collapse and collapsed_at is not None):
+        value = scale.scale.item()
+        if not changes or changes[-1][1] != value:
+            changes.append((first + index, value))
+        if scale.needs_grad_max and trace.grad_max is not None:
+            largest = torch.tensor(trace.grad_max[index], dtype=torch.float32)
+        overflows = value >= overflow[index]
+        scale.record(found_inf[overflows], largest)
+        scale.update()
+        index += 1
+        if overflows:
+            skips.append(index - 1)
+            if collapsed_at is None and bool(scale.collapsed()):
+                collapsed_at = first + index - 1
+        elif scale.scale.item() == value:
+            index += _count_clean_steps(scale, trace.next_overflow(value, index) - index)
+    starts = np.array([step for step, _ in changes]) - first
+    values, skipped = np.array([value for _, value in changes]), np.array(skips, np.int64)
+    known, likely = trace.decided(np.repeat(values, np.diff(starts, append=index)))
+    return Replay(
+        changes,
+        skipped + first,
+        scale.scale.item(),
+        float(values.min()),
+        float(values.max()),
+        collapsed_at,
+        steps=index,
+        known=int(known.sum()),
+        assumed=int((likely & ~known).sum()),
+        unknown=int((~likely).sum()),
+        skipped_known=int(known[skipped].sum()),
+    )
 
 
 def _count_clean_steps(scale: LossScale, most: int) -> int:
@@ -101,25 +122,6 @@ def _count_clean_steps(scale: LossScale, most: int) -> int:
     return most
 
 
-def _record(scale: LossScale, trace: OverflowTrace, index: int, found_inf: torch.Tensor) -> None:
-    largest = None
-    if scale.needs_grad_max and trace.grad_max is not None:
-        largest = torch.tensor(trace.grad_max[index], dtype=torch.float32)
-    scale.record(found_inf, largest)
-
-
-def _sum_up(result: Replay, trace: OverflowTrace, skipped: np.ndarray) -> None:
-    result.skipped = skipped + trace.first_step
-    starts = np.array([step for step, _ in result.changes]) - trace.first_step
-    values = np.array([value for _, value in result.changes])
-    result.lowest, result.highest = float(values.min()), float(values.max())
-    used = np.repeat(values, np.diff(starts, append=result.steps))
-    known, likely = trace.decided(used)
-    result.known, result.unknown = int(known.sum()), int((~likely).sum())
-    result.assumed = result.steps - result.known - result.unknown
-    result.skipped_known = int(known[skipped].sum())
-
-
 def probed_bounds(
     directory: Path, steps: int, every_dtype: bool
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, int]:
@@ -133,21 +135,26 @@ def probed_bounds(
     finite; None if none was.
     """
     clean, overflow = np.zeros(steps), np.full(steps, np.inf)
-    largest = np.full(steps, np.nan)
-    probes = 0
+    largest, probes = np.full(steps, np.nan), 0
     for probe in read_probes(directory):
-        exponent = _limit_exponent(probe, every_dtype)
-        if not 1 <= probe.step <= steps or exponent is None:
-            continue
-        probes += 1
-        clean[probe.step - 1], overflow[probe.step - 1] = 2.0**exponent, 2.0**exponent * 2
-        largest[probe.step - 1] = _largest(probe)
-    return clean, overflow, _carried(largest), probes
+        shown, at = _shown_by(probe, every_dtype), probe.step - 1
+        if 0 <= at < steps and shown is not None:
+            probes += 1
+            clean[at], largest[at] = shown
+            overflow[at] = 2 * clean[at]
+    known = np.flatnonzero(np.isfinite(largest))
+    if not len(known):
+        return clean, overflow, None, probes
+    before = np.searchsorted(known, np.arange(steps), side="right") - 1
+    return clean, overflow, largest[known[np.maximum(before, 0)]], probes
 
 
-def _limit_exponent(probe: ProbeRecord, every_dtype: bool) -> float | None:
-    """log2 of a scale without overflow of which the double overflows; None if it cannot tell."""
-    exponents = []
+def _shown_by(probe: ProbeRecord, every_dtype: bool) -> tuple[float, float] | None:
+    """(a scale without overflow of which the double overflows, largest unscaled weight gradient).
+
+    None if the probe cannot tell.
+    """
+    exponents, largest = [], []
     for learner in probe.learners.values():
         scales = {probe.log2_loss_scale[name] for name in learner.loss_scales}
         if len(scales) > 1:
@@ -155,29 +162,16 @@ def _limit_exponent(probe: ProbeRecord, every_dtype: bool) -> float | None:
         scale = scales.pop() if scales else 0.0
         for kind in GRADIENT_KINDS:
             for stats in learner.tensors.get(kind, {}).values():
+                counts = stats.counts
+                if kind == "weight_gradients":
+                    largest.append(stats.amax / 2.0**scale)
                 if not every_dtype and "fp16" not in stats.dtype.split("+"):
                     continue
-                if stats.counts.inf or stats.counts.nan:
+                if counts.inf or counts.nan:
                     return None
-                if stats.counts.headroom is not None:
-                    exponents.append(scale + stats.counts.headroom)
-    return min(exponents, default=None)
-
-
-def _largest(probe: ProbeRecord) -> float:
-    found = []
-    for learner in probe.learners.values():
-        scale = max((2.0 ** probe.log2_loss_scale[name] for name in learner.loss_scales), default=1)
-        found += [s.amax / scale for s in learner.tensors.get("weight_gradients", {}).values()]
-    return max(found, default=math.nan)
-
-
-def _carried(values: np.ndarray) -> np.ndarray | None:
-    known = np.flatnonzero(np.isfinite(values))
-    if not len(known):
-        return None
-    before = np.searchsorted(known, np.arange(len(values)), side="right") - 1
-    return values[known[np.maximum(before, 0)]]
+                if counts.headroom is not None:
+                    exponents.append(scale + counts.headroom)
+    return (2.0 ** min(exponents), max(largest, default=math.nan)) if exponents else None
 
 
 def run_trace(directory: Path, record: dict[str, Any], own: LossScale) -> OverflowTrace:
@@ -208,13 +202,12 @@ def run_trace(directory: Path, record: dict[str, Any], own: LossScale) -> Overfl
             "with another scaler, or with numerics=on"
         )
     if skips:
-        skipped = _skipped_steps(path, rows)
-        scales, notes = _scales(rows, skipped, last, own)
-        overflowed = np.zeros(last, bool)
-        overflowed[np.array(sorted(skipped), np.int64) - 1] = True
+        overflowed = _skipped_steps(path, rows)
+        scales, notes = _scales(rows, overflowed, own)
+        skipped = int(overflowed.sum())
         clean = np.where(overflowed | np.isnan(scales), 0.0, scales)
         overflow = np.where(overflowed, scales, np.inf)
-        notes.insert(0, f"known: {last} steps, {len(skipped)} skipped, each at the run's own scale")
+        notes.insert(0, f"known: {last} steps, {skipped} skipped, each at the run's own scale")
         overflow = np.where((probed > clean) & (probed < overflow), probed, overflow)
     else:
         clean, overflow = np.zeros(last), probed
@@ -240,64 +233,51 @@ def _train_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _skipped_steps(path: Path, rows: list[dict[str, Any]]) -> set[int]:
-    """Steps whose update was skipped; each has a record of its own."""
-    skipped, before = set(), 0
+def _skipped_steps(path: Path, rows: list[dict[str, Any]]) -> np.ndarray:
+    """bool [last step]: whether its update was skipped; each that was has a record of its own."""
+    skipped, before = [], 0
     for row in rows:
         if row["skipped"] - before not in (0, 1):
             raise Damaged(f"{path}: step {row['step']}: skipped {row['skipped']} after {before}")
         if row["skipped"] > before:
-            skipped.add(row["step"])
+            skipped.append(row["step"] - 1)
         before = row["skipped"]
     for a, b in pairwise(row["step"] for row in rows):
         if b <= a:
             raise Damaged(f"{path}: step {b} after {a}")
-    return skipped
+    overflowed = np.zeros(rows[-1]["step"], bool)
+    overflowed[skipped] = True
+    return overflowed
 
 
 def _scales(
-    rows: list[dict[str, Any]], skipped: set[int], last: int, own: LossScale
+    rows: list[dict[str, Any]], overflowed: np.ndarray, own: LossScale
 ) -> tuple[np.ndarray, list[str]]:
-    """The scale of each step, float64 [last], NaN where it is not known; and what to say of it."""
-    recorded = np.full(last, np.nan)
-    for row in rows:
-        recorded[row["step"] - 1] = row["loss_scale"]
+    """The scale of each step, float64 [n], NaN where it is not known; and what to say of it."""
+    recorded = np.full(len(overflowed), np.nan)
+    recorded[[row["step"] - 1 for row in rows]] = [row["loss_scale"] for row in rows]
     if own.needs_grad_max:
         return recorded, ["logmax moves at every step: known are the steps with a record alone"]
-    found = _by_own_rule(skipped, last, own)
+    # The scales of `own` when exactly these steps overflow.
+    bound = np.where(overflowed, 0.0, np.inf)
+    changes = replay(own, trace_from_bounds(1, bound, bound), stop_at_collapse=False).changes
+    starts, values = zip(*changes, strict=True)
+    scales = np.repeat(values, np.diff(starts, append=len(bound) + 1))
     given = np.flatnonzero(~np.isnan(recorded))
-    wrong = given[found[given] != recorded[given]]
+    wrong = given[scales[given] != recorded[given]]
     if not len(wrong):
-        return found, []
+        return scales, []
+    # Between two records with the same scale that scale (a change back shows as a skip).
+    for a, b in pairwise(given.tolist()):
+        if recorded[a] == recorded[b]:
+            recorded[a:b] = recorded[a]
     note = (
         f"the recorded scale of step {wrong[0] + 1} is not that of the run's own rule; between two "
         "records the scale is known where both have the same"
     )
-    return _between_records(recorded), [note]
+    return recorded, [note]
 
 
-def _by_own_rule(skipped: set[int], last: int, own: LossScale) -> np.ndarray:
-    """float64 [last]: the scales of `own` when exactly the steps in `skipped` overflow."""
-    clean, overflow = np.full(last, np.inf), np.full(last, np.inf)
-    at = np.array(sorted(skipped), np.int64) - 1
-    clean[at], overflow[at] = 0.0, 0.0
-    found = replay(own, trace_from_bounds(1, clean, overflow), stop_at_collapse=False)
-    scales = np.empty(last)
-    for (step, scale), (after, _) in pairwise([*found.changes, (last + 1, 0.0)]):
-        scales[step - 1 : after - 1] = scale
-    return scales
-
-
-def _between_records(recorded: np.ndarray) -> np.ndarray:
-    """Between two records with the same scale that scale (a change back shows as a skip)."""
-    scales = recorded.copy()
-    for a, b in pairwise(np.flatnonzero(~np.isnan(recorded)).tolist()):
-        if recorded[a] == recorded[b]:
-            scales[a:b] = recorded[a]
-    return scales
-
-
-_SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 _TICKS = 400  # drawn skipped updates of one scaler at most
 
 
@@ -326,8 +306,7 @@ def _figure(replays: dict[str, Replay], trace: OverflowTrace):
         axes.plot(
             steps,
             power,
-            color=looks[name].colour,
-            linestyle=looks[name].linestyle,
+            **looks[name].line,
             # The first is the widest, so that equal scales stay visible below each other.
             linewidth=1.2 + 2.4 * (1 - (layer + 1) / len(replays)),
             drawstyle="steps-post",
@@ -354,11 +333,9 @@ def _figure(replays: dict[str, Replay], trace: OverflowTrace):
             markeredgewidth=1.2,
             transform=axes.get_xaxis_transform(),
         )
-    axes.yaxis.set_major_formatter(
-        FuncFormatter(lambda value, _: "2" + f"{value:.0f}".translate(_SUPERSCRIPT))
-    )
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: power_of_two(round(value))))
     axes.xaxis.set_major_formatter(FuncFormatter(thousands))
-    axes.set(xlabel="step (ticks below: skipped updates, a row for each scaler)")
+    axes.set_xlabel("step (ticks below: skipped updates, a row for each scaler)")
     axes.set_ylabel("loss scale")
     axes.grid()
     return figure

@@ -15,6 +15,7 @@ from mprun.config.schema import RunConfig
 from mprun.precision.casting import NORM_LAYERS
 
 MULTIPLE = 8
+Key = tuple[str, str]  # learner, module
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _PRODUCTS = (nn.Linear, nn.RNNBase, *_CONVOLUTIONS, *_TRANSPOSED)
@@ -44,22 +45,26 @@ class Layout:
     """
 
     leaves: dict[str, tuple[str, ...]]
-    norms: frozenset[tuple[str, str]]
-    products: frozenset[tuple[str, str]]
+    norms: frozenset[Key]
+    products: frozenset[Key]
+
+    def named(self, key: Key) -> str:
+        """What a module is called: with the learner where there are several."""
+        return ": ".join(key if len(self.leaves) > 1 else key[1:])
 
 
 def layout(task) -> Layout:
     """The layout of all models of a task."""
-    leaves = [
-        (label, name, module)
+    leaves = {
+        (label, name): module
         for label, learner in task.learners.items()
         for name, module in learner.model.named_modules()
         if name and not any(module.children())
-    ]
+    }
     return Layout(
-        {label: tuple(name for own, name, _ in leaves if own == label) for label in task.learners},
-        frozenset((label, name) for label, name, m in leaves if isinstance(m, NORM_LAYERS)),
-        frozenset((label, name) for label, name, m in leaves if isinstance(m, _PRODUCTS)),
+        {label: tuple(name for own, name in leaves if own == label) for label in task.learners},
+        frozenset(key for key, module in leaves.items() if isinstance(module, NORM_LAYERS)),
+        frozenset(key for key, module in leaves.items() if isinstance(module, _PRODUCTS)),
     )
 
 

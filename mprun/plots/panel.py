@@ -18,7 +18,7 @@ import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from html import escape
-from typing import Any, Literal
+from typing import Any
 
 import matplotlib
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -65,9 +65,9 @@ class Style:
     dashes: tuple[float, ...] = ()
 
     @property
-    def linestyle(self) -> Literal["-"] | tuple[float, tuple[float, ...]]:
-        """For matplotlib's `linestyle`."""
-        return (0, self.dashes) if self.dashes else "-"
+    def line(self) -> dict[str, Any]:
+        """How matplotlib is to draw a line: colour and dashes."""
+        return {"color": self.colour, "linestyle": (0, self.dashes) if self.dashes else "-"}
 
 
 def styles(labels: Iterable[str]) -> dict[str, Style]:
@@ -97,34 +97,24 @@ GREY = "#8a8a8a"
 SETTINGS: dict[Any, Any] = {
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans"],
-    "font.size": 9,
-    "axes.titlesize": 10,
+    **dict.fromkeys(("font.size", "axes.labelsize"), 9),
+    **dict.fromkeys(("axes.titlesize", "axes.titlepad"), 10),
+    **dict.fromkeys(("xtick.labelsize", "ytick.labelsize", "legend.fontsize"), 8.5),
+    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.titlecolor"), INK),
+    **dict.fromkeys(("xtick.labelcolor", "ytick.labelcolor"), INK),
+    **dict.fromkeys(("xtick.color", "ytick.color", "axes.edgecolor", "grid.color"), GREY),
+    **dict.fromkeys(("axes.spines.top", "axes.spines.right"), False),
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",
-    "axes.titlepad": 10,
-    "axes.labelsize": 9,
-    "axes.edgecolor": GREY,
-    "axes.labelcolor": INK,
-    "axes.titlecolor": INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
     "axes.facecolor": "none",
     "axes.unicode_minus": True,
     "figure.facecolor": "white",
-    "grid.color": GREY,
     "grid.alpha": 0.3,
     "grid.linewidth": 0.5,
-    "text.color": INK,
-    "xtick.color": GREY,
-    "ytick.color": GREY,
-    "xtick.labelcolor": INK,
-    "ytick.labelcolor": INK,
-    "xtick.labelsize": 8.5,
-    "ytick.labelsize": 8.5,
-    "legend.fontsize": 8.5,
     "svg.fonttype": "none",
     "text.parse_math": False,  # a label may hold a dollar sign
 }
+_LEGEND = {"frameon": False, "borderaxespad": 0, "borderpad": 0, "labelspacing": 0.25}
 
 _SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 _NO_METADATA = dict.fromkeys(("Date", "Creator", "Format", "Type"))
@@ -155,7 +145,8 @@ def settings():
 def panel(title: str, height: float, entries: list | None = None, note: str = "", left=_LEFT):
     """(figure, axes) with a plot of `height` inches and room below for legend and note."""
     entries = entries or []
-    columns = _columns([entry.get_label() for entry in entries])
+    longest = max((len(entry.get_label()) for entry in entries), default=0)
+    columns = 3 if longest <= 16 else 2 if longest <= 30 else 1
     rows = -(-len(entries) // columns)
     below = _BOTTOM + _LINE * (rows + (1 if note else 0))
     total = _TOP + height + below
@@ -171,12 +162,9 @@ def panel(title: str, height: float, entries: list | None = None, note: str = ""
             loc="upper left",
             bbox_to_anchor=(0.08 / _WIDTH, (below - 0.46) / total),
             ncols=columns,
-            frameon=False,
-            borderaxespad=0,
-            borderpad=0,
-            labelspacing=0.25,
             columnspacing=1.4,
             handlelength=2.4,
+            **_LEGEND,
         )
     if note:
         figure.text(0.1 / _WIDTH, 0.07 / total, note, fontsize=8, style="italic")
@@ -187,7 +175,7 @@ def line_entry(label: str, style: Style) -> Line2D:
     """A legend entry that looks like the curve."""
     # matplotlib takes a label that starts with an underscore for no label.
     label = f" {label}" if label.startswith("_") else label
-    return Line2D([], [], color=style.colour, linestyle=style.linestyle, linewidth=2, label=label)
+    return Line2D([], [], **style.line, linewidth=2, label=label)
 
 
 def mark_entry(label: str, marker: str) -> Line2D:
@@ -221,11 +209,6 @@ def thousands(value: float, _=None) -> str:
 def power_of_two(exponent: int) -> str:
     """ "2⁻³"."""
     return "2" + str(exponent).translate(_SUPERSCRIPT)
-
-
-def _columns(labels: list[str]) -> int:
-    longest = max((len(label) for label in labels), default=0)
-    return 3 if longest <= 16 else 2 if longest <= 30 else 1
 
 
 def inline_svg(figure: Figure, prefix: str, label: str) -> str:

@@ -1,8 +1,9 @@
 """Checkpoints: complete, atomic, verified; resuming from one is bit-exact on a CPU.
 
 A checkpoint is a directory `step-NNNNNNNN/` with `state.pt` (tensors and plain values only) and
-`manifest.json` (SHA-256, size). It appears under its name in one rename, after everything in it
-is on the disk; the hash finds accidents, not attackers.
+`manifest.json`: step, SHA-256 and size of state.pt, whether every number in it is finite, and what
+belongs to it in other files. It appears under its name in one rename, after everything in it is on
+the disk; the hash finds accidents, not attackers.
 """
 
 import hashlib
@@ -10,33 +11,48 @@ import json
 import os
 import re
 import shutil
+import zipfile
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
-from mprun.errors import BadInput, Damaged, Resource
+from mprun.errors import Damaged, Resource
+from mprun.record.run_directory import read_json, synced
 
 _NAME = re.compile(r"step-(\d{8,})$")
 
 
-def save(folder: Path, step: int, state: dict, keep: int) -> Path:
-    """Write the checkpoint of `step`, verify it, then drop all but the newest `keep`."""
+class Checkpoint(NamedTuple):
+    """A whole checkpoint. warnings: newer ones that are not whole, a line each."""
+
+    step: int
+    state: dict[str, Any]
+    manifest: dict[str, Any]
+    warnings: list[str]
+
+
+def save(folder: Path, step: int, state: dict, keep: int, **belonging: Any) -> Path:
+    """Write the checkpoint of `step`, then drop what is older than the newest `keep` good ones.
+
+    Good is what is whole and finite. belonging: what else the manifest is to say.
+    """
     folder.mkdir(exist_ok=True)
     final = folder / f"step-{step:08}"
     temporary = folder / f".{final.name}.{os.getpid()}"
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     try:
-        with open(temporary / "state.pt", "wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
         path = temporary / "state.pt"
-        manifest = {"step": step, "sha256": _sha256(path), "bytes": path.stat().st_size}
-        with open(temporary / "manifest.json", "w", encoding="utf-8") as file:
-            json.dump(manifest, file)
-            file.flush()
-            os.fsync(file.fileno())
+        with synced(path) as file:
+            torch.save(state, file)
+        sha256 = _sha256(path)
+        manifest = {"step": step, "sha256": sha256, "bytes": path.stat().st_size}
+        manifest |= {"finite": all(map(_is_finite, _tensors(state))), **belonging}
+        with synced(temporary / "manifest.json") as file:
+            file.write(json.dumps(manifest).encode())
         if final.exists():
             shutil.rmtree(final)
         os.replace(temporary, final)
@@ -45,25 +61,44 @@ def save(folder: Path, step: int, state: dict, keep: int) -> Path:
         shutil.rmtree(temporary, ignore_errors=True)
         # torch.save reports a full disk as a RuntimeError with the OSError behind it.
         raise Resource(f"checkpoint {final} could not be written: {_root_cause(error)}") from error
-    for _, old in _found(folder)[:-keep]:
-        shutil.rmtree(old)
+    _hash_of(final / "state.pt", sha256)
+    kept: Counter[bool] = Counter()
+    for number, old in reversed(_found(folder)):
+        # What is not good is no use but for a look at what happened: as many of these.
+        good = kept[True] < keep and _is_good(old, number)
+        if kept[True] < keep and kept[good] < keep:
+            kept[good] += 1
+        else:
+            shutil.rmtree(old)
     return final
 
 
-def load_newest(folder: Path, map_location: torch.device) -> tuple[int, dict, list[str]]:
-    """(step, state, warnings) of the newest whole checkpoint.
-
-    Raises BadInput if `folder` holds no checkpoint, Damaged if none of them is whole.
-    """
+def load_newest(folder: Path, map_location: torch.device) -> Checkpoint | None:
+    """The newest whole checkpoint; None if there is none at all, Damaged if none is whole."""
     warnings: list[str] = []
     for step, path in reversed(_found(folder)):
         try:
-            return step, _load(path, step, map_location), warnings
+            manifest = _checked(path, step)
+            state = _load(path / "state.pt", map_location)
+            return Checkpoint(step, state, manifest, warnings)
         except Damaged as error:
             warnings.append(str(error))
     if warnings:
         raise Damaged(f"{folder}: no whole checkpoint left ({'; '.join(warnings)})")
-    raise BadInput(f"resume={folder.parent}: has no checkpoint (train.checkpoint_every was 0)")
+    return None
+
+
+def _tensors(tree: object) -> Iterator[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, dict | list | tuple):
+        for part in tree.values() if isinstance(tree, dict) else tree:
+            yield from _tensors(part)
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    floats = tensor.is_floating_point() or tensor.is_complex()
+    return not floats or bool(torch.isfinite(tensor).all())
 
 
 def _found(folder: Path) -> list[tuple[int, Path]]:
@@ -73,22 +108,52 @@ def _found(folder: Path) -> list[tuple[int, Path]]:
     return sorted((int(match[1]), path) for match, path in matches if match)
 
 
-def _load(path: Path, step: int, map_location: torch.device) -> dict:
+def _is_good(path: Path, step: int) -> bool:
     try:
-        manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
-        whole = (
-            manifest["step"] == step
-            and (path / "state.pt").stat().st_size == manifest["bytes"]
-            and _sha256(path / "state.pt") == manifest["sha256"]
-        )
-        if not whole:
+        return _checked(path, step).get("finite", True)
+    except Damaged:
+        return False
+
+
+def _checked(path: Path, step: int) -> dict[str, Any]:
+    """The manifest of a checkpoint; Damaged if state.pt is not what it says."""
+    state = path / "state.pt"
+    try:
+        manifest: Any = read_json(path / "manifest.json")
+        wanted = (manifest["step"], manifest["bytes"], manifest["sha256"])
+        if wanted != (step, state.stat().st_size, _hash_of(state)):
             raise Damaged(f"{path}: does not match its manifest")
+    except (OSError, LookupError, TypeError) as error:
+        raise Damaged(f"{path}: {type(error).__name__}") from error
+    return manifest
+
+
+def _load(path: Path, map_location: torch.device) -> dict:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
+                raise Damaged(f"{path}: compressed, which no checkpoint is")
         # Tensors and plain values only: nothing read here can name code.
-        return torch.load(path / "state.pt", map_location=map_location, weights_only=True)
+        state = torch.load(path, map_location=map_location, weights_only=True)
     except Damaged:
         raise
     except Exception as error:  # torch raises many types for damaged files
         raise Damaged(f"{path}: {type(error).__name__}") from error
+    if not isinstance(state, dict):
+        raise Damaged(f"{path}: not the state of a run")
+    return state
+
+
+_HASHES: dict[tuple[int, int, int, int], str] = {}  # by inode, device, size and time
+
+
+def _hash_of(path: Path, known: str | None = None) -> str:
+    """SHA-256 of a file, read once as long as it does not change: rotation asks again and again."""
+    found = path.stat()
+    key = (found.st_ino, found.st_dev, found.st_size, found.st_mtime_ns)
+    if key not in _HASHES:
+        _HASHES[key] = known or _sha256(path)
+    return _HASHES[key]
 
 
 def _sha256(path: Path) -> str:

@@ -5,14 +5,65 @@ Progress is a bar on a terminal and plain lines otherwise; stdout stays free for
 
 import os
 import sys
+import threading
 import time
-from typing import TYPE_CHECKING, TextIO
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
 # A share of the time that is worth a word: below it, no faster loader would show in the run.
 DATA_BOUND = 0.1
+
+
+class _Steady:
+    """A stream on which a failing write is no error; everything else is the stream's own."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with suppress(OSError, ValueError):  # full, gone; closed
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError, ValueError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def steady_terminal() -> Iterator[None]:
+    """Within it what is said on stderr, by mprun, torch or a thread, cannot end a run.
+
+    Of the three standard descriptors those that are closed become the null device: the next file
+    that is opened would take their number, and get what is printed.
+    """
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+    before, hook = (sys.stdin, sys.stdout, sys.stderr), threading.excepthook
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115 - until the end
+    sys.stderr = cast(TextIO, _Steady(sys.stderr or open(2, "w", closefd=False)))  # noqa: SIM115
+    threading.excepthook = _tell_of_thread
+    try:
+        yield
+    finally:
+        sys.stdin, sys.stdout, sys.stderr = before
+        threading.excepthook = hook
+
+
+def _tell_of_thread(args: threading.ExceptHookArgs) -> None:
+    """In one line: TensorBoard's thread on a full disk, say, whose error its next call raises."""
+    name = args.thread.name if args.thread is not None else "a thread"
+    print(f"mprun: {name}: {args.exc_value}", file=sys.stderr)
 
 
 class Progress:

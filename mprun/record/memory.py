@@ -2,6 +2,7 @@
 
 import resource
 import sys
+from collections import Counter
 
 import torch
 from torch import Tensor
@@ -50,11 +51,10 @@ class SavedForBackward(torch.autograd.graph.saved_tensors_hooks):
 
     def by_kind(self) -> dict[str, dict[str, int]]:
         """ "activations" and, if there were any, "weight_copies": dtype -> bytes."""
-        kinds: dict[str, dict[str, int]] = {"activations": {}}
+        kinds: dict[str, Counter[str]] = {"activations": Counter()}
         for kind, dtype, size in self.storages.values():
-            sizes = kinds.setdefault(kind, {})
-            sizes[dtype] = sizes.get(dtype, 0) + size
-        return kinds
+            kinds.setdefault(kind, Counter())[dtype] += size
+        return {kind: dict(sizes) for kind, sizes in kinds.items()}
 
 
 def memory_by_kind(learners) -> dict[str, dict[str, int]]:
@@ -62,19 +62,14 @@ def memory_by_kind(learners) -> dict[str, dict[str, int]]:
 
     parameters, master_weights (where they are copies), gradients (as backward makes them),
     gradients_in_update (where they are cast to tensors of their own for the update),
-    optimizer_state,
-    weight_average and buffers (norm statistics). Kinds that a run does not have are left out. Of
-    row tables, gradients are those of the rows that the step used.
+    optimizer_state, weight_average and buffers (norm statistics). Kinds that a run does not have
+    are left out. Of row tables, gradients are those of the rows that the step used.
     """
-    found: dict[str, list[Tensor]] = {
-        "parameters": [],
-        "master_weights": [],
-        "gradients": [],
-        "gradients_in_update": [],
-        "optimizer_state": [],
-        "weight_average": [],
-        "buffers": [],
-    }
+    kinds = (
+        *("parameters", "master_weights", "gradients", "gradients_in_update"),
+        *("optimizer_state", "weight_average", "buffers"),
+    )
+    found: dict[str, list[Tensor]] = {kind: [] for kind in kinds}
     for learner in learners:
         optimizer = learner.optimizer
         found["parameters"] += learner.model.parameters()
@@ -93,20 +88,19 @@ def memory_by_kind(learners) -> dict[str, dict[str, int]]:
             found["optimizer_state"] += [v for v in state.values() if isinstance(v, Tensor)]
         found["weight_average"] += optimizer.averages.values()
         found["buffers"] += learner.model.buffers()
-    kinds = {kind: _bytes_by_dtype(tensors) for kind, tensors in found.items()}
-    return {kind: sizes for kind, sizes in kinds.items() if sizes}
+    by_dtype = {kind: _bytes_by_dtype(tensors) for kind, tensors in found.items()}
+    return {kind: sizes for kind, sizes in by_dtype.items() if sizes}
 
 
 def _bytes_by_dtype(tensors: list[Tensor]) -> dict[str, int]:
-    sizes: dict[str, int] = {}
-    seen = set()
+    storages: dict[int, tuple[str, int]] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in seen and storage.nbytes():
-            seen.add(storage.data_ptr())
-            name = _dtype_name(tensor)
-            sizes[name] = sizes.get(name, 0) + storage.nbytes()
-    return sizes
+        storages.setdefault(storage.data_ptr(), (_dtype_name(tensor), storage.nbytes()))
+    sizes: Counter[str] = Counter()
+    for dtype, size in storages.values():
+        sizes[dtype] += size
+    return dict(+sizes)
 
 
 def _dtype_name(tensor: Tensor) -> str:

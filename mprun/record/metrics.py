@@ -3,14 +3,16 @@
 Grids of generated images in a run directory: samples/step-NNNNNNNN.png.
 """
 
+import hashlib
 import json
 import math
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from mprun.errors import Damaged
-from mprun.record.metrics_columns import NON_FINITE, complete_lines
+from mprun.record.metrics_columns import NON_FINITE, complete_lines, parsed_json, read_columns
+from mprun.record.run_directory import replacing
 
 
 class MetricsFile:
@@ -20,14 +22,24 @@ class MetricsFile:
     Floats are written so that reading gives the same bits back.
     """
 
+    EMPTY: ClassVar = {"bytes": 0, "sha256": hashlib.sha256().hexdigest()}
+
     def __init__(self, path: Path):
-        self.file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - lives as long as the run
+        self.file = open(path, "ab")  # noqa: SIM115 - lives as long as the run
+        written = path.read_bytes()
+        self.bytes, self._hash = len(written), hashlib.sha256(written)
 
     def write(self, record: dict[str, Any]) -> None:
         """Append one record."""
-        plain = {key: _to_json(value) for key, value in record.items()}
-        self.file.write(json.dumps(plain, allow_nan=False) + "\n")
+        line = _line(record).encode()
+        self.file.write(line)
         self.file.flush()
+        self.bytes += len(line)
+        self._hash.update(line)
+
+    def so_far(self) -> dict[str, Any]:
+        """Size and SHA-256 of what was written, for the manifest of a checkpoint."""
+        return {"bytes": self.bytes, "sha256": self._hash.hexdigest()}
 
     def sync(self) -> None:
         """Force what was written onto the disk."""
@@ -39,34 +51,37 @@ class MetricsFile:
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """All records of a metrics.jsonl; a torn last line is left out, damage elsewhere raises."""
-    records = []
-    for number, line in enumerate(complete_lines(path.read_bytes()), start=1):
-        if not line:
-            continue
+    lines = enumerate(complete_lines(path.read_bytes()), start=1)
+    records = [parsed_json(path, number, line) for number, line in lines if line]
+    return [
+        {k: NON_FINITE.get(v, v) if isinstance(v, str) else v for k, v in record.items()}
+        for record in records
+    ]
+
+
+def truncate_metrics(path: Path, last_step: int, so_far: dict[str, Any] | None) -> None:
+    """Drop the records after `last_step`, which a resumed run will write again, bit-equal.
+
+    so_far: what `MetricsFile.so_far` said at that step; None: a checkpoint of an earlier version.
+
+    Raises:
+        Damaged: The records up to that step are not those that the run wrote.
+    """
+    data = path.read_bytes() if path.exists() else b""
+    if so_far is None:
+        read_columns(path, missing_ok=True)  # each line a record, steps in order
+        lines = complete_lines(data)
+        size = sum(len(line) + 1 for line in lines if json.loads(line)["step"] <= last_step)
+    else:
         try:
-            record = json.loads(line)
-        except ValueError:  # not JSON, or not UTF-8
-            raise Damaged(f"{path}: line {number} is not JSON") from None
-        records.append(
-            {
-                key: NON_FINITE.get(value, value) if isinstance(value, str) else value
-                for key, value in record.items()
-            }
-        )
-    return records
-
-
-def truncate_metrics(path: Path, last_step: int) -> None:
-    """Drop the records after `last_step`, which a resumed run will write again, bit-equal."""
-    kept = [record for record in read_metrics(path) if record["step"] <= last_step]
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.unlink(missing_ok=True)
-    writer = MetricsFile(temporary)
-    for record in kept:
-        writer.write(record)
-    writer.sync()
-    writer.close()
-    os.replace(temporary, path)
+            size = so_far["bytes"]
+            whole = hashlib.sha256(data[:size]).hexdigest() == so_far["sha256"]
+        except (LookupError, TypeError):
+            whole = False
+        if not whole:
+            raise Damaged(f"{path}: not as it was at the checkpoint of step {last_step}")
+    with open(path, "ab") as file:
+        file.truncate(size)
 
 
 class TensorBoardView:
@@ -110,6 +125,11 @@ class TensorBoardView:
         self.writer.close()
 
 
+def _line(record: dict[str, Any]) -> str:
+    plain = {key: _to_json(value) for key, value in record.items()}
+    return json.dumps(plain, allow_nan=False) + "\n"
+
+
 def _to_json(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
@@ -129,12 +149,8 @@ def write_sample_grid(directory: Path, step: int, images) -> Path:
     pixels = grid.permute(1, 2, 0).byte().cpu().numpy()
     path = directory / "samples" / f"step-{step:08}.png"
     path.parent.mkdir(exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(temporary, "wb") as file:
+    with replacing(path) as file:
         Image.fromarray(pixels).save(file, format="PNG")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
     return path
 
 

@@ -106,6 +106,14 @@ def complete_lines(data: bytes) -> list[bytes]:
     return [*lines, last]  # only its newline is missing
 
 
+def parsed_json(path: Path, number: int, line: bytes) -> Any:
+    """The content of line `number` of a metrics.jsonl; Damaged if it is not JSON."""
+    try:
+        return json.loads(line)
+    except ValueError:  # not JSON, or not UTF-8
+        raise Damaged(f"{path}: line {number} is not JSON") from None
+
+
 def _decoded(lines: list[bytes]) -> _Records:
     return list(map(_decoder.decode, lines))
 
@@ -118,26 +126,19 @@ def _parsed(path: Path, lines: list[bytes]) -> _Records:
 def _parsed_line(path: Path, number: int, line: bytes) -> _Train | _Eval | None:
     if not line:
         return None
-    try:
-        record = json.loads(line)
-    except ValueError:  # not JSON, or not UTF-8
-        raise Damaged(f"{path}: line {number} is not JSON") from None
+    record = parsed_json(path, number, line)
     if not isinstance(record, dict) or not isinstance(record.get("split"), str):
         raise Damaged(f"{path}: line {number} is no record of a run")
-    counts = {"train": ("step", "updates", "skipped"), "eval": ("step", "updates")}
-    for key in counts.get(record["split"], ()):
+    kind = {"train": _Train, "eval": _Eval}.get(record["split"])
+    if kind is None:
+        return None
+    for key in ("step", "updates", "skipped") if kind is _Train else ("step", "updates"):
         value = record.get(key)
         if type(value) is not int or not 0 <= value <= _MOST:
             raise Damaged(f"{path}: line {number}: {key} is {value}, not a count")
-    if record["split"] == "eval":
-        return _Eval(record["step"], record["updates"])
-    if record["split"] != "train":
-        return None
-    loss = _number(record.get("loss"))
-    if loss is None:
+    if kind is _Train and _number(record.get("loss")) is None:
         raise Damaged(f"{path}: line {number}: loss is {record.get('loss')}, not a number")
-    scale = record.get("loss_scale")
-    return _Train(record["step"], record["updates"], record["skipped"], loss, scale)
+    return kind(**{key: record.get(key) for key in kind.__struct_fields__})
 
 
 def _columns(path: Path, lines: list[bytes], records: _Records) -> MetricsColumns:
@@ -148,7 +149,10 @@ def _columns(path: Path, lines: list[bytes], records: _Records) -> MetricsColumn
     step = np.fromiter((record.step for record in train), np.int64, count)
     skipped = np.fromiter((record.skipped for record in train), np.int64, count)
     losses = _numbers([record.loss for record in train])
-    evals, eval_steps = _evaluations(path, lines, records)
+    eval_at = [i for i, record in enumerate(records) if type(record) is _Eval]
+    evals = [json.loads(lines[i]) for i in eval_at]
+    eval_steps = np.array([record["step"] for record in evals], dtype=np.int64)
+    _ascending(path, "step", eval_steps, eval_at, strictly=True)
     _ascending(path, "step", step, at, strictly=True)
     _ascending(path, "skipped", skipped, at, strictly=False)
     first = step[:FIRST_STEPS]
@@ -170,17 +174,6 @@ def _columns(path: Path, lines: list[bytes], records: _Records) -> MetricsColumn
         scale_range=_range(_numbers([record.loss_scale for record in train])),
         nonfinite_step=int(step[applied[0]]) if len(applied) else None,
     )
-
-
-def _evaluations(
-    path: Path, lines: list[bytes], records: _Records
-) -> tuple[list[dict[str, Any]], np.ndarray]:
-    """The records of all evaluations in full, and their steps, int64."""
-    at = [i for i, record in enumerate(records) if type(record) is _Eval]
-    evals = [json.loads(lines[i]) for i in at]
-    steps = np.array([record["step"] for record in evals], dtype=np.int64)
-    _ascending(path, "step", steps, at, strictly=True)
-    return evals, steps
 
 
 def _range(values: np.ndarray) -> tuple[float, float] | None:

@@ -1,6 +1,11 @@
 """A run directory: claimed once, never silently reused, every file written whole.
 
-A sign of life of the training loop that other processes can see.
+Whoever reads one cannot know who made it: a directory is data, and nothing outside of it is read,
+written or removed through it. A sign of life of the training loop that other processes can see.
+
+Every reader takes run.json from `read_record`, which has looked at the type of every field; what is
+not as `RunRecord` says it is Damaged, named by file and key. Any field may be missing, in a run of
+an earlier version say: a reader names those that it needs.
 """
 
 import errno
@@ -9,18 +14,114 @@ import hashlib
 import json
 import os
 import re
+import shutil
+import stat
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, BinaryIO, Literal, TypedDict
 
+import msgspec
 import yaml
 
-from mprun.errors import BadInput, Damaged, MprunError, Resource
+from mprun.errors import BadInput, Damaged, Resource
 
 # Keys that the path always shows, in a form of its own.
 _IN_PATH = {"model", "data", "experiment", "precision", "seed", "name"}
 _LONGEST = 200  # of a part of the path; file systems take 255 bytes
+# What is read of a file whose size the run's length does not set.
+_MOST_JSON, _MOST_CONFIG = 64 << 20, 256 << 10  # bytes
+# Of a process that writes: `.NAME.PID`.
+_TEMPORARY = re.compile(r"\.(run\.json|config\.yaml|metrics\.jsonl|step-\d{8,}\S*)\.\d+")
+
+
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+# What JSON has no number for is a word.
+_Number = float | Literal["nan", "inf", "-inf"]
+
+
+class Precision(TypedDict, total=False):
+    """The mode by name, and what became of it on the device."""
+
+    mode: str
+    usual_scaler: str | None
+    scaler: str
+    half_products: str | None
+    effective_dtypes: dict[str, dict[str, Any]]
+    update: dict[str, dict[str, str]]
+    flags: dict[str, bool | str | int | None]
+
+
+class Environment(TypedDict, total=False):
+    """Where the run ran."""
+
+    device: Literal["cpu", "cuda"]
+    threads: Annotated[int, msgspec.Meta(ge=1, le=2**20)]
+    packages: dict[str, str | None]
+    cpu: str
+    gpu: str
+    platform: str
+
+
+class Data(TypedDict, total=False):
+    """What the run learned from. replaced*: files that data.on_corrupt=skip replaced."""
+
+    sha256: str | None
+    replaced: _Count
+    replaced_files: list[str]
+    replaced_places: list[_Count]
+
+
+class Memory(TypedDict, total=False):
+    """Bytes."""
+
+    peak_bytes: _Count | None
+    measure: str
+    saved_for_backward_bytes: _Count | None
+
+
+class Throughput(TypedDict, total=False):
+    """Of training, without evaluations."""
+
+    samples_per_s: float | None
+    windows: _Count
+    sample: str
+    data_wait: float
+
+
+class RunRecord(TypedDict, total=False):
+    """run.json, of any attempt and however it ended."""
+
+    status: Literal["running", "done", "failed", "diverged", "preempted"]
+    choices: dict[str, str | None]
+    overrides: list[str]
+    config_hash: str
+    precision: Precision
+    created: str
+    attempts: _Count
+    config: dict[str, Any]  # checked by the schema of the configuration
+    seed: int
+    steps: Annotated[int, msgspec.Meta(ge=1, le=2**53)]
+    steps_per_epoch: _Count
+    sample: str
+    samples_per_step: _Count
+    data: Data
+    environment: Environment
+    cause: str | None
+    ended: str
+    last_step: _Count
+    skipped: _Count
+    updates: _Count
+    final: dict[str, _Number]
+    throughput: Throughput
+    memory: Memory
+    operations: dict[str, Any]
+    memory_by_kind: dict[str, dict[str, _Count]]
+    emulated: dict[str, _Count]
+    seconds: float
+    execution: dict[str, str | float]  # `StepRunner.description`
+    data_before_repair: list[str]
 
 
 def run_name(
@@ -59,112 +160,217 @@ def run_name(
 
 def claim(parent: Path, name: str) -> Path:
     """Make and return a directory `name` (or `name.2`, `name.3`, ...) that nobody else has."""
-    _make_parent("output_root", parent)
-    for attempt in range(1, 10_000):
-        path = parent / (name if attempt == 1 else f"{name}.{attempt}")
-        try:
-            path.mkdir()
-            return path
-        except FileExistsError:
-            continue
-        except OSError as error:
-            raise _not_made("output_root", parent, error) from None
+    with _making("output_root", parent):
+        parent.mkdir(parents=True, exist_ok=True)
+        for attempt in range(1, 10_000):
+            path = parent / (name if attempt == 1 else f"{name}.{attempt}")
+            with suppress(FileExistsError):
+                path.mkdir()
+                return path
     raise BadInput(f"{parent / name}: 9,999 runs of this name exist; clean up or use name=")
 
 
 def claim_exactly(path: Path) -> Path:
     """Make and return exactly `path`; BadInput if it exists."""
-    _make_parent("output_dir", path.parent)
-    try:
-        path.mkdir()
-    except FileExistsError:
-        raise BadInput(
-            f"output_dir={path}: exists already; use another directory or resume={path}"
-        ) from None
-    except OSError as error:
-        raise _not_made("output_dir", path, error) from None
+    with _making("output_dir", path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    with _making("output_dir", path):
+        try:
+            path.mkdir()
+        except FileExistsError:
+            raise BadInput(
+                f"output_dir={path}: exists already; use another directory or resume={path}"
+            ) from None
     return path
 
 
+@contextmanager
+def _making(key: str, path: Path) -> Iterator[None]:
+    """A folder that cannot be made is an error that names `key` and `path`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise Resource(f"{key}={path}: {error.strerror}") from None
+        raise BadInput(
+            f"{key}={path}: cannot be made ({error.strerror}); choose another folder"
+        ) from None
+
+
 class locked:
-    """Hold a run directory: a second process that wants the same one is refused."""
+    """Hold a run directory: a second process that wants the same one is refused.
+
+    What processes that were killed left half written is removed.
+
+    Raises:
+        BadInput: It is in use.
+        Damaged: It holds a link that leads out of it, or something else than files and folders.
+    """
 
     def __init__(self, directory: Path):
         self.directory = directory
 
     def __enter__(self):
+        refuse_strange(self.directory)
         self.file = open(self.directory / ".lock", "a", encoding="utf-8")
         try:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # A sweep that put the directory aside in between holds the lock of a moved file.
+            held = is_at(self.file, self.directory / ".lock")
         except BlockingIOError:
-            self.file.close()
-            raise BadInput(f"{self.directory}: in use by another process") from None
-        # A sweep that put the directory aside in between holds the lock of a moved file.
-        if not _is_at(self.file, self.directory / ".lock"):
+            held = False
+        if not held:
             self.file.close()
             raise BadInput(f"{self.directory}: in use by another process")
+        _remove_leftovers(self.directory)
 
     def __exit__(self, *exception):
         self.file.close()
 
 
-def _is_at(file, path: Path) -> bool:
+def is_at(file, path: Path) -> bool:
+    """Whether `path` is the open file, and not another one that took its place."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
     except FileNotFoundError:
         return False
 
 
-def write_json(path: Path, content: dict) -> None:
-    """Replace `path` by `content` at once: a reader sees the old file or the new one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(temporary, "w", encoding="utf-8") as file:
-        json.dump(content, file, indent=1)
-        file.write("\n")
+def refuse_strange(directory: Path) -> None:
+    """Raise Damaged for a link out of the directory, and for what is neither file nor folder."""
+    root = os.path.realpath(directory)
+    folders = [root]
+    while folders:
+        with os.scandir(folders.pop()) as entries:
+            for entry in entries:
+                if entry.is_symlink():
+                    target = os.path.realpath(entry.path)
+                    if os.path.commonpath((root, target)) != root or not os.path.exists(target):
+                        raise Damaged(f"{entry.path}: a link, which may not lead out of a run")
+                elif entry.is_dir():
+                    folders.append(entry.path)
+                elif not entry.is_file():
+                    raise Damaged(f"{entry.path}: neither a file nor a folder")
+
+
+def _remove_leftovers(directory: Path) -> None:
+    for folder in (directory, *directory.glob("*/"), *directory.glob("*/*/")):
+        for path in folder.iterdir():
+            if _TEMPORARY.fullmatch(path.name) and not path.is_symlink():
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def content_of(path: Path, most: int) -> bytes:
+    """The content of a file.
+
+    Raises:
+        Damaged: It is no file, or larger than `most` bytes.
+        FileNotFoundError: There is none.
+    """
+    # A pipe would be waited for.
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise Damaged(f"{path}: not a file")
+        if found.st_size > most:
+            raise Damaged(f"{path}: {found.st_size:,} bytes, must be at most {most:,}")
+        return file.read()
+
+
+@contextmanager
+def synced(path: Path) -> Iterator[BinaryIO]:
+    """The new file `path`; what was written is on the disk when the block ends."""
+    with open(path, "wb") as file:
+        yield file
         file.flush()
         os.fsync(file.fileno())
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file beside `path` that takes its place at the end: readers see the old or the new one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with synced(temporary) as file:
+        yield file
     os.replace(temporary, path)
+
+
+def write_json(path: Path, content: dict) -> None:
+    """Replace `path` by `content` at once: a reader sees the old file or the new one."""
+    with replacing(path) as file:
+        file.write(f"{json.dumps(content, indent=1)}\n".encode())
 
 
 def read_json(path: Path) -> dict:
     """The content of a JSON file; Damaged if it is not JSON."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        return json.loads(content_of(path, _MOST_JSON))
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, a number of 5,000 digits
         raise Damaged(f"{path}: not valid JSON ({error})") from None
+
+
+def read_record(directory: Path, *needed: str) -> dict[str, Any]:
+    """The content of run.json.
+
+    Args:
+        directory: Of the run.
+        needed: Fields that must be there ("steps", "environment.device").
+
+    Raises:
+        Damaged: It is not JSON, or a field is of another type than `RunRecord` says, or missing.
+        FileNotFoundError: There is none.
+    """
+    path = directory / "run.json"
+    refuse_strange(directory)
+    try:
+        record: dict[str, Any] = msgspec.json.decode(content_of(path, _MOST_JSON))
+        msgspec.convert(record, RunRecord)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise Damaged(f"{path}: {_in_words(error)}") from None
+    for key in needed:
+        found: Any = record
+        for name in key.split("."):
+            found = found.get(name) if isinstance(found, dict) else None
+        if found is None:
+            raise Damaged(f"{path}: not the record of a run (no {key})")
+    return record
+
+
+def _in_words(error: Exception) -> str:
+    """ "environment.threads: Expected `int`, got `str`"."""
+    text = str(error) or "nested too deeply"
+    what, _, where = text.partition(" - at `$")
+    return f"{where.strip('.`')}: {what}" if where else f"not the record of a run ({what})"
 
 
 def write_config(directory: Path, config: dict) -> None:
     """Write config.yaml, the resolved configuration as plain data."""
-    text = yaml.safe_dump(config, sort_keys=False)
-    (directory / "config.yaml").write_text(text, encoding="utf-8")
+    with replacing(directory / "config.yaml") as file:
+        file.write(yaml.safe_dump(config, sort_keys=False).encode())
+
+
+class _PlainYaml(yaml.SafeLoader):
+    """Data alone: no tag that builds an object, and no alias, which multiplies what it names."""
+
+    def compose_node(self, parent, index):
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("an alias")
+        return super().compose_node(parent, index)
 
 
 def read_config(directory: Path) -> dict:
-    """Read config.yaml as data; tags that would build objects are refused."""
+    """Read config.yaml as data."""
     path = directory / "config.yaml"
     if not path.is_file():
         raise BadInput(f"{directory}: no config.yaml there; give a run directory")
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise Damaged(f"{path}: not valid YAML ({str(error).splitlines()[0]})") from None
+        content = yaml.load(content_of(path, _MOST_CONFIG), _PlainYaml)
+    except (ValueError, yaml.YAMLError, RecursionError, TypeError) as error:
+        reason = (str(error).splitlines() or [""])[0]
+        raise Damaged(f"{path}: not valid YAML ({reason})") from None
     if not isinstance(content, dict):
         raise Damaged(f"{path}: not a mapping")
     return content
-
-
-def _make_parent(key: str, parent: Path) -> None:
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise _not_made(key, parent, error) from None
-
-
-def _not_made(key: str, path: Path, error: OSError) -> MprunError:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return Resource(f"{key}={path}: {error.strerror}")
-    return BadInput(f"{key}={path}: cannot be made ({error.strerror}); choose another folder")
 
 
 def _pairs(overrides: tuple[str, ...]):

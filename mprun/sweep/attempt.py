@@ -44,65 +44,8 @@ class Ended:
     cause: str | None = None
 
 
-class CellProcess:
-    """`python -m mprun.cli.child ARGUMENTS`, with its output in the file `log`.
-
-    directory: the run's, whose heartbeat is watched; a process without one for `stall_after`
-    seconds (0: never) is killed. In a process group of its own Ctrl-C reaches the sweep alone,
-    and what the run has started can be killed with it.
-    """
-
-    def __init__(self, arguments: list[str], directory: Path, log: Path, stall_after: float):
-        command = [sys.executable, "-m", "mprun.cli.child", str(os.getpid()), *arguments]
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with open(log, "wb") as file:
-            self.process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=file,
-                process_group=0,
-            )
-        self.pulse = Pulse(directory)
-        self.stall_after = stall_after
-        self.hung_s: float | None = None
-        self.kill_at = 0.0
-        self.stopped = False
-
-    def poll(self) -> Ended | None:
-        """How it ended, or None while it runs; kills it if it hangs."""
-        code = self.process.poll()
-        if code is not None:
-            # Loader processes that outlive a killed run would hold its memory and its lock.
-            self._signal_group(signal.SIGKILL)
-            return Ended(code, self.hung_s)
-        if self.hung_s is not None:
-            if time.monotonic() >= self.kill_at:
-                self.kill()
-        elif self.stall_after and self.pulse.silent_s() > self.stall_after:
-            self.hung_s, self.kill_at = self.stall_after, time.monotonic() + GRACE_S
-            self._signal_group(signal.SIGTERM)
-        return None
-
-    def stop(self) -> None:
-        """Ask it, once, to write a checkpoint and end."""
-        if not self.stopped:
-            self.stopped = True
-            self.process.terminate()
-
-    def kill(self) -> None:
-        """End it and all that it has started, now."""
-        self._signal_group(signal.SIGKILL)
-
-    def _signal_group(self, number: int) -> None:
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, number)
-
-
 # From bad to bearable: a sweep ends with the first of these that one of its cells ended with.
 _SEVERITY = (BUG, DAMAGED, RESOURCE, BAD_INPUT, INTERRUPTED, PREEMPTED)
-
-
 _CODES = {"done": DONE, "diverged": DIVERGED, "preempted": PREEMPTED}
 
 
@@ -191,17 +134,21 @@ def _without_record(cell: Cell, ended: Ended) -> str:
 
 def last_line(cell: Cell) -> str:
     """The last line that the process of a cell printed, without the name of the program."""
-    for path in (cell.log, cell.directory / "console.log"):
-        try:
-            lines = path.read_bytes().decode("utf-8", "replace").splitlines()
-        except OSError:
-            continue
-        lines = [line.strip() for line in lines if line.strip()]
-        # Behind a traceback, whose own last line says more.
-        if len(lines) > 1 and lines[-1] == "mprun: this is a bug in mprun":
-            lines.pop()
-        return lines[-1].removeprefix("mprun: ") if lines else ""
-    return ""
+    log = cell.log if cell.log.exists() else cell.directory / "console.log"
+    lines = printed_lines(log)
+    # Behind a traceback, whose own last line says more.
+    if len(lines) > 1 and lines[-1] == "mprun: this is a bug in mprun":
+        lines.pop()
+    return lines[-1].removeprefix("mprun: ") if lines else ""
+
+
+def printed_lines(log: Path) -> list[str]:
+    """What a process printed, without empty lines; none if it cannot be read."""
+    try:
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    return [line.strip() for line in lines if line.strip()]
 
 
 def _signal_name(number: int) -> str:
@@ -212,57 +159,27 @@ def _signal_name(number: int) -> str:
 
 
 class Attempt:
-    """Runs `cell` in a process of its own, from its checkpoint if it was interrupted."""
+    """Runs `cell` in a process of its own, from its checkpoint if it was interrupted.
+
+    In a process group of its own Ctrl-C reaches the sweep alone, and what the run has started can
+    be killed with it. A process without a heartbeat for `stall_after` seconds (0: never) is killed.
+    """
 
     def __init__(self, cell: Cell, config_dir: str | None, stall_after: float):
         self.cell, self.config_dir, self.stall_after = cell, config_dir, stall_after
-        self.process: CellProcess | None = None
-        self.resumed = False
-        self.attempts_before = 0
         self._begin()
 
-    @property
-    def begun(self) -> bool:
-        """Whether there is a process (a launcher's attempt may wait in a queue)."""
-        return self.process is not None
-
-    def poll(self) -> Outcome | None:
-        """How the attempt ended, or None while it goes on."""
-        if self.process is None:
-            return Outcome("in use by another process", again=True)
-        ended = self.process.poll()
-        if ended is None:
-            return None
-        if self._refused(self.process, ended):
-            self._begin(resume=False)
-            return self.poll() if not self.begun else None
-        if self._of_another(ended):
-            return Outcome("", again=True)
-        outcome = settle(self.cell, ended, self.attempts_before)
-        if not outcome.again:
-            with suppress(OSError):  # a full disk must not end the sweep as well
-                keep_log(self.cell)
-        return outcome
-
-    def stop(self) -> None:
-        """Ask for a checkpoint and the end."""
-        if self.process is not None:
-            self.process.stop()
-
-    def kill(self) -> None:
-        """End it now."""
-        if self.process is not None:
-            self.process.kill()
-
     def _begin(self, resume: bool = True) -> None:
-        self.process = None
+        self.process: subprocess.Popen | None = None
+        self.hung_s: float | None = None  # the limit of silence it was killed for
+        self.stopped, self.kill_at = False, 0.0
         state = look(self.cell)
         if state in (State.IN_USE, State.FINISHED):
             return
         self.resumed = resume and state is State.RESUMABLE
+        self.attempts_before = attempts_of(self.cell) if self.resumed else 0
         if self.resumed:
             keep_log(self.cell)
-            self.attempts_before = attempts_of(self.cell)
             # Not an override that Hydra parses: taken as it is.
             # A record vouches for no code: the sweep's own command line does.
             arguments = [f"resume={self.cell.directory}", *self.cell.factories]
@@ -271,25 +188,83 @@ class Attempt:
                 put_aside(self.cell)
             except BadInput:  # another process was faster
                 return
-            self.attempts_before = 0
-            arguments = [*self.cell.overrides, f"output_dir={quoted(self.cell.directory)}"]
+            quoted = str(self.cell.directory).replace("'", "\\'")
+            arguments = [*self.cell.overrides, f"output_dir='{quoted}'"]
             if self.config_dir is not None:
                 arguments += ["--config-dir", self.config_dir]
-        self.process = CellProcess(arguments, self.cell.directory, self.cell.log, self.stall_after)
+        self.process = start_child([str(os.getpid()), *arguments], self.cell.log)
+        self.pulse = Pulse(self.cell.directory)
 
-    def _refused(self, process: CellProcess, ended: Ended) -> bool:
+    @property
+    def begun(self) -> bool:
+        """Whether there is a process (a launcher's attempt may wait in a queue)."""
+        return self.process is not None
+
+    def poll(self) -> Outcome | None:
+        """How the attempt ended, or None while it goes on; kills it if it hangs."""
+        if self.process is None:
+            return Outcome("in use by another process", again=True)
+        code = self.process.poll()
+        if code is None:
+            self._watch()
+            return None
+        # Loader processes that outlive a killed run would hold its memory and its lock.
+        self.kill()
+        if self._refused(code):
+            self._begin(resume=False)
+            return self.poll() if not self.begun else None
+        if self._of_another(code):
+            return Outcome("", again=True)
+        outcome = settle(self.cell, Ended(code, self.hung_s), self.attempts_before)
+        if not outcome.again:
+            with suppress(OSError):  # a full disk must not end the sweep as well
+                keep_log(self.cell)
+        return outcome
+
+    def stop(self) -> None:
+        """Ask, once, for a checkpoint and the end."""
+        if self.process is not None and not self.stopped:
+            self.stopped = True
+            self.process.terminate()
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        """End it and all that it has started, now."""
+        with suppress(ProcessLookupError, PermissionError):
+            if self.process is not None:
+                os.killpg(self.process.pid, number)
+
+    def _watch(self) -> None:
+        if self.hung_s is not None:
+            if time.monotonic() >= self.kill_at:
+                self.kill()
+        elif self.stall_after and self.pulse.silent_s() > self.stall_after:
+            self.hung_s, self.kill_at = self.stall_after, time.monotonic() + GRACE_S
+            self.kill(signal.SIGTERM)
+
+    def _refused(self, code: int) -> bool:
         """Whether the run could not be continued: other torch, no whole checkpoint, ..."""
-        refused = self.resumed and ended.code in (BAD_INPUT, DAMAGED)
-        return refused and not process.stopped and look(self.cell) is State.RESUMABLE
+        refused = self.resumed and code in (BAD_INPUT, DAMAGED)
+        return refused and not self.stopped and look(self.cell) is State.RESUMABLE
 
-    def _of_another(self, ended: Ended) -> bool:
+    def _of_another(self, code: int) -> bool:
         """Whether another process has claimed the cell since it was looked at."""
-        if ended.code != BAD_INPUT or not self.cell.directory.exists():
+        if code != BAD_INPUT or not self.cell.directory.exists():
             return False
         record = record_of(self.cell.directory)
         return record is None or record["status"] != "failed"
 
 
-def quoted(path: Path) -> str:
-    """A path as the value of an override, whatever characters it holds."""
-    return "'" + str(path).replace("'", "\\'") + "'"
+def start_child(arguments: list[str], log: Path) -> subprocess.Popen:
+    """`python -m mprun.cli.child ARGUMENTS` in a process group of its own, printing into `log`.
+
+    Of a run only stderr: it prints the name of its directory as its result.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with open(log, "wb") as file:
+        return subprocess.Popen(
+            [sys.executable, "-m", "mprun.cli.child", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=file if arguments[0] == "--launch" else subprocess.DEVNULL,
+            stderr=file,
+            process_group=0,
+        )

@@ -15,21 +15,30 @@ import fcntl
 import os
 import signal
 import subprocess
-import sys
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from mprun.errors import PREEMPTED, RESOURCE
 from mprun.record.run_directory import read_json, write_json
-from mprun.sweep.attempt import Attempt, Ended, Outcome, attempts_of, settle
-from mprun.sweep.jobs import Cell, State, look
+from mprun.sweep.attempt import (
+    Attempt,
+    Ended,
+    Outcome,
+    attempts_of,
+    printed_lines,
+    settle,
+    start_child,
+)
+from mprun.sweep.jobs import Cell, State, is_held, look
 from mprun.sweep.plan import ChosenLauncher, Plan, launch
 
 _CLOSE_S = 60.0  # a launcher has nothing left to do by then
@@ -62,15 +71,8 @@ class Batch:
                 "visible_devices": _visible_devices(launcher),
             },
         )
-        with open(self.folder / "driver.log", "wb") as log:
-            child = [sys.executable, "-m", "mprun.cli.child", "--launch"]
-            self.driver = subprocess.Popen(
-                [*child, str(os.getpid()), str(self.folder)],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                process_group=0,
-            )
+        launch_it = ["--launch", str(os.getpid()), str(self.folder)]
+        self.driver = start_child(launch_it, self.folder / "driver.log")
         self.jobs = [Job(self, number, cell) for number, cell in enumerate(cells)]
 
     def stop(self) -> None:
@@ -101,8 +103,7 @@ class Batch:
 
     def last_line(self) -> str:
         """What the launcher printed last."""
-        text = (self.folder / "driver.log").read_text(encoding="utf-8", errors="replace")
-        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        lines = printed_lines(self.folder / "driver.log")
         return lines[-1] if lines else f"exit code {self.driver.returncode}"
 
 
@@ -163,28 +164,25 @@ def _visible_devices(launcher: ChosenLauncher) -> str | None:
 def drive(folder: str) -> None:
     """What the launcher's own process does: run all jobs of a batch's folder; blocks."""
     jobs = read_json(Path(folder) / "jobs.json")
-    launch(jobs["launcher"], folder, len(jobs["cells"]), RunJob(folder))
+    launch(jobs["launcher"], folder, len(jobs["cells"]), partial(run_job, Path(folder)))
 
 
-@dataclass(frozen=True, slots=True)
-class RunJob:
-    """Runs job number `HydraConfig.get().job.num` of a batch's folder; can be pickled."""
+def run_job(folder: Path, config: DictConfig) -> None:
+    """Run the cell of `folder`/jobs.json that Hydra's number of the job says, to its end.
 
-    folder: str
-
-    def __call__(self, config: DictConfig) -> None:
-        run_job(Path(self.folder), HydraConfig.get().job.num)
-
-
-def run_job(folder: Path, number: int) -> None:
-    """Run cell `number` of `folder`/jobs.json to its end and say there how it ended."""
+    How it ended is said in a file there. config: Hydra's, which says nothing of the run.
+    """
     jobs = read_json(folder / "jobs.json")
+    number = HydraConfig.get().job.num
     os.chdir(jobs["working_folder"])
-    _show_devices(jobs["visible_devices"])
+    if jobs["visible_devices"] == "all":
+        os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+    elif jobs["visible_devices"] is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = jobs["visible_devices"]
     cell = cell_of(jobs["cells"][number])
     result = folder / f"job-{number}.json"
     if _unwanted(folder, jobs):
-        write_json(result, _ended(Outcome("stopped before its first step", PREEMPTED)))
+        _end(result, Outcome("stopped before its first step", PREEMPTED))
         return
     write_json(result, {"state": "running"})
     attempt = Attempt(cell, jobs["config_dir"], jobs["stall_after"])
@@ -199,42 +197,22 @@ def run_job(folder: Path, number: int) -> None:
         while (outcome := attempt.poll()) is None:
             time.sleep(0.2)
         if isinstance(error, Exception):
-            write_json(result, _ended(outcome))
+            _end(result, outcome)
         raise
-    write_json(result, _ended(outcome))
+    _end(result, outcome)
+
+
+def _end(result: Path, outcome: Outcome) -> None:
+    write_json(result, {"state": "ended", **asdict(outcome)})
 
 
 def cell_of(fields: dict) -> Cell:
     """A cell from its fields as JSON gives them back."""
-    exact = {
-        "overrides": tuple(fields["overrides"]),
-        "factories": tuple(fields["factories"]),
-        "directory": Path(fields["directory"]),
-        "data_places": tuple((key, place) for key, place in fields["data_places"]),
-    }
-    return Cell(**fields | exact)
-
-
-def _ended(outcome: Outcome) -> dict:
-    return {"state": "ended", **asdict(outcome)}
+    return msgspec.convert(fields, Cell, dec_hook=lambda kind, text: kind(text))
 
 
 def _unwanted(folder: Path, jobs: dict) -> bool:
     """Whether the sweep wants its runs to stop, or is gone."""
     if (folder / "stop").exists():
         return True
-    if not jobs["ends_with_sweep"]:
-        return False
-    try:
-        with open(folder / "alive", "rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return True
-    except BlockingIOError:
-        return False
-
-
-def _show_devices(visible: str | None) -> None:
-    if visible == "all":
-        os.environ.pop("CUDA_VISIBLE_DEVICES", None)
-    elif visible is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = visible
+    return jobs["ends_with_sweep"] and not is_held(folder / "alive")

@@ -8,7 +8,7 @@ from enum import Enum
 from pathlib import Path
 
 from mprun.errors import BadInput, Damaged
-from mprun.record.run_directory import locked, read_json, write_json
+from mprun.record.run_directory import locked, read_record, write_json
 
 OUTCOMES = ("done", "diverged")
 # A directory that has no lock file yet may belong to a run that made it a moment ago.
@@ -89,10 +89,9 @@ def look(cell: Cell) -> State:
 def record_of(directory: Path) -> dict | None:
     """run.json, or None if there is none that can be read."""
     try:
-        record: object = read_json(directory / "run.json")
+        return read_record(directory, "status")
     except (FileNotFoundError, Damaged):
         return None
-    return record if isinstance(record, dict) and "status" in record else None
 
 
 def outcome_words(record: dict) -> str:
@@ -164,13 +163,19 @@ def _shown(place: object) -> str:
 
 def _in_use(directory: Path) -> bool:
     try:
-        with open(directory / ".lock", "rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return False
+        return is_held(directory / ".lock")
     except FileNotFoundError:
         try:
             return time.time() - directory.stat().st_mtime < _CLAIM_S
         except FileNotFoundError:  # put aside by another sweep
             return True
+
+
+def is_held(lock: Path) -> bool:
+    """Whether a process holds the lock file; FileNotFoundError if there is none."""
+    try:
+        with open(lock, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
     except BlockingIOError:
         return True

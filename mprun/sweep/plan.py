@@ -6,7 +6,9 @@ and would raise on the first run that failed. Source:
 https://hydra.cc/docs/plugins/joblib_launcher/, .../submitit_launcher/.
 """
 
+import math
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
@@ -144,6 +146,9 @@ class Plan:
     launcher: ChosenLauncher | None
 
 
+MOST_RUNS = 10_000
+
+
 def plan(overrides: list[str], config_dir: str | None) -> Plan:
     """Every cell, composed and checked; writes nothing.
 
@@ -160,6 +165,11 @@ def plan(overrides: list[str], config_dir: str | None) -> Plan:
         raise BadInput("output_root: one value; all runs of a sweep are in one folder")
     with hydra_session(config_dir):
         values = [_values(o, text) for o, text in zip(parsed, overrides, strict=True)]
+    count = math.prod(map(len, values))
+    if count > MOST_RUNS:
+        raise BadInput(f"-m: {count:,} runs; must be at most {MOST_RUNS:,} in one sweep")
+    if count > 200:  # a second or more
+        print(f"mprun: checking the configurations of {count:,} runs", file=sys.stderr)
     composed = [compose_config(combination, config_dir) for combination in product(*values)]
     output_root = Path(composed[0].config.output_root)
     cells = [_cell(one, output_root, swept) for one in composed]

@@ -3,7 +3,6 @@
 Signals that ask it to stop are noted at once and obeyed by the loop.
 """
 
-import os
 import shlex
 import signal
 import sys
@@ -12,18 +11,17 @@ from collections import deque
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from mprun.errors import INTERRUPTED, PREEMPTED, BadInput
+from mprun.errors import ASKING, INTERRUPTED, PREEMPTED, BadInput
+from mprun.record.run_directory import is_at
 from mprun.sweep.attempt import Attempt, exit_code, failed_elsewhere
 from mprun.sweep.batch import Batch, Job
 from mprun.sweep.jobs import Cell, State, look
 from mprun.sweep.plan import Plan, plan
 from mprun.sweep.status_page import Board
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-
 
 class StopRequest:
-    """While active, the first of SIGINT, SIGTERM, SIGUSR1 and SIGHUP sets `reason`.
+    """While active, the first signal of `ASKING` sets `reason`.
 
     A second SIGINT sets `insisted`. SIGHUP stays ignored where it was (nohup).
     """
@@ -39,7 +37,7 @@ class StopRequest:
         return INTERRUPTED if self.reason == "SIGINT" else PREEMPTED
 
     def __enter__(self) -> "StopRequest":
-        for number in _SIGNALS:
+        for number in ASKING:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._note)
         return self
@@ -161,8 +159,7 @@ class _Loop:
         elif self.plan.launcher:
             self.batch = Batch(self.plan, self.plan.launcher, ready, self.stall_after)
             self.running = list(self.batch.jobs)
-            for cell in ready:
-                self.board.queued(cell)
+            self.board.words |= dict.fromkeys(ready, "waiting")
         else:
             for cell in ready:
                 self.board.started_run(cell)
@@ -192,7 +189,7 @@ class _Loop:
                 self.codes.append(outcome.code)
                 self.board.ended(cell, outcome)
             else:
-                self.board.waits_again(cell)
+                self.board.words.pop(cell, None)
                 self.waiting.append(cell)
 
     def _end_all(self) -> None:
@@ -218,7 +215,7 @@ class _Console:
         self.file: BinaryIO | None = None
 
     def follow(self, path: Path) -> None:
-        if self.file is None or not _same(self.file, path):
+        if self.file is None or not is_at(self.file, path):
             self.close()
             try:
                 self.file = open(path, "rb")  # noqa: SIM115 - until the run has ended
@@ -236,10 +233,3 @@ class _Console:
 def _copy(file: BinaryIO) -> None:
     sys.stderr.write(file.read().decode("utf-8", "replace"))
     sys.stderr.flush()
-
-
-def _same(file: BinaryIO, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
-    except FileNotFoundError:
-        return True

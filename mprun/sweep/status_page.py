@@ -13,7 +13,7 @@ from pathlib import Path
 from mprun.record.console import markdown_table
 from mprun.sweep.attempt import Outcome, last_line
 from mprun.sweep.jobs import OUTCOMES, Cell, outcome_words, record_of
-from mprun.sweep.mode_table import Run, load_run, short, table
+from mprun.sweep.mode_table import short, table, without_record
 from mprun.sweep.plan import Plan
 
 _EVERY_S = 10.0  # at least this often the file shows how far the runs are
@@ -28,7 +28,7 @@ class Board:
         names = sorted(self._name(cell) for cell in planned.cells)
         digest = hashlib.sha256("\n".join(names).encode()).hexdigest()[:8]
         self.path = planned.root / f"sweep-{digest}.md"
-        self.words: dict[Cell, str] = {}
+        self.words: dict[Cell, str] = {}  # "waiting": in a launcher's queue
         self.since: dict[Cell, float] = {}
         self.seconds: dict[Cell, float] = {}
         self.started = _now()
@@ -46,10 +46,6 @@ class Board:
         self.words[cell], self.since[cell] = "running", time.monotonic()
         self._say(f"[{self._number(cell)}/{len(self.plan.cells)}] {cell.directory.name}")
         self.written = -math.inf
-
-    def queued(self, cell: Cell) -> None:
-        """The cell is in a launcher's queue."""
-        self.words[cell] = "waiting"
 
     def in_use(self, cell: Cell) -> None:
         """Another process has the cell: a second sweep, or a run that a killed sweep left."""
@@ -69,13 +65,10 @@ class Board:
             self._say(f"    {line}")
         self.written = -math.inf
 
-    def waits_again(self, cell: Cell) -> None:
-        """The cell goes back to those that wait."""
-        self.words.pop(cell, None)
-
     def table(self) -> str:
         """The mode table over all cells that have been started."""
-        return table([run for cell in self.plan.cells if (run := self._run(cell)) is not None])
+        records = [found for cell in self.plan.cells if (found := self._record(cell)) is not None]
+        return table(records, self.plan.swept)
 
     def write(self, now: bool = False) -> None:
         """Rewrite the file if something has happened or its progress is old."""
@@ -120,13 +113,12 @@ class Board:
             return self.words[cell]
         return outcome_words(record) if record.get("status") in OUTCOMES else "waiting"
 
-    def _run(self, cell: Cell) -> Run | None:
-        words = self.words.get(cell)
-        if (cell.directory / "run.json").is_file() and record_of(cell.directory) is not None:
-            return load_run(cell.directory, self.plan.swept)
-        if words is None or not words.startswith(("failed", "killed", "hung")):
-            return None
-        return Run.without_record(cell, self.plan.swept, words)
+    def _record(self, cell: Cell) -> dict | None:
+        words = self.words.get(cell, "")
+        if (record := record_of(cell.directory)) is not None:
+            return record
+        ended = words.startswith(("failed", "killed", "hung"))
+        return without_record(cell, words) if ended else None
 
     def _name(self, cell: Cell) -> str:
         return cell.directory.relative_to(self.plan.root).as_posix()

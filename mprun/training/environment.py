@@ -12,19 +12,10 @@ import torch
 from torch import Tensor
 
 from mprun import __version__
-from mprun.precision import read_math_flags
 from mprun.precision.optimizer import elements_by_dtype
 from mprun.tasks import Task
 
-_STATUS = ("status", "--porcelain")
-_PACKAGES = (
-    "torch",
-    "torchvision",
-    "hydra-core",
-    "omegaconf",
-    "tensorboard",
-    "numpy",
-)
+_PACKAGES = ("torch", "torchvision", "hydra-core", "omegaconf", "tensorboard", "numpy")
 
 
 def environment(device: torch.device) -> dict:
@@ -71,11 +62,6 @@ def updates(task: Task) -> dict:
     }
 
 
-def flags() -> dict[str, str | bool]:
-    """The numeric flags as torch reports them now."""
-    return read_math_flags()
-
-
 def _count(tensors: Iterable[Tensor]) -> dict[str, int]:
     return elements_by_dtype((tensor.dtype, tensor.numel()) for tensor in tensors)
 
@@ -85,19 +71,17 @@ def _commit() -> dict:
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return {"commit": None, "dirty": None}
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(root), *words]
+        return subprocess.check_output(
+            command, stderr=subprocess.PIPE, text=True, timeout=10
+        ).strip()
+
     try:
-        head, status = (_git(root, *words) for words in (("rev-parse", "HEAD"), _STATUS))
+        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain"))}
     except (OSError, subprocess.SubprocessError):
         return {"commit": None, "dirty": None}
-    return {"commit": head, "dirty": bool(status)}
-
-
-def _git(root: Path, *words: str) -> str:
-    """What `git WORDS` prints, stripped; raises OSError or SubprocessError."""
-    found = subprocess.run(
-        ["git", *words], cwd=root, capture_output=True, text=True, timeout=10, check=True
-    )
-    return found.stdout.strip()
 
 
 def _version(package: str) -> str | None:

@@ -25,7 +25,7 @@ from mprun.precision.random_states import random_states
 from mprun.record import checkpoint, memory
 from mprun.training.metric_buffer import MetricBuffer
 from mprun.training.metric_logger import MetricLogger
-from mprun.training.signals import Interruption
+from mprun.training.signals import Interruption, Stopped
 
 
 @dataclass(slots=True)
@@ -56,31 +56,41 @@ class Outcome:
         return False
 
 
+class Start(NamedTuple):
+    """Where a run begins, or goes on.
+
+    Attributes:
+        skipped: updates skipped before `step`.
+        evaluate_first: begin with the evaluation of `step`, in which an earlier attempt failed.
+    """
+
+    step: int = 0
+    skipped: int = 0
+    evaluate_first: bool = False
+
+
+BEGINNING = Start()
+
+
 def train(
     built: Built,
     config: RunConfig,
     directory: Path,
-    *,
-    start: int = 0,
-    skipped: int = 0,
     interruption: Interruption,
-    evaluate_first: bool = False,
+    start: Start = BEGINNING,
 ) -> Outcome:
-    """Train from step `start` to the end, recording into `directory`.
-
-    Args:
-        skipped: updates skipped before `start`.
-        evaluate_first: begin with the evaluation of step `start`, in which an earlier attempt
-            failed.
-    """
-    loop = Loop(built, config, directory, start, skipped)
+    """Train from `start` to the end, recording into `directory`."""
+    loop = Loop(built, config, directory, interruption, start)
     try:
-        if evaluate_first:
-            loop.outcome.final = loop.logger.evaluate(start)
-        for index in range(start, built.steps):
+        if start.evaluate_first and not loop.evaluate(start.step):
+            return loop.finish()
+        for index in range(start.step, built.steps):
             loop.advance(index)
-            if not loop.settle(index + 1, interruption):
+            if not loop.settle(index + 1):
                 break
+    except Stopped:
+        loop.stop()
+        loop.save_what_is_whole()
     except (Damaged, Resource):
         # Data failed, in an evaluation or before the step moved anything: the work is not lost.
         # (Not between micro-batches, the first of which have moved BatchNorm statistics.)
@@ -103,29 +113,30 @@ class Due(NamedTuple):
 class Loop:
     """What `train` does between two steps. `logger` is to be closed."""
 
-    def __init__(self, built: Built, config: RunConfig, directory: Path, start: int, skipped: int):
-        self.built, self.config, self.directory, self.start = built, config, directory, start
-        built.stepper.skipped.fill_(skipped)
+    def __init__(
+        self,
+        built: Built,
+        config: RunConfig,
+        directory: Path,
+        interruption: Interruption,
+        start: Start = BEGINNING,
+    ):
+        self.built, self.config, self.directory, self.start = built, config, directory, start.step
+        self.interruption = interruption
+        built.stepper.skipped.fill_(start.skipped)
         self.buffer = MetricBuffer(
-            built.device, skipped, built.task.loss_scales, built.data.defer_wait
+            built.device, start.skipped, built.task.loss_scales, built.data.defer_wait
         )
-        self.logger = MetricLogger(directory, built, self.buffer, start)
-        self.outcome = Outcome("done", start, skipped=skipped)
+        self.logger = MetricLogger(directory, built, self.buffer, start.step)
+        self.outcome = Outcome("done", start.step, skipped=start.skipped)
         self.heartbeat = Heartbeat(directory)
         numerics, self.probing = config.numerics, None
         if numerics.enabled:
-            self.probing = Probing(
-                built.task,
-                directory,
-                self.logger.board.writer,
-                every=numerics.every,
-                patterns=numerics.modules,
-                shadow_every=numerics.shadow_every,
-            )
+            self.probing = Probing(built.task, directory, self.logger.board.writer, numerics)
         forget_failure(directory)
         self.keeper = FailureKeeper(built) if numerics.keep_failure else None
         if self.keeper is not None:
-            self.keeper.keep(start, skipped)
+            self.keeper.keep(start.step, start.skipped)
         memory.reset_peak(built.device)
 
     def due(self, step: int) -> Due:
@@ -151,9 +162,9 @@ class Loop:
         self.buffer.add(index + 1, metrics)
         self.outcome.step = index + 1
 
-    def settle(self, step: int, interruption: Interruption) -> bool:
+    def settle(self, step: int) -> bool:
         """Log, evaluate and save what is due after `step`; whether the run goes on."""
-        due, asked = self.due(step), interruption.requested
+        due, asked = self.due(step), self.interruption.requested
         if not (any(due) or asked):
             return True
         # What is evaluated or saved has to be known to be sound.
@@ -165,8 +176,12 @@ class Loop:
         if due.save or stops:
             self.save(step)
         if stops:
-            self.outcome.status, self.outcome.cause = "preempted", interruption.reason
+            self.stop()
         return not stops
+
+    def stop(self) -> None:
+        """Note that the run was asked to stop."""
+        self.outcome.status, self.outcome.cause = "preempted", self.interruption.reason
 
     def log(self, step: int, logged: bool, wait: bool) -> bool:
         """Write what can be read of the steps so far; whether the run goes on."""
@@ -183,12 +198,13 @@ class Loop:
         return True
 
     def evaluate(self, step: int) -> bool:
-        """Evaluate after `step`; whether the run goes on."""
+        """Evaluate after `step`; whether the run goes on. A signal ends it, by `Stopped`."""
         outcome, device = self.outcome, self.built.device
         # Of training alone: evaluation holds an FP32 model beside it.
         outcome.peak = memory.higher(outcome.peak, device)
         self.heartbeat.beat()
-        outcome.final = self.logger.evaluate(step)
+        with self.interruption.breaks():
+            outcome.final = self.logger.evaluate(step)
         self.built.stepper.give_back_cache()
         self.heartbeat.beat()
         memory.reset_peak(device)
@@ -205,7 +221,7 @@ class Loop:
             "random": random_states(self.built.device),
         }
         folder, kept = self.directory / "checkpoints", self.config.train.keep_checkpoints
-        checkpoint.save(folder, step, state, kept)
+        checkpoint.save(folder, step, state, kept, metrics=self.logger.metrics.so_far())
         self.buffer.restart_clock()
 
     def save_what_is_whole(self) -> None:
@@ -241,7 +257,11 @@ class Loop:
     def _first_step(self, index: int, measure: bool) -> dict[str, Tensor]:
         """The step whose operations and memory are counted, see `mprun.numerics.operations`."""
         built, overrides = self.built, self.config.precision.overrides
-        with FirstStep(built.task, built.policy, overrides, index + 1) as first:
+        # Compiling may take minutes, and nothing has been learned yet: it can be left at once.
+        with (
+            self.interruption.breaks(),
+            FirstStep(built.task, built.policy, overrides, index + 1) as first,
+        ):
             metrics = built.stepper.step(index, measure)
         self.outcome.saved_for_backward_bytes = first.saved.bytes
         self.outcome.first_step = first.record()

@@ -35,6 +35,7 @@ def tell_ending(directory: Path, source: Source, outcome: Outcome, record: dict)
     tell(
         cause,
         f"its cause: mprun explain {directory}" if diverged else None,
+        f"to go on: mprun resume={directory}" if outcome.status == "preempted" else None,
         data_bound(source, outcome.data_wait, record["seconds"]),
         replaced_line(record["data"]),
     )
@@ -46,11 +47,9 @@ def _about_precision(config: RunConfig, built: Built) -> Iterator[str]:
     if numerics.enabled and steps is not None and numerics.every > steps:
         yield f"numerics.every={numerics.every}: no step of {steps} will be probed"
     fp16_update = policy.master_dtype is None and policy.param_dtype == "fp16"
-    eps = {"adam": 1e-8, "adamw": 1e-8, "adagrad": 1e-10}.get(optim.name)
-    eps = optim.eps if optim.eps is not None else eps
-    if fp16_update and eps is not None and 0 < eps <= 2.0**-25:
+    if fp16_update and optim.eps is not None and 0 < optim.eps <= 2.0**-25:
         yield (
-            f"optim.eps={eps:g} rounds to 0 in FP16 (2^-25 and below): {policy.name} "
+            f"optim.eps={optim.eps:g} rounds to 0 in FP16 (2^-25 and below): {policy.name} "
             f"with {optim.name} divides by zero and ends in NaN; this is a finding"
         )
     half = policy.autocast_dtype or policy.param_dtype
@@ -87,10 +86,9 @@ def data_bound(source: Source, share: float | None, seconds: float) -> str | Non
     if share is None or share <= DATA_BOUND or seconds < _LONG_ENOUGH_S:
         return None
     line = f"data-bound: the device waited {100 * share:.0f} % of the time for data"
-    workers = source.workers
+    workers, cores = source.workers, len(os.sched_getaffinity(0))
     if workers is None:
         return line
-    cores = len(os.sched_getaffinity(0))
     if workers >= cores:
         return f"{line}; data.workers={workers} on {cores} cores: smaller files would help"
     return f"{line}; more data.workers (now {workers}, {cores} cores) or smaller files would help"
@@ -110,11 +108,8 @@ def replaced(source: Source, earlier: dict) -> dict:
     new = {place: name for place, name in found.items() if place not in known}
     names = [*earlier.get("replaced_files", []), *new.values()]
     places = [*known, *new]
-    return {
-        "replaced": len(places),
-        "replaced_files": names[:_NAMED],
-        "replaced_places": places,
-    }
+    first = names[:_NAMED]
+    return {"replaced": len(places), "replaced_files": first, "replaced_places": places}
 
 
 def replaced_line(data: dict) -> str | None:

@@ -5,14 +5,15 @@ the host in one copy, and on CUDA they are read where the next interval ends: by
 long arrived, so no step waits for the device, and the device always has an interval of work ahead.
 """
 
-import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from mprun.numerics.post_mortem import StepRow
 from mprun.precision import LossScale
 from mprun.record.async_copy import Moment, PinnedRing, Sent
 
@@ -20,22 +21,6 @@ from mprun.record.async_copy import Moment, PinnedRing, Sent
 LATE = {"cuda": 1, "cpu": 0}
 
 Waited = Callable[[], float]
-
-
-@dataclass(frozen=True, slots=True)
-class StepRow:
-    """One step as numbers: `step` counts from 1; `skipped` is the total up to and with it."""
-
-    step: int
-    loss: float
-    loss_scale: float
-    found_inf: bool
-    skipped: int
-
-    @property
-    def diverged(self) -> bool:
-        """A loss that is not finite although its update was applied."""
-        return not self.found_inf and not math.isfinite(self.loss)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +41,7 @@ class Interval:
     collapsed: tuple[str, int] | None
 
 
-@dataclass(frozen=True, slots=True)
-class _Unread:
+class _Unread(NamedTuple):
     steps: list[int]
     names: list[str]
     logged: bool
@@ -127,7 +111,11 @@ class MetricBuffer:
             return
         names = [name for name in self.last if name != "found_inf"]
         # [n] or [n, 3], the newest metrics, and two numbers for each loss scale.
-        self._sound = rows, scales = torch.stack(self.rows), self._scales()
+        scales = [
+            torch.stack((scale.collapsed(), scale.consecutive_skips)).float()
+            for scale in self.scales.values()
+        ]
+        self._sound = rows, scales = torch.stack(self.rows), scales
         newest = torch.stack([self.last[name].float() for name in names])
         values = torch.cat([rows.flatten().float(), newest, *scales])
         waited = None if self.defer_wait is None else self.defer_wait()
@@ -156,12 +144,6 @@ class MetricBuffer:
             good = good & (scale[0] == 0)
         return good
 
-    def _scales(self) -> list[Tensor]:
-        return [
-            torch.stack((scale.collapsed(), scale.consecutive_skips)).float()
-            for scale in self.scales.values()
-        ]
-
     def _interval(self, unread: _Unread) -> Interval:
         values = unread.sent.read()
         count, names = len(unread.steps), unread.names
@@ -175,15 +157,9 @@ class MetricBuffer:
             rows.append(StepRow(step, row[0], scale, found_inf, self.host_skipped))
         values = values[count * width :]
         flags = values[len(names) :]
-        collapsed = None
-        for name, flag, skips in zip(self.scales, flags[::2], flags[1::2], strict=True):
-            if collapsed is None and flag:
-                collapsed = (name, int(skips))
-        return Interval(
-            rows,
-            dict(zip(names, values, strict=False)),
-            unread.logged,
-            unread.sent.arrived.seconds_since(unread.began),
-            None if unread.waited is None else unread.waited(),
-            collapsed,
-        )
+        by_scale = zip(self.scales, flags[::2], flags[1::2], strict=True)
+        collapsed = next(((name, int(skips)) for name, flag, skips in by_scale if flag), None)
+        seconds = unread.sent.arrived.seconds_since(unread.began)
+        waited = None if unread.waited is None else unread.waited()
+        metrics = dict(zip(names, values, strict=False))
+        return Interval(rows, metrics, unread.logged, seconds, waited, collapsed)

@@ -5,10 +5,10 @@ import time
 from pathlib import Path
 
 from mprun.build import Built
-from mprun.numerics.post_mortem import History
+from mprun.numerics.post_mortem import History, StepRow
 from mprun.record.console import Progress
 from mprun.record.metrics import MetricsFile, TensorBoardView, write_sample_grid
-from mprun.training.metric_buffer import Interval, MetricBuffer, StepRow
+from mprun.training.metric_buffer import Interval, MetricBuffer
 
 # Each of these steps has a record, whatever train.log_every: a comparison takes the loss at the
 # start from them, and a wrong cast or scale shows there before chance drives two runs apart.
@@ -68,9 +68,8 @@ class MetricLogger:
             samples = samples.cpu()
             self.board.images("eval/samples", samples, step)
             write_sample_grid(self.directory, step, samples)
-        self.progress.note(
-            f"eval at step {step}: " + "  ".join(f"{k} {v:.5g}" for k, v in values.items())
-        )
+        shown = "  ".join(f"{key} {value:.5g}" for key, value in values.items())
+        self.progress.note(f"eval at step {step}: {shown}")
         self.buffer.restart_clock()
         return values
 

@@ -7,21 +7,36 @@ from pathlib import Path
 
 import torch
 
+from mprun.build import Built
 from mprun.config.compose import config_from_record
 from mprun.config.overrides import parse_overrides
-from mprun.config.roles import config_hash, resumable_keys, role_of
+from mprun.config.roles import config_hash, flat, resumable_keys, role_of
+from mprun.config.schema import RunConfig
 from mprun.config.user_code import is_factory, vouched
 from mprun.data.source import DamagedData
-from mprun.errors import BadInput, Damaged
+from mprun.errors import BadInput, Damaged, raised
 from mprun.numerics.probe_record import drop_later_probes
 from mprun.precision.random_states import restore_random_states
 from mprun.record import checkpoint
-from mprun.record.metrics import drop_later_grids, truncate_metrics
-from mprun.record.run_directory import locked, read_config, read_json, write_config
+from mprun.record.metrics import MetricsFile, drop_later_grids, read_metrics, truncate_metrics
+from mprun.record.run_directory import locked, read_config, read_record, write_config
+from mprun.training.loop import Start
 from mprun.training.run import attempt, prepare, resolve_device
 
 # State is read on the host and copied into tensors that exist: no second model on the GPU.
 CPU = torch.device("cpu")
+# What a continuation reads of run.json.
+_NEEDED = (
+    "status",
+    "steps",
+    "attempts",
+    "choices",
+    "config_hash",
+    "precision.mode",
+    "environment.device",
+    "environment.threads",
+    "environment.packages.torch",
+)
 
 
 def resume(composed_overrides: tuple[str, ...], path: str, config_dir: str | None = None) -> int:
@@ -33,9 +48,10 @@ def resume(composed_overrides: tuple[str, ...], path: str, config_dir: str | Non
     """
     given = vouched(composed_overrides, config_dir)
     directory = _run_directory(path)
-    plain = read_config(directory)
     with locked(directory):
-        record = _recorded(directory)
+        record = read_record(directory, *_NEEDED)
+        plain = read_config(directory)
+        _check_unchanged(directory, plain, record)
         if isinstance(plain.get("train"), dict):
             # Runs from before this setting were in NCHW, and "auto" may choose otherwise.
             plain["train"].setdefault("channels_last", "off")
@@ -46,41 +62,58 @@ def resume(composed_overrides: tuple[str, ...], path: str, config_dir: str | Non
         _check_same_stack(record["environment"])
         built = prepare(config, device, record["environment"]["threads"])
         _check_same_data(path, record, built)
-        step, state, warnings = checkpoint.load_newest(directory / "checkpoints", CPU)
-        for line in warnings:
-            print(f"mprun: warning: {line}; using the one before", file=sys.stderr)
-        # Where the last attempt failed in the evaluation of this step, that comes first.
-        at_end = step == built.steps
-        every = config.train.eval_every
-        evaluate_first = record["status"] == "failed" and (at_end or (every and step % every == 0))
-        if step > built.steps or (at_end and not evaluate_first):
-            raise BadInput(
-                f"resume={path}: already at step {step} of {built.steps}; give a larger train.steps"
-            )
-        try:
-            built.task.load_state_dict(state["task"])
-        except (ValueError, KeyError) as error:
-            raise BadInput(f"resume={path}: {error}") from None
         if config.optim.schedule != "constant" and built.steps != record["steps"]:
             raise BadInput(
                 f"train.steps={built.steps}: a run with optim.schedule="
                 f"{config.optim.schedule} keeps its length ({record['steps']})"
             )
+        start = _start(directory, built, config)
         record["config_hash"] = config_hash(plain)
-        restore_random_states(state["random"], device)
-        truncate_metrics(directory / "metrics.jsonl", step)
-        drop_later_grids(directory, step)
-        drop_later_probes(directory, step)
+        drop_later_grids(directory, start.step)
+        drop_later_probes(directory, start.step)
         write_config(directory, plain)
-        return attempt(
-            directory,
-            config,
-            built,
-            record,
-            first_step=step,
-            skipped=state["skipped"],
-            evaluate_first=bool(evaluate_first),
-        )
+        return attempt(directory, config, built, record, start)
+
+
+def _start(directory: Path, built: Built, config: RunConfig) -> Start:
+    """Where the run goes on: state and records are as they were there."""
+    metrics = directory / "metrics.jsonl"
+    found = checkpoint.load_newest(directory / "checkpoints", CPU)
+    if found is None:
+        print("mprun: no checkpoint yet: begins again at step 1", file=sys.stderr)
+        truncate_metrics(metrics, 0, MetricsFile.EMPTY)
+        return Start()
+    for line in found.warnings:
+        print(f"mprun: warning: {line}; using the one before", file=sys.stderr)
+    step, every = found.step, config.train.eval_every
+    if step > built.steps:
+        raise _over(directory, step, built.steps)
+    place = f"{directory / 'checkpoints'}: step {step}"
+    try:
+        skipped = found.state["skipped"]
+        if found.state["step"] != step or type(skipped) is not int or not 0 <= skipped <= step:
+            raise ValueError(f"skipped {skipped} of {found.state['step']} updates")
+        built.task.load_state_dict(found.state["task"])
+        restore_random_states(found.state["random"], built.device)
+    except Exception as error:  # of any type: what is in it may be anything
+        raise Damaged(f"{place}: not the state of this run ({raised(error)})") from error
+    truncate_metrics(metrics, step, found.manifest.get("metrics"))
+    records = read_metrics(metrics)
+    # Each step with a skipped update has a record.
+    if skipped != max((one["skipped"] for one in records if one["split"] == "train"), default=0):
+        raise Damaged(f"{place}: {skipped} skipped updates, which metrics.jsonl does not have")
+    # An attempt that ended in the evaluation of this step left no record of it.
+    due = step == built.steps or (every > 0 and step % every == 0)
+    newest = [one["step"] for one in records if one["split"] == "eval"][-1:]
+    if step == built.steps and newest == [step]:
+        raise _over(directory, step, built.steps)
+    return Start(step, skipped, evaluate_first=due and newest != [step])
+
+
+def _over(directory: Path, step: int, steps: int) -> BadInput:
+    return BadInput(
+        f"resume={directory}: already at step {step} of {steps}; give a larger train.steps"
+    )
 
 
 def _run_directory(path: str) -> Path:
@@ -89,20 +122,34 @@ def _run_directory(path: str) -> Path:
         raise BadInput(f"resume={path}: no such folder")
     if not (directory / "config.yaml").is_file():
         raise BadInput(f"resume={path}: no config.yaml there; give a run directory")
-    for name in ("run.json", "metrics.jsonl"):
-        if not (directory / name).is_file():
-            raise BadInput(f"resume={path}: no {name} there; the run never reached its first step")
+    if not (directory / "run.json").is_file():
+        raise BadInput(f"resume={path}: no run.json there; the run never reached its first step")
     return directory
+
+
+def _check_unchanged(directory: Path, plain: dict, record: dict) -> None:
+    """Damaged if config.yaml or run.json is not what the run wrote; both hold the configuration."""
+    recorded = record.get("config")
+    if recorded is None:
+        return  # of an earlier version
+    if config_hash(recorded) != record["config_hash"]:
+        raise Damaged(f"{directory / 'run.json'}: config is not that of config_hash")
+    there, here = flat(recorded), flat(plain)
+    for key in there | here:
+        if there.get(key) != here.get(key) and not role_of(key).resumable:
+            raise Damaged(
+                f"{directory / 'config.yaml'}: {key} is {here.get(key)!r}, and the run began with "
+                f"{there.get(key)!r} (run.json)"
+            )
 
 
 def _check_same_stack(recorded: dict) -> None:
     """A resumed run continues bit for bit only on the torch it was started with."""
-    if recorded["packages"]["torch"] != torch.__version__.split("+")[0] and (
-        recorded["packages"]["torch"] != torch.__version__
-    ):
+    torch_then, torch_now = recorded["packages"]["torch"], torch.__version__
+    if torch_then not in (torch_now, torch_now.split("+")[0]):
         raise BadInput(
-            f"resume: the run used torch {recorded['packages']['torch']}, this is "
-            f"{torch.__version__}; it would not continue bit for bit"
+            f"resume: the run used torch {torch_then}, this is {torch_now}; it would not continue "
+            "bit for bit"
         )
 
 
@@ -117,18 +164,6 @@ def _check_same_data(path: str, record: dict, built) -> None:
         print(f"mprun: the data have changed since the run stopped ({change})", file=sys.stderr)
         return
     raise BadInput(f"resume={path}: the data are not those that the run began with ({change})")
-
-
-def _recorded(directory: Path) -> dict:
-    """run.json of a run to be continued; Damaged if it lacks what the continuation reads."""
-    record = read_json(directory / "run.json")
-    try:
-        record["steps"], record["attempts"], record["choices"]
-        record["environment"]["device"], record["environment"]["threads"]
-        record["environment"]["packages"]["torch"], record["precision"]["mode"]
-    except (KeyError, TypeError) as error:
-        raise Damaged(f"{directory / 'run.json'}: not the record of a run ({error})") from None
-    return record
 
 
 def _in_short() -> str:

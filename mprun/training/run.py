@@ -1,7 +1,9 @@
 """One run from a checked configuration to a finished run directory."""
 
+import math
 import os
 import random
+import sys
 import time
 import warnings
 from collections.abc import Iterator
@@ -20,7 +22,7 @@ from mprun.config.schema import RunConfig
 from mprun.errors import INTERRUPTED, STATUS_EXIT_CODE, BadInput, MprunError, Resource
 from mprun.numerics.probe import chosen_modules
 from mprun.numerics.replay import Snapshot
-from mprun.precision import pin_math_flags
+from mprun.precision import pin_math_flags, read_math_flags
 from mprun.precision.random_states import restore_dropout_state
 from mprun.record.metrics import TensorBoardView
 from mprun.record.run_directory import (
@@ -31,8 +33,8 @@ from mprun.record.run_directory import (
     write_config,
     write_json,
 )
-from mprun.training.environment import effective_dtypes, environment, flags, updates
-from mprun.training.loop import Outcome, train
+from mprun.training.environment import effective_dtypes, environment, updates
+from mprun.training.loop import BEGINNING, Outcome, Start, train
 from mprun.training.messages import replaced, replaced_line, tell, tell_ending, warn
 from mprun.training.signals import Interruption
 
@@ -45,17 +47,21 @@ def start(composed: Composed) -> int:
     _look_at_data(built)
     if config.deterministic and device.type == "cuda":
         _look_for_nondeterminism(built)
-    plain = composed.as_dict()
-    if config.output_dir is not None:
-        directory = claim_exactly(Path(config.output_dir))
-    else:
-        folder, name = run_name(plain, composed.choices, composed.overrides, told=is_told)
-        directory = claim(Path(config.output_root) / folder, name)
+    directory = claimed(composed, composed.overrides)
     with locked(directory):
-        write_config(directory, plain)
+        write_config(directory, composed.as_dict())
         record = new_record(composed)
         warn(config, built)
-        return attempt(directory, config, built, record, first_step=0, skipped=0)
+        return attempt(directory, config, built, record)
+
+
+def claimed(composed: Composed, named: tuple[str, ...], prefix: str = "") -> Path:
+    """The new directory of a run: output_dir, or one named after the overrides in `named`."""
+    config = composed.config
+    if config.output_dir is not None:
+        return claim_exactly(Path(config.output_dir))
+    folder, name = run_name(composed.as_dict(), composed.choices, named, told=is_told)
+    return claim(Path(config.output_root) / folder, prefix + name)
 
 
 def new_record(composed: Composed) -> dict:
@@ -132,12 +138,21 @@ def attempt(
     config: RunConfig,
     built: Built,
     record: dict,
-    *,
-    first_step: int,
-    skipped: int,
-    evaluate_first: bool = False,
+    start: Start = BEGINNING,
 ) -> int:
-    """Train from `first_step` on and keep run.json true whatever happens; the exit code."""
+    """Train from `start` on and keep run.json true whatever happens; the exit code."""
+    with Interruption() as interruption:
+        return _attempt(directory, config, built, record, start, interruption)
+
+
+def _attempt(
+    directory: Path,
+    config: RunConfig,
+    built: Built,
+    record: dict,
+    start: Start,
+    interruption: Interruption,
+) -> int:
     started = time.perf_counter()
     earlier = record.get("data", {})  # of the attempt before this one
     record |= _beginning(config, built, record) | {"attempts": record["attempts"] + 1}
@@ -150,24 +165,19 @@ def attempt(
         write_json(directory / "run.json", record)
 
     try:
-        with Interruption() as interruption, closing(built.data):
-            with built.stepper.on_stream():
-                outcome = train(
-                    built,
-                    config,
-                    directory,
-                    start=first_step,
-                    skipped=skipped,
-                    interruption=interruption,
-                    evaluate_first=evaluate_first,
-                )
+        with closing(built.data), built.stepper.on_stream():
+            outcome = train(built, config, directory, interruption, start)
         _check_honoured(built)
     except BaseException as error:
+        stopped = isinstance(error, KeyboardInterrupt)  # the second time, or in between: at once
         with suppress(OSError):  # where the disk is full, the first error is the one to tell
-            cause = f"{type(error).__name__}: {error}"
-            settle({"status": "failed", "cause": cause, "ended": _now()})
+            cause = str(error) if stopped else f"{type(error).__name__}: {error}"
+            status = "preempted" if stopped else "failed"
+            settle({"status": status, "cause": cause, "ended": _now()})
+        if stopped:
+            tell(f"to go on: mprun resume={directory}")
         tell(replaced_line(record["data"]))
-        print(f"run: {directory}")
+        _print_place(directory)
         if config.deterministic and "deterministic" in str(error):
             raise BadInput(_nondeterministic(error)) from error
         if isinstance(error, OSError):
@@ -178,10 +188,18 @@ def attempt(
     if outcome.status != "preempted":
         _write_hyperparameters(directory, config, record)
     tell_ending(directory, built.data, outcome, record)
-    print(f"run: {directory}")
+    _print_place(directory)
     if outcome.status == "preempted" and outcome.cause == "SIGINT":
         return INTERRUPTED
     return STATUS_EXIT_CODE[outcome.status]
+
+
+def _print_place(directory: Path) -> None:
+    """The last line of a run, on stdout; the run is what it is even if nobody can read it."""
+    try:
+        print(f"run: {directory}", flush=True)
+    except OSError:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - Python flushes it at its end
 
 
 def _beginning(config: RunConfig, built: Built, record: dict) -> dict:
@@ -201,7 +219,7 @@ def _beginning(config: RunConfig, built: Built, record: dict) -> dict:
             "half_products": built.arithmetic.kind(),
             "effective_dtypes": effective_dtypes(task),
             "update": updates(task),
-            "flags": flags(),
+            "flags": read_math_flags(),
         },
         "data": {"sha256": built.data.sha256, **built.data.description},
         "environment": environment(built.device),
@@ -228,9 +246,7 @@ def _result(outcome: Outcome, built: Built, seconds: float) -> dict:
         "last_step": outcome.step,
         "skipped": outcome.skipped,
         "updates": outcome.step - outcome.skipped,
-        "final": {
-            k: v if v == v and abs(v) != float("inf") else str(v) for k, v in outcome.final.items()
-        },
+        "final": {k: v if math.isfinite(v) else str(v) for k, v in outcome.final.items()},
         "throughput": {
             "samples_per_s": outcome.samples_per_s,
             "windows": outcome.windows,

@@ -1,28 +1,60 @@
-"""What asks a process to stop: signals, obeyed at the next step boundary, and its parent's end."""
+"""What asks a process to stop: signals, and its parent's end."""
 
 import ctypes
 import os
 import signal
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
+
+from mprun.errors import ASKING
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-class Interruption:
-    """While active, SIGTERM, SIGUSR1 and SIGINT set `reason`; a second SIGINT stops at once."""
+class Stopped(KeyboardInterrupt):
+    """The process was asked to stop where it can be left at once; the name of the signal."""
 
-    def __init__(self):
+
+class Interruption:
+    """While active, each of `ASKING` sets `reason`, and says at once on stderr what happens.
+
+    The run stops at the next step boundary; within `breaks` at once, by `Stopped`. A second SIGINT
+    stops at once anywhere. What was ignored stays so (SIGHUP, by nohup), but for SIGINT, SIGTERM.
+
+    Args:
+        answer: What a signal is answered with, behind its name.
+    """
+
+    def __init__(self, answer: str = "stopping after this step; again stops at once"):
         self.reason: str | None = None
+        self.answer = answer
+        self._breaks = False
         self._before: dict[int, Any] = {}  # handlers, by signal
 
     @property
     def requested(self) -> bool:
         return self.reason is not None
 
+    @contextmanager
+    def breaks(self) -> Iterator[None]:
+        """Nothing in this block has to be ended: a signal leaves it at once, by `Stopped`."""
+        before, self._breaks = self._breaks, True
+        try:
+            if self.reason is not None:
+                raise Stopped(self.reason)
+            yield
+        finally:
+            self._breaks = before
+
     def __enter__(self) -> "Interruption":
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-            self._before[number] = signal.signal(number, self._note)
+        if threading.current_thread() is threading.main_thread():  # no other may have handlers
+            for number in ASKING:
+                ignored = signal.getsignal(number) == signal.SIG_IGN
+                if not ignored or number in (signal.SIGINT, signal.SIGTERM):
+                    self._before[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(self, *exception) -> None:
@@ -31,9 +63,16 @@ class Interruption:
 
     def _note(self, number: int, frame) -> None:
         name = signal.Signals(number).name
-        if self.reason == "SIGINT" and name == "SIGINT":
-            raise KeyboardInterrupt
+        again = self.reason == "SIGINT" and name == "SIGINT"
         self.reason = name
+        answer = "stopping" if self._breaks or again else self.answer
+        # Not by sys.stderr, which may be at its buffer at this moment.
+        with suppress(OSError):
+            os.write(2, f"mprun: {name}: {answer}\n".encode())
+        if again:  # in the middle of a step: what is there now is no state to keep
+            raise KeyboardInterrupt(name)
+        if self._breaks:
+            raise Stopped(name)
 
 
 def end_with_parent(parent: int) -> bool:

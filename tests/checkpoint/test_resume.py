@@ -63,9 +63,9 @@ def train(directory, *overrides) -> int:
 
 
 def last_state(directory) -> dict:
-    step, state, warnings = checkpoint.load_newest(directory / "checkpoints", torch.device("cpu"))
-    assert warnings == []
-    return state
+    found = checkpoint.load_newest(directory / "checkpoints", torch.device("cpu"))
+    assert found.warnings == []
+    return found.state
 
 
 def differences(one, other, path="") -> list[str]:
@@ -248,7 +248,9 @@ def test_forgetting_any_part_of_the_state_is_seen(what, tmp_path):
     state = load(resumed, stop)
     forget(state, what)
     checkpoint.save(resumed / "checkpoints", stop, state, keep=99)
-    assert main([f"resume={resumed}"]) == 0
+    if (code := main([f"resume={resumed}"])) == 4:
+        return  # seen before a step was taken
+    assert code == 0
     seen = differences(last_state(resumed), last_state(straight))
     assert seen or train_records(resumed) != train_records(straight)
 
@@ -266,7 +268,7 @@ def test_a_missing_part_is_refused(part, tmp_path, capsys):
     del state["task"][part]
     checkpoint.save(run / "checkpoints", 2, state, keep=99)
     capsys.readouterr()
-    assert main([f"resume={run}", "train.steps=3"]) == 2
+    assert main([f"resume={run}", "train.steps=3"]) == 4
     printed = capsys.readouterr()
     assert part in printed.err and printed.err.count("\n") == 1
 

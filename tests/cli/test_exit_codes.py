@@ -7,11 +7,14 @@ import pty
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
 from mprun.cli import main
+from mprun.config.roles import config_hash
 from mprun.record.metrics import read_metrics
+from mprun.training.signals import Interruption, Stopped
 
 from ..small import LM
 
@@ -86,8 +89,8 @@ def test_an_unwritable_folder_is_named(tmp_path, capsys):
     assert "output_root" in capsys.readouterr().err
 
 
-def start(run, *overrides, **streams) -> subprocess.Popen:
-    command = [
+def start_words(run, *overrides) -> list[str]:
+    return [
         sys.executable,
         "-m",
         "mprun",
@@ -99,10 +102,18 @@ def start(run, *overrides, **streams) -> subprocess.Popen:
         *overrides,
         f"output_dir='{run}'",
     ]
-    return subprocess.Popen(command, text=True, **streams)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def start(run, *overrides, **streams) -> subprocess.Popen:
+    return subprocess.Popen(start_words(run, *overrides), text=True, **streams)
+
+
+SIGNALS = [(signal.SIGINT, 130), (signal.SIGHUP, 75), (signal.SIGTERM, 75), (signal.SIGUSR1, 75)]
+SIGNALS += [(signal.SIGUSR2, 75), (signal.SIGXCPU, 75), (signal.SIGALRM, 75)]
+
+
+@pytest.mark.parametrize(("number", "code"), SIGNALS)
+@pytest.mark.few(2)
 def test_a_signal_stops_at_a_step_with_a_checkpoint(number, code, tmp_path, capsys):
     run = tmp_path / "r"
     process = start(run, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -112,6 +123,8 @@ def test_a_signal_stops_at_a_step_with_a_checkpoint(number, code, tmp_path, caps
     out, err = process.communicate(timeout=60)
     assert process.returncode == code, err
     assert out == f"run: {run}\n" and "Traceback" not in err
+    # What happens is said at once, how to go on at the end.
+    assert f"mprun: {number.name}: stopping" in err and f"mprun resume={run}" in err
     record = record_of(run)
     assert (record["status"], record["cause"]) == ("preempted", number.name)
     step = record["last_step"]
@@ -154,3 +167,113 @@ def test_a_run_in_use_is_refused(tmp_path, capsys):
         assert main([f"resume={run}", "train.steps=4"]) == 2
         assert "in use" in capsys.readouterr().err
     assert main([f"resume={run}", "train.steps=4"]) == 0
+
+
+def wait_for(condition, process, seconds=60):
+    until = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None and time.monotonic() < until
+        time.sleep(0.05)
+
+
+def test_an_evaluation_is_left_at_once_and_made_up_for(tmp_path, capsys):
+    run = tmp_path / "r"
+    words = [word for word in start_words(run) if not word.startswith("data.vocab_limit")]
+    long = ["train.eval_every=2", "train.steps=4", "data=synthetic_tokens"]
+    words += [*long, "data.eval_tokens=50000000"]
+    process = subprocess.Popen(words, text=True, stderr=subprocess.PIPE)
+    wait_for(lambda: (run / "run.json").exists() and len(lines_of(run)) == 2, process)
+    asked = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 75 and "Traceback" not in err, err
+    # Two seconds, and what a loaded machine takes beside: the evaluation itself takes minutes.
+    assert time.monotonic() - asked < 10
+    assert record_of(run)["status"] == "preempted" and "checkpoint at step 2 kept" in err
+    # Its records are those of the steps alone; the evaluation comes first when the run goes on.
+    assert [record["split"] for record in lines_of(run)] == ["train", "train"]
+    # On fewer tokens, which only a test may do.
+    for name in ("config.yaml", "run.json"):
+        text = (run / name).read_text().replace("50000000", "500")
+        (run / name).write_text(text)
+    record = record_of(run)
+    del record["data"]["sha256"]
+    record["config_hash"] = config_hash(record["config"])
+    (run / "run.json").write_text(json.dumps(record))
+    assert main([f"resume={run}"]) == 0
+    kinds = [(record["split"], record["step"]) for record in lines_of(run)]
+    assert kinds == [("train", 1), ("train", 2), ("eval", 2)] + [
+        ("train", 3),
+        ("train", 4),
+        ("eval", 4),
+    ]
+
+
+def lines_of(run) -> list[dict]:
+    path = run / "metrics.jsonl"
+    return read_metrics(path) if path.exists() else []
+
+
+def test_loading_is_left_at_once_and_nothing_is_written(tmp_path):
+    (tmp_path / "slow.py").write_text(
+        "import time\n\ndef make(**_):\n    print('loading', flush=True)\n    time.sleep(600)\n"
+    )
+    words = [*start_words(tmp_path / "r"), "data=custom", "data.factory=slow:make"]
+    process = subprocess.Popen(
+        [word for word in words if not word.startswith(("data.vocab", "data.seq"))],
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"},
+    )
+    assert process.stdout.readline() == "loading\n"
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGTERM and "mprun: SIGTERM: stopping" in err
+    assert not (tmp_path / "r").exists()
+
+
+@pytest.mark.parametrize(
+    "ending", ["2>/dev/full", "2>&-", ">&- 2>&-", ">/dev/full", "2>&1 | head -1", "2> >(true)"]
+)
+@pytest.mark.few(3)
+def test_a_terminal_that_goes_away_ends_no_run(ending, tmp_path):
+    run = tmp_path / "r"
+    words = [*LM, "precision=amp", "train.steps=30", "train.log_every=1", f"output_dir={run}"]
+    command = f"set -o pipefail; {sys.executable} -m mprun {' '.join(words)} {ending}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert record_of(run)["status"] == "done" and lines_of(run)[-1]["step"] == 30
+
+
+def test_a_result_that_cannot_be_written_is_no_success(tmp_path):
+    command = f"{sys.executable} -m mprun --cfg job > /dev/full"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert done.returncode == 5 and done.stderr == "mprun: No space left on device\n"
+
+
+def test_a_killed_run_without_a_checkpoint_begins_again(tmp_path, capsys):
+    run, whole = tmp_path / "r", tmp_path / "whole"
+    process = start(run, stderr=subprocess.PIPE)
+    wait_for(lambda: len(lines_of(run)) > 3, process)
+    process.kill()
+    process.communicate()
+    assert record_of(run)["status"] == "running" and not (run / "checkpoints").exists()
+    assert main([f"resume={run}", "train.steps=5"]) == 0
+    assert "begins again at step 1" in capsys.readouterr().err
+    same = [*LM, "precision=amp", "train.log_every=1", "train.steps=5"]
+    assert main([*same, f"output_dir='{whole}'"]) == 0
+    losses = [[line["loss"] for line in lines_of(path)] for path in (run, whole)]
+    assert losses[0] == losses[1] and len(losses[0]) >= 5
+
+
+def test_the_second_ctrl_c_stops_in_the_middle_of_a_step():
+    """Where a state is half a step old: not as an evaluation is left, after which it is saved."""
+    with Interruption() as interruption:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert interruption.reason == "SIGINT"
+        with pytest.raises(KeyboardInterrupt) as stopped:
+            os.kill(os.getpid(), signal.SIGINT)
+        assert not isinstance(stopped.value, Stopped)
+        with pytest.raises(Stopped), interruption.breaks():
+            raise AssertionError("asked to stop before")

@@ -11,9 +11,10 @@ import yaml
 from mprun.cli import main
 from mprun.cli.advise import advise_run
 from mprun.config.option_files import modes
+from mprun.config.roles import config_hash
 from mprun.config.user_code import vouched
 from mprun.record.metrics import read_metrics
-from mprun.sweep.mode_table import load_run, table
+from mprun.sweep.mode_table import table
 
 HONEST = """
 import torch
@@ -78,6 +79,7 @@ def edited(folder):
     record["config"] = config
     record["overrides"] = [o.replace("honest", "hostile") for o in record["overrides"]]
     record |= {"status": "diverged", "cause": "non-finite loss"}
+    record["config_hash"] = config_hash(config)  # whoever made it knows how
     (run / "run.json").write_text(json.dumps(record))
     return run
 
@@ -135,7 +137,7 @@ def test_what_only_reads_imports_nothing(edited, capsys):
     assert main(["compare", "run", "fp32", "--out", "report"]) in (0, 2, 3)
     assert "hostile:network-hostile:data" in capsys.readouterr().out
     assert main(["scaler-replay", "run", "--no-files"]) == 0
-    assert "fp16_master_scaled" in table([load_run(edited)])
+    assert "fp16_master_scaled" in table([json.loads((edited / "run.json").read_text())])
     assert not Path("canary").exists() and "hostile" not in sys.modules
 
 
@@ -183,6 +185,9 @@ def test_a_run_below_the_config_dir_does_not_vouch_for_itself(place, edited, cap
     for name in ("config.yaml", "all.yaml"):
         named = {"factory": "hostile:data"} | record
         (edited / name).write_text("# @package _global_\n" + yaml.safe_dump(named))
+    whole = json.loads((edited / "run.json").read_text())
+    whole |= {"config": named, "config_hash": config_hash(named)}
+    (edited / "run.json").write_text(json.dumps(whole))
     if place != "run":
         Path(place).parent.mkdir(exist_ok=True)
         edited.rename(place)

@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from mprun.compare.load import flat, load_runs, natural_order
+from mprun.compare.load import load_runs, natural_order
+from mprun.config.roles import flat
 from mprun.errors import BadInput, Damaged
 
 from .run_folders import write_metrics, write_run

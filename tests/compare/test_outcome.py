@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from mprun.compare.divergence import outcomes
+from mprun.compare.findings import Question
 from mprun.errors import BadInput
 
 from .made_runs import made_arm, made_run
@@ -14,26 +15,26 @@ from .made_runs import made_arm, made_run
 def test_window():
     base = made_arm({})
     base.runs = [made_run(seed, 100.0, 1.0, 2.0, 6.0) for seed in range(3)]
-    (first, *_) = outcomes(base, base, metric="loss", window=1, gan=False)
+    (first, *_) = outcomes(base, base, Question(metric="loss"))
     assert first.value == 6.0
-    (first, *_) = outcomes(base, base, metric="loss", window=3, gan=False)
+    (first, *_) = outcomes(base, base, Question(metric="loss", window=3))
     assert first.value == 3.0
     with pytest.raises(BadInput, match="compare.window=5: must be at most the 4 evaluations"):
-        outcomes(base, base, metric="loss", window=5, gan=False)
+        outcomes(base, base, Question(metric="loss", window=5))
 
 
 def test_window_of_perplexity_is_the_mean_loss():
     base = made_arm({})
     base.runs = [made_run(0, 2.0, 8.0, metric="perplexity")]
-    (found,) = outcomes(base, base, metric="perplexity", window=2, gan=False)
+    (found,) = outcomes(base, base, Question(metric="perplexity", window=2))
     assert found.value == pytest.approx(4.0, rel=1e-15)  # sqrt(2 * 8), not 5
 
 
 def test_nan_before_the_window_is_no_outcome():
     base = made_arm({})
     base.runs = [made_run(0, math.nan, 8.0)]
-    assert outcomes(base, base, metric="loss", window=1, gan=False)[0].value == 8.0
-    (found,) = outcomes(base, base, metric="loss", window=2, gan=False)
+    assert outcomes(base, base, Question(metric="loss"))[0].value == 8.0
+    (found,) = outcomes(base, base, Question(metric="loss", window=2))
     assert (found.diverged, found.step) == ("non-finite loss in an evaluation", 100)
 
 
@@ -42,21 +43,21 @@ def test_foreign_logs_average_their_last_tenth():
     values = [float(index) for index in range(1, 41)]
     base.runs = [made_run(0, *values, foreign=True)]
     # A tenth of 40 is 4: the mean of 37, 38, 39, 40. The window does not matter.
-    assert outcomes(base, base, metric="loss", window=1, gan=False)[0].value == 38.5
+    assert outcomes(base, base, Question(metric="loss"))[0].value == 38.5
     base.runs = [made_run(0, 1.0, 2.0, foreign=True)]
-    assert outcomes(base, base, metric="loss", window=1, gan=False)[0].value == 1.5
+    assert outcomes(base, base, Question(metric="loss"))[0].value == 1.5
     with pytest.raises(BadInput, match="--tag=val/loss: not in its evaluations"):
-        outcomes(base, base, metric="val/loss", window=1, gan=False)
+        outcomes(base, base, Question(metric="val/loss"))
 
 
 def test_empty_curves():
     own = made_arm({0: 2.0, 1: 2.0}, mode="amp")
     own.runs[1] = made_run(1, mode="amp")
     with pytest.raises(BadInput, match="runs/amp/s1: compare.metric=loss: the run has no evalua"):
-        outcomes(own, own, metric="loss", window=1, gan=False)
+        outcomes(own, own, Question(metric="loss"))
     own.runs[1].evals = {"step": np.empty(0), "updates": np.empty(0)}
     with pytest.raises(BadInput, match=r"not in its evaluations; must be one of \(none\)"):
-        outcomes(own, own, metric="loss", window=1, gan=False)
+        outcomes(own, own, Question(metric="loss"))
 
 
 def test_a_metric_that_was_not_recorded():
@@ -65,10 +66,10 @@ def test_a_metric_that_was_not_recorded():
         BadInput,
         match="runs/amp/s0: compare.metric=top1: not in its evaluations; must be one of loss$",
     ):
-        outcomes(arm, arm, metric="top1", window=1, gan=False)
+        outcomes(arm, arm, Question(metric="top1"))
 
 
 def test_a_perplexity_must_be_positive():
     own = made_arm({0: 0.0}, "amp", metric="perplexity")
     with pytest.raises(BadInput, match="perplexity must be above 0"):
-        outcomes(own, own, metric="perplexity", window=1, gan=False)
+        outcomes(own, own, Question(metric="perplexity"))

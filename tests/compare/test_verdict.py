@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mprun.compare.findings import Arm
+from mprun.compare.findings import Arm, Question
 from mprun.compare.verdict import judge, pairing
 from mprun.errors import BadInput
 
@@ -25,7 +25,7 @@ def shifted(by: float, of: dict[int, float] = FP32) -> Arm:
 
 
 def verdict_of(own: Arm, base: Arm, question=LOSS, **more):
-    return judge(own, base, **question, **more)[0]
+    return judge(own, base, Question(**question, **more))[0]
 
 
 # h = t(0.95, 4) * 0.00316 / sqrt(5) = 2.132 * 0.001414 = 0.003015, margin 0.02.
@@ -100,7 +100,7 @@ def test_evaluations_at_other_steps_within_the_window_are_refused():
 def test_nan_is_a_divergence():
     own = shifted(0.0)
     own.runs[2].evals["loss"][-1] = math.nan
-    verdict, found = judge(own, made_arm(FP32), **LOSS)
+    verdict, found = judge(own, made_arm(FP32), Question(**LOSS))
     assert verdict.name == "diverged"
     assert verdict.sentence == (
         "diverged in 1 of 5 runs (first at step 100: non-finite loss in an evaluation). "
@@ -153,7 +153,7 @@ def test_a_run_that_did_not_end_is_a_missing_seed():
     for run, status in zip(own.runs, ("failed", "preempted", "running"), strict=False):
         run.status = status
         run.evals["loss"][-1] = math.nan  # whatever it wrote
-    verdict, found = judge(own, made_arm(FP32), **LOSS)
+    verdict, found = judge(own, made_arm(FP32), Question(**LOSS))
     assert [outcome.seed for outcome in found] == [3, 4]
     assert verdict.name == "inconclusive"
     assert verdict.needed == 1
@@ -214,7 +214,7 @@ def test_accuracy_is_turned_and_in_points():
     base = made_arm({0: 90.0, 1: 91.0, 2: 92.0}, metric="top1")
     # Differences turned: 0.7, 0.6, 0.8; s = 0.1, h = 2.92 * 0.1 / sqrt(3) = 0.1686: low 0.531.
     own = made_arm({0: 89.3, 1: 90.4, 2: 91.2}, mode="amp", metric="top1")
-    verdict, found = judge(own, base, **TOP1)
+    verdict, found = judge(own, base, Question(**TOP1))
     assert verdict.name == "worse"
     assert verdict.difference == pytest.approx(0.7)
     assert verdict.margin == 0.5
@@ -229,7 +229,7 @@ def test_perplexity_is_judged_as_its_logarithm():
     losses = {0: 4.0, 1: 4.1, 2: 3.9}  # nats; mean 4, margin 0.04
     base = made_arm({s: math.exp(v) for s, v in losses.items()}, metric="perplexity")
     own = made_arm({s: math.exp(v + 0.05) for s, v in losses.items()}, "amp", metric="perplexity")
-    verdict, found = judge(own, base, **(LOSS | {"metric": "perplexity"}))
+    verdict, found = judge(own, base, Question(**(LOSS | {"metric": "perplexity"})))
     assert verdict.name == "worse"
     assert verdict.difference == pytest.approx(0.05, abs=1e-12)
     assert verdict.margin == pytest.approx(0.04, abs=1e-12)
@@ -288,7 +288,7 @@ def test_the_baseline_is_called_by_its_name():
 @given(st.randoms(), st.sampled_from([0.0, 0.0171, 0.0231, -0.0231]))
 def test_the_order_of_runs_changes_nothing(generator: random.Random, shift):
     own, base = shifted(shift), made_arm(FP32)
-    expected = judge(own, base, **LOSS)
+    expected = judge(own, base, Question(**LOSS))
     generator.shuffle(own.runs)
     generator.shuffle(base.runs)
-    assert judge(own, base, **LOSS) == expected
+    assert judge(own, base, Question(**LOSS)) == expected

@@ -3,7 +3,7 @@
 import pytest
 
 from mprun.compare.equivalence import nominal_alpha
-from mprun.compare.findings import Arm, Verdict
+from mprun.compare.findings import Arm, Question, Verdict
 from mprun.compare.verdict import judge
 
 from .made_runs import made_arm
@@ -13,15 +13,7 @@ JITTER = (0.004, -0.004, 0.002, -0.002, 0.0)
 
 def verdict_of(own: Arm, base: Arm, looks=()) -> Verdict:
     """With a margin of 1 % of the baseline's mean, which is 2: 0.02."""
-    return judge(
-        own,
-        base,
-        metric="loss",
-        higher_is_better=False,
-        relative=True,
-        margin_setting=0.01,
-        looks=looks,
-    )[0]
+    return judge(own, base, Question(metric="loss", margin_setting=0.01, looks=looks))[0]
 
 
 TEN = {seed: 2.0 for seed in range(10)}

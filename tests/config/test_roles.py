@@ -124,4 +124,4 @@ def test_no_setting_of_a_data_source_is_lost_on_the_way():
         embedded = set() if config.on_disk else {"root"}
         loaded = set() if config.decodes else {"workers"}
         left = fields - arguments_of(make, config).keys() - embedded - loaded - {"name"}
-        assert left == ({"channels"} if name == "cifar10" else set()), name  # it has one choice
+        assert left == set(), name

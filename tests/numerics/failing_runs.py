@@ -36,7 +36,7 @@ def run(folder, *overrides, plant=None, steps=6):
     directory = folder / "run"
     directory.mkdir(exist_ok=True)
     write_config(directory, composed.as_dict())
-    code = attempt(directory, composed.config, built, new_record(composed), first_step=0, skipped=0)
+    code = attempt(directory, composed.config, built, new_record(composed))
     return directory, code
 
 

@@ -3,6 +3,7 @@
 import torch
 from torch.utils.tensorboard import SummaryWriter
 
+from mprun.config.schema import NumericsConfig
 from mprun.numerics.probing import Probing
 
 SMALL = {
@@ -37,14 +38,8 @@ def watched_steps(built, directory, steps, every=0, shadow_every=0, patterns=())
     writer = SummaryWriter(str(directory)) if every else None
     probing = None
     if every:
-        probing = Probing(
-            built.task,
-            directory,
-            writer,
-            every=every,
-            patterns=list(patterns),
-            shadow_every=shadow_every,
-        )
+        numerics = NumericsConfig(every=every, modules=list(patterns), shadow_every=shadow_every)
+        probing = Probing(built.task, directory, writer, numerics)
     for index in range(steps):
 
         def take(index=index):

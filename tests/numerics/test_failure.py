@@ -68,7 +68,7 @@ def test_the_kept_state_is_the_one_before_the_bad_step(tmp_path, model, mode):
     (tmp_path / "other").mkdir()
     saving = f"train.checkpoint_every={BAD - 1}"
     other, _ = run(tmp_path / "other", *arguments, saving, steps=BAD - 1)
-    _, expected, _ = checkpoint.load_newest(other / "checkpoints", CPU)
+    expected = checkpoint.load_newest(other / "checkpoints", CPU).state
     assert_same_state(state["task"], expected["task"])
     for generator in ("python", "torch"):
         assert_same_or_equal(state["random"][generator], expected["random"][generator])
@@ -99,7 +99,7 @@ def test_keeping_changes_no_number_of_the_run(tmp_path):
         rows = [json.loads(line) for line in lines]
         for row in rows:
             row.pop("samples_per_s", None), row.pop("seconds", None)
-        _, state, _ = checkpoint.load_newest(directory / "checkpoints", CPU)
+        state = checkpoint.load_newest(directory / "checkpoints", CPU).state
         return rows, state["task"]
 
     with_copy, without = records(tmp_path / "a", "true"), records(tmp_path / "b", "false")

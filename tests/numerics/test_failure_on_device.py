@@ -153,7 +153,7 @@ def test_a_record_knows_which_step_the_copy_is_of(tmp_path, build_run):
     assert (kept.replayed_from, kept.replayed, kept.compared) == (2, 2, 2)
     assert kept.first_difference is None
     (tmp_path / "numerics").mkdir(exist_ok=True)
-    _, state, _ = checkpoint.load_newest(tmp_path / "numerics" / "failure", CPU)
+    state = checkpoint.load_newest(tmp_path / "numerics" / "failure", CPU).state
     assert state["step"] == 3
 
 

@@ -1,7 +1,6 @@
 """The last steps of a diverged run, in numbers and words; values made by hand."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
 
@@ -9,6 +8,7 @@ from mprun.errors import Damaged
 from mprun.numerics.post_mortem import (
     LAST,
     History,
+    StepRow,
     classify,
     explosion,
     power,
@@ -114,12 +114,7 @@ def test_an_evaluation():
 def test_the_history_holds_the_last_steps_and_their_gradient_norms():
     history = History()
     for step in range(1, 71, 10):
-        rows = [
-            SimpleNamespace(
-                step=step + i, loss=float(step + i), loss_scale=1.0, found_inf=False, skipped=0
-            )
-            for i in range(10)
-        ]
+        rows = [StepRow(step + i, float(step + i), 1.0, False, 0) for i in range(10)]
         history.add(rows, {"loss": 1.0, "grad_norm": 0.5, "g_grad_norm": 0.25})
     assert [row["step"] for row in history.rows] == list(range(21, 71))
     assert len(history.rows) == LAST

@@ -426,7 +426,7 @@ def test_a_missing_skip_is_damage(tmp_path):
 
 def probe(tmp_path, step, values, dtype="fp16", log2_scale=5):
     """A probe whose weight gradients, times 2^log2_scale, are `values`."""
-    counts = exponent_counts(torch.tensor(values))
+    counts = exponent_counts([torch.tensor(values)])[0]
     stats = TensorStats(ExponentCounts(counts.numpy()), max(map(abs, values)), dtype)
     learner = LearnerProbe(("loss_scale",), {"weight_gradients": {"output": stats}})
     write_probe(

@@ -33,5 +33,5 @@ def test_moved_files_are_the_same():
 
 
 def test_other_sources_replace_nothing():
-    digits = DigitsImages(8, 100, 0, "cpu")
+    digits = DigitsImages(8, batch_size=100, seed=0, device="cpu")
     assert replaced(digits, {"replaced": 3}) == {}

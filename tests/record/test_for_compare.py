@@ -14,6 +14,7 @@ from mprun.cli import main
 from mprun.config.compose import compose_config
 from mprun.config.roles import config_hash
 from mprun.record.metrics import read_metrics, write_sample_grid
+from mprun.record.run_directory import write_json
 from mprun.training.metric_logger import EARLY_STEPS
 
 from ..small import LM
@@ -71,6 +72,10 @@ def test_a_record_from_before_a_setting_gets_the_setting_when_it_is_resumed(tmp_
     plain = yaml.safe_load((directory / "config.yaml").read_text())
     del plain["compare"]["window"]
     (directory / "config.yaml").write_text(yaml.safe_dump(plain))
+    write_json(
+        directory / "run.json",
+        record_of(directory) | {"config": plain, "config_hash": config_hash(plain)},
+    )
     assert main([f"resume={directory}", "train.steps=3"]) == 0
     record = record_of(directory)
     assert record["config"]["compare"]["window"] == 1

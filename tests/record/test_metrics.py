@@ -56,12 +56,49 @@ def test_a_torn_last_line_is_left_out_and_damage_elsewhere_raises(tmp_path):
         read_metrics(path)
 
 
-def test_truncating_keeps_the_bytes_of_what_stays(tmp_path):
+def records_of(steps: int) -> list[dict]:
+    common = {"split": "train", "updates": 0, "skipped": 0}
+    return [
+        common | {"step": i, "loss": math.nan if i == 2 else 1 / i} for i in range(1, steps + 1)
+    ]
+
+
+def written(path, steps: int, at: int) -> dict:
+    """Write the records of `steps`; what a checkpoint at step `at` would say of them."""
+    file, found = MetricsFile(path), {}
+    for record in records_of(steps):
+        file.write(record)
+        found[record["step"]] = file.so_far()
+    file.close()
+    return found[at]
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_truncating_keeps_the_bytes_of_what_stays(tmp_path, known):
     path = tmp_path / "metrics.jsonl"
-    records = [{"step": i, "loss": math.nan if i == 2 else 1 / i} for i in range(1, 7)]
-    write(path, records)
+    so_far = written(path, 6, at=4)
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(lines) + b'{"step": 7, "lo')  # killed in the middle of a line
-    truncate_metrics(path, 4)
+    truncate_metrics(path, 4, so_far if known else None)
     assert path.read_bytes() == b"".join(lines[:4])
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda lines: lines[:2],
+        lambda lines: [lines[0], *lines[2:]],
+        lambda lines: [lines[1], lines[0], *lines[2:]],
+        lambda lines: [lines[0], *lines],
+        lambda lines: [lines[0].replace(b"1.0", b"1.5"), *lines[1:]],
+    ],
+)
+def test_other_records_than_the_run_wrote_are_damage(tmp_path, damage):
+    path = tmp_path / "metrics.jsonl"
+    so_far = written(path, 4, at=4)
+    path.write_bytes(b"".join(damage(path.read_bytes().splitlines(keepends=True))))
+    before = path.read_bytes()
+    with pytest.raises(Damaged, match="metrics.jsonl"):
+        truncate_metrics(path, 4, so_far)
+    assert path.read_bytes() == before

@@ -93,7 +93,7 @@ def test_a_hang_is_killed_even_before_the_first_step(tmp_path, tiny, wait_for, m
     monkeypatch.chdir(tmp_path)
     [cell, _] = plan([*tiny, "seed=0,1"], None).cells
     attempt = Attempt(cell, None, stall_after=1.0)
-    os.kill(attempt.process.process.pid, signal.SIGSTOP)
+    os.kill(attempt.process.pid, signal.SIGSTOP)
     outcome = wait_for(attempt.poll)
     assert outcome == Outcome("hung: no progress for 1 s, killed", code=5)
     assert not cell.directory.exists()

@@ -1,13 +1,11 @@
 """The table of a sweep against records written by hand."""
 
-import json
-
 from mprun.sweep.jobs import Cell
-from mprun.sweep.mode_table import Run, load_run, table
+from mprun.sweep.mode_table import table, without_record
 
 
-def run(folder, mode, seed, loss, swept=(), **more):
-    record = {
+def run(mode, seed, loss, **more):
+    return {
         "status": "done",
         "seed": seed,
         "sample": "token",
@@ -23,26 +21,22 @@ def run(folder, mode, seed, loss, swept=(), **more):
             "saved_for_backward_bytes": 2**20,
         },
     } | more
-    path = folder / f"{mode}-{seed}-{len(list(folder.iterdir()))}"
-    path.mkdir()
-    (path / "run.json").write_text(json.dumps(record))
-    return load_run(path, swept)
 
 
-def rows(runs) -> dict[str, dict[str, str]]:
+def rows(runs, swept=()) -> dict[str, dict[str, str]]:
     """Mode -> column -> cell."""
-    lines = [line for line in table(runs).splitlines() if line.startswith("| ")]
+    lines = [line for line in table(runs, swept).splitlines() if line.startswith("| ")]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     return {row[0]: dict(zip(cells[0], row, strict=True)) for row in cells[1:]}
 
 
-def test_values_worked_by_hand(tmp_path):
+def test_values_worked_by_hand():
     found = rows(
         [
-            run(tmp_path, "amp", 0, 2.2, skipped=3, precision={"mode": "amp", "scaler": "dynamic"}),
-            run(tmp_path, "amp", 1, 3.0, skipped=4, precision={"mode": "amp", "scaler": "dynamic"}),
-            run(tmp_path, "fp32", 0, 2.0),
-            run(tmp_path, "fp32", 1, 4.0),
+            run("amp", 0, 2.2, skipped=3, precision={"mode": "amp", "scaler": "dynamic"}),
+            run("amp", 1, 3.0, skipped=4, precision={"mode": "amp", "scaler": "dynamic"}),
+            run("fp32", 0, 2.0),
+            run("fp32", 1, 4.0),
         ]
     )
     assert list(found) == ["fp32", "amp"]  # the baseline first, whatever the order of the runs
@@ -57,15 +51,15 @@ def test_values_worked_by_hand(tmp_path):
     assert (found["amp"]["saved MiB"], found["amp"]["peak MiB"]) == ("1.0", "3")
 
 
-def test_a_diverged_run_shows_its_step_and_no_number(tmp_path):
+def test_a_diverged_run_shows_its_step_and_no_number():
     found = rows(
         [
-            run(tmp_path, "fp32", 0, 2.0),
-            run(tmp_path, "fp32", 1, 2.0),
-            run(tmp_path, "fp16_naive", 0, "nan", status="diverged", last_step=4),
-            run(tmp_path, "fp16_naive", 1, "inf", status="diverged", last_step=9),
-            run(tmp_path, "fp16_master", 0, 2.0),
-            run(tmp_path, "fp16_master", 1, 0, final={}, status="preempted"),
+            run("fp32", 0, 2.0),
+            run("fp32", 1, 2.0),
+            run("fp16_naive", 0, "nan", status="diverged", last_step=4),
+            run("fp16_naive", 1, "inf", status="diverged", last_step=9),
+            run("fp16_master", 0, 2.0),
+            run("fp16_master", 1, 0, final={}, status="preempted"),
         ]
     )
     naive = found["fp16_naive"]
@@ -75,30 +69,29 @@ def test_a_diverged_run_shows_its_step_and_no_number(tmp_path):
     assert found["fp16_master"]["mean"] == "nan"
 
 
-def test_without_a_baseline_there_is_no_difference(tmp_path):
-    found = rows([run(tmp_path, "amp", 0, 2.0), run(tmp_path, "bf16_master", 0, 2.0)])
+def test_without_a_baseline_there_is_no_difference():
+    found = rows([run("amp", 0, 2.0), run("bf16_master", 0, 2.0)])
     assert {row["vs FP32"] for row in found.values()} == {"no FP32 run"}
 
 
-def test_only_seeds_that_both_have_are_compared(tmp_path):
+def test_only_seeds_that_both_have_are_compared():
     found = rows(
         [
-            run(tmp_path, "fp32", 0, 2.0),
-            run(tmp_path, "fp32", 1, 8.0),
-            run(tmp_path, "amp", 1, 4.0),
-            run(tmp_path, "amp", 2, 1.0),
+            run("fp32", 0, 2.0),
+            run("fp32", 1, 8.0),
+            run("amp", 1, 4.0),
+            run("amp", 2, 1.0),
         ]
     )
     assert found["amp"]["vs FP32"] == "-50.00 %"
     assert found["amp"]["loss, seed 0"] == ""
 
 
-def test_several_scalers_of_one_mode_are_rows_of_their_own(tmp_path):
-    runs = [run(tmp_path, "fp32", 0, 2.0)]
+def test_several_scalers_of_one_mode_are_rows_of_their_own():
+    runs = [run("fp32", 0, 2.0)]
     for scaler, loss in (("dynamic", 2.0), ("static", 3.0)):
         runs.append(
             run(
-                tmp_path,
                 "amp",
                 0,
                 loss,
@@ -111,13 +104,11 @@ def test_several_scalers_of_one_mode_are_rows_of_their_own(tmp_path):
     assert found["amp (static)"]["vs FP32"] == "+50.00 %"
 
 
-def test_what_else_is_swept_separates_groups_with_baselines_of_their_own(tmp_path):
+def test_what_else_is_swept_separates_groups_with_baselines_of_their_own():
     runs = []
     for lr, base, other in (("0.1", 2.0, 3.0), ("0.2", 4.0, 4.0)):
         for mode, loss in (("fp32", base), ("amp", other)):
-            runs.append(
-                run(tmp_path, mode, 0, loss, overrides=[f"precision={mode}", f"optim.lr={lr}"])
-            )
+            runs.append(run(mode, 0, loss, overrides=[f"precision={mode}", f"optim.lr={lr}"]))
     found = rows(runs)
     assert found["amp optim.lr=0.1"]["vs FP32"] == "+50.00 %"
     assert found["amp optim.lr=0.2"]["vs FP32"] == "+0.00 %"
@@ -131,11 +122,11 @@ def test_every_way_to_end_is_said_in_words(tmp_path):
         "amp_bf16": {"status": "preempted", "cause": "hung: no progress for 9 s, stopped"},
         "tf32": {"status": "preempted", "cause": "SIGTERM"},
     }
-    runs = [run(tmp_path, mode, 0, 0, final={}, **end) for mode, end in ends.items()]
-    runs.append(run(tmp_path, "fp32", 0, 2.0))
+    runs = [run(mode, 0, 0, final={}, **end) for mode, end in ends.items()]
+    runs.append(run("fp32", 0, 2.0))
     words = "failed: out of memory: " + "9" * 200
     cell = Cell(("seed=1",), tmp_path / "s1", "0", mode="fp32", scaler="none", seed=1)
-    runs.append(Run.without_record(cell, (), words))
+    runs.append(without_record(cell, words))
     text = table(runs).splitlines()
     status = {line.split()[1]: line for line in text if line.startswith("| ")}
     assert "| failed: RuntimeError: a \\| b " in status["amp"]
@@ -147,17 +138,16 @@ def test_every_way_to_end_is_said_in_words(tmp_path):
     assert max(map(len, text)) < 300
 
 
-def test_incidental_keys_separate_where_they_are_swept(tmp_path):
-    def four(swept):
-        return [
-            run(tmp_path, mode, 0, loss, swept, overrides=["model=x", f"precision={mode}", device])
-            for mode, loss in (("fp32", 2.0), ("amp", 3.0))
-            for device in ("device=cpu", "device=cuda")
-        ]
+def test_incidental_keys_separate_where_they_are_swept():
+    runs = [
+        run(mode, 0, loss, overrides=["model=x", f"precision={mode}", device])
+        for mode, loss in (("fp32", 2.0), ("amp", 3.0))
+        for device in ("device=cpu", "device=cuda")
+    ]
 
-    assert list(rows(four(()))) == ["fp32", "amp"]
+    assert list(rows(runs)) == ["fp32", "amp"]
     # What all rows have in common is not repeated in each of them.
-    assert list(rows(four(("device",)))) == [
+    assert list(rows(runs, ["device"])) == [
         "fp32 device=cpu",
         "amp device=cpu",
         "fp32 device=cuda",
