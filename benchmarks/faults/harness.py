@@ -1,0 +1,235 @@
+"""Run mprun's command line in forked children, and judge what became of a case.
+
+The parent has imported everything, so that a case costs a fork and not ten seconds of imports; what
+runs in the child is `mprun.cli.main` with its own file descriptors, signals and limits.
+"""
+
+import json
+import os
+import resource
+import shutil
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+SPEEDS = ("samples_per_s", "seconds", "data_wait")  # of a record: what differs between equal runs
+FOUND = (2, 4, 5)  # exit codes of an error in one line
+PATIENCE_S = 60.0
+
+
+class Answer(NamedTuple):
+    """What a command did. code: None if it gave no answer in time, -N if signal N ended it."""
+
+    code: int | None
+    output: str
+    seconds: float
+
+
+@dataclass(slots=True)
+class Finding:
+    """One case.
+
+    Attributes:
+        held: it was found (exit code 2, 4 or 5 and one line), or did no harm (the run ended with
+            the same bits as one that nothing befell).
+        kind: "found", "harmless", or what went wrong: "silent", "traceback", "no answer",
+            "killed", "outside" (something outside of the run directory was touched), ...
+    """
+
+    test: str
+    case: str
+    kind: str
+    detail: str = ""
+
+    @property
+    def held(self) -> bool:
+        return self.kind in ("found", "harmless")
+
+
+@dataclass(slots=True)
+class Campaign:
+    """Where cases are collected. folder: scratch, emptied case by case."""
+
+    folder: Path
+    findings: list[Finding] = field(default_factory=list)
+
+    def note(self, test: str, case: str, kind: str, detail: str = "") -> None:
+        """Keep what became of a case; what did not hold is printed at once."""
+        finding = Finding(test, case, kind, " ".join(detail.split())[:300])
+        self.findings.append(finding)
+        if not finding.held:
+            print(f"  {test}: {case}: {kind}: {finding.detail}", flush=True)
+
+    def scratch(self, name: str = "case") -> Path:
+        """An empty folder."""
+        path = self.folder / name
+        shutil.rmtree(path, ignore_errors=True)
+        path.mkdir(parents=True)
+        return path
+
+
+class Child:
+    """A forked child that runs `mprun ARGUMENTS` in `cwd`.
+
+    Args:
+        prepare: Called in the child before mprun: limits, descriptors, planted faults.
+        output: Where stdout and stderr go.
+    """
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        cwd: Path,
+        prepare: Callable[[], None] | None = None,
+        output: Path | None = None,
+    ) -> None:
+        self.output = output or cwd / ".output"
+        self.started = time.monotonic()
+        self.pid = os.fork()
+        if self.pid == 0:
+            code = 70
+            try:
+                os.setsid()
+                os.chdir(cwd)
+                os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+                flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+                os.dup2(os.open(self.output, flags), 1)
+                os.dup2(1, 2)
+                if prepare is not None:
+                    prepare()
+                code = _command(list(arguments))
+            finally:
+                os._exit(code)
+
+    def wait(self, seconds: float = PATIENCE_S) -> Answer:
+        """Its answer; a child that takes longer is killed."""
+        code = self._code(seconds)
+        if code is None:
+            self.signal(signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+        text = self.output.read_text("utf-8", "replace") if self.output.exists() else ""
+        return Answer(code, text, time.monotonic() - self.started)
+
+    def signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def _code(self, seconds: float) -> int | None:
+        until = self.started + seconds
+        while time.monotonic() < until:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                return os.waitstatus_to_exitcode(status)
+            time.sleep(0.002)
+        return None
+
+
+def _command(arguments: list[str]) -> int:
+    """What `python -m mprun` does, and Python's own end: 120 where streams cannot be flushed."""
+    import sys
+    import threading
+    import traceback
+
+    from mprun.cli import main
+
+    try:
+        code = main(arguments)
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    for thread in threading.enumerate():
+        if thread is not threading.main_thread() and not thread.daemon:
+            thread.join(5)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None:
+                stream.flush()
+        except (OSError, ValueError):
+            code = 120
+    return code
+
+
+def mprun(arguments: Sequence[str], cwd: Path, **options) -> Answer:
+    """Run to the end."""
+    seconds = options.pop("seconds", PATIENCE_S)
+    return Child(arguments, cwd, **options).wait(seconds)
+
+
+def kind_of(answer: Answer, same: Callable[[], bool]) -> str:
+    """The kind of a case. same: whether the run ended with the bits of an undisturbed one."""
+    if answer.code is None:
+        return "no answer"
+    if "Traceback (most recent call last)" in answer.output or answer.code == 1:
+        return "traceback"
+    if answer.code < 0:
+        return "killed"
+    if answer.code in FOUND:
+        lines = [line for line in answer.output.splitlines() if line.startswith("mprun: ")]
+        return "found" if lines else "no line"
+    if answer.code in (0, 3):
+        return "harmless" if same() else "silent"
+    return f"exit code {answer.code}"
+
+
+def last_line(answer: Answer) -> str:
+    """The last line printed."""
+    lines = answer.output.strip().splitlines()
+    return lines[-1] if lines else ""
+
+
+def records(run: Path) -> list[dict]:
+    """Every record of metrics.jsonl without what differs between equal runs."""
+    lines = (run / "metrics.jsonl").read_text("utf-8").splitlines()
+    found = [json.loads(line) for line in lines]
+    return [{key: one[key] for key in one if key not in SPEEDS} for one in found]
+
+
+def state(run: Path, step: int) -> dict:
+    """The tensors of a checkpoint, flat, as bytes by name."""
+    import torch
+
+    path = run / "checkpoints" / f"step-{step:08}" / "state.pt"
+    flat: dict[str, object] = {}
+
+    def walk(value: object, name: str) -> None:
+        if isinstance(value, torch.Tensor):
+            flat[name] = (
+                str(value.dtype),
+                tuple(value.shape),
+                value.detach().cpu().numpy().tobytes(),
+            )
+        elif isinstance(value, dict):
+            for key in value:
+                walk(value[key], f"{name}.{key}")
+        elif isinstance(value, list | tuple):
+            for number, part in enumerate(value):
+                walk(part, f"{name}.{number}")
+        else:
+            flat[name] = repr(value)
+
+    # Written by this campaign itself, a moment ago.
+    walk(torch.load(path, weights_only=True, map_location="cpu"), "")
+    return flat
+
+
+def equal(run: Path, reference: Path, step: int) -> bool:
+    """Whether two runs recorded and hold the same bits after `step`."""
+    try:
+        return records(run) == records(reference) and state(run, step) == state(reference, step)
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def leftovers(run: Path) -> list[str]:
+    """Temporary files and folders below a run directory, which has one hidden file: its lock."""
+    hidden = (p for p in run.rglob(".*") if p.name not in (".lock", ".output"))
+    return sorted(str(path.relative_to(run)) for path in hidden)
+
+
+def limit(what: int, amount: int) -> Callable[[], None]:
+    """A `prepare` that sets a resource limit (setrlimit(2))."""
+    return lambda: resource.setrlimit(what, (amount, amount))

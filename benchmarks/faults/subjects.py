@@ -1,0 +1,71 @@
+"""The small runs that the faults are done to."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks.faults.harness import Campaign, mprun
+
+TINY = [
+    "device=cpu",
+    "threads=1",
+    "model=lstm_lm",
+    "model.hidden_size=8",
+    "model.embedding_size=8",
+    "data=synthetic_tokens",
+    "data.vocab_size=16",
+    "data.sequence_length=4",
+    "data.batch_size=2",
+    "data.train_tokens=200",
+    "data.eval_tokens=200",
+]
+# Loss scales from 1e7 on: the first updates are skipped, and the state of the scaler matters.
+SCALED = ["precision=fp16_master_scaled", "scaler=dynamic", "scaler.init_scale=1e7"]
+EVERY = ["train.checkpoint_every=10", "train.eval_every=10", "numerics=on", "numerics.every=10"]
+STOP, END = 30, 40  # steps
+
+
+class Subject(NamedTuple):
+    """A run that stopped at step `STOP`, and one of its configuration that went on to `END`."""
+
+    stopped: Path
+    reference: Path
+
+
+def subject(campaign: Campaign) -> Subject:
+    """Make both."""
+    folder = campaign.folder / "subject"
+    if not folder.exists():
+        folder.mkdir(parents=True)
+        for name, steps in (("stopped", STOP), ("reference", END)):
+            run = [*TINY, *SCALED, *EVERY, f"train.steps={steps}", f"output_dir={folder / name}"]
+            answer = mprun(run, folder)
+            if answer.code != 0:
+                raise RuntimeError(f"the subject did not train: {answer.output}")
+    return Subject(folder / "stopped", folder / "reference")
+
+
+# Six configurations for kills: name -> overrides.
+KILLED = {
+    "lstm fp32": [*TINY, "precision=fp32"],
+    "lstm fp16_naive": [*TINY, "precision=fp16_naive"],
+    "lstm fp16_master_scaled, skips": [*TINY, *SCALED],
+    "lstm amp adam, skips": [*TINY, "precision=amp", "optim=adam", *SCALED[1:]],
+    "autoencoder bf16_master": [
+        "device=cpu",
+        "threads=1",
+        "model=conv_autoencoder",
+        "model.width=4",
+        "data.batch_size=8",
+        "precision=bf16_master",
+    ],
+    "dcgan amp": [
+        "device=cpu",
+        "threads=1",
+        "model=dcgan",
+        "model.generator_width=4",
+        "model.discriminator_width=4",
+        "data.batch_size=4",
+        "data.eval_size=16",
+        "precision=amp",
+    ],
+}
