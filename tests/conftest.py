@@ -1,5 +1,6 @@
 """Which tests run, and how a test builds a run from the overrides a user would type."""
 
+import time
 from collections import defaultdict
 
 import pytest
@@ -11,10 +12,25 @@ from mprun.precision import pin_math_flags
 
 from .real_data import unpacked
 
+STARTED = pytest.StashKey[float]()
+
+
+def pytest_addoption(parser):
+    most = "start no test after so many minutes; those left are skipped, and told"
+    parser.addoption("--minutes", type=float, metavar="N", help=most)
+
 
 def pytest_configure(config):
+    config.stash[STARTED] = time.monotonic()
     # Threads that outnumber the free cores wait for each other: seconds become minutes.
     torch.set_num_threads(1)
+
+
+@pytest.hookimpl(tryfirst=True)  # before fixtures are made
+def pytest_runtest_setup(item):
+    minutes = item.config.option.minutes
+    if minutes is not None and time.monotonic() - item.config.stash[STARTED] > 60 * minutes:
+        pytest.skip(f"no time left of {minutes:g} minutes")
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m looks at the markers
