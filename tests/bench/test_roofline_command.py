@@ -94,6 +94,7 @@ def test_reached_through_mprun_bench(capsys):
         (["model=conv_autoencoder", "data=cifar10"], 128),
     ],
 )
+@pytest.mark.few(1)
 def test_data_that_lie_in_files_need_no_files(overrides, samples):
     batch = f"data.batch_size={256 if 'data=imagenet' in overrides else 128}"
     if "data=text" in overrides:

@@ -117,6 +117,7 @@ def test_every_mode(mode):
         ("optim.implementation=loop", "precision.overrides.output=fp32"),
     ],
 )
+@pytest.mark.few(1)
 def test_settings_of_the_update(settings):
     small = ("model=lstm_lm", "data=synthetic_tokens", "data.batch_size=4")
     found = count((*small, *settings), "fp16_master_scaled")

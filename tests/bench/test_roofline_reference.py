@@ -59,6 +59,7 @@ def gigaflops(found, phase=None):
     return sum(r.flops for r in found.rows if phase in (None, r.phase)) / found.samples / 1e9
 
 
+@pytest.mark.slow
 def test_resnet50_parameters_and_flops():
     found = counted("resnet50")
     assert found.parameters == 25_557_032  # torchvision's documentation
@@ -69,6 +70,7 @@ def test_resnet50_parameters_and_flops():
     assert gigaflops(found) == GIVEN(3 * gigaflops(found, "forward") - stem, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_resnet50_traffic_by_kind():
     found = counted("resnet50")
     rows = without_update(found.rows, NOT_IN_REFERENCE)

@@ -106,7 +106,7 @@ def planted(kind, mode, defect):
         if defect != "lr"
     ],
 )
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 def test_planted_errors_are_found(reference, kind, defect, mode):
     (verdict,) = compare(reference(kind, mode), [planted(kind, mode, defect)])
     if (kind, defect) in WITHOUT_EFFECT:
@@ -230,6 +230,7 @@ class Row:
         return f"{self.case.mode} {self.case.contender}"
 
 
+@pytest.mark.slow
 def test_rows_of_a_bench_are_held_to_the_plainest():
     def row(name, mode, loss=2.0, twin=True, skipped=0):
         found = {"losses": [loss] * 20, "travel": [list(s) for s in STEADY], "skipped": skipped}

@@ -36,7 +36,7 @@ def known():
 
 
 @pytest.mark.parametrize("kind, mode, name", EVERY)
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 def test_losses_equal_mprun_s_own(make_peer, build_run, known, kind, mode, name):  # noqa: F811
     if (kind, mode) not in known:
         known[kind, mode], _ = own_losses(build_run, kind, mode, steps=STEPS)

@@ -76,6 +76,7 @@ def test_the_suite_takes_what_does_not_choose_a_configuration():
     assert all(group.cases[0].overrides[-1] == "threads=1" for group in groups)
 
 
+@pytest.mark.slow
 def test_what_says_most_is_measured_first_and_compiles_last_of_what_a_ratio_needs():
     options = parse([*TINY, "--modes=fp32,amp_bf16", "--peers=all"])
     ((group,), _) = Suite().plan(options, CPU)

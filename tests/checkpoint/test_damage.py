@@ -221,7 +221,7 @@ LINKED = ["checkpoints", "config.yaml", "run.json", "metrics.jsonl", ".lock"]
 
 
 @pytest.mark.parametrize("name", LINKED)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_link_out_of_a_run_is_not_followed(run, tmp_path, name, capsys):
     """A stranger's run: what a continuation writes, truncates and deletes would be elsewhere."""
     outside = tmp_path / "outside"

@@ -121,7 +121,7 @@ def check_resumed(model, mode, tmp_path, stop, end, *more):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("model", ["lstm_lm", "dcgan", "conv_autoencoder"])
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 def test_stopping_and_resuming_changes_no_bit(model, mode, tmp_path):
     straight = check_resumed(model, mode, tmp_path, 5, 9)
     record = json.loads((straight / "run.json").read_text())
@@ -146,7 +146,7 @@ def test_resnet50_too(mode, tmp_path):
     ],
     ids=["schedule", "accumulate", "adagrad", "logmax", "epoch end"],
 )
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_schedule_accumulation_and_epoch_ends(more, tmp_path):
     # At 400 x 50 tokens a step, the epoch of 107,628 tokens is over after five steps.
     overrides = [*COMMON, *MODELS["lstm_lm"], "precision=amp", *more]
@@ -171,6 +171,7 @@ def keep_until(source, target, step) -> None:
         file.write('{"split": "train", "st')
 
 
+@pytest.mark.slow
 def test_every_step_is_a_good_place_to_stop(tmp_path):
     """After a skipped update, after a growth of the scale, and at any other step."""
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
@@ -224,7 +225,7 @@ def forget(state: dict, what: str) -> None:
         "step",
     ],
 )
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_forgetting_any_part_of_the_state_is_seen(what, tmp_path):
     """The negative control: each part is needed, and the comparison above would notice."""
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
@@ -274,6 +275,7 @@ def test_a_missing_part_is_refused(part, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("how", ["off", "'off'", "auto"])
+@pytest.mark.few(1)
 def test_how_steps_are_executed_may_change(how, tmp_path):
     """To YAML a bare off is a truth value; on the command line of a new run it is a word."""
     directory = tmp_path / "run"

@@ -53,6 +53,7 @@ def record_of(checkout, *words):
     return json.loads((folder / "run.json").read_text(encoding="utf-8"))
 
 
+@pytest.mark.slow
 def test_a_mode_is_one_file(checkout):
     add(checkout, "conf/precision/mine.yaml")
     record = record_of(checkout, "model=lstm_lm", "precision=mine", "data.sequence_length=4")
@@ -63,6 +64,7 @@ def test_a_mode_is_one_file(checkout):
     assert set(dtypes["gradients_in_update"]) == {"bfloat16"}
 
 
+@pytest.mark.slow
 def test_a_scaler_is_one_file(checkout):
     text = (checkout / "conf/scaler/dynamic.yaml").read_text(encoding="utf-8")
     text = re.sub(r"growth_interval: .*", "growth_interval: 2", text)
@@ -74,6 +76,7 @@ def test_a_scaler_is_one_file(checkout):
     assert record["config"]["scaler"]["growth_interval"] == 2
 
 
+@pytest.mark.slow
 def test_a_model_is_two_files_and_a_task_one(checkout):
     add(checkout, "mprun/models/mlp.py", "conf/model/mlp.yaml")
     record = record_of(checkout, "model=mlp", "precision=fp16_master_scaled")

@@ -34,6 +34,7 @@ def test_every_mode_has_a_verdict_that_follows_from_its_definition():
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.few(2)
 def test_a_run_meets_what_the_doctor_said(build_run, mode):
     verdict = modes(CPU)[mode]["verdict"]
     if verdict == "refused":

@@ -113,7 +113,7 @@ SIGNALS += [(signal.SIGUSR2, 75), (signal.SIGXCPU, 75), (signal.SIGALRM, 75)]
 
 
 @pytest.mark.parametrize(("number", "code"), SIGNALS)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_signal_stops_at_a_step_with_a_checkpoint(number, code, tmp_path, capsys):
     run = tmp_path / "r"
     process = start(run, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -176,6 +176,7 @@ def wait_for(condition, process, seconds=60):
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_an_evaluation_is_left_at_once_and_made_up_for(tmp_path, capsys):
     run = tmp_path / "r"
     words = [word for word in start_words(run) if not word.startswith("data.vocab_limit")]
@@ -214,6 +215,7 @@ def lines_of(run) -> list[dict]:
     return read_metrics(path) if path.exists() else []
 
 
+@pytest.mark.slow
 def test_loading_is_left_at_once_and_nothing_is_written(tmp_path):
     (tmp_path / "slow.py").write_text(
         "import time\n\ndef make(**_):\n    print('loading', flush=True)\n    time.sleep(600)\n"
@@ -236,7 +238,7 @@ def test_loading_is_left_at_once_and_nothing_is_written(tmp_path):
 @pytest.mark.parametrize(
     "ending", ["2>/dev/full", "2>&-", ">&- 2>&-", ">/dev/full", "2>&1 | head -1", "2> >(true)"]
 )
-@pytest.mark.few(3)
+@pytest.mark.slow
 def test_a_terminal_that_goes_away_ends_no_run(ending, tmp_path):
     run = tmp_path / "r"
     words = [*LM, "precision=amp", "train.steps=30", "train.log_every=1", f"output_dir={run}"]
@@ -252,6 +254,7 @@ def test_a_result_that_cannot_be_written_is_no_success(tmp_path):
     assert done.returncode == 5 and done.stderr == "mprun: No space left on device\n"
 
 
+@pytest.mark.slow
 def test_a_killed_run_without_a_checkpoint_begins_again(tmp_path, capsys):
     run, whole = tmp_path / "r", tmp_path / "whole"
     process = start(run, stderr=subprocess.PIPE)

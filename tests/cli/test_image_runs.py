@@ -134,6 +134,7 @@ def test_a_source_in_memory_has_no_data_wait(tmp_path):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.slow
 def test_a_damaged_first_batch_is_4_and_nothing_is_written(folder, tmp_path, capsys, workers):
     for path in folder.glob("train/*/*.png"):
         os.truncate(path, 500)

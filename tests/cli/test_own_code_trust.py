@@ -104,6 +104,7 @@ def refused(capsys, *arguments: str) -> str:
         ["advise", "run", "--check"],
     ],
 )
+@pytest.mark.few(2)
 def test_a_record_that_names_other_code_imports_nothing(arguments, edited, capsys):
     line = refused(capsys, *arguments)
     assert "names code" in line and line.endswith(f"add {' '.join(BAD)}\n")
@@ -124,6 +125,7 @@ def test_advise_check_does_not_take_names_from_the_recorded_command_line(edited,
     assert not (edited / "check").exists()
 
 
+@pytest.mark.slow
 def test_what_only_reads_imports_nothing(edited, capsys):
     shutil.copytree(edited, "fp32")
     record = json.loads(Path("fp32/run.json").read_text())
@@ -174,6 +176,7 @@ def test_names_in_the_user_s_own_option_files_count(folder, capsys):
 
 
 @pytest.mark.parametrize("place", ["run", "data", "experiment/run"])
+@pytest.mark.few(2)
 def test_a_run_below_the_config_dir_does_not_vouch_for_itself(place, edited, capsys):
     # As it comes, say, out of somebody's archive: with option files of its own.
     for override in BAD:

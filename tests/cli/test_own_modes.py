@@ -79,12 +79,14 @@ def test_it_trains_and_its_record_names_it(swept):
     assert scales == [1024.0, 1024.0, 2048.0, 2048.0]  # grows after every second clean step
 
 
+@pytest.mark.slow
 def test_it_has_a_row_in_the_table_of_the_sweep(swept):
     (table,) = swept.glob("sweep-*.md")
     rows = [line for line in table.read_text().splitlines() if line.startswith("| mymode ")]
     assert len(rows) == 1 and "done" in rows[0]
 
 
+@pytest.mark.slow
 def test_it_has_a_verdict_and_a_colour(swept, tmp_path, capsys):
     assert main(["compare", str(swept), "--out", str(tmp_path / "report")]) == 0
     text = capsys.readouterr().out
@@ -227,7 +229,7 @@ def test_most_combinations_are_none():
 
 
 @pytest.mark.parametrize("values", ACCEPTED)
-@pytest.mark.few(2)
+@pytest.mark.slow
 def test_whatever_the_rules_let_through_trains(values, build_run):
     """No other error waits behind the rules; whether numbers stay finite is a finding."""
     overrides = [f"precision.{key}={value}" for key, value in values.items()]

@@ -114,6 +114,7 @@ def test_the_page_needs_nothing_but_itself(tmp_path):
     assert not any(name.startswith("on") for _, a in page.elements for name in a)
 
 
+@pytest.mark.slow
 def test_ids_are_unique_and_every_figure_can_be_read_out(tmp_path):
     _, page = written(comparison(group(), replace(group(), slug="other")), tmp_path)
     ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
@@ -140,6 +141,7 @@ def test_every_configuration_value_is_escaped(tmp_path):
     assert page.words.count("<script>alert(1)</script>") >= 10
 
 
+@pytest.mark.slow
 def test_the_same_comparison_gives_the_same_files(tmp_path):
     for name in ("a", "b"):
         write_report(comparison(group(steps=400)), tmp_path / name)

@@ -205,6 +205,7 @@ def test_a_class_without_validation_images(root):
         ({"meta": bytes(2**24 + 1)}, "data/meta.mat: no regular file of its size"),
     ],
 )
+@pytest.mark.few(2)
 def test_a_damaged_devkit(root, change, message):
     files = devkit_files()
     meta, truth = files

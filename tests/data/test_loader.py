@@ -150,6 +150,7 @@ def test_evaluation_keeps_its_processes_and_can_be_left_early(folder, loaders):
         held_out.read(5)
 
 
+@pytest.mark.few(1)
 def test_a_process_lost_between_evaluations_is_replaced(folder, loaders):
     held_out = readers(folder)[1]
     loader = loaders(held_out, 1, last=2)
@@ -218,6 +219,7 @@ def test_skip_takes_the_next_usable_image_with_its_own_label_and_the_same_crop(t
         assert named and named <= {reader.split.name(place) for place in gone}
 
 
+@pytest.mark.slow
 def test_skip_ends_where_too_many_files_are_damaged(tmp_path, loaders):
     make_folder(tmp_path)
     split = readers(tmp_path)[0].split

@@ -223,6 +223,7 @@ def test_two_runs_that_start_at_once(folder):
     assert len(cached(folder)) == 6
 
 
+@pytest.mark.slow
 def test_wikitext_2(wikitext_2, tmp_path):
     sizes = {"sequence_length": 35, "batch_size": 20, "seed": 0, "device": "cpu"}
     text = Text(wikitext_2, cache=tmp_path, rotate=False, **sizes)

@@ -116,6 +116,7 @@ def test_the_longest_word(tmp_path, block, before):
             read(tmp_path / "text", start + longest + b"x" + end, block=block)
 
 
+@pytest.mark.slow
 def test_one_huge_line_costs_no_memory(tmp_path):
     path = tmp_path / "line"
     content = b"seven words of one line without end " * 150_000

@@ -65,6 +65,7 @@ def test_replayed_steps_are_the_eager_ones(build_run, task, mode):
 
 
 @pytest.mark.parametrize("task", ["language_model", "gan"])
+@pytest.mark.few(1)
 def test_a_checkpoint_of_replayed_steps_continues_in_another_run(build_run, task):
     overrides = [*SMALL[task], "precision=amp", "scaler.growth_interval=2"]
     eager, built, random = pair(build_run, *overrides)
@@ -160,6 +161,7 @@ class Refusing(CallRecorder):
 
 @pytest.mark.parametrize("waits", [None, "the step waits for the device (norm.py:3)"])
 @pytest.mark.parametrize("task", ["gan", "language_model"])
+@pytest.mark.few(1)
 def test_what_cannot_be_captured_stays_eager(build_run, capsys, task, waits):
     eager, built, random = pair(build_run, *SMALL[task], "precision=amp")
     expected = trained_eagerly(eager, random)

@@ -70,6 +70,7 @@ def test_the_command_refuses_with_code_2_and_writes_nothing(tmp_path, capsys, mo
 
 
 @pytest.mark.parametrize("mode", ["auto", "off"])
+@pytest.mark.few(1)
 def test_auto_and_off_are_never_refused(mode):
     for overrides, _ in REFUSED:
         key, _, _ = overrides[0].partition("=")

@@ -21,7 +21,7 @@ PATHS = ("auto", "fused", "foreach", "loop", "single_pass")
 @pytest.mark.parametrize("mode", ["fp16_master_scaled", *slow("fp32", "amp")])
 @pytest.mark.parametrize("implementation", PATHS)
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "adagrad", *slow("adamw")])
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 def test_every_update(device, tmp_path, optimizer, implementation, mode):
     overrides = [f"optim={optimizer}", f"optim.implementation={implementation}"]
     found = device.run(tmp_path / "run", [*SMALL, *overrides, f"precision={mode}"])
@@ -78,7 +78,7 @@ SETTINGS = (
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_other_settings(device, tmp_path, setting):
     found = device.run(tmp_path / "run", [*SMALL, "precision=fp16_master_scaled", setting])
     assert_sound(found)
@@ -130,7 +130,7 @@ def test_probes_and_shadow_steps(device, tmp_path, model, mode):
 @pytest.mark.parametrize(
     "model", [*(m for m in MODELS if m not in LARGE), "alexnet at 224 px", *slow("resnet50")]
 )
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_deterministic(device, tmp_path, model, mode):
     overrides = MODELS.get(model) or [*MODELS["alexnet"], "data=digits_224"]
     overrides = [*overrides, "deterministic=true", f"precision={mode}", "train.steps=10"]
@@ -189,6 +189,7 @@ def network(data):
 
 @pytest.mark.parametrize("graph", ["on", *slow("off")])
 @pytest.mark.parametrize("mode", ["fp16_naive", "amp", "amp_bf16", *slow("fp32", "bf16_master")])
+@pytest.mark.few(1)
 def test_a_model_of_ones_own(device, tmp_path, mode, graph):
     (tmp_path / "own_model.py").write_text(OWN)
     overrides = ["model=custom", "model.factory=own_model:network", "data=digits_32"]

@@ -213,6 +213,7 @@ def test_warnings_come_through(device, tmp_path):
     assert any("single contiguous chunk" in text for text in found["warnings"])
 
 
+@pytest.mark.slow
 def test_kernels_of_the_single_pass_compile_for_hopper(device, tmp_path):
     """All, as the self-test launches them; that they compute what torch does nobody says here."""
     found = script(

@@ -9,6 +9,7 @@ from mprun.models import AlexNet2012, alexnet, resnet50
 
 
 @pytest.mark.parametrize(("build", "size"), [(alexnet, 64), (AlexNet2012, 224), (resnet50, 32)])
+@pytest.mark.few(1)
 def test_one_pass_reaches_every_parameter(build, size):
     torch.manual_seed(0)
     model = build(num_classes=10)

@@ -207,6 +207,7 @@ def advised(capsys, *arguments, code=0) -> dict:
 SGD = [*SMALL["lstm_lm"][:-1], "optim=sgd_plain", "train.clip_norm=null"]
 
 
+@pytest.mark.slow
 def test_scaled_gradients_shift_the_scale_by_the_same_power(tmp_path, capsys, monkeypatch):
     """Gradients times 2^-k at a learning rate times 2^k: the same weights, bit for bit."""
     original = NoLossScale.backward
@@ -233,6 +234,7 @@ AUTOENCODER = [*ONE, "model=conv_autoencoder", "data.image_size=32", "data.batch
 AUTOENCODER += ["model.width=8", "optim=sgd_plain", "optim.lr=1e-12", "train.steps=6"]
 
 
+@pytest.mark.slow
 def test_a_planted_overflow_is_named_and_its_advice_works(tmp_path, capsys, monkeypatch):
     """Outputs of one convolution times 2^18, taken back by the next: FP32 computes the same."""
     original = ConvAutoencoder.__init__
@@ -351,6 +353,7 @@ def test_odd_sizes_are_named_with_a_remedy(build_run):
     assert shapes_of(build_run, *lm, pad, "data.batch_size=16") == {}
 
 
+@pytest.mark.slow
 def test_image_channels_are_called_usual(build_run):
     small = ["data.channels=3", "model.width=4", "model.code_size=6"]
     found = shapes_of(build_run, *SMALL["conv_autoencoder"], *small)

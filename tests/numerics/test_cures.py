@@ -110,6 +110,7 @@ def kept(built):
 
 
 @pytest.mark.parametrize("mode", ["fp32", "amp", "bf16_master", "fp16_naive", "fp16_master_scaled"])
+@pytest.mark.few(2)
 def test_a_state_moved_to_another_mode_trains_on(build_run, mode):
     common = [*LM, "optim=sgd"]
     old = trained(build_run, 3, *common, "precision=fp16_master")

@@ -138,6 +138,7 @@ def test_overflow_of_the_discriminator_logits(explained):
     assert culprit(found)[:3] == ("forward", "discriminator.layers.conv3", "convolution")
 
 
+@pytest.mark.slow
 def test_softmax_in_fp16_with_large_logits(explained):
     # 4e4 - (-4e4) = 8e4 is the log-probability's size: finite logits, infinite loss.
     halves = torch.tensor([4e4, -4e4] * 24)
@@ -220,6 +221,7 @@ class Applied(nn.Module):
     ],
     ids=["log of zero", "x / 0", "1 / sqrt(0)", "root of a negative", "exp", "sum"],
 )
+@pytest.mark.few(3)
 def test_functions_at_their_limits(explained, monkeypatch, function, operation, reason):
     replace_in_lm(monkeypatch, functools.partial(Applied, function))
     found = explained(*LM, "precision=fp16_master", *SGD)
@@ -371,6 +373,7 @@ def test_overflow_of_the_lstm_s_weight_gradient(explained):
 # Update
 
 
+@pytest.mark.slow
 def test_eps_below_the_range_of_fp16(explained):
     found = explained(*LM, "precision=fp16_naive", "optim=adam", cures=True)
     phase, _, operation, tensor = culprit(found)

@@ -46,7 +46,7 @@ def kept_state(directory):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("model", ["autoencoder", "gan"])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_the_kept_state_is_the_one_before_the_bad_step(tmp_path, model, mode):
     overrides = AUTOENCODER if model == "autoencoder" else GAN
     scaler = ["scaler=none"] if mode in ("fp16_master_scaled", "amp") else []

@@ -123,7 +123,7 @@ def scalers():
 
 @pytest.mark.parametrize(("name", "make"), list(scalers()))
 @pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.few(5)
+@pytest.mark.few(2)
 def test_clean_stretches_are_passed_exactly(name, make, seed):
     random = np.random.default_rng(seed)
     powers = np.round(12 + 2 * np.sin(np.arange(600) / 40) + random.normal(0, 1, 600))
@@ -228,6 +228,7 @@ def test_all_scalers_and_the_table(tmp_path, capsys):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["trace.csv"]
 
 
+@pytest.mark.slow
 def test_a_scaler_of_the_users_own_is_replayed_like_the_shipped_ones(tmp_path, capsys):
     folder = tmp_path / "mine" / "scaler"
     folder.mkdir(parents=True)
@@ -356,6 +357,7 @@ OWN_SCALERS = {
     "scaler",
     ["torch", *(pytest.param(name, marks=pytest.mark.slow) for name in ("megatron", "static"))],
 )
+@pytest.mark.slow
 def test_a_run_replayed_with_its_own_scaler_skips_what_it_skipped(tmp_path, capsys, scaler):
     run = tmp_path / "run"
     overrides = [*SMALL_RUN, *OWN_SCALERS[scaler], "train.steps=90", f"output_dir={run}"]

@@ -32,6 +32,7 @@ assert "torch" not in sys.modules
 """
 
 
+@pytest.mark.slow
 def test_bad_input_is_found_before_torch_is_imported(tmp_path):
     (tmp_path / "trace.csv").write_text("step,limit\n1,bad\n")
     (tmp_path / "done").mkdir()

@@ -128,6 +128,7 @@ def test_every_state_is_stored_in_half(projection):
     assert float(h[0, 0, 0]) == expected[-1]
 
 
+@pytest.mark.slow
 def test_weight_gradient_over_3000_steps_does_not_stall():
     # Zero weights: every step adds about 0.5, so a float16 accumulator would stop at 1024.
     steps = 3000

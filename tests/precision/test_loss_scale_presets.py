@@ -166,6 +166,7 @@ def compare(name: str, overrides: dict, overflows: list[bool]) -> int:
 
 
 @pytest.mark.parametrize("name", sorted(PUBLISHED))
+@pytest.mark.few(2)
 def test_every_preset_equals_its_original_on_random_sequences(name):
     rng, compared = random.Random(name), 0
     for _ in range(120):
@@ -185,6 +186,7 @@ def test_every_preset_equals_its_original_on_random_sequences(name):
 
 
 @pytest.mark.parametrize("name", sorted(PUBLISHED))
+@pytest.mark.few(1)
 def test_every_preset_equals_its_original_with_its_own_constants(name):
     rng = random.Random(name)
     steps = 2 * PUBLISHED[name]["growth_interval"] + 500

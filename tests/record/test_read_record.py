@@ -65,8 +65,8 @@ def _set(record: dict, key: str, value: object) -> None:
     (record[group] if group else record)[name] = value
 
 
-@pytest.mark.parametrize("number", range(10))
-@pytest.mark.few(1)
+@pytest.mark.parametrize("number", range(3))
+@pytest.mark.slow
 def test_no_field_of_any_type_ends_in_a_traceback(finished, tmp_path, number, capsys):
     """A bug would be exit code 1. Each field in turn with a wrong value, the verbs in turn."""
     whole = json.loads((finished / "run.json").read_text())

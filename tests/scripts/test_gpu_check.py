@@ -81,6 +81,7 @@ def test_a_program_that_ends_by_itself(run_python):
     assert (ended.code, out, err) == (3, "there\n", "")
 
 
+@pytest.mark.slow
 def test_an_overrun_is_interrupted_first_so_that_it_can_write(run_python):
     code = (
         "import time\ntry:\n    time.sleep(600)\nexcept KeyboardInterrupt:\n    print('written')\n"

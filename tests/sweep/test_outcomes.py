@@ -81,6 +81,7 @@ def check(code, cells, words, printed, same_as_single):
     assert code == 5
 
 
+@pytest.mark.slow
 def test_the_rest_goes_on(sabotaged, same_as_single, capfd):
     rates = ["0.001", "0.002", "0.003", "1e+30"]
     code, cells, _ = sabotaged(rates, hang=False)

@@ -62,6 +62,7 @@ def test_a_sweep_over_places_of_data(tmp_path_factory):
     assert all("-data.root=" in cell.directory.name for cell in swept.cells)
 
 
+@pytest.mark.slow
 def test_what_is_not_swept_is_named_as_in_a_single_run():
     fixed = ["device=cpu", "optim.lr=0.05", "threads=1", "train.clip_norm=2.0"]
     single = compose_config([*fixed, "seed=3"])

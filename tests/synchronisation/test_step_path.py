@@ -81,7 +81,7 @@ def built(*overrides):
 
 @pytest.mark.parametrize(("model", "mode"), CASES)
 @pytest.mark.filterwarnings("ignore:LSTM with projections")
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 def test_two_intervals_wait_for_nothing(monkeypatch, model, mode):
     monkeypatch.setattr(failure, "SHORTEST_PAUSE_S", 0.0)
     monkeypatch.setattr(failure, "PAUSE_FACTOR", 0.0)
@@ -118,7 +118,7 @@ def test_two_intervals_wait_for_nothing(monkeypatch, model, mode):
         "train.channels_last=on",
     ],
 )
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 def test_other_settings_wait_for_nothing(setting):
     with without_values() as state:
         model = MODELS["conv_autoencoder"].split()

@@ -61,7 +61,7 @@ def test_every_mode_is_listed():
 
 @pytest.mark.parametrize("mode", EXPECTED)
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.few(5)
+@pytest.mark.few(1)
 def test_two_steps(build_run, model, mode):
     built = build_run(*MODELS[model], f"precision={mode}")
     parameter_dtype, norm_dtype, state_dtype = EXPECTED[mode]

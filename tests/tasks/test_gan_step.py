@@ -75,6 +75,7 @@ def test_fp32_equals_a_bare_loop(build_run):
 
 
 @pytest.mark.parametrize("native", [False, True])
+@pytest.mark.few(1)
 def test_amp_equals_autocast_and_one_grad_scaler(build_run, native):
     # The scale grows every third step and stays where nothing overflows: with a skipped step
     # torch's BatchNorm statistics move and ours do not.
