@@ -12,7 +12,8 @@ from mprun.errors import DONE, PREEMPTED
 from mprun.training.signals import end_with_parent
 
 
-def _child(arguments: list[str]) -> int:
+def child(arguments: list[str]) -> int:
+    """Do what the command line says; the exit code."""
     launches = arguments[0] == "--launch"
     parent, *rest = arguments[launches:]
     if not launches:
@@ -29,4 +30,4 @@ def _child(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(_child(sys.argv[1:]))
+    raise SystemExit(child(sys.argv[1:]))

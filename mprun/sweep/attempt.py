@@ -9,12 +9,18 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
+import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from importlib import import_module
 from pathlib import Path
+from typing import NoReturn
 
 from mprun.errors import (
+    ASKING,
     BAD_INPUT,
     BUG,
     DAMAGED,
@@ -165,12 +171,19 @@ class Attempt:
     be killed with it. A process without a heartbeat for `stall_after` seconds (0: never) is killed.
     """
 
-    def __init__(self, cell: Cell, config_dir: str | None, stall_after: float):
+    def __init__(
+        self,
+        cell: Cell,
+        config_dir: str | None,
+        stall_after: float,
+        start: "Callable[[list[str], Path], subprocess.Popen | Fork] | None" = None,
+    ):
         self.cell, self.config_dir, self.stall_after = cell, config_dir, stall_after
+        self.start = start or start_child
         self._begin()
 
     def _begin(self, resume: bool = True) -> None:
-        self.process: subprocess.Popen | None = None
+        self.process: subprocess.Popen | Fork | None = None
         self.hung_s: float | None = None  # the limit of silence it was killed for
         self.stopped, self.kill_at = False, 0.0
         state = look(self.cell)
@@ -192,7 +205,7 @@ class Attempt:
             arguments = [*self.cell.overrides, f"output_dir='{quoted}'"]
             if self.config_dir is not None:
                 arguments += ["--config-dir", self.config_dir]
-        self.process = start_child([str(os.getpid()), *arguments], self.cell.log)
+        self.process = self.start([str(os.getpid()), *arguments], self.cell.log)
         self.pulse = Pulse(self.cell.directory)
 
     @property
@@ -268,3 +281,73 @@ def start_child(arguments: list[str], log: Path) -> subprocess.Popen:
             stderr=file,
             process_group=0,
         )
+
+
+class Fork:
+    """What `start_child` starts, as a copy of this process; the same methods as of a Popen.
+
+    It has imported what this process has: 6 s of each run, where that is torch.
+    """
+
+    def __init__(self, arguments: list[str], log: Path):
+        log.parent.mkdir(parents=True, exist_ok=True)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.code: int | None = None
+        with open(log, "wb") as file, warnings.catch_warnings():
+            # Python 3.12 tells of threads: those of numpy's BLAS, which looks after itself.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self.pid = os.fork()
+            if self.pid == 0:
+                _become_child(arguments, file.fileno())
+        with suppress(OSError):  # both do it: whoever comes first
+            os.setpgid(self.pid, self.pid)
+
+    def poll(self) -> int | None:
+        """The exit code, negative after a signal; None while it runs."""
+        if self.code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.code = os.waitstatus_to_exitcode(status) if pid else None
+        return self.code
+
+    def terminate(self) -> None:
+        """Send SIGTERM, if it still runs."""
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGTERM)
+
+
+def _become_child(arguments: list[str], log: int) -> NoReturn:
+    """Be `python -m mprun.cli.child`, in the child of a fork; nothing of the parent's goes on."""
+    code = BUG
+    try:
+        os.setpgid(0, 0)
+        for number in ASKING:  # as a new process would have them
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        null = os.open(os.devnull, os.O_RDWR)
+        for descriptor, file in enumerate((null, null, log)):
+            os.dup2(file, descriptor)
+        sys.argv = ["mprun", *arguments]
+        code = import_module("mprun.cli.child").child(arguments)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def quickest_start() -> Callable[[list[str], Path], subprocess.Popen | Fork]:
+    """How to start runs: as copies of this process, once it has imported what they need.
+
+    Not where torch is loaded already, which may hold threads and a CUDA context that no copy has,
+    nor beside Linux, where system libraries do not bear it.
+    """
+    if sys.platform != "linux" or "torch" in sys.modules:
+        return start_child
+    # The second: what torch's optimizers import when the first is made.
+    for module in ("mprun.training.run", "torch._dynamo", "torch.utils.tensorboard"):
+        import_module(module)
+    return Fork

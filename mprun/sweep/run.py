@@ -8,12 +8,13 @@ import signal
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from mprun.errors import ASKING, INTERRUPTED, PREEMPTED, BadInput
 from mprun.record.run_directory import is_at
-from mprun.sweep.attempt import Attempt, exit_code, failed_elsewhere
+from mprun.sweep.attempt import Attempt, exit_code, failed_elsewhere, quickest_start
 from mprun.sweep.batch import Batch, Job
 from mprun.sweep.jobs import Cell, State, look
 from mprun.sweep.plan import Plan, plan
@@ -110,6 +111,7 @@ class _Loop:
         self.told = False
         self.elsewhere: set[Cell] = set()  # cells that another process has had
         self.batch: Batch | None = None
+        self.start: Callable[..., Any] | None = None  # how a run is started, once one was
         # With one run at a time its progress is shown as it comes.
         self.console = _Console() if jobs == 1 and not planned.launcher else None
 
@@ -163,7 +165,9 @@ class _Loop:
         else:
             for cell in ready:
                 self.board.started_run(cell)
-                self.running.append(Attempt(cell, self.plan.config_dir, self.stall_after))
+                self.start = self.start or quickest_start()
+                begun = Attempt(cell, self.plan.config_dir, self.stall_after, self.start)
+                self.running.append(begun)
 
     def _room(self) -> int:
         if self.plan.launcher:

@@ -2,11 +2,11 @@
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -113,16 +113,12 @@ def wait_for(found, seconds: float = 180.0):
 
 
 def process_of(directory: Path) -> int | None:
-    """The process whose command line names the run directory."""
-    pattern = re.compile(re.escape(str(directory)) + r"(?!\w)")
+    """The process of the cell's run: the leader of its group, whose stderr is the cell's log."""
+    log = directory.resolve().with_name(f".{directory.name}.log")
     for path in Path("/proc").iterdir():
-        if not path.name.isdecimal() or int(path.name) == os.getpid():
-            continue
-        try:
-            words = (path / "cmdline").read_bytes().decode().split("\0")
-        except OSError:
-            continue
-        own = [w for w in words if w.startswith(("output_dir=", "resume="))]
-        if any(pattern.search(word) for word in own):
-            return int(path.name)
+        if path.name.isdecimal() and path.name != str(os.getpid()):
+            with suppress(OSError):
+                process = int(path.name)
+                if os.readlink(path / "fd" / "2") == str(log) and os.getpgid(process) == process:
+                    return process
     return None

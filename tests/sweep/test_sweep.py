@@ -21,6 +21,18 @@ TINY = [
 SWEEP = ["-m", *TINY, "precision=fp16_naive,fp32", "seed=0,1", "-j", "2"]
 
 
+def test_copies_of_the_sweep_run_as_a_process_of_their_own_would(
+    tmp_path, start_sweep, same_as_single
+):
+    """`mprun -m` loads torch once; a run of its own, here in this process, has the same bits."""
+    assert start_sweep([*TINY, "precision=amp", "seed=3,4", "-j", "2"], tmp_path).wait() == 0
+    runs = [path.parent for path in tmp_path.glob("outputs/*/*/run.json")]
+    assert len(runs) == 2
+    for run in runs:
+        same_as_single(run)
+        assert (run / "console.log").is_file()
+
+
 @pytest.mark.slow
 def test_a_sweep_ends_with_a_table_and_runs_only_what_is_missing(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
