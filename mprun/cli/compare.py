@@ -50,7 +50,7 @@ def main(words: list[str]) -> int:
         from mprun.compare.tensorboard_summary import write_summaries
 
         summaries = write_summaries(comparison, beside)
-        print(f"tensorboard --logdir {summaries.parent}", file=sys.stderr)
+        print(f"tensorboard --logdir {summaries}", file=sys.stderr)
     if options.json:
         print(json.dumps(results(comparison), indent=1, allow_nan=False))
     else:

@@ -111,12 +111,12 @@ def group_runs(
         elif not any(run.status in OUTCOMES for run in baseline.runs):
             run, missing = baseline.first, "; ".join(missing_seeds(baseline.runs))
             lone.append(
-                f"{_title(run)}: not compared, the baseline {run.mode} has no run with an outcome "
-                f"({missing})"
+                f"{title_of(run)}: not compared, the baseline {run.mode} has no run with an "
+                f"outcome ({missing})"
             )
         else:
             groups.append(_group(baseline, family))
-    _name(groups)
+    name_groups(groups)
     return groups, [*_why_not(rest, [cell for cell in cells if cell.is_baseline]), *lone]
 
 
@@ -284,7 +284,7 @@ def _group(baseline: Cell, family: list[Cell]) -> ProtoGroup:
         if not is_no_key(key)
         and all(key in run.keys and same(run.keys[key], value) for run in every)
     }
-    return ProtoGroup(_title(baseline.first), "", own, arms, common, group_notes(own, arms))
+    return ProtoGroup(title_of(baseline.first), "", own, arms, common, group_notes(own, arms))
 
 
 def _arm(cell: Cell, baseline: Cell, rivals: list[Cell]) -> Arm:
@@ -336,10 +336,10 @@ def _runs_text(cell: Cell, word: str = "") -> str:
     """ "lstm_lm-docs_words: amp (2 runs, e.g. outputs/x)"."""
     modes = ", ".join(dict.fromkeys(run.mode for run in cell.runs))
     count = "1 run" if len(cell.runs) == 1 else f"{len(cell.runs)} runs"
-    return f"{_title(cell.first)}: {modes}{word} ({count}, e.g. {cell.first.path})"
+    return f"{title_of(cell.first)}: {modes}{word} ({count}, e.g. {cell.first.path})"
 
 
-def _title(run: RunData) -> str:
+def title_of(run: RunData) -> str:
     """ "quickstart_lost_updates" or "resnet50-digits_32", from the chosen groups.
 
     The user's own code under its own name: "mynet:build-mydata:digits".
@@ -351,7 +351,7 @@ def _title(run: RunData) -> str:
     return "-".join(map(str, names))
 
 
-def _name(groups: list[ProtoGroup]) -> None:
+def name_groups(groups: list[ProtoGroup]) -> None:
     """Titles that tell groups apart by the keys in which they differ, and unique slugs."""
     for title in {group.title for group in groups}:
         alike = [group for group in groups if group.title == title]

@@ -1,16 +1,21 @@
-"""Summary runs for TensorBoard: per mode the mean over its seeds, the lowest and the highest seed.
+"""Curves for TensorBoard that open small: one run per precision mode, the mean over its seeds.
 
-TensorBoard cannot average runs, so the averages are runs of their own, `_summary/<group>/<mode>`,
-with a custom-scalars layout of margin charts (a line with its band) and the verdict table as text.
+TensorBoard ticks nothing above 40 runs (500 in its Time Series), colours runs and not modes, and
+cannot average. So the means are runs of their own, `_summary/<mode>`: as many as there are modes
+and not as cells, each with one colour. Beside the mean (`eval/loss`, `train/loss`) stands how far
+it is from FP32, of the seeds that both have. Lowest and highest seed make margin charts on the
+custom-scalars page; `mprun compare` adds its table as text.
 Written with tensorboard's own event writer; needs no torch. Events are what
 https://github.com/tensorflow/tensorboard/blob/master/tensorboard/compat/proto/event.proto says.
 """
 
 import math
 import time
-from functools import partial
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.compat.proto.tensor_pb2 import TensorProto
@@ -19,78 +24,214 @@ from tensorboard.plugins.custom_scalar import metadata as custom_scalar
 from tensorboard.plugins.text import metadata as text_plugin
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from mprun.compare.findings import Band, Comparison, Curve, Group, Row, RunData, bands, curve
-from mprun.compare.load import SUMMARY_FOLDER
+from mprun.compare.findings import (
+    OUTCOMES,
+    Arm,
+    Comparison,
+    Curve,
+    RunData,
+    band,
+    curve,
+    grid,
+    on_grid,
+)
+from mprun.compare.grouping import (
+    BASELINE,
+    Cell,
+    ProtoGroup,
+    arm_label,
+    canonical,
+    cells_of,
+    name_groups,
+    title_of,
+)
+from mprun.compare.load import SUMMARY_FOLDER, load_runs
 from mprun.compare.text import group_markdown
 
 _SUFFIX = ".mprun-compare"  # of the event files, so that a later comparison finds its own
 _POINTS = 200  # TensorBoard would keep 1,000 of a tag, but draws a dot on each
-_BOUNDS = ("mean", "lower", "upper")  # of the tags
+# Sections are sorted by name and the first two are open: this one comes after eval and train.
+_RANGE = "variation"
+_NO_METRIC = ("step", "updates")  # of the columns of an evaluation
+
+
+@dataclass(slots=True)
+class _Section:
+    """The runs that share charts.
+
+    slug: the section of their tags; empty if they are the only ones. baseline: what it is called.
+    """
+
+    title: str
+    slug: str
+    metric: str
+    arms: Sequence[Arm]  # the baseline first
+    baseline: str | None
+    text: str | None = None
+
+    def tag(self, name: str) -> str:
+        """Of "eval/loss"; with one slash, since a long title is cut in front of the last one."""
+        return f"{self.slug}/{name.replace('/', ' ')}" if self.slug else name
+
+    def bounds(self, name: str) -> list[str]:
+        """The tags of the lowest and the highest seed of "eval/loss"."""
+        plain = f"{self.slug} {name}".strip().replace("/", " ")
+        return [f"{_RANGE}/{plain} {bound}" for bound in ("lowest", "highest")]
 
 
 def write_summaries(comparison: Comparison, root: Path) -> Path:
     """Replace the summary runs below `root/_summary` by those of `comparison`; return that folder.
 
-    Tags: `<slug>/train_loss/mean`, `.../lower`, `.../upper` and the same for `eval_<metric>`, over
-    steps; non-finite points are left out. The baseline's run has the layout and the text `verdict`.
-    Only event files that this function wrote are deleted.
+    Tags, over steps: the means `eval/<metric>` and `train/loss`; `eval/loss vs FP32 (%)` and
+    `train/loss vs FP32 (%)`; `variation/eval <metric> lowest` and so on. Where there are several
+    groups `<slug>/eval <metric>`, ..., `variation/<slug> eval <metric> lowest`. Points that are not
+    finite are left out. Only event files that this module wrote are deleted.
     """
+    several = len(comparison.groups) > 1
+    sections = [
+        _Section(
+            group.title,
+            group.slug if several else "",
+            group.metric,
+            [row.arm for row in group.every_row],
+            group.baseline.arm.reference,
+            group_markdown(comparison, group),
+        )
+        for group in comparison.groups
+    ]
+    return _write_sections(sections, root)
+
+
+def write_means(folders: Sequence[Path], root: Path) -> Path:
+    """The same without a verdict, of the runs below the folders: a baseline need not be there.
+
+    A mode without a run that ended is drawn as far as its runs have come.
+
+    Raises BadInput, Damaged where the runs cannot be read.
+    """
+    families: dict[str, list[Cell]] = {}
+    for cell in cells_of(load_runs(folders)[0], None, ()):
+        families.setdefault(canonical(cell.shared), []).append(cell)
+    groups, baselines = [], []
+    for family in families.values():
+        family.sort(key=lambda cell: (not cell.is_baseline, cell.first.mode != BASELINE))
+        first, arms = family[0], []
+        for cell in family:
+            ended = [run for run in cell.runs if run.status in OUTCOMES]
+            label = arm_label(cell, first, family)
+            arms.append(Arm(label, cell.first.mode, ended or cell.runs))
+        groups.append(ProtoGroup(title_of(first.first), "", arms[0], arms[1:], first.first.keys))
+        baselines.append(arms[0].reference if first.is_baseline else None)
+    name_groups(groups)
+    sections = [
+        _Section(
+            group.title,
+            group.slug if len(groups) > 1 else "",
+            str(group.keys.get("compare.metric", "loss")),
+            [group.baseline, *group.arms],
+            baseline,
+        )
+        for group, baseline in zip(groups, baselines, strict=True)
+    ]
+    return _write_sections(sections, root)
+
+
+def _write_sections(sections: Sequence[_Section], root: Path) -> Path:
     folder = root / SUMMARY_FOLDER
     _remove_old(folder)
-    for group in comparison.groups:
-        names = ("train_loss", f"eval_{group.metric}")
-        found = {name: bands(group, partial(_named, name), _POINTS) for name in names}
-        quantities = [name for name in names if found[name]]
-        for row, place in zip(group.every_row, _folder_names(group.every_row), strict=True):
-            events = []
-            if row is group.baseline:
-                events = [_layout(group, quantities), _text(comparison, group)]
-            own = [(name, band) for name in names for one, band in found[name] if one is row]
-            for name, band in own:
-                events += _scalars(f"{group.slug}/{name}", band)
-            _write(folder / group.slug / place, events)
+    labels = list(dict.fromkeys(arm.label for section in sections for arm in section.arms))
+    events: dict[str, list[Event]] = {label: [] for label in labels}
+    events[labels[0]].append(_layout(sections))
+    for section in sections:
+        if section.text is not None:
+            events[section.arms[0].label].append(_text(section))
+        for label, tag, x, values in _curves(section):
+            events[label] += _scalars(tag, x, values)
+    for label, place in zip(labels, _folder_names(labels), strict=True):
+        if events[label]:
+            _write(folder / place, events[label])
     return folder
 
 
+def _curves(section: _Section) -> Iterator[tuple[str, str, np.ndarray, np.ndarray]]:
+    """(label, tag, steps, values) of every curve: of all metrics of the evaluations, and the loss.
+
+    Of the loss and the judged metric the extreme seeds too; of the losses the difference to FP32.
+    """
+    runs = [run for arm in section.arms for run in arm.runs]
+    metrics = dict.fromkeys(key for run in runs for key in run.evals if key not in _NO_METRIC)
+    for name in [*(f"eval/{metric}" for metric in metrics), "train/loss"]:
+        every = [[_named(name, run) for run in arm.runs] for arm in section.arms]
+        x = grid([one for own in every for one in own], _POINTS)
+        for arm, own in zip(section.arms, every, strict=True):
+            found = band(own, x)
+            yield arm.label, section.tag(name), x, found.mean
+            if name in _charted(section):
+                lowest, highest = section.bounds(name)
+                yield arm.label, lowest, x, found.low
+                yield arm.label, highest, x, found.high
+            if section.baseline and name.endswith("/loss"):
+                tag = section.tag(f"{name} vs {section.baseline} (%)")
+                yield arm.label, tag, x, _percent(name, arm, section.arms[0], x)
+
+
+def _percent(name: str, arm: Arm, baseline: Arm, x: np.ndarray) -> np.ndarray:
+    """How far the arm is from the baseline at each x: the mean over the seeds that both have."""
+    bases = {run.seed: on_grid(*_named(name, run), x) for run in baseline.runs}
+    with np.errstate(divide="ignore", invalid="ignore"):
+        pairs = [
+            (x, 100 * (on_grid(*_named(name, run), x) / bases[run.seed] - 1))
+            for run in arm.runs
+            if run.seed in bases
+        ]
+    return band(pairs, x).mean
+
+
 def _named(name: str, run: RunData) -> Curve:
-    """The curve "train_COLUMN" or "eval_COLUMN" of a run."""
-    split, _, column = name.partition("_")
+    """The curve "train/COLUMN" or "eval/COLUMN" of a run."""
+    split, _, column = name.partition("/")
     return curve(run.train if split == "train" else run.evals, "step", column)
 
 
-def _scalars(tag: str, band: Band) -> list[Event]:
-    events = []
-    for step, *values in zip(band.x, band.mean, band.low, band.high, strict=True):
-        if all(map(math.isfinite, values)):
-            named = zip(_BOUNDS, values, strict=True)
-            value = [Summary.Value(tag=f"{tag}/{bound}", simple_value=v) for bound, v in named]
-            events.append(Event(step=round(step), summary=Summary(value=value)))
-    return events
+def _charted(section: _Section) -> tuple[str, str]:
+    """What has a margin chart."""
+    return "train/loss", f"eval/{section.metric}"
 
 
-def _layout(group: Group, quantities: list[str]) -> Event:
+def _scalars(tag: str, x: np.ndarray, values: np.ndarray) -> list[Event]:
+    return [
+        Event(step=round(step), summary=Summary(value=[Summary.Value(tag=tag, simple_value=value)]))
+        for step, value in zip(x, values, strict=True)
+        if math.isfinite(value)
+    ]
+
+
+def _layout(sections: Sequence[_Section]) -> Event:
     """One margin chart per quantity; TensorBoard draws every run that has its tags."""
-    charts = []
-    for name in quantities:
-        tags = (f"{group.slug}/{name}/{bound}" for bound in _BOUNDS)
-        named = zip(("value", "lower", "upper"), tags, strict=True)
-        series = layout_pb2.MarginChartContent.Series(**dict(named))
-        margin = layout_pb2.MarginChartContent(series=[series])
-        title = name.replace("_", ": ", 1) + " (mean, lowest and highest seed)"
-        charts.append(layout_pb2.Chart(title=title, margin=margin))
-    layout = layout_pb2.Layout(category=[layout_pb2.Category(title=group.title, chart=charts)])
+    categories = []
+    for section in sections:
+        charts = []
+        for name in _charted(section):
+            lowest, highest = section.bounds(name)
+            series = layout_pb2.MarginChartContent.Series(
+                value=section.tag(name), lower=lowest, upper=highest
+            )
+            margin = layout_pb2.MarginChartContent(series=[series])
+            title = f"{name} (mean, lowest and highest seed)"
+            charts.append(layout_pb2.Chart(title=title, margin=margin))
+        categories.append(layout_pb2.Category(title=section.title, chart=charts))
     return _tensor(
         custom_scalar.CONFIG_SUMMARY_TAG,
         custom_scalar.create_summary_metadata(),
-        layout.SerializeToString(),
+        layout_pb2.Layout(category=categories).SerializeToString(),
     )
 
 
-def _text(comparison: Comparison, group: Group) -> Event:
+def _text(section: _Section) -> Event:
     return _tensor(
-        f"{group.slug}/verdict",
+        section.tag("verdict"),
         text_plugin.create_summary_metadata(None, "What mprun compare found."),
-        group_markdown(comparison, group).encode(),
+        (section.text or "").encode(),
     )
 
 
@@ -110,11 +251,11 @@ def _write(folder: Path, events: list[Event]) -> None:
     writer.close()
 
 
-def _folder_names(rows: list[Row]) -> list[str]:
+def _folder_names(labels: Sequence[str]) -> list[str]:
     """Each label as one path component, with a number where two labels become the same."""
     names: list[str] = []
-    for row in rows:
-        plain = "".join(c if c.isalnum() or c in "_-.=" else "_" for c in row.arm.label)
+    for label in labels:
+        plain = "".join(c if c.isalnum() or c in "_-.=" else "_" for c in label)
         name, number = plain.strip(".") or "_", 2
         while name in names:
             name, number = f"{plain}.{number}", number + 1

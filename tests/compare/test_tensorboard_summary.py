@@ -5,19 +5,21 @@ import re
 import subprocess
 import sys
 import time
+import urllib.parse
 import urllib.request
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar import layout_pb2
 
-from mprun.compare.tensorboard_summary import write_summaries
+from mprun.compare.tensorboard_summary import write_means, write_summaries
 
 from .made_comparison import comparison, gan_group, group
+from .run_folders import write_run
 
 SLUG = "resnet50-digits_32"
+BOUNDS = ("highest", "lowest")
 
 
 def read(folder) -> EventAccumulator:
@@ -26,31 +28,37 @@ def read(folder) -> EventAccumulator:
     return accumulator
 
 
-def test_one_run_per_mode_with_mean_lower_and_upper(tmp_path):
+def scalars(folder, tag) -> dict[int, float]:
+    return {point.step: point.value for point in read(folder).Scalars(tag)}
+
+
+def test_one_run_per_mode_with_mean_lowest_and_highest(tmp_path):
     one = group(steps=400)
     folder = write_summaries(comparison(one), tmp_path)
     assert folder == tmp_path / "_summary"
     modes = ["amp", "fp16_master", "fp16_master_scaled", "fp16_naive", "fp32"]
-    assert sorted(path.name for path in (folder / SLUG).iterdir()) == modes
+    assert sorted(path.name for path in folder.iterdir()) == modes
+    # As TensorBoard sorts them: it opens the first two sections, eval and train.
     for mode in modes:
-        assert read(folder / SLUG / mode).Tags()["scalars"] == [
-            f"{SLUG}/{name}/{bound}"
-            for name in ("train_loss", "eval_loss")
-            for bound in ("mean", "lower", "upper")
+        assert sorted(read(folder / mode).Tags()["scalars"]) == [
+            "eval/loss",
+            "eval/loss vs FP32 (%)",
+            "train/loss",
+            "train/loss vs FP32 (%)",
+            *(f"variation/{name} loss {at}" for name in ("eval", "train") for at in BOUNDS),
         ]
-    fp32 = read(folder / SLUG / "fp32")
     losses = np.stack([run.evals["loss"] for run in one.baseline.arm.runs])
-    wanted = {"mean": losses.mean(0), "lower": losses.min(0), "upper": losses.max(0)}
-    for bound, values in wanted.items():
-        points = fp32.Scalars(f"{SLUG}/eval_loss/{bound}")
-        assert [point.step for point in points] == list(range(50, 401, 50))
+    tags = "eval/loss", *(f"variation/eval loss {at}" for at in BOUNDS)
+    for tag, values in zip(tags, (losses.mean(0), losses.max(0), losses.min(0)), strict=True):
+        found = scalars(folder / "fp32", tag)
+        assert list(found) == list(range(50, 401, 50))
         # Event files hold float32: half a unit in its last place is 2^-24 of the value.
-        np.testing.assert_allclose([p.value for p in points], values, rtol=2.0**-24)
+        np.testing.assert_allclose(list(found.values()), values, rtol=2.0**-24)
 
 
 def test_the_layout_has_a_margin_chart_per_quantity_and_its_tags_exist(tmp_path):
     folder = write_summaries(comparison(group(steps=400)), tmp_path)
-    accumulator = read(folder / SLUG / "fp32")
+    accumulator = read(folder / "fp32")
     (event,) = accumulator.Tensors("custom_scalars__config__")
     layout = layout_pb2.Layout.FromString(event.tensor_proto.string_val[0])
     (category,) = layout.category
@@ -61,21 +69,64 @@ def test_the_layout_has_a_margin_chart_per_quantity_and_its_tags_exist(tmp_path)
         for series in chart.margin.series
         for bound in ("value", "lower", "upper")
     ]
-    assert sorted(tags) == sorted(accumulator.Tags()["scalars"])
+    known = accumulator.Tags()["scalars"]
+    assert sorted(tags) == sorted(tag for tag in known if "vs" not in tag)
 
 
 def test_the_verdict_is_a_markdown_table(tmp_path):
     folder = write_summaries(comparison(group(steps=400)), tmp_path)
-    accumulator = read(folder / SLUG / "fp32")
-    assert accumulator.SummaryMetadata(f"{SLUG}/verdict").plugin_data.plugin_name == "text"
-    (event,) = accumulator.Tensors(f"{SLUG}/verdict")
+    accumulator = read(folder / "fp32")
+    assert accumulator.SummaryMetadata("verdict").plugin_data.plugin_name == "text"
+    (event,) = accumulator.Tensors("verdict")
     text = event.tensor_proto.string_val[0].decode()
     assert text.startswith("| verdict ") and "| matches " in text
 
 
+def test_many_runs_make_one_run_a_mode(tmp_path):
+    for seed in range(21):
+        write_run(tmp_path / f"fp32-s{seed}", seed=seed, final=1.0 + seed)
+        write_run(tmp_path / f"amp-s{seed}", "amp", seed, final=1.1 * (1.0 + seed))
+    folder = write_means([tmp_path], tmp_path)
+    assert sorted(path.name for path in folder.iterdir()) == ["amp", "fp32"]
+    assert scalars(folder / "fp32", "eval/loss") == {40: 11.0}
+    assert scalars(folder / "amp", "eval/loss vs FP32 (%)") == {40: pytest.approx(10)}
+    assert scalars(folder / "fp32", "train/loss")[20] == pytest.approx(11.05)
+
+
+def test_what_else_is_swept_makes_sections_and_no_runs(tmp_path):
+    for lr in (0.1, 0.2):
+        for mode in ("fp32", "amp"):
+            write_run(tmp_path / f"{mode}{lr}", mode, overrides={"optim.lr": lr}, final=lr)
+        write_run(tmp_path / f"static{lr}", "amp", scaler="static", overrides={"optim.lr": lr})
+    folder = write_means([tmp_path], tmp_path)
+    assert sorted(path.name for path in folder.iterdir()) == ["amp", "amp__static_", "fp32"]
+    for lr in (0.1, 0.2):
+        tag = f"lstm_lm-docs_words-optim.lr-{lr}/eval loss"
+        assert scalars(folder / "fp32", tag) == {40: pytest.approx(lr)}
+
+
+def test_runs_without_an_outcome_are_in_no_mean_but_their_own(tmp_path):
+    write_run(tmp_path / "s0", final=1.0)
+    write_run(tmp_path / "s1", seed=1, final=5.0, status="preempted")
+    write_run(tmp_path / "amp", "amp", seed=1, final=3.0, status="preempted")
+    folder = write_means([tmp_path], tmp_path)
+    assert scalars(folder / "fp32", "eval/loss") == {40: 1.0}
+    assert scalars(folder / "amp", "eval/loss") == {40: 3.0}  # there is nothing else of it
+    assert not any("vs" in tag for tag in read(folder / "amp").Tags()["scalars"])
+
+
+def test_without_a_baseline_there_are_curves_all_the_same(tmp_path):
+    write_run(tmp_path / "amp", "amp", final=3.0)
+    folder = write_means([tmp_path], tmp_path)
+    assert scalars(folder / "amp", "eval/loss") == {40: 3.0}
+    assert not any("vs" in tag for tag in read(folder / "amp").Tags()["scalars"])
+
+
 def test_old_summaries_are_replaced_and_nothing_else_is_touched(tmp_path):
-    write_summaries(comparison(replace(group(steps=400), slug="old")), tmp_path)
-    stranger = tmp_path / "_summary" / "old" / "amp" / "events.out.tfevents.1.host"
+    one = group(steps=400)
+    one.rows[0].arm.label = "old"
+    write_summaries(comparison(one), tmp_path)
+    stranger = tmp_path / "_summary" / "old" / "events.out.tfevents.1.host"
     stranger.write_bytes(b"of someone else")
     outside = tmp_path / "events.out.tfevents.2.host.mprun-compare"
     outside.write_bytes(b"not below _summary")
@@ -83,7 +134,7 @@ def test_old_summaries_are_replaced_and_nothing_else_is_touched(tmp_path):
         folder = write_summaries(comparison(group(steps=400)), tmp_path)
     assert outside.is_file()
     assert [path for path in (folder / "old").rglob("*") if path.is_file()] == [stranger]
-    for mode in (folder / SLUG).iterdir():
+    for mode in folder.glob("*[!d]"):  # all but "old"
         assert len(list(mode.iterdir())) == 1
 
 
@@ -93,19 +144,19 @@ def test_what_is_not_finite_is_left_out(tmp_path):
         run.evals["loss"] = np.full(len(run.evals["step"]), np.nan)
         run.train["loss"] = np.where(run.train["step"] > 200, np.inf, run.train["loss"])
     folder = write_summaries(comparison(one), tmp_path)
-    accumulator = read(folder / SLUG / "fp16_naive")
-    assert not any("eval_loss" in tag for tag in accumulator.Tags()["scalars"])
-    points = accumulator.Scalars(f"{SLUG}/train_loss/upper")
+    accumulator = read(folder / "fp16_naive")
+    assert not any("eval" in tag for tag in accumulator.Tags()["scalars"])
+    points = accumulator.Scalars("variation/train loss highest")
     assert points and max(point.step for point in points) <= 201
     assert np.isfinite([point.value for point in points]).all()
 
 
-def test_labels_become_folders_that_stay_below_the_group(tmp_path):
+def test_labels_become_folders_that_stay_below_the_summary(tmp_path):
     one = group(seeds=3, steps=400)
     for row, label in zip(one.rows, ("../x", "amp (static)", "amp [static]", "."), strict=True):
         row.arm.label = label
     folder = write_summaries(comparison(one), tmp_path)
-    names = sorted(path.name for path in (folder / SLUG).iterdir())
+    names = sorted(path.name for path in folder.iterdir())
     assert names == ["_", "_x", "amp__static_", "amp__static_.2", "fp32"]
     assert [path.name for path in tmp_path.iterdir()] == ["_summary"]
 
@@ -148,15 +199,17 @@ def get(address: str):
 @pytest.mark.slow
 def test_a_real_server_lists_runs_layout_and_text(server):
     deadline = time.monotonic() + 60
-    while len(get(f"{server}/data/runs")) < 8 and time.monotonic() < deadline:
+    while len(get(f"{server}/data/runs")) < 5 and time.monotonic() < deadline:
         time.sleep(0.5)
     runs = get(f"{server}/data/runs")
-    assert f"_summary/{SLUG}/amp" in runs and "_summary/dcgan-digits_gan/fp32" in runs
+    assert "_summary/amp" in runs and "_summary/fp32" in runs
     layout = get(f"{server}/data/plugin/custom_scalars/layout")
-    assert [category["title"] for category in layout["category"]] == ["dcgan-digits_gan", SLUG]
-    tag = layout["category"][1]["chart"][1]["margin"]["series"][0]["value"]
-    query = f"run=_summary/{SLUG}/amp&tag={tag}"
+    charts = {category["title"]: category["chart"] for category in layout["category"]}
+    assert charts.keys() == {"dcgan-digits_gan", SLUG}
+    [chart] = (one for one in charts[SLUG] if one["title"].startswith("eval/"))
+    tag = chart["margin"]["series"][0]["value"]
+    query = urllib.parse.urlencode({"run": "_summary/amp", "tag": tag})
     points = get(f"{server}/data/plugin/scalars/scalars?{query}")
     assert len(points) == 8
     texts = get(f"{server}/data/plugin/text/tags")
-    assert texts[f"_summary/{SLUG}/fp32"] == [f"{SLUG}/verdict"]
+    assert f"{SLUG}/verdict" in texts["_summary/fp32"]
