@@ -52,6 +52,8 @@ if TYPE_CHECKING:
 
 # Before these names of metrics stands which learner of a GAN they are of.
 _PREFIX = {"generator": "g_", "discriminator": "d_"}
+# TensorBoard sorts sections by name and opens the first two: eval and train come before the probes.
+_SECTION = "values_"
 
 
 class Shadow:
@@ -264,11 +266,11 @@ class Probing:
 def show_probe(writer: "SummaryWriter", record: ProbeRecord) -> None:
     """Add one probe to the SummaryWriter at its step.
 
-    Histograms `exponents/KIND`: the binary exponents of all non-zero finite values, one bucket
-    each. Scalars KIND_underflow, KIND_overflow (shares in FP16, of the non-zero values), KIND_zeros
-    (share of all), KIND_log2_amax and KIND_headroom (powers of two), lost_updates_fp16 and
-    lost_updates_bf16 (shares), shadow_cosine, shadow_norm_ratio and shadow_relative_error, each
-    `/total` and `/MODULE`. Behind the slash a GAN has the learner first.
+    Every tag begins with `values_`. Histograms `exponents/KIND`: the binary exponents of all
+    non-zero finite values, one bucket each. Scalars KIND_underflow, KIND_overflow (shares in FP16,
+    of the non-zero values), KIND_zeros (share of all), KIND_log2_amax and KIND_headroom (powers of
+    two), lost_updates_fp16 and lost_updates_bf16 (shares), shadow_cosine, shadow_norm_ratio and
+    shadow_relative_error, each `/total` and `/MODULE`. A GAN has the learner behind the slash.
     """
     from tensorboard.compat.proto.summary_pb2 import Summary
 
@@ -278,10 +280,11 @@ def show_probe(writer: "SummaryWriter", record: ProbeRecord) -> None:
         for kind in KINDS:
             total = measured.total(kind)
             if total is not None and total.counts.nonzero:
-                values += _histogram(f"exponents/{prefix}{kind}", total).value
+                values += _histogram(f"{_SECTION}exponents/{prefix}{kind}", total).value
         for tag, name, value in _scalars(measured):
             if value is not None and math.isfinite(value):
-                values.append(Summary.Value(tag=f"{tag}/{prefix}{name}", simple_value=value))
+                tag = f"{_SECTION}{tag}/{prefix}{name}"
+                values.append(Summary.Value(tag=tag, simple_value=value))
     # In one event: some hundred modules with a call each would take longer than a training step.
     file_writer: Any = writer.file_writer  # torch declares it as None
     file_writer.add_summary(Summary(value=values), record.step)

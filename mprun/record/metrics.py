@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -95,10 +96,10 @@ class TensorBoardView:
         self.writer = SummaryWriter(str(directory), flush_secs=10, purge_step=purge_step)
 
     def write(self, record: dict[str, Any]) -> None:
-        """Add every number of one record at its step; of an evaluation its metrics alone."""
-        left_out = {"split", "step"}
+        """Add the numbers of one record at its step; of an evaluation its metrics alone."""
+        left_out = {"split", "step", "epoch"}
         if record["split"] == "eval":
-            left_out |= {"epoch", "updates", "skipped", "seconds"}
+            left_out |= {"updates", "skipped", "seconds"}
         for key, value in record.items():
             if key not in left_out and isinstance(value, (int, float)):
                 self.writer.add_scalar(f"{record['split']}/{key}", value, record["step"])
@@ -109,17 +110,18 @@ class TensorBoardView:
 
         self.writer.add_image(tag, make_grid(images, nrow=8), step)
 
-    def hyperparameters(self, values: dict[str, Any], metrics: dict[str, float]) -> None:
-        """One entry of the HPARAMS page, in this same run (add_hparams would make another)."""
+    def hyperparameters(self, values: dict[str, Any], tags: Iterable[str]) -> None:
+        """One entry of the HPARAMS page, in this same run (add_hparams would make another).
+
+        tags: of the scalars whose newest value stands beside the hyperparameters.
+        """
         from torch.utils.tensorboard.summary import hparams
 
         plain = {
             k: v if isinstance(v, (int, float, str, bool)) else str(v) for k, v in values.items()
         }
-        for summary in hparams(plain, metrics):
+        for summary in hparams(plain, dict.fromkeys(tags)):
             self.writer.file_writer.add_summary(summary)  # type: ignore[attr-defined]  # says None
-        for name, value in metrics.items():
-            self.writer.add_scalar(name, value)
 
     def close(self) -> None:
         self.writer.close()

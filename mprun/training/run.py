@@ -288,11 +288,9 @@ def _write_hyperparameters(directory: Path, config: RunConfig, record: dict) -> 
         "scaler": config.scaler.name,
         "seed": config.seed,
     }
-    final = record["final"] or {"loss": "nan"}  # diverged before its evaluation
-    metrics = {f"hparam/eval_{k}": float(v) for k, v in final.items()}
-    metrics["hparam/skipped"] = record["skipped"]
+    final = record["final"] or ("loss",)  # diverged before its evaluation
     view = TensorBoardView(directory)
-    view.hyperparameters(values, metrics)
+    view.hyperparameters(values, [*(f"eval/{metric}" for metric in final), "train/skipped"])
     view.close()
 
 

@@ -110,15 +110,14 @@ def events(folder) -> EventAccumulator:
 
 def test_tensorboard_shows_the_same_numbers(scaled):
     view, expected = events(scaled), {}
-    bookkeeping = ("epoch", "updates", "skipped", "seconds")  # not shown for evaluations
+    bookkeeping = ("updates", "skipped", "seconds")  # not shown for evaluations
     for record in read_metrics(scaled / "metrics.jsonl"):
         for key, value in record.items():
             if record["split"] == "eval" and key in bookkeeping:
                 continue
-            if key not in ("split", "step") and not isinstance(value, str):
+            if key not in ("split", "step", "epoch") and not isinstance(value, str):
                 expected.setdefault(f"{record['split']}/{key}", []).append((record["step"], value))
-    tags = set(view.Tags()["scalars"])
-    assert tags - {t for t in tags if t.startswith("hparam/")} == set(expected)
+    assert set(view.Tags()["scalars"]) == set(expected)
     for tag, points in expected.items():
         shown = view.Scalars(tag)
         assert [point.step for point in shown] == [step for step, _ in points]
@@ -132,8 +131,10 @@ def test_tensorboard_shows_the_same_numbers(scaled):
 def test_one_tensorboard_run_with_hyper_parameters(scaled):
     assert {path.parent for path in scaled.rglob("events.*")} == {scaled}
     view = events(scaled)
-    assert "hparam/eval_loss" in view.Tags()["scalars"]
     assert "_hparams_/session_start_info" in view.summary_metadata
+    # The metrics of that page are the curves themselves: no section comes between eval and train.
+    experiment = view.summary_metadata["_hparams_/experiment"].plugin_data.content
+    assert all(tag in experiment for tag in (b"eval/loss", b"eval/perplexity", b"train/skipped"))
     content = view.summary_metadata["_hparams_/session_start_info"].plugin_data.content
     for word in (b"precision", b"fp16_master_scaled", b"lstm_lm", b"scaler"):
         assert word in content
