@@ -13,6 +13,7 @@ import signal
 import sys
 import traceback
 from importlib import import_module
+from pathlib import Path
 
 from mprun.cli.arguments import Arguments, number
 from mprun.errors import BUG, DAMAGED, DONE, INTERRUPTED, RESOURCE, BadInput, MprunError
@@ -106,8 +107,14 @@ def _dispatch(arguments: list[str]) -> int:
         from mprun.sweep import STALL_AFTER_S, sweep
 
         stall_after = STALL_AFTER_S if options.stall_after is None else options.stall_after
-        return sweep(options.overrides, options.config_dir, options.jobs, stall_after)
+        return sweep(options.overrides, options.config_dir, options.jobs, stall_after, _curves)
     return _run(options)
+
+
+def _curves(folders: list[Path], root: Path) -> Path:
+    from mprun.compare.tensorboard_summary import write_means
+
+    return write_means(folders, root)
 
 
 def _help(arguments: list[str]) -> int:

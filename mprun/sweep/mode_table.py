@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from mprun.config.roles import is_told
 from mprun.record.console import markdown_table
-from mprun.sweep.jobs import Cell, outcome_words
+from mprun.sweep.jobs import OUTCOMES, Cell, outcome_words
 
 
 def without_record(cell: Cell, words: str) -> dict:
@@ -48,9 +48,11 @@ def table(records: list[dict], swept: Iterable[str] = ()) -> str:
     """A Markdown table, one row per mode (and per what else is swept), FP32 first.
 
     Difference: of the mean losses over the seeds that FP32 and the mode share, as in `compare`.
+    A run without an outcome is in no mean; of the loss it had, its step says that it is not final.
 
     Args:
-        records: of all runs, the contents of run.json.
+        records: of all runs, the contents of run.json; "newest": the last record (step, loss) of a
+            run without an outcome, {} if it has none.
         swept: keys that tell runs apart even if they say nothing about what is learned (device).
     """
     if not records:
@@ -87,7 +89,8 @@ def _rows(records: list[dict], seeds: list[int]) -> Iterator[list[str]]:
         precision = record["precision"]
         found.setdefault((precision["mode"], precision["scaler"]), {})[record["seed"]] = record
     names = [mode for mode, _ in found]
-    baseline = {r["seed"]: _loss(r) for r in records if r["precision"]["mode"] == "fp32"}
+    fp32 = [record for record in records if record["precision"]["mode"] == "fp32"]
+    baseline = {record["seed"]: _loss(record) for record in fp32 if _is_outcome(record)}
     for (mode, scaler), by_seed in found.items():
         label = f"{mode} ({scaler})" if names.count(mode) > 1 else mode
         yield [label, *_cells(by_seed, seeds, None if mode == "fp32" else baseline)]
@@ -97,13 +100,13 @@ def _cells(
     by_seed: dict[int, dict], seeds: list[int], baseline: dict[int, float] | None
 ) -> list[str]:
     """baseline: the loss of FP32 by seed; None of FP32 itself."""
-    losses = {seed: _loss(by_seed[seed]) for seed in seeds if seed in by_seed}
     own = list(by_seed.values())
+    losses = {seed: _loss(record) for seed, record in by_seed.items() if _is_outcome(record)}
     memory = [record.get("memory", {}) for record in own]
     speeds = [record.get("throughput", {}).get("samples_per_s") for record in own]
     return [
-        *(_number(losses[seed]) if seed in losses else "" for seed in seeds),
-        _number(statistics.fmean(losses.values())),
+        *(_loss_text(by_seed[seed]) if seed in by_seed else "" for seed in seeds),
+        _number(statistics.fmean(losses.values())) if losses else "",
         "baseline" if baseline is None else _percent(losses, baseline),
         str(sum(record.get("skipped", 0) for record in own)),
         _statuses(own),
@@ -117,8 +120,20 @@ def _most_mib(counts: list[float]) -> float:
     return max(counts) / 2**20
 
 
+def _is_outcome(record: dict) -> bool:
+    return record["status"] in OUTCOMES
+
+
 def _loss(record: dict) -> float:
     return float(record.get("final", {}).get("loss", math.nan))
+
+
+def _loss_text(record: dict) -> str:
+    """The loss at the end; of a run without an outcome the newest with its step, or nothing."""
+    if _is_outcome(record):
+        return _number(_loss(record))
+    newest = record.get("newest", {})
+    return f"{_number(newest['loss'])} (step {newest['step']})" if newest else ""
 
 
 def _of_known(
@@ -149,7 +164,7 @@ def _percent(losses: dict[int, float], baseline: dict[int, float]) -> str:
     """How far the losses of the seeds that both have are from those of FP32, together."""
     shared = losses.keys() & baseline.keys()
     if not shared:
-        return "no FP32 run"
+        return "no FP32 loss" if losses else ""
     mean = sum(baseline[seed] for seed in losses if seed in shared)
     own = sum(losses[seed] for seed in losses if seed in shared)
     difference = (own - mean) / mean if mean else math.nan

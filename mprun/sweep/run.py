@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from mprun.errors import ASKING, INTERRUPTED, PREEMPTED, BadInput
+from mprun.errors import ASKING, DONE, INTERRUPTED, PREEMPTED, BadInput, MprunError
 from mprun.record.run_directory import is_at
 from mprun.sweep.attempt import Attempt, exit_code, failed_elsewhere, quickest_start
 from mprun.sweep.batch import Batch, Job
@@ -64,17 +64,24 @@ def sweep(
     config_dir: str | None = None,
     jobs: int | None = None,
     stall_after: float = STALL_AFTER_S,
+    curves: Callable[[list[Path], Path], Path] | None = None,
 ) -> int:
     """Run all cells, `jobs` (None: 1) at a time; prints the table. 0 if every cell has an outcome.
 
-    stall_after: seconds without a heartbeat after which a run is killed; 0: never.
+    Args:
+        overrides: with several values where the cells differ.
+        config_dir: of the user's own options.
+        jobs: runs at a time.
+        stall_after: seconds without a heartbeat after which a run is killed; 0: never.
+        curves: writes the mean curves of the runs in some folders below a root, and says where.
+            With it the next commands are printed; without it somebody else goes on.
     """
     planned = plan(overrides, config_dir)
     if planned.launcher and jobs is not None:
         raise BadInput(f"-j {jobs}: not with a launcher, which has a number of its own")
     finished = [cell for cell in planned.cells if look(cell) is State.FINISHED]
     waiting = [cell for cell in planned.cells if cell not in finished]
-    already = f", {len(finished)} finished already" if finished else ""
+    already = f", {len(finished) if waiting else 'all'} finished already" if finished else ""
     print(f"sweep of {len(planned.cells)} runs in {planned.root}{already}", file=sys.stderr)
     board = Board(planned, _command(overrides, jobs, config_dir))
     for cell in finished:
@@ -84,8 +91,24 @@ def sweep(
         codes = loop.run(waiting)
     board.write(now=True)
     print(board.table())
-    print(f"sweep: {planned.root}")
-    return stop.exit_code if stop.reason is not None else exit_code(codes)
+    print(f"sweep: {planned.root}", flush=True)
+    code = stop.exit_code if stop.reason is not None else exit_code(codes)
+    if curves is not None and code != DONE:
+        print(f"to go on: {board.command}", file=sys.stderr)
+    if curves is not None and stop.reason is None:
+        _say_next(planned, curves)
+    return code
+
+
+def _say_next(planned: Plan, curves: Callable[[list[Path], Path], Path]) -> None:
+    """The commands that come after a sweep, each in a line of its own."""
+    folders = sorted({cell.directory.parent for cell in planned.cells})
+    print(f"verdicts: {shlex.join(['mprun', 'compare', *map(str, folders)])}", file=sys.stderr)
+    try:
+        logdir = shlex.quote(str(curves(folders, planned.root)))
+        print(f"curves: tensorboard --logdir {logdir}", file=sys.stderr)
+    except (MprunError, OSError) as error:  # no reason to fail what has ended well
+        print(f"mprun: no curves: {error}", file=sys.stderr)
 
 
 def _command(overrides: list[str], jobs: int | None, config_dir: str | None) -> str:

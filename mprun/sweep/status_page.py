@@ -4,12 +4,16 @@ import hashlib
 import json
 import math
 import os
+import shutil
+import statistics
 import sys
 import time
 from contextlib import suppress
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+from mprun.config.roles import flat
+from mprun.errors import DIVERGED, DONE, PREEMPTED
 from mprun.record.console import markdown_table
 from mprun.sweep.attempt import Outcome, last_line
 from mprun.sweep.jobs import OUTCOMES, Cell, outcome_words, record_of
@@ -18,6 +22,9 @@ from mprun.sweep.plan import Plan
 
 _EVERY_S = 10.0  # at least this often the file shows how far the runs are
 _TAIL_BYTES = 8192  # of metrics.jsonl, for its last record
+_IN_USE = "in use by another process"
+# Characters of a line about a cell: of its overrides at least, of how it ended at most.
+_SHORTEST, _LONGEST = 10, 30
 
 
 class Board:
@@ -28,41 +35,48 @@ class Board:
         names = sorted(self._name(cell) for cell in planned.cells)
         digest = hashlib.sha256("\n".join(names).encode()).hexdigest()[:8]
         self.path = planned.root / f"sweep-{digest}.md"
+        self.told = planned.swept - {"precision", "seed"}  # of a cell, beside its mode and seed
         self.words: dict[Cell, str] = {}  # "waiting": in a launcher's queue
         self.since: dict[Cell, float] = {}
         self.seconds: dict[Cell, float] = {}
         self.started = _now()
         self.written = -math.inf
-        self.numbers: dict[Cell, int] = {}  # in the order in which cells finish or start
+        self.at_once = 1  # the most runs that have been seen running together
 
     def finished(self, cell: Cell) -> None:
         """The cell has an outcome that this sweep did not make."""
-        self._number(cell)
         self.words[cell] = outcome_words(record_of(cell.directory) or {"status": "failed"})
         self.written = -math.inf
 
     def started_run(self, cell: Cell) -> None:
         """A run of the cell starts."""
         self.words[cell], self.since[cell] = "running", time.monotonic()
-        self._say(f"[{self._number(cell)}/{len(self.plan.cells)}] {cell.directory.name}")
+        self.at_once = max(self.at_once, list(self.words.values()).count("running"))
+        self._say("", cell, "starts")
         self.written = -math.inf
 
     def in_use(self, cell: Cell) -> None:
         """Another process has the cell: a second sweep, or a run that a killed sweep left."""
-        words = "in use by another process"
-        if self.words.get(cell) != words:
-            self.words[cell] = words
-            self._say(f"  {cell.directory.name}: {words}; waiting for it")
+        if self.words.get(cell) != _IN_USE:
+            self.words[cell] = _IN_USE
+            self._say("", cell, f"{_IN_USE}; waiting for it")
 
     def ended(self, cell: Cell, outcome: Outcome) -> None:
-        """An attempt at the cell has ended."""
+        """An attempt at the cell has ended: how, with which loss, how many have, and the rest."""
         self.words[cell] = outcome.words
+        cause = short(outcome.words, _LONGEST)
+        words = [] if outcome.code == DONE else [cause]
+        words += _results(self._record(cell) or {})
         if cell in self.since:
             self.seconds[cell] = time.monotonic() - self.since[cell]
-        self._say(f"  {cell.directory.name}: {outcome.words} (exit {outcome.code})")
-        line = last_line(cell)
-        if outcome.code not in (0, 3) and line and line not in outcome.words:
-            self._say(f"    {line}")
+            words.append(_clock(self.seconds[cell]))
+        ended = sum(self._is_over(one) for one in self.plan.cells)
+        if (left := self._left()) is not None:
+            words.append(f"ETA {_clock(left)}")
+        self._say(f"[{ended}/{len(self.plan.cells)}] ", cell, ", ".join(words))
+        line = last_line(cell) if cause == outcome.words else outcome.words
+        if outcome.code not in (DONE, DIVERGED, PREEMPTED) and line and line not in cause:
+            print(f"    {cell.directory.name}: {line}", file=sys.stderr, flush=True)
         self.written = -math.inf
 
     def table(self) -> str:
@@ -116,22 +130,40 @@ class Board:
     def _record(self, cell: Cell) -> dict | None:
         words = self.words.get(cell, "")
         if (record := record_of(cell.directory)) is not None:
-            return record
+            if record["status"] in OUTCOMES:
+                return record
+            return record | {"newest": _last_record(cell.directory / "metrics.jsonl")}
         ended = words.startswith(("failed", "killed", "hung"))
         return without_record(cell, words) if ended else None
 
     def _name(self, cell: Cell) -> str:
         return cell.directory.relative_to(self.plan.root).as_posix()
 
-    def _number(self, cell: Cell) -> int:
-        return self.numbers.setdefault(cell, len(self.numbers) + 1)
+    def _is_over(self, cell: Cell) -> bool:
+        return self.words.get(cell, "waiting") not in ("waiting", "running", _IN_USE)
 
-    def _say(self, line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
+    def _left(self) -> float | None:
+        """Seconds until the last cell ends, if each takes as long as those that ended; or None."""
+        rest = [cell for cell in self.plan.cells if not self._is_over(cell)]
+        if not self.seconds or not rest:
+            return None
+        each, now = statistics.fmean(self.seconds.values()), time.monotonic()
+        running = [cell for cell in rest if self.words.get(cell) == "running"]
+        done = sum(min(each, now - self.since[cell]) for cell in running)
+        return (each * len(rest) - done) / min(self.at_once, len(rest))
+
+    def _say(self, count: str, cell: Cell, words: str) -> None:
+        """A line about a cell that fits the terminal; what is swept beside modes is cut first."""
+        width = shutil.get_terminal_size().columns
+        own = [text for text in cell.overrides if text.partition("=")[0] in self.told]
+        ends = f"{count}{cell.mode} ", f"s{cell.seed}: {words}"
+        room = width - len("".join(ends)) - 1
+        told = f"{short(' '.join(own), room)} " if own and room >= _SHORTEST else ""
+        print(short(told.join(ends), width), file=sys.stderr, flush=True)
 
 
 def _last_record(path: Path) -> dict:
-    """The last whole record of a metrics.jsonl, from its end; {} if there is none."""
+    """The last whole record of a metrics.jsonl with a loss, from its end; {} if there is none."""
     try:
         with open(path, "rb") as file:
             file.seek(0, os.SEEK_END)
@@ -140,11 +172,22 @@ def _last_record(path: Path) -> dict:
     except OSError:
         return {}
     for line in reversed(lines):
-        with suppress(ValueError):
-            record = json.loads(line)
-            if isinstance(record, dict):
-                return record
+        with suppress(ValueError, TypeError, LookupError):
+            record: dict = json.loads(line)
+            return record | {"step": int(record["step"]), "loss": float(record["loss"])}
     return {}
+
+
+def _results(record: dict) -> list[str]:
+    """The loss and the judged metric at the end, or the newest loss; without what is no number."""
+    final = record.get("final") or record.get("newest", {})
+    metric = flat(record.get("config", {})).get("compare.metric", "loss")
+    known = {key: float(final[key]) for key in dict.fromkeys(("loss", metric)) if key in final}
+    return [f"{key} {value:.5g}" for key, value in known.items() if math.isfinite(value)]
+
+
+def _clock(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))
 
 
 def _now() -> str:

@@ -10,12 +10,14 @@ from dataclasses import asdict
 import pytest
 
 from mprun.cli import main
-from mprun.errors import BadInput
+from mprun.errors import DIVERGED, PREEMPTED, BadInput
 from mprun.record.run_directory import Pulse, locked, write_json
+from mprun.sweep import run
 from mprun.sweep.attempt import Ended, Outcome, exit_code, settle
 from mprun.sweep.batch import cell_of
-from mprun.sweep.jobs import State, look, put_aside, record_of
-from mprun.sweep.plan import plan
+from mprun.sweep.jobs import Cell, State, look, put_aside, record_of
+from mprun.sweep.plan import Plan, plan
+from mprun.sweep.status_page import Board
 from mprun.training.loop import Heartbeat
 
 RECORD = {
@@ -269,3 +271,69 @@ def test_a_cell_of_another_process_is_waited_for(cell, record, code, words, capf
     [file] = cell.directory.parent.glob("sweep-*.md")
     [row] = [r for r in file.read_text().splitlines() if r.startswith(f"| {cell.directory.name}")]
     assert [text.strip() for text in row.split("|")[2:4]] == [words, "20/20"]
+
+
+def planned(root, modes, seeds, *more) -> Plan:
+    """A sweep of those modes and seeds without composing them; more: overrides of each cell."""
+    cells = [
+        Cell(
+            (f"precision={mode}", *more), root / f"{mode}-s{seed}", f"{mode}{seed}", mode, "", seed
+        )
+        for mode in modes
+        for seed in range(seeds)
+    ]
+    return Plan(tuple(cells), root, frozenset({"precision", "seed", "optim.lr"}), None, None)
+
+
+def test_the_line_of_an_ended_cell_fits_the_terminal(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("COLUMNS", "80")
+    sweep = planned(tmp_path, ["fp16_master_scaled"], 6, "optim.lr=0.0" + "1" * 30, "name=x")
+    board = Board(sweep, "mprun -m ...")
+    first, second, third, fourth, fifth, _ = sweep.cells
+    for one in (first, second):
+        board.started_run(one)
+        board.since[one] -= 100
+    put(first, status="done", final={"loss": 0.123456, "top1": 98.7654321})
+    board.ended(first, Outcome("done"))
+    put(second, status="diverged", last_step=123456, final={"loss": "nan"})
+    board.ended(second, Outcome("diverged at step 123456", DIVERGED))
+    board.started_run(third)
+    put(third, status="preempted")
+    (third.directory / "metrics.jsonl").write_text('{"split": "train", "step": 7, "loss": 5.35}\n')
+    board.ended(third, Outcome("preempted", PREEMPTED))
+    board.ended(fourth, Outcome("failed: ValueError: " + "x" * 100, 1))
+    board.in_use(fifth)
+    lines = capfd.readouterr().err.splitlines()
+    cause = lines.pop(-2)
+    assert cause == f"    {fourth.directory.name}: failed: ValueError: {'x' * 100}"
+    assert max(map(len, lines)) <= 80
+    ended = [line for line in lines if line.startswith("[")]
+    # 100 s each, two at once: four cells are left, and of a fifth, that has had its time, nothing.
+    assert ended[0].startswith("[1/6] fp16_master_scaled optim.lr=0.0")
+    assert ended[0].endswith("... s0: loss 0.12346, 0:01:40, ETA 0:03:20")
+    assert ended[1] == "[2/6] fp16_master_scaled s1: diverged at step 123456, 0:01:40, ETA 0:03:20"
+    assert ended[2].endswith(" s2: preempted, loss 5.35, 0:00:00, ETA 0:01:40")
+    assert "| 5.3500 (step 7)" in board.table()
+
+
+def test_a_finished_sweep_says_what_comes_next(tmp_path, monkeypatch, capfd):
+    sweep = planned(tmp_path / "runs", ["fp32", "fp16_naive"], 21)
+    for cell in sweep.cells:
+        precision = {"mode": cell.mode, "scaler": "none"}
+        config = {"precision": {"name": cell.mode}, "seed": cell.seed}
+        ended = {"status": "done", "last_step": 20, "final": {"loss": 1.0}}
+        more = {"choices": {}, "environment": {}, "created": "2026-11-20T10:00:00+00:00"}
+        put(cell, seed=cell.seed, precision=precision, config=config, **ended, **more)
+        numbers = {"step": 20, "updates": 20, "skipped": 0, "loss": 1.0}
+        lines = [json.dumps({"split": split} | numbers) for split in ("train", "eval")]
+        (cell.directory / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    monkeypatch.setattr(run, "plan", lambda overrides, config_dir: sweep)
+    assert main(["-m", "precision=fp32,fp16_naive", "seed=range(0,21)"]) == 0
+    assert capfd.readouterr().err.splitlines() == [
+        f"sweep of 42 runs in {sweep.root}, all finished already",
+        f"verdicts: mprun compare {sweep.root}",
+        f"curves: tensorboard --logdir {sweep.root}/_summary",
+    ]
+    # However many runs: TensorBoard ticks those of the folder that is printed, one a mode.
+    curves = sorted(path.name for path in (sweep.root / "_summary").iterdir())
+    assert curves == ["fp16_naive", "fp32"]

@@ -69,7 +69,7 @@ def test_outcomes_and_places(launcher, tiny, held_at_first_step, same_as_single,
     assert {path.name for path in tmp_path.iterdir()} == {"outputs", "single"}
     names = {cell.directory.name for cell in cells}
     found = {p.name for p in cells[0].directory.parent.iterdir() if not p.match("sweep-*.md")}
-    assert found == names | {".launcher"}
+    assert found == names | {".launcher", "_summary"}
     [batch] = (cells[0].directory.parent / ".launcher").iterdir()
     assert "leaked" not in (batch / "driver.log").read_text()
 

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shlex
 import shutil
 import signal
 import subprocess
@@ -62,7 +63,7 @@ def restarted(tmp_path, start_sweep, wait_for, same_as_single, monkeypatch):
 
         def begun(process, printed) -> bool:
             # Its own runs: those of the sweep before may still write their checkpoints.
-            return process.poll() is not None or ("\n[" in printed.read_text() and training())
+            return process.poll() is not None or (" starts\n" in printed.read_text() and training())
 
         for count, number in enumerate(signals):
             process = start_sweep([*arguments, "-j", "2"], tmp_path)
@@ -108,7 +109,10 @@ def test_ctrl_c_twice_kills_what_does_not_end(
         os.kill(process, 0)
     record = json.loads((cell.directory / "run.json").read_text())
     assert (record["status"], record["cause"]) == ("failed", "killed by SIGKILL")
-    assert "SIGINT: stopping 1 runs" in (tmp_path / "err0").read_text()
+    said = (tmp_path / "err0").read_text()
+    assert "SIGINT: stopping 1 runs" in said
+    # How to go on, and nothing that would take time.
+    assert said.splitlines()[-1] == f"to go on: {shlex.join(['mprun', '-m', *arguments])}"
     assert (tmp_path / "out0").read_text().splitlines()[-1].startswith("sweep: ")
 
 
@@ -132,7 +136,7 @@ def test_two_sweeps_at_once_share_the_cells(tmp_path, tiny, start_sweep, monkeyp
     both = [start_sweep(arguments, tmp_path) for _ in range(2)]
     assert [sweep.wait() for sweep in both] == [0, 0]
     cells = plan(arguments, None).cells
-    names = {cell.directory.name for cell in cells}
+    names = {cell.directory.name for cell in cells} | {"_summary"}
     assert {p.name for p in cells[0].directory.parent.iterdir() if p.is_dir()} == names
     records = [json.loads((cell.directory / "run.json").read_text()) for cell in cells]
     assert [record["attempts"] for record in records] == [1] * 4

@@ -42,6 +42,9 @@ def test_a_sweep_ends_with_a_table_and_runs_only_what_is_missing(tmp_path, monke
     root = tmp_path / last.removeprefix("sweep: ")
     [file] = root.glob("*.md")
     cells = {path.name: path for path in root.iterdir() if path != file}
+    curves = cells.pop("_summary")
+    assert sorted(path.name for path in curves.iterdir()) == ["fp16_naive", "fp32"]
+    assert f"curves: tensorboard --logdir {curves.relative_to(tmp_path)}" in printed.err
     assert len(cells) == 4
     records = {name: json.loads((p / "run.json").read_text()) for name, p in cells.items()}
     status = {(r["precision"]["mode"], json.dumps(r["status"])) for r in records.values()}

@@ -59,19 +59,36 @@ def test_a_diverged_run_shows_its_step_and_no_number():
             run("fp16_naive", 0, "nan", status="diverged", last_step=4),
             run("fp16_naive", 1, "inf", status="diverged", last_step=9),
             run("fp16_master", 0, 2.0),
-            run("fp16_master", 1, 0, final={}, status="preempted"),
+            run("fp16_master", 1, 0, final={}, status="failed"),
         ]
     )
     naive = found["fp16_naive"]
     assert (naive["loss, seed 0"], naive["loss, seed 1"]) == ("nan", "inf")
     assert (naive["vs FP32"], naive["status"]) == ("not finite", "diverged at step 4-9")
-    assert found["fp16_master"]["status"] == "1 done, 1 preempted"
-    assert found["fp16_master"]["mean"] == "nan"
+    assert found["fp16_master"]["status"] == "1 done, 1 failed"
+
+
+def test_a_preempted_run_shows_the_loss_it_had_and_is_in_no_mean():
+    stopped = {"final": {}, "status": "preempted", "newest": {"step": 40, "loss": 5.35}}
+    found = rows(
+        [
+            *(run("fp32", seed, 2.0 * (seed + 1)) for seed in (0, 1)),
+            run("amp", 0, 3.0),
+            run("amp", 1, 0, **stopped),
+            run("bf16_master", 0, 0, **stopped),
+            run("bf16_master", 1, 0, **(stopped | {"newest": {}})),
+        ]
+    )
+    assert found["amp"]["loss, seed 1"] == "5.3500 (step 40)"
+    assert (found["amp"]["mean"], found["amp"]["vs FP32"]) == ("3.0000", "+50.00 %")
+    assert found["amp"]["status"] == "1 done, 1 preempted"
+    none = found["bf16_master"]
+    assert (none["loss, seed 1"], none["mean"], none["vs FP32"]) == ("", "", "")
 
 
 def test_without_a_baseline_there_is_no_difference():
     found = rows([run("amp", 0, 2.0), run("bf16_master", 0, 2.0)])
-    assert {row["vs FP32"] for row in found.values()} == {"no FP32 run"}
+    assert {row["vs FP32"] for row in found.values()} == {"no FP32 loss"}
 
 
 def test_only_seeds_that_both_have_are_compared():
