@@ -7,6 +7,7 @@ noticed up to an interval later than it could be.
 
 import math
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -153,7 +154,11 @@ class Loop:
     def advance(self, index: int) -> None:
         """Take step `index` (from 0), watched where that was asked for; waits for nothing."""
         self.heartbeat.beat()
-        take = self.built.stepper.step if index > self.start else self._first_step
+        take = self.built.stepper.step
+        if index == self.start:
+            take = partial(self._left_at_once, self._first_step)
+        elif index == self.start + 1 and self.built.stepper.compilation is not None:
+            take = partial(self._left_at_once, take)  # this is the step that compiles
         measure = self.due(index + 1).log
         if self.probing is not None and self.probing.due(index + 1):
             metrics = self.probing.watch(index + 1, index, partial(take, index, measure))
@@ -254,14 +259,19 @@ class Loop:
             )
         return outcome
 
+    def _left_at_once(self, take: Callable, index: int, measure: bool) -> dict[str, Tensor]:
+        """A step that may take minutes, when nothing has been learned yet; it may be lost."""
+        try:
+            with self.interruption.breaks():
+                return take(index, measure)
+        except Stopped:
+            self.outcome.step = self.start
+            raise
+
     def _first_step(self, index: int, measure: bool) -> dict[str, Tensor]:
         """The step whose operations and memory are counted, see `mprun.numerics.operations`."""
         built, overrides = self.built, self.config.precision.overrides
-        # Compiling may take minutes, and nothing has been learned yet: it can be left at once.
-        with (
-            self.interruption.breaks(),
-            FirstStep(built.task, built.policy, overrides, index + 1) as first,
-        ):
+        with FirstStep(built.task, built.policy, overrides, index + 1) as first:
             metrics = built.stepper.step(index, measure)
         self.outcome.saved_for_backward_bytes = first.saved.bytes
         self.outcome.first_step = first.record()

@@ -13,6 +13,7 @@ import pytest
 
 from mprun.cli import main
 from mprun.config.roles import config_hash
+from mprun.execution import Compilation
 from mprun.record.metrics import read_metrics
 from mprun.training.signals import Interruption, Stopped
 
@@ -208,6 +209,30 @@ def test_an_evaluation_is_left_at_once_and_made_up_for(tmp_path, capsys):
         ("train", 4),
         ("eval", 4),
     ]
+
+
+def test_compiling_is_left_at_once_and_its_step_is_no_state_to_keep(tmp_path, monkeypatch):
+    """It may take minutes, and has moved what is random, and BatchNorm, when it is left."""
+
+    def words(run):
+        steps = ["train.steps=3", "train.log_every=1", "train.compile=default"]
+        return [*AUTOENCODER, *steps, f"output_dir='{run}'"]
+
+    def compiles(self, step):
+        step()
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0)  # a signal is met here at the latest
+        raise AssertionError("goes on")
+
+    monkeypatch.setattr(Compilation, "first_step", compiles)
+    run, whole = tmp_path / "r", tmp_path / "whole"
+    assert main(words(run)) == 75
+    assert (record_of(run)["status"], record_of(run)["last_step"]) == ("preempted", 0)
+    assert not (run / "checkpoints").exists()
+    monkeypatch.setattr(Compilation, "first_step", lambda self, step: step())
+    assert main([f"resume={run}"]) == main(words(whole)) == 0
+    losses = [[line["loss"] for line in lines_of(path)] for path in (run, whole)]
+    assert losses[0] == losses[1] and len(losses[0]) == 4
 
 
 def lines_of(run) -> list[dict]:
