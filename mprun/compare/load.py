@@ -94,7 +94,8 @@ def search(
     """What `found_in` finds in the folder itself, else in the folders below it, sorted.
 
     Hidden folders, `_summary`, what a sweep put aside (`RUN.attemptN` beside `RUN`) and links back
-    up are not searched. BadInput for a folder that cannot be read.
+    up are not searched, and neither is a folder that goes away meanwhile. BadInput for one that
+    cannot be read.
     """
     resolved = folder.resolve()
     if resolved in above:
@@ -104,8 +105,11 @@ def search(
         return
     try:
         with os.scandir(folder) as entries:
-            names = {entry.name for entry in entries if entry.is_dir()}
-    except PermissionError as error:
+            # Not entry.is_dir, which raises for a link to itself.
+            names = {entry.name for entry in entries if os.path.isdir(entry.path)}
+    except FileNotFoundError:
+        return
+    except OSError as error:
         raise BadInput(f"{folder}: cannot be read ({error.strerror})") from None
     for name in sorted(names, key=natural_order):
         aside = re.fullmatch(r"(.+)\.attempt\d+", name)

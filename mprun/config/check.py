@@ -157,6 +157,28 @@ def _optim(config: RunConfig) -> Iterator[str]:
         yield f"train.clip_modules={list(config.train.clip_modules)}: needs train.clip_norm"
     yield from _schedule(optim)
     yield from _implementation(config)
+    yield from _representable(config)
+
+
+def _representable(config: RunConfig) -> Iterator[str]:
+    """torch refuses a factor of an update that its dtype cannot hold, in the middle of a step."""
+    optim, precision = config.optim, config.precision
+    dtypes = (precision.param_dtype, precision.norm_dtype, *precision.overrides.values())
+    narrow = "fp16" in dtypes and precision.master_dtype is None
+    largest, dtype = (65504.0, "FP16") if narrow else (3e38, "FP32")
+    # Adam's first update divides the rate by 1 - beta1.
+    most_lr = largest * (1 - (optim.betas or [0.0])[0]) / max(1.0, optim.bias_lr_factor)
+    for key, value, most in (
+        ("lr", optim.lr, most_lr),
+        ("weight_decay", optim.weight_decay, largest),
+        ("eps", optim.eps, largest),
+        ("initial_accumulator", optim.initial_accumulator, largest),
+    ):
+        if value is not None and value > most:
+            yield (
+                f"optim.{key}={value:g}: {precision.name} updates in {dtype}, which cannot hold it "
+                f"(allowed: at most {most:.5g})"
+            )
 
 
 def _schedule(optim: schema.OptimConfig) -> Iterator[str]:

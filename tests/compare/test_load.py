@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from mprun.compare.load import load_runs, natural_order
+from mprun.compare.load import load_runs, natural_order, run_directories
 from mprun.config.roles import flat
 from mprun.errors import BadInput, Damaged
 
@@ -62,8 +62,19 @@ def test_links_are_followed_but_not_in_a_circle(tmp_path):
     os.symlink(tmp_path / "elsewhere", runs / "more")
     os.symlink(runs, runs / "round")
     os.symlink(tmp_path, runs / "up")
+    os.symlink("itself", runs / "itself")
     found, notes = load_runs([runs])
     assert sorted(seeds(found)) == [("fp32", 0), ("fp32", 1)] and notes == []
+
+
+def test_a_folder_that_goes_away_while_it_is_searched(tmp_path, monkeypatch):
+    write_run(tmp_path / "fp32-s0")
+    (tmp_path / "gone").mkdir()
+    scan = os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: scan(tmp_path / "x" / path.name))
+    assert list(run_directories(tmp_path / "gone")) == []
+    monkeypatch.undo()
+    assert seeds(load_runs([tmp_path])[0]) == [("fp32", 0)]
 
 
 def test_the_same_run_given_twice_counts_once(tmp_path, monkeypatch):

@@ -292,7 +292,7 @@ def test_stopping_and_resuming_changes_no_bit(mode, tmp_path, capsys):
 
 def test_a_failing_run_is_explained(tmp_path, capsys):
     run = tmp_path / "run"
-    overrides = [*SAMPLED, "precision=fp16_naive", "optim.lr=1e6", "train.steps=30", "device=cpu"]
+    overrides = [*SAMPLED, "precision=fp16_naive", "optim.lr=6e4", "train.steps=30", "device=cpu"]
     assert main([*overrides, "threads=1", "train.log_every=1", f"output_dir='{run}'"]) == 3
     capsys.readouterr()
     assert main(["explain", str(run), "--no-cures", "--json"]) == 0
