@@ -254,10 +254,10 @@ def refuse_strange(directory: Path) -> None:
 
 
 def _remove_leftovers(directory: Path) -> None:
-    for folder in (directory, *directory.glob("*/"), *directory.glob("*/*/")):
-        for path in folder.iterdir():
-            if _TEMPORARY.fullmatch(path.name) and not path.is_symlink():
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+    for path in [path for depth in (".*", "*/.*", "*/*/.*") for path in directory.glob(depth)]:
+        # What is in a folder that is a leftover itself goes with it.
+        if _TEMPORARY.fullmatch(path.name) and not path.is_symlink() and path.exists():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def content_of(path: Path, most: int) -> bytes:

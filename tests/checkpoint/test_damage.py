@@ -207,13 +207,15 @@ def test_what_is_damaged_or_not_finite_is_not_counted_as_kept(tmp_path):
 
 
 def test_what_killed_processes_left_is_removed_and_nothing_else(run, finished):
-    left = ["checkpoints/.step-00000004.123", ".run.json.77", "numerics/.step-00000004.json.5"]
+    left = ["checkpoints/.step-00000004.123/state.pt", ".run.json.77"]
+    left += ["numerics/.step-00000004.json.5", "checkpoints/.step-00000005.9/.step-00000005.9"]
     for name in left:
-        (run / name).parent.mkdir(exist_ok=True)
+        (run / name).parent.mkdir(exist_ok=True, parents=True)
         (run / name).write_text("half")
     (run / ".notes.2024").write_text("of the user")
     assert main([f"resume={run}", "train.steps=7"]) == 0
     assert not any((run / name).exists() for name in left)
+    assert len(list((run / "checkpoints").iterdir())) == 3
     assert (run / ".notes.2024").read_text() == "of the user"
 
 
