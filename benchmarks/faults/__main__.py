@@ -2,18 +2,22 @@
 
 import argparse
 import collections
+import gc
 import json
-import platform
 import tempfile
 import time
+from dataclasses import asdict
 from pathlib import Path
 
+import tensorboard.plugins.hparams.summary_v2  # noqa: F401  # here, as all below: a forked case
 import torch
+import torch._dynamo  # need not import them
+import torch.utils.tensorboard  # noqa: F401
 
 import mprun.cli.compare
 import mprun.cli.explain
 import mprun.cli.scaler_replay
-import mprun.training.resume  # noqa: F401  # here, so that a forked case need not import them
+import mprun.training.resume  # noqa: F401
 from benchmarks.faults import command_lines, damages, processes
 from benchmarks.faults.harness import Campaign, Finding
 from mprun.training.environment import environment
@@ -37,58 +41,52 @@ TESTS = {
 
 
 def main() -> None:
-    """Run what was asked for and write the page."""
+    """Run what was asked for, one part after another; each is written as soon as it is over."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.faults", description=__doc__)
-    parser.add_argument("out", type=Path, help="OUT.json and OUT.md are written")
+    what = "OUT.json and OUT.md are written; parts that OUT.json has from before stay"
+    parser.add_argument("out", type=Path, help=what)
     parser.add_argument("--only", default=",".join(TESTS), help=f"of {', '.join(TESTS)}")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    started = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="faults") as folder:
-        campaign = Campaign(Path(folder))
-        for name in options.only.split(","):
-            before = len(campaign.findings)
+    gc.freeze()  # what is here stays: no fork copies it
+    path = options.out.with_suffix(".json")
+    parts = json.loads(path.read_text()) if path.exists() else {}
+    for name in options.only.split(","):
+        started = time.monotonic()
+        with tempfile.TemporaryDirectory(prefix="faults") as folder:
+            campaign = Campaign(Path(folder))
             TESTS[name](campaign)
-            new = campaign.findings[before:]
-            held = sum(finding.held for finding in new)
-            print(f"{name}: {held} of {len(new)} held", flush=True)
-    minutes = (time.monotonic() - started) / 60
-    content = {
-        "environment": environment(torch.device("cpu")),
-        "minutes": round(minutes, 1),
-        "findings": [
-            {"test": f.test, "case": f.case, "kind": f.kind, "detail": f.detail}
-            for f in campaign.findings
-        ],
-    }
-    options.out.with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n")
-    options.out.with_suffix(".md").write_text(page(campaign.findings, minutes, content))
+        held = sum(finding.held for finding in campaign.findings)
+        print(f"{name}: {held} of {len(campaign.findings)} held", flush=True)
+        parts[name] = {
+            "environment": environment(torch.device("cpu")),
+            "minutes": round((time.monotonic() - started) / 60, 1),
+            "findings": [asdict(finding) for finding in campaign.findings],
+        }
+        parts = {name: parts[name] for name in TESTS if name in parts}
+        path.write_text(json.dumps(parts, indent=1) + "\n")
+        options.out.with_suffix(".md").write_text(page(parts))
 
 
-def page(findings: list[Finding], minutes: float, content: dict) -> str:
+def page(parts: dict[str, dict]) -> str:
     """The table of tests, and every case that did not hold."""
-    tests = dict.fromkeys(finding.test for finding in findings)
-    where = content["environment"]
     lines = [
-        "# A campaign of faults",
-        "",
-        f"`python -m benchmarks.faults OUT` at {str(where['commit'])[:7]}, torch "
-        f"{where['packages']['torch']}, {platform.machine()} ({where['cpu']}), {minutes:.0f} "
-        "minutes. Found: one line and exit code 2, 4 or 5. Harmless: the run ended with the same "
-        "bits as one that nothing befell.",
-        "",
-        "| test | cases | found | harmless | did not hold |",
-        "|---|---|---|---|---|",
+        "| part | test | cases | found | harmless | did not hold | commit |",
+        "|---|---|---|---|---|---|---|",
     ]
-    for test in tests:
-        kinds = collections.Counter(f.kind for f in findings if f.test == test)
-        bad = {kind: n for kind, n in kinds.items() if kind not in ("found", "harmless")}
-        told = ", ".join(f"{n} {kind}" for kind, n in bad.items()) or "0"
-        total = sum(kinds.values())
-        lines.append(f"| {test} | {total} | {kinds['found']} | {kinds['harmless']} | {told} |")
-    failed = [finding for finding in findings if not finding.held]
+    failed = []
+    for name, part in parts.items():
+        commit = str(part["environment"]["commit"])[:7]
+        for test in dict.fromkeys(finding["test"] for finding in part["findings"]):
+            found = [Finding(**f) for f in part["findings"] if f["test"] == test]
+            kinds = collections.Counter(finding.kind for finding in found)
+            bad = {kind: n for kind, n in kinds.items() if kind not in ("found", "harmless")}
+            told = ", ".join(f"{n} {kind}" for kind, n in bad.items()) or "0"
+            counts = f"{len(found)} | {kinds['found']} | {kinds['harmless']} | {told}"
+            lines.append(f"| {name} | {test} | {counts} | {commit} |")
+            failed += [finding for finding in found if not finding.held]
     if failed:
-        lines += ["", "## Did not hold", ""]
+        lines += ["", "Did not hold:", ""]
         lines += [f"- {f.test}: `{f.case}`: {f.kind}. {f.detail}" for f in failed]
     return "\n".join(lines) + "\n"
 

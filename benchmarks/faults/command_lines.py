@@ -5,7 +5,9 @@ once and with nothing written.
 """
 
 import random
+import re
 import resource
+import shutil
 from pathlib import Path
 
 from benchmarks.faults.harness import Answer, Campaign, last_line, limit, mprun
@@ -57,7 +59,9 @@ def generated(campaign: Campaign) -> None:
     """Keys, values and options as chance puts them together, behind a run of one step."""
     chance = random.Random(6)
     home = campaign.scratch("generated")
-    for _ in range(GENERATED):
+    for number in range(GENERATED):
+        if number % 200 == 0:
+            print(f"generated: {number} of {GENERATED}", flush=True)
         line = [
             f"{chance.choice(KEYS)}={chance.choice(VALUES)}" for _ in range(chance.randint(1, 3))
         ]
@@ -75,7 +79,7 @@ def by_hand(campaign: Campaign) -> None:
     run = str(subject(campaign).stopped)
     home = campaign.scratch("by_hand")
     for text in BY_HAND.strip().splitlines():
-        line = [word.replace("RUN", run) for word in text.split()]
+        line = [re.sub(r"\bRUN\b", run, word) for word in text.split()]
         answer = mprun(line, home, prepare=limit(resource.RLIMIT_AS, 8 * 2**30), seconds=120)
         _judge(campaign, "command lines by hand", line, answer, home)
 
@@ -93,6 +97,8 @@ def _judge(campaign: Campaign, test: str, line: list[str], answer: Answer, home:
         kind = "found" if told else "no line"
         if answer.code == 2 and made:
             kind = f"wrote {made[0].name}"
+        if answer.code == 2 and len(told) != len(answer.output.splitlines()):
+            kind = "more than a line"
     else:
         kind = f"exit code {answer.code}"
     campaign.note(test, " ".join(line)[-200:], kind, last_line(answer))
@@ -101,8 +107,6 @@ def _judge(campaign: Campaign, test: str, line: list[str], answer: Answer, home:
 
 
 def _remove(path: Path) -> None:
-    import shutil
-
     if path.is_dir():
         shutil.rmtree(path)
     else:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import yaml
 
-from benchmarks.faults.harness import Campaign, equal, kind_of, last_line, mprun
+from benchmarks.faults.harness import Campaign, equal, kind_of, last_line, mprun, tree
 from benchmarks.faults.subjects import END, STOP, Subject, subject
 
 Damage = Callable[[Path], None]
@@ -112,7 +112,7 @@ def configuration(campaign: Campaign) -> None:
         "data.name": ["custom", "docs"],
         "optim": [None, []],
         "train": [7],
-        "threads": [2],
+        "threads": [2, 0],
     }
     cases += [(f"{key}={value!r}", edit(key, value)) for key in edits for value in edits[key]]
     bomb = "a: &a [x,x,x,x,x,x,x,x,x]\n"
@@ -222,7 +222,7 @@ def payloads(campaign: Campaign) -> None:
         (os.mknod, canary),
         (shutil.copy, __file__, canary),
         (print, "x" * 10),
-        (getattr, os, "system"),
+        (getattr, list, "append"),
         (torch.load, canary),
         (pickle.loads, b"cos\nsystem\n."),
         (__import__, "antigravity"),
@@ -312,13 +312,16 @@ def _resumed(
     cases: list[tuple[str, Damage]],
     watched: Path | None = None,
 ) -> None:
-    """Damage a copy, resume it, judge it."""
+    """Damage a copy, resume it, judge it: the same end, or one line and every file as it was."""
     made = subject(campaign)
     for name, damage in cases:
         run, before = _damaged(campaign, made, damage, watched)
+        there = _kept(run)
         answer = mprun([f"resume={run}", RESUME], run.parent)
         kind = kind_of(answer, lambda run=run: equal(run, made.reference, END))
-        if watched is not None and before != _tree(watched):
+        if kind == "found" and there != _kept(run):
+            kind = "refused, and changed"
+        if watched is not None and before != tree(watched):
             kind = "outside"
         campaign.note(test, name, kind, last_line(answer))
 
@@ -335,8 +338,7 @@ def _read(
         for verb in verbs:
             answer = mprun(verb, run.parent)
             kind = kind_of(answer, lambda: True)
-            kind = "harmless" if kind.startswith("exit code") else kind
-            if watched is not None and before != _tree(watched):
+            if watched is not None and before != tree(watched):
                 kind = "outside"
             campaign.note(test, f"{name}: {verb[0]}", kind, last_line(answer))
 
@@ -349,7 +351,7 @@ def _damaged(
         watched.mkdir()
     run = shutil.copytree(made.stopped, campaign.scratch() / "run")
     damage(run)
-    return run, _tree(watched) if watched is not None else {}
+    return run, tree(watched) if watched is not None else {}
 
 
 def _put(content: dict, key: str, value: Any) -> None:
@@ -360,12 +362,9 @@ def _put(content: dict, key: str, value: Any) -> None:
     content[name] = value
 
 
-def _tree(folder: Path) -> dict[str, str]:
-    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
-    return {
-        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in files
-    }
+def _kept(run: Path) -> dict[str, str]:
+    """What a refused resume leaves as it is: all that the user has."""
+    return {name: text for name, text in tree(run).items() if name != ".lock"}
 
 
 def _flip(name: str, share: float, bit: int) -> Damage:

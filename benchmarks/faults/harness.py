@@ -4,8 +4,10 @@ The parent has imported everything, so that a case costs a fork and not ten seco
 runs in the child is `mprun.cli.main` with its own file descriptors, signals and limits.
 """
 
+import hashlib
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -14,6 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
+
+import yaml
 
 SPEEDS = ("samples_per_s", "seconds", "data_wait")  # of a record: what differs between equal runs
 FOUND = (2, 4, 5)  # exit codes of an error in one line
@@ -116,6 +120,10 @@ class Child:
     def signal(self, number: int) -> None:
         os.kill(self.pid, number)
 
+    def over(self) -> bool:
+        """Whether it has ended; `wait` says how."""
+        return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
     def _code(self, seconds: float) -> int | None:
         until = self.started + seconds
         while time.monotonic() < until:
@@ -176,8 +184,10 @@ def kind_of(answer: Answer, same: Callable[[], bool]) -> str:
 
 
 def last_line(answer: Answer) -> str:
-    """The last line printed."""
+    """The last line printed; of a traceback its error."""
     lines = answer.output.strip().splitlines()
+    if "Traceback (most recent call last)" in answer.output:
+        lines = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Interrupt)\b", line)]
     return lines[-1] if lines else ""
 
 
@@ -217,11 +227,38 @@ def state(run: Path, step: int) -> dict:
 
 
 def equal(run: Path, reference: Path, step: int) -> bool:
-    """Whether two runs recorded and hold the same bits after `step`."""
+    """Whether two runs are the same but for their place and their times.
+
+    Compared are every record, every tensor of the state after `step`, every key of config.yaml,
+    and how run.json says that it ended.
+    """
     try:
-        return records(run) == records(reference) and state(run, step) == state(reference, step)
-    except (OSError, ValueError, KeyError):
+        return all(
+            of(run) == of(reference)
+            for of in (records, _configuration, _ending, lambda path: state(path, step))
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
+
+
+def _configuration(run: Path) -> dict:
+    content = yaml.safe_load((run / "config.yaml").read_text("utf-8"))
+    return {key: content[key] for key in content if key not in ("output_dir", "output_root")}
+
+
+def _ending(run: Path) -> dict:
+    record = json.loads((run / "run.json").read_text("utf-8"))
+    ending = ("status", "seed", "steps", "last_step", "skipped", "updates", "final", "config_hash")
+    return {key: record[key] for key in ending}
+
+
+def tree(folder: Path) -> dict[str, str]:
+    """SHA-256 of every file below a folder, by name."""
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in files
+    }
 
 
 def leftovers(run: Path) -> list[str]:

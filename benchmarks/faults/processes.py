@@ -1,6 +1,10 @@
 """What befalls the process: kills, signals, a terminal that goes away, limits, a full disk."""
 
+import errno
+import itertools
 import json
+import math
+import os
 import random
 import resource
 import shutil
@@ -9,7 +13,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from benchmarks.faults.harness import (
     Answer,
@@ -26,10 +32,11 @@ from benchmarks.faults.subjects import KILLED, SCALED, TINY
 
 LENGTH, EVERY = 60, 5  # steps
 KILLS = 54
+SAID_S, ENDED_S = 2.0, 2.5  # a signal is answered, and the process over, with the machine's part
 
 
 def kills(campaign: Campaign) -> None:
-    """SIGKILL at random moments, again and again, then resume to the end."""
+    """SIGKILL at random moments and inside of saves, again and again, then resume to the end."""
     chance = random.Random(5)
     for name, overrides in KILLED.items():
         steps = [f"train.steps={LENGTH}", f"train.checkpoint_every={EVERY}", "train.eval_every=20"]
@@ -39,22 +46,25 @@ def kills(campaign: Campaign) -> None:
         whole = mprun([*run, f"output_dir={reference}"], home, seconds=300)
         for number in range(KILLS // len(KILLED)):
             path = home / f"run{number}"
-            child = Child([*run, f"output_dir={path}"], home)
-            killed = 0
-            # Twice in one run now and then: a resumed run is killed as well.
+            killed = in_a_save = 0
+            # A third of the runs twice: a resumed run is killed as well.
             for _ in range(1 + (number % 3 == 0)):
-                time.sleep(chance.uniform(0.05, max(0.1, whole.seconds)))
+                again = (path / "run.json").exists()
+                child = Child([f"resume={path}"] if again else [*run, f"output_dir={path}"], home)
+                if number % 3 == 1:
+                    in_a_save += _begins_to_save(child, path, chance.randint(0, 3))
+                else:
+                    time.sleep(chance.uniform(0.05, max(0.1, whole.seconds)))
                 child.signal(signal.SIGKILL)
-                code = child.wait().code
-                killed += code == -signal.SIGKILL
-                if not path.is_dir():
-                    break
-                child = Child([f"resume={path}"], home)
-            answer = child.wait(300)
-            case = f"{name}, {number}: {killed} kills"
+                killed += child.wait().code == -signal.SIGKILL
+                if not (path / "run.json").exists():  # no step was begun: as a user would
+                    shutil.rmtree(path, ignore_errors=True)
+            where = f"{in_a_save} in a save" if in_a_save else "anywhere"
+            case = f"{name}, {number}: {killed} kills, {where}"
             if not path.is_dir():
                 campaign.note("kill -9", case, "harmless", "before anything was written")
                 continue
+            answer = mprun([f"resume={path}"], home, seconds=300)
             over = "already at step" in answer.output
             same = equal(path, reference, LENGTH)
             kind = kind_of(answer, lambda same=same: same)
@@ -62,6 +72,20 @@ def kills(campaign: Campaign) -> None:
             kind = "not resumed" if kind == "found" else kind
             left = leftovers(path)
             campaign.note("kill -9", case, "leftovers" if left else kind, last_line(answer))
+
+
+def _begins_to_save(child: Child, path: Path, before: int) -> bool:
+    """Wait for the save that follows `before` others; whether it is under way."""
+    seen: set[str] = set()
+    until = time.monotonic() + 60
+    while time.monotonic() < until and not child.over():
+        folder = path / "checkpoints"
+        if folder.is_dir():
+            seen |= {entry.name for entry in folder.iterdir() if entry.name.startswith(".step-")}
+        if len(seen) > before:
+            return True
+        time.sleep(0.0005)
+    return False
 
 
 def _slow_batches() -> None:
@@ -105,64 +129,193 @@ def _slow_loading() -> None:
     SyntheticTokens.__init__ = slow
 
 
+def _slow_saves() -> None:
+    """Plant: a checkpoint takes 1.5 s to write, as one of a gigabyte would."""
+    import torch
+
+    save = torch.save
+
+    def slow(*args, **kwargs):
+        for _ in range(15):
+            time.sleep(0.1)
+        save(*args, **kwargs)
+
+    torch.save = slow
+
+
+def _cache_of_compiler(folder: Path) -> Callable[[], None]:
+    """What it compiles is kept in `folder`; one that is called cold is emptied first."""
+
+    def prepare() -> None:
+        if folder.name == "cold":
+            shutil.rmtree(folder, ignore_errors=True)
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+
+    return prepare
+
+
+# A process of its own, on the fake device: the first capture of a graph takes a second more.
+_CAPTURING = """
+import pathlib, sys, time
+from mprun.cli import main
+from mprun.execution import CudaRecorder
+record = CudaRecorder.record
+def slowly(self, function):
+    def body():
+        if not pathlib.Path("capturing").exists():
+            pathlib.Path("capturing").touch()
+            time.sleep(1)
+        return function()
+    return record(self, body)
+CudaRecorder.record = slowly
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+class Place(NamedTuple):
+    """Where a run is met by a signal.
+
+    Attributes:
+        plant: Called in the child before mprun.
+        ready: Whether the run in this folder, with this output, is there.
+        reference: An undisturbed run; None: values mean nothing.
+        longest_s: From the signal to the end of the process.
+        resumed: As `plant`, for the resumed run.
+    """
+
+    name: str
+    signals: tuple[str, ...]
+    run: list[str]
+    plant: Callable[[], None]
+    ready: Callable[[Path, Path], bool]
+    reference: Path | None = None
+    longest_s: float = ENDED_S
+    resumed: Callable[[], None] | None = None
+
+
 SIGNALS = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGXCPU", "SIGALRM")
 
 
 def signals(campaign: Campaign) -> None:
-    """Seven signals in training, three each in an evaluation, in loading and on the way down."""
+    """Signals in training, evaluation, loading, saving, compiling and capturing."""
     run = [*TINY, *SCALED, "train.steps=40", "train.checkpoint_every=10", "train.eval_every=20"]
+    compiled = [*KILLED["autoencoder bf16_master"][:-1], "train.compile=default"]
+    compiled += ["train.steps=4", "train.log_every=1"]
     home = campaign.scratch("signals")
-    reference = home / "reference"
-    mprun([*run, f"output_dir={reference}"], home)
-    cases: list[tuple[str, str, Callable[[], None], Callable[[Path], bool]]] = []
-    for name in SIGNALS:
-        cases.append((f"{name} in training", name, _slow_batches, _metrics_of(3)))
-    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
-        cases.append((f"{name} in an evaluation", name, _slow_evaluation, _metrics_of(20)))
-        cases.append((f"{name} in loading", name, _slow_loading, lambda path: True))
-    cases.append(("SIGINT twice", "SIGINT", _slow_batches, _metrics_of(3)))
-    for number, (case, name, plant, ready) in enumerate(cases):
-        path = home / f"run{number}"
-        child = Child([*run, f"output_dir={path}"], home, prepare=plant)
-        until = time.monotonic() + 30
-        while not ready(path) and time.monotonic() < until:
-            time.sleep(0.02)
-        time.sleep(0.5)
-        sent = time.monotonic()
-        child.signal(getattr(signal, name))
-        if case.endswith("twice"):
-            time.sleep(0.05)
-            child.signal(signal.SIGINT)
-        answer = child.wait(child_time := time.monotonic() - child.started + 20)
-        took = time.monotonic() - sent
-        kind, detail = _after_signal(answer, path, reference, took)
-        campaign.note("signals", case, kind, f"{detail} ({took:.1f} s, limit {child_time:.0f})")
+    whole, warm = home / "reference", _cache_of_compiler(home / "warm")
+    mprun([*run, f"output_dir={whole}"], home)
+    all_of, three, two = SIGNALS, ("SIGINT", "SIGTERM", "SIGHUP"), ("SIGINT", "SIGTERM")
+    places = [
+        Place("training", all_of, run, _slow_batches, _metrics_of(3), whole),
+        Place("an evaluation", three, run, _slow_evaluation, _metrics_of(20), whole),
+        Place("loading", three, run, _slow_loading, lambda path, output: True, whole),
+        Place("a save", two, run, _slow_saves, _in_a_save, whole, ENDED_S + 1.5),
+    ]
+    whole = home / "compiled"
+    answer = mprun([*compiled, f"output_dir={whole}"], home, prepare=warm, seconds=300)
+    if answer.code != 0:
+        campaign.note("signals", "compiling", "not tried", last_line(answer))
+    else:
+        cold = _cache_of_compiler(home / "cold")
+        places += [Place("compiling", two, compiled, cold, _compiling, whole, resumed=warm)]
+    for place in places:
+        for name in place.signals:
+            _meet(campaign, place, name, home)
+    _meet(campaign, places[0], "SIGINT", home, twice=True)
+    _captures(campaign, campaign.scratch("captures"), two)
 
 
-def _after_signal(answer: Answer, path: Path, reference: Path, took: float) -> tuple[str, str]:
-    """What a stopped run has to be: quick, told, honest, and resumed to the same bits."""
+def _captures(campaign: Campaign, home: Path, names: tuple[str, ...]) -> None:
+    """On the fake CUDA device, whose values mean nothing."""
+    from mprun.bench import fake_cuda
+
+    if (reason := fake_cuda.why_not()) is not None:
+        campaign.note("signals", "capturing", "not tried", reason)
+        return
+    fake_cuda.build(home / "device")
+    run = [*[key for key in TINY if not key.startswith("device")], "precision=amp", "device=cuda"]
+    run += ["train.cuda_graph=on", "train.steps=40"]
+    for name in names:
+        command = [sys.executable, "-c", _CAPTURING, *run, f"output_dir={home / 'run'}"]
+        variables = fake_cuda.environment(home / "device")
+        variables |= {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+        become = partial(os.execve, sys.executable, command, variables)
+        place = Place("capturing", names, run, become, _capturing, None, ENDED_S + 1.5)
+        _meet(campaign, place, name, home)
+
+
+def _meet(campaign: Campaign, place: Place, name: str, home: Path, twice: bool = False) -> None:
+    """Send signal `name` to a run at a place, and judge what becomes of it."""
+    path = home / "run"
+    shutil.rmtree(path, ignore_errors=True)
+    for left in (".output", "capturing"):
+        (home / left).unlink(missing_ok=True)
+    child = Child([*place.run, f"output_dir={path}"], home, prepare=place.plant)
+    until = time.monotonic() + 120
+    while not place.ready(path, child.output) and time.monotonic() < until and not child.over():
+        time.sleep(0.005)
+    time.sleep(0.3)
+    sent = time.monotonic()
+    child.signal(getattr(signal, name))
+    if twice:
+        time.sleep(0.05)
+        child.signal(signal.SIGINT)
+    said = math.inf
+    while math.isinf(said) and not child.over() and time.monotonic() < sent + 60:
+        if f"mprun: {name}: " in child.output.read_text("utf-8", "replace"):
+            said = time.monotonic() - sent
+        time.sleep(0.005)
+    answer = child.wait(sent - child.started + 60)
+    took = time.monotonic() - sent
+    if math.isinf(said) and f"mprun: {name}: " in answer.output:
+        said = took
+    kind, detail = _after_signal(answer, path, place)
+    if kind in ("found", "harmless") and (said > SAID_S or took > place.longest_s):
+        kind = "late"
+    case = f"{name} in {place.name}{' twice' if twice else ''}"
+    campaign.note("signals", case, kind, f"{detail}; said in {said:.2f} s, over in {took:.2f} s")
+
+
+def _after_signal(answer: Answer, path: Path, place: Place) -> tuple[str, str]:
+    """What a stopped run has to be: told, honest, and resumed to the same bits."""
     if answer.code is None:
         return "no answer", ""
     if answer.code == 0:
         return "exit code 0", "for a run that did not finish"
     if "Traceback" in answer.output:
         return "traceback", last_line(answer)
-    if took > 2.5:  # two seconds, and what the machine takes beside
-        return "late", f"{took:.1f} s"
     if not path.is_dir():
         return ("harmless" if "mprun: " in answer.output else "not told"), "nothing was written"
     status = json.loads((path / "run.json").read_text()).get("status")
+    if place.reference is None and status == "diverged":
+        return "harmless", f"exit code {answer.code}, values mean nothing"
     if status != "preempted":
         return "dishonest", f"status {status}, exit code {answer.code}"
     if f"resume={path}" not in answer.output:
         return "not told", "how to go on"
-    again = mprun([f"resume={path}"], path.parent)
-    same = equal(path, reference, 40)
+    if place.reference is None:
+        return "harmless", f"exit code {answer.code}"
+    again = mprun([f"resume={path}"], path.parent, prepare=place.resumed, seconds=300)
+    steps = int(next(key for key in place.run if key.startswith("train.steps")).partition("=")[2])
+    same = equal(path, place.reference, steps)
     return kind_of(again, lambda: same), f"exit code {answer.code}"
 
 
-def _metrics_of(lines: int) -> Callable[[Path], bool]:
-    def ready(path: Path) -> bool:
+def _in_a_save(path: Path, output: Path) -> bool:
+    return any((path / "checkpoints").glob(".step-*"))
+
+
+def _compiling(path: Path, output: Path) -> bool:
+    # Step 1 is over, which is not compiled.
+    return output.exists() and "ran in:" in output.read_text("utf-8", "replace")
+
+
+def _capturing(path: Path, output: Path) -> bool:
+    return (output.parent / "capturing").exists()
+
+
+def _metrics_of(lines: int) -> Callable[[Path, Path], bool]:
+    def ready(path: Path, output: Path) -> bool:
         try:
             return (path / "metrics.jsonl").read_bytes().count(b"\n") >= lines
         except OSError:
@@ -209,6 +362,11 @@ def limits(campaign: Campaign) -> None:
         cases[f"files of {amount} bytes"] = _with_ignored_sigxfsz(amount)
     for amount in (3, 8, 12, 16, 20, 25):
         cases[f"{amount} descriptors"] = limit(resource.RLIMIT_NOFILE, amount)
+    for mib in (0, 1, 4, 16, 64):
+        cases[f"{mib} MiB of memory more"] = partial(_with_memory, mib)
+    for name in ("ENOSPC", "EDQUOT", "EIO", "EROFS"):
+        for nth in (1, 3, 6):
+            cases[f"{name} at sync {nth}"] = partial(_failing_sync, getattr(errno, name), nth)
     for number, (case, prepare) in enumerate(cases.items()):
         path = home / f"run{number}"
         answer = mprun(
@@ -242,13 +400,31 @@ def _with_ignored_sigxfsz(amount: int) -> Callable[[], None]:
     return prepare
 
 
+def _with_memory(mib: int) -> None:
+    """A limit of what this process has, and so much more."""
+    has = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    limit(resource.RLIMIT_AS, has + mib * 2**20)()
+
+
+def _failing_sync(number: int, nth: int) -> None:
+    """Plant: from the n-th on, nothing reaches the disk."""
+    sync, calls = os.fsync, itertools.count(1)
+
+    def failing(descriptor: int) -> None:
+        if next(calls) >= nth:
+            raise OSError(number, os.strerror(number))
+        sync(descriptor)
+
+    os.fsync = failing
+
+
 def _full_disks(campaign: Campaign, run: list[str], reference: Path) -> None:
     """A file system of its own, too small by a little more each time. Needs the right to mount."""
     disk = campaign.scratch("disk")
     for kib in (4, 16, 48, 96, 160, 240, 320):
         mount = ["mount", "-t", "tmpfs", "-o", f"size={kib}k", "tmpfs", str(disk)]
         if subprocess.run(mount, capture_output=True).returncode:
-            campaign.note("limits", "full disk", "harmless", "not tried: no right to mount")
+            campaign.note("limits", "full disk", "not tried", "no right to mount")
             return
         try:
             path = disk / "run"
@@ -258,6 +434,32 @@ def _full_disks(campaign: Campaign, run: list[str], reference: Path) -> None:
             _judge_limit(campaign, f"disk of {kib} KiB", answer, path, reference)
         finally:
             subprocess.run(["umount", str(disk)], check=True)
+    _read_only(campaign, run, disk, reference)
+
+
+def _read_only(campaign: Campaign, run: list[str], disk: Path, reference: Path) -> None:
+    """A file system that nothing can be written to any more, for a run that was killed."""
+    home, output = campaign.folder, campaign.folder / "disk_output"
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(disk)], check=True)
+    try:
+        path = disk / "run"
+        words = [*run, f"output_dir={path}"]
+        child = Child(words, home, prepare=_slow_batches, output=output)
+        while not _metrics_of(25)(path, output) and not child.over():
+            time.sleep(0.01)
+        child.signal(signal.SIGKILL)
+        child.wait()
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        for words in ([f"resume={path}"], [*run, f"output_dir={disk / 'new'}"]):
+            answer = mprun(words, home, output=output)
+            kind = kind_of(answer, lambda: False)
+            campaign.note("limits", f"read-only: {words[-1]}", kind, last_line(answer))
+        subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
+        answer = mprun([f"resume={path}"], home, output=output)
+        kind = kind_of(answer, lambda: equal(path, reference, 40))
+        campaign.note("limits", "read-only, then writable", kind, last_line(answer))
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
 
 
 def sweeps(campaign: Campaign) -> None:
@@ -278,22 +480,26 @@ def sweeps(campaign: Campaign) -> None:
     root = campaign.scratch("sweep_j8")
     answer = mprun([*sweep, "-j", "8", f"output_root={root}"], root, seconds=600)
     campaign.note("sweeps", "-j 8", kind_of(answer, lambda: same(root)), last_line(answer))
+    whole = answer.seconds
 
     root = campaign.scratch("sweep_twice")
     both = [
         Child([*sweep, f"output_root={root}"], root, output=root / f".output{n}") for n in (1, 2)
     ]
     answers = [child.wait(600) for child in both]
-    one = same(root) and all(answer.code in (0, 2) for answer in answers)
-    campaign.note("sweeps", "two at once", "harmless" if one else "silent", last_line(answers[1]))
+    for number, answer in enumerate(answers):
+        kind = kind_of(answer, lambda: same(root))
+        campaign.note("sweeps", f"two at once, {number}", kind, last_line(answer))
+    kind = "harmless" if same(root) else "silent"
+    campaign.note("sweeps", "two at once, together", kind, last_line(answers[1]))
 
-    for number, after in enumerate((3.0, 12.0, 25.0)):
+    for number, share in enumerate((0.1, 0.4, 0.7)):
         root = campaign.scratch("sweep_killed")
         child = Child([*sweep, "-j", "2", f"output_root={root}"], root)
-        time.sleep(after)
+        time.sleep(share * whole)
         child.signal(signal.SIGKILL)
         child.wait()
-        time.sleep(3)  # its runs end with it
+        time.sleep(5)  # its runs end with it
         answer = mprun([*sweep, f"output_root={root}"], root, seconds=600)
         kind = kind_of(answer, lambda root=root: same(root))
         campaign.note("sweeps", f"killed {number}, begun again", kind, last_line(answer))
