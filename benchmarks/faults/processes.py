@@ -179,7 +179,7 @@ class Place(NamedTuple):
         plant: Called in the child before mprun.
         ready: Whether the run in this folder, with this output, is there.
         reference: An undisturbed run; None: values mean nothing.
-        longest_s: From the signal to the end of the process.
+        longest_s: From the signal to the last word.
         resumed: As `plant`, for the resumed run.
     """
 
@@ -200,7 +200,7 @@ def signals(campaign: Campaign) -> None:
     """Signals in training, evaluation, loading, saving, compiling and capturing."""
     run = [*TINY, *SCALED, "train.steps=40", "train.checkpoint_every=10", "train.eval_every=20"]
     compiled = [*KILLED["autoencoder bf16_master"][:-1], "train.compile=default"]
-    compiled += ["train.steps=4", "train.log_every=1"]
+    compiled += ["train.steps=4", "train.log_every=1", "train.checkpoint_every=4"]
     home = campaign.scratch("signals")
     whole, warm = home / "reference", _cache_of_compiler(home / "warm")
     mprun([*run, f"output_dir={whole}"], home)
@@ -221,7 +221,8 @@ def signals(campaign: Campaign) -> None:
     for place in places:
         for name in place.signals:
             _meet(campaign, place, name, home)
-    _meet(campaign, places[0], "SIGINT", home, twice=True)
+    for _ in range(3):
+        _meet(campaign, places[0], "SIGINT", home, twice=True)
     _captures(campaign, campaign.scratch("captures"), two)
 
 
@@ -260,15 +261,16 @@ def _meet(campaign: Campaign, place: Place, name: str, home: Path, twice: bool =
     if twice:
         time.sleep(0.05)
         child.signal(signal.SIGINT)
-    said = math.inf
-    while math.isinf(said) and not child.over() and time.monotonic() < sent + 60:
-        if f"mprun: {name}: " in child.output.read_text("utf-8", "replace"):
-            said = time.monotonic() - sent
+    said = took = (
+        math.inf
+    )  # until the answer, until all is said: Python's own end is not waited for
+    while math.isinf(took) and time.monotonic() < sent + 60:
+        over = child.over()
+        output, now = child.output.read_text("utf-8", "replace"), time.monotonic() - sent
+        said = min(said, now) if f"mprun: {name}: " in output else said
+        took = now if over or "\nrun: " in output else took
         time.sleep(0.005)
     answer = child.wait(sent - child.started + 60)
-    took = time.monotonic() - sent
-    if math.isinf(said) and f"mprun: {name}: " in answer.output:
-        said = took
     kind, detail = _after_signal(answer, path, place)
     if kind in ("found", "harmless") and (said > SAID_S or took > place.longest_s):
         kind = "late"
