@@ -31,7 +31,7 @@ from benchmarks.faults.harness import (
 from benchmarks.faults.subjects import KILLED, SCALED, TINY
 
 LENGTH, EVERY = 60, 5  # steps
-KILLS = 54
+KILLS = 60
 SAID_S, ENDED_S = 2.0, 2.5  # a signal is answered, and the process over, with the machine's part
 
 
@@ -40,7 +40,7 @@ def kills(campaign: Campaign) -> None:
     chance = random.Random(5)
     for name, overrides in KILLED.items():
         steps = [f"train.steps={LENGTH}", f"train.checkpoint_every={EVERY}", "train.eval_every=20"]
-        run = [*overrides, *steps]
+        run = [*overrides, *steps, "train.log_every=1"]
         home = campaign.scratch("kills")
         reference = home / "reference"
         whole = mprun([*run, f"output_dir={reference}"], home, seconds=300)
@@ -54,7 +54,9 @@ def kills(campaign: Campaign) -> None:
                 if number % 3 == 1:
                     in_a_save += _begins_to_save(child, path, chance.randint(0, 3))
                 else:
-                    time.sleep(chance.uniform(0.05, max(0.1, whole.seconds)))
+                    if number % 9:  # the others are killed before the first step too
+                        _begins(child, path)
+                    time.sleep(chance.uniform(0.0, 0.6 * whole.seconds))
                 child.signal(signal.SIGKILL)
                 killed += child.wait().code == -signal.SIGKILL
                 if not (path / "run.json").exists():  # no step was begun: as a user would
@@ -72,6 +74,21 @@ def kills(campaign: Campaign) -> None:
             kind = "not resumed" if kind == "found" else kind
             left = leftovers(path)
             campaign.note("kill -9", case, "leftovers" if left else kind, last_line(answer))
+
+
+def _begins(child: Child, path: Path) -> None:
+    """Wait for its first record."""
+    before = _lines(path)
+    until = time.monotonic() + 60
+    while time.monotonic() < until and not child.over() and _lines(path) <= before:
+        time.sleep(0.0005)
+
+
+def _lines(path: Path) -> int:
+    try:
+        return (path / "metrics.jsonl").read_bytes().count(b"\n")
+    except OSError:
+        return 0
 
 
 def _begins_to_save(child: Child, path: Path, before: int) -> bool:
@@ -199,6 +216,7 @@ SIGNALS = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGXCPU", "SIGA
 def signals(campaign: Campaign) -> None:
     """Signals in training, evaluation, loading, saving, compiling and capturing."""
     run = [*TINY, *SCALED, "train.steps=40", "train.checkpoint_every=10", "train.eval_every=20"]
+    run += ["train.log_every=1"]
     compiled = [*KILLED["autoencoder bf16_master"][:-1], "train.compile=default"]
     compiled += ["train.steps=4", "train.log_every=1", "train.checkpoint_every=4"]
     home = campaign.scratch("signals")
@@ -261,9 +279,8 @@ def _meet(campaign: Campaign, place: Place, name: str, home: Path, twice: bool =
     if twice:
         time.sleep(0.05)
         child.signal(signal.SIGINT)
-    said = took = (
-        math.inf
-    )  # until the answer, until all is said: Python's own end is not waited for
+    # Until the answer, until all is said; Python's own end is not waited for.
+    said = took = math.inf
     while math.isinf(took) and time.monotonic() < sent + 60:
         over = child.over()
         output, now = child.output.read_text("utf-8", "replace"), time.monotonic() - sent
@@ -317,13 +334,7 @@ def _capturing(path: Path, output: Path) -> bool:
 
 
 def _metrics_of(lines: int) -> Callable[[Path, Path], bool]:
-    def ready(path: Path, output: Path) -> bool:
-        try:
-            return (path / "metrics.jsonl").read_bytes().count(b"\n") >= lines
-        except OSError:
-            return False
-
-    return ready
+    return lambda path, output: _lines(path) >= lines
 
 
 def terminals(campaign: Campaign) -> None:
@@ -355,7 +366,7 @@ def terminals(campaign: Campaign) -> None:
 def limits(campaign: Campaign) -> None:
     """Too few descriptors, too small files, too little memory, a full disk, a read-only folder."""
     run = [*TINY, *SCALED, "train.steps=40", "train.checkpoint_every=10", "numerics=on"]
-    run += ["numerics.every=10"]
+    run += ["numerics.every=10", "train.log_every=1"]
     home = campaign.scratch("limits")
     reference = home / "reference"
     mprun([*run, f"output_dir={reference}"], home)

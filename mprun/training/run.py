@@ -3,6 +3,7 @@
 import math
 import os
 import random
+import re
 import sys
 import time
 import warnings
@@ -226,16 +227,22 @@ def _beginning(config: RunConfig, built: Built, record: dict) -> dict:
     }
 
 
+# What torch says, of a CPU, as a bare RuntimeError where memory runs out.
+_NO_MEMORY = re.compile(
+    r"DefaultCPUAllocator|Storage size calculation overflowed|can't start new thread|"
+    r"could not create a primitive$"
+)
+
+
 @contextmanager
 def _memory_as_resource() -> Iterator[None]:
-    """Say in one line that memory ran out; torch tells it of a CPU as a bare RuntimeError."""
+    """Say in one line that memory ran out."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         text = str(error).partition("\n")[0]
-        of_cpu = "DefaultCPUAllocator" in text or "Storage size calculation overflowed" in text
-        if isinstance(error, torch.OutOfMemoryError | MemoryError) or of_cpu:
-            raise Resource(f"out of memory: {text}") from error
+        if isinstance(error, torch.OutOfMemoryError | MemoryError) or _NO_MEMORY.search(text):
+            raise Resource(f"out of memory: {text or 'of Python'}") from error
         raise
 
 

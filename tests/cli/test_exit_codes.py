@@ -17,7 +17,7 @@ from mprun.execution import Compilation
 from mprun.record.metrics import read_metrics
 from mprun.training.signals import Interruption, Stopped
 
-from ..small import LM
+from ..small import LM, TINY_LM
 
 AUTOENCODER = [
     "device=cpu",
@@ -82,6 +82,17 @@ def test_a_scale_that_collapses_is_3(tmp_path, capsys):
     assert (record["status"], record["updates"]) == ("diverged", 0)
     assert "4 skipped updates in a row" in record["cause"]
     assert "4 skipped" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["can't start new thread", "could not create a primitive"])
+def test_memory_that_ends_while_training_is_5(text, tmp_path, monkeypatch, capsys):
+    def train(*_):
+        raise RuntimeError(text)
+
+    monkeypatch.setattr("mprun.training.run.train", train)
+    assert main([*TINY_LM, "train.steps=1", f"output_dir='{tmp_path / 'r'}'"]) == 5
+    assert capsys.readouterr().err.endswith(f"mprun: out of memory: {text}\n")
+    assert record_of(tmp_path / "r")["status"] == "failed"
 
 
 def test_an_unwritable_folder_is_named(tmp_path, capsys):
