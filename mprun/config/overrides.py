@@ -26,6 +26,8 @@ def parse_overrides(overrides: Iterable[str]) -> list[Override]:
     for text in overrides:
         try:
             [override] = parser.parse_overrides([_entry_as_mapping(text)])
+        except OSError:  # no descriptor left for a part of the parser, say
+            raise
         # Not only Hydra's own: int() refuses 4,300 digits, deep nesting exhausts the stack.
         except Exception as error:
             reason = [line for line in str(error).splitlines() if line.strip()][1:2]

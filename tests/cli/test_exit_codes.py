@@ -1,5 +1,6 @@
 """How a run can end, as an exit code, a status and a message."""
 
+import errno
 import fcntl
 import json
 import os
@@ -82,6 +83,15 @@ def test_a_scale_that_collapses_is_3(tmp_path, capsys):
     assert (record["status"], record["updates"]) == ("diverged", 0)
     assert "4 skipped updates in a row" in record["cause"]
     assert "4 skipped" in capsys.readouterr().err
+
+
+def test_a_parser_without_a_descriptor_does_not_blame_the_command_line(monkeypatch, capsys):
+    def parse(*_):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr("mprun.config.overrides.OverridesParser.parse_overrides", parse)
+    assert main(["seed=1"]) == 5
+    assert capsys.readouterr().err == "mprun: Too many open files\n"
 
 
 @pytest.mark.parametrize("text", ["can't start new thread", "could not create a primitive"])
