@@ -31,7 +31,7 @@ from benchmarks.faults.harness import (
 from benchmarks.faults.subjects import KILLED, SCALED, TINY
 
 LENGTH, EVERY = 60, 5  # steps
-KILLS = 60
+KILLS = 72
 SAID_S, ENDED_S = 2.0, 2.5  # a signal is answered, and the process over, with the machine's part
 
 
@@ -54,9 +54,9 @@ def kills(campaign: Campaign) -> None:
                 if number % 3 == 1:
                     in_a_save += _begins_to_save(child, path, chance.randint(0, 3))
                 else:
-                    if number % 9:  # the others are killed before the first step too
+                    if number:  # the first is killed anywhere, before its first step as well
                         _begins(child, path)
-                    time.sleep(chance.uniform(0.0, 0.6 * whole.seconds))
+                    time.sleep(chance.uniform(0.0, 0.3 * whole.seconds))
                 child.signal(signal.SIGKILL)
                 killed += child.wait().code == -signal.SIGKILL
                 if not (path / "run.json").exists():  # no step was begun: as a user would
