@@ -6,12 +6,50 @@ declaration. Hydra's overrides (key=value) may stand anywhere between the option
 
 import argparse
 import re
+import textwrap
 from collections.abc import Callable, Collection, Sequence
 from itertools import zip_longest
 from typing import NoReturn
 
-from mprun.config.rules import nearest
+from mprun.config.rules import did_you_mean, key_called, meant, must_be, nearest
 from mprun.errors import BadInput
+from mprun.record.console import columns
+
+
+class _Page(argparse.HelpFormatter):
+    """A help page as wide as the terminal, at most 80 columns."""
+
+    def __init__(self, prog: str):
+        super().__init__(prog, width=columns())
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return filled(text, width)
+
+
+def filled(text: str, width: int | None = None) -> str:
+    """Paragraphs filled to `width` columns (None: of a help page); indented lines stay lines.
+
+    What goes on after an indented line stands below its last column, which two blanks begin.
+    """
+    width = width or columns()
+    found: list[str] = []
+    for line in text.splitlines():
+        joins = found and found[-1] and not line.startswith(" ") and not found[-1].startswith(" ")
+        if line and joins:
+            found[-1] += f" {line}"
+        else:
+            found.append(line)
+    return "\n".join(_wrapped(line, width) for line in found)
+
+
+def _wrapped(line: str, width: int) -> str:
+    indent = len(line) - len(line.lstrip())
+    gap = line.rfind("  ", indent)  # before the last column
+    below = gap + 2 if indent <= gap < width - 20 else indent + 2 * (indent > 0)
+    hanging = " " * below
+    return textwrap.fill(
+        line, width, subsequent_indent=hanging, break_long_words=False, break_on_hyphens=False
+    )
 
 
 class Arguments(argparse.ArgumentParser):
@@ -20,7 +58,7 @@ class Arguments(argparse.ArgumentParser):
     Args:
         verb: "bench"; "" for mprun itself.
         what: what the verb does, above the options of its help page.
-        more: what stands below them: examples, exit codes. Line breaks are kept.
+        more: what stands below them: examples, exit codes; both as `filled` takes them.
         overrides: whether key=value is taken, as `overrides` of the result.
         verbs: of mprun itself: what may stand in the place of key=value.
     """
@@ -39,7 +77,7 @@ class Arguments(argparse.ArgumentParser):
             description=what,
             epilog=more,
             allow_abbrev=False,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=_Page,
         )
         self.verb, self.takes_overrides, self.verbs = verb, overrides, verbs
         if overrides:
@@ -57,16 +95,23 @@ class Arguments(argparse.ArgumentParser):
             known = [name for action in self._actions for name in action.option_strings]
             longest = [a.option_strings[-1] for a in self._actions if a.option_strings]
             allowed = f" (allowed: {', '.join(longest)})" if self.verb else ""
-            self.error(f"{unknown[0]}: unknown option{nearest(unknown[0], known)}{allowed}")
+            hint = self._as_override(arguments, unknown[0]) or nearest(unknown[0], known)
+            self.error(f"{unknown[0]}: unknown option{hint}{allowed}")
         for word in found.overrides if self.takes_overrides else ():
             if "=" not in word and not word.startswith("~"):
-                if self.verbs:
-                    verbs = f"a verb ({', '.join(self.verbs)})"
-                    self.error(
-                        f"'{word}': neither {verbs} nor key=value{nearest(word, self.verbs)}"
-                    )
-                self.error(f"{word}: neither an option nor key=value")
+                hint = did_you_mean(_as_option(word) or meant(word, self.verbs))
+                verbs = f"a verb ({', '.join(self.verbs)})" if self.verbs else "an option"
+                self.error(f"'{word}': {hint and f'{hint} It is '}neither {verbs} nor key=value")
         return found
+
+    def _as_override(self, arguments: list[str], unknown: str) -> str:
+        """`; did you mean 'optim.lr=0.1'?` for `--lr 0.1`; nothing where no key is called so."""
+        from mprun.config.roles import FIELDS  # here: reading the schema takes a moment
+
+        flag, _, value = unknown.lstrip("-").partition("=")
+        key = key_called(flag.replace("-", "_"), FIELDS) if self.takes_overrides else None
+        given = value or [*arguments[arguments.index(unknown) + 1 :], "VALUE"][0]
+        return f"; {did_you_mean([f'{key}={given}'])}" if key else ""
 
     def _with_values(self, arguments: list[str]) -> list[str]:
         """Options whose value may be left out (nargs="?") take no KEY=VALUE for theirs."""
@@ -89,6 +134,17 @@ class Arguments(argparse.ArgumentParser):
         message = re.sub("expected (one|at least one) argument", "needs a value", message)
         start = f"{self.verb}: " if self.verb else ""
         raise BadInput(f"{start}{message} (see {self.prog} --help)")
+
+
+def _as_option(word: str) -> list[str]:
+    """["model=resnet50"] for `resnet50`: the option of a group that is called so."""
+    if len(word) > 60 or not word.isprintable():
+        return []
+    from mprun.config.option_files import conf_dir  # here: reading the schema takes a moment
+
+    return [
+        f"{path.parent.name}={word}" for path in conf_dir().glob("*/*.yaml") if path.stem == word
+    ]
 
 
 def number(
@@ -130,6 +186,5 @@ def known_modes(flag: str, given: Sequence[str], config_dir: str | None) -> list
     known = list(modes(config_dir))
     for name in given:
         if name not in known:
-            hint = nearest(name, known)
-            raise BadInput(f"{flag} {name}: unknown mode{hint} (allowed: {', '.join(known)})")
+            raise BadInput(f"{flag} {name}: unknown mode; {must_be(name, known, 'precision')}")
     return list(dict.fromkeys(given))

@@ -9,6 +9,7 @@ answer at once.
 import argparse
 import errno
 import os
+import re
 import signal
 import sys
 import traceback
@@ -16,7 +17,7 @@ from importlib import import_module
 from pathlib import Path
 
 from mprun.cli.arguments import Arguments, number
-from mprun.errors import BUG, DAMAGED, DONE, INTERRUPTED, RESOURCE, BadInput, MprunError
+from mprun.errors import BAD_INPUT, BUG, DAMAGED, DONE, INTERRUPTED, RESOURCE, BadInput, MprunError
 from mprun.record.console import steady_terminal
 from mprun.training.signals import Interruption, Stopped
 
@@ -32,11 +33,13 @@ VERBS = {
     "bench": ("mprun.cli.bench", "speed, memory and energy per mode; share of the limit"),
     "doctor": ("mprun.cli.doctor", "the machine: devices, kernels, graphs, modes (--json)"),
 }
-# A full disk, a quota, a read-only or failing file system, a forbidden folder.
-_RESOURCE_ERRORS = {
-    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO),
-    *(errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM),
+# A full disk, a quota, a read-only or failing file system, a forbidden folder; and what is no path.
+_OF_THE_SYSTEM = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO), RESOURCE),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE), RESOURCE),
+    **{errno.ENOMEM: RESOURCE, errno.ENAMETOOLONG: BAD_INPUT},
 }
+_MORE = " ... (mprun --help)"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -68,11 +71,11 @@ def _ended(arguments: list[str], interruption: Interruption) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except OSError as error:
-        if error.errno not in _RESOURCE_ERRORS:
+        if error.errno not in _OF_THE_SYSTEM:
             return _bug()
         place = f": {error.filename}" if error.filename else ""
         print(_one_line(f"mprun: {error.strerror}{place}"), file=sys.stderr)
-        return RESOURCE
+        return _OF_THE_SYSTEM[error.errno]
     except Exception:  # whatever is left is ours: shown with its traceback, exit code 1
         return _bug()
 
@@ -84,12 +87,27 @@ def _bug() -> int:
 
 
 def _one_line(text: str, longest: int = 200) -> str:
-    """At most `longest` characters: what is named comes first, what is allowed last."""
+    """At most `longest` characters: what is named and meant comes first, what is allowed last.
+
+    Of a long list of what is allowed the end goes, of all else the middle.
+    """
     text = "".join(c if c.isprintable() else " " for c in text)
-    return text if len(text) <= longest else f"{text[: longest - 80]} ... {text[-75:]}"
+    if len(text) <= longest:
+        return text
+    words = (w if len(w) <= 100 else f"{w[:60]}...{w[-30:]}" for w in text.split(" "))
+    text = " ".join(words)
+    if len(text) <= longest:
+        return text
+    if not re.search("one of|allowed: |choose |a verb ", text):
+        return f"{text[: longest - 80]} ... {text[-75:]}"
+    whole, _, _ = text[: longest - len(_MORE)].rpartition(" ")
+    return whole.rstrip(",") + _MORE
 
 
 def _dispatch(arguments: list[str]) -> int:
+    if arguments and arguments[0] in ("run", "train"):
+        print(f"mprun: '{arguments[0]}' may be left out", file=sys.stderr)
+        arguments = arguments[1:]
     if arguments and arguments[0] in VERBS:
         return import_module(VERBS[arguments[0]][0]).main(arguments[1:])
     if {"--help", "-h"} & set(arguments):
@@ -131,7 +149,9 @@ def _show(options: argparse.Namespace) -> int:
     from mprun.cli.help import complete, show_config, show_info
 
     if options.shell_completion is not None:
-        return complete(options.shell_completion)
+        known = [name for one in _arguments()._actions for name in one.option_strings]
+        modules = {verb: module for verb, (module, _) in VERBS.items()}
+        return complete(options.shell_completion, modules, known)
     if options.cfg is not None:
         return show_config(options.cfg, options.overrides, options.config_dir, options.package)
     return show_info(options.info, options.overrides, options.config_dir)
@@ -141,15 +161,30 @@ def _run(options: argparse.Namespace) -> int:
     for override in options.overrides:
         key, _, value = override.lstrip("+").partition("=")
         if key == "resume" and value != "null":
+            _announce(f"going on with {value}")
             from mprun.training.resume import resume
 
             return resume(tuple(options.overrides), value, options.config_dir)
     from mprun.config.compose import compose_config
 
     composed = compose_config(options.overrides, options.config_dir)
+    choices, config = composed.choices, composed.config
+    _announce(
+        f"{choices['model']} on {choices['data']}, precision={composed.mode}, "
+        f"device={config.device}"
+    )
     from mprun.training.run import start
 
     return start(composed)
+
+
+def _announce(text: str) -> None:
+    """Before torch is imported, which takes seconds: to whoever waits at a terminal.
+
+    Elsewhere a run that cannot begin is one line on stderr.
+    """
+    if sys.stderr.isatty():
+        print(_one_line(f"mprun: {text} ..."), file=sys.stderr, flush=True)
 
 
 def _arguments() -> Arguments:

@@ -48,7 +48,7 @@ def main(arguments: list[str]) -> int:
 
     Raises BadInput for an argument or a folder that there is not.
     """
-    keys = [_wrapped(f"    {key:<20}", text) for key, text in KEYS.items()]
+    keys = [f"  {key:<21}{text}" for key, text in KEYS.items()]
     parser = Arguments("doctor", _WHAT, "\n".join(["keys of --json:", *keys]))
     help_json = 'one JSON object instead of the page; "works": null is not tested'
     parser.add_argument("--json", action="store_true", help=help_json)

@@ -1,22 +1,30 @@
 """`mprun --help`, `--cfg`, `--info` and shell completion: what there is is shown, nothing runs.
 
+Hydra is imported where a configuration is composed: the page and completion do not wait for it.
 The page lists what the option files, the schema and the parser know; only examples are typed here.
 """
 
 import argparse
+import os
+import re
 import sys
 import textwrap
-from typing import Any
+from contextlib import redirect_stdout, suppress
+from importlib import import_module
+from io import StringIO
+from typing import TYPE_CHECKING, Any
 
-import hydra
 import yaml
-from hydra.core.config_store import ConfigStore
 
-from mprun.config.compose import Composed, compose_config, hydra_overrides
-from mprun.config.option_files import conf_dir, option_files, what_it_is
+from mprun.cli.arguments import filled
+from mprun.config.option_files import conf_dir, named, option_files, what_it_is
 from mprun.config.roles import FIELDS
-from mprun.config.schema import register_schemas
+from mprun.config.schema import DATA, MODELS
 from mprun.errors import DONE, BadInput
+from mprun.record.console import columns
+
+if TYPE_CHECKING:
+    from mprun.config.compose import Composed
 
 _EXAMPLES = """\
 mprun: what does lower precision do to a training run, compared with FP32?
@@ -49,7 +57,6 @@ checkpoint, 5 resource, 75 preempted (resumable), 130 interrupted.
 Results: tensorboard --logdir outputs
 """
 GROUPS = ("model", "data", "optim", "precision", "scaler", "train", "numerics", "experiment")
-_WIDTH = 80
 # What a group sets by its option; mappings take an entry of one's own behind the key.
 _BY_OPTION = ("name", "kind")
 
@@ -66,7 +73,10 @@ def help_text(
     """
     parts = [
         _EXAMPLES,
-        "\n".join(["Verbs", *(f"  mprun {verb:<14} {what}" for verb, what in verbs.items()), ""]),
+        filled(
+            "\n".join(["Verbs", *(f"  mprun {verb:<14} {what}" for verb, what in verbs.items())])
+        ),
+        "",
         "Options\n" + parser.format_help().partition("options:\n")[2],
         "\n".join(["Groups (group=option)", *(_group(name, config_dir) for name in GROUPS), ""]),
         "\n".join(["Keys (key=value; --cfg job prints all of them)", *_keys(), ""]),
@@ -77,8 +87,8 @@ def help_text(
 
 def _group(name: str, config_dir: str | None) -> str:
     options = option_files(name, config_dir).items()
-    lines = [f"    {option:<24}{what_it_is(path)}" for option, path in options]
-    return "\n".join([f"  {name}", *lines])
+    lines = [f"    {option:<22}  {what_it_is(path)}" for option, path in options]
+    return filled("\n".join([f"  {name}", *lines]))
 
 
 def _keys() -> list[str]:
@@ -92,13 +102,163 @@ def _keys() -> list[str]:
         text = f"{key}={'|'.join(choices)}" if 1 < len(choices) < 6 else key
         groups.setdefault(group, []).append(text)
     lines = textwrap.TextWrapper(
-        _WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False
+        columns(), initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False
     )
     return [lines.fill("  ".join(keys)) for keys in groups.values()]
 
 
+# What the three shells ask by `mprun -sc query=SHELL` when TAB is pressed; COMP_LINE: the line up
+# to there. Where nothing is printed they offer files.
+_SCRIPTS = {
+    "bash": """\
+_mprun() {
+  local IFS=$'\\n' line=${COMP_LINE:0:COMP_POINT} word start
+  COMPREPLY=($(COMP_LINE=$line "${COMP_WORDS[0]}" -sc query=bash 2>/dev/null))
+  # bash replaces what stands behind the last of its word breaks, = among them
+  word=${line##* } start=${word%"${word##*[$COMP_WORDBREAKS]}"}
+  COMPREPLY=("${COMPREPLY[@]#"$start"}")
+}
+complete -o nospace -o bashdefault -o default -F _mprun mprun
+""",
+    "zsh": """\
+_mprun() {
+  local -a found
+  found=(${(f)"$(COMP_LINE="${words[1,CURRENT-1]} $PREFIX" $words[1] -sc query=zsh 2>/dev/null)"})
+  if (( $#found )); then
+    compadd -Q -S '' -- ${(M)found:#*[=.]}
+    compadd -Q -- ${found:#*[=.]}
+  else
+    compset -P '*='
+    _files
+  fi
+}
+(( $+functions[compdef] )) || { autoload -Uz compinit && compinit -u }
+compdef _mprun mprun
+""",
+    "fish": """\
+function __mprun
+  set -l found (COMP_LINE=(commandline -cp) mprun -sc query=fish 2>/dev/null)
+  if test (count $found) -gt 0
+    printf '%s\\n' $found
+  else
+    set -l key (string match -r '^.*=' -- (commandline -ct))
+    for path in (__fish_complete_path (string replace -r '^.*=' '' -- (commandline -ct)))
+      echo "$key$path"
+    end
+  end
+end
+complete -c mprun -f -a '(__mprun)'
+""",
+}
+_REMOVED = {
+    "bash": "complete -r mprun; unset -f _mprun",
+    "zsh": "compdef -d mprun; unfunction _mprun",
+    "fish": "complete -e -c mprun; functions -e __mprun",
+}
+_TAKE_OVERRIDES = ("advise", "bench")
+# Options whose value is a list of options of a group.
+_LISTS = {"--modes": "precision", "--mode": "precision", "--scalers": "scaler"}
+
+
+def complete(request: str, verbs: dict[str, str], options: list[str]) -> int:
+    """`-sc install=bash|zsh|fish`, `uninstall=` or `query=`: shell completion.
+
+    Args:
+        request: what stands behind -sc.
+        verbs: verb -> its module.
+        options: of mprun itself.
+    """
+    what, _, shell = request.partition("=")
+    if what not in ("install", "uninstall", "query"):
+        raise BadInput(f"-sc {request}: must be install=SHELL, uninstall=SHELL or query=SHELL")
+    if shell not in _SCRIPTS:
+        raise BadInput(f"-sc {request}: the shell must be one of bash, zsh, fish")
+    if what == "query":
+        found = completions(os.environ.get("COMP_LINE", ""), verbs, options)
+        # bash alone leaves it to us whether a word is over
+        ended = " " if shell == "bash" else ""
+        print("".join(f"{one}{'' if one[-1] in '=.,' else ended}\n" for one in found), end="")
+    else:
+        print((_SCRIPTS if what == "install" else _REMOVED)[shell])
+    return DONE
+
+
+def completions(line: str, verbs: dict[str, str], options: list[str]) -> list[str]:
+    """The words that the last one of `line` may become; none where a path is wanted."""
+    words = line.split()[1:]
+    word = words.pop() if words and not line[-1:].isspace() else ""
+    verb = words[0] if words and words[0] in verbs else None
+    config_dir = next((b for a, b in zip(words, words[1:], strict=False) if a in _DIR), None)
+    if config_dir is not None and not os.path.isdir(config_dir):
+        config_dir = None
+    before = words[-1] if words else ""
+    found: list[str] = []
+    if before in _LISTS:
+        found = _listed(word, list(option_files(_LISTS[before], config_dir)))
+    elif before in _DIR or before == "--out":
+        return []
+    elif word.startswith("-"):
+        found = _options_of(verbs[verb], words[1:]) if verb else options
+    elif verb is None or verb in _TAKE_OVERRIDES:
+        first = [] if words else list(verbs)
+        keys = _overrides(word, words, config_dir)
+        found = [*first, *(key for key in keys if key.rstrip(".") not in first)]
+    return [one for one in found if one.startswith(word)]
+
+
+_DIR = ("--config-dir", "-cd")
+
+
+def _options_of(module: str, words: list[str]) -> list[str]:
+    """The options of a verb, as its help page says them."""
+    page, flags = StringIO(), [word for word in words if word == "--roofline"]
+    with redirect_stdout(page), suppress(SystemExit):
+        import_module(module).main([*flags, "--help"])
+    return sorted(set(re.findall(r"^  .*?(--[a-z-]+)", page.getvalue(), re.MULTILINE)))
+
+
+def _overrides(word: str, words: list[str], config_dir: str | None) -> list[str]:
+    """`model=`, `optim.`, `optim.lr=` and, behind `=`, the values that there are."""
+    key, equals, values = word.partition("=")
+    if equals:
+        return [f"{key}={value}" for value in _listed(values, _values(key, config_dir))]
+    own = {**_fields_of("model", MODELS, words, config_dir)}
+    own |= _fields_of("data", DATA, words, config_dir)
+    found = [f"{group}=" for group in GROUPS]
+    for name in FIELDS:
+        group, _, last = name.rpartition(".")
+        settable = name not in (*GROUPS, "compare") and not (group and last in _BY_OPTION)
+        if settable and last in own.get(group, (last,)):
+            dot = name.find(".", len(word))
+            found.append(name[: dot + 1] if dot > 0 else f"{name}=")
+    return list(dict.fromkeys(found))
+
+
+def _fields_of(
+    group: str, schemas: dict[str, Any], words: list[str], config_dir: str | None
+) -> dict[str, tuple[str, ...]]:
+    """{group: the fields of the option that is chosen on the line}; {} where none is."""
+    chosen = [word.partition("=")[2] for word in words if word.startswith(f"{group}=")]
+    schema = schemas.get(named(group, config_dir).get(chosen[-1], "")) if chosen else None
+    return {} if schema is None else {group: tuple(schema.__dataclass_fields__)}
+
+
+def _values(key: str, config_dir: str | None) -> list[str]:
+    if key in GROUPS:
+        return list(option_files(key, config_dir))
+    fields = FIELDS.get(key, [])
+    if any(field.type is bool for field in fields):
+        return ["false", "true"]
+    return list(dict.fromkeys(str(c) for f in fields for c in f.metadata.get("choices", ())))
+
+
+def _listed(text: str, known: list[str]) -> list[str]:
+    """Each known word behind the commas of `text`: sweeps and options take lists."""
+    start = text[: text.rfind(",") + 1]
+    return [f"{start}{one}" for one in known if one not in start.split(",")]
+
+
 _INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
-_COMPLETION = ("install=", "uninstall=", "query=")
 
 
 def show_config(what: str, overrides: list[str], config_dir: str | None, package: str) -> int:
@@ -106,6 +266,8 @@ def show_config(what: str, overrides: list[str], config_dir: str | None, package
 
     package: dotted key of the part to print, "" for all. `--cfg hydra` and `all` are Hydra's.
     """
+    from mprun.config.compose import compose_config
+
     composed = compose_config(overrides, config_dir, files=False)
     if what == "job":
         print(yaml.safe_dump(_part(composed, package), sort_keys=False), end="")
@@ -119,20 +281,13 @@ def show_info(what: str, overrides: list[str], config_dir: str | None) -> int:
     """`--info WHAT`: Hydra's account of files, defaults lists and search path."""
     if what not in _INFO:
         raise BadInput(f"--info {what}: must be one of {', '.join(_INFO)}")
+    from mprun.config.compose import compose_config
+
     compose_config(overrides, config_dir, files=False)
     return _by_hydra(["--info", what], overrides, config_dir)
 
 
-def complete(request: str) -> int:
-    """`-sc install=bash|zsh|fish`, `uninstall=` or `query=`: shell completion."""
-    if not request.startswith(_COMPLETION) or request.endswith("="):
-        raise BadInput(f"-sc {request}: must be install=SHELL, uninstall=SHELL or query=SHELL")
-    if request.partition("=")[2] not in ("bash", "zsh", "fish"):
-        raise BadInput(f"-sc {request}: the shell must be one of bash, zsh, fish")
-    return _by_hydra(["-sc", request], [], None)
-
-
-def _part(composed: Composed, package: str) -> Any:
+def _part(composed: "Composed", package: str) -> Any:
     tree: Any = composed.as_dict()
     for key in package.split(".") if package else ():
         if not isinstance(tree, dict) or key not in tree:
@@ -142,6 +297,12 @@ def _part(composed: Composed, package: str) -> Any:
 
 
 def _by_hydra(flag: list[str], overrides: list[str], config_dir: str | None) -> int:
+    import hydra
+    from hydra.core.config_store import ConfigStore
+
+    from mprun.config.compose import hydra_overrides
+    from mprun.config.schema import register_schemas
+
     register_schemas(ConfigStore.instance())
     source = [] if config_dir is None else ["--config-dir", config_dir]
     before, sys.argv = sys.argv, ["mprun", *flag, *source, *hydra_overrides(overrides)]

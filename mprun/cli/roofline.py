@@ -18,6 +18,7 @@ configuration, on tensors without values, and from them the samples per second t
 exceed, per precision mode, and the memory that it needs."""
 _MORE = """\
 Data are never read: sizes come from the configuration (data.image_size, model.num_classes, ...).
+
 Exit codes: 0 done, 2 bad input, 130 interrupted."""
 DEFAULT_MODES = ("fp32", "tf32", "fp16_master_scaled", "amp", "bf16_master")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mprun.cli.arguments import Arguments, names
 from mprun.config.compose import compose_config, group_options, hydra_session
-from mprun.config.rules import fields_of, nearest
+from mprun.config.rules import fields_of, must_be, nearest
 from mprun.config.schema import ScalerConfig
 from mprun.errors import DONE, BadInput
 from mprun.numerics.overflow_trace import OverflowTrace, read_trace_file
@@ -21,10 +21,12 @@ _WHAT = """\
 What every loss scaler would have done on one overflow trace.
 
 TRACE is a run directory, or a CSV or JSONL file with the columns
+
   step        ascending
   limit       largest loss scale that does not overflow at this step; or instead of it
   found_inf   0 or 1, with loss_scale: the scale it was seen at
   grad_max    largest unscaled gradient magnitude (optional; logmax needs it)
+
 scaler.KEY=VALUE changes the scalers that have this setting, as for a run.
 """
 _MORE = """\
@@ -133,8 +135,7 @@ def _configs(
     chosen = known if chosen is None else chosen
     for name in chosen:
         if name not in known:
-            among = f"must be among {', '.join(known)}{nearest(name, known)}"
-            raise BadInput(f"--scalers {name}: {among}")
+            raise BadInput(f"--scalers {name}: {must_be(name, known)}")
     if len(set(chosen)) < len(chosen):
         raise BadInput(f"--scalers {','.join(chosen)}: a name is there twice")
     configs: dict[str, ScalerConfig] = {}

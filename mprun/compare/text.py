@@ -10,10 +10,9 @@ from dataclasses import asdict
 from typing import Any
 
 from mprun.compare.findings import Comparison, Group, Row, Verdict
-from mprun.record.console import markdown_table
+from mprun.record.console import columns, markdown_table
 
 _PERCENT_METRICS = ("top1", "top5")
-_WIDTH = 120  # of a terminal line where the columns allow it
 
 
 def value_text(value: float | None) -> str:
@@ -289,7 +288,7 @@ def _aligned(group: Group) -> str:
 def _wrapped(lines: Iterable[str], indent: str = "  ") -> str:
     """Each on a line of its own, or on several of which the further ones stand further in."""
     wrapper = textwrap.TextWrapper(
-        _WIDTH,
+        columns(120),
         initial_indent=indent,
         subsequent_indent=indent + "  ",
         break_long_words=False,

@@ -11,7 +11,8 @@ import os
 from collections.abc import Iterator
 
 from mprun.config import schema
-from mprun.config.rules import fields_of, violations
+from mprun.config.option_files import named
+from mprun.config.rules import fields_of, rules_of, violations
 from mprun.config.schema import DTYPES, CustomModelConfig, LSTMConfig, RunConfig, task_of
 from mprun.config.user_code import check_own_code
 from mprun.errors import BadInput
@@ -102,9 +103,10 @@ def _data_fits_model(config: RunConfig) -> Iterator[str]:
         return  # its factory is asked when it is built
     wanted = "text" if task_of(model) == "language_model" else "images"
     if data.family != wanted:
-        fitting = (name for name, source in schema.DATA.items() if source.family == wanted)
-        options = ", ".join(name for name in fitting if name != "custom")
-        yield f"data={data.name}: model {model.name} learns from {wanted}: {options}"
+        sources = {name for name, source in schema.DATA.items() if source.family == wanted}
+        options = [o for o, name in named("data").items() if name in sources - {"custom"}]
+        learns = f"model {model.name} learns from {wanted}"
+        yield f"data.name={data.name}: {learns}; choose data={', '.join(options)}"
     if isinstance(data, schema.ImagesConfig):
         yield from _images_fit(model, data)
 
@@ -138,7 +140,9 @@ def _only_what_is_read(group: str, node: object, rule: str, who: str, what: str)
     """Fields of other rules are null, those of this one are not."""
     for name in sorted(fields_of(node) - fields_of(node, rule)):
         if getattr(node, name) is not None:
-            yield f"{group}.{name}={getattr(node, name)}: {who} has no such setting"
+            having = " or ".join(f"{group}={one}" for one in rules_of(node, name))
+            no_such = f"{group}.{name}={getattr(node, name)}: {who} has no such setting"
+            yield f"{no_such}; {having} has it"
     for name in sorted(fields_of(node, rule, needed=True)):
         if getattr(node, name) is None:
             yield f"{group}.{name}=null: {who} needs a {what}"
@@ -362,12 +366,12 @@ def _embedded_data(config: RunConfig) -> Iterator[str]:
         if not os.path.exists(data.root):
             yield f"data.root={data.root}: no such folder"
         yield (
-            f"data.root={data.root}: data={data.name} is embedded and "
+            f"data.root={data.root}: data.name={data.name} is embedded and "
             "reads no folder (allowed: null)"
         )
     if data.workers and not data.decodes:
         yield (
-            f"data.workers={data.workers}: data={data.name} needs no loader process "
+            f"data.workers={data.workers}: data.name={data.name} needs no loader process "
             "(allowed: 0 or null)"
         )
 

@@ -28,7 +28,7 @@ from omegaconf.errors import OmegaConfBaseException
 from mprun.config.check import check, default_margin, default_metric
 from mprun.config.option_files import conf_dir, mode_of
 from mprun.config.overrides import MAPPING, line_of, mapping_of, parse_overrides, printable
-from mprun.config.rules import nearest
+from mprun.config.rules import did_you_mean, key_called, must_be, nearest
 from mprun.config.schema import DATA, MODELS, RunConfig, register_schemas, task_of
 from mprun.config.user_code import FACTORY_KEYS, NOTHING, Vouched, check_vouched, recorded_factories
 from mprun.errors import BadInput
@@ -65,10 +65,8 @@ def diagnose(parsed: list[Override], error: Exception) -> str:
             continue
         options = group_options(key)
         if value not in options:
-            allowed = ", ".join(options) or "(none yet)"
-            hint = nearest(str(value), options)
             shown = "null" if value is None else printable(value)
-            return f"{key}={shown}: must be one of {allowed}{hint}"
+            return f"{key}={shown}: {must_be(str(value), options, key)}"
         chosen.append(line_of(override))
     try:
         known = _keys(_plain(compose("config", overrides=chosen)))
@@ -94,8 +92,11 @@ def _wrong_value(
         line = f"++{line.lstrip('+')}"
     if (mapping or key) not in known:
         own = key in FACTORY_KEYS or mapping not in (None, MAPPING)
-        hint = f"; {key.partition('.')[0]}=custom has it" if own else ""
-        return f"{printable(key)}: unknown key{hint or _nearest_key(key, known | groups)}"
+        if own:
+            return f"{printable(key)}: unknown key; {key.partition('.')[0]}=custom has it"
+        called = key_called(key, known | groups)
+        hint = f"; {did_you_mean([called])}" if called else nearest(key, known | groups)
+        return f"{printable(key)}: unknown key{hint}"
     try:
         OmegaConf.to_object(compose("config", overrides=[*chosen, line]))
     except COMPOSITION_ERRORS as error:
@@ -105,13 +106,6 @@ def _wrong_value(
             return f"{printable(line.lstrip('+'))}: must be {mapping}.NAME=VALUE"
         return f"{printable(line)}: {_first_line(error.__cause__ or error)}"
     return None
-
-
-def _nearest_key(key: str, known: Iterable[str]) -> str:
-    """The known key with the same last part, or else the closest spelling."""
-    known = sorted(known)
-    same_end = [k for k in known if "." in k and k.rpartition(".")[2] == key]
-    return f"; did you mean '{same_end[0]}'?" if same_end else nearest(key, known)
 
 
 def _keys(tree: dict[str, Any], prefix: str = "") -> set[str]:

@@ -30,6 +30,12 @@ def option_files(group: str, config_dir: str | None = None) -> dict[str, Path]:
     return dict(sorted(found.items()))
 
 
+def named(group: str, config_dir: str | None = None) -> dict[str, str]:
+    """Option -> the name that its file sets: what it builds ("digits_32" -> "digits")."""
+    files = option_files(group, config_dir)
+    return {option: _mapping_in(path).get("name", option) for option, path in files.items()}
+
+
 def what_it_is(path: Path) -> str:
     """The first comment line of an option's file, which says what the option is."""
     lines = [line for line in _text_of(path).splitlines() if not line.startswith("# @package")]

@@ -2,10 +2,12 @@
 
 import re
 from collections.abc import Iterable
+from typing import get_args
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override
 
+from mprun.config.roles import FIELDS
 from mprun.errors import BadInput
 
 # The mapping from module-name patterns to dtypes: its keys hold dots and stars.
@@ -14,18 +16,20 @@ MAPPING = "precision.overrides"
 FREE_MAPPINGS = (MAPPING, "data.options", "model.options")
 # Labels that choose a builder or appear in the record; the option of a group sets them.
 _GROUPS = ("model", "data", "optim", "precision", "scaler")
+_SCIENTIFIC = re.compile(r"(?<![^,(])\d+(?:\.\d+)?[eE][+]?\d+(?![^,)])")
 _CHOSEN_BY_GROUP = (*(f"{group}.name" for group in _GROUPS), "scaler.kind")
 
 
 def parse_overrides(overrides: Iterable[str]) -> list[Override]:
     """Hydra's parse of each override; BadInput names the one that is not `key=value`.
 
-    `precision.overrides.layer4.*=fp32` becomes an entry of the mapping `precision.overrides`.
+    `precision.overrides.layer4.*=fp32` becomes an entry of the mapping `precision.overrides`, and
+    `train.steps=1e3` the integer that it is.
     """
     parser, parsed = OverridesParser.create(), []
     for text in overrides:
         try:
-            [override] = parser.parse_overrides([_entry_as_mapping(text)])
+            [override] = parser.parse_overrides([_entry_as_mapping(_whole_as_int(text))])
         except OSError:  # no descriptor left for a part of the parser, say
             raise
         # Not only Hydra's own: int() refuses 4,300 digits, deep nesting exhausts the stack.
@@ -46,6 +50,12 @@ def line_of(override: Override) -> str:
 def mapping_of(key: str) -> str | None:
     """The mapping that `key` is or lies in, None for a key of the schema."""
     return next((m for m in FREE_MAPPINGS if key == m or key.startswith(f"{m}.")), None)
+
+
+def without(overrides: Iterable[str], *left_out: str) -> list[str]:
+    """Those whose key is none of `left_out`, and in no group of such a name."""
+    keys = ((text, text.lstrip("+~").partition("=")[0]) for text in overrides)
+    return [text for text, key in keys if not {key, key.partition(".")[0]} & set(left_out)]
 
 
 def split_launcher(overrides: Iterable[str]) -> tuple[list[str], list[str]]:
@@ -86,6 +96,20 @@ def printable(value: object) -> str:
 
 def _is_of_launcher(key: str) -> bool:
     return re.split("[.@]", key)[0] == "hydra/launcher" or key.startswith("hydra.launcher.")
+
+
+def _whole_as_int(text: str) -> str:
+    """1e3 is a float to Hydra; where the key takes integers alone, a whole one is an integer."""
+    key, _, values = text.partition("=")
+    kinds = {kind for field in FIELDS.get(key, ()) for kind in (field.type, *get_args(field.type))}
+    if int not in kinds or float in kinds:
+        return text
+
+    def whole(match: re.Match[str]) -> str:
+        value = float(match[0])
+        return str(int(value)) if value.is_integer() and abs(value) < 2**53 else match[0]
+
+    return f"{key}={re.sub(_SCIENTIFIC, whole, values)}"
 
 
 def _entry_as_mapping(text: str) -> str:

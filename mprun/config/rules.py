@@ -6,7 +6,7 @@ broken rule as one line that names the key, the value and what is allowed.
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, get_args, get_origin
@@ -90,10 +90,91 @@ def fields_of(schema: Any, rule: str | None = None, *, needed: bool = False) -> 
     }
 
 
+def rules_of(schema: Any, name: str) -> tuple[str, ...]:
+    """The rules that read the field `name`, one of `fields_of(schema)`."""
+    [found] = (field for field in dataclasses.fields(schema) if field.name == name)
+    of: tuple[str, ...] = found.metadata["of"]
+    return of
+
+
+# What others call it -> what it is here: keys (""), and values of a key. The nearest comes first.
+_HALF = ("amp", "fp16_master_scaled", "fp16_naive")
+_BF16 = ("amp_bf16", "bf16_master", "bf16_naive")
+_ELSEWHERE: dict[str, dict[str, str | tuple[str, ...]]] = {
+    "": {
+        **dict.fromkeys(("max_steps", "iterations"), "train.steps"),
+        **dict.fromkeys(("max_epochs", "num_epochs"), "train.epochs"),
+        **dict.fromkeys(("gradient_clip_val", "max_grad_norm"), "train.clip_norm"),
+        **dict.fromkeys(("accumulate_grad_batches", "grad_accum"), "train.accumulate"),
+        **dict.fromkeys(("amp", "fp16", "bf16", "dtype", "mixed_precision"), "precision"),
+        **dict.fromkeys(("accelerator", "gpu", "gpus"), "device"),
+        **{
+            "learning_rate": "optim.lr",
+            "num_workers": "data.workers",
+            "arch": "model",
+            "dataset": "data",
+        },
+        **{"optimizer": "optim", "data_dir": "data.root", "loss_scale": "scaler.scale"},
+        **{"output": "output_dir", "wd": "optim.weight_decay", "bs": "data.batch_size"},
+    },
+    "device": {"gpu": "cuda"},
+    # torch.amp, Lightning, Accelerate, Keras, apex
+    "precision": {
+        **dict.fromkeys(("16", "fp16", "float16", "f16", "half", "o2"), _HALF),
+        **dict.fromkeys(("bf16", "bfloat16"), _BF16),
+        **dict.fromkeys(("16-mixed", "mixed", "mixed_float16", "autocast", "o1"), "amp"),
+        **dict.fromkeys(("bf16-mixed", "mixed_bfloat16"), "amp_bf16"),
+        **dict.fromkeys(("32", "32-true", "float32", "float", "full", "no", "o0"), "fp32"),
+        **{"o2": "fp16_master_scaled", "o3": "fp16_naive", "half": "fp16_naive"},
+        **{"16-true": "fp16_naive", "bf16-true": "bf16_naive"},
+    },
+}
+
+
+def meant(word: str, known: Iterable[str], key: str = "") -> list[str]:
+    """The known words that `word` may stand for, the likeliest first; at most three.
+
+    What others call it, else those that begin so, else the closest spelling.
+
+    Args:
+        word: what was typed.
+        known: what there is.
+        key: whose value it is; "" for a key.
+    """
+    small, names = word.lower(), {name.lower(): name for name in known}
+    other = _ELSEWHERE.get(key, {}).get(small, small.partition(":")[0])  # cuda:0 is one of cuda
+    found = [name for name in ([other] if isinstance(other, str) else other) if name in names]
+    if not found and len(word) > 1:
+        found = [name for name in names if name.startswith(small)]
+    found = found[:3] or get_close_matches(small, list(names), n=1, cutoff=0.6)
+    return [names[name] for name in found]
+
+
+def key_called(word: str, known: Iterable[str]) -> str | None:
+    """The key that is called `word`: here, elsewhere, or by its last part alone; None: none is."""
+    known = sorted(known)
+    other = _ELSEWHERE[""].get(word, word)
+    same_end = (key for key in known if "." in key and key.rpartition(".")[2] == word)
+    return str(other) if other in known else next(same_end, None)
+
+
+def did_you_mean(words: Sequence[str]) -> str:
+    """`did you mean 'a', 'b' or 'c'?`; nothing without any."""
+    *most, last = [f"'{word}'" for word in words] or [""]
+    return f"did you mean {', '.join(most)}{' or ' if most else ''}{last}?" if last else ""
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
-    """`; did you mean 'x'?` for the closest known word, or nothing."""
-    match = get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f"; did you mean '{match[0]}'?" if match else ""
+    """`; did you mean 'x'?` for the closest known words, or nothing."""
+    hint = did_you_mean(meant(word, known))
+    return f"; {hint}" if hint else ""
+
+
+def must_be(word: str, known: Iterable[str], key: str = "") -> str:
+    """`must be one of a, b, c`, behind what may have been meant: a long list is cut at its end."""
+    known = list(known)
+    hint = did_you_mean(meant(word, known, key))
+    return f"{f'{hint} It ' if hint else ''}must be one of {', '.join(known) or '(none yet)'}"
 
 
 def violations(config: Any, prefix: str = "") -> Iterator[str]:
@@ -109,9 +190,9 @@ def violations(config: Any, prefix: str = "") -> Iterator[str]:
                 yield f"{key}={value}: must be a {'mapping' if kind is dict else 'list'}"
                 continue
             for item in value if isinstance(value, list) else [value]:
-                reason = _broken(item, field.metadata)
+                reason = _broken(key, item, field.metadata)
                 if reason is not None:
-                    yield f"{key}={item}: must be {reason}"
+                    yield f"{key}={item}: {reason}"
 
 
 def _container(annotation: Any) -> type | None:
@@ -128,14 +209,14 @@ _BOUNDS = {
 }
 
 
-def _broken(value: Any, rule: Any) -> str | None:
-    """What `value` must be and is not."""
+def _broken(key: str, value: Any, rule: Any) -> str | None:
+    """What the value of `key` must be and is not."""
     if isinstance(value, float) and not math.isfinite(value):
-        return "a finite number"
+        return "must be a finite number"
     if "choices" in rule and value not in rule["choices"]:
-        choices = [str(choice) for choice in rule["choices"]]
-        return f"one of {', '.join(choices)}{nearest(str(value), choices)}"
+        return must_be(str(value), [str(choice) for choice in rule["choices"]], key)
     bounds = rule.get("bounds", {})
     if all(_BOUNDS[name][1](value, bound) for name, bound in bounds.items()):
         return None
-    return " and ".join(f"{_BOUNDS[name][0]} {bound:g}" for name, bound in bounds.items())
+    allowed = " and ".join(f"{_BOUNDS[name][0]} {bound:g}" for name, bound in bounds.items())
+    return f"must be {allowed}"

@@ -4,7 +4,9 @@ Progress is a bar on a terminal and plain lines otherwise; stdout stays free for
 """
 
 import os
+import shutil
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
 
 # A share of the time that is worth a word: below it, no faster loader would show in the run.
 DATA_BOUND = 0.1
+_LEAST_BAR = 8  # columns of a bar beside its text
 
 
 class _Steady:
@@ -66,10 +69,23 @@ def _tell_of_thread(args: threading.ExceptHookArgs) -> None:
     print(f"mprun: {name}: {args.exc_value}", file=sys.stderr)
 
 
+def columns(most: int = 80, stream: TextIO | None = None) -> int:
+    """Of the terminal behind `stream` (COLUMNS, else what it says now; 80 without one).
+
+    At least 30 and at most `most`. Without a stream: of stdout's.
+    """
+    found = shutil.get_terminal_size((80, 24)).columns
+    if stream is not None and not os.environ.get("COLUMNS"):
+        with suppress(OSError, ValueError):  # no terminal; closed
+            found = os.get_terminal_size(stream.fileno()).columns or 80
+    return max(30, min(most, found))
+
+
 class Progress:
     """Shows step, loss, scale, skipped updates, throughput and the time left.
 
-    Where more than a tenth of the time went into waiting for data, that share as well.
+    Where more than a tenth of the time went into waiting for data, that share as well. On a
+    terminal a line is as wide as that at most: what matters least is left out.
 
     seconds: least time between two plain lines off a terminal.
     """
@@ -77,9 +93,11 @@ class Progress:
     def __init__(self, total: int, sample: str, stream: TextIO | None = None, seconds: float = 5.0):
         self.total, self.sample, self.seconds = total, sample, seconds
         self.stream = sys.stderr if stream is None else stream
-        self.terminal = self.stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+        self.terminal = self.stream.isatty()
+        self.drawn = self.terminal and os.environ.get("TERM") not in ("dumb", "unknown")
         self.started, self.printed = time.monotonic(), -1e9
         self.first_step: int | None = None
+        self.step, self._text = 0, ""
         self._bar: Bar | None = None
 
     def show(self, step: int, record: dict) -> None:
@@ -87,42 +105,90 @@ class Progress:
         now = time.monotonic()
         if self.first_step is None:
             self.first_step, self.started = step, now
-        if not self.terminal and now - self.printed < self.seconds and step < self.total:
+        self.step = step
+        if not self.drawn and now - self.printed < self.seconds and step < self.total:
             return
         self.printed = now
-        text = f"step {step}/{self.total}  loss {record['loss']:.5g}"
+        # Each with its place among those that stay when the line is too long.
+        parts = [(0, f"step {step}/{self.total}"), (1, f"loss {record['loss']:.5g}")]
         if record["loss_scale"] != 1:
-            text += f"  scale {record['loss_scale']:g}"
+            parts.append((6, f"scale {record['loss_scale']:g}"))
         if record["skipped"]:
-            text += f"  skipped {record['skipped']}"
+            parts.append((3, f"skipped {record['skipped']}"))
         if record.get("samples_per_s"):
-            text += f"  {record['samples_per_s']:.0f} {self.sample}s/s"
+            parts.append((5, f"{record['samples_per_s']:.0f} {self.sample}s/s"))
         if record.get("data_wait", 0) > DATA_BOUND:
-            text += f"  waiting for data {record['data_wait']:.0%}"
+            parts.append((4, f"waiting for data {record['data_wait']:.0%}"))
         if step > self.first_step:
             left = (now - self.started) / (step - self.first_step) * (self.total - step)
-            text += f"  ETA {_clock(left)}"
-        if self.terminal:
-            self._bar = self._bar or _started_bar(self.total, self.stream)
-            task = self._bar.task_ids[0]
-            self._bar.update(task, completed=step, description=text, refresh=True)
+            parts.append((2, f"ETA {_clock(left)}"))
+        self._text = _fitted(parts, self._room())
+        self._draw(self._text) if self.drawn else self._print(self._text)
+
+    def evaluated(self, samples: int, total: int) -> None:
+        """Of an evaluation that goes on: how many of the held-out samples are done."""
+        now = time.monotonic()
+        if now - self.printed < (0.1 if self.drawn else self.seconds):
+            return
+        self.printed = now
+        text = f"evaluating {samples}/{max(samples, total)} {self.sample}s"
+        if self.drawn:
+            self._draw(_fitted([(1, f"step {self.step}/{self.total}"), (0, text)], self._room()))
         else:
             self._print(text)
 
+    def evaluation(self) -> None:
+        """An evaluation begins; `note` tells how it ended."""
+        if not self.drawn:
+            self.printed = time.monotonic()  # a short one needs no line
+
     def note(self, text: str) -> None:
         """A line of its own, on top of the bar."""
+        if self.terminal:
+            text = "\n".join(_broken(line, self._width()) for line in text.splitlines())
         if self._bar is None:
             self._print(text)
         else:
+            self._draw(self._text)  # an evaluation that is over
             self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         if self._bar is not None:
             self._bar.stop()
 
+    def _width(self) -> int:
+        """Of a line that does not reach the last column, where a terminal may break it."""
+        return columns(1000, self.stream) - 1
+
+    def _room(self) -> int:
+        """For the text of a line; off a terminal nothing is too long."""
+        return self._width() - _LEAST_BAR * self.drawn if self.terminal else 1000
+
+    def _draw(self, text: str) -> None:
+        self._bar = self._bar or _started_bar(self.total, self.stream)
+        self._bar.console.width = self._width()  # of now: the window may have changed
+        task = self._bar.task_ids[0]
+        self._bar.update(task, completed=self.step, description=text, refresh=True)
+
     def _print(self, text: str) -> None:
         self.stream.write(text + "\n")
         self.stream.flush()
+
+
+def _fitted(parts: list[tuple[int, str]], room: int) -> str:
+    """The texts of (rank, text) in their order; the higher ranks only as far as there is room."""
+    kept = sorted(parts)
+    while len(kept) > 1 and sum(len(text) + 2 for _, text in kept) - 2 > room:
+        kept.pop()
+    return "  ".join(part[1] for part in parts if part in kept)
+
+
+def _broken(line: str, width: int) -> str:
+    """The line on as many as it needs, the further ones further in."""
+    indent = " " * (len(line) - len(line.lstrip()) + 4)
+    return textwrap.fill(
+        line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def _started_bar(total: int, stream: TextIO) -> "Bar":

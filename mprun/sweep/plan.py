@@ -33,7 +33,7 @@ from mprun.config.compose import (
 )
 from mprun.config.overrides import parse_overrides, printable, split_launcher, sweep_values
 from mprun.config.roles import config_hash, is_told
-from mprun.config.rules import nearest
+from mprun.config.rules import must_be
 from mprun.config.user_code import as_overrides
 from mprun.errors import BadInput
 from mprun.record.run_directory import run_name
@@ -73,10 +73,7 @@ def checked_launcher(overrides: list[str]) -> ChosenLauncher | None:
     if launcher is None:
         raise BadInput(f"{overrides[0]}: needs hydra/launcher={'|'.join(LAUNCHERS)}")
     if launcher not in LAUNCHERS:
-        hint = nearest(str(launcher), LAUNCHERS)
-        raise BadInput(
-            f"hydra/launcher={printable(launcher)}: must be one of {', '.join(LAUNCHERS)}{hint}"
-        )
+        raise BadInput(f"hydra/launcher={printable(launcher)}: {must_be(str(launcher), LAUNCHERS)}")
     with hydra_session(None):
         if launcher not in group_options("hydra/launcher"):
             raise BadInput(

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from mprun.cli import main
+from mprun.cli.dispatch import _one_line
 
 # One command line each (shell quoting), and what its one line must contain.
 CASES = [
@@ -16,6 +17,19 @@ CASES = [
     ("scaler=dynamik", "scaler=dynamik|did you mean 'dynamic'"),
     ("optim=adm", "optim=adm|did you mean 'adam'"),
     ("data=digit_32", "data=digit_32|did you mean 'digits_32'"),
+    ("data=digits", "did you mean 'digits_224', 'digits_32' or 'digits_64'?|... (mprun --help)"),
+    # the words of others
+    ("precision=16-mixed", "did you mean 'amp'? It must be one of amp, amp_bf16"),
+    ("precision=fp16", "did you mean 'amp', 'fp16_master_scaled' or 'fp16_naive'?"),
+    ("precision=O2", "did you mean 'fp16_master_scaled'?"),
+    ("device=cuda:0", "did you mean 'cuda'?"),
+    ("--lr 0.1", "--lr: unknown option; did you mean 'optim.lr=0.1'?"),
+    ("--model resnet50", "did you mean 'model=resnet50'?"),
+    ("resnet50", "did you mean 'model=resnet50'?"),
+    ("learning_rate=0.1", "did you mean 'optim.lr'?"),
+    ("epochs=3", "did you mean 'train.epochs'?"),
+    ("optim.lr=100000 precision=fp16_naive", "optim.lr=100000|<= 65504"),
+    ("explain " + "a" * 5000, "File name too long: aaa"),
     ("train=shrt", "train=shrt|did you mean 'short'"),
     ("experiment=nope", "experiment=nope"),
     ("model=", "model=|alexnet"),
@@ -75,7 +89,7 @@ CASES = [
     ("seed=-1", "seed=-1|>= 0"),
     ("threads=0", "threads=0|>= 1"),
     ("threads=100000", "threads=100000|<= 1024"),
-    ("device=gpu", "device=gpu|auto, cuda, cpu"),
+    ("device=gpu", "device=gpu: did you mean 'cuda'?|auto, cuda, cpu"),
     ("cpu_half=fast", "cpu_half=fast|emulated, native"),
     ("optim.momentum=1", "optim.momentum=1.0|< 1"),
     ("optim=adam optim.betas=[0.9,1.0]", "optim.betas=1.0|< 1"),
@@ -102,7 +116,7 @@ CASES = [
     ("optim.nesterov=true", "optim.nesterov=true|momentum"),
     ("optim.schedule=step", "optim.milestones"),
     ("optim.implementation=fused precision=fp16_naive", "optim.implementation=fused|foreach"),
-    ("scaler.scale=128", "scaler.scale=128.0|none"),
+    ("scaler.scale=128", "scaler.scale=128.0|none|scaler=static has it"),
     ("scaler=dynamic scaler.scale=4", "scaler.scale=4.0|dynamic"),
     ("scaler=dynamic scaler.growth_factor=null", "scaler.growth_factor=null"),
     ("scaler=static scaler.scale=null", "scaler.scale=null"),
@@ -121,8 +135,11 @@ CASES = [
     ("model=dcgan precision=fp16_master precision.overrides.zz=fp32", "precision.overrides.zz"),
     ("compare.metric=top1", "compare.metric=top1|perplexity"),
     # data that do not fit the model
-    ("model=resnet50 data=docs_words", "data=docs_text|images"),
-    ("model=lstm_lm data=digits_32", "data=digits|text"),
+    (
+        "model=resnet50 data=docs_words",
+        "data.name=docs_text|images; choose data=cifar10, digits_224",
+    ),
+    ("model=lstm_lm data=digits_32", "data.name=digits|text; choose data=docs_chars, docs_words"),
     ("model=alexnet data=digits_32", "data.image_size=32|63"),
     ("model=dcgan data=digits_64", "data.value_range=standardised|tanh"),
     ("model=dcgan data.image_size=48", "model.image_size=48|32, 64, 128"),
@@ -224,6 +241,26 @@ def test_bad_input_is_one_line_and_writes_nothing(command, wanted, tmp_path, mon
     for part in wanted.split("|"):
         assert part in printed.err
     assert tree(tmp_path) == before
+
+
+def test_long_lines_keep_what_matters():
+    options = ", ".join(f"option_{number}" for number in range(50))
+    line = _one_line(f"mprun: key=opt: did you mean 'option_7'? It must be one of {options}")
+    assert "did you mean 'option_7'?" in line and len(line) <= 200
+    assert line.endswith(" ... (mprun --help)") and ", option_" in line and ",  ..." not in line
+    line = _one_line(f"mprun: resume=/tmp/{'deep/' * 100}end: no such folder")
+    assert len(line) <= 200 and line.startswith("mprun: resume=/tmp/deep/")
+    line = _one_line(f"mprun: {'word ' * 50}so that the end says what to do")
+    assert line.endswith(" so that the end says what to do") and len(line) <= 200
+    line = _one_line(f"mprun: resume=/tmp/{'deep/' * 100}end: no such folder")
+    assert line.endswith("deep/end: no such folder")
+
+
+@pytest.mark.parametrize("word", ["run", "train"])
+def test_a_word_for_a_plain_run_is_left_out(word, capsys):
+    assert main([word, "optim.lr=0"]) == 2
+    note, line = capsys.readouterr().err.splitlines()
+    assert note == f"mprun: '{word}' may be left out" and line.startswith("mprun: optim.lr=0.0")
 
 
 def test_device_cuda_without_a_gpu(capsys, tmp_path, monkeypatch):

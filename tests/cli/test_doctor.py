@@ -87,7 +87,7 @@ def test_json_is_one_object_with_the_keys_that_help_explains(capsys):
     assert list(found) == list(KEYS)
     page_of_help = printed(capsys, "--help")
     for key in KEYS:
-        assert f"\n    {key} " in page_of_help
+        assert f"\n  {key} " in page_of_help
     # What is inside is named too, but for entries by mode, flag and optimizer.
     inner = [found["machine"], found["kernels"], *found["kernels"].values(), found["nvml"]]
     for name in {name for entry in inner if entry for name in entry}:

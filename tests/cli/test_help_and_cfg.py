@@ -1,9 +1,20 @@
 """--help, --cfg, --info and --version: what they print, and that nothing is written."""
 
+import fcntl
+import os
+import pty
+import select
+import shutil
+import subprocess
+import sys
+import termios
+import time
+
 import pytest
 import yaml
 
 from mprun.cli.dispatch import VERBS, main
+from mprun.cli.help import completions
 from mprun.config.compose import compose_config
 from mprun.config.option_files import conf_dir
 
@@ -25,10 +36,141 @@ def test_help_lists_verbs_groups_options_and_keys(capsys):
     for group in ("model", "data", "optim", "precision", "scaler", "train", "numerics"):
         own = text.partition(f"\n  {group}\n")[2]
         for option in (path.stem for path in (conf_dir() / group).glob("*.yaml")):
-            assert f"    {option} " in own, (group, option)
+            assert f"    {option} " in own, (group, option)  # and what it is
     for key in ("optim.lr", "train.clip_norm", "scaler.growth_interval", "compare.margin"):
         assert key in text
     assert "schema" not in text
+
+
+def test_every_help_page_fits_the_terminal_and_waits_for_no_torch():
+    """Torch is blocked; argparse's own usage line is the one thing that no narrow width breaks."""
+    program = """
+import io, os, sys
+from contextlib import redirect_stdout
+sys.modules["torch"] = None
+from mprun.cli import main
+from mprun.cli.dispatch import VERBS
+for columns in (None, 50):
+    if columns: os.environ["COLUMNS"] = str(columns)
+    for words in [[], *([verb] for verb in VERBS), ["bench", "--roofline"]]:
+        page = io.StringIO()
+        with redirect_stdout(page):
+            assert main([*words, "--help"]) == 0
+        text = page.getvalue()
+        if columns:
+            text = text.partition("options:")[2]
+        long = [line for line in text.splitlines() if len(line) > (columns or 80)]
+        assert not long and (text or not words), (words, long)
+"""
+    environment = {key: value for key, value in os.environ.items() if key != "COLUMNS"}
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=environment
+    )
+    assert ended.returncode == 0, ended.stderr
+
+
+OPTIONS = ["-m", "--multirun", "--config-dir"]
+
+
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        ("mprun comp", ["compare"]),
+        ("mprun compare ", []),  # files
+        ("mprun compare --t", ["--tag", "--tensorboard"]),
+        ("mprun bench --roofline --t", ["--top"]),
+        ("mprun --con", ["--config-dir"]),
+        ("mprun --config-dir ", []),
+        ("mprun opt", ["optim=", "optim."]),
+        ("mprun optim.mo", ["optim.momentum="]),
+        ("mprun model=res", ["model=resnet50"]),
+        ("mprun -m precision=fp32,am", ["precision=fp32,amp", "precision=fp32,amp_bf16"]),
+        ("mprun device=", ["device=auto", "device=cuda", "device=cpu"]),
+        ("mprun deterministic=t", ["deterministic=true"]),
+        ("mprun model=dcgan model.h", []),
+        ("mprun model=lstm_lm model.h", ["model.hidden_size="]),
+        ("mprun resume=", []),
+        ("mprun bench --modes fp32,tf", ["fp32,tf32"]),
+        ("mprun bench data.batch", ["data.batch_size="]),
+        ("mprun explain data.batch", []),
+    ],
+)
+def test_completion(line, wanted):
+    modules = {verb: module for verb, (module, _) in VERBS.items()}
+    assert completions(line, modules, OPTIONS) == wanted
+
+
+def test_completion_of_an_option_of_ones_own(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("own")
+    (folder / "precision").mkdir()
+    (folder / "precision" / "mymode.yaml").write_text("")
+    found = completions(f"mprun --config-dir {folder} precision=my", {}, OPTIONS)
+    assert found == ["precision=mymode"]
+
+
+# How each is started, and what makes it read the script that completes.
+SHELLS = {
+    "bash": (["--norc", "--noprofile", "-i"], 'eval "$(mprun -sc install=bash)"'),
+    "zsh": (["-f", "-i"], 'eval "$(mprun -sc install=zsh)"'),
+    "fish": (["--no-config", "-i"], "mprun -sc install=fish | source"),
+}
+
+
+TYPED = {
+    "mprun comp": "compare",
+    "mprun -m precision=fp32,fp16_n": "-m precision=fp32,fp16_naive",
+    "mprun compare outd": "compare outdir",
+    "mprun resume=outd": "resume=outdir",
+}
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+@pytest.mark.few(1)
+def test_a_shell_completes(shell, tmp_path_factory):
+    """As typed into a terminal, TAB and Enter behind each line; what the command was then given."""
+    if shutil.which(shell) is None:
+        pytest.skip(f"no {shell} here")
+    folder = tmp_path_factory.mktemp("typed")
+    (folder / "outdir").mkdir()
+    program = folder / "mprun"
+    asked = f'[ "$1" = -sc ] && exec {sys.executable} -m mprun "$@"'
+    program.write_text(f'#!/bin/sh\n{asked}\necho "given:$*:"\n')
+    program.chmod(0o755)
+    options, read = SHELLS[shell]
+    path = f"{folder}{os.pathsep}{os.environ['PATH']}"
+    environment = {"PATH": path, "PYTHONPATH": str(conf_dir().parent), "HOME": str(folder)}
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [shell, *options],
+        **dict.fromkeys(("stdin", "stdout", "stderr"), theirs),
+        cwd=folder,
+        env=environment | {"TERM": "xterm", "LANG": "C.UTF-8"},
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )
+    os.close(theirs)
+    seen = ""
+
+    def until(text: str) -> None:
+        nonlocal seen
+        end = time.monotonic() + 60
+        while text not in seen and time.monotonic() < end:
+            if select.select([ours], [], [], 1)[0]:
+                seen += os.read(ours, 65536).decode(errors="replace")
+        assert text in seen, seen
+
+    try:
+        os.write(ours, f"{read}; echo re''ady\n".encode())
+        until("ready")
+        for line, wanted in TYPED.items():
+            seen = ""
+            os.write(ours, f"{line}\t\n".encode())
+            until("given:")
+            until(f"given:{wanted}")
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,12 @@ import pytest
 import yaml
 
 from mprun.build import build_loss_scale, policy_from
+from mprun.cli.help import GROUPS
 from mprun.config.compose import compose_config, config_from_record
-from mprun.config.option_files import conf_dir, modes
+from mprun.config.option_files import conf_dir, modes, option_files
+from mprun.config.overrides import parse_overrides
+from mprun.config.roles import FIELDS
+from mprun.config.rules import _ELSEWHERE, meant, must_be
 from mprun.config.schema import MODELS
 from mprun.config.user_code import vouched
 from mprun.errors import BadInput
@@ -169,3 +173,43 @@ def test_a_record_of_a_run_names_no_code():
     plain["model"] = plain["model"] | {"_target_": "os.system"}
     with pytest.raises(BadInput):
         config_from_record(plain)
+
+
+def test_a_whole_number_may_be_written_with_an_exponent():
+    config = compose_config(["train.steps=1e2", "optim.lr=1e-1", "data.vocab_limit=1.5E+3"]).config
+    assert (config.train.steps, config.optim.lr, config.data.vocab_limit) == (100, 0.1, 1500)
+    [steps] = parse_overrides(["train.steps=1e2,2e3"])
+    assert list(steps.sweep_string_iterator()) == ["100", "2000"]
+    for text in ("train.steps=1.5e0", "train.steps=1e30", "train.steps=1e-3"):
+        with pytest.raises(BadInput, match="train.steps="):
+            compose_config([text])
+
+
+@pytest.mark.parametrize(
+    ("key", "words", "wanted"),
+    [
+        ("precision", "16-mixed mixed_float16 O1 AMP", ["amp"]),
+        ("precision", "bf16-mixed", ["amp_bf16"]),
+        ("precision", "16 fp16 float16 FP16", ["amp", "fp16_master_scaled", "fp16_naive"]),
+        ("precision", "bf16 bfloat16", ["amp_bf16", "bf16_master", "bf16_naive"]),
+        ("precision", "O2", ["fp16_master_scaled"]),
+        ("precision", "O3 half 16-true", ["fp16_naive"]),
+        ("precision", "32 32-true float32 O0 no", ["fp32"]),
+        ("precision", "int8", []),
+    ],
+)
+def test_the_words_of_others(key, words, wanted):
+    known = list(option_files(key))
+    assert [meant(word, known, key) for word in words.split()] == [wanted] * len(words.split())
+    if wanted:
+        line = must_be(words.split()[0], known, key)
+        assert line.startswith("did you mean '") and line.endswith(must_be("?", known, key))
+
+
+def test_what_others_mean_is_there():
+    """No hint names a key, a mode or a device that does not exist."""
+    known = {"": {*FIELDS, *GROUPS}, "device": {"auto", "cuda", "cpu"}}
+    known["precision"] = set(option_files("precision"))
+    for key, table in _ELSEWHERE.items():
+        for found in table.values():
+            assert {found} <= known[key] if isinstance(found, str) else set(found) <= known[key]

@@ -80,7 +80,7 @@ def test_a_sweep_over_an_option_and_over_a_factory():
         ),
         (
             "model=custom data=digits_32 model.factory=a:b model.task=language_model",
-            "data=digits|text",
+            "data.name=digits|data=docs_chars",
         ),
     ],
 )

@@ -72,3 +72,62 @@ def test_a_terminal_gets_one_bar_that_is_drawn_over(monkeypatch, columns):
 def test_a_terminal_that_cannot_move_its_cursor_gets_lines(monkeypatch):
     monkeypatch.setenv("TERM", "dumb")
     assert show_all(Terminal()) == show_all(io.StringIO())
+
+
+FULL = {"loss": 6.54321, "loss_scale": 65536.0, "skipped": 12, "samples_per_s": 123456.7}
+
+
+def drawn(stream) -> list[str]:
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())
+    return [part for part in re.split(r"[\r\n]+", shown) if part.strip()]
+
+
+def test_a_line_fits_the_terminal_and_loses_what_matters_least(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    stream = Terminal()
+    progress = Progress(1_000_000, "token", stream)
+    for columns in (200, 80, 60, 40):  # the window becomes smaller
+        monkeypatch.setenv("COLUMNS", str(columns))
+        progress.show(100_000, FULL | {"data_wait": 0.42})
+        progress.show(100_001, FULL | {"data_wait": 0.42})
+        line = drawn(stream)[-1]
+        assert len(line) < columns and "step 100001/1000000" in line
+        kept = [part in line for part in ("loss", "ETA", "skipped", "waiting", "tokens/s", "scale")]
+        assert kept == sorted(kept, reverse=True), line
+        assert sum(kept) == {200: 6, 80: 3, 60: 2, 40: 0}[columns], line
+        progress.note("memory  " + "parameters fp32 7.76 MiB, " * 10)
+        assert all(len(part) < columns for part in drawn(stream)[-3:])
+    progress.close()
+
+
+def test_off_a_terminal_nothing_is_left_out():
+    stream = io.StringIO()
+    Progress(1_000_000, "token", stream).show(100_000, FULL | {"data_wait": 0.42})
+    assert "scale 65536" in stream.getvalue() and "waiting for data 42%" in stream.getvalue()
+
+
+def test_an_evaluation_shows_how_far_it_is(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+    clock = [100.0]
+    monkeypatch.setattr("mprun.record.console.time.monotonic", lambda: clock[0])
+
+    def evaluated(stream) -> list[str]:
+        progress = Progress(8, "image", stream)
+        progress.show(4, FULL)
+        progress.evaluation()
+        for done in range(10, 101, 10):
+            clock[0] += 2
+            progress.evaluated(done, 100)
+        progress.note("eval at step 4: loss 0.5")
+        progress.close()
+        return drawn(stream)
+
+    bar = evaluated(Terminal())
+    assert [line for line in bar if "evaluating 50/100 images" in line and "step 4/8" in line]
+    assert "loss 6.5432" in bar[-1]  # what it was before
+    lines = evaluated(io.StringIO())  # one every five seconds
+    assert lines[1:] == [
+        *(f"evaluating {done}/100 images" for done in (30, 60, 90)),
+        "eval at step 4: loss 0.5",
+    ]
