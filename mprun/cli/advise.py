@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from mprun.cli.arguments import Arguments, number
 from mprun.config.compose import Composed, compose_config, config_from_record
+from mprun.config.overrides import without
 from mprun.config.schema import MAX_STEPS
 from mprun.config.user_code import (
     NOTHING,
@@ -37,14 +38,13 @@ STEPS, PROBES, SHARE = 60, 12, 0.001
 SEEDS = (0, 1, 2)  # of --check: no verdict below 3
 _FP32 = ("precision=fp32", "scaler=none")
 _WHAT = """\
-mprun advise [key=value ...] : what does FP16 need to train this configuration?
-mprun advise RUN             : the same from the probes of a run (numerics=on); data.factory=...
-                               and model.factory=... again, where the run has code of your own
+  mprun advise [key=value ...]  what does FP16 need to train this configuration?
+  mprun advise RUN              the same from the probes of a run (numerics=on); data.factory=... and model.factory=... again, where the run has code of your own
 
 Trains the first steps in FP32 with probes, in a run directory of its own (advise-...), and prints
 whether master weights matter, whether loss scaling matters and which scales suit, which modules
 should stay in FP32, which sizes leave Tensor Cores idle, and the command line to use it all.
-"""
+"""  # noqa: E501 - the help page breaks lines
 _MORE = (
     "Exit codes: 0 done, 2 bad input, 3 FP32 itself diverged, 4 damaged record, 130 interrupted."
 )
@@ -177,11 +177,11 @@ def _measure(options: Namespace, base: list[str]) -> tuple[Path, int]:
     directory = claimed(composed, named, "advise-")
     with locked(directory):
         write_config(directory, composed.as_dict())
-        record = new_record(composed) | {"overrides": base}
+        record = new_record(composed) | {"overrides": base, "measured_for": "advise"}
         with redirect_stdout(sys.stderr):
             code = attempt(directory, config, built, record)
         if code == DONE and built.steps < whole:
-            # A part of a run is no outcome: `mprun compare` leaves it out.
+            # A part of a run is no outcome.
             record = read_record(directory)
             cause = f"advise took the first {built.steps} of {whole} steps"
             write_json(directory / "run.json", record | {"status": "preempted", "cause": cause})
@@ -259,8 +259,7 @@ def _judged(directories: list[Path], arms: dict[str, list[str]]) -> dict:
 
 def _own(overrides: Iterable[str]) -> list[str]:
     """The overrides that say what is trained, not in which precision and where it is written."""
-    groups = ("precision", "scaler", "numerics", "output_dir", "resume")
-    return [o for o in overrides if _key(o).partition(".")[0] not in groups]
+    return without(overrides, "precision", "scaler", "numerics", "output_dir", "resume")
 
 
 def _key(override: str) -> str:

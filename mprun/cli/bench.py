@@ -21,15 +21,13 @@ Speed, memory and energy per precision mode of the configuration, and its share 
 limit. Each mode runs in a process of its own; their windows follow one another round robin, on
 batches that lie on the device.
 
-mprun bench [key=value ...]       : the modes of this configuration, as measured here
-mprun bench --host ...            : will it fit, and what does the host need? Memory to the byte,
-                                    launches and host time of a CUDA step, without a GPU: on a fake
-                                    CUDA device (needs a CUDA build of torch and a C compiler)
-mprun bench --roofline ...        : FLOPs, bytes and limits of a step, without a GPU
-                                    (mprun bench --roofline --help)"""
+  mprun bench [key=value ...]   the modes of this configuration, as measured here
+  mprun bench --host ...        will it fit, and what does the host need? Memory to the byte, launches and host time of a CUDA step, without a GPU: on a fake CUDA device (needs a CUDA build of torch and a C compiler)
+  mprun bench --roofline ...    FLOPs, bytes and limits of a step, without a GPU (mprun bench --roofline --help)"""  # noqa: E501 - the help page breaks lines
 _MORE = """\
 Writes bench.jsonl (windows as they are measured), bench.json, bench.md, bench.png, logs/.
-Exit codes: 0 done, 2 bad input, 5 nothing measured for want of memory, 130 interrupted."""
+
+Exit codes: 0 done, 2 bad input, 5 nothing measured for want of memory or time, 130 interrupted."""
 
 
 def main(arguments: list[str]) -> int:
@@ -138,7 +136,8 @@ def claimed(options: Namespace, groups: list[Group]) -> Path:
 
 
 def exit_code(bench: dict) -> int:
-    """130 if interrupted; where nothing was measured 5 for want of memory, 1 for another error."""
+    """130 if interrupted; where nothing was measured 1 for an error, else 5, for want of memory or
+    of time."""
     if bench["ended"] == "interrupted":
         return INTERRUPTED
     rows = bench["rows"]
@@ -146,6 +145,4 @@ def exit_code(bench: dict) -> int:
         return DONE
     kinds = {row["kind"] for row in rows if row["status"] == "failed"}
     print("mprun: bench: nothing was measured; the report says why", file=sys.stderr)
-    if not kinds:
-        return DONE
-    return RESOURCE if kinds == {"memory"} else BUG
+    return BUG if kinds - {"memory"} else RESOURCE

@@ -55,7 +55,9 @@ def load_runs(
     runs, notes = [], []
     for directory in found.values():
         record = _read_record(directory)
-        if "config" in record:
+        if record.get("measured_for") == "advise":
+            notes.append(f"{directory}: left out, measured by mprun advise")
+        elif "config" in record:
             runs.append(load_run(directory, record))
         else:
             notes.append(

@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
     [
         (
             ["--modes", "fp23"],
-            "--modes fp23: unknown mode; did you mean 'fp32'? (allowed: fp32, ",
+            "--modes fp23: unknown mode; did you mean 'fp32'? It must be one of fp32, ",
         ),
         (["--modes", "tf32", "device=cpu"], "--modes tf32: a CPU has no TF32"),
         (["--modes="], "--modes : needs names, separated by commas"),
@@ -36,7 +36,7 @@ CPU = torch.device("cpu")
         (["--windows", "0"], "--windows 0: must be a number from 1 to 1000"),
         (["--out"], "bench: --out: needs a value"),
         (["--fast"], "bench: --fast: unknown option"),
-        (["outputs"], "bench: outputs: neither an option nor key=value"),
+        (["outputs"], "bench: 'outputs': neither an option nor key=value"),
         (["precision=amp"], "precision=amp: a bench compares modes; give --modes amp"),
         (["scaler.scale=8"], "scaler.scale=8: "),
         (["model=resnet51"], "model=resnet51"),
@@ -132,7 +132,8 @@ def test_end_to_end_cases_are_cases_of_their_own():
         ("complete", [("measured", None, 1), ("failed", "memory", 0)], 0),
         ("complete", [("failed", "memory", 0), ("failed", "memory", 0)], 5),
         ("complete", [("failed", "memory", 0), ("failed", "error", 0)], 1),
-        ("deadline", [("not measured", None, 0)], 0),
+        ("deadline", [("not measured", None, 0)], 5),
+        ("complete", [("refused", "refused", 0)], 5),
     ],
 )
 def test_exit_codes(ended, rows, code):

@@ -149,6 +149,17 @@ def test_a_run_that_has_not_recorded_yet_is_read(tmp_path):
         load_runs([folder])
 
 
+def test_a_run_that_advise_measured_is_no_baseline(tmp_path):
+    """It is FP32 with probes, of a length of its own; the runs beside it decide."""
+    own = write_run(tmp_path / "advise-fp32-s0")
+    record = json.loads((own / "run.json").read_text())
+    (own / "run.json").write_text(json.dumps(record | {"measured_for": "advise"}))
+    write_run(tmp_path / "fp32-s0")
+    runs, [note] = load_runs([tmp_path])
+    assert [run.path for run in runs] == [str(tmp_path / "fp32-s0")]
+    assert note == f"{own}: left out, measured by mprun advise"
+
+
 def test_a_run_without_its_configuration_is_left_out_and_named(tmp_path):
     old = write_run(tmp_path / "old")
     record = json.loads((old / "run.json").read_text())

@@ -285,7 +285,8 @@ def test_the_run_stays_as_evidence_but_is_no_outcome(tmp_path, capsys):
         10,
         100,
     )
-    assert record["precision"]["mode"] == "fp32"
+    assert record["precision"]["mode"] == "fp32" and record["measured_for"] == "advise"
+    assert "next: " not in printed.err
     assert main(["compare", str(tmp_path)]) == 2  # nothing there has an outcome
     capsys.readouterr()
     again = advised(capsys, str(path))
