@@ -128,7 +128,7 @@ class GAN(Task):
             self.d.evaluating(self.arithmetic, self.eval_in_mode) as discriminator,
         ):
             fake = discriminator(generator(self._eval_inputs(self.fixed_codes))).float()
-            for images, _ in self.data.eval_batches():
+            for images, _ in self.held_out():
                 real = discriminator(self._eval_inputs(images)).float()
                 share = len(images) / len(fake)
                 totals[0] += F.softplus(-real).sum() + F.softplus(fake).sum() * share
@@ -165,7 +165,7 @@ class GAN(Task):
             scale.load_state_dict(state["loss_scales"][name])
 
     def _distance_to_held_out(self, distance: SampleDistance) -> float:
-        held_out = [images for images, _ in self.data.eval_batches()]
+        held_out = [images for images, _ in self.held_out()]
         sizes = [len(images) for images in held_out]
         random = torch.Generator().manual_seed(SAMPLE_SEED)
         codes = torch.randn(sum(sizes), self.latent_size, generator=random).to(self.device)

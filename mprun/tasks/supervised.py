@@ -102,7 +102,7 @@ class Classification(Supervised):
         totals = torch.zeros(3, dtype=torch.float64, device=self.arithmetic.device)
         count = 0
         with self.learner.evaluating(self.arithmetic, self.eval_in_mode) as model:
-            for images, labels in self.data.eval_batches():
+            for images, labels in self.held_out():
                 logits = model(self._eval_inputs(images)).float()
                 best = logits.topk(min(5, logits.shape[1]), dim=1).indices == labels[:, None]
                 totals[0] += F.cross_entropy(logits, labels, reduction="sum")
@@ -132,7 +132,7 @@ class Reconstruction(Supervised):
         total = torch.zeros((), dtype=torch.float64, device=self.arithmetic.device)
         count = 0
         with self.learner.evaluating(self.arithmetic, self.eval_in_mode) as model:
-            for images, _ in self.data.eval_batches():
+            for images, _ in self.held_out():
                 outputs = model(self._eval_inputs(images)).float()
                 total += F.mse_loss(outputs, images, reduction="sum")
                 count += images.numel()
@@ -222,7 +222,7 @@ class LanguageModel(Supervised):
         total = torch.zeros((), dtype=torch.float64, device=self.arithmetic.device)
         count, hidden = 0, None
         with self.learner.evaluating(self.arithmetic, self.eval_in_mode) as model:
-            for tokens, targets in self.data.eval_batches():
+            for tokens, targets in self.held_out():
                 if self.sampled:
                     losses, hidden = model(tokens, targets, hidden)
                     total += losses.sum(dtype=torch.float64)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mprun.data.source import Source
+from mprun.data.source import Batch, Source
 from mprun.precision import (
     CastModel,
     ForwardContext,
@@ -30,6 +30,7 @@ class Task(ABC):
         channels_last: images in NHWC order; whoever builds the networks so sets it.
         learners: what is trained, by name.
         loss_scales: by the name that each has in the records.
+        on_evaluated: is told of how many held-out samples an evaluation has taken so far.
     """
 
     sample = "image"
@@ -41,6 +42,7 @@ class Task(ABC):
     loss_scales: dict[str, LossScale]
     samples_per_step: int
     steps_per_epoch: int
+    on_evaluated: Callable[[int], None] | None = None
 
     @abstractmethod
     def train_step(self, step: int, measure: bool = False) -> dict[str, Tensor]:
@@ -62,6 +64,15 @@ class Task(ABC):
     @abstractmethod
     def evaluate(self) -> dict[str, float]:
         """Metrics of the whole held-out split; always `loss`."""
+
+    def held_out(self) -> Iterator[Batch]:
+        """The held-out batches in their order, for `evaluate`."""
+        done = 0
+        for batch in self.data.eval_batches():
+            yield batch
+            done += batch[1].numel()
+            if self.on_evaluated is not None:
+                self.on_evaluated(done)
 
     def samples(self) -> Tensor | None:
         """Generated images, float [n, channels, h, w] in [0, 1]; None: of no such task."""

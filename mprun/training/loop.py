@@ -209,7 +209,7 @@ class Loop:
         outcome.peak = memory.higher(outcome.peak, device)
         self.heartbeat.beat()
         with self.interruption.breaks():
-            outcome.final = self.logger.evaluate(step)
+            outcome.final = self.logger.evaluate(step, self.heartbeat.beat)
         self.built.stepper.give_back_cache()
         self.heartbeat.beat()
         memory.reset_peak(device)

@@ -1,13 +1,20 @@
-"""What a run says to its user on stderr: before step 1 what he may not expect, at its end why."""
+"""What a run says on stderr: before step 1 what it is, at its end why, and what is next."""
 
+import json
 import os
+import shlex
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from mprun.build import Built
-from mprun.config.schema import RunConfig
+from mprun.config.option_files import option_files
+from mprun.config.overrides import without
+from mprun.config.schema import RunConfig, ScalerConfig
 from mprun.data.source import Source
 from mprun.record.console import DATA_BOUND
 from mprun.training.loop import Outcome
@@ -23,6 +30,42 @@ def tell(*lines: str | None) -> None:
             print(f"mprun: {line}", file=sys.stderr)
 
 
+def announce(directory: Path, config: RunConfig, built: Built, record: dict, start: int) -> None:
+    """Say before step `start` + 1 what is trained, on what, how, and where it can be watched."""
+    task, device, choices = built.task, built.device, record["choices"]
+    learned = (learner.model.parameters() for learner in task.learners.values())
+    size = sum(parameter.numel() for parameters in learned for parameter in parameters)
+    count, held_out = (built.data.description[f"{part}_samples"] for part in ("train", "eval"))
+    data = f"{count:,} {task.sample}s, {held_out:,} held out, {task.samples_per_step:,} a step"
+    name, folder = record["precision"]["mode"], shlex.quote(str(directory))
+    half = config.precision.autocast_dtype or config.precision.param_dtype
+    if device.type == "cpu" and half != "fp32":
+        how = "emulated" if config.cpu_half == "emulated" else "by native kernels"
+        name += f" ({half} products {how})"
+    threads = torch.get_num_threads()
+    place = f"cpu, {threads} thread{'s' * (threads != 1)}"
+    if device.type == "cuda":
+        place = torch.cuda.get_device_name(device)
+    steps = f"steps {start + 1:,} to {built.steps:,}"
+    for what, text in {
+        "model": f"{choices.get('model')}, {size:,} parameters",
+        "data": f"{choices.get('data')}, {data}",
+        "mode": f"{name}, {_scale(config.scaler)}",
+        "device": f"{place}; {steps}",
+        "run": folder,
+        "watch": f"tensorboard --logdir {folder}",
+    }.items():
+        print(f"  {what:<9}{text}", file=sys.stderr)
+
+
+def _scale(scaler: ScalerConfig) -> str:
+    if scaler.kind == "none":
+        return "no loss scale"
+    if scaler.kind == "static":
+        return f"loss scale {scaler.scale:g}"
+    return f"loss scale from {scaler.init_scale:g} ({scaler.name})"
+
+
 def warn(config: RunConfig, built: Built) -> None:
     """Say what the user may not expect, before step 1."""
     tell(*_about_precision(config, built), *_about_data(config, built))
@@ -32,13 +75,39 @@ def tell_ending(directory: Path, source: Source, outcome: Outcome, record: dict)
     """Say how a run ended where that is not plain success, and what became of its data."""
     cause = f"{outcome.status} at step {outcome.step}: {outcome.cause}" if outcome.cause else None
     diverged = outcome.status == "diverged"
+    done = outcome.status == "done" and "measured_for" not in record
     tell(
         cause,
         f"its cause: mprun explain {directory}" if diverged else None,
         f"to go on: mprun resume={directory}" if outcome.status == "preempted" else None,
         data_bound(source, outcome.data_wait, record["seconds"]),
         replaced_line(record["data"]),
+        f"next: {_next(directory, record)}" if done else None,
     )
+
+
+def _next(directory: Path, record: dict) -> str:
+    """The command that shows most: a comparison, or the run that it lacks.
+
+    Of a run in a place of its own, or with options of the user's own, its curves.
+    """
+    left_out = ("precision", "scaler", "numerics", "seed", "name", "resume")
+    own, mode = without(record["overrides"], *left_out), record["precision"]["mode"]
+    placed = record["config"]["output_dir"] is not None
+    shipped = (o is None or o in option_files(group) for group, o in record["choices"].items())
+    if placed or not all(shipped):
+        return f"tensorboard --logdir {shlex.quote(str(directory))}"
+    modes = {mode}
+    for path in directory.parent.glob("*/run.json"):
+        with suppress(OSError, ValueError, LookupError, TypeError):  # anybody's
+            beside = json.loads(path.read_text(encoding="utf-8"))
+            ended = beside["status"] in ("done", "diverged") and "measured_for" not in beside
+            if ended and without(beside["overrides"], *left_out) == own:
+                modes.add(str(beside["precision"]["mode"]))
+    if "fp32" in modes and len(modes) > 1:
+        return f"mprun compare {shlex.quote(str(directory.parent))}"
+    kept = without(record["overrides"], "precision", "scaler", "resume")
+    return shlex.join(["mprun", *kept, f"precision={'amp' if mode == 'fp32' else 'fp32'}"])
 
 
 def _about_precision(config: RunConfig, built: Built) -> Iterator[str]:
@@ -71,11 +140,6 @@ def _about_data(config: RunConfig, built: Built) -> Iterator[str]:
             f"model.sampled_softmax={candidates}: the data have {text.vocab_size} words, so this "
             "is the full softmax"
         )
-    half = config.precision.autocast_dtype or config.precision.param_dtype
-    if built.device.type == "cpu" and half != "fp32":
-        emulated = "emulated (16-bit tensors, FP32 products rounded once)"
-        how = emulated if config.cpu_half == "emulated" else "native CPU kernels"
-        yield f"no GPU in use: {half} products are {how}"
 
 
 def data_bound(source: Source, share: float | None, seconds: float) -> str | None:

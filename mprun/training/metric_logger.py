@@ -2,6 +2,7 @@
 
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from mprun.build import Built
@@ -28,6 +29,8 @@ class MetricLogger:
         self.metrics = MetricsFile(directory / "metrics.jsonl")
         self.board = TensorBoardView(directory, purge_step=start + 1 if start else None)
         self.progress = Progress(built.steps, built.task.sample)
+        self.progress.step = start
+        self.held_out = int(built.data.description["eval_samples"])
         self.history = History()
         self.speeds: list[float] = []
         self.waits: list[tuple[float, float]] = []  # seconds waited for data, seconds in all
@@ -46,12 +49,20 @@ class MetricLogger:
                 return cause
         return None
 
-    def evaluate(self, step: int) -> dict[str, float]:
+    def evaluate(self, step: int, beat: Callable[[], None]) -> dict[str, float]:
         """Evaluate, record and return the metrics; outside the throughput clock.
 
         Only after everything up to `step` was read: the record says how many updates were skipped.
+        beat: called between two batches.
         """
         started = time.perf_counter()
+
+        def on_evaluated(samples: int) -> None:
+            beat()
+            self.progress.evaluated(samples, self.held_out)
+
+        self.progress.evaluation()
+        self.task.on_evaluated = on_evaluated
         values = self.task.evaluate()
         record = {
             "split": "eval",

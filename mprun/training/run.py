@@ -36,7 +36,7 @@ from mprun.record.run_directory import (
 )
 from mprun.training.environment import effective_dtypes, environment, updates
 from mprun.training.loop import BEGINNING, Outcome, Start, train
-from mprun.training.messages import replaced, replaced_line, tell, tell_ending, warn
+from mprun.training.messages import announce, replaced, replaced_line, tell, tell_ending, warn
 from mprun.training.signals import Interruption
 
 
@@ -158,6 +158,7 @@ def _attempt(
     earlier = record.get("data", {})  # of the attempt before this one
     record |= _beginning(config, built, record) | {"attempts": record["attempts"] + 1}
     write_json(directory / "run.json", record)
+    announce(directory, config, built, record, start.step)
 
     def settle(ending: dict) -> None:
         record.update(ending)

@@ -5,17 +5,21 @@ import fcntl
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from mprun.cli import main
 from mprun.config.roles import config_hash
 from mprun.execution import Compilation
+from mprun.record.console import Progress
 from mprun.record.metrics import read_metrics
+from mprun.training.messages import _next
 from mprun.training.signals import Interruption, Stopped
 
 from ..small import LM, TINY_LM
@@ -35,10 +39,80 @@ def record_of(run) -> dict:
     return json.loads((run / "run.json").read_text())
 
 
-def test_done_is_0(tmp_path, capsys):
-    assert main([*LM, "train.steps=2", f"output_dir='{tmp_path / 'r'}'"]) == 0
-    assert record_of(tmp_path / "r")["status"] == "done"
-    assert capsys.readouterr().out == f"run: {tmp_path / 'r'}\n"
+def test_done_is_0(tmp_path, capsys, monkeypatch):
+    evaluated = []
+    monkeypatch.setattr(Progress, "evaluated", lambda self, *count: evaluated.append(count))
+    command = [*LM, "train.steps=2", "precision=amp", f"output_dir='{tmp_path / 'r'}'"]
+    assert main(command) == 0
+    record = record_of(tmp_path / "r")
+    assert record["status"] == "done"
+    printed = capsys.readouterr()
+    assert printed.out == f"run: {tmp_path / 'r'}\n"
+    # What it is, before step 1, and what to do next.
+    lines = printed.err.splitlines()
+    size = sum(record["precision"]["effective_dtypes"]["model"]["parameters"].values())
+    assert lines[0] == f"  model    lstm_lm, {size:,} parameters"
+    assert lines[1].startswith("  data     docs_words, ") and lines[1].endswith(", 20 a step")
+    emulated = "amp (fp16 products emulated), loss scale from 65536 (dynamic)"
+    assert lines[2:4] == [f"  mode     {emulated}", "  device   cpu, 1 thread; steps 1 to 2"]
+    assert lines[4] == f"  run      {tmp_path / 'r'}" and lines[6].startswith("step 1 of amp")
+    assert lines[5] == f"  watch    tensorboard --logdir {tmp_path / 'r'}"
+    assert lines[-1] == f"mprun: next: tensorboard --logdir {tmp_path / 'r'}"
+    counts, totals = zip(*evaluated, strict=True)
+    held_out = record_held_out(lines[1])
+    assert list(counts) == sorted(counts) and set(totals) == {held_out}
+    assert len(counts) > 1 and held_out - counts[-1] < 100
+
+
+def record_held_out(line: str) -> int:
+    return int(line.partition(" held out")[0].split()[-1].replace(",", ""))
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ([], "mprun: lstm_lm on docs_words, precision=fp32, device=auto ..."),
+        (["resume=outputs/x"], "mprun: going on with outputs/x ..."),
+    ],
+)
+def test_a_terminal_is_told_what_begins_before_torch_is_imported(
+    words, line, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "mprun.training.run", None)  # what imports torch
+    monkeypatch.setitem(sys.modules, "mprun.training.resume", None)
+    for terminal in (True, False):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda terminal=terminal: terminal, raising=False)
+        assert main(words) == 1
+        told = capsys.readouterr().err
+        assert told.startswith(f"{line}\n" if terminal else "Traceback")
+
+
+def test_the_next_command_is_the_one_that_shows_most(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def run(name, mode, *overrides, **more):
+        path = Path("outputs/small lm") / name
+        path.mkdir(parents=True)
+        record = {"overrides": [*overrides, f"precision={mode}"], "status": "done"}
+        record |= {"precision": {"mode": mode}, "choices": {"model": "lstm_lm", "precision": mode}}
+        record |= {"config": {"output_dir": None}} | more
+        (path / "run.json").write_text(json.dumps(record))
+        return path, record
+
+    # The partner that is not there yet, with everything else as it was.
+    assert _next(*run("a", "fp32", "seed=1", "optim.lr=0.5")) == (
+        "mprun seed=1 optim.lr=0.5 precision=amp"
+    )
+    assert _next(*run("b", "bf16_naive")) == "mprun precision=fp32"
+    # Of another experiment, measured by advise, not ended, damaged: no partners.
+    run("c", "fp32", measured_for="advise")
+    run("d", "fp32", status="preempted")
+    run("e", "fp32")[0].joinpath("run.json").write_text("[")
+    assert _next(*run("f", "amp", "name=x")) == "mprun name=x precision=fp32"
+    assert _next(*run("g", "amp", "optim.lr=0.5", "seed=3")) == "mprun compare 'outputs/small lm'"
+    own = {"model": "lstm_lm", "precision": "mymode"}
+    assert _next(*run("h", "mymode", choices=own)) == "tensorboard --logdir 'outputs/small lm/h'"
 
 
 def test_diverged_is_3_and_a_result(tmp_path, capsys):
@@ -139,7 +213,7 @@ SIGNALS += [(signal.SIGUSR2, 75), (signal.SIGXCPU, 75), (signal.SIGALRM, 75)]
 def test_a_signal_stops_at_a_step_with_a_checkpoint(number, code, tmp_path, capsys):
     run = tmp_path / "r"
     process = start(run, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    while not process.stderr.readline().startswith("step "):
+    while not re.match(r"step \d+/", process.stderr.readline()):
         assert process.poll() is None
     process.send_signal(number)
     out, err = process.communicate(timeout=60)

@@ -106,8 +106,8 @@ def watched():
             raise RuntimeError("called a synchronizing CUDA operation: torch.cuda.synchronize")
         wait(*arguments)
 
-    def finite(self, step):
-        return dict.fromkeys(free(evaluate)(self, step), 0.0)
+    def finite(self, step, beat):
+        return dict.fromkeys(free(evaluate)(self, step, beat), 0.0)
 
     with (
         mock.patch.object(StepRunner, "step", watched_step),
