@@ -30,8 +30,8 @@ from mprun.numerics.probing import Probing
 from mprun.precision import pin_math_flags
 
 MODELS = {
-    "resnet50": (["model=resnet50"], 1),
-    "alexnet": (["model=alexnet", "data=digits_64"], 1),
+    "resnet50": (["model=resnet50", "optim=sgd"], 1),
+    "alexnet": (["model=alexnet", "data=digits_64", "optim=sgd_alexnet"], 1),
     "lstm_lm": (["model=lstm_lm"], 5),
     "dcgan": (["model=dcgan", "data.image_size=32", "data.batch_size=16"], 3),
 }

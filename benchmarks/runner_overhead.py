@@ -33,7 +33,7 @@ from mprun.training.signals import Interruption
 
 CASES = {
     "ResNet-50, batch 32, 32 px": (
-        ["model=resnet50", "train.steps=30", "train.log_every=10"],
+        ["model=resnet50", "optim=sgd", "train.steps=30", "train.log_every=10"],
         1.03,
     ),
     "tiny LM, 1 x 32, 8 x 16 tokens": (

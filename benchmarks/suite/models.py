@@ -46,14 +46,14 @@ def _tokens(words: int, time: int, batch: int, *more: str) -> tuple[str, ...]:
 
 
 def _resnet(batch: int, weight: float) -> Group:
-    overrides = ("model=resnet50", *_images(224, batch, 1000))
+    overrides = ("model=resnet50", "optim=sgd", *_images(224, batch, 1000))
     large = batch >= 128
     best = ("fp16_master_scaled", "amp") if large else _BEST_MODES
     return _group(f"ResNet-50 b{batch}", overrides, GPU_MODES, weight, best, compile=large)
 
 
 def _alexnet(batch: int, weight: float) -> Group:
-    overrides = ("model=alexnet", *_images(224, batch, 1000))
+    overrides = ("model=alexnet", "optim=sgd_alexnet", *_images(224, batch, 1000))
     return _group(f"AlexNet b{batch}", overrides, GPU_MODES, weight)
 
 
@@ -119,7 +119,9 @@ CPU_SUITE = (
         CPU_MODES,
         30,
     ),
-    _group("ResNet-50 32 px b32", ("model=resnet50", *_images(32, 32, 10)), CPU_MODES, 45),
+    _group(
+        "ResNet-50 32 px b32", ("model=resnet50", "optim=sgd", *_images(32, 32, 10)), CPU_MODES, 45
+    ),
 )
 
 

@@ -150,7 +150,9 @@ class ImagesConfig(DataConfig):
 
     image_size: int = ranged(32, at_least=8, at_most=512)
     channels: int = one_of(3, 1, 3)
-    value_range: str = one_of("standardised", "standardised", "tanh")
+    # standardised: minus the channel means, over the deviations (image files: ImageNet's);
+    # mean_subtracted: 0-255 minus the means (Caffe); tanh: [-1, 1].
+    value_range: str = one_of("standardised", "standardised", "mean_subtracted", "tanh")
 
 
 @dataclass(slots=True)
@@ -219,9 +221,6 @@ class ImageFolderConfig(ImagesConfig):
     # image_size, which is 256 for 224.
     resize_to: int | None = ranged(None, at_least=8, at_most=2048)
     centre_crop: int | None = ranged(None, at_least=8, at_most=8192)  # centre: before resizing
-    # standardised: minus the channel means, over the deviations (ImageNet's); mean_subtracted:
-    # 0-255 minus the means (Caffe); tanh: [-1, 1].
-    value_range: str = one_of("standardised", "standardised", "mean_subtracted", "tanh")
     on_corrupt: str = one_of("stop", "stop", "skip")  # skip: the next readable image, counted
     # Batches in flight per loader process.
     prefetch: int = ranged(2, at_least=1, at_most=64, role=READING)
@@ -246,7 +245,6 @@ class Cifar10Config(ImagesConfig):
     channels: int = one_of(3, 3)
     augmentation: str = one_of("padded_crop", "padded_crop", "none")  # 4 pixels, random crop
     flip: bool = True  # mirror half of the training images
-    value_range: str = one_of("standardised", "standardised", "mean_subtracted", "tanh")
     train_size: int | None = ranged(None, at_least=1)  # the first of a fixed order; null: all
     eval_size: int | None = ranged(None, at_least=1)
 

@@ -44,8 +44,9 @@ class ImageStore(Source):
         maximum: The largest value that an image may have.
         image_size: Pixels of a side, 8 or more.
         channels: A multiple of the stored ones.
-        value_range: ``standardised`` (mean 0, standard deviation 1 over the stored training split)
-            or ``tanh`` (0 ... maximum mapped to -1 ... 1).
+        value_range: ``standardised`` (mean 0, standard deviation 1 over the stored training split),
+            ``mean_subtracted`` (0 ... maximum mapped to 0 ... 255, minus the mean of that split) or
+            ``tanh`` (0 ... maximum mapped to -1 ... 1).
         normalisation: Replaces both: (offset, divisor), float32 ``[channels, 1, 1]``, to subtract
             and then to divide by.
         augment: Changes training batches on the device while they are bytes.
@@ -125,10 +126,10 @@ class ImageStore(Source):
 
 
 def _offset_and_divisor(value_range: str, images: Tensor, maximum: int) -> tuple[float, float]:
-    if value_range == "standardised":
-        std, mean = torch.std_mean(images.double(), correction=0)
-        return float(mean), float(std)
-    return maximum / 2, maximum / 2
+    if value_range == "tanh":
+        return maximum / 2, maximum / 2
+    std, mean = torch.std_mean(images.double(), correction=0)
+    return float(mean), maximum / 255 if value_range == "mean_subtracted" else float(std)
 
 
 def _sha256(*tensors: Tensor) -> str:
@@ -148,8 +149,7 @@ class DigitsImages(ImageStore):
     """1,797 digits of 8x8 px in 10 classes, split 1,437 for training and 360 held out.
 
     Enlarged bilinearly to ``image_size`` px, batch by batch on ``device``; the one gray channel is
-    repeated if ``channels`` is more than 1. ``value_range`` is ``standardised`` (mean 0, standard
-    deviation 1 over the 8x8 training pixels) or ``tanh`` ([-1, 1]). The images are those of
+    repeated if ``channels`` is more than 1. The images are those of
     ``sklearn.datasets.load_digits`` (UCI optical recognition of handwritten digits, test part);
     digits.LICENSE beside this file says where they come from.
 

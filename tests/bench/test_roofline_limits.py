@@ -91,7 +91,13 @@ def test_saved_tensors_count_once_and_while_they_are_held():
 
 
 def test_accumulation_keeps_one_micro_batch_at_a_time():
-    small = ("model=alexnet", "data=synthetic_images", "data.image_size=64", "data.batch_size=4")
+    small = (
+        "model=alexnet",
+        "optim=sgd_alexnet",
+        "data=synthetic_images",
+        "data.image_size=64",
+        "data.batch_size=4",
+    )
     one, three = count(small, "fp32"), count((*small, "train.accumulate=3"), "fp32")
     assert three.samples == 3 * one.samples
     assert three.memory == one.memory
@@ -100,7 +106,12 @@ def test_accumulation_keeps_one_micro_batch_at_a_time():
 
 
 def test_memory_of_masters_and_state():
-    small = ("model=alexnet_2012", "data=synthetic_images", "data.image_size=224")
+    small = (
+        "model=alexnet_2012",
+        "optim=sgd_alexnet",
+        "data=synthetic_images",
+        "data.image_size=224",
+    )
     found = count((*small, "data.num_classes=1000", "data.batch_size=2"), "fp16_master_scaled")
     weights = found.parameters
     assert found.memory.parameters == 2 * weights
@@ -128,7 +139,13 @@ def test_recipes_have_their_published_bytes():
 
 
 def test_bytes_of_the_update_by_implementation():
-    small = ("model=alexnet", "data=synthetic_images", "data.image_size=64", "data.batch_size=2")
+    small = (
+        "model=alexnet",
+        "optim=sgd_alexnet",
+        "data=synthetic_images",
+        "data.image_size=64",
+        "data.batch_size=2",
+    )
 
     def per_parameter(mode, implementation):
         found = count((*small, f"optim.implementation={implementation}"), mode)
@@ -150,7 +167,7 @@ def test_bytes_of_the_update_by_implementation():
 def test_flops_and_memory_of_a_real_step(mode, build_run):
     from torch.utils.flop_counter import FlopCounterMode
 
-    overrides = ("model=resnet50", "data=synthetic_images", "data.image_size=64")
+    overrides = ("model=resnet50", "optim=sgd", "data=synthetic_images", "data.image_size=64")
     overrides = (*overrides, "data.batch_size=64", f"precision={mode}", "train.cuda_graph=off")
     built = build_run(*overrides, device="cuda")
     built.task.compute(built.task.load(0))

@@ -18,9 +18,9 @@ from mprun.models import AlexNet2012
 
 IMAGENET = ("data=synthetic_images", "data.image_size=224", "data.num_classes=1000")
 MODELS = {
-    "resnet50": ("model=resnet50", *IMAGENET, "data.batch_size=256"),
-    "alexnet": ("model=alexnet", *IMAGENET, "data.batch_size=1024"),
-    "alexnet_2012": ("model=alexnet_2012", *IMAGENET, "data.batch_size=1024"),
+    "resnet50": ("model=resnet50", "optim=sgd", *IMAGENET, "data.batch_size=256"),
+    "alexnet": ("model=alexnet", "optim=sgd_alexnet", *IMAGENET, "data.batch_size=1024"),
+    "alexnet_2012": ("model=alexnet_2012", "optim=sgd_alexnet", *IMAGENET, "data.batch_size=1024"),
     "dcgan": ("model=dcgan", "data.image_size=64", "data.batch_size=128"),
     "biglstm": (
         "model=biglstm",

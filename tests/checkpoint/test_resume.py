@@ -41,7 +41,7 @@ MODELS = {
         "model.code_size=4",
         "optim.eps=1e-3",
     ],
-    "resnet50": ["model=resnet50", "data.batch_size=4"],
+    "resnet50": ["model=resnet50", "optim=sgd", "data.batch_size=4"],
 }
 MODES = [
     "fp32",

@@ -109,12 +109,12 @@ def test_scaling_parameters_from_the_command_line():
 
 
 def test_the_command_line_wins_over_the_model_and_the_model_over_the_defaults():
-    assert compose_config(["model=resnet50"]).choices["optim"] == "sgd"
-    assert compose_config(["model=alexnet"]).choices["data"] == "digits_224"
+    assert compose_config(["model=resnet50"]).choices["optim"] == "adam_cosine"
+    assert compose_config(["model=alexnet"]).choices["data"] == "digits_64"
     # In either order: a choice on the command line is not undone by the model's own.
-    for overrides in (["model=alexnet", "data=digits_64"], ["data=digits_64", "model=alexnet"]):
+    for overrides in (["model=alexnet", "data=digits_224"], ["data=digits_224", "model=alexnet"]):
         composed = compose_config([*overrides, "train.steps=3", "optim.lr=0.5"])
-        assert composed.choices["data"] == "digits_64"
+        assert composed.choices["data"] == "digits_224"
         assert (composed.config.train.steps, composed.config.optim.lr) == (3, 0.5)
     assert compose_config(["precision=amp", "scaler=none"]).config.scaler.kind == "none"
     assert compose_config(["scaler=static", "precision=amp"]).config.scaler.kind == "static"

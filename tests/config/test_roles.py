@@ -13,13 +13,14 @@ from mprun.config.rules import LABEL, LENGTH, MACHINE, READING, RESULT, SEED
 # Of the versions in which each of these was a list of its own: records hold them.
 HASHES = {
     "": ("ce35bfd8a5c78802f0a2e2ecc339fca9cb3b55768e76d199d119996ee041c24d"),
-    "precision=amp model=resnet50": (
+    "precision=amp model=resnet50 optim=sgd train=short": (
         "e085d66ff4ec8c43a24719211de04117f58768ff330f3e02e2fe262e0dfd6058"
     ),
-    "precision=fp16_naive model=alexnet_2012 seed=3 data.batch_size=8": (
-        "e67e6ea03bf58f452a1c234608f5a97cbfe3813480c9a36689204d502ba29afb"
-    ),
-    "model=dcgan precision=amp scaler.per=loss": (
+    (
+        "precision=fp16_naive model=alexnet_2012 data=digits_224 optim=sgd_alexnet train=few "
+        "train.steps=40 seed=3 data.batch_size=8"
+    ): ("e67e6ea03bf58f452a1c234608f5a97cbfe3813480c9a36689204d502ba29afb"),
+    "model=dcgan data.image_size=64 train=short precision=amp scaler.per=loss": (
         "ea2b7098dcbdcdf76783d55281a71a8ca6b9d0994e7dab2c0e2ffde581775a50"
     ),
     "experiment=quickstart_underflow precision=fp16_master": (
@@ -37,7 +38,7 @@ HASHES = {
     "experiment=lstm_wikitext2 data.root=/d": (
         "90be37fb42fbd3ab95faea7a3f74b86d873a95ec130add3dd90d011902341176"
     ),
-    "model=resnet50 data=cifar10 data.root=/d precision=tf32 device=cuda": (
+    "model=resnet50 optim=sgd train=short data=cifar10 data.root=/d precision=tf32 device=cuda": (
         "662e678a0ee91bef279ae7024480f4024f344e7d006c253414896f9c9eb70dd6"
     ),
     (

@@ -138,6 +138,13 @@ def test_standardised_values():
     assert abs(images.std(correction=0).item() - 1) < 1e-6
 
 
+def test_mean_subtracted_values_span_those_of_bytes():
+    images = digits(batch_size=1437, value_range="mean_subtracted").train_batch(0)[0].double()
+    # 0 ... 16 as 0 ... 255. 91,968 values, each rounded twice by 2^-24 of at most 255.
+    assert (images.max() - images.min()).item() == pytest.approx(255, rel=2**-22)
+    assert abs(images.mean().item()) < 255e-6
+
+
 def test_tanh_values_fill_the_interval():
     images = digits(batch_size=1437).train_batch(0)[0]
     assert (images.min().item(), images.max().item()) == (-1.0, 1.0)

@@ -23,8 +23,20 @@ SCALED = ("fp16_master_scaled", "amp")
 TOKENS = ["data=synthetic_tokens", "data.batch_size=8", "data.sequence_length=8"]
 EPOCHS = "data.train_tokens=512"  # 8 steps an epoch: the state starts anew within the test
 MODELS = {
-    "resnet50": ["model=resnet50", "data=digits_32", "data.batch_size=8", "optim.lr=1e-3"],
-    "alexnet": ["model=alexnet", "data=digits_64", "data.batch_size=8", "optim.lr=1e-3"],
+    "resnet50": [
+        "model=resnet50",
+        "optim=sgd",
+        "data=digits_32",
+        "data.batch_size=8",
+        "optim.lr=1e-3",
+    ],
+    "alexnet": [
+        "model=alexnet",
+        "optim=sgd_alexnet",
+        "data=digits_64",
+        "data.batch_size=8",
+        "optim.lr=1e-3",
+    ],
     "lstm_lm": ["model=lstm_lm", *TOKENS, EPOCHS, "model.dropout=0.3"],
     "projected": ["model=lstm_lm_projected", *TOKENS, EPOCHS],
     "sampled": [

@@ -21,8 +21,20 @@ TOKENS = [
 ]
 SMALL_LSTM = ["model.embedding_size=8", "model.hidden_size=8", "model.num_layers=1"]
 SMALL = {
-    "dropout": ["model=alexnet", "data=digits_64", "data.batch_size=2", "optim.lr=1e-3"],
-    "batch_norm": ["model=resnet50", "data=digits_32", "data.batch_size=8", "optim.lr=1e-4"],
+    "dropout": [
+        "model=alexnet",
+        "optim=sgd_alexnet",
+        "data=digits_64",
+        "data.batch_size=2",
+        "optim.lr=1e-3",
+    ],
+    "batch_norm": [
+        "model=resnet50",
+        "optim=sgd",
+        "data=digits_32",
+        "data.batch_size=8",
+        "optim.lr=1e-4",
+    ],
     "language_model": ["model=lstm_lm", *TOKENS, *SMALL_LSTM, "model.dropout=0.3"],
     "sampled": [
         "model=biglstm",

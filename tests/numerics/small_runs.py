@@ -7,7 +7,7 @@ from mprun.config.schema import NumericsConfig
 from mprun.numerics.probing import Probing
 
 SMALL = {
-    "resnet50": ["model=resnet50", "data.batch_size=4"],
+    "resnet50": ["model=resnet50", "optim=sgd", "data.batch_size=4"],
     "lstm_lm": [
         "model=lstm_lm",
         "model.embedding_size=12",
@@ -28,7 +28,7 @@ SMALL = {
         "model.discriminator_width=8",
     ],
     "conv_autoencoder": ["model=conv_autoencoder", "data.batch_size=4", "train.accumulate=2"],
-    "alexnet": ["model=alexnet", "data=digits_64", "data.batch_size=2"],
+    "alexnet": ["model=alexnet", "optim=sgd_alexnet", "data=digits_64", "data.batch_size=2"],
 }
 
 

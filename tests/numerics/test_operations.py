@@ -233,7 +233,7 @@ def test_fp32_has_no_16_bit_memory():
 
 
 MODELS = {
-    "resnet50": ["model=resnet50", "data.batch_size=4"],
+    "resnet50": ["model=resnet50", "optim=sgd", "data.batch_size=4"],
     "lstm_lm": ["model=lstm_lm", "data=synthetic_tokens", "data.batch_size=4"],
     "dcgan": [
         "model=dcgan",

@@ -17,7 +17,7 @@ ROOT = Path(mprun.__file__).parent
 # come from.
 OWN = ("execution", "models", "precision", "tasks")
 CASES = {
-    "model=resnet50 data=synthetic_images data.train_size=16 data.eval_size=4": [
+    "model=resnet50 optim=sgd data=synthetic_images data.train_size=16 data.eval_size=4": [
         "execution/step_runner.py",
         "precision/emulation.py",
         "precision/loss_scale.py",

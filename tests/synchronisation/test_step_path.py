@@ -40,8 +40,8 @@ MODELS = {
     "sampled": f"model=biglstm {TOKENS} {TINY} model.projection_size=4 model.sampled_softmax=12",
     "dcgan": f"model=dcgan {IMAGES} {SOME} model.generator_width=4 model.discriminator_width=4",
     "conv_autoencoder": f"model=conv_autoencoder {IMAGES} {SOME} model.width=2 model.code_size=4",
-    "alexnet": "model=alexnet data=digits_64 data.batch_size=2",
-    "resnet50": "model=resnet50 data.batch_size=2",
+    "alexnet": "model=alexnet optim=sgd_alexnet data=digits_64 data.batch_size=2",
+    "resnet50": "model=resnet50 optim=sgd data.batch_size=2",
 }
 CASES = [
     (model, mode)

@@ -30,6 +30,7 @@ def test_resnet50(build_run):
     steps = 4
     built = build_run(
         "model=resnet50",
+        "optim=sgd",
         "data.batch_size=8",
         "precision=amp",
         "scaler.init_scale=64",

@@ -12,7 +12,7 @@ from mprun.tasks.supervised import micro_batches
 from ..execution.call_recorder import CallRecorder
 
 MODELS = {
-    "resnet50": ["model=resnet50", "data.batch_size=8"],
+    "resnet50": ["model=resnet50", "optim=sgd", "data.batch_size=8"],
     "dcgan": [
         "model=dcgan",
         "data.batch_size=2",

@@ -11,9 +11,9 @@ from mprun.precision.casting import NORM_LAYERS
 from ..shipped import MODES
 
 MODELS = {
-    "alexnet": ["model=alexnet", "data=digits_64", "data.batch_size=2"],
+    "alexnet": ["model=alexnet", "optim=sgd_alexnet", "data=digits_64", "data.batch_size=2"],
     # Smaller batches overflow FP16 in the backward pass of BatchNorm over 1x1 maps.
-    "resnet50": ["model=resnet50", "data.batch_size=8"],
+    "resnet50": ["model=resnet50", "optim=sgd", "data.batch_size=8"],
     "lstm_lm": [
         "model=lstm_lm",
         "data=synthetic_tokens",

@@ -44,7 +44,7 @@ def bare_classification(model, optimizer, data):
 
 @pytest.mark.slow
 def test_alexnet(build_run):
-    built = build_run("model=alexnet", "data=digits_64", "data.batch_size=4")
+    built = build_run("model=alexnet", "optim=sgd_alexnet", "data=digits_64", "data.batch_size=4")
     losses = train(built.task)
     torch.manual_seed(0)
     model = models.alexnet(10)
@@ -57,7 +57,7 @@ def test_alexnet(build_run):
 @pytest.mark.slow
 def test_resnet50(build_run, implementation):
     built = build_run(
-        "model=resnet50", "data.batch_size=4", f"optim.implementation={implementation}"
+        "model=resnet50", "optim=sgd", "data.batch_size=4", f"optim.implementation={implementation}"
     )
     losses = train(built.task)
     torch.manual_seed(0)

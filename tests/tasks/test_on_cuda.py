@@ -12,9 +12,14 @@ from ..shipped import MODES
 pytestmark = pytest.mark.gpu
 
 MODELS = {
-    "alexnet": ["model=alexnet", "data=digits_64", "data.batch_size=8"],
-    "alexnet_2012": ["model=alexnet_2012", "data.batch_size=4"],
-    "resnet50": ["model=resnet50", "data.batch_size=16"],
+    "alexnet": ["model=alexnet", "optim=sgd_alexnet", "data=digits_64", "data.batch_size=8"],
+    "alexnet_2012": [
+        "model=alexnet_2012",
+        "data=digits_224",
+        "optim=sgd_alexnet",
+        "data.batch_size=4",
+    ],
+    "resnet50": ["model=resnet50", "optim=sgd", "data.batch_size=16"],
     "lstm_lm": ["model=lstm_lm", "data=synthetic_tokens", "data.batch_size=8"],
     "lstm_lm_projected": ["model=lstm_lm_projected", "data=synthetic_tokens", "data.batch_size=8"],
     "dcgan": ["model=dcgan", "data.batch_size=8"],
