@@ -5,12 +5,14 @@ import os
 import signal
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
 from mprun.errors import ASKING
 
+_AGAIN_S = 1.0
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -21,7 +23,8 @@ class Stopped(KeyboardInterrupt):
 class Interruption:
     """While active, each of `ASKING` sets `reason`, and says at once on stderr what happens.
 
-    The run stops at the next step boundary; within `breaks` at once, by `Stopped`. A second SIGINT
+    The run stops at the next step boundary; within `breaks` at once, by `Stopped`, which is raised
+    anew where code of others (a compiler, a destructor) has swallowed it. A second SIGINT
     stops at once anywhere. What was ignored stays so (SIGHUP, by nohup), but for SIGINT, SIGTERM.
 
     Args:
@@ -32,6 +35,7 @@ class Interruption:
         self.reason: str | None = None
         self.answer = answer
         self._breaks = False
+        self._raised: weakref.ref[Stopped] | None = None
         self._before: dict[int, Any] = {}  # handlers, by signal
 
     @property
@@ -48,6 +52,19 @@ class Interruption:
             yield
         finally:
             self._breaks = before
+            if self._raised is not None:
+                self._raised = None
+                signal.setitimer(signal.ITIMER_REAL, 0)
+
+    def _break(self, name: str) -> None:
+        """Raise `Stopped`; as long as the block is not left, again where it is not under way."""
+        stopped = Stopped(name)
+        self._raised = weakref.ref(stopped)
+        signal.setitimer(signal.ITIMER_REAL, _AGAIN_S, _AGAIN_S)
+        try:
+            raise stopped
+        finally:
+            del stopped  # its traceback holds this frame: nothing but who handles it may hold it
 
     def __enter__(self) -> "Interruption":
         if threading.current_thread() is threading.main_thread():  # no other may have handlers
@@ -62,6 +79,10 @@ class Interruption:
             signal.signal(number, handler)
 
     def _note(self, number: int, frame) -> None:
+        if number == signal.SIGALRM and self._raised is not None:  # of `_break`
+            if self._raised() is None and self.reason is not None:
+                self._break(self.reason)
+            return
         name = signal.Signals(number).name
         again = self.reason == "SIGINT" and name == "SIGINT"
         self.reason = name
@@ -72,7 +93,7 @@ class Interruption:
         if again:  # in the middle of a step: what is there now is no state to keep
             raise KeyboardInterrupt(name)
         if self._breaks:
-            raise Stopped(name)
+            self._break(name)
 
 
 def end_with_parent(parent: int) -> bool:

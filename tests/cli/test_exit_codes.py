@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -400,3 +401,18 @@ def test_the_second_ctrl_c_stops_in_the_middle_of_a_step():
         assert not isinstance(stopped.value, Stopped)
         with pytest.raises(Stopped), interruption.breaks():
             raise AssertionError("asked to stop before")
+
+
+def test_a_break_that_a_compiler_swallows_is_made_again(monkeypatch):
+    monkeypatch.setattr("mprun.training.signals._AGAIN_S", 0.05)
+    began = time.monotonic()
+    with pytest.raises(Stopped, match="SIGTERM"), Interruption() as interruption:
+        with interruption.breaks():
+            with suppress(BaseException):
+                os.kill(os.getpid(), signal.SIGTERM)
+            try:
+                time.sleep(20)
+            finally:
+                time.sleep(0.2)  # on its way out it is not broken again
+    assert time.monotonic() - began < 10
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
