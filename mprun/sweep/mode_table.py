@@ -49,6 +49,7 @@ def table(records: list[dict], swept: Iterable[str] = ()) -> str:
 
     Difference: of the mean losses over the seeds that FP32 and the mode share, as in `compare`.
     A run without an outcome is in no mean; of the loss it had, its step says that it is not final.
+    Speed and peak memory that emulation made are marked, and left out if every mode's are.
 
     Args:
         records: of all runs, the contents of run.json; "newest": the last record (step, loss) of a
@@ -75,10 +76,15 @@ def table(records: list[dict], swept: Iterable[str] = ()) -> str:
     for group, own in groups.items():
         shown = [text for text in group if text not in everywhere]
         rows += [[" ".join([label, *shown]), *row] for label, *row in _rows(own, seeds)]
+    peak = f"peak MiB: {next(filter(None, measures), 'peak memory')}; "
+    modes = [_half_products(r) for r in records if r["precision"]["mode"] != "fp32"]
+    known = [half_products for half_products in modes if half_products is not None]
+    if known and all("emulated" in half_products for half_products in known):
+        header, *rows = [[*row[:-3], row[-2]] for row in (header, *rows)]
+        peak = "speed and peak memory left out, they would be the emulation's; "
     return (
-        f"{markdown_table(header, rows)}\n\nloss: final evaluation; peak MiB: "
-        f"{next(filter(None, measures), 'peak memory')}; saved MiB: kept for backward"
-        " (under autocast with the 16-bit weight copies)"
+        f"{markdown_table(header, rows)}\n\nloss: final evaluation; {peak}saved MiB: kept for "
+        "backward (under autocast with the 16-bit weight copies)"
     )
 
 
@@ -104,16 +110,22 @@ def _cells(
     losses = {seed: _loss(record) for seed, record in by_seed.items() if _is_outcome(record)}
     memory = [record.get("memory", {}) for record in own]
     speeds = [record.get("throughput", {}).get("samples_per_s") for record in own]
+    mark = " (emulated)" if any("emulated" in (_half_products(r) or "") for r in own) else ""
     return [
         *(_loss_text(by_seed[seed]) if seed in by_seed else "" for seed in seeds),
         _number(statistics.fmean(losses.values())) if losses else "",
         "baseline" if baseline is None else _percent(losses, baseline),
         str(sum(record.get("skipped", 0) for record in own)),
         _statuses(own),
-        _of_known("{:,.0f}", statistics.median, speeds),
+        _of_known(f"{{:,.0f}}{mark}", statistics.median, speeds),
         _of_known("{:.1f}", _most_mib, [m.get("saved_for_backward_bytes") for m in memory]),
-        _of_known("{:.0f}", _most_mib, [m.get("peak_bytes") for m in memory]),
+        _of_known(f"{{:.0f}}{mark}", _most_mib, [m.get("peak_bytes") for m in memory]),
     ]
+
+
+def _half_products(record: dict) -> str | None:
+    """How 16-bit products were computed, "none" without any; None: not recorded."""
+    return record["precision"].get("half_products")
 
 
 def _most_mib(counts: list[float]) -> float:
@@ -161,11 +173,19 @@ def _number(value: float) -> str:
 
 
 def _percent(losses: dict[int, float], baseline: dict[int, float]) -> str:
-    """How far the losses of the seeds that both have are from those of FP32, together."""
+    """How far the losses of the seeds that both have are from those of FP32, together.
+
+    Zero has no sign; "0 (identical)" where each loss equals its counterpart.
+    """
     shared = losses.keys() & baseline.keys()
     if not shared:
         return "no FP32 loss" if losses else ""
     mean = sum(baseline[seed] for seed in losses if seed in shared)
     own = sum(losses[seed] for seed in losses if seed in shared)
     difference = (own - mean) / mean if mean else math.nan
-    return f"{100 * difference:+.2f} %" if math.isfinite(difference) else "not finite"
+    if not math.isfinite(difference):
+        return "not finite"
+    if all(losses[seed] == baseline[seed] for seed in shared):
+        return "0 (identical)"
+    text = f"{100 * difference:+.2f} %"
+    return text if text.strip("+-0. %") else text[1:]

@@ -51,6 +51,30 @@ def test_values_worked_by_hand():
     assert (found["amp"]["saved MiB"], found["amp"]["peak MiB"]) == ("1.0", "3")
 
 
+def test_speed_that_emulation_made_is_marked_and_left_out_where_every_mode_is_emulated():
+    def amp(how):
+        return run("amp", 0, 2.2, precision={"mode": "amp", "scaler": "none", "half_products": how})
+
+    base, emulated, native = run("fp32", 0, 2.0), amp("emulated-fp16"), amp("native-fp16")
+    assert rows([base, native])["amp"]["tokens/s"] == "1,000"
+    bf16 = run("bf16_naive", 0, 2.0)
+    bf16["precision"]["half_products"] = "native-bf16"
+    both = rows([base, emulated, bf16])
+    assert [both[mode]["tokens/s"] for mode in ("amp", "bf16_naive")] == [
+        *("1,000 (emulated)", "1,000")
+    ]
+    assert both["amp"]["peak MiB"] == "3 (emulated)" and both["amp"]["saved MiB"] == "1.0"
+    # A cell that never started says nothing of how it would have computed.
+    text = table([base, emulated, run("fp16_naive", 0, 2.0)])
+    assert "tokens/s" not in text and "peak MiB" not in text and "saved MiB" in text
+    assert "speed and peak memory left out, they would be the emulation's" in text
+
+
+def test_zero_has_no_sign_and_equal_losses_are_said_to_be_identical():
+    found = rows([run("fp32", 0, 2.0), run("amp", 0, 2.0), run("tf32", 0, 2.0 - 1e-9)])
+    assert (found["amp"]["vs FP32"], found["tf32"]["vs FP32"]) == ("0 (identical)", "0.00 %")
+
+
 def test_a_diverged_run_shows_its_step_and_no_number():
     found = rows(
         [
@@ -128,7 +152,7 @@ def test_what_else_is_swept_separates_groups_with_baselines_of_their_own():
             runs.append(run(mode, 0, loss, overrides=[f"precision={mode}", f"optim.lr={lr}"]))
     found = rows(runs)
     assert found["amp optim.lr=0.1"]["vs FP32"] == "+50.00 %"
-    assert found["amp optim.lr=0.2"]["vs FP32"] == "+0.00 %"
+    assert found["amp optim.lr=0.2"]["vs FP32"] == "0 (identical)"
 
 
 def test_every_way_to_end_is_said_in_words(tmp_path):
