@@ -3,6 +3,7 @@
 The loss scale of each mode that scales, and the updates that it skipped.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,12 +11,30 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.transforms import blended_transform_factory
 
-from mprun.compare.findings import Band, Curve, Group, Row, RunData, bands, curve
-from mprun.plots.panel import Drawing, Style, line_entry, mark_entry, panel, power_of_two, thousands
+from mprun.compare.equivalence import ALPHA, FEWEST_SEEDS, paired_interval, welch_interval
+from mprun.compare.findings import Band, Curve, Group, Row, RunData, bands, curve, grid, on_grid
+from mprun.compare.text import baseline_name, margin_text, signed, unit
+from mprun.compare.verdict import pairing
+from mprun.plots.panel import (
+    GREY,
+    INK,
+    Drawing,
+    Style,
+    line_entry,
+    live_values,
+    mark_entry,
+    panel,
+    power_of_two,
+    series,
+    thousands,
+)
 
 _HEIGHT = 2.5  # inches
-_NOTE = "Band: min to max over seeds; not the test."
+_ROW = 0.92  # inches, of a mode in `difference_rows`
+_TEXT = 0.24  # of that, for its text
+_DASH = 3.5  # points, of the shortest dash
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,52 +70,121 @@ def evaluation(metric: str) -> Plot:
 
 
 def curves(group: Group, styles: dict[str, Style], plot: Plot, points: int) -> Drawing | None:
-    """Mean and seed band per mode, the baseline on top; None where there is no curve to show."""
+    """The mean of every mode; None where there is no curve to show.
+
+    No mode hides another (`_lines`); the baseline alone has its seeds' band, so that no two colours
+    mix.
+    """
     found = bands(group, plot.curve_of, points)
     longest = max(len(plot.curve_of(run)[0]) for run in group.every_run)
     if not found or longest < (2 if plot.of_evals else 1):
         return None
-    # The baseline comes first and is drawn last.
-    drawn = sorted(found, key=lambda item: item[0] is group.baseline)
-    entries = _entries(found, styles)
-    ends = sum((_ends(row, plot) for row, _ in drawn), [])
+    numbers, base = _numbers(group), found[0][1] if found[0][0] is group.baseline else None
+    lines = _lines(group, styles)
+    entries = _entries(group, styles, lines, [row for row, _ in found])
+    ends = [end for row, _ in found for end in _ends(row, plot) if np.isfinite(end[2])]
     if ends:
         entries.append(mark_entry("diverged", "x"))
     seeds = max(len(row.arm.runs) for row, _ in found)
-    figure, axes = panel(plot.title, _HEIGHT, entries, _NOTE if seeds > 1 else "")
-    for layer, (row, b) in enumerate(drawn):
-        _draw(axes, b, styles[row.arm.label], 2 + layer, plot.of_evals)
-    limits, logarithmic = _limits([b for _, b in drawn], drawn[-1][1])
+    banded = base is not None and bool(np.nanmax(base.high - base.low) > 0)
+    note = f"Band: {baseline_name(group)}, min to max over seeds; not the test." if banded else ""
+    figure, axes = panel(plot.title, _HEIGHT, entries, note)
+    if banded and base is not None:
+        label = group.baseline.arm.label
+        _fill(axes, base.x, base.low, base.high, styles[label].colour, numbers[label], 0.12)
+    for row, b in found:
+        label = row.arm.label
+        markers = "." if plot.of_evals and np.isfinite(b.mean).sum() <= 40 else None
+        known = np.isfinite(b.mean)  # without this a mode with few points would break into dots
+        axes.plot(
+            *(b.x[known], b.mean[known]),
+            **lines[label],
+            **series(numbers[label]),
+            marker=markers,
+            markersize=5,
+        )
+    limits, logarithmic = _limits([b for _, b in found], base or found[-1][1])
     _set_y(axes, limits, logarithmic)
     axes.set(xlabel=plot.xlabel, ylabel=plot.ylabel + " (log scale)" * logarithmic)
     for label, at, value in ends:
-        cross = {"color": styles[label].colour, "markersize": 8, "markeredgewidth": 2}
-        height = _inside(value, limits, logarithmic)
-        axes.plot([at], [height], "x", zorder=40, clip_on=False, **cross)
+        _cross(axes, at, _inside(value, limits, logarithmic), styles[label], numbers[label])
     caption = _caption(seeds, bool(ends), longest, len(found[0][1].x))
-    return Drawing(plot.name, caption, f"{plot.title}, mean over seeds: {_courses(found)}.", figure)
+    means = {numbers[row.arm.label]: b.mean for row, b in found}
+    return Drawing(
+        plot.name,
+        caption,
+        f"{plot.title}, mean over seeds: {_courses(found)}.",
+        figure,
+        live_values(axes, found[0][1].x, means),
+    )
 
 
-def _entries(shown: list[tuple[Row, Any]], styles: dict[str, Style]) -> list[Line2D]:
-    return [line_entry(row.arm.label, styles[row.arm.label]) for row, _ in shown]
+def _numbers(group: Group) -> dict[str, int]:
+    """The number of each mode, by which a page's script finds it: its place among the rows."""
+    return {row.arm.label: number for number, row in enumerate(group.every_row)}
+
+
+def _lines(group: Group, styles: dict[str, Style]) -> dict[str, dict[str, Any]]:
+    """How the line of each mode is drawn, so that those that agree are seen in one another's gaps.
+
+    The baseline is wide and pale below all. Of n modes each is a bit thinner than the one before
+    it, and drawn over an n-th less of its length: equal curves come out striped, an n-th of each.
+    """
+    base = group.baseline.arm.label
+    pale: dict[str, Any] = {"linewidth": 6.0, "alpha": 0.35, "zorder": 10}
+    lines = {base: {"color": styles[base].colour, **pale}}
+    modes = [row.arm.label for row in group.rows]
+    for layer, label in enumerate(modes):
+        left = len(modes) - layer
+        width = 1.5 + 1.2 * (left - 1) / len(modes)
+        period = max(10.0, _DASH * len(modes)) / width  # dashes are in units of the width
+        on = period * left / len(modes)
+        gaps = (on, period - on) if layer and not styles[label].dashes else styles[label].dashes
+        line = Style(styles[label].colour, gaps).line
+        lines[label] = {**line, "linewidth": width, "zorder": 20 + layer}
+    return lines
+
+
+def _entries(
+    group: Group, styles: dict[str, Style], lines: dict[str, dict[str, Any]], shown: list[Row]
+) -> list[Line2D]:
+    labels, numbers = [row.arm.label for row in shown], _numbers(group)
+    return [line_entry(label, styles[label], numbers[label], **lines[label]) for label in labels]
+
+
+def _fill(
+    axes: Axes,
+    x: np.ndarray,
+    low: np.ndarray,
+    high: np.ndarray,
+    colour: str,
+    number: int,
+    alpha: float,
+) -> None:
+    """The area between two curves, where both are known."""
+    known = np.isfinite(low) & np.isfinite(high)
+    for part in np.split(np.arange(len(x)), np.flatnonzero(np.diff(known)) + 1):
+        if len(part) > 1 and known[part[0]]:
+            outline = [*x[part], *x[part][::-1]], [*low[part], *high[part][::-1]]
+            axes.fill(*outline, color=colour, alpha=alpha, linewidth=0, zorder=5, **series(number))
+
+
+def _cross(axes: Axes, at: float, height: float, style: Style, number: int) -> None:
+    """Where a run diverged."""
+    cross: dict[str, Any] = {"color": style.colour, "markersize": 8, "markeredgewidth": 2}
+    axes.plot([at], [height], "x", zorder=40, clip_on=False, **cross, **series(number))
 
 
 def _caption(seeds: int, any_ended: bool, records: int, points: int) -> str:
     caption = "Mean over the seeds" if seeds > 1 else "One seed per mode"
     caption += " that still ran; a cross marks where a run diverged." if any_ended else "."
-    if records > points:
-        caption += f" {points} points, each the mean of about {-(-records // points)} records."
-    return caption
+    return caption + _binning(records, points)
 
 
-def _draw(axes: Axes, b: Band, style: Style, layer: int, markers: bool) -> None:
-    if np.nanmax(b.high - b.low) > 0:
-        area: dict[str, Any] = {"color": style.colour, "alpha": 0.16, "linewidth": 0}
-        axes.fill_between(b.x, b.low, b.high, zorder=layer, **area)
-    known = np.isfinite(b.mean)  # without this a mode with few points would break up into dots
-    x, mean, marker = b.x[known], b.mean[known], "." if markers and known.sum() <= 40 else None
-    dots: dict[str, Any] = {"marker": marker, "markersize": 5}
-    axes.plot(x, mean, **style.line, linewidth=1.5, zorder=layer + 20, **dots)
+def _binning(records: int, points: int) -> str:
+    if records <= points:
+        return ""
+    return f" {points} points, each the mean of about {-(-records // points)} records."
 
 
 def _set_y(axes: Axes, limits: tuple[float, float], logarithmic: bool) -> None:
@@ -146,13 +234,13 @@ def _inside(value: float, limits: tuple[float, float], logarithmic: bool) -> flo
 
 
 def _ends(row: Row, plot: Plot) -> list[tuple[str, float, float]]:
-    """(label, x, last finite y) of each diverged run that has a curve."""
+    """(label, x, last finite y or NaN) of each diverged run."""
     steps = {outcome.seed: outcome.step for outcome in row.outcomes if outcome.diverged}
     found = []
     for run in row.arm.runs:
         x, y = plot.curve_of(run)
         finite = np.isfinite(x) & np.isfinite(y)
-        if run.seed not in steps or not finite.any():
+        if run.seed not in steps:
             continue
         told = steps[run.seed]
         at = float(run.last_step if told is None else told)
@@ -160,7 +248,7 @@ def _ends(row: Row, plot: Plot) -> list[tuple[str, float, float]]:
             step, updates = curve(run.train, "step", "updates")
             at = float(np.interp(at, step, updates)) if len(step) else np.nan
         if np.isfinite(at):
-            found.append((row.arm.label, at, float(y[finite][-1])))
+            found.append((row.arm.label, at, float(y[finite][-1]) if finite.any() else np.nan))
     return found
 
 
@@ -169,24 +257,231 @@ def _courses(bands: list[tuple[Row, Band]]) -> str:
     return "; ".join(f"{label} from {mean[0]:.3g} to {mean[-1]:.3g}" for label, mean in known)
 
 
+def differences(group: Group, plot: Plot, points: int) -> list[tuple[Row, Band, str]]:
+    """Mode minus baseline over x, and "paired" or "Welch", for each mode; positive is worse.
+
+    As the verdict does it, at each point alone: the same pairing, unit and interval (90 %), in
+    percent of the baseline's mean there if the verdict is relative or on another quantity. The
+    interval needs three seeds that still run; of two in all it is their range, of one nothing.
+    """
+    sign = -1 if plot.of_evals and group.higher_is_better else 1
+    every = [[plot.curve_of(run) for run in row.arm.runs] for row in group.every_row]
+    x = grid([one for own in every for one in own], points)
+    by_row = [
+        {run.seed: sign * on_grid(*one, x) for run, one in zip(row.arm.runs, own, strict=True)}
+        for row, own in zip(group.every_row, every, strict=True)
+    ]
+    if plot.of_evals and group.metric == "perplexity":
+        with np.errstate(all="ignore"):
+            by_row = [{seed: np.log(y) for seed, y in own.items()} for own in by_row]
+    found = []
+    for row, own in zip(group.rows, by_row[1:], strict=True):
+        method, seeds, base_seeds = pairing(list(own), list(by_row[0]))
+        if seeds and base_seeds:
+            arms = np.stack([own[s] for s in seeds]), np.stack([by_row[0][s] for s in base_seeds])
+            relative = group.relative or not plot.of_evals
+            at_points = [
+                _difference(*values, method, relative)
+                for values in zip(arms[0].T, arms[1].T, strict=True)
+            ]
+            found.append((row, Band(x, *np.array(at_points).reshape(-1, 3).T), method))
+    return found
+
+
+def _difference(
+    own: np.ndarray, base: np.ndarray, method: str, relative: bool
+) -> tuple[float, float, float]:
+    """(difference, low, high) at one point, NaN where it cannot be told; a value a seed."""
+    known = np.isfinite(own), np.isfinite(base)
+    if method == "paired":
+        known = (known[0] & known[1],) * 2
+    seeds, (own, base) = len(own), (own[known[0]], base[known[1]])
+    if not len(own) or not len(base):
+        return (np.nan,) * 3
+    mean = float(base.mean())
+    unit = (100 / abs(mean) if mean else np.nan) if relative else 1.0
+    if min(len(own), len(base)) >= FEWEST_SEEDS:
+        estimate = paired_interval if method == "paired" else welch_interval
+        interval = estimate(own.tolist(), base.tolist(), ALPHA)
+        return unit * interval.difference, unit * interval.low, unit * interval.high
+    low = high = np.nan
+    if method == "paired" and len(own) == seeds == 2:
+        low, high = sorted(own - base)
+    return unit * (float(own.mean()) - mean), unit * low, unit * high
+
+
+def difference_rows(
+    group: Group, styles: dict[str, Style], plot: Plot, points: int
+) -> Drawing | None:
+    """`differences`, a row for each mode; None where there are no two points of any.
+
+    The margin is shaded where it speaks of what is drawn.
+    """
+    found = differences(group, plot, points)
+    if max((np.isfinite(b.mean).sum() for _, b, _ in found), default=0) < 2:
+        return None
+    judged = plot.of_evals or group.metric in ("loss", "perplexity")
+    linear = (100 if group.relative else 1) * group.margin_setting if judged else 1.0
+    suffix = unit(group) if plot.of_evals else "%"
+    rows, numbers = _Rows.of([b for _, b, _ in found], linear), _numbers(group)
+    title = f"Difference to {baseline_name(group)} over steps: {plot.ylabel}"
+    figure, axes = panel(title, _ROW * len(found))
+    texts, ended = [_row_text(row, b, linear, suffix) for row, b, _ in found], []
+    for place, (row, b, _) in enumerate(found):
+        label = row.arm.label
+        if judged:
+            axes.axhspan(
+                rows.y(place, -linear), rows.y(place, linear), color=GREY, alpha=0.22, lw=0
+            )
+        _draw_row(axes, rows, place, b, styles[label], numbers[label], plot.of_evals)
+        ended += [at for _, at, _ in _ends(row, plot)]
+        for _, at, _ in _ends(row, plot):
+            _cross(axes, at, rows.y(place, rows.high) + 0.07, styles[label], numbers[label])
+        beside = blended_transform_factory(figure.transFigure, axes.transData)
+        axes.text(0.02, place + _TEXT / 2, texts[place], transform=beside, va="center")
+    _set_rows(axes, rows, len(found))
+    axes.set(xlabel=plot.xlabel)
+    caption = _difference_caption(group, plot, found, judged)
+    caption += " A cross marks where a run diverged." if ended else ""
+    longest = max(len(plot.curve_of(run)[0]) for run in group.every_run)
+    return Drawing(
+        "difference" + "-training" * (not plot.of_evals),
+        caption + _binning(longest, len(found[0][1].x)),
+        f"{title}. {'; '.join(texts)}.",
+        figure,
+        live_values(
+            *(axes, found[0][1].x, {numbers[row.arm.label]: b.mean for row, b, _ in found}, suffix),
+            y=False,
+        ),
+    )
+
+
+def _draw_row(
+    axes: Axes, rows: "_Rows", place: int, b: Band, style: Style, number: int, markers: bool
+) -> None:
+    """Zero, the band and the mean of one mode."""
+    axes.axhline(rows.y(place, 0.0), color=INK, linewidth=0.8)
+    _fill(axes, b.x, rows.y(place, b.low), rows.y(place, b.high), style.colour, number, 0.3)
+    known = np.isfinite(b.mean)
+    dots: dict[str, Any] = {"marker": "." if markers and known.sum() <= 40 else None}
+    line = {**style.line, **series(number), **dots, "linewidth": 1.5, "zorder": 20}
+    axes.plot(b.x[known], rows.y(place, b.mean[known]), **line, markersize=5)
+
+
+def _set_rows(axes: Axes, rows: "_Rows", count: int) -> None:
+    """The frame of so many rows, and the ticks of each."""
+    ticks = [(rows.y(place, value), value) for place in range(count) for value in rows.ticks]
+    axes.set_yticks([y for y, _ in ticks], [f"{v:+g}" if v else "0" for _, v in ticks])
+    axes.tick_params(axis="y", labelsize=7.5, left=False, pad=3)
+    axes.spines["left"].set_visible(False)
+    axes.set_ylim(count, 0)
+    axes.margins(x=0.02)
+    axes.xaxis.set_major_formatter(FuncFormatter(thousands))
+    axes.grid(axis="x")
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Where values stand in the rows of one picture: each a unit high, the text of a row first.
+
+    One scale for all: linear near zero, logarithmic from about `linear` on, so that a margin and a
+    hundred of them are both seen. What is beyond `low` and `high` stands at the edge of its row.
+    """
+
+    low: float
+    high: float
+    linear: float
+
+    @classmethod
+    def of(cls, bands: list[Band], linear: float) -> "_Rows":
+        """What the bands do but for a tenth, and where they end: 1.4 to 1,000 `linear`."""
+        reach = []
+        for b in bands:
+            reach += [*b.mean[np.isfinite(b.mean)][-1:]]
+            for part in (b.mean, b.low, b.high):
+                reach += (
+                    [*np.percentile(part[np.isfinite(part)], (10, 90))]
+                    if np.isfinite(part).any()
+                    else []
+                )
+        low, high = np.clip(1.1 * np.array([min(reach), max(reach)]), -1000 * linear, 1000 * linear)
+        return cls(min(float(low), -1.4 * linear), max(float(high), 1.4 * linear), linear)
+
+    def y(self, row: int, values: Any) -> Any:
+        """The heights of values, or of one, in a row, downwards."""
+        low, high, at = (
+            np.arcsinh(2 * part / self.linear)
+            for part in (self.low, self.high, np.clip(values, self.low, self.high))
+        )
+        return row + 0.97 - (at - low) / (high - low) * (0.97 - _TEXT)
+
+    @property
+    def ticks(self) -> list[float]:
+        """0, `linear` and, each way, the last of its tenfold, hundredfold and thousandfold."""
+        found = [-self.linear, 0.0, self.linear]
+        for limit in (self.low, self.high):
+            power = math.floor(math.log10(abs(limit) / self.linear))
+            found += [math.copysign(self.linear * 10.0**power, limit)] if power else []
+        return found
+
+
+def _row_text(row: Row, b: Band, margin: float, suffix: str) -> str:
+    lost, runs = sum(bool(outcome.diverged) for outcome in row.outcomes), len(row.outcomes)
+    parts = [f"diverged in {lost} of {runs} runs"] if lost else []
+    known = b.mean[np.isfinite(b.mean)]
+    if len(known) and lost < runs:
+        last = float(known[-1])
+        parts.append(f"ends at {signed(last, margin, [last])} {suffix}".rstrip())
+    return f"{row.arm.label}: {', '.join(parts)}"
+
+
+def _difference_caption(
+    group: Group, plot: Plot, found: list[tuple[Row, Band, str]], judged: bool
+) -> str:
+    base = baseline_name(group)
+    percent = not plot.of_evals or group.relative
+    of_it = f" in % of {base}'s mean at that step" if percent else ""
+    unpaired = [row.arm.label for row, _, method in found if method != "paired"]
+    foreign = any(run.foreign for run in group.every_run)
+    how = f"mean over the seeds, paired by {'position' if foreign else 'seed'}"
+    if len(unpaired) == len(found):
+        how = "difference of the means over the runs, which are not paired"
+    elif unpaired:
+        how += f" ({', '.join(unpaired)}: unpaired, difference of the means)"
+    text = f"Mode minus {base}{of_it}, {how}; above zero is worse."
+    if any(np.isfinite(b.low).any() for _, b, _ in found):
+        few = all(len(row.arm.runs) < FEWEST_SEEDS for row, _, _ in found)
+        text += (
+            f" Band: {'both seeds' if few else '90 % interval of the mean'}, at each point alone: "
+        )
+        text += "not the verdict's test."
+    if judged:
+        text += f" Shaded: the margin, ±{margin_text(group)}"
+        text += "." if plot.of_evals else ", which is set for the final evaluation."
+    return text + " One scale for all rows, logarithmic far from zero."
+
+
 def loss_scale(group: Group, styles: dict[str, Style], points: int) -> Drawing | None:
     """The loss scale of one seed per mode and its skipped updates; None if no mode scales."""
     found = [(row, _scaling_run(row)) for row in group.every_row]
     traces = [(row, run) for row, run in found if run is not None]
     if not traces:
         return None
-    entries = _entries(traces, styles)
+    numbers, lines = _numbers(group), _lines(group, styles)
+    entries = _entries(group, styles, lines, [row for row, _ in traces])
     entries.append(mark_entry("skipped update (a row per mode)", "|"))
     figure, axes = panel("Loss scale", 1.9, entries)
-    for layer, (row, run) in enumerate(traces):
-        # The first is the widest, so that equal traces stay visible below each other.
-        width = 1.5 + min(1.4, 4 / len(traces)) * (len(traces) - 1 - layer)
-        step, scale = curve(run.train, "step", "loss_scale")
-        keep = np.isfinite(scale) & (scale > 0)
-        step, power = _corners(step[keep], np.log2(scale[keep]), points)
-        line = styles[row.arm.label].line
-        axes.plot(step, power, drawstyle="steps-post", linewidth=width, **line)
-    _skip_rows(axes, traces, styles)
+    values = {}
+    at = _every(np.unique(np.concatenate([_scale(run)[0] for _, run in traces])), points)
+    for row, run in traces:
+        label = row.arm.label
+        x, power = _scale(run)
+        held = np.searchsorted(x, at, side="right") - 1  # the newest record
+        ended = (held < 0) | (at > x[-1])
+        values[numbers[label]] = np.where(ended, np.nan, 2.0 ** power[held])
+        line = {**lines[label], **series(numbers[label])}
+        axes.plot(*_corners(x, power, points), drawstyle="steps-post", **line)
+    _skip_rows(axes, traces, styles, numbers)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: power_of_two(round(value))))
     axes.xaxis.set_major_formatter(FuncFormatter(thousands))
     axes.set(xlabel="step", ylabel="loss scale")
@@ -198,10 +493,23 @@ def loss_scale(group: Group, styles: dict[str, Style], points: int) -> Drawing |
         f"One run per mode ({which}). Skipped updates over all seeds: {skipped}.",
         f"Loss scale over steps of {which}. Skipped updates over all seeds: {skipped}.",
         figure,
+        live_values(axes, at, values, y=False),
     )
 
 
-def _skip_rows(axes: Axes, traces: list[tuple[Row, RunData]], styles: dict[str, Style]) -> None:
+def _scale(run: RunData) -> Curve:
+    """Steps and log2 of the loss scale."""
+    step, scale = curve(run.train, "step", "loss_scale")
+    keep = np.isfinite(scale) & (scale > 0)
+    return step[keep], np.log2(scale[keep])
+
+
+def _skip_rows(
+    axes: Axes,
+    traces: list[tuple[Row, RunData]],
+    styles: dict[str, Style],
+    numbers: dict[str, int],
+) -> None:
     """Below the traces one row per mode with a tick at each skipped update."""
     axes.margins(0.03, 0.08)
     low, high = axes.get_ylim()
@@ -217,6 +525,7 @@ def _skip_rows(axes: Axes, traces: list[tuple[Row, RunData]], styles: dict[str, 
             "color": styles[row.arm.label].colour,
             "markersize": 8,
             "markeredgewidth": 1.2,
+            **series(numbers[row.arm.label]),
         }
         axes.plot(skips, height, "|", transform=axes.get_xaxis_transform(), **tick)
 
@@ -224,7 +533,7 @@ def _skip_rows(axes: Axes, traces: list[tuple[Row, RunData]], styles: dict[str, 
 def _scaling_run(row: Row) -> RunData | None:
     """The run of the lowest seed that scaled its loss and recorded it."""
     scaled = (run for run in row.arm.runs if run.scale_range is not None)
-    recorded = (run for run in scaled if len(curve(run.train, "step", "loss_scale")[0]))
+    recorded = (run for run in scaled if len(_scale(run)[0]))
     return min(recorded, key=lambda run: run.seed, default=None)
 
 

@@ -22,7 +22,7 @@ from functools import lru_cache
 import numpy as np
 from scipy.special import stdtr, stdtrit
 
-from mprun.compare.text import decimals_for
+from mprun.compare.text import decimals_for, signed
 
 # scipy.stats has the same quantile but takes ten times as long to import.
 
@@ -56,9 +56,13 @@ class Unit:
     suffix: str
     turned: bool = False
 
-    def text(self, value: float, decimals: int, sign: str = "+") -> str:
-        """The number alone; the suffix is the sentence's."""
-        return f"{value * self.factor:{sign}.{decimals}f}"
+    def text(self, value: float, margin: float, *beside: float) -> str:
+        """The number alone, signed, as `signed` rounds it beside others; no suffix."""
+        return signed(value, margin, beside, self.factor)
+
+    def size(self, value: float, margin: float) -> str:
+        """The number without a sign, and the suffix."""
+        return f"{value * self.factor:.{decimals_for(margin * self.factor)}f}{self.suffix}"
 
 
 @lru_cache(maxsize=4096)
@@ -147,9 +151,8 @@ def sentence(
 
     `remedy` ends an inconclusive sentence; by default it says how many more seeds are needed.
     """
-    decimals = decimals_for(margin * unit.factor)
-    found = _difference_text(interval, unit, decimals)
-    around = f"the margin of ±{unit.text(margin, decimals, sign='')}{unit.suffix}"
+    found = _difference_text(interval, unit, margin)
+    around = f"the margin of ±{unit.size(margin, margin)}"
     own, base = interval.counts
     seeds = f"{own} seeds, paired" if interval.method == "paired" else f"{own} and {base} seeds"
     if name == "matches":
@@ -166,15 +169,15 @@ def sentence(
     if name.startswith("likely"):
         found += f" is {'above' if worse else 'below'} zero but may be within"
         return f"{name} than {reference}: {found} {around}, {seeds}."
-    least = unit.text(interval.low if worse else -interval.high, decimals, sign="") + unit.suffix
+    least = unit.size(interval.low if worse else -interval.high, margin)
     other = "" if worse else "; check for a difference other than precision"
     text = f"{name} than {reference} by at least {least}: {found}, outside {around}"
     return f"{text}, {seeds}{other}."
 
 
-def _difference_text(interval: Interval, unit: Unit, decimals: int) -> str:
+def _difference_text(interval: Interval, unit: Unit, margin: float) -> str:
     bounds = (interval.difference, interval.low, interval.high)
-    middle, low, high = (unit.text(bound, decimals) for bound in bounds)
+    middle, low, high = (unit.text(bound, margin, *bounds) for bound in bounds)
     text = f"difference {middle}{unit.suffix} ({100 * interval.level:.3g} % CI {low} to {high}"
     return text + unit.suffix + ("; positive is worse)" if unit.turned else ")")
 
@@ -186,7 +189,7 @@ def too_few_sentence(
     text = f"inconclusive: needs at least {wanted} seeds (has {count})."
     if difference is None or margin is None or unit is None:
         return text
-    so_far = unit.text(difference, decimals_for(margin * unit.factor))
+    so_far = unit.text(difference, margin, difference)
     turned = " (positive is worse)" if unit.turned else ""
     return f"{text} Difference so far: {so_far}{unit.suffix}{turned}."
 

@@ -7,21 +7,24 @@ from typing import cast
 import numpy as np
 from matplotlib.axes import Axes
 
-from mprun.compare.curves import TRAINING, curves, evaluation, loss_scale
+from mprun.compare.curves import TRAINING, curves, difference_rows, evaluation, loss_scale
 from mprun.compare.findings import Group, Row, is_gan
 from mprun.compare.numerics import ProbedMode, numerics_figures
 from mprun.compare.text import (
     answer,
     baseline_name,
     bytes_text,
+    costs_shown,
     count_text,
     difference_text,
     interval,
     level_text,
     margin_text,
+    marked,
     ratio_text,
     unit,
 )
+from mprun.compare.verdict import GAN_LOSSES
 from mprun.plots.panel import GREY, INK, MARKS, Drawing, Style, rows_panel
 
 _REACH = 8  # margins that the interval plot shows to either side; further out is an arrow
@@ -48,18 +51,22 @@ def group_figures(
     """
     points = min(points, _MOST_POINTS)
     runs = group.baseline.arm.runs
+    adversarial = any(is_gan(run.keys) for run in runs)
     metrics = [group.metric]
-    if group.metric != "sliced_wasserstein" or any(is_gan(run.keys) for run in runs):
+    if group.metric != "sliced_wasserstein" or adversarial:
         metrics += [name for name in ("d_loss", "g_loss") if name != group.metric]
     # A foreign log has one tag and no count of updates; its curve is that of the metric below.
     plots = () if all(run.foreign for run in runs) else TRAINING
+    # The losses of a GAN say who is winning: their difference tells nothing.
+    compared = [] if adversarial and group.metric in GAN_LOSSES else [evaluation(group.metric)]
+    compared += [] if adversarial else plots[:1]
     drawings = [
         intervals(group, styles),
+        *(difference_rows(group, styles, plot, points) for plot in compared),
         *(curves(group, styles, plot, points) for plot in plots),
         *(curves(group, styles, evaluation(metric), points) for metric in metrics),
         loss_scale(group, styles, points),
-        throughput(group, styles),
-        memory(group, styles),
+        *((throughput(group, styles), memory(group, styles)) if costs_shown(group) else ()),
         *numerics_figures(list(probes), styles),
     ]
     return [drawing for drawing in drawings if drawing is not None]
@@ -128,7 +135,7 @@ def throughput(group: Group, styles: dict[str, Style]) -> Drawing | None:
         return None
     per_second = f"{bars[0][0].arm.runs[0].sample}s/s"
     texts = [
-        f"{row.arm.label}: {count_text(speed)} {per_second}"
+        f"{row.arm.label}: {marked(row, f'{count_text(speed)} {per_second}')}"
         + (f", {ratio_text(row.speedup)}" if row.speedup and row is not group.baseline else "")
         for row, speed in bars
     ]
@@ -144,7 +151,7 @@ def memory(group: Group, styles: dict[str, Style]) -> Drawing | None:
     if not rows:
         return None
     texts = [
-        f"{row.arm.label}: {bytes_text(row.peak_bytes)}"
+        f"{row.arm.label}: {marked(row, bytes_text(row.peak_bytes))}"
         + ("" if row is group.baseline else _memory_ratios(row))
         for row in rows
     ]

@@ -65,6 +65,7 @@ class RunData:
     environment: dict[str, Any] = field(default_factory=dict)
     sample_grid: str | None = None  # path of the newest PNG of generated images
     foreign: bool = False  # read from TensorBoard events or CSV
+    half_products: str = ""  # as recorded: "none", "emulated-fp16", "native-bf16"
 
 
 def is_gan(keys: dict[str, Any]) -> bool:
@@ -138,6 +139,11 @@ class Row:
     saved_ratio: float | None = None
     first_steps: float | None = None  # median |relative loss difference| over steps 1 to 20
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def emulated(self) -> bool:
+        """Whether 16-bit products were emulated: then time and peak memory are not the mode's."""
+        return any("emulated" in run.half_products for run in self.arm.runs)
 
     @property
     def every_note(self) -> list[str]:

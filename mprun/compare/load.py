@@ -161,6 +161,7 @@ def load_run(directory: Path, record: dict[str, Any]) -> RunData:
             memory_measure=memory.get("measure", ""),
             saved_bytes=memory.get("saved_for_backward_bytes"),
             flags=precision.get("flags", {}),
+            half_products=precision.get("half_products") or "",
             environment=environment,
             sample_grid=_newest_samples(directory),
         )

@@ -1,12 +1,15 @@
 """report.html: the whole comparison on one page that needs nothing but itself, and PNG files.
 
-No script and no link that leads out: the page works from a mail, offline and on paper. Curves get
-fewer points, then figures are left to the PNG files, until the page is below 1 MB. What it says is
-in `templates/`, where every value is escaped; here is what they are given.
+No link that leads out, and a script that only makes figures answer: the page works from a mail,
+offline, on paper and without scripts, and runs no other script than its own. Curves get fewer
+points, then figures are left to the PNG files, until the page is below 1 MB. What it says is in
+`templates/`, where every value is escaped; here is what they are given.
 """
 
 import base64
+import hashlib
 import io
+import json
 import re
 import warnings
 from collections.abc import Sequence
@@ -31,7 +34,7 @@ _DPI = 160
 _POINTS = 240  # of a curve, in the PNG files and on a page with room
 _GRID_PIXELS = 360  # width of an embedded sample grid
 # (points of a curve, figures shown or None for all): the first that fits is taken.
-_MAIN = ("intervals", "loss-steps")
+_MAIN = ("intervals", "difference", "loss-steps")
 _LEVELS: tuple[tuple[int, tuple[str, ...] | None], ...] = (
     (_POINTS, None),
     (120, None),
@@ -56,6 +59,11 @@ def _two_lines(plain: str) -> Markup:
     return first + (below.format(rest) if bracket else "")
 
 
+def _lines(plain: str) -> Markup:
+    """A line each."""
+    return Markup("<br>").join(plain.split("\n"))
+
+
 _TEMPLATES = Environment(
     loader=FileSystemLoader(Path(__file__).with_name("templates")),
     autoescape=True,
@@ -66,14 +74,16 @@ _TEMPLATES = Environment(
 _TEMPLATES.filters |= {
     "powers": _powers,
     "two_lines": _two_lines,
+    "lines": _lines,
+    "capital": lambda plain: plain[:1].upper() + plain[1:],
     # A label may break after an underscore.
     "breakable": lambda label: escape(label).replace("_", Markup("_<wbr>")),
 }
 _TEMPLATES.globals |= {
     name: getattr(text, name)
     for name in (
-        *("answer", "baseline_name", "cells", "level_text", "margin_text", "metric_name"),
-        *("setting_text", "value_text"),
+        *("answer", "baseline_name", "cells", "costs_shown", "costs_text", "level_text"),
+        *("margin_text", "metric_name", "setting_text", "value_text"),
     )
 } | {
     "marks": MARKS,
@@ -91,15 +101,11 @@ def write_report(comparison: Comparison, folder: Path, paper: Sequence[PaperRow]
     """
     folder.mkdir(parents=True, exist_ok=True)
     rows = [row for group in comparison.groups for row in group.every_row]
-    report = _Report(comparison, styles(row.arm.label for row in rows), paper_html(paper))
+    looks = styles(row.arm.label for row in rows)
+    report = _Report(comparison, looks, paper_html(paper), folder)
     with settings(), warnings.catch_warnings():
         # A label in a script that the PNG's font lacks; the page itself shows it.
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
-        for group in comparison.groups:
-            for drawing in group_figures(group, report.looks, _POINTS, report.probes[group.slug]):
-                path = folder / f"{group.slug}-{drawing.name}.png"
-                # matplotlib would write its own version into it, which says nothing of the runs.
-                drawing.figure.savefig(path, dpi=_DPI, metadata={"Software": None})
         page = report.fitting_page()
     path = folder / "report.html"
     path.write_text(page, encoding="utf-8")
@@ -127,13 +133,18 @@ def _colours(looks: dict[str, Style]) -> dict[str, str]:
 class _Report:
     """The page of a comparison, made with less and less until it fits."""
 
-    def __init__(self, comparison: Comparison, looks: dict[str, Style], paper: Markup):
-        self.comparison, self.looks, self.paper = comparison, looks, paper
+    def __init__(
+        self, comparison: Comparison, looks: dict[str, Style], paper: Markup, folder: Path
+    ):
+        self.comparison, self.looks, self.paper, self.folder = comparison, looks, paper, folder
         self.probes = {group.slug: probed_modes(group) for group in comparison.groups}
+        self.full: dict[str, list[dict[str, Any]]] = {}
 
     def fitting_page(self) -> Markup:
-        """The page with as many points and figures as there is room for."""
+        """The page with as many points and figures as there is room for; writes the PNG files."""
         groups = self.comparison.groups
+        for group in groups:
+            self.full[group.slug] = self._pictures(group, _POINTS, None, png=True)
         for points, kept in _LEVELS:
             sections: list[Markup] = []
             for group in groups:
@@ -148,19 +159,35 @@ class _Report:
 
     def _page(self, sections: list[Markup]) -> Markup:
         given = {"comparison": self.comparison, "paper": self.paper, "sections": sections}
+        script = _TEMPLATES.get_template("report.js").render()
+        digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+        given |= {"script": Markup(script), "script_hash": f"sha256-{digest}", "facts_of": _facts}
         return _render("report.html", several=len(sections) > 1, **given)
+
+    def _pictures(
+        self, group: Group, points: int, kept: tuple[str, ...] | None, png: bool = False
+    ) -> list[dict[str, Any]]:
+        """The figures of a group as the page takes them; without SVG what is not kept."""
+        pictures = []
+        for drawing in group_figures(group, self.looks, points, self.probes[group.slug]):
+            name = f"{group.slug}-{drawing.name}"
+            has_room = kept is None or drawing.name in kept
+            svg = inline_svg(drawing.figure, name, drawing.label) if has_room else ""
+            live = json.dumps(drawing.values, separators=(",", ":")) if drawing.values else ""
+            shown = {"file": f"{name}.png", "caption": drawing.caption, "svg": svg, "live": live}
+            pictures.append({**shown, "of_probes": drawing.name.startswith(PREFIX)})
+            if png:
+                # matplotlib would write its own version into it, which says nothing of the runs.
+                about = {"Software": None}
+                drawing.figure.savefig(self.folder / f"{name}.png", dpi=_DPI, metadata=about)
+        return pictures
 
     def _section(
         self, group: Group, points: int, kept: tuple[str, ...] | None, details: bool = True
     ) -> Markup:
-        probes = self.probes[group.slug]
-        pictures = []
-        for drawing in group_figures(group, self.looks, points, probes):
-            name = f"{group.slug}-{drawing.name}"
-            has_room = kept is None or drawing.name in kept
-            svg = inline_svg(drawing.figure, name, drawing.label) if has_room else ""
-            shown = {"file": f"{name}.png", "caption": drawing.caption, "svg": svg}
-            pictures.append({**shown, "of_probes": drawing.name.startswith(PREFIX)})
+        full = (points, kept) == _LEVELS[0]
+        pictures = self.full[group.slug] if full else self._pictures(group, points, kept)
+        colours = _colours(self.looks)
         alike, differing = _environment(group)
         methods = {row.verdict.method for row in group.rows if row.verdict.method}
         how = {"paired": "paired by seed", "Welch": "unpaired (Welch)"}
@@ -169,10 +196,15 @@ class _Report:
             comparison=self.comparison,
             group=group,
             several=len(self.comparison.groups) > 1,
-            colours=_colours(self.looks),
+            colours=colours,
+            columns=_columns(group),
+            modes=[
+                {"label": row.arm.label, "colour": colours[row.arm.label]}
+                for row in group.every_row
+            ],
             pictures=pictures,
             samples=_samples(group) if kept is None else [],
-            probes=probes,
+            probes=self.probes[group.slug],
             details=details,
             outcomes_by_seed=_outcomes_by_seed(group),
             methods=" and ".join(how[method] for method in sorted(methods)),
@@ -182,6 +214,63 @@ class _Report:
             one_machine=alike,
             other_machines=differing,
         )
+
+
+def _columns(group: Group) -> dict[str, str]:
+    """Name of each column of the verdict table that says something -> its head."""
+    base = text.baseline_name(group)
+    interval = f"{text.level_text(group)} interval"
+    heads = {
+        "mode": "mode",
+        "verdict": "verdict",
+        "mean": f"{group.metric}, mean",
+        "difference": f"difference, {interval}\npositive is worse",
+        **{name: f"{name}\nover {base}" for name in ("speed", "peak memory", "kept for backward")},
+    }
+    header, *_ = text.table(group, {})
+    return {name: heads.get(name, name) for name in ("mode", *header)}
+
+
+def _facts(group: Group) -> dict[str, str]:
+    """What was run, where, with what and when: name -> value, of what was recorded."""
+    runs, every = group.every_run, group.every_row
+
+    def told(*values: Any) -> str:
+        """The different values that were recorded, at most three of them."""
+        known = list(dict.fromkeys(str(value) for value in values if value))
+        more = [f"{len(known) - 3} more"] if len(known) > 3 else []
+        return "; ".join([*known[:3], *more])
+
+    def learned(kind: str) -> str:
+        return told(*(run.keys.get(f"{kind}.factory", run.choices.get(kind)) for run in runs))
+
+    seeds = text.seeds_text({outcome.seed for row in every for outcome in row.outcomes})
+    steps = told(*(run.keys.get("train.steps") for run in runs))
+    dates = sorted({run.created[:10] for run in runs if run.created})
+    batches = told(*(run.keys.get("data.batch_size") for run in runs))
+    found = {
+        "Model": learned("model"),
+        "Data": learned("data") + (f", batches of {batches}" if batches else ""),
+        "Runs": f"{len(runs)}, in {len(every)} modes, "
+        f"{'logs' if any(run.foreign for run in runs) else 'seeds'} {seeds}",
+        "Steps": steps or told(f"{max((run.last_step for run in runs), default=0):,}"),
+        "Hardware": told(*(_hardware(run.environment) for run in runs)),
+        "16-bit products": told(
+            *(run.half_products.replace("none", "").replace("-", " ") for run in runs)
+        ),
+        "torch": told(*((run.environment.get("packages") or {}).get("torch") for run in runs)),
+        "Date": " to ".join(dict.fromkeys([*dates[:1], *dates[-1:]])),
+    }
+    return {name: value for name, value in found.items() if value}
+
+
+def _hardware(environment: dict[str, Any]) -> str:
+    """ "Xeon, CPU, 1 thread"."""
+    if environment.get("gpu"):
+        return str(environment["gpu"])
+    threads = environment.get("threads")
+    counted = f"{threads} thread{'' if threads == 1 else 's'}" if threads else ""
+    return ", ".join(filter(None, [str(environment.get("cpu") or ""), counted]))
 
 
 def _filled(keys: dict[str, Any]) -> dict[str, Any]:

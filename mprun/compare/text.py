@@ -5,7 +5,7 @@ Every output shows a number as it is written here, and a row's cells as `cells` 
 
 import math
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -23,10 +23,11 @@ def value_text(value: float | None) -> str:
 
 
 def mean_text(row: Row) -> str:
-    """The mean, and of how many runs if some diverged: "0.5052 (2 of 5)"."""
-    text, ended = value_text(row.mean), sum(outcome.diverged is None for outcome in row.outcomes)
-    every = len(row.outcomes)
-    return f"{text} ({ended} of {every})" if text and ended < every else text
+    """The mean, and of which seeds if some diverged: "0.5052 (seeds 1, 3)"."""
+    text, ended = value_text(row.mean), [o.seed for o in row.outcomes if o.diverged is None]
+    if not text or len(ended) == len(row.outcomes):
+        return text
+    return f"{text} (seed{'s' if len(ended) > 1 else ''} {seeds_text(ended)})"
 
 
 def unit(group: Group) -> str:
@@ -53,14 +54,32 @@ def scaled(group: Group, verdict: Verdict, value: float | None) -> float | None:
 
 
 def difference_text(group: Group, verdict: Verdict) -> str:
-    """ "+0.04 % (-0.12 to +0.20)"; without an interval the difference alone, else empty."""
-    digits = decimals_for((100 if group.relative else 1) * group.margin_setting)
-    middle, low, high = (
-        "" if number is None or not math.isfinite(number) else f"{number:+,.{digits}f}"
-        for number in interval(group, verdict)
-    )
+    """ "+0.04 % (-0.12 to +0.20)"; without an interval the difference alone, else empty.
+
+    "0 (identical)" where every run ended with the same value as its counterpart.
+    """
+    parts = interval(group, verdict)
+    if parts == [0, 0, 0]:
+        return "0 (identical)"
+    known = [part for part in parts if part is not None and math.isfinite(part)]
+    margin = (100 if group.relative else 1) * group.margin_setting
+    middle, low, high = ("" if p not in known else signed(p, margin, known) for p in parts)
     text = f"{middle} {unit(group)}".rstrip() if middle else ""
     return f"{text} ({low} to {high})" if middle and low and high else text
+
+
+def signed(value: float, margin: float, beside: Sequence[float], factor: float = 1) -> str:
+    """`value` with its sign and the digits of the margin; 0 has no sign: "+0.12", "0.00".
+
+    One digit of the largest of the values `beside` it is always shown: "0.000", "-0.003". All
+    are multiplied by `factor`.
+    """
+    largest = factor * max(map(abs, beside), default=0.0)
+    digits = decimals_for(factor * margin)
+    if 0 < largest < 0.5 * 10.0**-digits:
+        digits = min(digits + 4, -math.floor(math.log10(largest)))
+    text = f"{factor * value:+,.{digits}f}"
+    return text if text.strip("+-0.,") else text[1:]
 
 
 def interval(group: Group, verdict: Verdict) -> list[float | None]:
@@ -167,11 +186,19 @@ def setting_text(value: Any) -> str:
 def cells(group: Group, row: Row) -> dict[str, str]:
     """Name of a column -> what it says of a row, in the order of every table.
 
-    The baseline shows speed and memory themselves, the others ratios.
+    The baseline shows speed and memory themselves, the others ratios; neither where emulation
+    made them (`costs_shown`).
     """
     own, verdict = row is group.baseline, row.verdict
     seeds = [outcome.seed for outcome in row.outcomes]
     speed = f"{count_text(row.samples_per_s)}/s" if row.samples_per_s else ""
+    speed, peak = (
+        marked(row, text) if costs_shown(group) else ""
+        for text in (
+            speed if own else ratio_text(row.speedup),
+            bytes_text(row.peak_bytes) if own else ratio_text(row.memory_ratio),
+        )
+    )
     return {
         "verdict": "baseline" if own else verdict.name,
         "mode": row.arm.label,
@@ -180,10 +207,33 @@ def cells(group: Group, row: Row) -> dict[str, str]:
         "seeds": seeds_text(seeds if own else verdict.seeds or seeds),
         "skipped updates": count_text(row.skipped),
         "loss scale": scale_text(row.scale_range),
-        "speed": speed if own else ratio_text(row.speedup),
-        "peak memory": bytes_text(row.peak_bytes) if own else ratio_text(row.memory_ratio),
+        "speed": speed,
+        "peak memory": peak,
         "kept for backward": "" if own else ratio_text(row.saved_ratio),
     }
+
+
+def costs_shown(group: Group) -> bool:
+    """Whether speed and peak memory are told: not if emulation made them in every mode."""
+    modes = [row.emulated for row in group.rows if row.arm.runs]
+    return not modes or not all(modes)
+
+
+def marked(row: Row, text: str) -> str:
+    """A speed or a peak memory, "1.24x (emulated)" where it is not the mode's own."""
+    return f"{text} (emulated)" if text and row.emulated else text
+
+
+def costs_text(group: Group) -> str:
+    """What speed and memory in a table are, or why they are not there."""
+    if not costs_shown(group):
+        return (
+            "speed and peak memory are left out: 16-bit products were emulated on a CPU, which "
+            "makes them the emulation's, not the mode's"
+        )
+    text = f"speed and memory over {baseline_name(group)}'s"
+    emulated = any(row.emulated for row in group.rows)
+    return f"{text}; (emulated): the emulation's, not the mode's" if emulated else text
 
 
 def table(group: Group, heads: dict[str, str]) -> list[list[str]]:
@@ -242,6 +292,8 @@ def console(comparison: Comparison) -> str:
         parts[-1] += _wrapped(comparison.stamps)
     for group in comparison.groups:
         said = [f"{row.arm.label}: {row.verdict.sentence}" for row in group.rows]
+        means = {row.arm.label: mean_text(row).partition(" (")[2] for row in group.every_row}
+        said += [f"{label}: mean over {seeds[:-1]}" for label, seeds in means.items() if seeds]
         said += [f"note: {note}" for note in _notes(group)]
         judged = _wrapped([_judged(comparison, group)])
         parts.append(f"{group.title}{judged}\n\n{_aligned(group)}\n{_wrapped(said)}")
@@ -255,7 +307,7 @@ def console(comparison: Comparison) -> str:
 
 def _judged(comparison: Comparison, group: Group) -> str:
     text = f"Judged: {metric_name(group)}, margin ±{margin_text(group)}; positive is worse; "
-    text += f"speed and memory over {baseline_name(group)}'s."
+    text += f"{costs_text(group)}."
     if comparison.looks:
         text += f" Looks planned at {', '.join(map(str, comparison.looks))} seeds."
     return text
@@ -271,7 +323,7 @@ def _aligned(group: Group) -> str:
     """The table of a terminal: columns as wide as their longest cell, numbers to the right."""
     heads = {"mean": group.metric, "skipped updates": "skipped", "loss scale": "scale"}
     header, *rows = table(group, heads | {"peak memory": "memory", "kept for backward": ""})
-    # The sentence tells how many runs diverged; a line has no room.
+    # A sentence tells of which seeds; a line has no room.
     means = [head == group.metric for head in header]
     rows = [
         [cell.partition(" (")[0] if mean else cell for mean, cell in zip(means, row, strict=True)]
@@ -321,7 +373,8 @@ def results(comparison: Comparison) -> dict[str, Any]:
     Row: label, mode, scaler, verdict (null for the baseline), mean (of the finite outcomes, in
     the metric's own unit), outcomes (seed, value, diverged: reason or null, step), runs (paths),
     differs (key -> [baseline's, own]), skipped (updates, all seeds), scale_range, samples_per_s
-    (median), speedup, peak_bytes, memory_ratio, saved_ratio, first_steps (median relative
+    (median), speedup, peak_bytes, memory_ratio, saved_ratio, emulated (speed and peak memory are
+    the emulation's, not the mode's), first_steps (median relative
     difference of the training loss over steps 1 to 20), notes.
 
     Verdict: name, sentence, method, seeds, baseline_seeds, level, needed (about so many more
@@ -358,7 +411,9 @@ def _row_results(group: Group, row: Row) -> dict[str, Any]:
         "outcomes": [asdict(outcome) for outcome in row.outcomes],
         "runs": [run.path for run in arm.runs],
         "differs": arm.differs,
-        **_fields(row, (*measured, "peak_bytes", "memory_ratio", "saved_ratio", "first_steps")),
+        **_fields(
+            row, (*measured, "peak_bytes", "memory_ratio", "saved_ratio", "emulated", "first_steps")
+        ),
         "notes": row.every_note,
     }
 

@@ -13,6 +13,7 @@ white on black.
 """
 
 import io
+import math
 import re
 import zlib
 from collections.abc import Iterable
@@ -21,6 +22,8 @@ from html import escape
 from typing import Any
 
 import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -119,10 +122,14 @@ _LEGEND = {"frameon": False, "borderaxespad": 0, "borderpad": 0, "labelspacing":
 _SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 _NO_METADATA = dict.fromkeys(("Date", "Creator", "Format", "Type"))
 # What there is no setting for: what stands before the figure, rules for the whole page, comments,
-# ids of groups (`figure_1`, the same in every figure), indentation.
+# ids of groups (`figure_1`, the same in every figure), turns by nothing, indentation.
 _NOT_INLINE = re.compile(
-    r"^.*?(?=<svg)|<defs>\s*<style.*?</defs>|<!--.*?-->|(?<=<g) id=\"[^\"]*\"|(?<=\n)\s+", re.DOTALL
+    r"^.*?(?=<svg)|<defs>\s*<style.*?</defs>|<!--.*?-->|(?<=<g) id=\"[^\"]*\"|(?<=\n)\s+"
+    r'| transform="rotate\(-?0 [^"]*"',
+    re.DOTALL,
 )
+# What the page's script asks for by name: the drawing and the legend of a mode, the ticks.
+_NAMED = re.compile(r'(?<=<g) id="(?:(series|legend)-(\d+)|([xy])tick_\d+)"')
 _TAG = re.compile(r"<[^>]*>")
 _NUMBER = re.compile(r"-?\d+\.\d{2,}")
 
@@ -135,6 +142,7 @@ class Drawing:
     caption: str  # below the figure
     label: str  # what a reader who cannot see it is told
     figure: Figure
+    values: dict[str, Any] | None = None  # what `live_values` gives; None: nothing to ask for
 
 
 def settings():
@@ -157,25 +165,77 @@ def panel(title: str, height: float, entries: list | None = None, note: str = ""
     )
     axes.set_title(title, x=(0.08 - left) / (_WIDTH - left - _RIGHT))
     if entries:
-        figure.legend(
+        legend = figure.legend(
             handles=entries,
             loc="upper left",
             bbox_to_anchor=(0.08 / _WIDTH, (below - 0.46) / total),
             ncols=columns,
             columnspacing=1.4,
-            handlelength=2.4,
+            handlelength=3.0,
             **_LEGEND,
         )
+        shown = zip(entries, legend.legend_handles, legend.get_texts(), strict=True)
+        for entry, handle, text in shown:
+            for artist in (handle, text):
+                artist.set_gid(entry.get_gid())  # type: ignore[union-attr]
     if note:
         figure.text(0.1 / _WIDTH, 0.07 / total, note, fontsize=8, style="italic")
     return figure, axes
 
 
-def line_entry(label: str, style: Style) -> Line2D:
-    """A legend entry that looks like the curve."""
+def line_entry(label: str, style: Style, number: int | None = None, **line: Any) -> Line2D:
+    """A legend entry that looks like the curve.
+
+    number: of the mode in its group, by which a page's script finds entry and curve (`series`).
+    line: how it is drawn other than by its style.
+    """
     # matplotlib takes a label that starts with an underscore for no label.
     label = f" {label}" if label.startswith("_") else label
-    return Line2D([], [], **style.line, linewidth=2, label=label)
+    gid = None if number is None else f"legend-{number}"
+    return Line2D([], [], **{**style.line, "linewidth": 2, **line}, label=label, gid=gid)
+
+
+def series(number: int) -> dict[str, Any]:
+    """What names an artist as a part of the drawing of the mode of this number."""
+    return {"gid": f"series-{number}"}
+
+
+def live_values(
+    axes: Axes,
+    at: np.ndarray,
+    values: dict[int, np.ndarray],
+    difference: str | None = None,
+    y: bool = True,
+) -> dict[str, Any]:
+    """What a page's script needs to answer for a drawing, as plain values for JSON.
+
+    Args:
+        axes: finished; its frame and scales are told.
+        at: float64 [points], x ascending.
+        values: by the number of a mode, float64 [points], NaN where there is none.
+        difference: the unit of differences, which are shown with their sign.
+        y: whether the y axis may be zoomed too.
+    """
+    box = axes.get_position()
+    found: dict[str, Any] = {
+        "frame": [round(part, 5) for part in (box.x0, 1 - box.y1, box.x1, 1 - box.y0)],
+        "name": axes.get_xlabel(),
+        "x": list(map(float, axes.get_xlim())),
+        "at": _rounded(at),
+        "difference": difference,
+        "values": {str(number): _rounded(own) for number, own in values.items()},
+    }
+    return found | (
+        {"y": list(map(float, axes.get_ylim())), "scale": axes.get_yscale()} if y else {}
+    )
+
+
+def _rounded(values: np.ndarray) -> list[float | None]:
+    """To five digits, more than are shown, but whole numbers as they are."""
+    return [
+        None if not math.isfinite(value) else float(f"{value:.5g}") if value % 1 else int(value)
+        for value in values.tolist()
+    ]
 
 
 def mark_entry(label: str, marker: str) -> Line2D:
@@ -222,13 +282,28 @@ def inline_svg(figure: Figure, prefix: str, label: str) -> str:
     buffer = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": prefix}):
         figure.savefig(buffer, format="svg", transparent=True, metadata=_NO_METADATA)
-    text = _TAG.sub(_for_page, _NOT_INLINE.sub("", buffer.getvalue()))
+    text = _NAMED.sub(_name, buffer.getvalue())
+    text = _TAG.sub(_for_page, _NOT_INLINE.sub("", text))
     opening, inside = text.split(">", 1)
     opening = re.sub(r' (width|height|version)="[^"]*"', "", opening)
     return f'{opening} role="img" aria-label="{escape(label)}">{inside.rstrip()}'
 
 
+def _name(found: re.Match) -> str:
+    part, number, axis = found.groups()
+    return f' class="{axis}tick"' if axis else f' data-{part}="{number}"'
+
+
 def _for_page(tag: re.Match) -> str:
-    """Colour and font of the page; a tenth of a point is less than a screen or a printer shows."""
-    text = tag[0].replace(INK, "currentColor").replace("'DejaVu Sans', ", "")
-    return _NUMBER.sub(lambda number: f"{float(number[0]):.1f}".removesuffix(".0"), text)
+    """Colour and font of the page; numbers to a tenth of a point, less than a printer shows.
+
+    A path, which may be enlarged, to a hundredth.
+    """
+    digits = 2 if tag[0].startswith("<path") else 1
+    text = tag[0].replace(INK, "currentColor")
+    # The page's rules say it for all text and all lines; a path needs no line breaks.
+    for said in ("font-family: 'DejaVu Sans', sans-serif; ", "; stroke-linecap: square", " \n"):
+        text = text.replace(said, "")
+    return _NUMBER.sub(
+        lambda number: f"{float(number[0]):.{digits}f}".rstrip("0").removesuffix("."), text
+    )

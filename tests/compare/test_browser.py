@@ -57,7 +57,9 @@ def test_the_browser_shows_tables_figures_and_images_and_logs_nothing(page):
     dom = ended.stdout
     tables = re.findall(r'<table class="verdicts">.*?</table>', dom, re.DOTALL)
     assert [table.count("<tr") for table in tables] == [1 + 5, 1 + 3]
-    assert dom.count("<svg") == 7 + 7
+    assert dom.count("<svg") == 9 + 7
+    # The page's own policy lets its own script run: a button for each mode.
+    assert dom.count("<button") == 5 + 3
     assert dom.count("<img") == 3
     assert "CONSOLE" not in ended.stderr, ended.stderr
 
@@ -93,10 +95,59 @@ def test_a_script_in_the_page_would_not_run(page):
     assert "Content Security Policy" in ended.stderr
 
 
-@pytest.mark.parametrize("width", [420, 1280])
+DRIVER = r"""
+<pre id="seen"></pre><script>
+const figure = document.querySelector('[id] figure[data-live*="log"]');
+const svg = figure.querySelector('svg'), tip = figure.querySelector('.tip');
+const curve = svg.querySelector('[data-series="4"] path:not(defs *)');
+const seen = [], say = (text) => seen.push(text.replace(/\s+/g, ' '));
+svg.setPointerCapture = () => {};
+function send(name, across, down) {
+  const box = svg.getBoundingClientRect(), frame = JSON.parse(figure.dataset.live).frame;
+  svg.dispatchEvent(new PointerEvent(name, { bubbles: true, button: 0, pointerId: 1,
+    clientX: box.left + box.width * (frame[0] + (frame[2] - frame[0]) * across),
+    clientY: box.top + box.height * (frame[1] + (frame[3] - frame[1]) * down) }));
+}
+const before = curve.getAttribute('d').match(/[\d.]+/g).map(Number);
+say(`hidden ${tip.hidden}`);
+send('pointermove', 0.5, 0.5);
+say(tip.innerText);
+send('pointerdown', 0.5, 0.2); send('pointermove', 0.75, 0.7); send('pointerup', 0.75, 0.7);
+say([...svg.querySelectorAll('.own-ticks text')].map((text) => text.textContent).join(' '));
+send('pointermove', 0.005, 0.5);
+say(tip.querySelector('b').innerText);
+svg.dispatchEvent(new MouseEvent('dblclick'));
+const after = curve.getAttribute('d').match(/[\d.]+/g).map(Number);
+say(`back ${before.every((at, i) => Math.abs(at - after[i]) < 0.01)}`);
+document.querySelectorAll('.modes button')[4].click();
+send('pointermove', 0.5, 0.5);
+say(`amp ${getComputedStyle(curve.closest('g[data-series]')).display} ${tip.innerText}`);
+document.getElementById('seen').textContent = seen.join('\n');
+</script></body>"""
+
+
+def test_values_zoom_and_toggling_answer(page):
+    folder, path = page
+    text = re.sub(r"<meta http-equiv[^>]*>", "", path.read_text(encoding="utf-8"))
+    driven = path.with_name("driven.html")
+    driven.write_text(text.replace("</body>", DRIVER), encoding="utf-8")
+    ended = browse(folder, "--window-size=1280,900", "--dump-dom", driven.as_uri())
+    seen = re.search(r'<pre id="seen">(.*?)</pre>', ended.stdout, re.DOTALL)[1].split("\n")
+    assert seen[0] == "hidden true"
+    value = r"[\d.]+ "
+    modes = ("fp16_naive", "fp16_master", "fp16_master_scaled", "amp")
+    middle = r"step (99\d|1,00\d)"
+    assert re.match(rf"{middle} fp32 {value}" + value.join(f"{m} " for m in modes), seen[1])
+    # A quarter of the steps from the middle on, and half of the height.
+    assert seen[2].startswith("1,200 1,400 ") and len(seen[2].split()) > 3
+    assert re.match(middle, seen[3]) and seen[4] == "back true"
+    assert seen[5].startswith("amp none step") and seen[5].count("amp") == 1
+
+
+@pytest.mark.parametrize("width", [375, 1280])
 def test_nothing_is_wider_than_the_window(page, width):
     folder, path = page
-    # The page itself runs no script, so a frame around it measures: wide content would scroll.
+    # The page lets no script but its own run, so a copy without the policy measures.
     text = path.read_text(encoding="utf-8")
     text = re.sub(r"<meta http-equiv[^>]*>", "", text)
     measure = "<script>document.title=document.documentElement.scrollWidth+'/'+innerWidth</script>"

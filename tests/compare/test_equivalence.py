@@ -273,7 +273,7 @@ def test_sentences():
 def test_sentence_of_an_inconclusive_interval():
     found = paired_interval([1.0, -1.0, 0.0], [0.0, 0.0, 0.0])  # s = 1, so that m = 5 suffices
     assert sentence("inconclusive", found, 1.0, Unit(1.0, "")) == (
-        "inconclusive: needs about 2 more seeds; difference +0.00 (90 % CI -1.69 to +1.69) "
+        "inconclusive: needs about 2 more seeds; difference 0.00 (90 % CI -1.69 to +1.69) "
         "includes zero and reaches the margin of ±1.00, 3 seeds, paired."
     )
     assert "not reachable with more seeds (needs over 50)" in sentence(

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_hex
 
+from mprun.compare.curves import TRAINING, differences, evaluation
 from mprun.compare.figures import group_figures
 from mprun.compare.findings import Verdict, band, grid
-from mprun.plots.panel import INK, SHIPPED, inline_svg, settings, styles
+from mprun.plots.panel import GREY, INK, SHIPPED, inline_svg, settings, styles
 
 from .made_comparison import gan_group, group, row, run
 
@@ -60,6 +61,8 @@ def test_bands_of_nothing_are_empty():
 def test_every_figure_of_a_full_group():
     assert list(drawn(group())) == [
         "intervals",
+        "difference",
+        "difference-training",
         "loss-steps",
         "loss-updates",
         "eval-loss",
@@ -75,19 +78,149 @@ def test_losses_of_a_gan_get_curves_but_no_intervals(tmp_path):
     assert "intervals" not in names
 
 
-def test_fp32_is_black_and_on_top():
+def curves_of(drawing) -> list:
+    (axes,) = drawing.figure.axes
+    lines = [line for line in axes.lines if line.get_marker() in ("None", None, ".")]
+    return sorted(lines, key=lambda line: line.get_zorder())
+
+
+def test_fp32_is_black_wide_and_pale_below_the_others():
+    base, *modes = curves_of(drawn(group())["loss-steps"])
+    assert to_hex(base.get_color()) == INK and base.get_alpha() < 0.5
+    assert base.get_linewidth() > 2 * max(line.get_linewidth() for line in modes)
+    assert len(modes) == 4
+
+
+def test_equal_curves_come_out_striped_with_the_same_share_for_each():
+    lines = curves_of(drawn(group())["loss-steps"])[1:]
+    patterns = [line._unscaled_dash_pattern[1] for line in lines]
+    assert patterns[0] is None  # drawn whole, then three quarters, half and a quarter
+    widths = [line.get_linewidth() for line in lines[1:]]
+    periods = [sum(p) * width for p, width in zip(patterns[1:], widths, strict=True)]
+    assert periods == pytest.approx([14, 14, 14])  # points: the stripes lie side by side
+    shares = [p[0] / sum(p) for p in patterns[1:]]
+    assert shares == pytest.approx([0.75, 0.5, 0.25])
+
+
+def test_only_fp32_has_a_band_so_that_no_colours_mix():
     (axes,) = drawn(group())["loss-steps"].figure.axes
-    lines = [line for line in axes.lines if line.get_marker() in ("None", None)]
-    assert [to_hex(line.get_color()) for line in lines].count(INK) == 1
-    top = max(lines, key=lambda line: line.get_zorder())
-    assert to_hex(top.get_color()) == INK
+    assert [to_hex(patch.get_facecolor()) for patch in axes.patches] == [INK]
+
+
+def three_seeds(*own: list[float], base: list[list[float]]):
+    """A group of FP32 and amp with these losses at steps 1, 2, ..., a list for each seed."""
+    one = group(seeds=3, steps=400)
+    arms = []
+    for mode, losses in (("fp32", base), ("amp", own)):
+        runs = [
+            replace(
+                run(mode, seed), train={"step": np.arange(1.0, len(y) + 1), "loss": np.array(y)}
+            )
+            for seed, y in enumerate(losses)
+        ]
+        arms.append(row(runs, Verdict("matches", ".")))
+    return replace(one, baseline=arms[0], rows=arms[1:])
+
+
+def test_the_difference_is_paired_and_its_band_the_verdicts_interval_at_that_point():
+    # Step 1: differences 0, 0.1, 0.2 of a mean of 2, so 5 % +- t(0.95, 2) s / sqrt(3); t = 2.92.
+    one = three_seeds([1.0, 4], [2.1, 4], [3.2, 4], base=[[1.0, 4], [2, 4], [3, 4]])
+    ((found, b, _),) = differences(one, TRAINING[0], 10)
+    assert found is one.rows[0]
+    half = 2.91998558 * 5 / np.sqrt(3)
+    np.testing.assert_allclose([b.mean, b.low, b.high], [[5, 0], [5 - half, 0], [5 + half, 0]])
+
+
+def test_a_point_with_fewer_than_three_seeds_left_has_a_mean_and_no_band():
+    one = three_seeds([1.0, 4.4], [2.0, 4.2], [3.0], base=[[1.0, 4], [2, 4], [3, 4]])
+    ((_, b, _),) = differences(one, TRAINING[0], 10)
+    np.testing.assert_allclose(b.mean, [0, 7.5])
+    np.testing.assert_array_equal(np.isfinite(b.low), [True, False])
+    ((_, b, _),) = differences(
+        three_seeds([1.1, 4], [2.4, 4], base=[[1.0, 4], [2, 4]]), TRAINING[0], 9
+    )
+    np.testing.assert_allclose([b.low[0], b.high[0]], [100 * 0.1 / 1.5, 100 * 0.4 / 1.5])
+
+
+def test_a_fall_of_an_accuracy_is_above_zero_in_points():
+    one = three_seeds([70.0, 80], [70, 80], [70, 80], base=[[70.0, 81]] * 3)
+    for every in one.every_run:
+        every.evals = {"step": every.train["step"], "top1": every.train["loss"]}
+    one = replace(one, metric="top1", relative=False, margin_setting=0.5, higher_is_better=True)
+    ((_, b, _),) = differences(one, evaluation("top1"), 10)
+    np.testing.assert_allclose(b.mean, [0, 1])
+    drawing = drawn(one)["difference"]
+    assert "±0.5 points" in drawing.caption and "amp: ends at +1.00 points" in drawing.label
+
+
+def test_every_mode_has_a_row_with_the_margin_and_diverged_ones_a_cross_at_its_edge():
+    figures = drawn(group(steps=1200))
+    for name in ("difference", "difference-training"):
+        (axes,) = figures[name].figure.axes
+        texts = [text.get_text() for text in axes.texts]
+        assert [text.partition(":")[0] for text in texts] == list(SHIPPED)[2:6]
+        assert texts[0].startswith("fp16_naive: diverged in 3 of 5 runs, ends at +")
+        shaded = [patch for patch in axes.patches if to_hex(patch.get_facecolor()) == GREY]
+        assert len(shaded) == 4
+        crosses = [line for line in axes.lines if line.get_marker() == "x"]
+        assert [line.get_xdata()[0] for line in crosses] == [400, 500, 600]
+        assert all(0 < line.get_ydata()[0] < 0.5 for line in crosses)
+        assert (
+            "90 % interval" in figures[name].caption and "not the verdict" in figures[name].caption
+        )
+    assert "which is set for the final evaluation" in figures["difference-training"].caption
+
+
+def test_a_mode_that_died_before_the_first_evaluation_has_its_row_too():
+    one = group(steps=800)
+    dead = row([run("fp16_naive", s, steps=800, dies_at=40) for s in range(5)], one.rows[0].verdict)
+    drawing = drawn(replace(one, rows=[dead, *one.rows[1:]]))["difference"]
+    assert "fp16_naive: diverged in 5 of 5 runs;" in drawing.label
+
+
+def test_arms_that_are_not_paired_say_so():
+    one = group(seeds=4, steps=400)
+    runs = [replace(own, seed=own.seed + 10) for own in one.rows[3].arm.runs]
+    one = replace(one, rows=[row(runs, one.rows[3].verdict)])
+    assert "the means over the runs, which are not paired" in drawn(one)["difference"].caption
+
+
+def test_without_two_evaluations_the_difference_is_that_of_the_training_loss():
+    one = group(steps=400)
+    for every in one.every_run:
+        every.evals = {key: values[-1:] for key, values in every.evals.items()}
+    assert {"difference", "difference-training"} & drawn(one).keys() == {"difference-training"}
+
+
+def test_speed_and_memory_are_not_drawn_where_every_mode_is_emulated_and_marked_where_some_are():
+    one = group(steps=400)
+    for number, own in enumerate(one.rows):
+        for every in own.arm.runs:
+            every.half_products = "emulated-fp16" if number else "native-fp16"
+    texts = [text.get_text() for text in drawn(one)["throughput"].figure.axes[0].texts]
+    assert ["(emulated)" in text for text in texts] == [False, False, True, True, True]
+    for every in one.rows[0].arm.runs:
+        every.half_products = "emulated-fp16"
+    assert not {"throughput", "memory"} & drawn(one).keys()
+
+
+def test_what_a_script_is_told_are_the_values_that_are_drawn():
+    drawing = drawn(group(steps=400))["loss-steps"]
+    amp = max(curves_of(drawing), key=lambda line: line.get_zorder())
+    told = drawing.values
+    np.testing.assert_allclose(told["values"]["4"], amp.get_ydata(), rtol=1e-4)
+    np.testing.assert_allclose(told["at"], amp.get_xdata(), rtol=1e-4)
+    assert told["scale"] == "log" and told["name"] == "step"
+    svg = inline_svg(drawing.figure, "x", "y")
+    assert set(re.findall(r'data-series="(\d)"', svg)) == set(told["values"]) == set("01234")
+    assert set(re.findall(r'data-legend="(\d)"', svg)) == set("01234")
+    assert {"xtick", "ytick"} == set(re.findall(r'class="(\w+)"', svg))
 
 
 def test_curves_are_thinned_by_averaging():
     one = group(steps=5000)
     drawing = drawn(one, points=100)["loss-steps"]
-    (axes,) = drawing.figure.axes
-    fp32 = max(axes.lines, key=lambda line: line.get_zorder() * (line.get_marker() != "x"))
+    fp32 = curves_of(drawing)[0]
     assert len(fp32.get_xdata()) == 100
     assert "100 points, each the mean of about 50 records" in drawing.caption
     # Between the ends each point stands for the records that are nearer to it than to its
@@ -114,9 +247,7 @@ def test_updates_axis_ends_earlier_by_the_skipped_updates():
     figures = drawn(one)
     ends = {}
     for name in ("loss-steps", "loss-updates"):
-        (axes,) = figures[name].figure.axes
-        amp = min(axes.lines, key=lambda line: line.get_zorder())
-        ends[name] = amp.get_xdata()[-1]
+        ends[name] = curves_of(figures[name])[-1].get_xdata()[-1]
     assert ends["loss-steps"] == 2000
     assert 1980 <= ends["loss-updates"] <= 1995  # five skipped; a point every 2000/239 updates
 

@@ -1,7 +1,9 @@
 """report.html as a file: what it says, what it needs, how large it is."""
 
 import base64
+import hashlib
 import io
+import json
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -50,7 +52,9 @@ class Page(HTMLParser):
 
     @property
     def words(self) -> str:
-        return " ".join(" ".join(data for tag, data in self.texts if tag != "style").split())
+        return " ".join(
+            " ".join(data for tag, data in self.texts if tag not in ("style", "script")).split()
+        )
 
 
 def written(a_comparison: Comparison, folder) -> tuple[str, Page]:
@@ -97,7 +101,7 @@ def test_the_table_has_the_numbers_of_each_mode(usual):
     amp = re.sub(r"<[^>]+>", " ", rows[5]).split()
     assert " ".join(amp).startswith("amp ✓ matches 0.3049 +0.12 % (-0.31 to +0.55) 0-4 25")
     assert " ".join(amp).endswith("0.76x 0.75x 0.55x")
-    assert "fp16_ naive ✗ diverged 0.5052 (2 of 5)" in " ".join(
+    assert "fp16_ naive ✗ diverged 0.5052 (seeds 1, 3)" in " ".join(
         re.sub(r"<[^>]+>", " ", rows[2]).split()
     )
 
@@ -105,7 +109,14 @@ def test_the_table_has_the_numbers_of_each_mode(usual):
 def test_the_page_needs_nothing_but_itself(tmp_path):
     text, page = written(comparison(group(), gan_group(tmp_path)), tmp_path / "out")
     tags = {name for name, _ in page.elements}
-    assert not tags & {"script", "link", "iframe", "object", "embed", "base", "form"}
+    assert not tags & {"link", "iframe", "object", "embed", "base", "form"}
+    # One script, which is the one that the policy of the page lets run.
+    (script,) = (data for tag, data in page.texts if tag == "script")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    (policy,) = (a["content"] for a in page.all("meta") if "http-equiv" in a)
+    assert policy.endswith(f"; script-src 'sha256-{digest}'") and page.all("script") == [{}]
+    assert not re.search(r"eval|Function\(|fetch|XMLHttp|import|https?:(?!//www.w3.org)", script)
+    assert len(script.splitlines()) <= 200
     sources = [
         a[key] for _, a in page.elements for key in ("src", "href", "xlink:href") if key in a
     ]
@@ -120,7 +131,7 @@ def test_ids_are_unique_and_every_figure_can_be_read_out(tmp_path):
     ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
     assert len(ids) == len(set(ids))
     figures = page.all("svg")
-    assert len(figures) == 14
+    assert len(figures) == 18
     assert all(svg["role"] == "img" and svg["aria-label"] for svg in figures)
 
 
@@ -137,8 +148,10 @@ def test_every_configuration_value_is_escaped(tmp_path):
     one = replace(one, title=evil, metric=evil, notes=[evil])
     made = replace(comparison(one), stamps=[evil], not_compared=[evil], created=evil, version=evil)
     text, page = written(made, tmp_path)
-    assert "<script" not in text and not page.all("script")
+    assert text.count("<script") == 1 and len(page.all("script")) == 1
     assert page.words.count("<script>alert(1)</script>") >= 10
+    modes = json.loads(next(a for a in page.all("div") if "data-modes" in a)["data-modes"])
+    assert modes[1]["label"] == evil
 
 
 @pytest.mark.slow
@@ -150,6 +163,39 @@ def test_the_same_comparison_gives_the_same_files(tmp_path):
     assert {"report.html", "resnet50-digits_32-loss-steps.png"} <= set(files)
     for name in files:
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
+def test_the_top_tells_what_was_run_where_with_what_and_when(usual, tmp_path):
+    facts = re.search(r'<dl class="facts">.*?</dl>', usual[0], re.DOTALL)[0]
+    told = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", facts))
+    assert told == {
+        "Model": "resnet50",
+        "Runs": "25, in 5 modes, seeds 0-4",
+        "Steps": "2000",
+        "Hardware": "Example CPU @ 2.00GHz, 1 thread",
+        "torch": "2.13.0",
+        "Date": "2026-01-01 to 2026-01-05",
+    }
+    one = group(seeds=3, steps=400)
+    for run in one.every_run:
+        run.choices["data"], run.keys["data.batch_size"] = "digits_32", 64
+        run.environment["gpu"], run.half_products = "Example GPU", "native-fp16"
+    text, _ = written(comparison(one), tmp_path)
+    told = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", text))
+    assert told["Data"] == "digits_32, batches of 64" and told["Hardware"] == "Example GPU"
+    assert told["16-bit products"] == "native fp16"
+
+
+def test_columns_that_say_nothing_are_left_out_and_emulated_speed_is_told(tmp_path):
+    one = group(seeds=3, steps=400)
+    for row in one.rows:
+        for run in row.arm.runs:
+            run.half_products = "emulated-fp16"
+    text, page = written(comparison(one), tmp_path)
+    table = re.search(r'<table class="verdicts">.*?</table>', text, re.DOTALL)[0]
+    assert "speed" not in table and "peak memory" not in table and "0.55x" in table
+    assert "Speed and peak memory are left out: 16-bit products were emulated" in page.words
+    assert "images/s" not in page.words
 
 
 def test_stamps_and_what_was_left_out_are_told(tmp_path):
@@ -200,7 +246,7 @@ def test_a_foreign_log_is_told_as_what_it_is(tmp_path):
     _, page = written(comparison(one), tmp_path)
     assert "mean of the last tenth of the values of train/loss" in page.words
     assert "progress" not in page.words and "Not recorded." in page.words
-    assert "Training loss over" not in page.words
+    assert "Training loss over" not in page.words and "paired by position; above" in page.words
     assert (tmp_path / f"{one.slug}-eval-train_loss.png").is_file()
 
 
@@ -254,14 +300,14 @@ def test_a_grid_that_cannot_be_read_is_told(tmp_path):
 @pytest.mark.slow
 def test_five_modes_and_twenty_seeds_stay_below_a_megabyte(tmp_path):
     text, page = written(comparison(group(seeds=20)), tmp_path)
-    assert len(text.encode()) < LIMIT and len(page.all("svg")) == 7
+    assert len(text.encode()) < LIMIT and len(page.all("svg")) == 9
 
 
 @pytest.mark.slow
 def test_several_groups_get_fewer_points_but_all_their_figures(tmp_path):
     groups = [replace(group(3, 800), slug=f"g{i}", title=f"g{i}") for i in range(8)]
     text, page = written(comparison(*groups), tmp_path)
-    assert len(text.encode()) < LIMIT and len(page.all("svg")) == 8 * 7
+    assert len(text.encode()) < LIMIT and len(page.all("svg")) == 8 * 9
     assert "8 configurations" in page.words
 
 
@@ -302,7 +348,7 @@ def test_every_verdict_gives_an_answer(name):
 
 def test_figures_beside_the_page_are_images_of_a_readable_size(usual):
     paths = list(usual[2].glob("*.png"))
-    assert len(paths) == 7
+    assert len(paths) == 9
     for path in paths:
         with Image.open(path) as image:
             assert image.width == 800 and image.height > 200

@@ -5,8 +5,10 @@ from dataclasses import replace
 
 import pytest
 
+from mprun.compare.equivalence import Unit
 from mprun.compare.findings import Comparison, Verdict
 from mprun.compare.text import (
+    cells,
     console,
     difference_text,
     level_text,
@@ -117,6 +119,44 @@ def test_differences_have_the_unit_and_the_digits_of_the_margin():
     assert shown(points, **changes) == "+0.20 points (-0.10 to +0.45)"
     assert shown(replace(points, low=None, high=None), **changes) == "+0.20 points"
     assert shown(Verdict("diverged", ".")) == ""
+
+
+def test_zero_has_no_sign_and_identical_runs_are_said_to_be():
+    one = Verdict("matches", ".", difference=-3e-9, low=-0.0006, high=0.0003, margin=0.003)
+    assert shown(one) == "0.00 % (-0.20 to +0.10)"
+    # All of it rounds to zero: as many digits as the widest needs.
+    assert shown(replace(one, low=-6e-6, high=3e-6)) == "0.000 % (-0.002 to +0.001)"
+    tiny = replace(one, difference=0.0, low=-4e-15, high=4e-15)
+    assert shown(tiny) == "0.000000 % (0.000000 to 0.000000)"
+    assert shown(replace(one, difference=0.0, low=0.0, high=-0.0)) == "0 (identical)"
+    assert "-0.00" not in Unit(100.0, " %").text(-1e-9, 0.01, 0.005)
+
+
+def test_a_mean_over_some_seeds_names_them_everywhere():
+    one = group(seeds=5, steps=400)
+    assert cells(one, one.rows[0])["mean"].endswith(" (seeds 1, 3)")
+    assert cells(one, one.rows[1])["mean"].count("(") == 0
+    assert "  fp16_naive: mean over seeds 1, 3\n" in console(comparison(one))
+
+
+def test_emulated_speed_stands_beside_no_verdict_unmarked():
+    one = group(seeds=3, steps=400)
+    for row in one.rows:
+        for run in row.arm.runs:
+            run.half_products = "emulated-fp16"
+    made = comparison(one)
+    for text in (markdown(made), console(made)):
+        words = " ".join(text.split())
+        assert "speed and peak memory are left out: 16-bit products were emulated" in words
+        assert "0.76x" not in text and "1,001/s" not in text and "MiB" not in text
+    assert [mode["emulated"] for mode in results(made)["groups"][0]["modes"]] == [True] * 4
+    for run in one.rows[0].arm.runs:
+        run.half_products = "native-fp16"
+    assert [cells(one, row)["speed"] for row in one.every_row] == [
+        *("1,001/s", "0.98x", "0.94x (emulated)", "1.26x (emulated)", "0.76x (emulated)")
+    ]
+    assert cells(one, one.rows[3])["peak memory"] == "0.75x (emulated)"
+    assert "(emulated): the emulation's, not the mode's" in markdown(made)
 
 
 def test_small_texts():
