@@ -36,6 +36,10 @@ def pytest_runtest_setup(item):
 @pytest.hookimpl(tryfirst=True)  # before -m looks at the markers
 def pytest_collection_modifyitems(config, items):
     _mark_the_rest_slow(items)
+    long = [item for item in items if item.get_closest_marker("long")]
+    for item in long:
+        item.add_marker(pytest.mark.slow)
+    items[:] = [item for item in items if item not in long] + long
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

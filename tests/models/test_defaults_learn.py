@@ -38,7 +38,7 @@ def trained(folder, *overrides):
     return read_metrics(folder / "metrics.jsonl")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("precision", ["fp32", "amp"])
 @pytest.mark.parametrize("model", [*CLASSIFIERS, *LOSSES])
 def test_a_model_alone_learns(model, precision, tmp_path):
@@ -51,7 +51,7 @@ def test_a_model_alone_learns(model, precision, tmp_path):
         assert last["loss"] < LOSSES[model] * first["loss"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("precision", ["fp32", "amp"])
 def test_dcgan_s_samples_come_closer_to_the_data_than_noise(precision, tmp_path):
     metric = "compare.metric=sliced_wasserstein"
