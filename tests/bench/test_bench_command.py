@@ -150,9 +150,9 @@ def bench(*arguments, **more) -> subprocess.Popen:
 @pytest.mark.slow
 def test_a_bench_keeps_its_budget_and_leaves_its_files(tmp_path):
     folder, started = tmp_path / "bench", time.monotonic()
-    process = bench(*TINY, "--modes", "fp32,amp", "--budget", "40", "--out", str(folder))
+    process = bench(*TINY, "--modes", "fp32,amp", "--budget", "120", "--out", str(folder))
     out, error = process.communicate()
-    assert time.monotonic() - started < 40 + 5  # starting and ending Python lie outside
+    assert time.monotonic() - started < 120 + 5  # starting and ending Python lie outside
     assert process.returncode == 0, error
     assert out.rstrip().endswith(f"bench: {folder}")
     found = json.loads((folder / "bench.json").read_text())
@@ -181,7 +181,7 @@ def test_ctrl_c_ends_the_children_and_keeps_what_is_there(tmp_path):
 
 @pytest.mark.slow
 def test_json_is_all_that_is_printed(tmp_path):
-    process = bench(*TINY, "--modes=fp32", "--budget=30", "--json", f"--out={tmp_path / 'b'}")
+    process = bench(*TINY, "--modes=fp32", "--budget=120", "--json", f"--out={tmp_path / 'b'}")
     out, error = process.communicate()
     assert process.returncode == 0, error
     assert json.loads(out)["format"] == 1
