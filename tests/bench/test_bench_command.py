@@ -71,6 +71,7 @@ def test_baselines_come_first_whatever_the_order_given():
     assert parse(["--modes", "amp,fp32,amp"]).modes == ["fp32", "amp"]
 
 
+@pytest.mark.slow
 def test_without_a_configuration_it_is_the_default_one():
     ((group,), left_out) = Contest().plan(parse(["device=cpu"]), CPU)
     config = compose_config([]).config

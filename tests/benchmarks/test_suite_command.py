@@ -53,6 +53,7 @@ def test_peers_may_stand_alone_or_with_names():
     assert parse([]).peers is None
 
 
+@pytest.mark.slow
 def test_a_peer_runs_in_the_modes_that_it_has():
     options = parse([*TINY, "--modes=fp32,amp_bf16", "--peers=loop,amp"])
     ((group,), left_out) = Suite().plan(options, CPU)

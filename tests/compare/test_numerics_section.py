@@ -160,6 +160,7 @@ def test_a_page_with_probes(probed_group, tmp_path):
     assert names == [f"resnet50-digits_32-numerics-{end}.png" for end in ends]
 
 
+@pytest.mark.slow
 def test_nothing_without_probes(tmp_path):
     one = group()
     assert probed_modes(one) == []

@@ -165,6 +165,7 @@ def test_the_same_comparison_gives_the_same_files(tmp_path):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
 
 
+@pytest.mark.slow
 def test_the_top_tells_what_was_run_where_with_what_and_when(usual, tmp_path):
     facts = re.search(r'<dl class="facts">.*?</dl>', usual[0], re.DOTALL)[0]
     told = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", facts))

@@ -217,6 +217,7 @@ def test_the_command_on_a_csv_file(tmp_path, capsys):
     assert "<svg" in (tmp_path / "scaler-replay.svg").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_all_scalers_and_the_table(tmp_path, capsys):
     path = written(tmp_path, "step,limit\n1,4096\n2,4096\n3,\n4,inf\n")
     assert main(["scaler-replay", str(path), "--no-files"]) == 0

@@ -93,6 +93,7 @@ def test_levels_end_at_16_pixels():
         pyramid_levels(15)
 
 
+@pytest.mark.slow
 def test_equal_sets_are_at_zero_in_any_order_and_in_any_batches(digits, distance):
     images, _ = digits
     shuffled = images[torch.randperm(len(images), generator=torch.Generator().manual_seed(1))]
