@@ -159,9 +159,9 @@ def compose_config(
         if override.is_sweep_override():
             raise BadInput(f"{override.input_line}: several values; add -m to sweep over them")
     with hydra_session(config_dir):
-        groups = loader().list_groups("")
         for override in parsed:  # Hydra would put several options of a group into one another
-            if override.key_or_group in groups and isinstance(override.value(), list):
+            a_list = isinstance(override.value(), list)
+            if a_list and override.key_or_group in loader().list_groups(""):
                 raise BadInput(diagnose([override], TypeError("a list")))
         try:
             composed = compose(
