@@ -79,6 +79,7 @@ def test_without_a_configuration_it_is_the_default_one():
     assert [case.mode for case in group.cases] == ["fp32", "fp16_master_scaled", "amp"]
 
 
+@pytest.mark.slow
 def test_a_mode_of_ones_own_is_taken(tmp_path):
     (tmp_path / "precision").mkdir()
     shipped = (conf_dir() / "precision" / "amp.yaml").read_text()
@@ -119,6 +120,7 @@ def test_modes_are_held_to_fp32_and_best_settings_to_the_defaults():
     assert found == (True, "loss 1.0e-03 apart from mprun in fp32 at step 1")
 
 
+@pytest.mark.slow
 def test_end_to_end_cases_are_cases_of_their_own():
     options = parse([*TINY, "--modes", "fp32", "--end-to-end"])
     ((group,), _) = Contest().plan(options, CPU)

@@ -90,6 +90,7 @@ def test_without_memory_for_all_the_rest_follows_beside_mprun(bench, tmp_path):
     assert cohorts == {"mprun": [1, 1, 2, 2], "loop": [1, 1], "fabric": [2, 2]}
 
 
+@pytest.mark.slow
 def test_each_mode_of_a_later_cohort_has_mprun_beside_it(bench, tmp_path):
     room = tmp_path / "room"
     room.mkdir()

@@ -12,6 +12,7 @@ from mprun.errors import BadInput
 SMALL = ["model=lstm_lm", "data=synthetic_tokens", "data.batch_size=4"]
 
 
+@pytest.mark.slow
 def test_table_and_notes(capsys):
     assert main([*SMALL, "--mode", "fp32,amp", "--top", "3"]) == 0
     text = capsys.readouterr().out

@@ -90,6 +90,7 @@ def test_saved_tensors_count_once_and_while_they_are_held():
     assert saved.peak == 4 * (3 * 10 + 3 * 20)
 
 
+@pytest.mark.slow
 def test_accumulation_keeps_one_micro_batch_at_a_time():
     small = (
         "model=alexnet",
@@ -138,6 +139,7 @@ def test_recipes_have_their_published_bytes():
     }
 
 
+@pytest.mark.slow
 def test_bytes_of_the_update_by_implementation():
     small = (
         "model=alexnet",

@@ -79,6 +79,7 @@ def test_own_network_and_own_data(networks):
     assert found.flops == 2 * 8 * (2 * conv + 3 * gru + 3 * out)
 
 
+@pytest.mark.slow
 def test_own_transformer(networks):
     overrides = ("model=custom", "model.factory=counted_networks:words", "data=synthetic_tokens")
     found = count((*overrides, "model.task=language_model"), "fp16_master")

@@ -105,6 +105,7 @@ def test_resnet50_fp32_limit_between_those_of_55_and_60_tflops():
     assert limit(found, GPUS["H200"])["memory_bound_share"] == GIVEN(0.29, abs=0.015)
 
 
+@pytest.mark.slow
 def test_resnet50_fused_limit():
     found = counted("resnet50")
     # The reference lets the second gradient of a residual be added for nothing; here it is read.
@@ -119,6 +120,7 @@ def test_resnet50_fused_limit():
     assert 10_900 < limit(found, GPUS["H200"])["fused"] < 11_400
 
 
+@pytest.mark.slow
 def test_resnet50_memory():
     gigabytes = {m: counted("resnet50", m).memory.total / 1e9 for m in ("fp32", "fp16_master")}
     assert gigabytes["fp32"] == GIVEN(22.3, rel=0.01)
@@ -161,6 +163,7 @@ def test_alexnet_2012_by_hand_where_the_reference_counts_groups_twice():
     assert gigaflops(found) + twice == GIVEN(4.96, rel=0.005)
 
 
+@pytest.mark.slow
 def test_dcgan():
     found = counted("dcgan")
     assert found.parameters == 3_576_704 + 2_765_568

@@ -57,6 +57,7 @@ def test_losses_equal_mprun_s_own(make_peer, build_run, known, kind, mode, name)
 
 
 @pytest.mark.parametrize("name", offered("language_model", "fp32"))
+@pytest.mark.few(1)
 def test_clipping_and_a_loss_summed_over_time(make_peer, build_run, name):  # noqa: F811
     overrides = ("train.clip_norm=0.5", "model.time_reduction=sum", "optim.lr=0.5")
     expected, _ = own_losses(build_run, "language_model", "fp32", *overrides, steps=STEPS)
@@ -67,6 +68,7 @@ def test_clipping_and_a_loss_summed_over_time(make_peer, build_run, name):  # no
 
 
 @pytest.mark.parametrize("name", offered("gan", "fp32"))
+@pytest.mark.slow
 def test_clipping_two_networks(make_peer, build_run, name):  # noqa: F811
     expected, _ = own_losses(build_run, "gan", "fp32", "train.clip_norm=0.1", steps=2)
     peer = make_peer("gan", "fp32", name, "train.clip_norm=0.1")

@@ -71,6 +71,7 @@ def test_a_peer_runs_in_the_modes_that_it_has():
     assert group.cases[0].label == "lstm_lm b2"
 
 
+@pytest.mark.slow
 def test_the_suite_takes_what_does_not_choose_a_configuration():
     groups, _ = Suite().plan(parse(["device=cpu", "threads=1", "--modes=fp32"]), CPU)
     assert [group.label for group in groups] == [entry.label for entry in CPU_SUITE]

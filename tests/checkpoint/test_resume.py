@@ -146,7 +146,7 @@ def test_resnet50_too(mode, tmp_path):
     ],
     ids=["schedule", "accumulate", "adagrad", "logmax", "epoch end"],
 )
-@pytest.mark.few(1)
+@pytest.mark.slow
 def test_schedule_accumulation_and_epoch_ends(more, tmp_path):
     # At 400 x 50 tokens a step, the epoch of 107,628 tokens is over after five steps.
     overrides = [*COMMON, *MODELS["lstm_lm"], "precision=amp", *more]

@@ -48,6 +48,7 @@ def test_pocock_constants(count, constant):
 
 
 @pytest.mark.parametrize("looks", [(3, 5, 10), (3, 4), (4, 6, 7, 12)])
+@pytest.mark.slow
 def test_level_recomputed_seed_by_seed(looks):
     """Another generator, raw values instead of blocks, scipy's t test: the level is 5 %."""
     draws = 60_000

@@ -128,6 +128,7 @@ def test_a_truncated_record_is_damaged(study, capsys):
     assert "ends at step 5, the run at 40" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_folder_with_files_of_the_user_is_left_alone(study, capsys):
     mine = study.parent / "mine"
     mine.mkdir()

@@ -186,6 +186,7 @@ def test_gradients_that_are_all_zero_or_infinite_have_no_figure(probed_group, tm
     assert ">60 %</td>" in text and ">inf</td>" in text and ">2</td>" in text
 
 
+@pytest.mark.slow
 def test_a_damaged_probe_is_told_and_the_rest_shown(probed_group, tmp_path):
     (tmp_path / "runs" / "fp32-s0" / "numerics" / "step-00000010.json").write_text("{")
     text = write_report(comparison(probed_group), tmp_path / "out").read_text(encoding="utf-8")

@@ -187,6 +187,7 @@ def test_the_top_tells_what_was_run_where_with_what_and_when(usual, tmp_path):
     assert told["16-bit products"] == "native fp16"
 
 
+@pytest.mark.slow
 def test_columns_that_say_nothing_are_left_out_and_emulated_speed_is_told(tmp_path):
     one = group(seeds=3, steps=400)
     for row in one.rows:
@@ -199,6 +200,7 @@ def test_columns_that_say_nothing_are_left_out_and_emulated_speed_is_told(tmp_pa
     assert "images/s" not in page.words
 
 
+@pytest.mark.slow
 def test_stamps_and_what_was_left_out_are_told(tmp_path):
     made = comparison(
         stamps=["--allow optim.lr"], not_compared=["x/amp-s0: no FP32 run"], looks=[3, 5, 10]
@@ -210,6 +212,7 @@ def test_stamps_and_what_was_left_out_are_told(tmp_path):
     assert "Planned at 3, 5, 10 seeds" in page.words
 
 
+@pytest.mark.slow
 def test_a_cpu_is_named_as_such_and_a_gpu_is_not(usual, tmp_path):
     assert "says nothing about a GPU" in usual[1].words
     assert "The resident set is that of the whole process" in usual[1].words
@@ -251,6 +254,7 @@ def test_a_foreign_log_is_told_as_what_it_is(tmp_path):
     assert (tmp_path / f"{one.slug}-eval-train_loss.png").is_file()
 
 
+@pytest.mark.slow
 def test_planned_looks_are_explained_with_both_error_rates(tmp_path):
     made = replace(comparison(group(seeds=3, steps=400)), looks=[3, 5, 10], alpha=0.0263)
     _, page = written(made, tmp_path)
@@ -258,6 +262,7 @@ def test_planned_looks_are_explained_with_both_error_rates(tmp_path):
     assert "the error rate over all of them stays 5 %" in page.words
 
 
+@pytest.mark.slow
 def test_the_rows_of_the_paper_follow_the_groups(tmp_path):
     made = comparison(group(seeds=3, steps=400), not_compared=["x: no FP32 run"])
     path = write_report(made, tmp_path, paper_rows(made))
@@ -290,6 +295,7 @@ def test_grids_of_the_same_seed_stand_side_by_side(tmp_path):
     assert "without a metric of the samples there is no verdict" in page.words
 
 
+@pytest.mark.slow
 def test_a_grid_that_cannot_be_read_is_told(tmp_path):
     one = gan_group(tmp_path, seeds=1)
     (tmp_path / "amp-0.png").write_bytes(b"no image")

@@ -175,6 +175,7 @@ def test_a_record_of_a_run_names_no_code():
         config_from_record(plain)
 
 
+@pytest.mark.slow
 def test_a_whole_number_may_be_written_with_an_exponent():
     config = compose_config(["train.steps=1e2", "optim.lr=1e-1", "data.vocab_limit=1.5E+3"]).config
     assert (config.train.steps, config.optim.lr, config.data.vocab_limit) == (100, 0.1, 1500)

@@ -1,5 +1,6 @@
 """Two runs that differ in one word differ in one thing: which file may speak of what."""
 
+import pytest
 import yaml
 
 from mprun.config.compose import compose_config
@@ -35,6 +36,7 @@ def test_recipes_do_not_speak_of_precision():
             assert not mentioned(path) & {"precision", "scaler"}, path
 
 
+@pytest.mark.slow
 def test_modes_differ_in_precision_and_scaler_only():
     """The rule by its effect: for each model the rest of the configuration is equal."""
     for model in ("dcgan",):

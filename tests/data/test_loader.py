@@ -150,7 +150,7 @@ def test_evaluation_keeps_its_processes_and_can_be_left_early(folder, loaders):
         held_out.read(5)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 def test_a_process_lost_between_evaluations_is_replaced(folder, loaders):
     held_out = readers(folder)[1]
     loader = loaders(held_out, 1, last=2)

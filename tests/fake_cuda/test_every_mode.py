@@ -27,7 +27,7 @@ WITH_ADAGRAD = {"lstm_lm_projected", "biglstm"}
         for graph in EXECUTION
     ],
 )
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_run_from_start_to_end(device, tmp_path, model, mode, graph):
     found = device.run(tmp_path / "run", overrides(model, mode, graph))
     refused = refusal(model, mode, graph)

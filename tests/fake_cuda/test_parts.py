@@ -21,7 +21,7 @@ PATHS = ("auto", "fused", "foreach", "loop", "single_pass")
 @pytest.mark.parametrize("mode", ["fp16_master_scaled", *slow("fp32", "amp")])
 @pytest.mark.parametrize("implementation", PATHS)
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "adagrad", *slow("adamw")])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_every_update(device, tmp_path, optimizer, implementation, mode):
     overrides = [f"optim={optimizer}", f"optim.implementation={implementation}"]
     found = device.run(tmp_path / "run", [*SMALL, *overrides, f"precision={mode}"])
@@ -78,7 +78,7 @@ SETTINGS = (
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.few(1)
+@pytest.mark.slow
 def test_other_settings(device, tmp_path, setting):
     found = device.run(tmp_path / "run", [*SMALL, "precision=fp16_master_scaled", setting])
     assert_sound(found)
@@ -149,6 +149,7 @@ def test_what_has_no_deterministic_kernel_is_refused_before_anything_is_written(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_peak_with_a_graph_is_that_of_its_tensors(device, tmp_path):
     """Evaluations reset the peak, and replays allocate nothing."""
     peaks = {}

@@ -9,7 +9,7 @@ from mprun.models import AlexNet2012, alexnet, resnet50
 
 
 @pytest.mark.parametrize(("build", "size"), [(alexnet, 64), (AlexNet2012, 224), (resnet50, 32)])
-@pytest.mark.few(1)
+@pytest.mark.slow
 def test_one_pass_reaches_every_parameter(build, size):
     torch.manual_seed(0)
     model = build(num_classes=10)
@@ -77,6 +77,7 @@ def test_alexnet2012_groups_do_not_mix(alexnet2012):
     assert y[:, 128:].abs().max() == 0
 
 
+@pytest.mark.slow
 def test_alexnet2012_dropout_is_off_in_evaluation():
     torch.manual_seed(2)
     model = AlexNet2012(num_classes=3, dropout=0.5)

@@ -294,6 +294,7 @@ def test_the_run_stays_as_evidence_but_is_no_outcome(tmp_path, capsys):
     assert again["evidence"]["lr"] == [pytest.approx(record["config"]["optim"]["lr"], rel=0.03)] * 2
 
 
+@pytest.mark.slow
 def test_a_run_with_probes_is_read(tmp_path, capsys):
     path = tmp_path / "run"
     run = [*ONE, *SGD, "train.steps=6", "precision=fp16_master_scaled", "scaler=static"]

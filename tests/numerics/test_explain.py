@@ -301,6 +301,7 @@ class Amplified(torch.autograd.Function):
         return gradient * ctx.factor, None
 
 
+@pytest.mark.slow
 def test_infinity_in_one_gradient(explained, monkeypatch):
     # Gradients here are around 2^-10; in two factors, because one beyond 65504 is no FP16 number.
     replace_in_lm(

@@ -30,6 +30,7 @@ def test_advice_from_a_rising_loss_says_so(tmp_path, monkeypatch, capfd):
     assert any("unstable recipe" in note for note in notes), notes
 
 
+@pytest.mark.slow
 def test_a_steady_recipe_gets_no_such_note(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     assert main(["advise", *SMALL, "train.steps=6", "--steps", "6", "--every", "2"]) == 0

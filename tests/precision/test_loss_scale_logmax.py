@@ -65,6 +65,7 @@ def test_equals_numpy_over_thousands_of_steps(bad):
     assert ours.steps_skipped.item() == sum(not np.isfinite(m) for m in maxima)
 
 
+@pytest.mark.slow
 def test_overflows_stay_near_one_in_a_thousand_when_the_maximum_is_log_normal():
     rng = np.random.default_rng(1)
     x = rng.normal(-6, 1.0, 6000)

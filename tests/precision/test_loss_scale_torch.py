@@ -70,6 +70,7 @@ def test_same_as_grad_scaler_on_random_sequences(make, growth, backoff):
         assert mismatches(ours, gradients) == 0, gradients
 
 
+@pytest.mark.slow
 def test_same_as_grad_scaler_with_the_default_constants():
     gradients = [CLEAN] * 4700
     for step in (0, 1, 2, 777, 2600):

@@ -34,6 +34,7 @@ def run_in_interpreter(*labels):
     return len(outcomes)
 
 
+@pytest.mark.slow
 def test_one_kernel_of_each_kind():
     labels = ("momentum in torch.float16", "adagrad in torch.float16", "adam by hand")
     assert run_in_interpreter(*labels, "a whole optimizer", "the self test notices") == 5

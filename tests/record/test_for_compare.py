@@ -122,6 +122,7 @@ def test_the_first_twenty_steps_are_recorded_whatever_log_every_says(tmp_path):
     assert [p.step for p in view.Scalars("train/loss")] == [r["step"] for r in records]
 
 
+@pytest.mark.slow
 def test_the_first_steps_are_whole_after_a_resume_among_them(tmp_path):
     directory = tmp_path / "run"
     common = [*LM, "train.log_every=9", "train.checkpoint_every=4"]

@@ -116,6 +116,7 @@ def test_msgspec_takes_what_json_takes(tmp_path_factory, records, tail):
 
 @settings(max_examples=30, deadline=None)
 @given(records=files(), order=st.permutations(list(train(1))), where=st.integers(0, 14))
+@pytest.mark.slow
 def test_another_order_of_the_keys_is_read_all_the_same(tmp_path_factory, records, order, where):
     assume(len(records) > where)
     folder = tmp_path_factory.mktemp("m")

@@ -73,6 +73,7 @@ def test_what_is_not_swept_is_named_as_in_a_single_run():
     assert names("optim.lr=0.05,0.1", *fixed[-1:])[0].startswith("fp32-optim.lr=0.05-train.clip")
 
 
+@pytest.mark.slow
 def test_values_that_a_file_name_cannot_hold_stay_apart():
     found = names("precision.overrides.lstm*=fp32,fp16", "precision.overrides.de?oder=fp32,fp16")
     assert len(set(found)) == 4

@@ -21,6 +21,7 @@ TINY = [
 SWEEP = ["-m", *TINY, "precision=fp16_naive,fp32", "seed=0,1", "-j", "2"]
 
 
+@pytest.mark.slow
 def test_copies_of_the_sweep_run_as_a_process_of_their_own_would(
     tmp_path, start_sweep, same_as_single
 ):

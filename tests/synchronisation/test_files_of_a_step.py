@@ -59,6 +59,7 @@ def files_of(function) -> set[str]:
 
 
 @pytest.mark.parametrize("model", CASES)
+@pytest.mark.few(1)
 def test_one_step_in_the_middle_of_a_run(model, tmp_path):
     small = ["data.batch_size=2", "train.steps=9", "precision=fp16_master_scaled"]
     config = compose_config([*model.split(), *small]).config

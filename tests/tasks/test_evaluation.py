@@ -99,6 +99,7 @@ def test_evaluation_in_the_mode_s_own_arithmetic_uses_the_model_itself(build_run
     assert own.arithmetic.rerouted() and not task.arithmetic.rerouted()
 
 
+@pytest.mark.slow
 def test_evaluation_uses_running_statistics(build_run):
     task = build_run(
         "model=resnet50", "data=synthetic_images", "data.batch_size=8", "data.eval_size=8"

@@ -183,6 +183,7 @@ GAN = [
 ]
 
 
+@pytest.mark.slow
 def test_a_run_records_it_and_trains_to_the_same_bits(tmp_path, build_run):
     records = {}
     for metric in ("loss", "sliced_wasserstein"):
