@@ -5,6 +5,7 @@ Made of the contents of their run.json; imports no torch.
 
 import math
 import statistics
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
@@ -44,7 +45,7 @@ def _group(overrides: Iterable[str], swept: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted(told))
 
 
-def table(records: list[dict], swept: Iterable[str] = ()) -> str:
+def table(records: list[dict], swept: Iterable[str] = (), width: int | None = None) -> str:
     """A Markdown table, one row per mode (and per what else is swept), FP32 first.
 
     Difference: of the mean losses over the seeds that FP32 and the mode share, as in `compare`.
@@ -55,6 +56,8 @@ def table(records: list[dict], swept: Iterable[str] = ()) -> str:
         records: of all runs, the contents of run.json; "newest": the last record (step, loss) of a
             run without an outcome, {} if it has none.
         swept: keys that tell runs apart even if they say nothing about what is learned (device).
+        width: of the terminal, in characters; columns that do not fit are left out, the seeds'
+            losses first, whose mean stays.
     """
     if not records:
         return "no run has started"
@@ -82,10 +85,23 @@ def table(records: list[dict], swept: Iterable[str] = ()) -> str:
     if known and all("emulated" in half_products for half_products in known):
         header, *rows = [[*row[:-3], row[-2]] for row in (header, *rows)]
         peak = "speed and peak memory left out, they would be the emulation's; "
-    return (
-        f"{markdown_table(header, rows)}\n\nloss: final evaluation; {peak}saved MiB: kept for "
-        "backward (under autocast with the 16-bit weight copies)"
-    )
+    note = f"loss: final evaluation; {peak}saved MiB: kept for backward (under autocast with the "
+    note += "16-bit weight copies)"
+    if width is None:
+        return f"{markdown_table(header, rows)}\n\n{note}"
+    return f"{_fitting(header, rows, width)}\n\n{textwrap.fill(note, width)}"
+
+
+def _fitting(header: list[str], rows: list[list[str]], width: int) -> str:
+    """The table without the columns for which a line has no room."""
+    text = markdown_table(header, rows)
+    for dropped in ("loss, seed", "saved MiB", "skipped", "peak MiB"):
+        if text.find("\n") <= width:
+            break
+        kept = [i for i, name in enumerate(header) if not name.startswith(dropped)]
+        header, *rows = [[row[i] for i in kept] for row in (header, *rows)]
+        text = markdown_table(header, rows)
+    return text
 
 
 def _rows(records: list[dict], seeds: list[int]) -> Iterator[list[str]]:

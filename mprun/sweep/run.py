@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from mprun.errors import ASKING, DONE, INTERRUPTED, PREEMPTED, BadInput, MprunError
+from mprun.record.console import columns
 from mprun.record.run_directory import is_at
 from mprun.sweep.attempt import Attempt, exit_code, failed_elsewhere, quickest_start
 from mprun.sweep.batch import Batch, Job
@@ -90,7 +91,7 @@ def sweep(
         loop = _Loop(planned, jobs or 1, stall_after, board, stop)
         codes = loop.run(waiting)
     board.write(now=True)
-    print(board.table())
+    print(board.table(columns(1000, sys.stdout) if sys.stdout.isatty() else None))
     print(f"sweep: {planned.root}", flush=True)
     code = stop.exit_code if stop.reason is not None else exit_code(codes)
     if curves is not None and code != DONE:

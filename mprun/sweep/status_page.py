@@ -79,10 +79,10 @@ class Board:
             print(f"    {cell.directory.name}: {line}", file=sys.stderr, flush=True)
         self.written = -math.inf
 
-    def table(self) -> str:
+    def table(self, width: int | None = None) -> str:
         """The mode table over all cells that have been started."""
         records = [found for cell in self.plan.cells if (found := self._record(cell)) is not None]
-        return table(records, self.plan.swept)
+        return table(records, self.plan.swept, width)
 
     def write(self, now: bool = False) -> None:
         """Rewrite the file if something has happened or its progress is old."""

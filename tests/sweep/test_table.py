@@ -198,3 +198,10 @@ def test_incidental_keys_separate_where_they_are_swept():
 
 def test_no_run():
     assert table([]) == "no run has started"
+
+
+def test_a_terminal_gets_the_columns_that_fit_the_mean_among_them():
+    runs = [run(m, seed, 2.0 + seed) for m in ("fp32", "fp16_master_scaled") for seed in range(5)]
+    lines = table(runs, width=80).splitlines()
+    assert max(map(len, lines)) <= 80 < max(map(len, table(runs).splitlines()))
+    assert "mean" in lines[0] and "vs FP32" in lines[0] and "seed" not in lines[0]
