@@ -54,7 +54,7 @@ Use
 _END = """\
 Exit codes: 0 done, 1 a bug, 2 bad input, 3 diverged, 4 damaged data or
 checkpoint, 5 resource, 75 preempted (resumable), 130 interrupted.
-Results: tensorboard --logdir outputs
+Results: the `tensorboard --logdir` that a run or a sweep prints at its end.
 """
 GROUPS = ("model", "data", "optim", "precision", "scaler", "train", "numerics", "experiment")
 # What a group sets by its option; mappings take an entry of one's own behind the key.

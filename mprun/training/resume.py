@@ -12,7 +12,7 @@ from mprun.config.compose import config_from_record
 from mprun.config.overrides import parse_overrides
 from mprun.config.roles import config_hash, flat, resumable_keys, role_of
 from mprun.config.schema import RunConfig
-from mprun.config.user_code import is_factory, vouched
+from mprun.config.user_code import Vouched, is_factory, vouched
 from mprun.data.source import DamagedData
 from mprun.errors import BadInput, Damaged, raised
 from mprun.numerics.probe_record import drop_later_probes
@@ -56,7 +56,7 @@ def resume(composed_overrides: tuple[str, ...], path: str, config_dir: str | Non
             # Runs from before this setting were in NCHW, and "auto" may choose otherwise.
             plain["train"].setdefault("channels_last", "off")
         plain = _with_overrides(plain, composed_overrides)
-        config = config_from_record(plain, given)
+        config = _checked(plain, composed_overrides, given)
         plain = asdict(config)
         device = resolve_device(record["environment"]["device"])
         _check_same_stack(record["environment"])
@@ -173,6 +173,18 @@ def _in_short() -> str:
         group, _, field = key.partition(".")
         groups[group].append(field)
     return " ".join(f"{group}.{{{','.join(fields)}}}" for group, fields in groups.items())
+
+
+def _checked(plain: dict, overrides: tuple[str, ...], given: Vouched) -> RunConfig:
+    """What a value that was given beside the run does wrong is told of it, not of config.yaml."""
+    try:
+        return config_from_record(plain, given)
+    except BadInput as error:
+        for override in overrides:
+            of_key = f"config.yaml: {override.partition('=')[0]} does not fit "
+            if str(error).startswith(of_key):
+                raise BadInput(f"{override}: {str(error).split(': ', 2)[2]}") from None
+        raise
 
 
 def _with_overrides(plain: dict, overrides: tuple[str, ...]) -> dict:

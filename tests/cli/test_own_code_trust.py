@@ -160,6 +160,9 @@ def test_the_same_names_again_continue_the_run_bit_for_bit(folder, capsys):
     assert "the run was made with model.factory=honest:network" in other
     width = refused(capsys, "resume=run", "train.steps=8", *NAMES, "model.options.width=9")
     assert "keeps its configuration" in width
+    assert refused(capsys, "resume=run", "train.steps=x", *NAMES).startswith(
+        "mprun: train.steps=x:"
+    )
 
 
 def test_names_in_the_user_s_own_option_files_count(folder, capsys):
