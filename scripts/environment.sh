@@ -7,7 +7,7 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 cd "$root"
 
 # The dependency groups of pyproject.toml: older versions of pip cannot install groups.
-testers=(pytest pytest-xdist hypothesis)
+testers=(pytest pytest-xdist hypothesis expecttest)
 checkers=(ruff mypy import-linter types-PyYAML "${testers[@]}")
 
 ensure_environment() {  # arguments: further packages

@@ -23,7 +23,7 @@ from mprun.precision import (
     why_no_lstm,
     why_unsupported,
 )
-from mprun.precision.emulation import routes
+from mprun.precision.emulation import PRODUCTS
 from mprun.precision.torch_update import has_fused_kernel
 from mprun.precision.update_choice import why_not_on
 from mprun.training.environment import environment
@@ -202,7 +202,7 @@ def _nvml(meter: PowerMeter) -> dict:
 
 
 def _emulated_operations() -> list[str]:
-    return sorted({name for name, _ in routes().values() if not name.endswith("_")} | {"lstm"})
+    return sorted({*PRODUCTS, "gru", "lstm", "rnn"})
 
 
 def _reason(error: Exception) -> str:

@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-# One call is a whole recurrent layer; "lstm" is the name of the emulated one.
+# One call is a whole recurrent layer; the first three are the emulated ones.
 RECURRENT = frozenset(
-    "lstm _cudnn_rnn _cudnn_rnn_backward mkldnn_rnn_layer mkldnn_rnn_layer_backward miopen_rnn "
-    "miopen_rnn_backward".split()
+    "lstm gru rnn _cudnn_rnn _cudnn_rnn_backward mkldnn_rnn_layer mkldnn_rnn_layer_backward "
+    "miopen_rnn miopen_rnn_backward".split()
 )
 _MATRIX = frozenset("mm addmm bmm baddbmm addmm_ baddbmm_ _addmm_activation".split())
 _CONVOLUTION, _CONVOLUTION_BACKWARD = (
@@ -100,6 +100,9 @@ def lines(
     if operations["not_in_16_bits"]:
         found = "; ".join(operations["not_in_16_bits"][:4])
         text.append(f"  WARNING  FP32 products that {mode} did not ask for: {found}")
+    if operations["overflowed"]:
+        found = _some(operations["overflowed"], 3)
+        text.append(f"  WARNING  overflowed to inf: {found}; divided by it, a number becomes 0")
     return text
 
 

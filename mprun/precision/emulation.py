@@ -17,9 +17,10 @@ from __future__ import annotations
 import functools
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,10 +28,14 @@ from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mprun.precision.autocast import cuda_lists
+from mprun.precision.emulated_recurrent import emulated_recurrent
 from mprun.precision.policy import DTYPE_NAMES, PrecisionPolicy
-from mprun.precision.recurrent import LAYERS, RecurrentCall, emulated_lstm, own_recurrent
+from mprun.precision.recurrent import LAYERS, RecurrentCall, own_recurrent
 
+aten = torch.ops.aten
 F32 = torch.float32
+T = TypeVar("T")
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 Route = Callable[["HalfEmulation", OpOverload, Args, Kwargs], Any]
@@ -51,10 +56,11 @@ class ForwardContext:
             ...backward...
 
     On a CPU 16-bit formats are emulated (float16 or bfloat16 tensors, FP32 products rounded once
-    on store, as a Tensor Core does; paper section 3.3); on CUDA nothing is.
+    on store, as a Tensor Core does; paper section 3.3), and autocast follows CUDA's lists; on CUDA
+    nothing is done.
 
     Args:
-        native: nothing is emulated on a CPU either.
+        native: nothing is emulated on a CPU either, and autocast follows torch's lists for a CPU.
         overrides: the dtypes of the policy's module overrides; their 16-bit ones are emulated too.
     """
 
@@ -71,6 +77,8 @@ class ForwardContext:
         self.half_dtypes = tuple(dict.fromkeys(d for d in wanted if d.itemsize == 2))
         emulated = self.half_dtypes if device.type == "cpu" and not native else ()
         self.emulations = tuple(HalfEmulation(dtype) for dtype in emulated)
+        follows = self.emulations and policy.autocast_dtype is not None
+        self._lists = cuda_lists() if follows else None  # for as long as this lives
 
     def __enter__(self) -> ForwardContext:
         for emulation in self.emulations:
@@ -159,13 +167,17 @@ class HalfEmulation(TorchDispatchMode):
             loss = loss_function(model(x))
             (loss * scale).backward()
 
-    Rerouted: matrix products, convolutions, attention and their gradients, embedding gradients,
-    each to its float32 kernel; `torch.lstm` to `recurrent.emulated_lstm`; GRU, plain RNN, the
-    cells and an LSTM over a packed sequence through their matrix products (states rounded each
-    step, but weight gradients added up over the time steps in 16 bits). Native: element-wise
-    functions, norm layers, pooling, softmax and sums, which use float32 inside; `index_add` and
-    accumulating `index_put` (the gradient of `w[i]`), which do not. Tensors on other devices pass
-    untouched.
+    Every operation computes as CUDA's does, 16-bit operands in float32 and one rounding on store:
+
+    rerouted   products, convolutions, attention, norm layers and all else to their float32 kernel;
+               recurrent layers to `emulated_recurrent`; cells, and layers over a packed sequence,
+               through their matrix products (states rounded each step, but weight gradients added
+               up over the time steps in 16 bits)
+    native     what the CPU's own 16-bit kernel computes alike: element-wise functions, sums, batch
+               norm, pooling, softmax's like, and whatever only moves numbers
+    refused    what CUDA has no 16-bit kernel of: NotImplementedError, as there
+
+    docs/operations.md has each operation. Tensors on other devices pass untouched.
 
     Other threads do not inherit the mode.
 
@@ -173,9 +185,9 @@ class HalfEmulation(TorchDispatchMode):
         dtype: torch.float16 or torch.bfloat16, the format that is emulated.
 
     Attributes:
-        rerouted: how often each operation was rerouted, by (name, "forward" or "backward"), over
-            all entries; recomputation in `torch.utils.checkpoint` counts as backward. Empty after a
-            float32 run; a 16-bit run that leaves it empty was not emulated.
+        rerouted: how often each of `PRODUCTS` and each recurrent layer was, by (name, "forward" or
+            "backward"), over all entries; recomputation in `torch.utils.checkpoint` counts as
+            backward. Empty after a float32 run; a 16-bit run that leaves it empty was not emulated.
 
     Raises:
         ValueError: another dtype.
@@ -187,8 +199,8 @@ class HalfEmulation(TorchDispatchMode):
         super().__init__()
         self.dtype = dtype
         self.rerouted: Counter[tuple[str, str]] = Counter()
-        self._routes = routes()
         self._scratch = Scratch()
+        self._dtypes: dict[tuple[Any, ...], list[torch.dtype]] = {}
         self._recurrent = _Recurrent(dtype, self.rerouted)
 
     def __enter__(self) -> HalfEmulation:
@@ -209,26 +221,37 @@ class HalfEmulation(TorchDispatchMode):
         kwargs = kwargs or {}
         # In backward the function mode below is active too and would add to the cost of each call.
         with torch._C.DisableTorchFunction():
-            route = self._routes.get(func)
-            if route is None:
+            route = route_of(func)
+            if route is None or (route[0] in _WITH_NUMBER and isinstance(args[1], Tensor)):
                 return func(*args, **kwargs)
             name, run = route
-            half = self.dtype
-            tensors = [a for a in args if isinstance(a, Tensor)]
-            found = {a.dtype for a in tensors if a.is_cpu or a.dtype is F32}
-            if half not in found or (F32 in found and name not in _MIXED):
+            found = {t.dtype for t in _tensors((args, kwargs)) if t.is_cpu or t.dtype is F32}
+            if self.dtype not in found or (F32 in found and name in _UNMIXED):
                 # A product of mixed dtypes is an error, and the native kernel says so.
                 return func(*args, **kwargs)
-            phase = "forward" if torch._C._current_graph_task_id() == -1 else "backward"
-            self.rerouted[name, phase] += 1
+            if name.removesuffix("_") in PRODUCTS:
+                phase = "forward" if torch._C._current_graph_task_id() == -1 else "backward"
+                self.rerouted[name, phase] += 1
             self._scratch.reset()
             return run(self, func, args, kwargs)
 
     def _plain(self, func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
-        """Every 16-bit operand widened, every float32 result rounded; None results stay None."""
-        args, kwargs = self._widen((args, kwargs))
-        results = func(*args, **kwargs)
-        return _each_tensor(results, lambda t: t.to(self.dtype) if t.dtype is F32 else t)
+        """Every 16-bit operand widened, and every float32 result rounded that is a 16-bit one
+        otherwise; None results stay None."""
+        wide_args, wide_kwargs = self._widen((args, kwargs))
+        return self._rounded(func, args, kwargs, func(*wide_args, **wide_kwargs))
+
+    def _dtypes_of_results(self, func: OpOverload, args: Args, kwargs: Kwargs) -> list[torch.dtype]:
+        """What the operation itself would return, asked of it on tensors without values, once."""
+        key = (func, *_signature((args, kwargs)))
+        if key not in self._dtypes:
+            try:
+                bare = _each_tensor((args, kwargs), lambda t: t.to("meta"))
+                results = func(*bare[0], **bare[1])
+                self._dtypes[key] = [t.dtype for t in _tensors(results)]
+            except (RuntimeError, NotImplementedError):  # sizes that depend on values
+                self._dtypes[key] = [self.dtype] * 8
+        return self._dtypes[key]
 
     def _matrix(self, func: OpOverload, args: Args, kwargs: Kwargs) -> Tensor:
         """A matrix product whose float32 result, if large, goes to scratch memory as well."""
@@ -258,19 +281,55 @@ class HalfEmulation(TorchDispatchMode):
         names = [argument.name for argument in arguments[: len(args)]]
         given = dict(zip(names, args, strict=True)) | kwargs
         wide = _each_tensor(given, lambda t: t.to(F32) if t.dtype is self.dtype else t)
-        func(*[wide[name] for name in names], **{name: wide[name] for name in kwargs})
-        written = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
-        for value, target in ((wide[name], given[name]) for name in written):
-            if target is not value:
-                if target.shape != value.shape:  # as an out= overload gives it
-                    target.resize_(value.shape)
-                target.copy_(value)
-        targets = tuple(given[name] for name in written)
-        return targets[0] if len(targets) == 1 else targets
+        results = func(*[wide[name] for name in names], **{name: wide[name] for name in kwargs})
+        targets = {}
+        for name in [a.name for a in arguments if a.alias_info and a.alias_info.is_write]:
+            for value, target in zip(_tensors(wide[name]), _tensors(given[name]), strict=True):
+                targets[id(value)] = target
+                if target is not value:
+                    if target.shape != value.shape:  # as an out= overload gives it
+                        target.resize_(value.shape)
+                    target.copy_(value)
+        return self._rounded(func, args, kwargs, results, targets)
+
+    def _batch_norm(self, func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+        """With float32 parameters the CPU's kernel is right. Its schema hides that the running
+        statistics, arguments 3 and 4, are written to."""
+        if any(t.dtype is F32 for t in _tensors(args[1:5])):
+            return func(*args, **kwargs)
+        wide = self._widen(args)
+        results = func(*wide, **kwargs)
+        if func is aten.native_batch_norm.default:
+            for target, value in zip(args[3:5], wide[3:5], strict=True):
+                if target is not None:
+                    target.copy_(value)
+        return self._rounded(func, args, kwargs, results)
+
+    def _rounded(
+        self,
+        func: OpOverload,
+        args: Args,
+        kwargs: Kwargs,
+        results: Any,
+        targets: Mapping[int, Tensor] = MappingProxyType({}),
+    ) -> Any:
+        """The float32 results in the dtypes that the operation itself gives; of what was written
+        to, by id(), the tensor that was given."""
+        dtypes = iter(self._dtypes_of_results(func, args, kwargs))
+        return _each_tensor(
+            results, lambda t: targets[id(t)] if id(t) in targets else t.to(next(dtypes, t.dtype))
+        )
+
+    def _refuse(self, func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+        raise NotImplementedError(
+            f"{func._schema.name}: CUDA has no {DTYPE_NAMES[self.dtype]} kernel of it; "
+            "compute it in FP32 (x.float())"
+        )
 
     def _widen(self, value: Any) -> Any:
         half, scratch = self.dtype, self._scratch
-        return _each_tensor(value, lambda t: scratch.float(t) if t.dtype is half else t)
+        wide = _each_tensor(value, lambda t: scratch.float(t) if t.dtype is half else t)
+        return _each(torch.dtype, wide, lambda dtype: F32 if dtype is half else dtype)
 
 
 class _Recurrent(TorchFunctionMode):
@@ -280,7 +339,7 @@ class _Recurrent(TorchFunctionMode):
     autocast without a projection it asks for a oneDNN kernel that most CPUs lack (RuntimeError).
 
     Args:
-        counts: how often a layer was computed here, by ("lstm", "forward" or "backward").
+        counts: how often a layer was computed here, by (kind, "forward" or "backward").
     """
 
     def __init__(self, dtype: torch.dtype, counts: Counter[tuple[str, str]]) -> None:
@@ -297,10 +356,10 @@ class _Recurrent(TorchFunctionMode):
         if not any(self._is_emulated(value) for value in (*args, *kwargs.values())):
             return func(*args, **kwargs)
         with torch.autocast("cpu", enabled=False):
-            if func is torch.lstm and not kwargs:
+            if func in LAYERS and not kwargs:
                 call = RecurrentCall.of(args)
                 if call.batch_sizes is None and call.inputs.size(1 if call.batch_first else 0):
-                    return emulated_lstm(call, self._counts)
+                    return emulated_recurrent(func, call, self._counts)
             return func(*args, **kwargs)
 
     def _is_emulated(self, value: Any) -> bool:
@@ -311,17 +370,76 @@ class _Recurrent(TorchFunctionMode):
         return tensor.to(self._dtype) if tensor.dtype is F32 and tensor.is_cpu else tensor
 
 
-# Operations that take 16-bit and float32 tensors together (the log-sum-exp).
-_MIXED = frozenset({"_scaled_dot_product_flash_attention_for_cpu_backward"})
 _MATRIX = ("mm", "addmm", "bmm", "baddbmm")
-_OTHER = (
-    *("mv", "addmv", "dot", "vdot", "addbmm", "linear", "_addmm_activation"),
-    *("convolution", "convolution_overrideable"),
-    *("convolution_backward", "convolution_backward_overrideable"),
+# Takes 16-bit and float32 tensors together (the log-sum-exp).
+_MIXED = frozenset({"_scaled_dot_product_flash_attention_for_cpu_backward"})
+# What Tensor Cores are for, and sums over many tokens.
+PRODUCTS = (
+    *(*_MATRIX, "mv", "addmv", "dot", "vdot", "addbmm", "linear", "_addmm_activation"),
+    *("convolution", "convolution_overrideable", "conv_tbc", "_trilinear", "addr"),
+    *("convolution_backward", "convolution_backward_overrideable", "conv_tbc_backward"),
     *("embedding_dense_backward", "_embedding_bag", "_embedding_bag_forward_only"),
     *("_embedding_bag_backward", "_embedding_bag_dense_backward"),
     *("_native_multi_head_attention", "_transformer_encoder_layer_fwd"),
     *("_scaled_dot_product_flash_attention_for_cpu", *_MIXED),
+)
+_UNMIXED = frozenset(PRODUCTS) - _MIXED
+# Native in 16 bits, tested operation by operation: what only moves or selects numbers, and what
+# computes in float32 inside. Element-wise functions (torch.Tag.pointwise) are too, but for _COARSE.
+_NATIVE = frozenset(
+    """
+    _adaptive_avg_pool2d _chunk_cat _indices _local_scalar_dense _nnz _prelu_kernel
+    _resize_output_ _to_copy _to_dense _to_sparse _unique2 _unsafe_view _upsample_nearest_exact1d
+    _upsample_nearest_exact2d _upsample_nearest_exact3d _values adaptive_max_pool2d
+    adaptive_max_pool3d alias_copy all allclose amax amin aminmax any arange argmax argmin
+    as_strided_ as_strided_copy as_strided_scatter avg_pool2d block_diag bucketize cat
+    channel_shuffle constant_pad_nd copy copy_ count_nonzero cummax cummin diag_embed
+    diagonal_copy diagonal_scatter elu_backward embedding empty empty_like empty_permuted
+    empty_strided expand_copy eye fill fill_ flip full full_like gather glu hardshrink_backward
+    hardsigmoid_backward hardswish hardswish_backward hardtanh_backward hash_tensor im2col index
+    index_copy index_copy_ index_fill index_fill_ index_select isin kthvalue leaky_relu_backward
+    lift_fresh linspace logspace masked_fill masked_fill_ masked_scatter masked_scatter_
+    masked_select max max_pool2d_with_indices max_pool3d_with_indices max_unpool2d max_unpool3d mean
+    median min mode nanmedian narrow_copy new_empty new_empty_strided new_full new_ones new_zeros
+    nonzero nonzero_static ones ones_like permute_copy pixel_shuffle pixel_unshuffle put
+    reflection_pad1d reflection_pad2d reflection_pad3d relu repeat replication_pad1d
+    replication_pad2d replication_pad3d resize_ resize_as_ roll rot90 scalar_tensor searchsorted
+    select_backward select_scatter set_ slice_backward slice_scatter softplus_backward
+    softshrink_backward sort split_copy split_with_sizes_copy squeeze_ squeeze_copy stack sum t_
+    t_copy take topk transpose_ transpose_copy tril tril_ triu triu_ unbind_copy unfold_copy
+    unique_consecutive unique_dim unsafe_split unsafe_split_with_sizes unsqueeze_ unsqueeze_copy
+    upsample_nearest1d upsample_nearest2d upsample_nearest3d view_copy zero_ zeros zeros_like
+    """.split()
+)
+# Element-wise, but the native 16-bit kernel rounds on the way.
+_COARSE = frozenset(
+    """
+    digamma hypot ldexp log_sigmoid_backward logit logit_backward mvlgamma polygamma pow rsqrt
+    sigmoid_backward special_entr special_i0e special_i1 special_i1e special_xlog1py xlogy
+    """.split()
+)
+# Native with a tensor; of a number the CPU's kernel takes the 16-bit rounding.
+_WITH_NUMBER = frozenset({"add", "add_", "sub", "sub_", "rsub"})
+# CUDA has no 16-bit kernel of these, whatever a CPU has (torch's operator database).
+_ABSENT = frozenset(
+    """
+    _cdist_backward _cdist_forward _ctc_loss _ctc_loss_backward _pdist_backward _pdist_forward
+    _linalg_det _linalg_eigh _linalg_slogdet _linalg_solve_ex _linalg_svd _lu_with_info
+    cholesky cholesky_inverse cholesky_solve geqrf histc igamma igammac lu_solve lu_unpack ormqr
+    linalg_cholesky_ex linalg_eig linalg_eigvals linalg_householder_product linalg_inv_ex
+    linalg_ldl_factor_ex linalg_ldl_solve linalg_lstsq linalg_lu linalg_lu_factor_ex linalg_lu_solve
+    linalg_qr linalg_solve_triangular triangular_solve
+    special_airy_ai special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1
+    special_chebyshev_polynomial_t special_chebyshev_polynomial_u special_chebyshev_polynomial_v
+    special_chebyshev_polynomial_w special_erfcx special_hermite_polynomial_h
+    special_hermite_polynomial_he special_laguerre_polynomial_l special_legendre_polynomial_p
+    special_log_ndtr special_modified_bessel_i0 special_modified_bessel_i1
+    special_modified_bessel_k0 special_modified_bessel_k1 special_ndtri
+    special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1
+    special_shifted_chebyshev_polynomial_t special_shifted_chebyshev_polynomial_u
+    special_shifted_chebyshev_polynomial_v special_shifted_chebyshev_polynomial_w
+    special_spherical_bessel_j0 special_zeta
+    """.split()
 )
 
 
@@ -357,7 +475,7 @@ class Scratch(threading.local):
     def float(self, x: Tensor) -> Tensor:
         """`x` in float32 with the strides of `x`; valid until the next reset."""
         numel = x.numel()
-        if numel < self.SMALLEST or not _dense(x):
+        if numel < self.SMALLEST or x.layout is not torch.strided or not _dense(x):
             return x.to(F32)
         return self.empty(x.shape, x.stride(), numel).copy_(x)
 
@@ -373,40 +491,73 @@ def _dense(x: Tensor) -> bool:
     return x.dim() == 3 and x.transpose(1, 2).is_contiguous()
 
 
-def _each_tensor(value: Any, convert: Callable[[Tensor], Tensor]) -> Any:
-    """`value` with every tensor in it, also in nested lists, tuples and dicts, converted."""
-    if isinstance(value, Tensor):
+def _each(kind: type[T], value: Any, convert: Callable[[T], Any]) -> Any:
+    """`value` with everything of that kind in it, also in nested lists, tuples and dicts,
+    converted."""
+    if isinstance(value, kind):
         return convert(value)
     if isinstance(value, (list, tuple)):
-        return type(value)(_each_tensor(v, convert) for v in value)
+        return type(value)(_each(kind, v, convert) for v in value)
     if isinstance(value, dict):
-        return {key: _each_tensor(v, convert) for key, v in value.items()}
+        return {key: _each(kind, v, convert) for key, v in value.items()}
     return value
 
 
-@functools.cache
-def routes() -> dict[OpOverload, tuple[str, Route]]:
-    """Overload -> (operation name as counted, function that runs it), for this torch version.
+_each_tensor = functools.partial(_each, Tensor)
 
-    Of the operations whose sums a Tensor Core keeps in float32. In-place and out= overloads are in
-    it too: none is left to the native 16-bit kernel.
-    """
-    table: dict[OpOverload, tuple[str, Route]] = {}
-    for name in _MATRIX + _OTHER:
-        packet = getattr(torch.ops.aten, name, None)
-        if packet is None:
-            continue
-        for overload in packet.overloads():
-            func = getattr(packet, overload)
-            run: Route = HalfEmulation._plain
-            if func._schema.is_mutable:
-                run = HalfEmulation._writing
-            elif name in _MATRIX and overload == "default":
-                run = HalfEmulation._matrix
-            elif name == "_scaled_dot_product_flash_attention_for_cpu":
-                run = HalfEmulation._attention
-            table[func] = (name, run)
-    for name in ("addmm", "baddbmm", "addmv", "addbmm"):
-        func = getattr(torch.ops.aten, name + "_").default
-        table[func] = (name + "_", HalfEmulation._writing)
-    return table
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """All tensors in nested lists, tuples and dicts."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from _tensors(inner)
+    elif isinstance(value, dict):
+        yield from _tensors(tuple(value.values()))
+
+
+def _signature(value: Any) -> Iterator[Any]:
+    """What of the arguments may decide on the dtype of a result."""
+    if isinstance(value, Tensor):
+        yield value.dtype, value.dim() == 0
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from _signature(inner)
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            yield key
+            yield from _signature(inner)
+    elif isinstance(value, (bool, torch.dtype)):
+        yield value
+    else:
+        yield type(value)
+
+
+@functools.cache
+def route_of(func: OpOverload) -> tuple[str, Route] | None:
+    """(operation name as counted, function that runs it), or None where it runs as it is."""
+    name = func._schema.name.partition("::")[2]
+    base = name.removesuffix("_")
+    if name in PRODUCTS or base in _MATRIX + ("addmv", "addbmm"):
+        pass  # before the rest: attention draws random numbers too
+    elif base in _ABSENT:
+        return name, HalfEmulation._refuse
+    elif func.namespace not in ("aten", "torchvision") or func.is_view or name in _NATIVE:
+        return None
+    elif name.startswith(("_foreach_", "_fused_", "_amp_")):
+        return None  # the update, which is emulated nowhere
+    elif torch.Tag.nondeterministic_seeded in func.tags and base != "rrelu_with_noise":
+        return None
+    elif torch.Tag.pointwise in func.tags and base not in _COARSE and name not in _WITH_NUMBER:
+        return None
+    run: Route = HalfEmulation._plain
+    if name in ("native_batch_norm", "native_batch_norm_backward"):
+        run = HalfEmulation._batch_norm
+    elif func._schema.is_mutable:
+        run = HalfEmulation._writing
+    elif name in _MATRIX and func._overloadname == "default":
+        run = HalfEmulation._matrix
+    elif name == "_scaled_dot_product_flash_attention_for_cpu":
+        run = HalfEmulation._attention
+    return name, run

@@ -160,10 +160,11 @@ def test_products_are_rounded_once(comparison, operations, dtype):
 
 def test_native_and_emulated_agree_where_nothing_is_rerouted(comparison, operations):
     for operation in operations:
-        if operation.name in ("relu", "batch_norm", "max_pool 3x3 s2", "log_softmax"):
+        if operation.name in ("relu", "max_pool 3x3 s2"):
             for magnitude in comparison.MAGNITUDES:
                 for row in comparison.compare(operation, F16, magnitude, "native"):
-                    assert row.between.equal == row.between.elements, row
+                    if operation.name == "relu" or row.result == "output":
+                        assert row.between.equal == row.between.elements, row
 
 
 def test_native_half_sums_are_told_from_emulated_ones(comparison, operations):

@@ -1,0 +1,134 @@
+"""CUDA's operation lists for ``torch.autocast("cpu")``: amp on a CPU casts what amp on CUDA casts.
+
+torch's own lists for a CPU are others: softmax, layer_norm, pow, rsqrt, exp, log, sum, norms and
+forty more compute in 16 bits there and in FP32 on CUDA, fft and linalg the other way round. A norm
+written by hand that overflows FP16 on a CPU would not on the GPU that the run stands for.
+
+Sources: ATen/autocast_mode.h (the lists), ATen/autocast_mode.cpp (cat, binary_cross_entropy),
+torch documentation, "CUDA Ops that can autocast to float16".
+"""
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+F32 = torch.float32
+_KEY = "AutocastCPU"
+# What CUDA computes in 16 bits and a CPU leaves alone (AT_FORALL_LOWER_PRECISION_FP).
+_LOWER = frozenset(
+    """
+    _convolution convolution addmv addr einsum mv chain_matmul linalg_multi_dot
+    _thnn_fused_lstm_cell _thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
+    _scaled_dot_product_flash_attention
+    """.split()
+)
+# In the widest dtype among the arguments (AT_FORALL_PROMOTE).
+_WIDEST = frozenset(
+    """
+    addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add
+    """.split()
+)
+# In FP32 by their dtype argument, without a copy of the input (AT_FORALL_FP32_SET_OPT_DTYPE);
+# whatever is on none of these lists has its arguments cast to FP32.
+_FP32_BY_ARGUMENT = frozenset(
+    """
+    softmax.int log_softmax.int cumprod cumsum sum sum.dim_IntList
+    linalg_vector_norm linalg_matrix_norm linalg_matrix_norm.str_ord
+    """.split()
+)
+_HALF_TO_FLOAT = {
+    "softmax": torch.ops.aten._softmax,
+    "log_softmax": torch.ops.aten._log_softmax,
+}
+# Kernels of the CUDA library itself, which CPU tensors never reach.
+_NEVER = frozenset({"_cudnn_rnn", "cudnn_convolution", "cudnn_convolution_transpose"})
+# On both lists, but not alike.
+_OTHERWISE = frozenset({"binary_cross_entropy", "grid_sampler"})
+_held: weakref.WeakValueDictionary[str, torch.library.Library] = weakref.WeakValueDictionary()
+
+
+def cuda_lists() -> torch.library.Library:
+    """``torch.autocast("cpu")`` follows CUDA's lists, process-wide, while what is returned lives.
+
+    Costs a few milliseconds, and some microseconds at each call of an operation that a CPU has not
+    on its lists.
+    """
+    library = _held.get("lists")
+    if library is None:
+        library = _held["lists"] = torch.library.Library("aten", "IMPL")
+        register(library)
+    return library
+
+
+def register(library: torch.library.Library, *, half_to_float: bool = False) -> None:
+    """Register with `library` the kernels of all operations that CUDA's autocast treats otherwise.
+
+    half_to_float: softmax as CUDA's kernel, which reads float16 and writes float32. A CPU has it
+    for tensors without values only.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*[Oo]verriding a previously registered")
+        for name, kernel in _kernels(half_to_float):
+            library.impl(name, kernel, _KEY)
+
+
+def _kernels(half_to_float: bool) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """(name of an operator, its kernel under autocast) wherever CUDA and CPU differ."""
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    for full in torch._C._dispatch_get_all_op_names():
+        name = full.removeprefix("aten::")
+        if name == full or name in _NEVER:
+            continue
+        on_cuda, on_cpu = has(full, "AutocastCUDA"), has(full, _KEY)
+        if on_cpu and not on_cuda:
+            yield name, torch.library.fallthrough_kernel
+        elif on_cuda and (not on_cpu or name in _OTHERWISE):
+            yield name, _banned if name == "binary_cross_entropy" else _under(name, half_to_float)
+
+
+def _banned(*args: Any, **kwargs: Any) -> Tensor:
+    raise RuntimeError(
+        "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast, on "
+        "CUDA an error too; use binary_cross_entropy_with_logits or BCEWithLogitsLoss"
+    )
+
+
+def _under(name: str, half_to_float: bool) -> Callable[..., Any]:
+    packet, _, overload = name.partition(".")
+    operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(keys):
+            half = args[0].dtype if isinstance(args[0], Tensor) else None
+            if half_to_float and packet in _HALF_TO_FLOAT and half is torch.float16:
+                return _HALF_TO_FLOAT[packet](args[0], args[1], True)
+            if name in _FP32_BY_ARGUMENT:
+                if half in (torch.float16, torch.bfloat16) and not kwargs.get("dtype"):
+                    kwargs["dtype"] = F32
+                return operator(*args, **kwargs)
+            dtype = target((args, kwargs))
+            return operator(*_cast(args, dtype), **_cast(kwargs, dtype))
+
+    def target(given: Any) -> torch.dtype | None:
+        if packet in _LOWER:
+            return torch.get_autocast_dtype("cpu")
+        if packet in _WIDEST:
+            widest = any(isinstance(t, Tensor) and t.dtype is F32 for t in tree_leaves(given))
+            return F32 if widest else None
+        return F32
+
+    return kernel
+
+
+def _cast(tree: Any, dtype: torch.dtype | None) -> Any:
+    def one(value: Any) -> Any:
+        fits = isinstance(value, Tensor) and value.is_floating_point() and dtype is not None
+        return value.to(dtype) if fits and value.dtype is not torch.float64 else value
+
+    return tree_map(one, tree)

@@ -1,0 +1,238 @@
+"""Every operation that torch's own database and lists know, against float64 and CUDA's autocast."""
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves, tree_map
+
+from mprun.precision.autocast import cuda_lists
+from mprun.precision.emulation import HalfEmulation
+
+SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "operations_of_torch.py"
+specification = importlib.util.spec_from_file_location("operations_of_torch", SCRIPT)
+table = importlib.util.module_from_spec(specification)
+sys.modules["operations_of_torch"] = table  # its dataclass looks itself up there
+specification.loader.exec_module(table)
+
+HALVES = (torch.float16, torch.bfloat16)
+half = pytest.mark.parametrize("dtype", HALVES, ids=["fp16", "bf16"])
+AMP_LISTS = (Path(torch.__file__).parent / "include/ATen/autocast_mode.h").read_text()
+
+
+@pytest.mark.slow
+@half
+def test_each_call_is_the_float64_one_rounded_once(dtype):
+    pytest.importorskip("expecttest")
+    compared, raised = table.compare(dtype)
+    assert not raised
+    assert {name: calls.wrong for name, calls in compared.calls.items() if calls.wrong} == {}
+    assert sum(calls.count for calls in compared.calls.values()) > 10_000
+    if dtype is torch.float16 and torch.__version__.partition("+")[0] in table.PAGE.read_text():
+        assert table.PAGE.read_text(encoding="utf-8") == table.page(compared)
+
+
+def test_the_comparison_sees_a_sum_in_16_bits():
+    # What the native kernel makes of 8192 ones: 2048.
+    compared = table.Compared(torch.float16)
+    with compared:
+        torch.ones(8192).half().cumsum(0)
+        F.layer_norm(torch.ones(8192, 4).half(), [4], torch.ones(4).half().requires_grad_())
+    exact = torch.tensor([1.0, 1 + 2**-11, 1 + 2**-10], dtype=torch.float64)
+    rounded = exact.half()
+    assert table.excess(rounded, exact, exact.float()) == 0
+    assert table.excess(rounded.nextafter(rounded + 1), exact, exact.float()) > 0.4
+
+
+SUMS = {
+    # name: (gradient or result of 8192 ones, what it is in FP32)
+    "layer_norm": lambda x: F.layer_norm(x, [1], *weights(1), eps=1.0),
+    "grid_sample": lambda x: F.grid_sample(
+        weights(1)[0].view(1, 1, 1, 1),
+        torch.zeros(1, 8192, 1, 2, dtype=x.dtype),
+        align_corners=True,
+    ),
+    "conv_tbc": lambda x: torch.conv_tbc(
+        x.view(8192, 1, 1), *(w.view(s) for w, s in zip(weights(1), ((1, 1, 1), (1,)), strict=True))
+    ),
+    "index": lambda x: weights(1)[0][torch.zeros(8192, dtype=torch.long)],
+    "sparse": lambda x: torch.sparse.mm(x.view(1, 8192).to_sparse(), torch.ones_like(x)),
+}
+given: list[torch.Tensor] = []
+
+
+def weights(size):
+    return given[0].new_ones(size).requires_grad_(), given[0].new_ones(size).requires_grad_()
+
+
+@half
+@pytest.mark.parametrize("name", SUMS)
+def test_8192_ones_are_8192(name, dtype, monkeypatch):
+    kept = []
+    monkeypatch.setattr(sys.modules[__name__], "given", [torch.ones(1, dtype=dtype)])
+    monkeypatch.setattr(
+        sys.modules[__name__],
+        "weights",
+        lambda size: [
+            kept.append(torch.ones(size, dtype=dtype).requires_grad_()) or kept[-1]
+            for _ in range(2)
+        ],
+    )
+    with HalfEmulation(dtype):
+        result = SUMS[name](torch.ones(8192, 1, dtype=dtype))
+        if kept:
+            result.sum().backward()
+    found = [w.grad for w in kept if w.grad is not None] or [result]
+    assert max(float(value.abs().max()) for value in found) == 8192
+
+
+@half
+def test_norms_written_by_hand_are_those_of_cuda(dtype):
+    """A norm over 512 channels of 3000 overflows FP16 wherever it is stored in it: in the modes
+    with 16-bit weights on CUDA too. amp computes it in FP32 there, so here as well."""
+    x = torch.full((2, 512), 3000.0, dtype=dtype)
+
+    def rms(x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+    with HalfEmulation(dtype):
+        for norm, exact in ((rms, 1.0), (F.normalize, 512**-0.5)):
+            overflowed = dtype is torch.float16
+            found = norm(x)
+            assert bool((found == 0).all()) == overflowed
+            lists = cuda_lists()
+            with torch.autocast("cpu", dtype):
+                assert torch.allclose(norm(x).double(), torch.tensor(exact).double(), rtol=2**-7)
+            del lists
+
+
+def test_what_cuda_has_no_kernel_of_is_refused_by_name():
+    x = torch.rand(4, 4).half()
+    refused = (
+        lambda: torch.cdist(x, x),
+        lambda: torch.igamma(x, x),
+        lambda: torch.histc(x),
+        lambda: torch.linalg.qr(x),
+        lambda: torch.special.ndtri(x),
+    )
+    for call in refused:
+        with HalfEmulation(), pytest.raises(NotImplementedError, match="CUDA has no fp16 kernel"):
+            call()
+
+
+def of_header(macro):
+    """The names on one of CUDA's lists, as torch ships them."""
+    found = re.search(rf"#define AT_FORALL_{macro}\(_\)((?:[^\n]*\\\n)+[^\n]*)", AMP_LISTS)
+    names = re.findall(r"_\((\w+)(?:,\s*(\w+))?\)", found[1])
+    return [f"{name}.{overload}".rstrip(".") for name, overload in names]
+
+
+@pytest.mark.parametrize(
+    ("macro", "fewest"),
+    [("LOWER_PRECISION_FP", 30), ("FP32", 50), ("FP32_SET_OPT_DTYPE", 10), ("PROMOTE", 10)],
+)
+def test_every_name_on_the_lists_that_torch_ships_is_on_ours(macro, fewest):
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    names, lists = of_header(macro), cuda_lists()
+    missing = [name for name in names if not has(f"aten::{name}", "AutocastCPU")]
+    assert len(names) >= fewest and missing == [] and lists is not None
+
+
+def cases():
+    """(list, name, arguments) of torch's own tests of CUDA's autocast, on a CPU."""
+    pytest.importorskip("expecttest")
+    from torch.testing._internal.autocast_test_lists import AutocastTestLists
+
+    torch.manual_seed(0)
+    lists = AutocastTestLists(torch.device("cpu"))
+    for kind in ("fp16", "fp32", "need_autocast_promote"):
+        for space in ("torch", "nn", "methods"):
+            for name, args, *more in getattr(lists, f"{space}_{kind}", []):
+                kwargs = more[0] if more and isinstance(more[0], dict) else {}
+                where = {"torch": torch, "nn": torch._C._nn, "methods": torch.Tensor}[space]
+                yield kind, space, name, getattr(where, name, None), args, kwargs
+
+
+def ready(tree, to=None):
+    """The tree with fresh leaves of the graph in place of its tensors, of dtype `to`."""
+
+    def one(value):
+        fits = isinstance(value, torch.Tensor) and value.is_floating_point()
+        fits = fits and value.dtype is not torch.float64
+        return value.detach().to(to or value.dtype).requires_grad_() if fits else value
+
+    return tree_map(one, tree)
+
+
+# cuDNN's own, a CUDA kernel, and one whose arguments do not fit (torch's test skips it as well).
+ELSEWHERE = {
+    *("cudnn_convolution", "cudnn_convolution_transpose", "_cudnn_rnn"),
+    *("_thnn_fused_lstm_cell", "_thnn_fused_gru_cell", "einsum"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # deprecated ones are on the lists too
+@pytest.mark.parametrize("dtype", [torch.float16])
+def test_what_torch_tests_of_autocast_on_cuda_holds_here(dtype):
+    """Result and gradient equal those of the call with its arguments cast by hand."""
+    checked, lists = set(), cuda_lists()
+    for kind, space, name, function, args, kwargs in cases():
+        if function is None or name in ELSEWHERE:
+            continue
+        wanted = {"fp16": dtype, "fp32": torch.float32, "need_autocast_promote": torch.float32}[
+            kind
+        ]
+
+        outcomes = []
+        for to in (None, wanted):
+            given = ready((args, kwargs), to)
+            with HalfEmulation(dtype):
+                with torch.autocast("cpu", dtype, enabled=to is None):
+                    result = function(*given[0], **given[1])
+                first = next(t for t in tree_leaves(result) if isinstance(t, torch.Tensor))
+                if first.requires_grad:
+                    first.float().sum().backward()
+            leaves = [t for t in tree_leaves(given) if isinstance(t, torch.Tensor)]
+            outcomes.append((first.detach(), [t.grad for t in leaves if t.is_leaf]))
+        (own, own_grads), (by_hand, grads) = outcomes
+        assert own.dtype is wanted, (space, name, own.dtype)
+        assert torch.equal(own.nan_to_num(), by_hand.nan_to_num()), (space, name)
+        for one, other in zip(own_grads, grads, strict=True):
+            assert (one is None) == (other is None)
+            # Cast by autograd, a gradient has the dtype of its argument: compare in the narrower.
+            if one is not None:
+                narrow = min(one.dtype, other.dtype, key=lambda d: d.itemsize)
+                close = {"rtol": 2 * torch.finfo(narrow).eps, "atol": torch.finfo(narrow).tiny}
+                close["equal_nan"] = True
+                assert torch.allclose(*(g.to(narrow) for g in (one, other)), **close), name
+        checked.add((kind, name))
+    assert len(checked) > 60 and lists is not None
+
+
+def test_binary_cross_entropy_is_an_error_under_autocast_as_on_cuda():
+    lists, x = cuda_lists(), torch.rand(4).requires_grad_()
+    with torch.autocast("cpu", torch.float16), pytest.raises(RuntimeError, match="unsafe"):
+        nn.BCELoss()(x, x.detach())
+    assert lists is not None
+
+
+@pytest.mark.slow
+def test_torchs_own_lists_are_back_afterwards():
+    script = """
+import torch
+from mprun.precision.autocast import cuda_lists
+lists, dtypes = cuda_lists(), []
+for _ in range(2):
+    with torch.autocast("cpu", torch.float16):
+        dtypes.append(torch.ones(4).half().softmax(-1).dtype)
+    lists = None
+print(dtypes)
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert ended.stdout == "[torch.float32, torch.float16]\n", ended.stderr
