@@ -25,6 +25,13 @@ from mprun.record.memory import SavedForBackward, memory_by_kind
 _NOT_COUNTED = (UNWRITTEN - {"resize_"}) | {"_unsafe_view"}
 _CASTS = {"_to_copy", "copy_", "copy"}
 _FP32 = ("fp32", "tf32")
+# Infinite without an overflow: at 0, or because it is told so.
+_POLES = frozenset(
+    """
+    atanh div fill_ full_like log log10 log1p log2 logit masked_fill masked_fill_ reciprocal rsqrt
+    where
+    """.split()
+)
 
 
 class Row(NamedTuple):
@@ -70,6 +77,8 @@ class FirstStep:
         self.fp32_modules: dict[str, Counter[str]] = {}
         self._fp32_patterns = [p for p, dtype in overrides.items() if dtype == "fp32"]
         self._modules: list[tuple[str, str]] = []  # label, name
+        # (operation and module, whether finite 16-bit operands gave an infinite result).
+        self._infinite: list[tuple[str, Tensor]] = []
         self._lock = threading.Lock()
         self._after_backward = False
         self._recurrent_flops = 0
@@ -107,7 +116,12 @@ class FirstStep:
             rows.append({"phase": phase, "operation": name, "dtype": dtype} | row._asdict())
             if not row.flops:
                 del rows[-1]["flops"]
-        return {"step": self.step, "rows": rows, "not_in_16_bits": self.not_in_16_bits()}
+        return {
+            "step": self.step,
+            "rows": rows,
+            "not_in_16_bits": self.not_in_16_bits(),
+            "overflowed": self.overflowed(),
+        }
 
     def memory(self) -> dict[str, dict[str, int]]:
         """For run.json: kind -> dtype -> bytes, measured after the step (see record.memory)."""
@@ -140,6 +154,17 @@ class FirstStep:
             found += sorted(f"{name} in the backward pass" for _, name, _ in wide)
         return found
 
+    def overflowed(self) -> list[str]:
+        """Forward operations whose 16-bit result is infinite though their operands are finite, e.g.
+        "linalg_vector_norm in norm1". Nothing else tells of them where a division makes 0 of it.
+
+        Reads values of the device.
+        """
+        flags = [flag for _, flag in self._infinite]
+        found = torch.stack(flags).tolist() if flags else []
+        names = [name for (name, _), bad in zip(self._infinite, found, strict=True) if bad]
+        return list(dict.fromkeys(names))
+
     def _hook(self, label: str, name: str, module: nn.Module) -> None:
         def enter(module: nn.Module, args: tuple) -> None:
             self._after_backward = False
@@ -168,6 +193,8 @@ class FirstStep:
             row = Row(1, sum(t.numel() for t in changed), flops(name, args, kwargs, result))
             with self._lock:
                 self._add(self._phase(), name, dtype, row)
+                if self._phase() == "forward" and name not in _POLES:
+                    self._note_overflow(name, operands, results)
                 if name == "_to_copy" and operands:
                     self._note_weight_copy(operands[0], results)
         return result
@@ -202,6 +229,16 @@ class FirstStep:
             if not any(fnmatchcase(own, p) for own in inside for p in self._fp32_patterns):
                 label = self._modules[-1][0] if self._modules else ""
                 self.fp32_modules.setdefault(name, Counter())[label] += 1
+
+    def _note_overflow(self, name: str, operands: list[Tensor], results: list[Tensor]) -> None:
+        half = [t for t in results if t.dtype.itemsize == 2 and t.layout is torch.strided]
+        if half and operands and all(t.layout is torch.strided for t in operands):
+            infinite = torch.stack([t.isinf().any() for t in half]).any()
+            for operand in operands:
+                if operand.device == infinite.device:
+                    infinite = infinite & operand.isfinite().all()
+            label = self._modules[-1][0] if self._modules else "the step itself"
+            self._infinite.append((f"{name} in {label}", infinite))
 
     def _note_weight_copy(self, source: Tensor, results: list[Tensor]) -> None:
         if source.untyped_storage().data_ptr() in self.saved.excluded:

@@ -184,6 +184,46 @@ def test_an_fp32_product_that_nobody_asked_for_is_named():
     )
 
 
+class Normalized(nn.Module):
+    """Of channels of 3000: 9e6 is beyond FP16, and so is the norm of 516 of them, 68147."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x):
+        return self.norm(torch.zeros_like(x) + 3000)
+
+
+def rms(x):
+    return x * torch.rsqrt(x.pow(2).mean(1, keepdim=True) + 1e-6)
+
+
+def of_516(x):
+    return F.normalize(x.repeat(1, 86, 1, 1))[:, :WIDTH]
+
+
+@pytest.mark.parametrize(
+    ("mode", "norm", "overflowed"),
+    [
+        ("fp16_naive", rms, ["pow in norm"]),
+        ("fp16_naive", of_516, ["linalg_vector_norm in norm"]),
+        ("bf16_naive", rms, []),
+        ("amp", rms, []),  # CUDA's lists: pow and rsqrt in FP32
+        ("amp", of_516, []),
+    ],
+)
+def test_a_norm_that_overflowed_and_came_out_as_0_is_named(mode, norm, overflowed):
+    task = SmallTask(mode)
+    task.learners["model"].model.norm = Normalized(norm)
+    with FirstStep(task, task.policy, {}) as first:
+        assert task.train_step(0).isfinite()
+    assert first.overflowed() == overflowed
+    text = first.summary("cpu")
+    assert ("overflowed to inf" in text) == bool(overflowed)
+    assert all(name in text for name in overflowed)
+
+
 def test_a_module_in_fp32_by_mistake_is_named():
     task = SmallTask("amp")
     output = task.learners["model"].model.output
@@ -323,7 +363,15 @@ def test_the_flags_of_a_gpu_that_matter():
         "cudnn.benchmark": True,
         "deterministic_algorithms": False,
     }
-    text = "\n".join(lines({"step": 1, "rows": [], "not_in_16_bits": []}, {}, flags, "amp", "cuda"))
+    text = "\n".join(
+        lines(
+            {"step": 1, "rows": [], "not_in_16_bits": [], "overflowed": []},
+            {},
+            flags,
+            "amp",
+            "cuda",
+        )
+    )
     assert "cuda.matmul ieee, cudnn.conv tf32, cudnn.rnn ieee" in text
     assert "16-bit products reduced in 16 bits" in text
     assert "cudnn.benchmark on, deterministic off" in text
