@@ -152,7 +152,13 @@ def database() -> list:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from torch.testing._internal.common_methods_invocations import op_db
+    thaw()
     return sorted(op_db, key=name_of)
+
+
+def thaw() -> None:
+    """Importing torch's tests forbids its whole process to set flags (of cuDNN, say)."""
+    torch.backends.__allow_nonbracketed_mutation_flag = True
 
 
 def name_of(op) -> str:

@@ -73,6 +73,12 @@ def optimizer_maker(
     registers (and torch's fused SGD does not update half parameters on a CPU at all).
     """
     implementation, fused = config.implementation, has_fused_kernel(config.name, device)
+    if why := _why_unfused(config, module):
+        if implementation in ("fused", "single_pass"):
+            raise BadInput(
+                f"optim.implementation={implementation}: {why} (allowed: auto, foreach, loop)"
+            )
+        fused = False
     if implementation in ("auto", "single_pass"):
         in_16_bits = policy.master_dtype is None and policy.param_dtype.itemsize == 2
         implementation = "fused" if fused and not in_16_bits else "foreach"
@@ -96,3 +102,24 @@ def optimizer_maker(
         return _OPTIMIZERS[config.name](groups, **settings)
 
     return make
+
+
+def _why_unfused(config: schema.OptimConfig, module: nn.Module) -> str | None:
+    """What of the network torch's fused kernels do not take; BadInput where no kernel does."""
+    for name, layer in module.named_modules():
+        if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse:
+            for key, bad in (
+                ("name", config.name.startswith("adam")),
+                ("weight_decay", config.weight_decay),
+            ):
+                if bad:
+                    raise BadInput(
+                        f"optim.{key}={getattr(config, key)}: torch has none for sparse gradients, "
+                        f"which {name} makes (allowed: sgd or adagrad without weight decay; or "
+                        "sparse=False in the network)"
+                    )
+            return f"{name} makes sparse gradients, which no fused kernel takes"
+    for name, parameter in module.named_parameters():
+        if parameter.is_complex():
+            return f"{name} is complex, which no fused kernel takes"
+    return None

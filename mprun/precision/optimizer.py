@@ -312,7 +312,10 @@ class MixedPrecisionOptimizer:
         made = [*(own.dtype for own in self.parameters), *(row.row_dtype for row in self.rows)]
         updated = [*self.updated, *(row.tensor for row in self.rows)]
         # Without master weights a parameter that an override keeps in FP32 has FP32 gradients.
-        used = [self.grad_dtype if self.has_masters else tensor.dtype for tensor in updated]
+        used = [
+            self.grad_dtype if self.has_masters and not tensor.is_complex() else tensor.dtype
+            for tensor in updated
+        ]
         return list(zip(made, used, (tensor.numel() for tensor in updated), strict=True))
 
 
@@ -435,4 +438,7 @@ def choose_averaged(
     chosen = {name: weight for name, weight in weights.items() if name in names}
     if not chosen:
         raise ValueError(f"optim.average_modules={patterns}: these modules have no weights")
+    for name, weight in chosen.items():
+        if weight.is_complex():
+            raise ValueError(f"optim.average_decay: {name} is complex and has no average")
     return chosen

@@ -1,9 +1,10 @@
 """torch's optimizers: made safe to skip, and with groups of parameters that they treat alike.
 
 Two traps of torch.optim are closed here. A fused SGD whose very first step is skipped keeps an
-uninitialised momentum buffer and uses it afterwards (seen in torch 2.15), so all state exists
-before the first step. And optimizers without a fused kernel know no found_inf, so their step is
-taken back on the device where it must not count.
+uninitialised momentum buffer and uses it afterwards (seen in torch 2.15), so state exists before
+the first step. And optimizers without a fused kernel know no found_inf, so their step is taken back
+on the device where it must not count. Of optimizers whose state appears during their first step,
+or stays on the host, the host decides, as torch.amp.GradScaler does: it waits for the device.
 
 Weights, biases and parameters of norm layers are such groups. Caffe gives each bias twice the rate
 and no weight decay (`lr_mult: 2, decay_mult: 0` in its AlexNet); recipes for ResNet-50 since Goyal
@@ -39,15 +40,15 @@ def rule_of(optimizer: Optimizer) -> str | None:
 def initialise_state(optimizer: Optimizer) -> None:
     """Create the state tensors that SGD, Adam, AdamW and Adagrad would create on a first step.
 
-    Zero momentum equals torch's first step (buffer = gradient) because dampening is 0.
+    Zero momentum equals torch's first step (buffer = gradient) where dampening is 0; where it is
+    not, and for other optimizers, there is none until their first step.
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             state = optimizer.state[parameter]
             if isinstance(optimizer, SGD) and group["momentum"] and not state:
-                if group["dampening"]:
-                    raise ValueError(f"dampening={group['dampening']}: must be 0")
-                state["momentum_buffer"] = torch.zeros_like(parameter)
+                if not group["dampening"]:
+                    state["momentum_buffer"] = torch.zeros_like(parameter)
             elif isinstance(optimizer, (Adam, AdamW)) and not state:
                 on_device = group["fused"] or group["capturable"]
                 state["step"] = torch.zeros(
@@ -68,32 +69,18 @@ def is_fused(optimizer: Optimizer) -> bool:
 def step_unless(optimizer: Optimizer, found_inf: Tensor) -> None:
     """Take one step that leaves parameters and state as they were where found_inf is non-zero.
 
-    No host synchronisation, so the step counter that Adagrad keeps on the host beside CUDA
-    parameters is not taken back (without lr_decay nothing reads it). A fused kernel skips by
-    itself; otherwise the step is taken and taken back, which costs a copy of parameters and state.
-
-    Raises:
-        ValueError: the state of this optimizer would appear only during the step, so that its first
-            skip could not be taken back.
+    A fused kernel skips by itself; otherwise the step is taken and taken back on the device, which
+    costs a copy of parameters and state. Waits for the device only where `_host_decides`.
     """
+    if _host_decides(optimizer):
+        if not found_inf.item():
+            optimizer.step()
+        return
     if is_fused(optimizer):
         optimizer.found_inf = found_inf  # type: ignore[attr-defined]  # not in torch's stub
         optimizer.step()
         del optimizer.found_inf  # type: ignore[attr-defined]
         return
-    if not isinstance(optimizer, (SGD, Adam, AdamW, Adagrad)):
-        raise ValueError(
-            f"{type(optimizer).__name__}: skipping needs a fused optimizer or one of "
-            "SGD, Adam, AdamW, Adagrad"
-        )
-    if any(group.get("lr_decay") for group in optimizer.param_groups):
-        raise ValueError("lr_decay: must be 0 for updates that can be skipped")
-    for group in optimizer.param_groups:
-        if not group.get("capturable", True) and group["params"][0].device.type != "cpu":
-            raise ValueError(
-                f"{type(optimizer).__name__}: needs fused=True or capturable=True for "
-                "updates that can be skipped on a GPU"
-            )
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     # Adagrad keeps its step counter on the host, where it serves lr_decay alone: taking it back
     # would make the host wait for the device.
@@ -108,6 +95,30 @@ def step_unless(optimizer: Optimizer, found_inf: Tensor) -> None:
     skipped = found_inf != 0
     for tensor, old in zip(tensors, before, strict=True):
         tensor.copy_(torch.where(skipped, old, tensor))
+
+
+def _host_decides(optimizer: Optimizer) -> bool:
+    """Whether a step could not be taken back on the device: state that is still to appear, or that
+    is no tensor of the device (a counter on the host, or a plain number)."""
+    if is_fused(optimizer) and not any(g.get("dampening") for g in optimizer.param_groups):
+        return False  # made before the first step, on the device
+    known = rule_of(optimizer)
+    for group in optimizer.param_groups:
+        if known == "adagrad" and not group["lr_decay"]:
+            continue  # its counter serves nothing else
+        for parameter in group["params"]:
+            state = optimizer.state[parameter]
+            if (
+                parameter.grad is not None
+                and not state
+                and not (known == "sgd" and not group["momentum"])
+            ):
+                return True
+            for value in state.values():
+                own = isinstance(value, Tensor) and value.device == parameter.device
+                if value is not None and not own:
+                    return True
+    return False
 
 
 @functools.cache

@@ -199,6 +199,8 @@ class Gradients:
             self._add(self._pending)
             self._pending = None
         scale.backward(loss)
+        if any(p.grad is not None and p.grad.is_sparse for p in self.parameters):
+            self.single_pass = None  # of this step: its kernels take every weight
         if self.single_pass is not None and all(value is None for value in self.values):
             self._pending = scale
         elif self.collects:
@@ -242,7 +244,8 @@ class Gradients:
             self.single_pass.update(ready.own, clip)
             return
         if clip is not None:
-            torch._foreach_mul_(self.clipped([*own, *ready.rows]), clip)
+            for group in by_dtype(self.clipped([*own, *ready.rows])):
+                torch._foreach_mul_(group, clip)
         if self.collects:
             for updated, gradient in zip(self.updated, own, strict=True):
                 updated.grad = None if gradient is None else gradient.to(updated.dtype)
@@ -264,6 +267,9 @@ class Gradients:
     def _parts(self) -> tuple[list[Tensor | None], list[Tensor | None]]:
         """Those of the parameters and those of the rows, as they are."""
         if not self.collects:
+            for parameter in self.parameters:
+                if parameter.grad is not None and parameter.grad.is_sparse:
+                    parameter.grad = parameter.grad.coalesce()
             return [p.grad for p in self.parameters], [row.gradient for row in self.rows]
         count = len(self.parameters)
         return self.values[:count], self.values[count:]
@@ -273,6 +279,9 @@ class Gradients:
         new: list[Tensor | None] = []
         for parameter, dtype in zip(self.parameters, self.dtypes, strict=False):
             gradient, parameter.grad = parameter.grad, None
+            if gradient is not None and gradient.is_sparse:
+                # Summed in the dtype of the update; rows that a 16-bit sum could not hold.
+                gradient = gradient.to(dtype).coalesce()
             new.append(None if gradient is None else gradient.to(dtype))
         found_inf, grad_max = self._add_to([*new, *self._take_rows()], scale)
         if scale.skips_nonfinite:
@@ -305,18 +314,31 @@ class Gradients:
                 check_and_unscale(group, found_inf, self._one)
             torch.maximum(self.found_inf, found_inf, out=self.found_inf)
         pairs = list(zip(self.values, new, strict=True))
-        both = [pair for pair in pairs if pair[0] is not None and pair[1] is not None]
+        both = [p for p in pairs if p[0] is not None and p[1] is not None and not p[0].is_sparse]
         if both:
             torch._foreach_add_(*map(list, zip(*both, strict=True)))
-        self.values = [gradient if value is None else value for value, gradient in pairs]
+        self.values = [_sum_of(value, gradient) for value, gradient in pairs]
         return found_inf, grad_max
 
 
+def _sum_of(value: Tensor | None, gradient: Tensor | None) -> Tensor | None:
+    """Dense ones have been added up in place."""
+    if value is None or gradient is None or not value.is_sparse:
+        return gradient if value is None else value
+    # In FP32: torch adds up sparse 16-bit tensors on no CPU.
+    wide = torch.promote_types(value.dtype, torch.float32)
+    return (value.to(wide) + gradient.to(wide)).coalesce().to(value.dtype)
+
+
 def by_dtype(tensors: Iterable[Tensor | None]) -> list[list[Tensor]]:
-    """Tensors grouped by dtype, None left out: torch's foreach kernels take one dtype at a time."""
+    """Their numbers grouped by dtype, None left out: torch's foreach kernels take one dtype at a
+    time. Of a coalesced sparse tensor these are its values, of a complex one both parts; what is
+    written to them is written to the tensor."""
     groups: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         if tensor is not None:
+            tensor = tensor._values() if tensor.is_sparse else tensor
+            tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
             groups.setdefault(tensor.dtype, []).append(tensor)
     return list(groups.values())
 

@@ -109,6 +109,8 @@ def _why_not(gradients: Gradients) -> str | None:
         return f"{type(inner).__name__}: only SGD, Adam, AdamW and Adagrad have one"
     if device not in ("cpu", "cuda"):
         return f"there is none for {device}"
+    if any(tensor.is_complex() for tensor in updated):
+        return "a weight is complex"
     if any(tensor.dtype is not torch.float32 for tensor in updated):
         return "weights are updated in 16 bits, operation by operation"
     if set(gradients.dtypes[: len(updated)]) != {torch.float32}:

@@ -102,6 +102,26 @@ def bag(data):
     return Bag(data.vocab_size)
 
 
+def sparse(data):
+    network = Bag(data.vocab_size)
+    next(m for m in network.modules() if isinstance(m, nn.Embedding)).sparse = True
+    return network
+
+
+class Fourier(Mixed):
+    def __init__(self, classes):
+        super().__init__(classes)
+        self.filter = nn.Parameter(torch.ones(1, 1, 8, 8, dtype=torch.complex64))
+
+    def forward(self, x):
+        filtered = torch.fft.ifft2(torch.fft.fft2(x.float()) * self.filter).real
+        return super().forward(filtered.to(x.dtype))
+
+
+def fourier(data):
+    return Fourier(data.num_classes)
+
+
 def pair(data, size=8):
     image = nn.Unflatten(1, (1, size, size))
     generator = nn.Sequential(nn.Linear(5, size * size), nn.Tanh(), image)
@@ -380,12 +400,15 @@ OWN = {
         "compare.metric=loss",
     ],
     "bag": [*TEXT, "model.factory=owncode:bag"],
+    "sparse": [*TEXT, "model.factory=owncode:sparse", "optim=sgd_plain"],
+    "complex": [*IMAGES, "model.factory=owncode:fourier", "optim=sgd"],
     **{
         kind: [*TEXT, "model.factory=owncode:recurrent", f"model.options.kind={kind}"]
         for kind in ("GRU", "RNN", "LSTM")
     },
 }
-SOME = {("mixed", "amp"), ("GRU", "fp16_master_scaled"), ("bag", "fp16_naive"), ("pair", "fp32")}
+SOME = {("sparse", "amp"), ("complex", "fp16_master_scaled")}
+SOME |= {("mixed", "amp"), ("GRU", "fp16_master_scaled"), ("bag", "fp16_naive"), ("pair", "fp32")}
 
 
 @pytest.mark.parametrize(
@@ -406,6 +429,23 @@ def test_every_kind_of_network_trains_and_is_evaluated_in_every_mode(name, mode,
     assert np.isfinite(list(values.values())).all()
     if mode != "fp32":
         assert built.arithmetic.rerouted()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "wanted"),
+    [
+        ("owncode:sparse optim=adam", "optim.name=adam: torch has none for sparse gradients"),
+        ("owncode:sparse optim=sgd optim.weight_decay=0.1", "optim.weight_decay=0.1: torch has"),
+        (
+            "owncode:sparse optim=sgd_plain optim.implementation=fused",
+            "no fused kernel takes (allowed: auto",
+        ),
+    ],
+)
+def test_what_torch_cannot_update_sparsely_is_refused_before_training(overrides, wanted, capsys):
+    assert main([*TEXT, *COMMON, *f"model.factory={overrides}".split()]) == 2
+    printed = capsys.readouterr().err
+    assert printed.count("\n") == 1 and wanted in printed
 
 
 def test_the_trial_and_the_data_take_no_random_number_of_the_run(build_run):

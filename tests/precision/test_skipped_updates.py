@@ -14,7 +14,6 @@ from mprun.precision import (
     cast_model,
     get_policy,
 )
-from mprun.precision.torch_update import step_unless
 
 INF, NAN = float("inf"), float("nan")
 MAKERS = {
@@ -188,26 +187,140 @@ def test_torch_s_fused_sgd_alone_keeps_an_uninitialised_buffer():
     assert same_bits(run.state(), clean.state())
 
 
-def test_an_optimizer_that_cannot_be_skipped_is_refused():
-    parameter = nn.Parameter(torch.ones(2))
-    parameter.grad = torch.ones(2)
-    with pytest.raises(ValueError, match="RMSprop.*SGD, Adam"):
-        step_unless(torch.optim.RMSprop([parameter]), torch.zeros(()))
+OTHERS = {
+    "rmsprop": lambda t: torch.optim.RMSprop(t, 1e-2, momentum=0.9, centered=True),
+    "nadam": lambda t: torch.optim.NAdam(t, 1e-2),
+    "radam": lambda t: torch.optim.RAdam(t, 1e-2),
+    "adamax": lambda t: torch.optim.Adamax(t, 1e-2),
+    "adadelta": lambda t: torch.optim.Adadelta(t, 1.0),
+    "adafactor": lambda t: torch.optim.Adafactor(t, 1e-2),
+    "rprop": lambda t: torch.optim.Rprop(t, 1e-2),
+    "asgd": lambda t: torch.optim.ASGD(t, 1e-2),
+    "adagrad, decaying": lambda t: torch.optim.Adagrad(t, 1e-2, lr_decay=0.1),
+    "sgd, dampening": lambda t: torch.optim.SGD(t, 0.05, 0.9, dampening=0.5),
+}
 
 
-def test_a_rate_that_decays_with_skipped_steps_is_refused():
-    parameter = nn.Parameter(torch.ones(2))
-    parameter.grad = torch.ones(2)
-    with pytest.raises(ValueError, match="lr_decay"):
-        step_unless(torch.optim.Adagrad([parameter], lr_decay=0.1), torch.zeros(()))
+@pytest.mark.parametrize("optimizer", OTHERS)
+def test_other_optimizers_skip_as_under_torch_amp(optimizer):
+    """Bit for bit as with GradScaler, whose host decides, the first step's skip among them."""
+    weights = {}
+    for who in ("torch", "mprun"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+        factor = [1.0]
+        model[2].bias.register_hook(lambda gradient, factor=factor: gradient * factor[0])
+        if who == "torch":
+            inner = OTHERS[optimizer](list(model.parameters()))
+            scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=4)
+        else:
+            scale = DynamicLossScale(2.0**8, growth_interval=4)
+            cast = cast_model(model, get_policy("amp"))
+            own = MixedPrecisionOptimizer(
+                cast, lambda named: OTHERS[optimizer]([t for _, t in named]), scale
+            )
+        for step in range(12):
+            factor[0] = INF if step in (0, 1, 6) else 1.0
+            x = torch.randn(5, 6, generator=torch.Generator().manual_seed(step))
+            loss = model(x).square().mean()
+            if who == "torch":
+                inner.zero_grad()
+                scaler.scale(loss).backward()
+                scaler.step(inner)
+                scaler.update()
+            else:
+                own.zero_grad()
+                own.backward(loss)
+                own.step()
+                scale.update()
+        weights[who] = [parameter.detach().clone() for parameter in model.parameters()]
+    assert same_bits(weights["mprun"], weights["torch"])
+    assert all(weight.isfinite().all() for weight in weights["mprun"])
 
 
-def test_dampening_is_refused():
-    with pytest.raises(ValueError, match="dampening=0.5"):
-        MixedPrecisionOptimizer(
-            cast_model(nn.Linear(2, 2), get_policy("amp")),
-            lambda named: torch.optim.SGD([t for _, t in named], 0.1, 0.9, dampening=0.5),
-        )
+class Lookup(nn.Module):
+    """Two rows of eight are used, one of them thrice."""
+
+    def __init__(self, sparse):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(8, 4, sparse=sparse)
+
+    def forward(self, factor):
+        return self.table(torch.tensor([1, 5, 1, 1])) * factor
+
+
+def looked_up(sparse, mode, make, **more):
+    scale = DynamicLossScale(2.0**8, growth_interval=4)
+    model = Lookup(sparse)
+    cast = cast_model(model, get_policy(mode))
+    own = MixedPrecisionOptimizer(cast, lambda named: make([t for _, t in named]), scale, **more)
+    updates = []
+    for step in range(6):
+        own.zero_grad()
+        for part in (1.0, 2.0):  # two micro-batches
+            factor = torch.tensor(INF if step in (0, 3) and part == 2 else part)
+            outputs = model(factor.to(model.table.weight.dtype)).float()
+            own.backward((outputs * torch.arange(1.0, 5)).square().mean())
+        updates.append(own.step(measure_norm=True))
+        scale.update()
+    return model.table.weight.detach().clone(), [(u.found_inf.item(), u.grad_norm) for u in updates]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant")  # of torch.optim.Adagrad's own tensors
+@pytest.mark.parametrize("clip", [None, 0.05])
+@pytest.mark.parametrize("mode", ["amp", "fp16_master", "fp16_naive"])
+@pytest.mark.parametrize("rule", ["sgd", "adagrad"])
+def test_sparse_gradients_are_skipped_and_clipped_as_dense_ones(rule, mode, clip):
+    make = {
+        "sgd": lambda t: torch.optim.SGD(t, 0.05, foreach=False),
+        "adagrad": lambda t: torch.optim.Adagrad(t, 0.05, eps=1e-3, foreach=False),
+    }[rule]
+    (sparse, told), (dense, expected) = (
+        looked_up(sparse, mode, make, clip_norm=clip) for sparse in (True, False)
+    )
+    assert [found for found, _ in told] == [1, 0, 0, 1, 0, 0]
+    # The three uses of a row are summed in FP32 here, by the native 16-bit kernel there.
+    eps = torch.finfo(torch.float16).eps
+    assert torch.allclose(sparse.double(), dense.double(), rtol=4 * eps, atol=4 * eps)
+    for (_, own), (_, other) in zip(told, expected, strict=True):
+        assert torch.allclose(own, other, rtol=4 * eps, equal_nan=True)
+
+
+@pytest.mark.parametrize("mode", ["fp32", "amp", "fp16_master_scaled"])
+def test_complex_weights_keep_both_parts(mode):
+    """Against a plain loop in complex64; a loss scale of a power of two changes no bit."""
+    weights = {}
+    for who in ("torch", "mprun"):
+        torch.manual_seed(0)
+        model = nn.Module()
+        model.filter = nn.Parameter(torch.randn(4, dtype=torch.complex64))
+        x = torch.randn(3, 4)
+        if who == "torch":
+            inner = torch.optim.SGD(model.parameters(), 0.1, 0.9, foreach=False)
+        else:
+            cast = cast_model(model, get_policy(mode))
+            scale = StaticLossScale(64.0) if mode != "fp32" else NoLossScale()
+            own = MixedPrecisionOptimizer(
+                cast,
+                lambda named: torch.optim.SGD([t for _, t in named], 0.1, 0.9, foreach=False),
+                scale,
+                clip_norm=1e3,
+            )
+        for _ in range(3):
+            loss = (torch.fft.ifft(torch.fft.fft(x) * model.filter).real - x).square().mean()
+            if who == "torch":
+                inner.zero_grad()
+                loss.backward()
+                inner.step()
+            else:
+                own.zero_grad()
+                own.backward(loss)
+                update = own.step(measure_norm=True)
+                scale.update()
+        weights[who] = model.filter.detach().clone()
+    assert torch.equal(weights["mprun"], weights["torch"])
+    assert weights["mprun"].imag.abs().max() > 0 and update.grad_norm > 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
