@@ -7,7 +7,9 @@ but never removed, master weights that are never copied back, a learning rate th
     python benchmarks/known_truths.py FOLDER [--steps N] [--seeds N] [--jobs N]
 
 prints one line a truth and leaves runs and reports in FOLDER; exit code 1 if one is broken. The
-defects are patches of this process: the package has no switch for them.
+defects are patches of this process: the package has no switch for them. Each is planted in both
+ways in which an update is computed, and every run leaves beside its directory what the defect did
+in it (`planted.json`): a defect that did nothing breaks its truth.
 """
 
 import argparse
@@ -41,20 +43,41 @@ TRUTHS = (
     Truth("fp16_master_scaled", ("precision=fp16_master_scaled",), frozenset(MOVED)),
     Truth("amp", ("precision=amp",), frozenset(MOVED)),
     Truth("fp16_naive", ("precision=fp16_naive",), frozenset(REFUSED)),
-    Truth("scale_not_removed", (*SCALED, "scaler.scale=8"), frozenset(REFUSED), "scale_stays"),
-    Truth("masters_not_copied", ("precision=fp16_master",), frozenset(REFUSED), "no_copy_back"),
+    *(
+        Truth(
+            f"{name}-{way}",
+            (*mode, f"optim.implementation={way}"),
+            frozenset(REFUSED),
+            defect,
+            allow="optim.implementation",
+        )
+        for way in ("single_pass", "foreach")
+        for name, mode, defect in (
+            ("scale_not_removed", (*SCALED, "scaler.scale=8"), "scale_stays"),
+            ("masters_not_copied", ("precision=fp16_master",), "no_copy_back"),
+        )
+    ),
     Truth("rate_off", ("optim.lr=0.024",), frozenset(REFUSED), allow="optim.lr"),
 )
 
 
-def plant(defect: str) -> None:
-    """Break the engine of this process in the named way."""
+def plant(defect: str) -> dict[str, int]:
+    """Break the engine of this process in the named way.
+
+    Returns what it has done so far: "acted", the calls in which it changed a number.
+    """
     import torch
 
     from mprun.precision import LossScale, MixedPrecisionOptimizer
 
+    planted = {"acted": 0}
     if defect == "scale_stays":
-        LossScale.inverse = lambda self: torch.ones((), device=self.scale.device)
+
+        def one(self):
+            planted["acted"] += int(self.scale.item() != 1)
+            return torch.ones((), device=self.scale.device)
+
+        LossScale.inverse = one
     elif defect == "no_copy_back":
         step = MixedPrecisionOptimizer.step
 
@@ -67,12 +90,14 @@ def plant(defect: str) -> None:
             before = [own.clone() for own in copies]
             done = step(self, *arguments, **named)
             for own, value in zip(copies, before, strict=True):
+                planted["acted"] += int(not torch.equal(own, value))
                 own.copy_(value)
             return done
 
         MixedPrecisionOptimizer.step = without_copies
     elif defect != "none":
         raise ValueError(f"{defect}: no such defect")
+    return planted
 
 
 def main() -> int:
@@ -106,6 +131,16 @@ def _run(defect: str, words: list) -> None:
         raise SystemExit(f"{' '.join(command)}: {ended.stderr}")
 
 
+def _not_planted(folder: Path, truth: Truth) -> list[str]:
+    """Runs of an arm in which its defect did nothing, or something that was not planted."""
+    wrong = []
+    for place in sorted((folder / truth.name).glob("s*.planted.json")):
+        acted = json.loads(place.read_text(encoding="utf-8"))["acted"]
+        if (acted > 0) != (truth.defect != "none"):
+            wrong.append(f"{place.stem}: the defect acted {acted} times")
+    return wrong
+
+
 def _judge(folder: Path, truth: Truth) -> int:
     """Print the verdict on one truth; 1 if it is one that must not be."""
     baseline, arm = str(folder / "fp32"), str(folder / truth.name)
@@ -119,15 +154,24 @@ def _judge(folder: Path, truth: Truth) -> int:
         return 1
     [row] = json.loads(ended.stdout)["groups"][0]["modes"]
     verdict = row["verdict"]
-    wrong = verdict["name"] in truth.never
-    print(f"{'BROKEN' if wrong else 'ok':7} {truth.name}: {verdict['name']}: {verdict['sentence']}")
+    controls = _not_planted(folder, truth)
+    wrong = verdict["name"] in truth.never or bool(controls)
+    said = "; ".join([verdict["sentence"], *controls])
+    print(f"{'BROKEN' if wrong else 'ok':7} {truth.name}: {verdict['name']}: {said}")
     return int(wrong)
 
 
-if __name__ == "__main__":
-    if sys.argv[1:2] == ["--run"]:
-        from mprun.cli import main as mprun
+def _run_here(defect: str, *overrides: str) -> int:
+    """One run in this process, and beside its directory what the defect did in it."""
+    from mprun.cli import main as mprun
 
-        plant(sys.argv[2])
-        raise SystemExit(mprun(sys.argv[3:]))
-    raise SystemExit(main())
+    planted = plant(defect)
+    code = mprun(list(overrides))
+    place = Path(overrides[-1].partition("=")[2].strip("'"))
+    evidence = place.with_name(f"{place.name}.planted.json")
+    evidence.write_text(json.dumps({"defect": defect, **planted}), encoding="utf-8")
+    return code
+
+
+if __name__ == "__main__":
+    raise SystemExit(_run_here(*sys.argv[2:]) if sys.argv[1:2] == ["--run"] else main())
