@@ -41,10 +41,21 @@ NOISES = {
     "heavy tails": "Student's t with 3 degrees of freedom, both arms",
     "skewed": "lognormal (sigma 1), both arms: now and then a bad seed",
     "skewed mode": "lognormal (sigma 1) for the mode alone, normal baseline",
+    "exponential mode": "exponential for the mode alone, normal baseline",
+    "quantised": "normal, rounded to steps of one seed standard deviation, as an accuracy on few "
+    "samples is",
+    "MLPerf records": "runs drawn from one of 116 published references of MLPerf Training (3,753 "
+    "runs, benchmarks/mlperf_records.json), moved to the mean and the deviation of the cell",
     "rare bad seeds": "normal, but the whole difference of the means comes from one seed of the "
     "mode in ten, which ends ten times as much worse",
 }
 RARE = 0.1  # share of bad seeds
+RECORDS = [
+    (np.array(runs, dtype=np.float64) - np.mean(runs)) / np.std(runs)
+    for runs in json.loads(Path(__file__).with_name("mlperf_records.json").read_text())[
+        "records"
+    ].values()
+]
 
 
 def noise(kind: str, shape: tuple[int, ...], generator: np.random.Generator) -> np.ndarray:
@@ -54,6 +65,14 @@ def noise(kind: str, shape: tuple[int, ...], generator: np.random.Generator) -> 
     if kind == "skewed":
         draws = np.exp(generator.standard_normal(shape))
         return (draws - math.exp(0.5)) / math.sqrt(math.e * (math.e - 1))
+    if kind == "exponential":
+        return generator.exponential(size=shape) - 1
+    if kind == "quantised":  # rounding adds a twelfth to the variance
+        return np.round(generator.standard_normal(shape)) / math.sqrt(1 + 1 / 12)
+    if kind == "MLPerf records":  # each draw from one record, the same in both arms
+        return np.stack(
+            [generator.choice(RECORDS[n % len(RECORDS)], shape[1]) for n in range(shape[0])]
+        )
     return generator.standard_normal(shape)
 
 
@@ -65,8 +84,8 @@ def final_losses(
     true: difference of the means in margins. sd: of seeds, relative to the mean.
     """
     generator = np.random.default_rng(list(repr((true, sd, counts, kind, correlation)).encode()))
-    own_kind = "skewed" if kind == "skewed mode" else kind
-    base_kind = "normal" if kind == "skewed mode" else kind
+    own_kind = kind.removesuffix(" mode")
+    base_kind = kind if own_kind == kind else "normal"
     own = noise(own_kind, (draws, counts[0]), generator)
     base = noise(base_kind, (draws, counts[1]), generator)
     if correlation:

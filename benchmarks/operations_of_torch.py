@@ -158,7 +158,7 @@ def database() -> list:
 
 def thaw() -> None:
     """Importing torch's tests forbids its whole process to set flags (of cuDNN, say)."""
-    torch.backends.__allow_nonbracketed_mutation_flag = True
+    torch.backends.flags_frozen.__globals__["__allow_nonbracketed_mutation_flag"] = True
 
 
 def name_of(op) -> str:

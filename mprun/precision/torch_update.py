@@ -73,8 +73,7 @@ def step_unless(optimizer: Optimizer, found_inf: Tensor) -> None:
     costs a copy of parameters and state. Waits for the device only where `_host_decides`.
     """
     if _host_decides(optimizer):
-        if not found_inf.item():
-            optimizer.step()
+        _step_on_host(optimizer, found_inf)
         return
     if is_fused(optimizer):
         optimizer.found_inf = found_inf  # type: ignore[attr-defined]  # not in torch's stub
@@ -95,6 +94,11 @@ def step_unless(optimizer: Optimizer, found_inf: Tensor) -> None:
     skipped = found_inf != 0
     for tensor, old in zip(tensors, before, strict=True):
         tensor.copy_(torch.where(skipped, old, tensor))
+
+
+def _step_on_host(optimizer: Optimizer, found_inf: Tensor) -> None:
+    if not found_inf.item():
+        optimizer.step()
 
 
 def _host_decides(optimizer: Optimizer) -> bool:

@@ -40,7 +40,10 @@ WHOLE = {
     "precision/row_updates.py": set(),
     # Settings of the optimizer: numbers of the host.
     "precision/single_pass_triton.py": {"_launch", "_rate"},
-    "precision/torch_update.py": set(),
+    # Of optimizers that no configuration names.
+    "precision/torch_update.py": {"_step_on_host"},
+    "precision/autocast.py": set(),
+    "precision/emulated_recurrent.py": set(),
 }
 # Of these files the functions named here.
 PARTS = {
