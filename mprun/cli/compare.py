@@ -11,7 +11,7 @@ from pathlib import Path
 from mprun import __version__
 from mprun.cli.arguments import Arguments
 from mprun.compare.equivalence import ALPHA, checked_looks, nominal_alpha
-from mprun.compare.findings import Comparison, RunData
+from mprun.compare.findings import Comparison, Group, RunData
 from mprun.compare.grouping import group_runs
 from mprun.compare.load import load_runs
 from mprun.compare.paper import paper_markdown, paper_rows
@@ -34,9 +34,10 @@ Exit codes: 0 compared, 2 bad input or nothing to compare, 3 --check failed, 4 d
 _FLAGS = {
     "--tensorboard": "write summary runs (mean, lower, upper, margin charts) for TensorBoard",
     "--paper": "our result beside the row of Micikevicius et al. for the same model",
-    "--check": "exit code 3 unless every mode matches",
+    "--check": "exit code 3 unless every mode matches and nothing was left out",
     "--no-report": "print only",
     "--higher-is-better": "the --tag is an accuracy (--margin is then absolute)",
+    "--absolute": "the --margin is in the metric's own unit, not relative to the baseline",
 }
 
 
@@ -97,8 +98,12 @@ def _check_belonging(options: Namespace) -> None:
         raise BadInput("--json, --markdown: give one of the two")
     if options.higher_is_better and options.tag is None:
         raise BadInput("--higher-is-better: only with --tag; a run of mprun knows its metrics")
-    if options.higher_is_better and options.margin is None:
-        raise BadInput("--higher-is-better: needs --margin, in the unit of the tag")
+    for flag, given in (
+        ("--higher-is-better", options.higher_is_better),
+        ("--absolute", options.absolute),
+    ):
+        if given and options.margin is None:
+            raise BadInput(f"{flag}: needs --margin, in the unit of the metric")
     if options.tag is not None and (options.baseline or options.allow or options.metric):
         raise BadInput("--tag: foreign logs have no --baseline, --allow or --metric")
 
@@ -153,6 +158,7 @@ def compare(options: Namespace) -> Comparison:
                 margin=options.margin,
                 looks=options.looks,
                 higher_is_better=options.higher_is_better,
+                absolute=options.absolute,
             )
         except BadInput as error:  # of one group: the others are compared all the same
             refused.append(f"{error} ({proto.title}: not compared)")
@@ -164,7 +170,7 @@ def compare(options: Namespace) -> Comparison:
         groups=groups,
         not_compared=refused,
         notes=notes,
-        stamps=_stamps(options, runs),
+        stamps=_stamps(options, runs) + _left_out(groups),
         looks=options.looks,
         alpha=nominal_alpha(tuple(options.looks)) if options.looks else ALPHA,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -188,6 +194,15 @@ def _stamps(options: Namespace, runs: list[RunData]) -> list[str]:
     if options.baseline is not None:
         stamps.append(f"--baseline {options.baseline}: chosen on the command line")
     return stamps
+
+
+def _left_out(groups: Sequence[Group]) -> list[str]:
+    """What no verdict is on, each once, with the modes that it is left out of."""
+    found: dict[str, list[str]] = {}
+    for row in (row for group in groups for row in group.rows):
+        for line in row.verdict.left_out:
+            found.setdefault(line, []).append(row.arm.label)
+    return [f"LEFT OUT of {', '.join(modes)}: {line}" for line, modes in found.items()]
 
 
 def _beside(options: Namespace) -> Path:
@@ -248,6 +263,6 @@ def _earlier_figures(folder: Path) -> list[str]:
 
 def _all_match(comparison: Comparison) -> bool:
     rows = [row for group in comparison.groups for row in group.rows]
-    if comparison.not_compared or any(row.arm.missing for row in rows):
+    if comparison.not_compared or any(row.arm.missing or row.verdict.left_out for row in rows):
         return False  # a crash is no accident until its cause is known
     return bool(rows) and all(row.verdict.name == "matches" for row in rows)

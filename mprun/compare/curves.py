@@ -271,12 +271,15 @@ def differences(group: Group, plot: Plot, points: int) -> list[tuple[Row, Band, 
         {run.seed: sign * on_grid(*one, x) for run, one in zip(row.arm.runs, own, strict=True)}
         for row, own in zip(group.every_row, every, strict=True)
     ]
-    if plot.of_evals and group.metric == "perplexity":
+    if plot.of_evals and group.as_logarithm:
         with np.errstate(all="ignore"):
             by_row = [{seed: np.log(y) for seed, y in own.items()} for own in by_row]
     found = []
     for row, own in zip(group.rows, by_row[1:], strict=True):
-        method, seeds, base_seeds = pairing(list(own), list(by_row[0]))
+        every_seed = sorted(own), sorted(by_row[0])
+        method, seeds, base_seeds = (
+            pairing(*every_seed) if group.by_seed else ("Welch", *every_seed)
+        )
         if seeds and base_seeds:
             arms = np.stack([own[s] for s in seeds]), np.stack([by_row[0][s] for s in base_seeds])
             relative = group.relative or not plot.of_evals
@@ -442,8 +445,7 @@ def _difference_caption(
     percent = not plot.of_evals or group.relative
     of_it = f" in % of {base}'s mean at that step" if percent else ""
     unpaired = [row.arm.label for row, _, method in found if method != "paired"]
-    foreign = any(run.foreign for run in group.every_run)
-    how = f"mean over the seeds, paired by {'position' if foreign else 'seed'}"
+    how = "mean over the seeds, paired by seed"
     if len(unpaired) == len(found):
         how = "difference of the means over the runs, which are not paired"
     elif unpaired:

@@ -5,6 +5,8 @@ applied; (b) more than 50 updates in a row were skipped; (c) it made less than 1
 baseline's progress: its final smoothed training loss is above L0 - 0.1 (L0 - B), with L0 the mean
 of its first 10 recorded losses and B the mean final smoothed loss of the baseline.
 
+A foreign log tells of (a) alone: its values are not finite where its outcome is taken.
+
 (c) is left out for GANs, whose losses measure no progress, for foreign logs, and where it can say
 nothing: no losses recorded in the first 20 steps, or a baseline whose own progress is not above
 the scatter of its single losses (random labels, say), where 10 % of it would be noise.
@@ -14,6 +16,7 @@ What each run ended with: its final metric, or that it diverged.
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -134,15 +137,14 @@ def outcomes(arm: Arm, baseline: Arm, question: Question) -> list[Outcome]:
     """What each ended run of `arm` ended with, seeds ascending; `arm` may be the baseline itself.
 
     The value is the mean of the metric over the last evaluations; of perplexity the
-    geometric mean, the exponential of the mean loss; of a foreign log the mean over the last
-    max(3, 10 %) values. A value that is not finite counts as diverged. BadInput: see `judge`.
+    geometric mean, the exponential of the mean loss; of a foreign log the mean at the steps that
+    are judged, which are its last max(3, 10 %) ones unless other logs lack them. A value that is
+    not finite counts as diverged. BadInput: see `judge`.
     """
     runs = ended_runs(arm)
     reasons = divergences(runs, ended_runs(baseline), gan=question.gan)
     return [
-        Outcome(run.seed, math.nan, *reason)
-        if reason is not None
-        else _outcome(run, question.metric, question.window)
+        Outcome(run.seed, math.nan, *reason) if reason is not None else _outcome(run, question)
         for run, reason in zip(runs, reasons, strict=True)
     ]
 
@@ -171,7 +173,9 @@ def refuse_other_lengths(arm: Arm, baseline: Arm, window: int) -> None:
 
 
 def _refuse_other_stretch(run: RunData, first: RunData) -> None:
-    stretches = [one.evals["step"][-_width(one, 1) :] for one in (run, first)]
+    stretches = [
+        one.evals["step"][-foreign_width(len(one.evals["step"])) :] for one in (run, first)
+    ]
     interval = max(float(np.diff(steps).max(initial=0.0)) for steps in stretches)
     starts = [float(steps[0]) for steps in stretches]
     if abs(starts[0] - starts[1]) > interval:
@@ -186,26 +190,115 @@ def ended_runs(arm: Arm) -> list[RunData]:
     return sorted((run for run in arm.runs if run.status in OUTCOMES), key=lambda run: run.seed)
 
 
-def _outcome(run: RunData, metric: str, window: int) -> Outcome:
+def _outcome(run: RunData, question: Question) -> Outcome:
+    metric, window = question.metric, question.window
     asked = f"{run.path}: {'--tag' if run.foreign else 'compare.metric'}={metric}"
     if metric not in run.evals:
         known = ", ".join(name for name in run.evals if name not in ("step", "updates"))
         raise BadInput(f"{asked}: not in its evaluations; must be one of {known or '(none)'}")
-    column, width = run.evals[metric], _width(run, window)
+    column, steps = run.evals[metric], run.evals["step"]
     if column.size == 0:
         raise BadInput(f"{asked}: the run has no evaluation")
-    if column.size < width:
+    if run.foreign:
+        judged = steps[-foreign_width(len(steps)) :] if run.judged is None else run.judged
+        last = column[np.isin(steps, judged)].tolist()
+    else:
+        last = column[-window:].tolist()
+    if len(last) < window:
         raise BadInput(
             f"{asked}: compare.window={window}: must be at most the "
             f"{column.size} evaluations of the run"
         )
-    last = column[-width:].tolist()
-    for value, step in zip(last, run.evals["step"][-width:].tolist(), strict=True):
-        if not abs(value) < _LARGEST:  # NaN too
-            return Outcome(run.seed, math.nan, f"non-finite {metric} in an evaluation", int(step))
-    if metric == "perplexity" and min(last) <= 0:
+    step = nonfinite_from(run, metric, window)
+    if step is None and not all(abs(value) < _LARGEST for value in last):
+        step = float(steps[np.isin(steps, judged) & ~(np.abs(column) < _LARGEST)][0])
+    if step is not None:
+        where = "" if run.foreign else " in an evaluation"
+        return Outcome(run.seed, math.nan, f"non-finite {metric}{where}", int(step))
+    if question.as_logarithm and min(last) <= 0:
         raise BadInput(f"{asked}: is {min(last):g}; a perplexity must be above 0")
-    return Outcome(run.seed, _mean(last, geometric=metric == "perplexity"))
+    return Outcome(run.seed, _mean(last, geometric=question.as_logarithm))
+
+
+def nonfinite_from(run: RunData, metric: str, window: int = 1) -> float | None:
+    """The step from which on `metric` is not finite, if it is not so in the run's last values.
+
+    The last `window` evaluations; of a foreign log its last max(3, 10 %) values. Of the first
+    value among them that is not finite, the step at which its stretch of such values began.
+    """
+    column, steps = run.evals[metric], run.evals["step"]
+    width = foreign_width(len(column)) if run.foreign else window
+    bad = ~(np.abs(column) < _LARGEST)  # NaN too
+    last = np.flatnonzero(bad[-width:])
+    if not len(last):
+        return None
+    first = len(column) - len(bad[-width:]) + last[0]
+    before = np.flatnonzero(~bad[:first])
+    return float(steps[before[-1] + 1 if len(before) else 0])
+
+
+def foreign_width(count: int) -> int:
+    """Values that are averaged of so many; a foreign log has no configuration that could say."""
+    return min(count, max(3, math.ceil(count / 10)))
+
+
+def curve_facts(own: RunData, base: RunData, question: Question) -> dict[str, Any]:
+    """How far two curves are apart, for one run each: facts, no verdict.
+
+    Of a foreign log all values of the metric, of a run of mprun the recorded training losses. Keys:
+    steps (in common), identical (at all of them, bit for bit), unit ("%" of the baseline's value,
+    or "" where a value is not above 0), and of the gaps own - base in that unit: first_step, first,
+    early (median size of the first 20), beyond (the first step above 1 %; None: none, or no %),
+    largest, largest_step, end (mean over the last tenth). Of no common step `steps` alone.
+    """
+    columns = (run.evals if run.foreign else run.train for run in (own, base))
+    name = question.metric if own.foreign else "loss"
+    (steps, ours), (base_steps, theirs) = (
+        (of.get("step", np.empty(0)), of.get(name, np.empty(0))) for of in columns
+    )
+    steps, at, base_at = np.intersect1d(steps, base_steps, return_indices=True)
+    ours, theirs = ours[at], theirs[base_at]
+    facts: dict[str, Any] = {"steps": len(steps), "first_step": None}
+    finite = np.isfinite(ours) & np.isfinite(theirs)
+    facts["identical"] = bool(len(steps)) and np.array_equal(ours, theirs, equal_nan=True)
+    steps, ours, theirs = steps[finite], ours[finite], theirs[finite]
+    if not len(steps):
+        return {"steps": facts["steps"]}
+    relative = bool((theirs > 0).all())
+    gaps = 100 * (ours / theirs - 1) if relative else ours - theirs
+    beyond = np.flatnonzero(np.abs(gaps) > (1 if relative else np.inf))
+    largest = int(np.argmax(np.abs(gaps)))
+    return facts | {
+        "unit": "%" if relative else "",
+        "first_step": float(steps[0]),
+        "first": float(gaps[0]),
+        "early": float(np.median(np.abs(gaps[:20]))),
+        "beyond": float(steps[beyond[0]]) if len(beyond) else None,
+        "largest": float(gaps[largest]),
+        "largest_step": float(steps[largest]),
+        "end": float(np.mean(gaps[-math.ceil(len(gaps) / 10) :])),
+    }
+
+
+def facts_text(facts: dict[str, Any]) -> str:
+    """`curve_facts` in words."""
+    count = f"{facts['steps']} common step{'' if facts['steps'] == 1 else 's'}"
+    if "first" not in facts:
+        return f"The two curves have {count} to compare."
+    if facts["identical"]:
+        return f"The two curves are identical at all {facts['steps']} steps, bit for bit."
+    unit = f" {facts['unit']}".rstrip()
+    text = (
+        f"The two curves at {count}: {facts['first']:+.2g}{unit} at the first "
+        f"({facts['first_step']:g}), median {facts['early']:.2g}{unit} over the first 20, "
+    )
+    if unit:
+        beyond = facts["beyond"]
+        text += "never above 1 %, " if beyond is None else f"first above 1 % at step {beyond:g}, "
+    return text + (
+        f"largest {facts['largest']:+.2g}{unit} (step {facts['largest_step']:g}), "
+        f"{facts['end']:+.2g}{unit} over the last tenth."
+    )
 
 
 def _mean(values: list[float], *, geometric: bool) -> float:
@@ -214,14 +307,6 @@ def _mean(values: list[float], *, geometric: bool) -> float:
     if geometric:
         return math.exp(math.fsum(map(math.log, values)) / len(values))
     return math.fsum(values) / len(values)
-
-
-def _width(run: RunData, window: int) -> int:
-    """Evaluations that are averaged; a foreign log has no configuration that could say."""
-    if not run.foreign:
-        return window
-    size = run.evals["step"].size
-    return min(size, max(3, math.ceil(size / 10)))
 
 
 def _steps_text(steps: list[float]) -> str:

@@ -146,24 +146,27 @@ def sentence(
     unit: Unit,
     reference: str = "FP32",
     remedy: str | None = None,
+    counted: str = "seed",
 ) -> str:
     """One sentence with the numbers for `name`, a verdict of `decide`.
 
     `remedy` ends an inconclusive sentence; by default it says how many more seeds are needed.
+    `counted`: "seed" or "run".
     """
-    found = _difference_text(interval, unit, margin)
+    found = difference_text(interval, unit, margin)
     around = f"the margin of ±{unit.size(margin, margin)}"
     own, base = interval.counts
-    seeds = f"{own} seeds, paired" if interval.method == "paired" else f"{own} and {base} seeds"
+    paired = interval.method == "paired"
+    seeds = f"{own} {counted}s, paired" if paired else f"{own} and {base} {counted}s"
     if name == "matches":
         if interval.identical:
-            return f"matches {reference} (identical): every run ended with the same value, {seeds}."
+            return f"matches {reference} (identical): no difference in any run compared, {seeds}."
         text = f"matches {reference}: {found} is inside {around}, {seeds}."
         if interval.low > 0 or interval.high < 0:
             text += " A small consistent difference exists: 0 is outside the interval."
         return text
     if name == "inconclusive":
-        remedy = remedy or _needs_text(interval, margin)
+        remedy = remedy or _needs_text(interval, margin, counted)
         return f"inconclusive: {remedy}; {found} includes zero and reaches {around}, {seeds}."
     worse = name.endswith("worse")
     if name.startswith("likely"):
@@ -175,7 +178,8 @@ def sentence(
     return f"{text}, {seeds}{other}."
 
 
-def _difference_text(interval: Interval, unit: Unit, margin: float) -> str:
+def difference_text(interval: Interval, unit: Unit, margin: float) -> str:
+    """ "difference +0.12 % (90 % CI -0.10 to +0.34 %)"."""
     bounds = (interval.difference, interval.low, interval.high)
     middle, low, high = (unit.text(bound, margin, *bounds) for bound in bounds)
     text = f"difference {middle}{unit.suffix} ({100 * interval.level:.3g} % CI {low} to {high}"
@@ -183,10 +187,15 @@ def _difference_text(interval: Interval, unit: Unit, margin: float) -> str:
 
 
 def too_few_sentence(
-    count: int, wanted: int, difference: float | None, margin: float | None, unit: Unit | None
+    count: int,
+    wanted: int,
+    difference: float | None,
+    margin: float | None,
+    unit: Unit | None,
+    counted: str = "seed",
 ) -> str:
     """For fewer than the `wanted` seeds, which give no verdict; difference None: not known."""
-    text = f"inconclusive: needs at least {wanted} seeds (has {count})."
+    text = f"inconclusive: needs at least {wanted} {counted}s (has {count})."
     if difference is None or margin is None or unit is None:
         return text
     so_far = unit.text(difference, margin, difference)
@@ -194,12 +203,28 @@ def too_few_sentence(
     return f"{text} Difference so far: {so_far}{unit.suffix}{turned}."
 
 
-def _needs_text(interval: Interval, margin: float) -> str:
+def _needs_text(interval: Interval, margin: float, counted: str) -> str:
     """What would end an inconclusive verdict, e.g. `needs about 4 more seeds`."""
     needed = seeds_needed(interval, margin)
     if needed is None:
-        return f"not reachable with more seeds (needs over {MOST_SEEDS})"
-    return f"needs about {needed} more seed{'' if needed == 1 else 's'}"
+        return f"not reachable with more {counted}s (needs over {MOST_SEEDS})"
+    return f"needs about {needed} more {counted}{'' if needed == 1 else 's'}"
+
+
+def outlier(values: Sequence[float]) -> int | None:
+    """The place of the one value that is far from all others, which are close together.
+
+    Its distance to the median of the others exceeds 10 times their range (60 times that of two):
+    of normal values so in less than 3 % of cases. None: there is none, or no scatter to tell by.
+    """
+    if len(values) < FEWEST_SEEDS:
+        return None
+    middle = sorted(values)[len(values) // 2]
+    place = max(range(len(values)), key=lambda i: abs(values[i] - middle))
+    others = sorted([*values[:place], *values[place + 1 :]])
+    distance = abs(values[place] - others[len(others) // 2])
+    reach = (60 if len(others) == 2 else 10) * (others[-1] - others[0])
+    return place if distance > reach > 0 else None
 
 
 def _mean_and_variance(values: Sequence[float]) -> tuple[float, float]:
@@ -258,13 +283,32 @@ def nominal_alpha(looks: tuple[int, ...], alpha: float = ALPHA, seed: int = 0) -
 def smallest_p_values(
     looks: tuple[int, ...], draws: int, generator: np.random.Generator
 ) -> np.ndarray:
-    """float64 [draws]: the smallest one-sided p-value of the t tests at nested looks, mean 0.
+    """float64 [draws]: the smallest one-sided p-value of `p_values` over the looks."""
+    return np.minimum.reduce(p_values(looks, draws, generator))
+
+
+@lru_cache(maxsize=512)
+def level_after_a_test(looks: tuple[int, int]) -> float:
+    """The chance of a false "matches" where looks are planned after a test that did not decide.
+
+    The first look had ALPHA, the second has what `nominal_alpha` gives: more than ALPHA in all.
+    Simulated as there, with an error of about 0.001.
+    """
+    first, second = p_values(looks, DRAWS // 8, np.random.default_rng(0))
+    nominal = np.quantile(np.minimum(first, second), ALPHA)
+    return float(np.mean((first <= ALPHA) | (second <= nominal)))
+
+
+def p_values(
+    looks: tuple[int, ...], draws: int, generator: np.random.Generator
+) -> list[np.ndarray]:
+    """float64 [draws] a look: the one-sided p-values of the t tests at nested looks, mean 0.
 
     Mean and sum of squares of each block of new seeds are drawn directly (normal and chi-square)
     and merged, so that the cost does not depend on the number of seeds.
     """
     mean, squares, count = np.zeros(draws), np.zeros(draws), 0
-    smallest = np.ones(draws)
+    found = []
     for look in looks:
         block = look - count
         block_mean = generator.standard_normal(draws) / np.sqrt(block)
@@ -275,8 +319,8 @@ def smallest_p_values(
         mean += shift * (block / look)
         count = look
         statistic = mean / np.sqrt(squares / (count - 1) / count)
-        np.minimum(smallest, stdtr(count - 1, statistic), out=smallest)
-    return smallest
+        found.append(stdtr(count - 1, statistic))
+    return found
 
 
 def _text(looks: tuple[int, ...]) -> str:

@@ -3,6 +3,7 @@
 Curves of several seeds are put on one grid, as their mean and the range between the extreme seeds.
 """
 
+import re
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -64,7 +65,9 @@ class RunData:
     flags: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
     sample_grid: str | None = None  # path of the newest PNG of generated images
-    foreign: bool = False  # read from TensorBoard events or CSV
+    foreign: bool = False  # read from a log of another tool
+    judged: np.ndarray | None = None  # of a foreign log the steps whose values are its outcome
+    repeats: list[str] = field(default_factory=list)  # of it that ended as well: their paths
     half_products: str = ""  # as recorded: "none", "emulated-fp16", "native-bf16"
 
 
@@ -83,11 +86,17 @@ class Arm:
     differs: dict[str, tuple[Any, Any]] = field(default_factory=dict)  # key -> (baseline's, own)
     notes: list[str] = field(default_factory=list)  # "seed 3: failed (out of memory)"
     missing: list[int] = field(default_factory=list)  # seeds whose run has no outcome
+    left_out: list[str] = field(default_factory=list)  # what of the runs is not compared
 
     @property
     def reference(self) -> str:
         """What it is called as the baseline: "FP32" for the usual one."""
         return "FP32" if self.label == "fp32" else self.label
+
+    @property
+    def foreign(self) -> bool:
+        """Whether its runs are logs of another tool."""
+        return any(run.foreign for run in self.runs)
 
 
 @dataclass(slots=True)
@@ -120,6 +129,9 @@ class Verdict:
     level: float = 0.90  # confidence of the interval
     needed: int | None = None  # about this many more seeds
     look: int | None = None  # seeds at the look that decided, with --looks
+    least_margin: float | None = None  # no smaller one can be shown with these seeds
+    left_out: list[str] = field(default_factory=list)  # runs, and parts of them, not judged
+    facts: dict[str, Any] = field(default_factory=dict)  # of one run each, see `curve_facts`
 
 
 @dataclass(slots=True)
@@ -130,7 +142,7 @@ class Row:
     verdict: Verdict
     outcomes: list[Outcome]
     mean: float | None = None  # of the finite outcomes, in the metric's own unit
-    skipped: int = 0  # summed over seeds
+    skipped: int | None = 0  # summed over seeds; None: not known
     scale_range: tuple[float, float] | None = None
     samples_per_s: float | None = None  # median over seeds
     speedup: float | None = None  # over the baseline on the same device, else None
@@ -166,6 +178,13 @@ class Question:
     window: int = 1  # evaluations averaged into an outcome
     looks: Sequence[int] = ()  # numbers of seeds, ascending from 3; none: one test of all seeds
     gan: bool = False  # its losses measure no progress
+    by_seed: bool = True  # equal seeds belong together; False: foreign logs that name none
+
+    @property
+    def as_logarithm(self) -> bool:
+        """Whether the logarithm of the metric is judged, which is the loss of a perplexity."""
+        words = set(re.split(r"[^a-z]+", self.metric.lower()))
+        return self.relative and bool(words & {"perplexity", "ppl"}) and "log" not in words
 
 
 @dataclass(slots=True, kw_only=True)

@@ -51,6 +51,7 @@ class ProtoGroup:
     arms: list[Arm]
     keys: dict[str, Any] = field(default_factory=dict)  # the configuration that all runs share
     notes: list[str] = field(default_factory=list)
+    by_seed: bool = True  # equal seeds belong together
 
 
 @dataclass(slots=True)
@@ -298,6 +299,7 @@ def _arm(cell: Cell, baseline: Cell, rivals: list[Cell]) -> Arm:
         differs={} if cell is baseline else differences(baseline, cell, of_arms=True),
         notes=missing_seeds(runs) + notes,
         missing=[run.seed for run in runs if run.status not in OUTCOMES],
+        left_out=[f"a repeat of seed {run.seed}: {path}" for run in runs for path in run.repeats],
     )
 
 

@@ -179,7 +179,8 @@ def first_with_outcome(runs: Iterable[RunData], same, what: str) -> tuple[list[R
     """One run for each value of the key function `same`, and a note for each that is left out.
 
     The first one (by its time of creation) that is done or diverged counts, so that nobody can
-    pick the best of several; where none has an outcome, the newest one. `what` names the key.
+    pick the best of several; where none has an outcome, the newest one. It lists the others that
+    have one as its `repeats`. `what` names the key.
     """
     alike: dict[Any, list[RunData]] = {}
     for run in runs:
@@ -189,11 +190,13 @@ def first_with_outcome(runs: Iterable[RunData], same, what: str) -> tuple[list[R
         several.sort(key=lambda run: (run.created, run.path))
         chosen = next((run for run in several if run.status in OUTCOMES), several[-1])
         kept.append(chosen)
+        others = [run for run in several if run is not chosen]
+        for run in others:
+            chosen.repeats += [run.path] * (run.status in OUTCOMES) + run.repeats
         notes += [
             f"{run.path}: left out ({run.status}), same {what} as {chosen.path}; the first run "
             "with an outcome counts"
-            for run in several
-            if run is not chosen
+            for run in others
         ]
     return kept, notes
 

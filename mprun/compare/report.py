@@ -208,7 +208,7 @@ class _Report:
             details=details,
             outcomes_by_seed=_outcomes_by_seed(group),
             methods=" and ".join(how[method] for method in sorted(methods)),
-            foreign=any(run.foreign for run in group.baseline.arm.runs),
+            foreign=group.baseline.arm.foreign,
             gan=is_gan(group.keys),
             shared_keys=_filled(flat(group.keys)),
             one_machine=alike,
@@ -224,6 +224,7 @@ def _columns(group: Group) -> dict[str, str]:
         "mode": "mode",
         "verdict": "verdict",
         "mean": f"{group.metric}, mean",
+        "seeds": text.counted_name(group),
         "difference": f"difference, {interval}\npositive is worse",
         **{name: f"{name}\nover {base}" for name in ("speed", "peak memory", "kept for backward")},
     }
@@ -245,14 +246,16 @@ def _facts(group: Group) -> dict[str, str]:
         return told(*(run.keys.get(f"{kind}.factory", run.choices.get(kind)) for run in runs))
 
     seeds = text.seeds_text({outcome.seed for row in every for outcome in row.outcomes})
+    foreign = group.baseline.arm.foreign
     steps = told(*(run.keys.get("train.steps") for run in runs))
     dates = sorted({run.created[:10] for run in runs if run.created})
     batches = told(*(run.keys.get("data.batch_size") for run in runs))
     found = {
         "Model": learned("model"),
         "Data": learned("data") + (f", batches of {batches}" if batches else ""),
-        "Runs": f"{len(runs)}, in {len(every)} modes, "
-        f"{'logs' if any(run.foreign for run in runs) else 'seeds'} {seeds}",
+        "Runs": f"{len(runs)}, in {len(every)} modes"
+        + (f", seeds {seeds}" if group.by_seed else "")
+        + (", logs of another tool" if foreign else ""),
         "Steps": steps or told(f"{max((run.last_step for run in runs), default=0):,}"),
         "Hardware": told(*(_hardware(run.environment) for run in runs)),
         "16-bit products": told(

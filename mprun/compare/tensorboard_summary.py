@@ -176,7 +176,14 @@ def _curves(section: _Section) -> Iterator[tuple[str, str, np.ndarray, np.ndarra
 
 
 def _percent(name: str, arm: Arm, baseline: Arm, x: np.ndarray) -> np.ndarray:
-    """How far the arm is from the baseline at each x: the mean over the seeds that both have."""
+    """How far the arm is from the baseline at each x: the mean over the seeds that both have.
+
+    Of the means of foreign logs, whose numbers are no seeds.
+    """
+    if baseline.foreign:
+        means = [band([_named(name, run) for run in one.runs], x).mean for one in (arm, baseline)]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return 100 * (means[0] / means[1] - 1)
     bases = {run.seed: on_grid(*_named(name, run), x) for run in baseline.runs}
     with np.errstate(divide="ignore", invalid="ignore"):
         pairs = [

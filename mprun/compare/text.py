@@ -22,11 +22,15 @@ def value_text(value: float | None) -> str:
     return f"{value:.4g}" if math.isfinite(value) else str(value)
 
 
-def mean_text(row: Row) -> str:
-    """The mean, and of which seeds if some diverged: "0.5052 (seeds 1, 3)"."""
-    text, ended = value_text(row.mean), [o.seed for o in row.outcomes if o.diverged is None]
+def mean_text(group: Group, row: Row) -> str:
+    """The mean, and of which seeds if not of all: "0.5052 (seeds 1, 3)", "0.5052 (2 of 3 runs)"."""
+    used = row.verdict.seeds or [o.seed for o in row.outcomes]
+    ended = [o.seed for o in row.outcomes if o.diverged is None and o.seed in used]
+    text = value_text(row.mean)
     if not text or len(ended) == len(row.outcomes):
         return text
+    if not group.by_seed:
+        return f"{text} ({len(ended)} of {len(row.outcomes)} runs)"
     return f"{text} (seed{'s' if len(ended) > 1 else ''} {seeds_text(ended)})"
 
 
@@ -34,7 +38,8 @@ def unit(group: Group) -> str:
     """Of the differences that `scaled` gives: "%", "points" or nothing."""
     if group.relative:
         return "%"
-    return "points" if group.metric in _PERCENT_METRICS else ""
+    own = not group.baseline.arm.foreign  # which tells whether it has points or fractions
+    return "points" if own and group.metric in _PERCENT_METRICS else ""
 
 
 def scaled(group: Group, verdict: Verdict, value: float | None) -> float | None:
@@ -48,7 +53,7 @@ def scaled(group: Group, verdict: Verdict, value: float | None) -> float | None:
     if verdict.margin and math.isfinite(verdict.margin):
         return 100 * value * group.margin_setting / verdict.margin
     mean = group.baseline.mean
-    if mean is None or not math.isfinite(mean) or mean == 0 or group.metric == "perplexity":
+    if mean is None or not math.isfinite(mean) or mean == 0 or group.as_logarithm:
         return None
     return 100 * value / abs(mean)
 
@@ -91,7 +96,8 @@ def interval(group: Group, verdict: Verdict) -> list[float | None]:
 def margin_text(group: Group) -> str:
     """The margin as it was set: "1 % of FP32's mean", "0.5 points"."""
     if group.relative:
-        return f"{100 * group.margin_setting:g} % of {baseline_name(group)}'s mean"
+        of = "mean logarithm" if group.as_logarithm else "mean"
+        return f"{100 * group.margin_setting:g} % of {baseline_name(group)}'s {of}"
     return f"{group.margin_setting:g} {unit(group)}".rstrip()
 
 
@@ -104,12 +110,13 @@ def answer(group: Group, row: Row) -> str:
     """What a reader wants to know of one mode, in one short sentence."""
     name, label, base = row.verdict.name, row.arm.label, baseline_name(group)
     lost, needed = sum(bool(outcome.diverged) for outcome in row.outcomes), row.verdict.needed
+    counted = counted_name(group)
     said = {
         "matches": f"matches {base}",
         "diverged": f"diverged in {lost} of {len(row.outcomes)} runs",
         "invalid baseline": f"cannot be judged: {base} itself diverged",
         "inconclusive": "is undecided"
-        + (f": it needs about {needed} more seeds" if needed else ""),
+        + (f": it needs about {needed} more {counted}" if needed else ""),
     }
     if name.endswith(("worse", "better")):
         return f"{label} is {name} than {base}."
@@ -190,7 +197,6 @@ def cells(group: Group, row: Row) -> dict[str, str]:
     made them (`costs_shown`).
     """
     own, verdict = row is group.baseline, row.verdict
-    seeds = [outcome.seed for outcome in row.outcomes]
     speed = f"{count_text(row.samples_per_s)}/s" if row.samples_per_s else ""
     speed, peak = (
         marked(row, text) if costs_shown(group) else ""
@@ -202,15 +208,30 @@ def cells(group: Group, row: Row) -> dict[str, str]:
     return {
         "verdict": "baseline" if own else verdict.name,
         "mode": row.arm.label,
-        "mean": mean_text(row),
+        "mean": mean_text(group, row),
         "difference": "" if own else difference_text(group, verdict),
-        "seeds": seeds_text(seeds if own else verdict.seeds or seeds),
-        "skipped updates": count_text(row.skipped),
+        "seeds": _counted_text(group, row),
+        "skipped updates": "" if row.skipped is None else count_text(row.skipped),
         "loss scale": scale_text(row.scale_range),
         "speed": speed,
         "peak memory": peak,
         "kept for backward": "" if own else ratio_text(row.saved_ratio),
     }
+
+
+def counted_name(group: Group) -> str:
+    """What a group has several of: "seeds", or "runs" where no seeds are known."""
+    return "seeds" if group.by_seed else "runs"
+
+
+def _counted_text(group: Group, row: Row) -> str:
+    """ "0-2", "0-2 (not 6)" where a seed is left out; how many runs where no seeds are known."""
+    every = [outcome.seed for outcome in row.outcomes]
+    if not group.by_seed:
+        return str(len(every))
+    used = row.verdict.seeds or every
+    rest = set(every) - set(used)
+    return seeds_text(used) + (f" (not {seeds_text(rest)})" if rest else "")
 
 
 def costs_shown(group: Group) -> bool:
@@ -271,6 +292,7 @@ def markdown(comparison: Comparison) -> str:
 def group_markdown(comparison: Comparison, group: Group) -> str:
     """The verdict table of one group, what was judged, the sentences and the notes."""
     heads = {"difference": f"difference ({level_text(group)} interval)"}
+    heads["seeds"] = counted_name(group)
     header, *rows = table(group, heads | {"mean": f"{group.metric}, mean"})
     sentences = [
         f"- **{_plain(row.arm.label)}**: {_plain(row.verdict.sentence)}" for row in group.rows
@@ -292,7 +314,7 @@ def console(comparison: Comparison) -> str:
         parts[-1] += _wrapped(comparison.stamps)
     for group in comparison.groups:
         said = [f"{row.arm.label}: {row.verdict.sentence}" for row in group.rows]
-        means = {row.arm.label: mean_text(row).partition(" (")[2] for row in group.every_row}
+        means = {row.arm.label: mean_text(group, row).partition(" (")[2] for row in group.every_row}
         said += [f"{label}: mean over {seeds[:-1]}" for label, seeds in means.items() if seeds]
         said += [f"note: {note}" for note in _notes(group)]
         judged = _wrapped([_judged(comparison, group)])
@@ -306,8 +328,12 @@ def console(comparison: Comparison) -> str:
 
 
 def _judged(comparison: Comparison, group: Group) -> str:
-    text = f"Judged: {metric_name(group)}, margin ±{margin_text(group)}; positive is worse; "
-    text += f"{costs_text(group)}."
+    text = f"Judged: {metric_name(group)}, "
+    if group.baseline.arm.foreign:
+        text += f"{'higher' if group.higher_is_better else 'lower'} is better, "
+    text += "as its logarithm, " if group.as_logarithm else ""
+    text += f"margin ±{margin_text(group)}; positive is worse"
+    text += "." if group.baseline.arm.foreign else f"; {costs_text(group)}."
     if comparison.looks:
         text += f" Looks planned at {', '.join(map(str, comparison.looks))} seeds."
     return text
@@ -322,6 +348,7 @@ def _notes(group: Group) -> list[str]:
 def _aligned(group: Group) -> str:
     """The table of a terminal: columns as wide as their longest cell, numbers to the right."""
     heads = {"mean": group.metric, "skipped updates": "skipped", "loss scale": "scale"}
+    heads["seeds"] = counted_name(group)
     header, *rows = table(group, heads | {"peak memory": "memory", "kept for backward": ""})
     # A sentence tells of which seeds; a line has no room.
     means = [head == group.metric for head in header]
@@ -378,9 +405,11 @@ def results(comparison: Comparison) -> dict[str, Any]:
     difference of the training loss over steps 1 to 20), notes.
 
     Verdict: name, sentence, method, seeds, baseline_seeds, level, needed (about so many more
-    seeds), look, and difference, low, high, margin in the unit of the judged value (nats for
-    perplexity) with positive worse; shown: the same four in `unit`, "%" of the baseline's mean,
-    "points", or "" for the metric's own.
+    seeds), look, least_margin (no smaller one can be shown with these seeds), left_out (runs, and
+    parts of them, not judged), facts (of one run each: `divergence.curve_facts`), and difference,
+    low, high, margin in the unit of the judged value (nats for perplexity) with positive worse;
+    shown: the same four in `unit`, "%" of the baseline's mean, "points", or "" for the metric's
+    own.
     """
     told = ("version", "created", "alpha", "looks", "stamps", "not_compared", "notes")
     groups = [_group_results(group) for group in comparison.groups]

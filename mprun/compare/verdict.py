@@ -13,7 +13,14 @@ from typing import NamedTuple
 import numpy as np
 
 from mprun.compare import equivalence
-from mprun.compare.divergence import baseline_progress, ended_runs, outcomes, refuse_other_lengths
+from mprun.compare.divergence import (
+    baseline_progress,
+    curve_facts,
+    ended_runs,
+    facts_text,
+    outcomes,
+    refuse_other_lengths,
+)
 from mprun.compare.equivalence import FEWEST_SEEDS, Unit
 from mprun.compare.findings import Arm, Group, Outcome, Question, Row, RunData, Verdict, is_gan
 from mprun.compare.grouping import ProtoGroup
@@ -37,11 +44,16 @@ class _Values(NamedTuple):
     own: list[float]
     base: list[float]
     reference: str  # what the baseline is called
+    named: tuple[dict[int, str], dict[int, str]]  # seed -> what a run is called, of both arms
+    foreign: bool  # they were read from logs of another tool
+    unit: str  # what is counted: "seed", or "run" where no seeds are known
 
     def first(self, count: int) -> "_Values":
         """The first `count` seeds of both arms."""
-        seeds = self.own_seeds[:count], self.base_seeds[:count]
-        return _Values(self.method, *seeds, self.own[:count], self.base[:count], self.reference)
+        return self._replace(
+            **{name: getattr(self, name)[:count] for name in ("own_seeds", "base_seeds")},
+            **{name: getattr(self, name)[:count] for name in ("own", "base")},
+        )
 
     @property
     def fewest(self) -> int:
@@ -61,11 +73,21 @@ def judge(arm: Arm, baseline: Arm, question: Question) -> tuple[Verdict, list[Ou
     beforehand = _beforehand(own, base, baseline, question)
     if beforehand is not None:
         seeds, base_seeds = ([outcome.seed for outcome in every] for every in (own, base))
-        return Verdict(*beforehand, seeds=seeds, baseline_seeds=base_seeds), own
+        verdict = Verdict(*beforehand, seeds=seeds, baseline_seeds=base_seeds)
+        verdict.left_out = list(dict.fromkeys(arm.left_out + baseline.left_out))
+        return verdict, own
     refuse_other_lengths(arm, baseline, question.window)
-    values = _values(own, base, question, baseline.reference)
+    values = _values(own, base, question, (arm, baseline), question.by_seed)
     verdict = (_at_looks if question.looks else _at_all_seeds)(values, question)
-    verdict.sentence += _without_partner(own, base, values)
+    if len(own) == len(base) == 1:
+        verdict.facts = curve_facts(arm.runs[0], baseline.runs[0], question)
+        verdict.sentence += " " + facts_text(verdict.facts)
+    without = _without_partner(own, base, values)
+    if without:
+        everything = _values(own, base, question, (arm, baseline), by_seed=False)
+        verdict.sentence += f" Left out, {without}.{_over_all(everything, question)}"
+    left_out = [without] * bool(without) + arm.left_out + baseline.left_out
+    verdict.left_out = list(dict.fromkeys(left_out))
     return verdict, own
 
 
@@ -116,31 +138,75 @@ def _first(diverged: list[Outcome]) -> str:
     return f"first at step {'unknown' if first.step is None else first.step}: {first.diverged}"
 
 
-def _values(own: list[Outcome], base: list[Outcome], question: Question, reference: str) -> _Values:
+def _values(
+    own: list[Outcome],
+    base: list[Outcome],
+    question: Question,
+    arms: tuple[Arm, Arm],
+    by_seed: bool,
+) -> _Values:
+    """What is tested; `by_seed`: paired where equal seeds allow it, else all values by Welch."""
+
     def judged(value: float) -> float:
         """In the unit that is tested, lower is better."""
-        value = math.log(value) if question.metric == "perplexity" else value
+        value = math.log(value) if question.as_logarithm else value
         return -value if question.higher_is_better else value
 
     of_own, of_base = ({one.seed: judged(one.value) for one in arm} for arm in (own, base))
-    method, own_seeds, base_seeds = pairing(list(of_own), list(of_base))
+    method, own_seeds, base_seeds = (
+        pairing(list(of_own), list(of_base))
+        if by_seed
+        else ("Welch", sorted(of_own), sorted(of_base))
+    )
     values = [of_own[seed] for seed in own_seeds], [of_base[seed] for seed in base_seeds]
-    return _Values(method, own_seeds, base_seeds, *values, reference)
+    baseline = arms[1]
+    return _Values(
+        *(method, own_seeds, base_seeds, *values),
+        reference=baseline.reference,
+        named=(_run_names(arms[0]), _run_names(baseline)),
+        foreign=baseline.foreign,
+        unit="seed" if question.by_seed else "run",
+    )
+
+
+def _run_names(arm: Arm) -> dict[int, str]:
+    """Seed -> "seed 3", or of a foreign log its path."""
+    return {run.seed: run.path if run.foreign else f"seed {run.seed}" for run in arm.runs}
 
 
 def _margin_and_unit(values: _Values, question: Question) -> tuple[float, Unit]:
-    """The margin in the unit of the judged values, and how differences are shown."""
+    """The margin in the unit of the judged values, and how differences are shown.
+
+    BadInput for a relative margin where the mean cannot be told from 0 (it is within two standard
+    errors, one run that stands out set aside), and for an absolute one of half the mean or more
+    where it can.
+    """
     setting, turned = question.margin_setting, question.higher_is_better
-    if not question.relative:
-        return setting, Unit(1.0, " points" if question.metric in ACCURACIES else "", turned)
     mean = abs(math.fsum(values.base) / len(values.base))
-    if mean == 0:
-        judged = "log perplexity" if question.metric == "perplexity" else question.metric
+    place = equivalence.outlier(values.base)
+    usual = [value for i, value in enumerate(values.base) if i != place]
+    zero = mean == 0
+    if len(usual) >= FEWEST_SEEDS:
+        error = statistics.stdev(usual) / math.sqrt(len(usual))
+        zero = abs(statistics.fmean(usual)) <= 2 * error
+    asked = f"{'--margin ' if values.foreign else 'compare.margin='}{setting:g}"
+    judged = f"log {question.metric}" if question.as_logarithm else question.metric
+    of_mean = f"the mean {judged} of {values.reference}"
+    if question.relative:
+        if zero:
+            raise BadInput(
+                f"{asked}: is relative to {of_mean}, which must not be 0: it is {mean:.3g}, within "
+                f"two standard errors of it ({_seeds_text(len(values.base), values.unit)}); give "
+                "--margin X --absolute, in the unit of the metric"
+            )
+        return setting * mean, Unit(100 / mean, " %", turned)
+    if setting >= mean / 2 and not zero:
         raise BadInput(
-            f"compare.margin={setting:g}: is relative to the mean {judged} of "
-            f"{values.reference}, which must not be 0; choose another --metric"
+            f"{asked}: is absolute, and {of_mean} is {mean:.3g}: must be below half of it, "
+            f"{mean / 2:.3g} (of a fraction half a point is 0.005)"
         )
-    return setting * mean, Unit(100 / mean, " %", turned)
+    points = question.metric in ACCURACIES and not values.foreign
+    return setting, Unit(1.0, " points" if points else "", turned)
 
 
 def _at_all_seeds(values: _Values, question: Question) -> Verdict:
@@ -148,9 +214,11 @@ def _at_all_seeds(values: _Values, question: Question) -> Verdict:
         return _too_few(values, question, FEWEST_SEEDS)
     verdict = _tested(values, question, equivalence.ALPHA)
     if verdict.needed:
+        looks = values.fewest, values.fewest + verdict.needed
         verdict.sentence += (
-            f" Then test with --looks {len(values.own)},{values.fewest + verdict.needed}: a second "
-            "test without it raises the error rate above 5 %."
+            f" A test of all {looks[1]} after this one (--looks {looks[0]},{looks[1]}) holds "
+            f"about {100 * equivalence.level_after_a_test(looks):.2g} % instead of 5 %; for 5 % "
+            f"plan the looks before the first test, or test new {values.unit}s alone."
         )
     return verdict
 
@@ -162,6 +230,14 @@ def _at_looks(values: _Values, question: Question) -> Verdict:
     taken = [look for look in plan if look <= available]
     if not taken:
         return _too_few(values, question, plan[0])
+    if not question.by_seed:
+        if len(values.own) != len(values.base) or taken[-1] != available:
+            raise BadInput(
+                f"--looks {','.join(map(str, plan))}: {len(values.own)} and {len(values.base)} "
+                "runs that name no seeds, so nothing says which of them a look would take: give "
+                f"as many in both labels, {' or '.join(map(str, plan))}, or name the seeds"
+            )
+        taken = taken[-1:]  # the earlier ones were taken when there were no more runs
     alpha = equivalence.nominal_alpha(plan)
     for look in taken:
         later = [other for other in plan if other > look]
@@ -188,8 +264,8 @@ def _what_follows(verdict: Verdict, unused: int) -> str:
     return f"{next_look}, {seeds} waiting for it" if next_look else f"; {seeds} beyond it not used"
 
 
-def _seeds_text(count: int) -> str:
-    return f"{count} seed{'' if count == 1 else 's'}"
+def _seeds_text(count: int, counted: str = "seed") -> str:
+    return f"{count} {counted}{'' if count == 1 else 's'}"
 
 
 def _tested(
@@ -200,35 +276,84 @@ def _tested(
     estimate = equivalence.paired_interval if paired else equivalence.welch_interval
     interval = estimate(values.own, values.base, alpha)
     name = equivalence.decide(interval, margin)
+    words = values.reference, remedy, values.unit
+    sentence = equivalence.sentence(name, interval, margin, unit, *words)
+    half = (interval.high - interval.low) / 2
+    least = None if name in CONCLUSIVE or half <= margin else half
+    if least is not None:
+        sentence += (
+            f" So many {values.unit}s with this scatter can show no margin below "
+            f"±{unit.size(least, margin)}."
+        )
     return Verdict(
         name,
-        equivalence.sentence(name, interval, margin, unit, values.reference, remedy),
+        sentence + _strange(values, question),
         *values[:3],
         difference=interval.difference,
         low=interval.low,
         high=interval.high,
         margin=margin,
         level=interval.level,
+        least_margin=least,
         needed=equivalence.seeds_needed(interval, margin) if name == "inconclusive" else None,
     )
+
+
+def _strange(values: _Values, question: Question) -> str:
+    """What of the values themselves speaks against the test: no scatter, or one far from all."""
+    text = ""
+    arms = [
+        (values.own, values.own_seeds, "this mode", values.named[0]),
+        (values.base, values.base_seeds, values.reference, values.named[1]),
+    ]
+    for arm, _, whose, _ in arms if values.foreign else ():
+        if len(set(arm)) == 1:
+            text += (
+                f" All {len(arm)} runs of {whose} ended with the same value: such a test says "
+                "nothing of other runs."
+            )
+    paired = values.method == "paired"
+    if paired:  # what is tested is the difference
+        both = [a - b for a, b in zip(values.own, values.base, strict=True)]
+        arms = [(both, *arms[0][1:])]
+    for arm, seeds, whose, named in arms:
+        place = equivalence.outlier(arm)
+        if place is None:
+            continue
+        others = [_shown(value, question, paired) for i, value in enumerate(arm) if i != place]
+        verb, of = ("differs", "by ") if paired else ("ended", "at ")
+        text += (
+            f" One stands out: {named[seeds[place]]} of {whose} {verb} {of}"
+            f"{_shown(arm[place], question, paired):.4g}, the others {of}{min(others):.4g} to "
+            f"{max(others):.4g}; look at that run before more are made."
+        )
+    return text
+
+
+def _shown(value: float, question: Question, is_difference: bool) -> float:
+    """A judged value in the unit of the metric; of differences, positive stays worse."""
+    if is_difference:
+        return value
+    value = -value if question.higher_is_better else value
+    return math.exp(value) if question.as_logarithm else value
 
 
 def _too_few(values: _Values, question: Question, wanted: int) -> Verdict:
     """No verdict below `wanted` seeds; the difference so far is told where there is one."""
     has, difference, margin, unit = values.fewest, None, None, None
-    if values.base:
+    if any(values.base) or not question.relative:
         margin, unit = _margin_and_unit(values, question)
     if has:
         own, base = (math.fsum(arm) / len(arm) for arm in (values.own, values.base))
         difference = own - base
-    sentence = equivalence.too_few_sentence(has, wanted, difference, margin, unit)
+    sentence = equivalence.too_few_sentence(has, wanted, difference, margin, unit, values.unit)
     verdict = Verdict("inconclusive", sentence, *values[:3], difference=difference)
     verdict.margin, verdict.needed = margin, wanted - has
     return verdict
 
 
 def _without_partner(own: list[Outcome], base: list[Outcome], values: _Values) -> str:
-    """Names the seeds that pairing left out."""
+    """Names the seeds that pairing left out: "having no partner: seed 6 of this mode"."""
     parts = []
     modes = (own, values.own_seeds, "this mode"), (base, values.base_seeds, values.reference)
     for arm, used, name in modes:
@@ -236,7 +361,20 @@ def _without_partner(own: list[Outcome], base: list[Outcome], values: _Values) -
         if extra:
             word = "seed" if len(extra) == 1 else "seeds"
             parts.append(f"{word} {', '.join(map(str, extra))} of {name}")
-    return f" Left out, having no partner: {'; '.join(parts)}." if parts else ""
+    return f"having no partner: {'; '.join(parts)}" if parts else ""
+
+
+def _over_all(values: _Values, question: Question) -> str:
+    """What all runs say, unpaired, where some of them were left out."""
+    if values.fewest < FEWEST_SEEDS:
+        return ""
+    try:
+        margin, unit = _margin_and_unit(values, question)
+    except BadInput:  # of the runs that were compared there is one
+        return ""
+    interval = equivalence.welch_interval(values.own, values.base)
+    found = equivalence.difference_text(interval, unit, margin)
+    return f" Over all, unpaired: {equivalence.decide(interval, margin)}, {found}."
 
 
 def assess(
@@ -246,22 +384,28 @@ def assess(
     margin: float | None = None,
     looks: Sequence[int] = (),
     higher_is_better: bool = False,
+    absolute: bool = False,
 ) -> Group:
     """Judge every arm of `proto` against its baseline.
 
     metric, margin: instead of what the runs' configuration says. higher_is_better: for a foreign
-    tag; the runs' own metrics are known. BadInput: see `judge`.
+    tag; the runs' own metrics are known. absolute: the margin is in the unit of the metric, which
+    it always is where higher is better. BadInput: see `judge`.
     """
     keys, base = proto.keys, proto.baseline
-    question = _question(proto, metric, margin, higher_is_better)
+    question = _question(proto, metric, margin, higher_is_better, absolute)
     question.looks = looks
-    verdict = Verdict("baseline", "")
+    rows = [_row(arm, base, *judge(arm, base, question)) for arm in proto.arms]
+    verdict = Verdict("baseline", "", baseline_seeds=[])
+    # The mean of the runs that the differences are from, where these are the same for all modes.
+    compared = {tuple(row.verdict.baseline_seeds) for row in rows if row.verdict.method}
+    verdict.seeds = list(compared.pop()) if len(compared) == 1 else []
     group = Group(
         **asdict(question),
         title=proto.title,
         slug=proto.slug,
         baseline=_row(base, base, verdict, outcomes(base, base, question)),
-        rows=[_row(arm, base, *judge(arm, base, question)) for arm in proto.arms],
+        rows=rows,
         keys=keys,
         notes=list(proto.notes),
     )
@@ -277,10 +421,14 @@ def assess(
 
 
 def _question(
-    proto: ProtoGroup, metric: str | None, margin: float | None, higher_is_better: bool
+    proto: ProtoGroup,
+    metric: str | None,
+    margin: float | None,
+    higher_is_better: bool,
+    absolute: bool,
 ) -> Question:
     """What is asked of the runs; margin None: what they say of their own metric."""
-    keys, foreign = proto.keys, proto.baseline.runs[0].foreign
+    keys, foreign = proto.keys, proto.baseline.foreign
     metric = metric or keys.get("compare.metric")
     if metric is None or (not foreign and "compare.window" not in keys):
         raise BadInput("compare.metric, compare.window: the runs differ in it; give --metric")
@@ -289,15 +437,20 @@ def _question(
         margin = keys.get("compare.margin")
     if margin is None:
         margin = default_margin(metric, keys.get("data.name"))
-    if not accuracy and margin >= 0.5:
-        raise BadInput(f"margin {margin:g}: is relative, 0.01 means 1 %; must be below 0.5")
+    relative = not (accuracy or absolute)
+    if relative and margin >= 0.5:
+        raise BadInput(
+            f"margin {margin:g}: is relative, 0.01 means 1 %; must be below 0.5 (--absolute: in "
+            "the unit of the metric)"
+        )
     return Question(
         metric=metric,
         higher_is_better=accuracy,
-        relative=not accuracy,
+        relative=relative,
         margin_setting=margin,
         window=keys.get("compare.window", 1),
         gan=is_gan(keys),
+        by_seed=proto.by_seed,
     )
 
 
@@ -316,7 +469,7 @@ def _row(arm: Arm, baseline: Arm, verdict: Verdict, own: list[Outcome]) -> Row:
         verdict=verdict,
         outcomes=own,
         mean=statistics.fmean(finite) if finite else None,
-        skipped=sum(run.skipped for run in ended),
+        skipped=None if arm.foreign else sum(run.skipped for run in ended),
         scale_range=_reached([run.scale_range for run in ended if run.scale_range]),
         samples_per_s=costs[0],
         speedup=speedup,

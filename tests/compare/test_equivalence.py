@@ -3,6 +3,7 @@
 import math
 import random
 
+import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -12,6 +13,7 @@ from mprun.compare.equivalence import (
     Interval,
     Unit,
     decide,
+    outlier,
     paired_interval,
     seeds_needed,
     sentence,
@@ -294,7 +296,7 @@ def test_sentence_of_an_accuracy_says_which_way_is_worse():
 def test_sentence_of_identical_runs_and_of_another_baseline():
     same = paired_interval([1.0, 2.0, 3.0], [1.0, 2.0, 3.0])
     assert sentence("matches", same, 0.01, PERCENT, "amp") == (
-        "matches amp (identical): every run ended with the same value, 3 seeds, paired."
+        "matches amp (identical): no difference in any run compared, 3 seeds, paired."
     )
 
 
@@ -305,3 +307,25 @@ def test_sentence_of_too_few_seeds():
     assert too_few_sentence(2, 3, 0.004, 0.01, PERCENT) == (
         "inconclusive: needs at least 3 seeds (has 2). Difference so far: +0.40 %."
     )
+
+
+@pytest.mark.parametrize(
+    ("values", "place"),
+    [
+        ([2.0, 2.01, 9.9, 2.002, 1.991], 2),
+        ([2.0, 2.01, 2.1, 2.002, 1.991], None),  # 0.1 away, the others 0.02 apart
+        ([-5.0, 2.0, 2.01], 0),
+        ([1.5, 2.0, 2.01], None),  # 0.5 away: of three values so in more than 3 %
+        ([2.0, 2.0, 2.0, 9.0], None),  # no scatter to tell by
+        ([2.0, 9.0], None),
+    ],
+)
+def test_one_value_far_from_all_others(values, place):
+    assert outlier(values) == place
+
+
+def test_a_value_far_from_others_is_rare_among_normal_ones():
+    draws = np.random.default_rng(5).standard_normal((4000, 10))
+    for count in (3, 5, 10):
+        found = sum(outlier(row[:count]) is not None for row in draws.tolist())
+        assert found / len(draws) < 0.035

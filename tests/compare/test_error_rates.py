@@ -4,7 +4,13 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
+
+from mprun.compare.findings import Question
+from mprun.compare.verdict import judge
+
+from .made_runs import made_arm
 
 ROOT = Path(__file__).parents[2]
 FEW, MANY = 2_000, 20_000
@@ -59,6 +65,19 @@ def test_equal_modes_mostly_match(rates):
 @pytest.mark.parametrize("looks", [(), (3, 5, 10)], ids=["fixed", "looks"])
 def test_false_matches_at_full_size(rates, sd, looks):
     assert rates(1, sd, (10, 10), MANY, looks=looks)["matches"] <= 0.055
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [3, 5])
+def test_logs_in_the_order_of_their_values_match_no_more_often(count):
+    """Logs without seeds, both arms sorted, the means a margin of 1 % apart."""
+    draws = 1 + 0.004 * np.random.default_rng(3).standard_normal((4 * FEW, 2, count))
+    question = Question(metric="loss", by_seed=False)
+    matches = 0
+    for own, base in draws.tolist():
+        arms = (made_arm(dict(enumerate(sorted(v)))) for v in ([1.01 * x for x in own], base))
+        matches += judge(*arms, question)[0].name == "matches"
+    assert matches / len(draws) <= 0.055
 
 
 @pytest.mark.slow

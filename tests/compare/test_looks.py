@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from mprun.compare.equivalence import DRAWS, checked_looks, nominal_alpha, smallest_p_values
+from mprun.compare.equivalence import (
+    DRAWS,
+    checked_looks,
+    level_after_a_test,
+    nominal_alpha,
+    smallest_p_values,
+)
 
 # Standard error of the level that the calibration reaches, and of its alpha near `alpha`.
 LEVEL_ERROR = math.sqrt(0.05 * 0.95 / DRAWS)
@@ -80,3 +86,13 @@ def test_the_alpha_does_not_change_from_call_to_call():
     other = nominal_alpha((3, 5, 10), seed=1)
     assert other != first
     assert other == pytest.approx(first, abs=4 * math.sqrt(2) * LEVEL_ERROR)
+
+
+@pytest.mark.parametrize(("looks", "level"), [((3, 7), 0.069), ((5, 10), 0.067)])
+def test_looks_planned_after_a_test_do_not_hold_the_level(looks, level):
+    """Recomputed value by value: the first test at 5 %, the second at the alpha of both looks."""
+    values = np.random.default_rng(11).standard_normal((40_000, looks[1]))
+    tests = [stats.ttest_1samp(values[:, :n], 0.0, axis=1, alternative="less") for n in looks]
+    crossed = (tests[0].pvalue <= 0.05) | (tests[1].pvalue <= nominal_alpha(looks))
+    assert level_after_a_test(looks) == pytest.approx(crossed.mean(), abs=0.006)
+    assert level_after_a_test(looks) == pytest.approx(level, abs=0.003)

@@ -190,3 +190,51 @@ def test_a_tag_that_is_not_in_the_file_name_is_told(tmp_path, monkeypatch, capsy
     arms = ["baseline=a0.csv,a1.csv,a2.csv", "b=b0.csv,b1.csv,b2.csv"]
     assert main([*words, *arms]) == 0
     assert "its column Value is taken for eval/loss" in capsys.readouterr().out
+
+
+def test_a_seed_without_a_partner_fails_the_check_and_is_said_first(study, capsys):
+    """Seeds 0 to 2 alike, and the mode's seed 3 at eleven times: what is left out is no comfort."""
+    write_run(study / "amp-s3", "amp", 3)
+    losses = [3.0 - step / 40 for step in range(40)]
+    write_losses(study / "amp-s3/metrics.jsonl", losses, evaluation=22.0)
+    assert main(["compare", "runs", "--check", "--no-report"]) == 3
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "LEFT OUT of amp: having no partner: seed 3 of this mode" in printed[:250]
+    assert "Over all, unpaired: inconclusive, difference +2" in printed
+    assert "0-2 (not 3)" in printed
+    verdict = verdicts(capsys, "runs")["amp"]["verdict"]
+    assert verdict["left_out"] == ["having no partner: seed 3 of this mode"]
+
+
+def test_the_mean_of_the_baseline_is_over_the_seeds_that_are_compared(study, capsys):
+    write_run(study / "fp32-s7", "fp32", 7, final=9.0)
+    assert main(["compare", "runs", "--json", "--no-report"]) == 0
+    [group] = json.loads(capsys.readouterr().out)["groups"]
+    assert group["baseline"]["mean"] == pytest.approx(sum(FINAL) / 3)
+    assert main(["compare", "runs", "--markdown", "--no-report"]) == 0
+    assert "2.003 (seeds 0-2)" in capsys.readouterr().out
+
+
+def test_a_seed_of_its_own_sort_is_named(study, capsys):
+    losses = [3.0 - step / 40 for step in range(40)]
+    for seed, loss in ((3, 2.01), (4, 1.98)):
+        write_run(study / f"fp32-s{seed}", "fp32", seed, final=loss)
+        write_run(study / f"amp-s{seed}", "amp", seed, final=loss + 1e-3)
+    write_losses(study / "amp-s3/metrics.jsonl", losses, evaluation=2.01 + 7.9)
+    verdict = verdicts(capsys, "runs")["amp"]["verdict"]
+    assert verdict["name"] == "inconclusive"
+    assert "One stands out: seed 3 of this mode differs by 7.9," in verdict["sentence"]
+
+
+def test_a_repeat_that_is_left_out_fails_the_check(study, capsys):
+    write_run(study / "again", "amp", 1, final=9.0, created="2026-11-21T10:00:00+00:00")
+    assert main(["compare", "runs", "--check", "--no-report"]) == 3
+    assert "LEFT OUT of amp: a repeat of seed 1: runs/again" in capsys.readouterr().out
+
+
+def test_one_seed_of_each_gives_facts(study, capsys):
+    for path in (*study.glob("*-s1"), *study.glob("*-s2")):
+        path.rename(study.parent / path.name)
+    verdict = verdicts(capsys, "runs")["amp"]["verdict"]
+    assert verdict["sentence"].startswith("inconclusive: needs at least 3 seeds (has 1)")
+    assert verdict["sentence"].endswith("identical at all 22 steps, bit for bit.")

@@ -246,11 +246,11 @@ def test_a_foreign_log_is_told_as_what_it_is(tmp_path):
         for run in row.arm.runs:
             run.foreign, run.keys, run.environment, run.flags = True, {}, {}, {}
             run.evals["train/loss"] = run.evals["loss"]
-    one = replace(one, metric="train/loss", keys={})
+    one = replace(one, metric="train/loss", keys={}, by_seed=False)
     _, page = written(comparison(one), tmp_path)
-    assert "mean of the last tenth of the values of train/loss" in page.words
+    assert "mean of train/loss over the last tenth of the steps" in page.words
     assert "progress" not in page.words and "Not recorded." in page.words
-    assert "Training loss over" not in page.words and "paired by position; above" in page.words
+    assert "Training loss over" not in page.words and "which are not paired; above" in page.words
     assert (tmp_path / f"{one.slug}-eval-train_loss.png").is_file()
 
 

@@ -187,14 +187,17 @@ def test_pairing(own, base, expected):
 
 
 def test_extra_seeds_are_left_out_and_named():
-    base = made_arm(FP32 | {5: 1000.0, 6: 1000.0})
+    base = made_arm(FP32 | {5: 2.0, 6: 2.0})
     own = shifted(0.0)
     own.runs.append(made_run(9, 77.0, mode="amp"))
     verdict = verdict_of(own, base)
     assert verdict.name == "matches"
+    assert verdict.left_out == ["having no partner: seed 9 of this mode; seeds 5, 6 of FP32"]
     assert verdict.margin == pytest.approx(0.02)  # of the seeds that were used
-    assert verdict.sentence.endswith(
-        " Left out, having no partner: seed 9 of this mode; seeds 5, 6 of FP32."
+    # Means 87 / 6 = 14.5 and 14 / 7 = 2 of all: unpaired they are 625 % of 2 apart.
+    assert (
+        " Left out, having no partner: seed 9 of this mode; seeds 5, 6 of FP32. Over all, "
+        "unpaired: inconclusive, difference +625.00 % (" in verdict.sentence
     )
 
 

@@ -5,6 +5,7 @@ import pytest
 from mprun.compare.equivalence import nominal_alpha
 from mprun.compare.findings import Arm, Question, Verdict
 from mprun.compare.verdict import judge
+from mprun.errors import BadInput
 
 from .made_runs import made_arm
 
@@ -107,3 +108,14 @@ def test_looks_at_other_seeds_take_the_first_of_both_arms():
 def test_looks_that_are_none():
     with pytest.raises(ValueError, match="must ascend"):
         verdict_of(differing(*JITTER), made_arm(TEN), looks=[5, 3])
+
+
+def test_logs_without_seeds_have_no_order_in_which_looks_could_take_them():
+    base = made_arm({seed: 2.0 + JITTER[seed] for seed in range(5)})
+    own = made_arm({seed: 2.0 + JITTER[seed] for seed in range(5)}, mode="amp")
+    question = Question(metric="loss", looks=[3, 5], by_seed=False)
+    verdict, _ = judge(own, base, question)
+    assert (verdict.look, verdict.method, verdict.seeds) == (5, "Welch", [0, 1, 2, 3, 4])
+    own.runs.pop()
+    with pytest.raises(BadInput, match="--looks 3,5: 4 and 5 runs that name no seeds, so nothing"):
+        judge(own, base, question)
