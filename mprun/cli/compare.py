@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -27,8 +28,15 @@ metrics.jsonl and run.json alone; the report also shows probes (numerics=on). Pe
 divergence rule, then an equivalence test (paired TOST over seeds) against the margin that the
 runs' configuration fixed (compare.metric, compare.margin)."""
 _MORE = """\
-Foreign logs (TensorBoard events or CSV):
-  mprun compare --tag train/loss fp32=base_s0,base_s1,base_s2 amp=amp_s0,amp_s1,amp_s2
+Logs of other tools, a path a run:
+  mprun compare --tag train/loss fp32=base0,base1,base2 amp=amp0,amp1,amp2
+  mprun compare --tag loss 'fp32=export.csv#fp32-*' 'amp=export.csv#amp-*'
+  mprun compare --tag loss fp32=seed0:a.csv,seed1:b.csv amp=seed0:c.csv,seed1:d.csv
+
+Read are TensorBoard events and tables (FILE#RUN is one run of an export of Weights & Biases). Such
+runs are paired only where the seed of every run is named (seed0:PATH, or "seed0", "seed=0",
+"seed_0" in each path) or --paired says so; else every run counts, unpaired (Welch). Equal curves
+are one run. Logs of other lengths are compared at the steps that all have.
 
 Exit codes: 0 compared, 2 bad input or nothing to compare, 3 --check failed, 4 damaged record."""
 _FLAGS = {
@@ -36,8 +44,10 @@ _FLAGS = {
     "--paper": "our result beside the row of Micikevicius et al. for the same model",
     "--check": "exit code 3 unless every mode matches and nothing was left out",
     "--no-report": "print only",
-    "--higher-is-better": "the --tag is an accuracy (--margin is then absolute)",
+    "--higher-is-better": "the --tag is an accuracy or a score (--margin is then absolute)",
+    "--lower-is-better": "it is none (goes without saying for loss, error, perplexity)",
     "--absolute": "the --margin is in the metric's own unit, not relative to the baseline",
+    "--paired": "runs of --tag are listed in the order of the same seeds in every label",
 }
 
 
@@ -67,7 +77,7 @@ def parse(words: Sequence[str]) -> Namespace:
     """The options, checked; BadInput for anything that is none."""
     arguments = Arguments("compare", _WHAT, _MORE)
     add = arguments.add_argument
-    add("paths", nargs="*", metavar="PATH", help="with --tag: LABEL=PATH[,PATH...], a path a seed")
+    add("paths", nargs="*", metavar="PATH", help="with --tag: LABEL=PATH[,PATH...], a path a run")
     what = "the runs below PATH are the baseline (default: precision=fp32, scaler=none)"
     add("--baseline", type=Path, metavar="PATH", help=what)
     what = "compare although these keys differ from the baseline's (the report says so)"
@@ -78,7 +88,9 @@ def parse(words: Sequence[str]) -> Namespace:
     add("--margin", type=_margin, metavar="X", help=what)
     what = "verdicts at these numbers of seeds, with an error rate of 5 %% over all looks"
     add("--looks", type=_looks, default=[], metavar="3,5,10", help=what)
-    add("--tag", metavar="NAME", help="compare this scalar of foreign logs")
+    add("--tag", metavar="NAME", help="compare this scalar of other tools' logs")
+    what = "with --tag: what counts the steps, where it is not step, iteration or epoch"
+    add("--step", metavar="COLUMN", help=what)
     what = "folder of the report (default: compare/ beside the runs)"
     add("--out", type=Path, metavar="DIR", help=what)
     for flag, what in _FLAGS.items():
@@ -96,8 +108,13 @@ def _check_belonging(options: Namespace) -> None:
     """BadInput for options that do not go together."""
     if options.json and options.markdown:
         raise BadInput("--json, --markdown: give one of the two")
-    if options.higher_is_better and options.tag is None:
-        raise BadInput("--higher-is-better: only with --tag; a run of mprun knows its metrics")
+    foreign = {"higher_is_better", "lower_is_better", "paired", "step"}
+    for name in sorted(foreign if options.tag is None else ()):
+        if getattr(options, name):
+            flag = "--" + name.replace("_", "-")
+            raise BadInput(f"{flag}: only with --tag; a run of mprun knows its metrics and seeds")
+    if options.higher_is_better and options.lower_is_better:
+        raise BadInput("--higher-is-better, --lower-is-better: give one of the two")
     for flag, given in (
         ("--higher-is-better", options.higher_is_better),
         ("--absolute", options.absolute),
@@ -142,10 +159,11 @@ def compare(options: Namespace) -> Comparison:
             judged_otherwise=options.metric is not None or options.margin is not None,
         )
     else:
-        from mprun.compare.external_logs import load_foreign, refuse_same_logs
+        from mprun.compare.external_logs import load_foreign, refuse_unknown_direction
 
-        foreign = load_foreign(options.paths, options.tag)
-        refuse_same_logs(foreign)
+        if not (options.higher_is_better or options.lower_is_better):
+            refuse_unknown_direction(options.tag)
+        foreign = load_foreign(options.paths, options.tag, step=options.step, paired=options.paired)
         protos, refused, runs, notes = [foreign], [], foreign.baseline.runs, []
     if not protos:
         raise BadInput(refused[0] if refused else f"{options.paths[0]}: no runs to compare")
@@ -210,6 +228,7 @@ def _beside(options: Namespace) -> Path:
     words = options.paths
     if options.tag is not None:
         words = [part for word in words for part in word.partition("=")[2].split(",")]
+        words = [re.sub(r"^seed\d+:", "", word) for word in words]
     common = Path(os.path.commonpath([Path(word).resolve() for word in words]))
     if not common.is_dir() or (common / "run.json").exists():
         common = common.parent

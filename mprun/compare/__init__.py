@@ -1,6 +1,6 @@
 """From the records of finished runs to a verdict per precision mode; imports no torch.
 
-load (run.json, metrics.jsonl) or external_logs (TensorBoard, CSV)
+load (run.json, metrics.jsonl) or log_formats and external_logs (what other tools wrote)
 -> grouping (which runs belong together, which are baselines)
 -> verdict (divergence, then equivalence)
 -> text (console, report.md, results.json), report (report.html and its figures), paper,

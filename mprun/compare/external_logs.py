@@ -1,198 +1,223 @@
-"""Read one curve, all of its points, from TensorBoard event files or a CSV file.
-
-Curves that mprun did not record: TensorBoard events and CSV files, one arm per label.
+"""Take the runs of other tools' logs: which runs there are, their seeds, and where they compare.
 
     mprun compare --tag train/loss fp32=logs/base amp=logs/amp_s0,logs/amp_s1,logs/amp_s2
 
-LABEL=PATH[,PATH...]: each PATH is one run (an event file, a folder with event files, a CSV file)
-or a folder that holds several, taken in the order of their names (s2 before s10). The baseline is
-the label `fp32` or `baseline`, else the first. Foreign logs tell no seed: runs are numbered from 0
-as they are listed, and paired by that number. The log's steps say where a run ended.
+LABEL=PATH[,PATH...]: each PATH is one run (`log_formats` says what is read) or a folder that holds
+several, taken in the order of their names (s2 before s10); FILE#RUN is one run of a file that holds
+several (an export of Weights & Biases), with wildcards. The baseline is the label `fp32` or
+`baseline`, else the first.
+
+A log tells no seed, so runs are not paired: a test after Welch, over all of them. They are paired
+where the seed of every run is named, by `LABEL=seed0:PATH` or by "seed0", "seed=0", "seed_0" in
+all paths, or where `--paired` says that the runs stand in the order of their seeds. Equal curves
+inside a label are one run.
+
+Logs that end at other steps or are written at other intervals are compared at the steps that all
+of them have; diverged runs do not count for that.
 """
 
-import csv
-import logging
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+from functools import reduce
 from pathlib import Path
 
 import numpy as np
 
+from mprun.compare.divergence import foreign_width, nonfinite_from
 from mprun.compare.findings import Arm, RunData
 from mprun.compare.grouping import ProtoGroup
-from mprun.compare.load import natural_order, search
-from mprun.config.rules import nearest
-from mprun.errors import BadInput, Damaged
-
-_STEP_COLUMNS = ("step", "Step", "_step", "global_step", "trainer/global_step")
-_MOST_TAGS_SHOWN = 10
-
-
-def is_events(path: Path) -> bool:
-    """Whether this is a TensorBoard event file, by its name, as TensorBoard itself decides."""
-    return "tfevents" in path.name and path.is_file()
-
-
-def read_events(path: Path, tag: str) -> np.ndarray:
-    """Steps and values, float64 [points, 2], of the scalar `tag` in an event file or a folder.
-
-    Reads what torch.utils.tensorboard, TensorFlow and Keras write. BadInput where the tag is
-    missing. Source: tensorboard.backend.event_processing.event_accumulator.
-    """
-    # Here, not at the top: nobody else pays for the import.
-    from tensorboard.backend.event_processing import event_accumulator as reader
-    from tensorboard.util import tensor_util
-
-    logging.getLogger("tensorboard").setLevel(logging.ERROR)
-    # 0 keeps every point; by default 10,000 are drawn at random. Of all else one is enough.
-    limits = dict.fromkeys(reader.DEFAULT_SIZE_GUIDANCE, 1) | {reader.SCALARS: 0}
-    events = reader.EventAccumulator(str(path), size_guidance=limits).Reload()
-    known = events.Tags()
-    if tag in known[reader.SCALARS]:
-        return _table([(point.step, point.value) for point in events.Scalars(tag)])
-    # TensorFlow 2 writes scalars as tensors.
-    scalars = [
-        name
-        for name in known[reader.TENSORS]
-        if events.SummaryMetadata(name).plugin_data.plugin_name == "scalars"
-    ]
-    if tag not in scalars:
-        raise _no_tag(path, tag, [*known[reader.SCALARS], *scalars])
-    limits[reader.TENSORS] = 0
-    events = reader.EventAccumulator(str(path), size_guidance=limits).Reload()
-    read = tensor_util.make_ndarray
-    return _table([(point.step, float(read(point.tensor_proto))) for point in events.Tensors(tag)])
-
-
-def read_csv(path: Path, tag: str) -> tuple[np.ndarray, bool]:
-    """Steps and values, float64 [rows, 2], of a CSV file with a header row; whether it names `tag`.
-
-    The value is the column `tag`, one that ends with " - TAG" (an export of Weights & Biases), or
-    `Value` (an export of TensorBoard: Wall time, Step, Value); the step is the column `step` or
-    `Step`. Rows without a value are left out. BadInput where a column is missing, Damaged where a
-    cell is no number.
-    """
-    try:
-        with open(path, encoding="utf-8-sig", newline="") as file:
-            rows = csv.reader(file)
-            header = next(rows, [])
-            step_name = next((name for name in _STEP_COLUMNS if name in header), None)
-            if step_name is None:
-                raise BadInput(f"{path}: no column 'step' or 'Step'; has {_listed(header)}")
-            value_name, named = _value_column(path, header, tag)
-            places = [header.index(name) for name in (step_name, value_name)]
-            points = []
-            for row in filter(None, rows):
-                if len(row) <= max(places):
-                    raise Damaged(f"{path}: line {rows.line_num}: {len(row)} cells, not a row")
-                if row[places[1]].strip():
-                    points.append([_float(path, rows.line_num, row[i]) for i in places])
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise Damaged(f"{path}: not a CSV file ({error})") from None
-    if not points:
-        raise BadInput(f"{path}: column {value_name!r} is empty")
-    table = _table(points)
-    if not np.isfinite(table[:, 0]).all():
-        raise Damaged(f"{path}: column {step_name!r}: steps must be finite numbers")
-    return table, named
-
-
-def _value_column(path: Path, header: list[str], tag: str) -> tuple[str, bool]:
-    """The column of the values, and whether it or the file's name says that they are of `tag`."""
-    if tag in header:
-        return tag, True
-    exported = [name for name in header if name.endswith(f" - {tag}")]
-    if len(exported) > 1:
-        raise BadInput(f"{path}: --tag {tag}: could be {_listed(exported)}; give one of them")
-    if exported:
-        return exported[0], True
-    if "Value" in header:
-        # TensorBoard's export is called run-NAME-tag-TAG.csv, with "/" as "_".
-        _, told, rest = path.stem.partition("-tag-")
-        if told and rest != tag.replace("/", "_"):
-            raise BadInput(f"{path}: --tag {tag}: the file is an export of the tag {rest}")
-        return "Value", "-tag-" in path.name
-    raise _no_tag(path, tag, [name for name in header if name not in _STEP_COLUMNS])
-
-
-def _no_tag(path: Path, tag: str, known: list[str]) -> BadInput:
-    return BadInput(f"{path}: --tag {tag}: not there; has {_listed(known)}{nearest(tag, known)}")
-
-
-def _listed(names: list[str]) -> str:
-    shown = ", ".join(names[:_MOST_TAGS_SHOWN]) or "none"
-    more = len(names) - _MOST_TAGS_SHOWN
-    return f"{shown} and {more} more" if more > 0 else shown
-
-
-def _float(path: Path, line: int, cell: str) -> float:
-    try:
-        return float(cell)
-    except ValueError:
-        raise Damaged(f"{path}: line {line}: {cell!r} is not a number") from None
-
-
-def _table(points: list) -> np.ndarray:
-    return np.array(points, dtype=np.float64).reshape(-1, 2)
-
+from mprun.compare.load import search
+from mprun.compare.log_formats import Log, logs_in, read_logs
+from mprun.errors import BadInput
 
 _BASELINES = ("fp32", "baseline")
 _DRAWN = 500
+_MOST_NAMED = 20
+# Sub-folders of one run, not runs: Keras writes the first two.
+_PARTS = ("train", "validation", "training", "val", "valid", "eval", "evaluation", "test", "dev")
+_SEED = re.compile(r"seed[ =_-]?(\d+)", re.IGNORECASE)
+_FEWEST_STEPS = 3  # with less, equal values are no copy, and what two logs share is no curve
+_Taken = list[tuple[int | None, Log]]  # the seed that the command line gives, and the log
 
 
-def load_foreign(specs: Sequence[str], tag: str) -> ProtoGroup:
-    """One group of the curves `tag`, with notes on how they were taken.
+# Words of names whose direction goes without saying; any other has to be told.
+_LOWER = ("loss losses error err perplexity ppl nll bpb bpc mse mae rmse wer cer fid kl").split()
+_HIGHER = ("acc accuracy top score reward return auc precision recall bleu psnr ssim").split()
 
-    specs: LABEL=PATH[,PATH...] each. A run's `evals` hold "step", "updates" (the same) and `tag`,
-    float64, all points that were written. Imports no torch.
 
-    Raises BadInput for a malformed spec, a path that is missing or holds no log, and a tag that a
-    log does not have (it lists those that exist); Damaged for a CSV file with broken numbers.
+def refuse_unknown_direction(tag: str) -> None:
+    """BadInput unless the name says that lower is better: "train/loss", "eval_ppl", "lm loss"."""
+    words = set(re.split(r"[^a-z]+", tag.lower()))
+    if not words & set(_LOWER) or words & set(_HIGHER):
+        raise BadInput(
+            f"--tag {tag}: is more of it better, or less? Give --higher-is-better (with --margin X "
+            "in its unit) or --lower-is-better"
+        )
+
+
+def load_foreign(
+    specs: Sequence[str], tag: str, *, step: str | None = None, paired: bool = False
+) -> ProtoGroup:
+    """One group of the curves `tag`, with notes on what was taken as a run.
+
+    specs: LABEL=PATH[,PATH...] each. step: what counts the steps. paired: runs stand in the order
+    of their seeds. A run's `evals` hold "step", "updates" (the same) and `tag`, float64, all points
+    that were written; `judged` the steps at which it is compared. Imports no torch.
+
+    Raises BadInput for a malformed spec, a path that is missing or holds no log, a tag that a log
+    does not have (it lists those that exist), runs that cannot be told from parts of runs, and logs
+    without common steps; Damaged for broken numbers.
     """
-    paths = _paths(specs)
-    unnamed: list[str] = []
+    taken = _taken(specs, tag, step)
+    by_seed = _name_seeds(taken, paired)
     notes: list[str] = []
-    arms = {label: Arm(label, label, []) for label in paths}
-    for label, runs in paths.items():
-        for number, path in enumerate(runs):
-            if path.is_file() and not is_events(path):
-                table, named = read_csv(path, tag)
-            else:
-                table, named = read_events(path, tag), True
-            if not named:
-                unnamed.append(f"{path}: names no tag; its column Value is taken for {tag}")
-            arms[label].runs.append(_run(path, tag, label, number, table, notes))
-    baseline = _baseline(list(paths))
+    arms = {label: Arm(label, label, []) for label in taken}
+    for label, logs in taken.items():
+        names = [log.name for _, log in logs]
+        more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+        count = "1 run" if len(names) == 1 else f"{len(names)} runs"
+        notes.append(f"{label} is {count}: {', '.join(names[:_MOST_NAMED])}{more}")
+        runs = [_run(log, tag, label, seed or 0, notes) for seed, log in logs]
+        arms[label].runs = _without_copies(runs, tag, notes)
+    every = [log for logs in taken.values() for _, log in logs]
+    counts = sorted({log.steps for log in every} - {"step", "Step", ""})
+    if counts:
+        notes.append(f"steps are what the logs call {', '.join(counts)}")
+    notes += [f"{x.name}: names no tag; taken for {tag}" for x in every if not x.named]
+    baseline = _baseline(list(taken))
     if baseline.lower() not in _BASELINES:
         notes.append(f"no label is fp32 or baseline: the first one, {baseline}, is the baseline")
-    notes.append("foreign logs: runs are paired by their position in the list, not by seed")
+    if not by_seed and any(len(arm.runs) > 1 for arm in arms.values()):
+        notes.append(
+            "the logs name no seeds, so runs are not paired: every run counts (Welch). Name seeds "
+            "by LABEL=seed0:PATH, or say --paired if runs are listed in the order of the same seeds"
+        )
     others = [arm for label, arm in arms.items() if label != baseline]
-    return ProtoGroup(tag, "foreign", arms[baseline], others, {}, unnamed + notes)
+    notes += _align([arms[baseline], *others], tag)
+    return ProtoGroup(tag, "foreign", arms[baseline], others, {}, notes, by_seed)
 
 
-def _paths(specs: Sequence[str]) -> dict[str, list[Path]]:
+def _taken(specs: Sequence[str], tag: str, step: str | None) -> dict[str, _Taken]:
     """Label -> its runs, in the order in which they are listed."""
-    paths: dict[str, list[Path]] = {}
+    taken: dict[str, _Taken] = {}
     for spec in specs:
         label, _, listed = spec.partition("=")
         if not label or not listed:
             raise BadInput(f"{spec}: with --tag give LABEL=PATH[,PATH...], e.g. fp32=logs/base_s0")
-        if label in paths:
+        if label in taken:
             raise BadInput(f"{spec}: label {label!r} is given twice; list all its paths at once")
-        paths[label] = [run for part in listed.split(",") for run in _runs_at(Path(part))]
-    if len(paths) < 2:
+        taken[label] = []
+        below: dict[Path, list[Path]] = {}  # folder -> its sub-folders that hold logs
+        for part in listed.split(","):
+            named = re.fullmatch(r"seed(\d+):(.+)", part)
+            logs = _logs_at(named[2] if named else part, tag, step, below)
+            if named and len(logs) > 1:
+                raise BadInput(f"{part}: holds {len(logs)} runs ({_names(logs)}); one has a seed")
+            taken[label] += [(int(named[1]) if named else None, log) for log in logs]
+        _refuse_parts(label, below)
+    if len(taken) < 2:
         raise BadInput(f"{specs[0]}: needs a baseline and at least one other LABEL=PATH")
-    return paths
+    every = [log for logs in taken.values() for _, log in logs]
+    _refuse_same(every)
+    by_kind = {"epoch" in log.steps.lower(): log for log in every if log.steps}
+    if len(by_kind) > 1:
+        epochs, steps = by_kind[True], by_kind[False]
+        raise BadInput(
+            f"{epochs.name}: counts {epochs.steps}, {steps.name} {steps.steps}: must be the same; "
+            "say with --step COLUMN what counts the steps"
+        )
+    return taken
 
 
-def refuse_same_logs(group: ProtoGroup) -> None:
+def _logs_at(given: str, tag: str, step: str | None, below: dict[Path, list[Path]]) -> list[Log]:
+    """The runs that a path names: itself, or all below it in the order of their names."""
+    path, run = Path(given), ""
+    if not path.exists() and "#" in given:
+        name, _, run = given.rpartition("#")
+        path = Path(name)
+    if not path.exists():
+        raise BadInput(f"{path}: no such file or directory")
+    found = [path] if path.is_file() else list(search(path, logs_in))
+    if not found:
+        raise BadInput(f"{path}: holds no log: TensorBoard events, MLflow runs, tables, JSON lines")
+    for one in found:
+        folder = one if one.is_dir() else one.parent
+        if path.is_dir() and folder != path and folder not in below.get(folder.parent, []):
+            below.setdefault(folder.parent, []).append(folder)
+    logs = [log for one in found for log in read_logs(one, tag, step)]
+    chosen = [log for log in logs if not run or log.run == run or fnmatchcase(log.run, run)]
+    if not chosen:
+        raise BadInput(f"{given}: no run of that name; has {_names(logs)}")
+    return chosen
+
+
+def _names(logs: Iterable[Log]) -> str:
+    names = [log.run or log.name for log in logs]
+    return ", ".join(names[:_MOST_NAMED]) + (", ..." if len(names) > _MOST_NAMED else "")
+
+
+def _refuse_parts(label: str, below: dict[Path, list[Path]]) -> None:
+    """BadInput where sub-folders look like parts of a run: a run would count twice."""
+    seen: dict[str, Path] = {}
+    for parent, folders in below.items():
+        for folder in folders:
+            again = seen.setdefault(folder.name, folder) if len(folders) > 1 else folder
+            if again != folder or folder.name.lower() in _PARTS:
+                name = folder.name
+                what = f"{again} and {folder}" if again != folder else f"{folder}"
+                raise BadInput(
+                    f"{label}={parent}: {what}: runs, or parts of one? Name every run, e.g. "
+                    f"{label}={parent / name},{parent.parent / 'other' / name}"
+                )
+
+
+def _refuse_same(logs: Iterable[Log]) -> None:
     """BadInput where one log stands for several runs: it would match itself."""
     seen = set()
-    for arm in (group.baseline, *group.arms):
-        for run in arm.runs:
-            path = Path(run.path).resolve()
-            if path in seen:
-                raise BadInput(f"{run.path}: listed twice; every path must be another run")
-            seen.add(path)
+    for log in logs:
+        key = log.path.resolve(), log.run
+        if key in seen:
+            raise BadInput(
+                f"{log.name}: listed twice; every path must be another run"
+                + (f" (one of a file: {log.name})" if log.run else "")
+            )
+        seen.add(key)
+
+
+def _name_seeds(taken: dict[str, _Taken], paired: bool) -> bool:
+    """Number the runs, by their seeds where all are named; whether equal numbers belong together.
+
+    Nothing is guessed: one run without a seed, or two of a label with the same, and none has one.
+    """
+    given = [seed is not None for logs in taken.values() for seed, _ in logs]
+    if any(given) and not all(given):
+        raise BadInput("LABEL=seed0:PATH: give the seed of every run, or of none")
+    named = {label: [_named_seed(*one) for one in logs] for label, logs in taken.items()}
+    told = all(None not in seeds for seeds in named.values())
+    for label, seeds in named.items():
+        if len(set(seeds)) < len(seeds):
+            if any(given):
+                raise BadInput(f"{label}: a seed is given to two runs; every run must have its own")
+            told = False
+    if paired and not told:
+        counts = {label: len(logs) for label, logs in taken.items()}
+        if len(set(counts.values())) > 1:
+            text = ", ".join(f"{label} has {count}" for label, count in counts.items())
+            raise BadInput(
+                f"--paired: needs as many runs in every label ({text}); name the seeds by "
+                "LABEL=seed0:PATH, or leave --paired out"
+            )
+    for label, logs in taken.items():
+        numbers = named[label] if told else range(len(logs))
+        taken[label] = [(n, log) for n, (_, log) in zip(numbers, logs, strict=True)]
+    return told or paired
+
+
+def _named_seed(given: int | None, log: Log) -> int | None:
+    """The seed that the command line gives, else the last one in the name of the log."""
+    found = _SEED.findall(log.name)
+    return given if given is not None else int(found[-1]) if found else None
 
 
 def _baseline(labels: list[str]) -> str:
@@ -202,50 +227,102 @@ def _baseline(labels: list[str]) -> str:
     return named[0] if named else labels[0]
 
 
-def _runs_at(path: Path) -> list[Path]:
-    """The runs that a path names: itself, or all below it in the order of their names."""
-    if not path.exists():
-        raise BadInput(f"{path}: no such file or directory")
-    runs = [path] if path.is_file() else list(search(path, _logs_in))
-    if not runs:
-        raise BadInput(f"{path}: holds neither TensorBoard events nor CSV files")
-    return runs
+def _without_copies(runs: list[RunData], tag: str, notes: list[str]) -> list[RunData]:
+    """Of runs that agree bit for bit wherever both have values the longest; a note on the others.
+
+    A copy of a file, a resumed run and what it was resumed from: one run that was written twice.
+    """
+    # Of one or two values several may be equal by chance, but not all.
+    fewest = 1 if len({run.evals[tag].tobytes() for run in runs}) == 1 else _FEWEST_STEPS
+    kept: list[RunData] = []
+    for run in sorted(runs, key=lambda run: len(run.evals["step"]), reverse=True):
+        twin = next((other for other in kept if _same_curve(run, other, tag, fewest)), None)
+        if twin is None:
+            kept.append(run)
+        else:
+            notes.append(
+                f"{run.path}: the same curve as {twin.path}, bit for bit: one run, not two"
+            )
+    return sorted(kept, key=lambda run: run.seed)
 
 
-def _logs_in(folder: Path) -> list[Path]:
-    """The folder itself if it holds events, else its CSV files."""
-    entries = sorted(folder.iterdir(), key=lambda entry: natural_order(entry.name))
-    if any(is_events(entry) for entry in entries):
-        return [folder]
-    return [entry for entry in entries if entry.suffix.lower() == ".csv" and entry.is_file()]
+def _same_curve(one: RunData, other: RunData, tag: str, fewest: int) -> bool:
+    _, first, second = np.intersect1d(
+        one.evals["step"], other.evals["step"], assume_unique=True, return_indices=True
+    )
+    if len(first) < max(fewest, len(one.evals["step"]) / 2):
+        return False
+    return np.array_equal(one.evals[tag][first], other.evals[tag][second], equal_nan=True)
 
 
-def _run(
-    path: Path, tag: str, label: str, number: int, table: np.ndarray, notes: list[str]
-) -> RunData:
-    steps, values = table.T
+def _align(arms: list[Arm], tag: str) -> list[str]:
+    """Set the steps at which every run is judged: the last tenth of those that all have.
+
+    What goes beyond them is left out, which every arm says. Returns notes. BadInput if unequal logs
+    have fewer than 3 steps in common.
+    """
+    runs = [run for arm in arms for run in arm.runs]
+    whole = [run for run in runs if nonfinite_from(run, tag) is None]
+    if not whole:
+        return []
+    steps = [run.evals["step"] for run in whole]
+    common = reduce(np.intersect1d, steps)
+    equal = all(np.array_equal(own, common) for own in steps)
+    shortest, longest = (pick(whole, key=_last_step) for pick in (min, max))
+    if not equal and len(common) < _FEWEST_STEPS:
+        raise BadInput(
+            f"{shortest.path}: has {len(common)} steps in common with {longest.path} and the other "
+            "logs: must be 3 or more; log at equal steps, or say with --step COLUMN what counts "
+            "them"
+        )
+    judged = common[-foreign_width(len(common)) :]
+    for run in runs:
+        run.judged = judged
+    if equal:
+        return []
+    interval = max(float(np.median(np.diff(own))) if len(own) > 1 else 0.0 for own in steps)
+    if _last_step(longest) - common[-1] <= interval:
+        return [f"logs of unequal steps: compared at the {len(common)} steps that all have"]
+    line = (
+        f"compared up to step {common[-1]:g} of {_last_step(longest):g}, at the {len(common)} "
+        f"steps that all logs have: {shortest.path} ends at {_last_step(shortest):g}"
+    )
+    for arm in arms:
+        arm.left_out.append(line)
+    return [line]
+
+
+def _last_step(run: RunData) -> float:
+    return float(run.evals["step"][-1])
+
+
+def _run(log: Log, tag: str, label: str, seed: int, notes: list[str]) -> RunData:
+    steps, values = log.points.T
     # A run that was resumed may have written steps twice: the last word counts.
     order = np.argsort(steps, kind="stable")
     steps, values = steps[order], values[order]
     newest = np.append(steps[1:] != steps[:-1], True)
     if not newest.all():
-        notes.append(f"{path}: {int((~newest).sum())} steps written twice; the last value counts")
+        twice = int((~newest).sum())
+        notes.append(f"{log.name}: {twice} steps written twice; the last value counts")
     steps, values = steps[newest], values[newest]
+    written = _written(values)
+    steps, values = steps[written], values[written]
     strange = int((~np.isfinite(values)).sum())
     if strange:
         notes.append(
-            f"{path}: {strange} of {len(values)} values of {tag} are not finite; they count only "
-            "where the outcome is taken, at the end"
+            f"{log.name}: {strange} of {len(values)} values of {tag} are not finite; at the end "
+            "they are a divergence (cut them off if they only fill the log up)"
         )
     shown = np.arange(len(steps))
     if len(steps) > _DRAWN:
         shown = np.linspace(0, len(steps) - 1, _DRAWN).round().astype(np.int64)
     nothing = np.zeros(len(shown))
     return RunData(
-        path=str(path),
+        path=log.name,
         mode=label,
         scaler="none",
-        seed=number,
+        seed=seed,
         status="done",
         cause=None,
         last_step=int(steps[-1]),
@@ -262,3 +339,19 @@ def _run(
         last_losses=values[len(values) - -(-len(values) // 10) :],
         foreign=True,
     )
+
+
+def _written(values: np.ndarray) -> np.ndarray:
+    """bool [points]: without the NaN that fill the rows between the values of a sparse column.
+
+    A column is sparse if it has a value in every k-th row only, k the median distance; what is NaN
+    for longer than that is not between two values.
+    """
+    known = np.flatnonzero(np.isfinite(values))
+    every = np.median(np.diff(known)) if len(known) > 1 else 1
+    if every < 2:
+        return np.ones(len(values), bool)
+    ends = np.concatenate([[-1], known, [len(values)]])
+    at = np.searchsorted(ends, np.arange(len(values)))  # the next value
+    between = ends[at] - ends[np.maximum(at - 1, 0)] <= every
+    return ~np.isnan(values) | ~between

@@ -1,5 +1,7 @@
 """Curves that mprun did not record: every point is read, and what is missing is told."""
 
+import json
+import re
 import struct
 
 import numpy as np
@@ -9,7 +11,10 @@ from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
 from tensorboard.compat.proto.tensor_pb2 import TensorProto
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
+from mprun.cli import main
+from mprun.compare.curves import differences, evaluation
 from mprun.compare.external_logs import load_foreign
+from mprun.compare.verdict import assess
 from mprun.errors import BadInput, Damaged
 
 
@@ -49,8 +54,9 @@ def test_every_point_is_read(tmp_path, count, as_tensors):
     """TensorBoard's own reader keeps 10,000 of them, drawn at random, unless told otherwise."""
     values = np.linspace(3, 1, count, dtype=np.float32)
     points = list(enumerate(values.tolist(), start=1))
-    write_events(tmp_path / "log", {"train/loss": points, "lr": [(1, 0.1)]}, as_tensors)
-    _, found = arms([f"fp32={tmp_path / 'log'}", f"amp={tmp_path / 'log'}"], "train/loss")
+    for name in ("log", "same"):
+        write_events(tmp_path / name, {"train/loss": points, "lr": [(1, 0.1)]}, as_tensors)
+    _, found = arms([f"fp32={tmp_path / 'log'}", f"amp={tmp_path / 'same'}"], "train/loss")
     for arm in found.values():
         [run] = arm.runs
         assert run.evals["step"].tolist() == list(range(1, count + 1))
@@ -60,9 +66,9 @@ def test_every_point_is_read(tmp_path, count, as_tensors):
         assert set(run.train) == {"step", "updates", "skipped", "loss", "loss_scale"}
 
 
-def test_labels_become_arms_and_positions_seeds(tmp_path):
-    for name in ("b0", "b1", "a0", "a1", "a2"):
-        write_csv(tmp_path / f"{name}.csv", f"step,loss\n1,2.5\n2,{len(name)}\n")
+def test_labels_become_arms_and_every_run_is_told(tmp_path):
+    for number, name in enumerate(("b0", "b1", "a0", "a1", "a2")):
+        write_csv(tmp_path / f"{name}.csv", f"step,loss\n1,2.5\n2,{number}\n")
     b0, b1, a0, a1, a2 = (tmp_path / f"{name}.csv" for name in ("b0", "b1", "a0", "a1", "a2"))
     group, found = arms([f"amp={a0},{a1},{a2}", f"fp32={b0},{b1}"], "loss")
     assert group.title == "loss" and group.baseline.label == "fp32"
@@ -72,25 +78,26 @@ def test_labels_become_arms_and_positions_seeds(tmp_path):
         (2, str(a2)),
     ]
     assert [run.mode for run in found["fp32"].runs] == ["fp32", "fp32"]
-    assert group.notes == [
-        "foreign logs: runs are paired by their position in the list, not by seed"
-    ]
+    assert group.notes[:2] == [f"amp is 3 runs: {a0}, {a1}, {a2}", f"fp32 is 2 runs: {b0}, {b1}"]
+    assert "the logs name no seeds, so runs are not paired" in group.notes[2]
+    assert not group.by_seed
     assert found["amp"].runs[0].status == "done" and found["amp"].runs[0].scale_range is None
 
 
 def test_the_baseline_is_the_label_of_that_name_else_the_first(tmp_path):
     log = write_csv(tmp_path / "a.csv", "step,loss\n1,2\n")
+    other = write_csv(tmp_path / "b.csv", "step,loss\n1,2\n")
     for specs, baseline in (
         (["x", "Baseline"], "Baseline"),
         (["x", "FP32"], "FP32"),
         (["x", "y"], "x"),
     ):
-        group, _ = arms([f"{label}={log}" for label in specs], "loss")
+        group, _ = arms([f"{specs[0]}={log}", f"{specs[1]}={other}"], "loss")
         assert group.baseline.label == baseline
         said = any(f"the first one, {baseline}, is the baseline" in note for note in group.notes)
         assert said == (baseline == "x")
     with pytest.raises(BadInput, match="two labels name a baseline"):
-        load_foreign([f"fp32={log}", f"baseline={log}"], "loss")
+        load_foreign([f"fp32={log}", f"baseline={other}"], "loss")
 
 
 def test_a_folder_per_label_holds_its_runs_in_natural_order(tmp_path):
@@ -117,15 +124,16 @@ def test_a_folder_per_label_holds_its_runs_in_natural_order(tmp_path):
     ],
 )
 def test_tables_of_several_tools(tmp_path, text, tag):
-    log = write_csv(tmp_path / "a.csv", text)
-    group, _ = arms([f"fp32={log}", f"amp={log}"], tag)
+    log, same = (write_csv(tmp_path / name, text) for name in ("a.csv", "b.csv"))
+    group, _ = arms([f"fp32={log}", f"amp={same}"], tag)
     [run] = group.baseline.runs
     assert run.evals["step"].tolist() == [1, 2] and run.evals[tag].tolist() == [0.5, 0.25]
 
 
 def test_steps_written_twice_count_once_and_are_noted(tmp_path):
-    log = write_csv(tmp_path / "a.csv", "step,loss\n1,9\n2,8\n3,7\n2,6\n3,5\n4,4\n")
-    group, _ = arms([f"fp32={log}", f"amp={log}"], "loss")
+    text = "step,loss\n1,9\n2,8\n3,7\n2,6\n3,5\n4,4\n"
+    log, same = (write_csv(tmp_path / name, text) for name in ("a.csv", "b.csv"))
+    group, _ = arms([f"fp32={log}", f"amp={same}"], "loss")
     [run] = group.baseline.runs
     assert run.evals["step"].tolist() == [1, 2, 3, 4] and run.evals["loss"].tolist() == [9, 6, 5, 4]
     assert f"{log}: 2 steps written twice; the last value counts" in group.notes
@@ -168,18 +176,14 @@ def test_what_is_no_log_is_bad_input(tmp_path):
         ([f"fp32={log}"], "needs a baseline and at least one other"),
         ([f"fp32={log}", f"fp32={log}"], "label 'fp32' is given twice"),
         ([f"fp32={log}", "amp=nowhere"], "nowhere: no such file"),
-        ([f"fp32={log}", f"amp={tmp_path / 'empty'}"], "holds neither"),
+        ([f"fp32={log}", f"amp={tmp_path / 'empty'}"], "holds no log"),
         ([f"fp32={write_csv(tmp_path / 'b.csv', 'loss,lr')}", f"amp={log}"], "no column 'step'"),
         ([f"fp32={write_csv(tmp_path / 'c.csv', 'step,loss')}", f"amp={log}"], "'loss' is empty"),
         ([f"fp32={write_csv(tmp_path / 'd.csv', '')}", f"amp={log}"], "has none"),
+        ([f"fp32={log}", f"amp={log}"], "a.csv: listed twice"),
     ):
         with pytest.raises(BadInput, match=reason):
             load_foreign(specs, "loss")
-    two = write_csv(tmp_path / "two.csv", "Step,s0 - loss,s1 - loss\n1,2,3\n")
-    with pytest.raises(BadInput, match="could be s0 - loss, s1 - loss; give one"):
-        load_foreign([f"fp32={two}", f"amp={two}"], "loss")
-    group, _ = arms([f"fp32={two}", f"amp={two}"], "s1 - loss")
-    assert group.baseline.runs[0].evals["s1 - loss"].tolist() == [3]
 
 
 @pytest.mark.parametrize(
@@ -188,7 +192,7 @@ def test_what_is_no_log_is_bad_input(tmp_path):
         ("step,loss\n1,2\n2,abc\n", "line 3: 'abc' is not a number"),
         ("step,loss\n1,2\n2\n", "line 3: 1 cells"),
         ("step,loss\nnan,2\n", "steps must be finite"),
-        (b"step,loss\n1,2\xff\n", "not a CSV file"),
+        (b"step,loss\n1,2\xff\n", "not a text file"),
     ],
 )
 def test_a_damaged_table_is_told_with_the_line(tmp_path, text, reason):
@@ -211,3 +215,253 @@ def test_a_torn_event_file_gives_what_is_whole(tmp_path):
     group, _ = arms([f"fp32={folder}", f"amp={file}"], "loss")
     assert group.baseline.runs[0].evals["loss"].tolist() == list(range(1, 61))
     assert group.arms[0].runs[0].evals["loss"].tolist() == list(range(1, 61))
+
+
+def final_values(folder, values, tag="loss") -> str:
+    """One log a value, of the last step alone; their paths with commas between."""
+    runs = enumerate(values)
+    paths = [write_csv(folder / f"r{i}.csv", f"step,{tag}\n9,{value}\n") for i, value in runs]
+    return ",".join(map(str, paths))
+
+
+def curve(path, final, end=100, every=1, step=None):
+    """A falling loss with a tenth of a percent of noise, other for every path."""
+    generator = np.random.default_rng(list(str(path.name).encode()))
+    rows = [
+        (s, final + 1 / s + final / 1000 * generator.standard_normal())
+        for s in range(every, end + 1, every)
+    ]
+    return write_csv(path, "step,loss\n" + "".join(f"{s},{float(v)!r}\n" for s, v in rows))
+
+
+def verdict(capsys, *words, check=False) -> dict:
+    """The only mode's row of results.json; `check`: what --check has to say."""
+    code = main(["compare", "--tag", "loss", "--json", "--no-report", "--check", *words])
+    printed = capsys.readouterr()
+    assert code == (0 if check else 3), printed.err
+    found = json.loads(printed.out)
+    [group] = found["groups"]
+    [row] = group["modes"]
+    return row | {"group": group, "stamps": found["stamps"]}
+
+
+SIX = (1.0, 1.1, 0.9, 1.05, 0.95, 1.02)
+
+
+def test_a_run_more_is_judged_with_the_others(tmp_path, capsys):
+    """MLPerf's gpt3 at batch 3,072: six records, and the same six with one at eleven times."""
+    base, own = final_values(tmp_path / "a", SIX), final_values(tmp_path / "b", (*SIX, 11.4))
+    row = verdict(capsys, f"fp32={base}", f"amp={own}")
+    assert row["verdict"]["name"] == "inconclusive" and row["verdict"]["method"] == "Welch"
+    assert row["mean"] == pytest.approx((sum(SIX) + 11.4) / 7)
+    assert f"One stands out: {tmp_path / 'b/r6.csv'} of this mode" in row["verdict"]["sentence"]
+
+
+def test_the_order_of_unpaired_logs_changes_nothing(tmp_path, capsys):
+    base = (2.00, 2.11, 1.93, 2.07, 1.98, 2.04, 1.9, 2.1, 2.03, 1.97)
+    own = (2.05, 1.92, 2.12, 1.99, 2.01, 1.95, 2.08, 2.0, 1.91, 2.1)
+    found = []
+    for name, order in (("listed", list), ("sorted", sorted)):
+        arms = (final_values(tmp_path / f"{name}{i}", order(a)) for i, a in enumerate((base, own)))
+        words = [f"{label}={paths}" for label, paths in zip(("fp32", "amp"), arms, strict=True)]
+        found.append(verdict(capsys, *words))
+        numbers = [found[-1]["verdict"][key] for key in ("name", "low", "high")]
+        assert numbers == [found[0]["verdict"][key] for key in ("name", "low", "high")]
+    # Who sorts and pairs gets what he asked for.
+    paired = verdict(capsys, *words, "--paired", check=True)
+    assert paired["verdict"]["method"] == "paired" and paired["group"]["notes"][-1].startswith("am")
+
+
+def test_seeds_pair_logs_where_every_run_names_its_own(tmp_path):
+    def listed(form: str, count: int) -> str:
+        paths = [curve(tmp_path / form.format(n), 2.0 + n / 100) for n in range(count)]
+        return ",".join(map(str, paths))
+
+    named, other = listed("a/seed_{}.csv", 3), listed("b/amp-seed{}/log.csv", 3)
+    group, found = arms([f"fp32={named}", f"amp={other}"], "loss")
+    assert group.by_seed and [run.seed for run in found["amp"].runs] == [0, 1, 2]
+    plain = listed("c/s{}.csv", 3)  # a place such as s3://, a step, a size: who knows
+    assert not load_foreign([f"fp32={named}", f"amp={plain}"], "loss").by_seed
+    twice = named.split(",")[0] + "," + str(curve(tmp_path / "d/seed0.csv", 2.0))
+    assert not load_foreign([f"fp32={twice}", f"amp={other}"], "loss").by_seed
+    given = ",".join(f"seed{7 + n}:{path}" for n, path in enumerate(plain.split(",")))
+    with pytest.raises(BadInput, match="give the seed of every run, or of none"):
+        load_foreign([f"fp32={named}", f"amp={given}"], "loss")
+    base = ",".join(f"seed{n}:{path}" for n, path in enumerate(named.split(",")))
+    group, found = arms([f"fp32={base}", f"amp={given}"], "loss")
+    assert group.by_seed and [run.seed for run in found["amp"].runs] == [7, 8, 9]
+    for words, paired, reason in (
+        ([f"fp32={named}", f"amp={plain.rpartition(',')[0]}"], True, "fp32 has 3, amp has 2"),
+        ([f"fp32=seed1:{tmp_path / 'a'}", f"amp={given}"], False, "holds 3 runs"),
+        ([f"fp32={base}", f"amp={given.replace('seed8', 'seed7')}"], False, "given to two runs"),
+    ):
+        with pytest.raises(BadInput, match=reason):
+            load_foreign(words, "loss", paired=paired)
+
+
+@pytest.mark.parametrize(
+    ("tag", "words", "base", "own", "reason"),
+    [
+        (
+            "accuracy",
+            ["--higher-is-better", "--margin", "1"],
+            (0.76, 0.761, 0.759),
+            (0.10, 0.101, 0.099),
+            "--margin 1: is absolute, and the mean accuracy of FP32 is 0.76: must be below half",
+        ),
+        ("top1", ["--margin", "0.4"], (76.0, 76.1, 75.9), (70.8, 70.9, 70.7), "more of it better"),
+        ("val/score", [], (1.0, 1.1, 0.9), (1.0, 1.1, 0.9), "--lower-is-better"),
+        (
+            "kl",
+            [],
+            (0.01, -0.02, 0.015, 0.003, -0.01),
+            (0.01, -0.02, 0.015, 0.003, -0.01),
+            "which must not be 0: it is 0.0004, within two standard errors of it .*--absolute",
+        ),
+        ("loss", ["--margin", "2", "--absolute"], (2, 2.1, 1.9), (2, 2.1, 1.9), "must be below h"),
+        ("loss", ["--absolute"], SIX, SIX, "--absolute: needs --margin"),
+        ("loss", ["--lower-is-better", "--higher-is-better"], SIX, SIX, "give one of the two"),
+    ],
+)
+def test_units_and_directions_are_asked_for(tmp_path, capsys, tag, words, base, own, reason):
+    arms = final_values(tmp_path / "a", base, tag), final_values(tmp_path / "b", own, tag)
+    told = ["--tag", tag, f"fp32={arms[0]}", f"amp={arms[1]}"]
+    assert main(["compare", "--no-report", *told, *words]) == 2
+    printed = capsys.readouterr()
+    assert re.search(reason, printed.err) and not printed.out
+
+
+def test_an_absolute_margin_around_zero(tmp_path, capsys):
+    base = final_values(tmp_path / "a", (0.01, -0.02, 0.015, 0.003, -0.01))
+    own = final_values(tmp_path / "b", (0.011, -0.02, 0.014, 0.001, -0.012))
+    words = [f"fp32={base}", f"amp={own}", "--margin", "0.05", "--absolute"]
+    row = verdict(capsys, *words, check=True)
+    assert row["verdict"]["margin"] == 0.05 and "±0.050, 5 and 5 runs" in row["verdict"]["sentence"]
+
+
+def test_copies_are_one_run(tmp_path, capsys):
+    for name in ("a0", "b0"):
+        one = curve(tmp_path / f"{name}.csv", 2.0)
+        for copy in (1, 2):
+            (tmp_path / f"{name[0]}{copy}.csv").write_text(one.read_text())
+    # A run and its beginning, as a checkpoint leaves it, too.
+    whole = tmp_path / "a2.csv"
+    whole.write_text("\n".join(whole.read_text().splitlines()[:60]) + "\n")
+    words = [f"fp32={tmp_path}/a0.csv,{tmp_path}/a1.csv,{tmp_path}/a2.csv"]
+    words += [f"amp={tmp_path}/b0.csv,{tmp_path}/b1.csv,{tmp_path}/b2.csv"]
+    row = verdict(capsys, *words)
+    assert row["verdict"]["name"] == "inconclusive" and row["verdict"]["seeds"] == [0]
+    said = [note for note in row["group"]["notes"] if "bit for bit: one run, not two" in note]
+    assert len(said) == 4
+    # Values alone: equal ones may be chance, but not if all are.
+    words = [f"{name}={final_values(tmp_path / name, (2, 2, 2))}" for name in ("fp32", "amp")]
+    assert verdict(capsys, *words)["verdict"]["name"] == "inconclusive"
+    words = [f"{name}={final_values(tmp_path / name, (3, 3, 4, 3))}" for name in ("fp32", "amp")]
+    assert verdict(capsys, *words)["verdict"]["seeds"] == [0, 1, 2, 3]
+
+
+def test_runs_that_ended_with_the_same_value_are_told(tmp_path, capsys):
+    for label in ("fp32", "amp"):
+        for seed in range(3):
+            rows = "".join(f"{s},{2 + 0.1 * seed if s < 9 else 2}\n" for s in range(1, 13))
+            write_csv(tmp_path / f"{label}{seed}.csv", "step,loss\n" + rows)
+    words = [
+        f"{label}=" + ",".join(str(tmp_path / f"{label}{seed}.csv") for seed in range(3))
+        for label in ("fp32", "amp")
+    ]
+    row = verdict(capsys, *words, check=True)
+    assert "All 3 runs of this mode ended with the same value" in row["verdict"]["sentence"]
+
+
+@pytest.mark.parametrize("parts", [("train", "validation"), ("rank0", "rank1")])
+def test_parts_of_runs_are_no_runs(tmp_path, parts):
+    """Keras writes train/ and validation/ into the folder of each run."""
+    for run in ("k0", "k1", "m0", "m1"):
+        for part in parts:
+            curve(tmp_path / run / part / f"{run}{part}.csv", 2.0)
+    k0, k1, m0, m1 = (tmp_path / run for run in ("k0", "k1", "m0", "m1"))
+    with pytest.raises(BadInput, match="runs, or parts of one"):
+        load_foreign([f"fp32={k0},{k1}", f"amp={m0},{m1}"], "loss")
+    specs = [f"fp32={k0 / parts[0]},{k1 / parts[0]}", f"amp={m0 / parts[0]},{m1 / parts[0]}"]
+    assert [len(arm.runs) for arm in arms(specs, "loss")[1].values()] == [2, 2]
+
+
+def test_a_divergence_begins_where_the_values_end(tmp_path, capsys):
+    paths = {label: [curve(tmp_path / f"{label}{n}.csv", 2.0) for n in range(3)] for label in "ab"}
+    lines = paths["b"][1].read_text().splitlines()
+    lines[10] = "10,nan"  # and finite again
+    lines[40:] = [f"{step},nan" for step in range(40, 101)]
+    paths["b"][1].write_text("\n".join(lines) + "\n")
+    listed = {label: ",".join(map(str, runs)) for label, runs in paths.items()}
+    row = verdict(capsys, f"fp32={listed['a']}", f"amp={listed['b']}")
+    assert row["verdict"]["sentence"].startswith(
+        "diverged in 1 of 3 runs (first at step 40: non-finite loss)"
+    )
+    row = verdict(capsys, f"fp32={listed['b']}", f"amp={listed['a']}")
+    assert "FP32 itself diverged in 1 of 3 runs (first at step 40" in row["verdict"]["sentence"]
+    assert any("cut them off if they only fill the log up" in n for n in row["group"]["notes"])
+
+
+def test_nan_between_the_values_of_a_sparse_column_only_fills_it(tmp_path):
+    def sparse(name: str, end: int) -> str:
+        values = [2 + 1 / s if s % 10 == 5 and s < end else "nan" for s in range(1, 101)]
+        rows = "".join(f"{s},{value}\n" for s, value in enumerate(values, 1))
+        return str(write_csv(tmp_path / name, "step,loss\n" + rows))
+
+    group, found = arms([f"fp32={sparse('a.csv', 101)}", f"amp={sparse('b.csv', 50)}"], "loss")
+    assert group.baseline.runs[0].evals["step"].tolist() == list(range(5, 101, 10))
+    values = found["amp"].runs[0].evals["loss"]
+    assert np.isfinite(values[:5]).all() and np.isnan(values[5:]).all() and len(values) == 60
+
+
+def test_a_short_log_shortens_the_comparison_and_fails_the_check(tmp_path, capsys):
+    words = []
+    for label in ("fp32", "amp"):
+        ends = (100, 100, 60 if label == "amp" else 100)
+        paths = [curve(tmp_path / f"{label}{n}.csv", 2.0, end) for n, end in enumerate(ends)]
+        words.append(f"{label}=" + ",".join(map(str, paths)))
+    row = verdict(capsys, *words)
+    assert row["verdict"]["name"] == "matches" and row["outcomes"][0]["value"] > 2.01  # 1 / 60
+    [left] = row["verdict"]["left_out"]
+    assert left == (
+        f"compared up to step 60 of 100, at the 60 steps that all logs have: {tmp_path}/amp2.csv "
+        "ends at 60"
+    )
+    assert f"LEFT OUT of amp: {left}" in row["stamps"]
+
+
+@pytest.mark.parametrize("tag", ["perplexity", "eval/ppl"])
+def test_a_perplexity_is_judged_as_its_logarithm_and_it_is_said(tmp_path, capsys, tag):
+    words = ["compare", "--no-report", "--tag", tag]
+    for label, shift in (("fp32", 1.0), ("amp", 1.05)):
+        values = [np.exp(shift * loss) for loss in (4.0, 4.01, 3.99)]
+        words.append(f"{label}={final_values(tmp_path / label, values, tag)}")
+    assert main(words) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "lower is better, as its logarithm, margin ±1 % of FP32's mean logarithm" in printed
+    assert "difference +5.00 %" in printed
+
+
+def test_one_run_each_gives_facts(tmp_path, capsys):
+    rows = [(step, 2 + 1 / step) for step in range(1, 101)]
+    text = "step,loss\n" + "".join(f"{step},{value!r}\n" for step, value in rows)
+    a, b = (write_csv(tmp_path / name, text) for name in ("a.csv", "b.csv"))
+    found = verdict(capsys, f"fp32={a}", f"amp={b}")["verdict"]
+    assert found["name"] == "inconclusive" and found["facts"]["identical"]
+    assert found["sentence"].endswith("The two curves are identical at all 100 steps, bit for bit.")
+    # A gap of (step - 1/2) / 50 percent: 1.01 % at step 51, 1.99 % at the last.
+    text = "step,loss\n" + "".join(f"{s},{v * (1 + (s - 0.5) / 5000)!r}\n" for s, v in rows)
+    b.write_text(text)
+    found = verdict(capsys, f"fp32={a}", f"amp={b}")["verdict"]
+    assert found["sentence"].endswith(
+        "The two curves at 100 common steps: +0.01 % at the first (1), median 0.2 % over the "
+        "first 20, first above 1 % at step 51, largest +2 % (step 100), +1.9 % over the last tenth."
+    )
+
+
+def test_the_gap_of_two_runs_is_drawn(tmp_path):
+    paths = [curve(tmp_path / f"{name}.csv", 2.0) for name in "ab"]
+    group = assess(load_foreign([f"fp32={paths[0]}", f"amp={paths[1]}"], "loss"), metric="loss")
+    [(_, band, _)] = differences(group, evaluation("loss"), 240)
+    own, base = (group.every_run[i].evals["loss"] for i in (1, 0))
+    np.testing.assert_allclose(band.mean, 100 * (own / base - 1), atol=1e-9)

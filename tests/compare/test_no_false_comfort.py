@@ -169,8 +169,14 @@ def test_logs_of_other_intervals_are_not_averaged_over_other_stretches(
     monkeypatch.chdir(tmp_path)
     # The last tenth of 1,000 steps against the last three of five values: from 920 and from 600.
     dense, sparse = csv_logs(tmp_path, "dense", 10), csv_logs(tmp_path, "sparse", 200)
-    assert main(["compare", "--tag", "loss", f"fp32={sparse}", f"same={dense}"]) == 2
-    assert "equal intervals" in capsys.readouterr().err
+    words = ["--tag", "loss", f"fp32={sparse}", f"same={dense}", "--json", "--no-report"]
+    assert main(["compare", *words]) == 0
+    [group] = json.loads(capsys.readouterr().out)["groups"]
+    assert "logs of unequal steps: compared at the 5 steps that all have" in group["notes"]
+    assert group["modes"][0]["mean"] == group["baseline"]["mean"]
+    offset = csv_logs(tmp_path, "offset", 333)  # 333, 666, 999
+    assert main(["compare", "--tag", "loss", f"fp32={sparse}", f"same={offset}"]) == 2
+    assert "0 steps in common" in capsys.readouterr().err
 
 
 def test_a_tag_that_is_not_in_the_file_name_is_told(tmp_path, monkeypatch, capsys):
@@ -178,7 +184,8 @@ def test_a_tag_that_is_not_in_the_file_name_is_told(tmp_path, monkeypatch, capsy
     words = ["compare", "--tag", "eval/loss", "--no-report"]
     for name in ("a", "b"):
         for seed in range(3):
-            text = "Wall time,Step,Value\n" + "".join(f"0,{s},{2 + seed}\n" for s in range(1, 9))
+            rows = "".join(f"0,{s},{2 + seed / 100}\n" for s in range(1, 9))
+            text = "Wall time,Step,Value\n" + rows
             (tmp_path / f"run-{name}{seed}-tag-train_loss.csv").write_text(text)
             (tmp_path / f"{name}{seed}.csv").write_text(text)
     arms = [
@@ -189,7 +196,7 @@ def test_a_tag_that_is_not_in_the_file_name_is_told(tmp_path, monkeypatch, capsy
     assert "train_loss" in capsys.readouterr().err
     arms = ["baseline=a0.csv,a1.csv,a2.csv", "b=b0.csv,b1.csv,b2.csv"]
     assert main([*words, *arms]) == 0
-    assert "its column Value is taken for eval/loss" in capsys.readouterr().out
+    assert "names no tag; taken for eval/loss" in capsys.readouterr().out
 
 
 def test_a_seed_without_a_partner_fails_the_check_and_is_said_first(study, capsys):

@@ -240,14 +240,6 @@ def test_perplexity_is_judged_as_its_logarithm():
     assert "difference +1.25 %" in verdict.sentence  # 0.05 of 4
 
 
-def test_foreign_logs_of_another_length_are_refused():
-    base, own = made_arm({}), made_arm({}, mode="amp")
-    base.runs = [made_run(seed, *[1.0] * 30, foreign=True) for seed in range(3)]
-    own.runs = [made_run(seed, *[1.0] * 20, mode="amp", foreign=True) for seed in range(3)]
-    with pytest.raises(BadInput, match="at step 2000, runs/fp32/s0 at step 3000"):
-        verdict_of(own, base)
-
-
 def test_a_relative_margin_around_zero():
     base = made_arm({0: 1.0, 1: -1.0, 2: 0.0})
     with pytest.raises(BadInput, match="compare.margin=0.01: is relative to the mean loss of FP32"):
