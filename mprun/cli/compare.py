@@ -33,10 +33,12 @@ Logs of other tools, a path a run:
   mprun compare --tag loss 'fp32=export.csv#fp32-*' 'amp=export.csv#amp-*'
   mprun compare --tag loss fp32=seed0:a.csv,seed1:b.csv amp=seed0:c.csv,seed1:d.csv
 
-Read are TensorBoard events and tables (FILE#RUN is one run of an export of Weights & Biases). Such
-runs are paired only where the seed of every run is named (seed0:PATH, or "seed0", "seed=0",
-"seed_0" in each path) or --paired says so; else every run counts, unpaired (Welch). Equal curves
-are one run. Logs of other lengths are compared at the steps that all have.
+Read are TensorBoard events, tables (Lightning, Keras, timm, ultralytics; FILE#RUN is one run of
+an export of Weights & Biases), trainer_state.json, JSON lines, MLflow's runs, and the logs of
+torchtitan, Megatron and MLPerf. Such runs are paired only where the seed of every run is named
+(seed0:PATH, or "seed0", "seed=0", "seed_0" in each path) or --paired says so; else every run
+counts, unpaired (Welch). Equal curves are one run. Logs of other lengths are compared at the steps
+that all have.
 
 Exit codes: 0 compared, 2 bad input or nothing to compare, 3 --check failed, 4 damaged record."""
 _FLAGS = {

@@ -5,11 +5,18 @@ What a file is, its content says:
 - TensorBoard event files (torch, TensorFlow, Keras), one run a folder
 - tables with a header row, cells between commas, tabs or semicolons: Lightning, Keras, timm,
   ultralytics, exports of TensorBoard and of Weights & Biases (all runs in one file)
+- JSON: trainer_state.json of Hugging Face, one record a line, lists of records, one list a name
+  (Keras' history), Megatron's golden values
+- MLflow's run folders and metric files ("timestamp value step"), plain "step value" lines
+- text with names before numbers ("step: 10  loss: 2.1"): torchtitan, Megatron, nanoGPT
+- MLPerf's ":::MLLOG" lines
 """
 
 import csv
+import json
 import logging
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from mprun.compare.load import natural_order
+from mprun.config.roles import flat
 from mprun.config.rules import nearest
 from mprun.errors import BadInput, Damaged
 
@@ -27,6 +35,7 @@ _STEPS = (
     *("timesteps", "total_timesteps", "time/total_timesteps", "epoch", "epoch_num"),
 )
 _MOST_TAGS_SHOWN = 10
+_NUMBER = r"[-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?|nan|inf(?:inity)?)\b"
 _Row = tuple[str, dict[str, Any]]  # where it stands ("line 3"), name -> cell
 
 
@@ -54,6 +63,12 @@ def read_logs(path: Path, tag: str, step: str | None = None) -> list[Log]:
     Raises BadInput where tag or steps are missing (it lists what there is), Damaged for a number
     that is none and for a file that is no text.
     """
+    if path.is_dir() and _is_mlflow(path):
+        files = [file for file in (path / "metrics").rglob("*") if file.is_file()]
+        names = [str(file.relative_to(path / "metrics")) for file in files]
+        if tag not in names:
+            raise _no_tag(path, tag, sorted(names, key=natural_order))
+        path = path / "metrics" / tag
     if path.is_dir() or is_events(path):
         if step is not None:
             raise BadInput(f"{path}: --step {step}: event files have steps of their own")
@@ -64,28 +79,39 @@ def read_logs(path: Path, tag: str, step: str | None = None) -> list[Log]:
         raise Damaged(f"{path}: not a text file ({error})") from None
     except OSError as error:
         raise BadInput(f"{path}: cannot be read ({error.strerror})") from None
-    for read in (_cells,):
+    for read in (_json, _mlperf, _cells, _plain_numbers, _words):
         found = read(path, text, tag, step)
         if found is not None:
             if not all(np.isfinite(log.points[:, 0]).all() for log in found):
                 raise Damaged(f"{path}: {found[0].steps}: steps must be finite numbers")
             return found
     first = [cell.strip() for cell in text.partition("\n")[0].split(",")]
-    raise _no_tag(path, tag, list(filter(None, first)))
+    raise _no_tag(path, tag, _words_before_numbers(text) or list(filter(None, first)))
 
 
 def logs_in(folder: Path) -> list[Path]:
-    """The logs of a folder itself: event files are one, each table is another."""
+    """The logs of a folder itself: an MLflow run or event files are one, each table is another.
+
+    Of Hugging Face's folders trainer_state.json, else that of the newest checkpoint.
+    """
     entries = sorted(folder.iterdir(), key=lambda entry: natural_order(entry.name))
-    if any(is_events(entry) for entry in entries):
+    if _is_mlflow(folder) or any(is_events(entry) for entry in entries):
         return [folder]
-    tables = (".csv", ".tsv")
+    states = [folder / "trainer_state.json", *(e / "trainer_state.json" for e in entries[::-1])]
+    for state in states[:1] + [s for s in states if s.parent.name.startswith("checkpoint-")]:
+        if state.is_file():
+            return [state]
+    tables = (".csv", ".tsv", ".jsonl")
     return [entry for entry in entries if entry.suffix.lower() in tables and entry.is_file()]
 
 
 def is_events(path: Path) -> bool:
     """Whether this is a TensorBoard event file, by its name, as TensorBoard itself decides."""
     return "tfevents" in path.name and path.is_file()
+
+
+def _is_mlflow(folder: Path) -> bool:
+    return (folder / "meta.yaml").is_file() and (folder / "metrics").is_dir()
 
 
 def read_events(path: Path, tag: str) -> np.ndarray:
@@ -181,6 +207,130 @@ def _step_name(path: Path, names: Sequence[str], step: str | None) -> str:
     return step
 
 
+def _json(path: Path, text: str, tag: str, step: str | None) -> list[Log] | None:
+    """Records, or a list or mapping of values a name; None where it is no JSON."""
+    start = text.lstrip()[:1]
+    if start not in ("{", "["):
+        return None
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError):
+        if start == "[":  # a text may begin like this: "[rank0]: step: 1"
+            return None
+        content = _json_lines(path, text)
+    if isinstance(content, dict) and isinstance(content.get("log_history"), list):
+        content = content["log_history"]  # trainer_state.json
+    if isinstance(content, dict) and isinstance(content.get(tag), (list, dict)):
+        content = _records_of_columns(path, content, tag, step)
+    records = content if isinstance(content, list) else [content]
+    if not all(isinstance(record, dict) for record in records):
+        raise Damaged(f"{path}: not a list of records")
+    rows = [(f"record {place}", flat(record)) for place, record in enumerate(records, start=1)]
+    return _of_records(path, rows, tag, step)
+
+
+def _json_lines(path: Path, text: str) -> list[Any]:
+    records, lines = [], text.splitlines()
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            records.append(json.loads(line))
+        except (ValueError, RecursionError):
+            if number == len(lines):
+                break  # torn: the run was killed while it wrote
+            raise Damaged(f"{path}: line {number}: not a JSON record") from None
+    return records
+
+
+def _records_of_columns(path: Path, content: dict, tag: str, step: str | None) -> list[dict]:
+    """One record a step of {"loss": [2.1, 1.9]}, {"loss": {"10": 2.1}} or Megatron's values.
+
+    Where nothing counts the steps, places in the list do, under the name "".
+    """
+    column = content[tag]
+    steps: Iterable[Any]
+    counted = step or "step"
+    if isinstance(column, dict) and "values" in column:  # Megatron
+        values = column["values"]
+        first, every = column.get("start_step", 1), column.get("step_interval", 1)
+        steps = values if isinstance(values, dict) else range(first, 10**12, max(1, every))
+    else:
+        values, steps = column, column if isinstance(column, dict) else range(1, 10**12)
+        counted = counted if isinstance(column, dict) else ""
+        for name in [step] if step else [n for n in _STEPS if n in content and n != tag]:
+            if name not in content:
+                raise BadInput(f"{path}: --step {name}: not there; has {_listed(list(content))}")
+            steps = content[name]
+            steps, counted = (steps.values() if isinstance(steps, dict) else steps), name
+            break
+    values = values.values() if isinstance(values, dict) else values
+    if not isinstance(values, Iterable) or isinstance(values, str):
+        raise Damaged(f"{path}: {tag!r} is no list of values")
+    return [{counted: at, tag: one} for at, one in zip(steps, values, strict=False)]
+
+
+def _of_records(path: Path, rows: list[_Row], tag: str, step: str | None) -> list[Log]:
+    told = [(where, row) for where, row in rows if tag in row]
+    if not told:
+        parts = (
+            name.partition(".")[0] if len(rows) == 1 else name for _, row in rows for name in row
+        )
+        raise _no_tag(path, tag, list(dict.fromkeys(parts)))
+    names = [name for name in told[0][1] if all(name in row for _, row in told)]
+    return _curves(path, told, _step_name(path, names, step), {tag: ("", True)})
+
+
+def _mlperf(path: Path, text: str, tag: str, step: str | None) -> list[Log] | None:
+    """ ":::MLLOG {"key": ..., "value": ..., "metadata": {...}}"; None without such a line."""
+    rows: list[_Row] = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        _, told, rest = line.partition(":::MLLOG ")
+        if told:
+            try:
+                entry = json.loads(rest)
+                rows.append((f"line {number}", {**entry["metadata"], entry["key"]: entry["value"]}))
+            except (ValueError, KeyError, TypeError):
+                raise Damaged(f"{path}: line {number}: not an entry of MLPerf") from None
+    return _of_records(path, rows, tag, step) if rows else None
+
+
+def _plain_numbers(path: Path, text: str, tag: str, step: str | None) -> list[Log] | None:
+    """ "timestamp value step" (MLflow) or "step value" lines; None where it is something else."""
+    rows = [line.split() for line in text.splitlines() if line.strip()]
+    widths = {len(row) for row in rows}
+    if widths not in ({2}, {3}) or not all(_is_number(cell) for row in rows for cell in row):
+        return None
+    if widths == {3} and float(rows[0][0]) < 1e9:  # no time since 1970
+        return None
+    points = [[float(row[-1]), float(row[1])] if len(row) == 3 else row for row in rows]
+    table = np.array(points, dtype=np.float64)
+    return [Log(path, "", table, "step", named=str(path).endswith(f"/{tag}"))]
+
+
+def _words(path: Path, text: str, tag: str, step: str | None) -> list[Log] | None:
+    """Lines with names before their numbers; None where none tells steps and values."""
+    text = re.sub(r"\x1b\[[0-9;]*m", "", text)  # colours
+    # A name stands at the begin, behind a mark, a number, two blanks: "val loss" is not "loss".
+    before = r"(?:^|[|,;:)\]-]\s*|\s{2,}|\d\s+)"
+    value = re.compile(rf"{before}{re.escape(tag)}\s*[:=]?\s*({_NUMBER})", re.IGNORECASE)
+    for name in (step,) if step else _STEPS:
+        count = re.compile(rf"{before}{re.escape(name)}\s*[:=]?\s*(\d+)\b", re.IGNORECASE)
+        points = [
+            (float(at[1]), float(found[1]))
+            for line in text.splitlines()
+            if (at := count.search(line)) and (found := value.search(line))
+        ]
+        if points:
+            return [Log(path, "", _table(points), name)]
+    return None
+
+
+def _words_before_numbers(text: str) -> list[str]:
+    names = re.findall(rf"([A-Za-z][\w/.@ -]*?)\s*[:=]\s*{_NUMBER}", text[:100_000])
+    return [name for name in dict.fromkeys(names) if name.lower() not in _STEPS]
+
+
 def _curves(
     path: Path, rows: list[_Row], steps: str, values: dict[str, tuple[str, bool]]
 ) -> list[Log]:
@@ -205,6 +355,14 @@ def _number(path: Path, where: str, cell: Any) -> float:
         return float(cell)
     except (TypeError, ValueError, OverflowError):
         raise Damaged(f"{path}: {where}: {cell!r} is not a number") from None
+
+
+def _is_number(cell: str) -> bool:
+    try:
+        float(cell)
+    except ValueError:
+        return False
+    return True
 
 
 def _no_tag(path: Path, tag: str, known: list[str]) -> BadInput:

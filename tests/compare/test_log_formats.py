@@ -1,10 +1,106 @@
-"""Logs in the form in which other tools write them, a few lines of each."""
+"""Logs in the form in which other tools write them, a few lines of each.
+
+keras0.csv, summary.csv, trainer_state.json, history.json and MLflow's files are excerpts of what
+Keras 3.15, timm 1.0, transformers 5.23 and MLflow 3.17 wrote; the others are in the same form by
+hand (Weights & Biases' export, ultralytics 8, torchtitan, Megatron, MLPerf, nanoGPT).
+"""
+
+import json
 
 import pytest
 
 from mprun.compare.external_logs import load_foreign
 from mprun.compare.log_formats import read_logs
-from mprun.errors import BadInput
+from mprun.errors import BadInput, Damaged
+
+MEGATRON = (
+    " [2026-01-01 00:00:0{s}] iteration        {s}/     100 | consumed samples:           32 | "
+    "elapsed time per iteration (ms): 9.1 | learning rate: 1.0E-06 | lm loss: {v:.6E} | "
+    "loss scale: 1.0 | grad norm: 2.1 |"
+)
+TITAN = (
+    "\x1b[31m[rank0]:[titan] 2026-01-01 00:00:00,0{s} - root - INFO - \x1b[31mstep:  {s}  "
+    "\x1b[32mloss:  {v:.5f}  \x1b[33mgrad_norm:  1.2000  memory: 0.93GiB(1.2%)  tps: 3,111\x1b[0m"
+)
+MLPERF = ':::MLLOG {{"namespace": "", "time_ms": 1, "event_type": "POINT_IN_TIME", "key": '
+MLPERF += '"eval_accuracy", "value": {v}, "metadata": {{"file": "a.py", "epoch_num": {s}}}}}'
+VALUES = (0.5, 0.25)
+NOW = 1795359040745  # ms since 1970
+
+
+def lines(form: str, before: str = "", after: str = "") -> str:
+    return before + "".join(form.format(s=s, v=v) + "\n" for s, v in enumerate(VALUES, 1)) + after
+
+
+STATE = {
+    "best_metric": None,
+    "global_step": 2,
+    "log_history": [
+        {"epoch": 0.5, "grad_norm": 1.0, "loss": 0.5, "step": 1},
+        {"epoch": 1.0, "eval_loss": 9.0, "step": 1},
+        {"epoch": 1.0, "grad_norm": 1.0, "loss": 0.25, "step": 2},
+    ],
+}
+GOLDEN = {
+    "lm loss": {"start_step": 1, "end_step": 2, "step_interval": 1, "values": {"1": 0.5, "2": 0.25}}
+}
+OLD_GOLDEN = {"lm loss": {"start_step": 1, "end_step": 2, "step_interval": 1, "values": VALUES}}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "tag", "steps"),
+    [
+        ("keras0.csv", lines("{s},0.6,{v}", "epoch,accuracy,loss\n"), "loss", "epoch"),
+        ("keras0.csv", lines("{s};0.6;{v}", "epoch;accuracy;loss\n"), "loss", "epoch"),
+        ("keras0.csv", lines("{s}\t0.6\t{v}", "epoch\taccuracy\tloss\n"), "loss", "epoch"),
+        ("history.json", json.dumps({"accuracy": [0.6, 0.6], "loss": VALUES}), "loss", ""),
+        (
+            "summary.csv",
+            lines("{s},3.0,{v},70.0,0.1", "epoch,train_loss,eval_loss,eval_top1,lr\n"),
+            "eval_loss",
+            "epoch",
+        ),
+        (
+            "results.csv",
+            lines(
+                "{s:>23},{v:>23},{v:>23}",
+                f"{'epoch':>23},{'train/box_loss':>23},{'metrics/mAP50(B)':>23}\n",
+            ),
+            "train/box_loss",
+            "epoch",
+        ),
+        ("trainer_state.json", json.dumps(STATE, indent=2), "loss", "step"),
+        ("a.jsonl", lines('{{"iter": {s}, "loss": {v}}}', '{"iter": 0}\n'), "loss", "iter"),
+        ("a.jsonl", lines('{{"step": {s}, "loss": {v}}}', after='{"step": 3, "lo'), "loss", "step"),
+        ("a.json", json.dumps([{"step": s, "eval": {"loss": v}} for s, v in enumerate(VALUES, 1)]),
+         "eval.loss", "step"),
+        ("golden_values.json", json.dumps(GOLDEN), "lm loss", "step"),
+        ("golden_values.json", json.dumps(OLD_GOLDEN), "lm loss", "step"),
+        ("metrics/train/loss", lines("1795359040745 {v} {s}"), "train/loss", "step"),
+        ("losses.txt", lines("{s} {v}"), "loss", "step"),
+        ("titan.log", lines(TITAN, "[rank0]: started\n", "[titan] validate step: 2  loss: 9.0\n"),
+         "loss", "step"),
+        ("megatron.log", lines(MEGATRON), "lm loss", "iteration"),
+        ("mlperf.log", lines(MLPERF), "eval_accuracy", "epoch_num"),
+        ("nano.log", lines("step {s}: train loss {v:.4f}, val loss 3.2000"), "train loss", "step"),
+        ("nano.log", lines("iter {s}: loss {v:.4f}, time 9.00ms, mfu 1.2%"), "loss", "iter"),
+    ],
+)  # fmt: skip
+def test_a_log_is_read_in_its_own_form(tmp_path, name, text, tag, steps):
+    path = tmp_path / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    [log] = read_logs(path, tag)
+    assert log.points.tolist() == [[1, 0.5], [2, 0.25]]
+    assert log.steps == steps
+
+
+def test_a_loss_scale_or_another_loss_is_not_the_loss(tmp_path):
+    log = tmp_path / "megatron.log"
+    log.write_text(lines(MEGATRON))
+    with pytest.raises(BadInput, match="--tag loss: not there; has .*lm loss, loss scale"):
+        read_logs(log, "loss")
+
 
 EXPORT = (
     '"Step","fp32-0 - _step","fp32-0 - loss","fp32-0 - loss__MIN","fp32-0 - loss__MAX",'
@@ -43,3 +139,37 @@ def test_epochs_are_not_compared_with_steps(tmp_path):
         (tmp_path / f"{name}.csv").write_text(f"{name},loss\n1,2\n2,1\n")
     with pytest.raises(BadInput, match=r"epoch.csv: counts epoch, .*step.csv step: must be the sa"):
         load_foreign([f"fp32={tmp_path / 'epoch.csv'}", f"amp={tmp_path / 'step.csv'}"], "loss")
+
+
+def test_folders_of_several_tools_are_runs(tmp_path):
+    for seed in range(3):
+        run = tmp_path / f"mlruns/1/{seed}ab"
+        (run / "metrics/val").mkdir(parents=True)
+        (run / "meta.yaml").write_text("")
+        (run / "metrics/val/loss").write_text(f"{NOW} 0.5 1\n{NOW} 0.25{seed} 2\n{NOW} 0 3\n")
+        for step in (9, 10):
+            state = tmp_path / f"hf/s{seed}/checkpoint-{step}/trainer_state.json"
+            state.parent.mkdir(parents=True)
+            history = [{"step": at, "val/loss": 0.5 + seed} for at in range(step)]
+            state.write_text(json.dumps({"log_history": history}))
+    group = load_foreign([f"fp32={tmp_path / 'mlruns'}", f"amp={tmp_path / 'hf'}"], "val/loss")
+    assert [run.evals["step"].tolist() for run in group.baseline.runs] == [[1, 2, 3]] * 3
+    assert [run.last_step for run in group.arms[0].runs] == [9] * 3  # of the newest checkpoint
+    with pytest.raises(BadInput, match="0ab: --tag loss: not there; has val/loss"):
+        load_foreign([f"fp32={tmp_path / 'mlruns'}", f"amp={tmp_path / 'hf'}"], "loss")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "reason"),
+    [
+        ("a.jsonl", '{"step": 1, "loss": 2}\n{"step": \n{"step": 3, "loss": 2}\n', "line 2: not a"),
+        ("a.json", '[{"step": 1, "loss": true}]', "record 1: True is not a number"),
+        ("a.json", "[1, 2]", "not a list of records"),
+        ("a.txt", "1 0.5\n1e999 0.25\n", "steps must be finite"),
+        ("a.log", ":::MLLOG {nothing}", "line 1: not an entry of MLPerf"),
+    ],
+)
+def test_damage_is_told_with_its_place(tmp_path, name, text, reason):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(Damaged, match=reason):
+        read_logs(tmp_path / name, "loss")
