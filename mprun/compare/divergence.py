@@ -270,6 +270,8 @@ def facts_text(facts: dict[str, Any]) -> str:
     count = f"{facts['steps']} common step{'' if facts['steps'] == 1 else 's'}"
     if "first" not in facts:
         return f"The two curves have {count} to compare."
+    if facts["identical"] and facts["steps"] == 1:
+        return "The two curves are equal at their only common step."
     if facts["identical"]:
         return f"The two curves are identical at all {facts['steps']} steps, bit for bit."
     unit = f" {facts['unit']}".rstrip()

@@ -94,6 +94,14 @@ def load_foreign(
             "by LABEL=seed0:PATH, or say --paired if runs are listed in the order of the same seeds"
         )
     others = [arm for label, arm in arms.items() if label != baseline]
+    for arm in others:
+        pairs = ((run, other) for run in arm.runs for other in arms[baseline].runs)
+        equal = {run.path for run, other in pairs if _same_curve(run, other, tag, _FEWEST_STEPS)}
+        if equal and len(arm.runs) > 1:
+            notes.append(
+                f"{len(equal)} of {len(arm.runs)} runs of {arm.label} are runs of {baseline} bit "
+                "for bit: copies, or equal to the last bit"
+            )
     notes += _align([arms[baseline], *others], tag)
     return ProtoGroup(tag, "foreign", arms[baseline], others, {}, notes, by_seed)
 
@@ -120,13 +128,14 @@ def _taken(specs: Sequence[str], tag: str, step: str | None) -> dict[str, _Taken
         raise BadInput(f"{specs[0]}: needs a baseline and at least one other LABEL=PATH")
     every = [log for logs in taken.values() for _, log in logs]
     _refuse_same(every)
-    by_kind = {"epoch" in log.steps.lower(): log for log in every if log.steps}
+    # Places in a list begin at 1, epochs at 0 or 1.
+    by_kind = {(log.steps == "", "epoch" in log.steps.lower()): log for log in every}
     if len(by_kind) > 1:
-        epochs, steps = by_kind[True], by_kind[False]
-        raise BadInput(
-            f"{epochs.name}: counts {epochs.steps}, {steps.name} {steps.steps}: must be the same; "
-            "say with --step COLUMN what counts the steps"
+        one, other = (
+            f"{log.name} counts {log.steps or 'places in a list'}"
+            for log in sorted(by_kind.values(), key=lambda log: log.steps)[:2]
         )
+        raise BadInput(f"{one}, {other}: must be the same; say with --step COLUMN what counts them")
     return taken
 
 
@@ -159,17 +168,18 @@ def _names(logs: Iterable[Log]) -> str:
 
 def _refuse_parts(label: str, below: dict[Path, list[Path]]) -> None:
     """BadInput where sub-folders look like parts of a run: a run would count twice."""
+    every = [folder for folders in below.values() for folder in folders]
+    names = {folder.name.lower() for folder in every}
+    siblings = [folder for folders in below.values() if len(folders) > 1 for folder in folders]
     seen: dict[str, Path] = {}
-    for parent, folders in below.items():
-        for folder in folders:
-            again = seen.setdefault(folder.name, folder) if len(folders) > 1 else folder
-            if again != folder or folder.name.lower() in _PARTS:
-                name = folder.name
-                what = f"{again} and {folder}" if again != folder else f"{folder}"
-                raise BadInput(
-                    f"{label}={parent}: {what}: runs, or parts of one? Name every run, e.g. "
-                    f"{label}={parent / name},{parent.parent / 'other' / name}"
-                )
+    for folder in every if len(names) > 1 else ():
+        again = seen.setdefault(folder.name, folder) if folder in siblings else folder
+        if again != folder or folder.name.lower() in _PARTS:
+            others = ", ".join(str(one) for one in every if one != folder)
+            raise BadInput(
+                f"{label}: {folder} beside {others[:120]}: runs, or parts of one? Name every run, "
+                f"e.g. {label}={folder},{folder.parent.parent / 'other' / folder.name}"
+            )
 
 
 def _refuse_same(logs: Iterable[Log]) -> None:
@@ -258,8 +268,8 @@ def _same_curve(one: RunData, other: RunData, tag: str, fewest: int) -> bool:
 def _align(arms: list[Arm], tag: str) -> list[str]:
     """Set the steps at which every run is judged: the last tenth of those that all have.
 
-    What goes beyond them is left out, which every arm says. Returns notes. BadInput if unequal logs
-    have fewer than 3 steps in common.
+    What goes beyond them is left out, which every arm says; returns a note where nothing does.
+    BadInput if unequal logs have fewer than 3 steps in common.
     """
     runs = [run for arm in arms for run in arm.runs]
     whole = [run for run in runs if nonfinite_from(run, tag) is None]
@@ -289,7 +299,7 @@ def _align(arms: list[Arm], tag: str) -> list[str]:
     )
     for arm in arms:
         arm.left_out.append(line)
-    return [line]
+    return []
 
 
 def _last_step(run: RunData) -> float:
@@ -302,6 +312,12 @@ def _run(log: Log, tag: str, label: str, seed: int, notes: list[str]) -> RunData
     order = np.argsort(steps, kind="stable")
     steps, values = steps[order], values[order]
     newest = np.append(steps[1:] != steps[:-1], True)
+    again = ~newest[:-1] & (values[1:] != values[:-1])
+    if again.sum() > newest.sum() / 2:
+        raise BadInput(
+            f"{log.name}: {int(again.sum())} of {int(newest.sum())} steps are written again, with "
+            "another value: several runs in one log? Give each a file or a folder of its own"
+        )
     if not newest.all():
         twice = int((~newest).sum())
         notes.append(f"{log.name}: {twice} steps written twice; the last value counts")

@@ -34,6 +34,7 @@ _STEPS = (
     *("iteration", "iter", "iterations", "update", "updates", "num_updates", "samples_count"),
     *("timesteps", "total_timesteps", "time/total_timesteps", "epoch", "epoch_num"),
 )
+_SPLITS = ("split", "phase", "stage", "mode")  # by which records tell training from evaluation
 _MOST_TAGS_SHOWN = 10
 _NUMBER = r"[-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?|nan|inf(?:inity)?)\b"
 _Row = tuple[str, dict[str, Any]]  # where it stands ("line 3"), name -> cell
@@ -273,10 +274,16 @@ def _records_of_columns(path: Path, content: dict, tag: str, step: str | None) -
 def _of_records(path: Path, rows: list[_Row], tag: str, step: str | None) -> list[Log]:
     told = [(where, row) for where, row in rows if tag in row]
     if not told:
-        parts = (
-            name.partition(".")[0] if len(rows) == 1 else name for _, row in rows for name in row
-        )
-        raise _no_tag(path, tag, list(dict.fromkeys(parts)))
+        names = [name for _, row in rows for name in row]
+        names = [name.partition(".")[0] for name in names] if len(rows) == 1 else names
+        raise _no_tag(path, tag, list(dict.fromkeys(names)))
+    for key in _SPLITS:
+        found = sorted({str(row[key]) for _, row in told if key in row})
+        if len(found) > 1:
+            raise BadInput(
+                f"{path}: --tag {tag}: is of several values of {key!r} ({_listed(found)}); must be "
+                "of one, in a file of its own"
+            )
     names = [name for name in told[0][1] if all(name in row for _, row in told)]
     return _curves(path, told, _step_name(path, names, step), {tag: ("", True)})
 
@@ -314,12 +321,11 @@ def _words(path: Path, text: str, tag: str, step: str | None) -> list[Log] | Non
     # A name stands at the begin, behind a mark, a number, two blanks: "val loss" is not "loss".
     before = r"(?:^|[|,;:)\]-]\s*|\s{2,}|\d\s+)"
     value = re.compile(rf"{before}{re.escape(tag)}\s*[:=]?\s*({_NUMBER})", re.IGNORECASE)
+    told = [(line, found[1]) for line in text.splitlines() if (found := value.search(line))]
     for name in (step,) if step else _STEPS:
         count = re.compile(rf"{before}{re.escape(name)}\s*[:=]?\s*(\d+)\b", re.IGNORECASE)
         points = [
-            (float(at[1]), float(found[1]))
-            for line in text.splitlines()
-            if (at := count.search(line)) and (found := value.search(line))
+            (float(at[1]), float(found)) for line, found in told if (at := count.search(line))
         ]
         if points:
             return [Log(path, "", _table(points), name)]

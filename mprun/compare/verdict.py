@@ -86,8 +86,9 @@ def judge(arm: Arm, baseline: Arm, question: Question) -> tuple[Verdict, list[Ou
     if without:
         everything = _values(own, base, question, (arm, baseline), by_seed=False)
         verdict.sentence += f" Left out, {without}.{_over_all(everything, question)}"
-    left_out = [without] * bool(without) + arm.left_out + baseline.left_out
-    verdict.left_out = list(dict.fromkeys(left_out))
+    more = list(dict.fromkeys(arm.left_out + baseline.left_out))
+    verdict.sentence += f" Left out: {'; '.join(more)}." if more else ""
+    verdict.left_out = [without] * bool(without) + more
     return verdict, own
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import struct
 
 import numpy as np
@@ -360,6 +361,27 @@ def test_copies_are_one_run(tmp_path, capsys):
     assert verdict(capsys, *words)["verdict"]["seeds"] == [0, 1, 2, 3]
 
 
+def test_curves_of_both_labels_that_are_equal_are_told(tmp_path, capsys):
+    base = [curve(tmp_path / f"a{n}.csv", 2.0) for n in range(3)]
+    own = [write_csv(tmp_path / f"b{n}.csv", path.read_text()) for n, path in enumerate(base)]
+    own[0] = curve(tmp_path / "b.csv", 2.0)
+    words = [f"{name}={','.join(map(str, p))}" for name, p in (("fp32", base), ("amp", own))]
+    notes = verdict(capsys, *words, check=True)["group"]["notes"]
+    assert any(note.startswith("2 of 3 runs of amp are runs of fp32 bit for bit") for note in notes)
+
+
+def test_several_runs_in_one_log_are_refused(tmp_path):
+    """Two event files in a folder are one resumed run, unless they say different things."""
+    for value in (2.0, 3.0):
+        write_events(tmp_path / "a", {"loss": [(step, value + 1 / step) for step in (1, 2, 3)]})
+        write_events(tmp_path / "b", {"loss": [(step, 2 + 1 / step) for step in (1, 2, 3)]})
+    other = curve(tmp_path / "c.csv", 2.0)
+    with pytest.raises(BadInput, match="3 of 3 steps are written again, with another value"):
+        load_foreign([f"fp32={other}", f"amp={tmp_path / 'a'}"], "loss")
+    group, _ = arms([f"fp32={other}", f"amp={tmp_path / 'b'}"], "loss")
+    assert any("3 steps written twice" in note for note in group.notes)
+
+
 def test_runs_that_ended_with_the_same_value_are_told(tmp_path, capsys):
     for label in ("fp32", "amp"):
         for seed in range(3):
@@ -382,6 +404,10 @@ def test_parts_of_runs_are_no_runs(tmp_path, parts):
     k0, k1, m0, m1 = (tmp_path / run for run in ("k0", "k1", "m0", "m1"))
     with pytest.raises(BadInput, match="runs, or parts of one"):
         load_foreign([f"fp32={k0},{k1}", f"amp={m0},{m1}"], "loss")
+    for run in (k0, k1, m0, m1):  # one part each is the run itself
+        shutil.rmtree(run / parts[1])
+    found = arms([f"fp32={k0},{k1}", f"amp={m0},{m1}"], "loss")[1]
+    assert [len(arm.runs) for arm in found.values()] == [2, 2]
     specs = [f"fp32={k0 / parts[0]},{k1 / parts[0]}", f"amp={m0 / parts[0]},{m1 / parts[0]}"]
     assert [len(arm.runs) for arm in arms(specs, "loss")[1].values()] == [2, 2]
 
@@ -428,6 +454,7 @@ def test_a_short_log_shortens_the_comparison_and_fails_the_check(tmp_path, capsy
         "ends at 60"
     )
     assert f"LEFT OUT of amp: {left}" in row["stamps"]
+    assert row["verdict"]["sentence"].endswith(f" Left out: {left}.")
 
 
 @pytest.mark.parametrize("tag", ["perplexity", "eval/ppl"])

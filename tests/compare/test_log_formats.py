@@ -102,6 +102,15 @@ def test_a_loss_scale_or_another_loss_is_not_the_loss(tmp_path):
         read_logs(log, "loss")
 
 
+def test_records_of_training_and_evaluation_are_not_mixed(tmp_path):
+    log = tmp_path / "metrics.jsonl"
+    log.write_text(
+        "".join(f'{{"split": "{s}", "step": 1, "loss": 2}}\n' for s in ("train", "eval"))
+    )
+    with pytest.raises(BadInput, match=r"is of several values of 'split' \(eval, train\); must be"):
+        read_logs(log, "loss")
+
+
 EXPORT = (
     '"Step","fp32-0 - _step","fp32-0 - loss","fp32-0 - loss__MIN","fp32-0 - loss__MAX",'
     '"amp-0 - loss","amp-0 - loss__MIN","amp-1 - loss"\n'
@@ -137,8 +146,21 @@ def test_any_column_can_count_the_steps(tmp_path):
 def test_epochs_are_not_compared_with_steps(tmp_path):
     for name in ("epoch", "step"):
         (tmp_path / f"{name}.csv").write_text(f"{name},loss\n1,2\n2,1\n")
-    with pytest.raises(BadInput, match=r"epoch.csv: counts epoch, .*step.csv step: must be the sa"):
-        load_foreign([f"fp32={tmp_path / 'epoch.csv'}", f"amp={tmp_path / 'step.csv'}"], "loss")
+    (tmp_path / "history.json").write_text('{"loss": [2, 1]}')
+    for first, second, words in (
+        (
+            "epoch.csv",
+            "step.csv",
+            r"epoch.csv counts epoch, .*step.csv counts step: must be the sa",
+        ),
+        (
+            "epoch.csv",
+            "history.json",
+            "history.json counts places in a list, .*epoch.csv counts ep",
+        ),
+    ):
+        with pytest.raises(BadInput, match=words):
+            load_foreign([f"fp32={tmp_path / first}", f"amp={tmp_path / second}"], "loss")
 
 
 def test_folders_of_several_tools_are_runs(tmp_path):
