@@ -78,7 +78,7 @@ def paired_interval(own: Sequence[float], base: Sequence[float], alpha: float = 
     Raises ValueError for fewer pairs or unequal lengths.
     """
     differences = [a - b for a, b in zip(own, base, strict=True)]
-    mean, variance = _mean_and_variance(differences)
+    mean, variance = mean_and_variance(differences)
     spread = "paired", (len(differences),) * 2, (variance, 0.0)
     half = _half_width(*spread, alpha)
     return Interval(mean, mean - half, mean + half, 1 - 2 * alpha, *spread, not any(differences))
@@ -90,7 +90,7 @@ def welch_interval(own: Sequence[float], base: Sequence[float], alpha: float = A
     Unequal variances, degrees of freedom after Welch (1947, Biometrika 34, 28-35) and
     Satterthwaite. Raises ValueError for fewer values.
     """
-    means, variances = zip(*map(_mean_and_variance, (own, base)), strict=True)
+    means, variances = zip(*map(mean_and_variance, (own, base)), strict=True)
     mean, spread = means[0] - means[1], ("Welch", (len(own), len(base)), variances)
     half = _half_width(*spread, alpha)
     identical = mean == 0.0 and not any(variances)
@@ -227,7 +227,7 @@ def outlier(values: Sequence[float]) -> int | None:
     return place if distance > reach > 0 else None
 
 
-def _mean_and_variance(values: Sequence[float]) -> tuple[float, float]:
+def mean_and_variance(values: Sequence[float]) -> tuple[float, float]:
     """Mean and sample variance (divided by n - 1), two passes, each sum rounded once."""
     count = len(values)
     if count < 2:

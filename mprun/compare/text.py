@@ -110,9 +110,9 @@ def answer(group: Group, row: Row) -> str:
     """What a reader wants to know of one mode, in one short sentence."""
     name, label, base = row.verdict.name, row.arm.label, baseline_name(group)
     lost, needed = sum(bool(outcome.diverged) for outcome in row.outcomes), row.verdict.needed
-    counted = counted_name(group)
+    counted, rest = counted_name(group), row.verdict.left_out
     said = {
-        "matches": f"matches {base}",
+        "matches": f"matches {base}" + (" in what was compared, which is not all" if rest else ""),
         "diverged": f"diverged in {lost} of {len(row.outcomes)} runs",
         "invalid baseline": f"cannot be judged: {base} itself diverged",
         "inconclusive": "is undecided"

@@ -188,8 +188,8 @@ def _margin_and_unit(values: _Values, question: Question) -> tuple[float, Unit]:
     usual = [value for i, value in enumerate(values.base) if i != place]
     zero = mean == 0
     if len(usual) >= FEWEST_SEEDS:
-        error = statistics.stdev(usual) / math.sqrt(len(usual))
-        zero = abs(statistics.fmean(usual)) <= 2 * error
+        middle, variance = equivalence.mean_and_variance(usual)
+        zero = abs(middle) <= 2 * math.sqrt(variance / len(usual))
     asked = f"{'--margin ' if values.foreign else 'compare.margin='}{setting:g}"
     judged = f"log {question.metric}" if question.as_logarithm else question.metric
     of_mean = f"the mean {judged} of {values.reference}"

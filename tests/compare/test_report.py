@@ -359,3 +359,10 @@ def test_figures_beside_the_page_are_images_of_a_readable_size(usual):
     for path in paths:
         with Image.open(path) as image:
             assert image.width == 800 and image.height > 200
+
+
+def test_an_answer_about_a_part_of_the_runs_says_so():
+    one = group()
+    row = one.rows[0]
+    row.verdict.name, row.verdict.left_out = "matches", ["having no partner: seed 3 of this mode"]
+    assert answer(one, row).endswith("matches FP32 in what was compared, which is not all.")
