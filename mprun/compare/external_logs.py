@@ -21,6 +21,7 @@ from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from functools import reduce
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -93,6 +94,10 @@ def load_foreign(
             "the logs name no seeds, so runs are not paired: every run counts (Welch). Name seeds "
             "by LABEL=seed0:PATH, or say --paired if runs are listed in the order of the same seeds"
         )
+    if by_seed:
+        told = (f"{label} {', '.join(str(n) for n, _ in logs)}" for label, logs in taken.items())
+        how = "by their place in the list (--paired)" if by_seed == "listed" else "in every path"
+        notes.append(f"seeds are told {how}, and runs with equal ones paired: {'; '.join(told)}")
     others = [arm for label, arm in arms.items() if label != baseline]
     for arm in others:
         pairs = ((run, other) for run in arm.runs for other in arms[baseline].runs)
@@ -103,7 +108,7 @@ def load_foreign(
                 "for bit: copies, or equal to the last bit"
             )
     notes += _align([arms[baseline], *others], tag)
-    return ProtoGroup(tag, "foreign", arms[baseline], others, {}, notes, by_seed)
+    return ProtoGroup(tag, "foreign", arms[baseline], others, {}, notes, bool(by_seed))
 
 
 def _taken(specs: Sequence[str], tag: str, step: str | None) -> dict[str, _Taken]:
@@ -195,8 +200,8 @@ def _refuse_same(logs: Iterable[Log]) -> None:
         seen.add(key)
 
 
-def _name_seeds(taken: dict[str, _Taken], paired: bool) -> bool:
-    """Number the runs, by their seeds where all are named; whether equal numbers belong together.
+def _name_seeds(taken: dict[str, _Taken], paired: bool) -> Literal["named", "listed", ""]:
+    """Number the runs, by their seeds where all are named; how these are told, "" if they are not.
 
     Nothing is guessed: one run without a seed, or two of a label with the same, and none has one.
     """
@@ -221,7 +226,7 @@ def _name_seeds(taken: dict[str, _Taken], paired: bool) -> bool:
     for label, logs in taken.items():
         numbers = named[label] if told else range(len(logs))
         taken[label] = [(n, log) for n, (_, log) in zip(numbers, logs, strict=True)]
-    return told or paired
+    return "named" if told else "listed" if paired else ""
 
 
 def _named_seed(given: int | None, log: Log) -> int | None:

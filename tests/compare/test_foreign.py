@@ -270,7 +270,8 @@ def test_the_order_of_unpaired_logs_changes_nothing(tmp_path, capsys):
         assert numbers == [found[0]["verdict"][key] for key in ("name", "low", "high")]
     # Who sorts and pairs gets what he asked for.
     paired = verdict(capsys, *words, "--paired", check=True)
-    assert paired["verdict"]["method"] == "paired" and paired["group"]["notes"][-1].startswith("am")
+    assert paired["verdict"]["method"] == "paired"
+    assert "(--paired), and runs with equal ones paired: fp32 0, 1, 2, " in str(paired["group"])
 
 
 def test_seeds_pair_logs_where_every_run_names_its_own(tmp_path):
@@ -281,6 +282,9 @@ def test_seeds_pair_logs_where_every_run_names_its_own(tmp_path):
     named, other = listed("a/seed_{}.csv", 3), listed("b/amp-seed{}/log.csv", 3)
     group, found = arms([f"fp32={named}", f"amp={other}"], "loss")
     assert group.by_seed and [run.seed for run in found["amp"].runs] == [0, 1, 2]
+    assert group.notes[-1] == (
+        "seeds are told in every path, and runs with equal ones paired: fp32 0, 1, 2; amp 0, 1, 2"
+    )
     plain = listed("c/s{}.csv", 3)  # a place such as s3://, a step, a size: who knows
     assert not load_foreign([f"fp32={named}", f"amp={plain}"], "loss").by_seed
     twice = named.split(",")[0] + "," + str(curve(tmp_path / "d/seed0.csv", 2.0))
