@@ -222,7 +222,7 @@ class HalfEmulation(TorchDispatchMode):
         # In backward the function mode below is active too and would add to the cost of each call.
         with torch._C.DisableTorchFunction():
             route = route_of(func)
-            if route is None or (route[0] in _WITH_NUMBER and isinstance(args[1], Tensor)):
+            if route is None or (route[0] in _WITH_NUMBER and _is_dense_tensor(args[1])):
                 return func(*args, **kwargs)
             name, run = route
             found = {t.dtype for t in _tensors((args, kwargs)) if t.is_cpu or t.dtype is F32}
@@ -418,7 +418,8 @@ _COARSE = frozenset(
     sigmoid_backward special_entr special_i0e special_i1 special_i1e special_xlog1py xlogy
     """.split()
 )
-# Native with a tensor; of a number the CPU's kernel takes the 16-bit rounding.
+# Native with a tensor; of a number the CPU's kernel takes the 16-bit rounding, and of a sparse
+# tensor it has none.
 _WITH_NUMBER = frozenset({"add", "add_", "sub", "sub_", "rsub"})
 # CUDA has no 16-bit kernel of these, whatever a CPU has (torch's operator database).
 _ABSENT = frozenset(
@@ -504,6 +505,10 @@ def _each(kind: type[T], value: Any, convert: Callable[[T], Any]) -> Any:
 
 
 _each_tensor = functools.partial(_each, Tensor)
+
+
+def _is_dense_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout is torch.strided
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

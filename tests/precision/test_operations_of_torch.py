@@ -27,6 +27,7 @@ AMP_LISTS = (Path(torch.__file__).parent / "include/ATen/autocast_mode.h").read_
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of the database's own samples
 @half
 def test_each_call_is_the_float64_one_rounded_once(dtype):
     pytest.importorskip("expecttest")
