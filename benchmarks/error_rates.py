@@ -114,14 +114,15 @@ def rates(
     looks: tuple[int, ...] = (),
     naive: bool = False,
 ) -> dict[str, float]:
-    """Share of each verdict, and "seeds", the mean number of seeds that the verdict was based on.
+    """Share of each verdict; "seeds", the mean number of seeds that it was based on; "warned", the
+    share of the verdicts "matches" that a permutation test does not confirm.
 
     naive: at each of `looks` the seeds so far get an ordinary test, until one is conclusive.
     """
     values = final_losses(true, sd, counts, draws, kind, CORRELATION if paired else 0.0)
     plans = [(look, look) for look in looks] if naive else [counts]
     stages = [arms(plan, paired) for plan in plans]
-    found, seeds = Counter(), 0
+    found, seeds, warned = Counter(), 0, 0
     for own_values, base_values in zip(*values, strict=True):
         for own, base in stages:
             _fill(own, own_values)
@@ -131,7 +132,10 @@ def rates(
                 break
         found[verdict.name] += 1
         seeds += len(verdict.seeds)
-    return {name: found[name] / draws for name in VERDICTS} | {"seeds": seeds / draws}
+        warned += verdict.name == "matches" and "Not confirmed" in verdict.sentence
+    share = warned / max(1, found["matches"])
+    more = {"seeds": seeds / draws, "warned": share}
+    return {name: found[name] / draws for name in VERDICTS} | more
 
 
 def paired_table(draws: int) -> list[dict]:

@@ -41,6 +41,7 @@ def markdown(results: dict) -> str:
             ([c["noise"], "looks 3, 5, 10" if c["looks"] else str(c["seeds"])], c)
             for c in results["noise"]
         ],
+        with_warnings=True,
     )
     return "\n".join(lines)
 
@@ -135,6 +136,10 @@ the gain is that clear cases end early (column "seeds used").
   {rate["false_matches_rare bad seeds"]} of comparisons, because no bad seed was among those that
   were run. Bad seeds that meet the divergence rule are counted as diverged; those that stop short
   of it take more seeds to see.
+- From seven shared seeds on (four and four others) each claim is tested again by permutation, which
+  does not assume normal noise; where that does not confirm it, the verdict says so ("not confirmed"
+  in the last table). With fewer seeds no test can tell: the rates of normal noise are then an
+  assumption, and the table of other noises what it is worth.
 - A verdict is on final losses with the seeds' noise; nothing is said about seeds, data or lengths
   that were not run.
 - Each mode of a comparison has its own 5 %. Among ten modes that truly differ by the margin, four
@@ -153,7 +158,12 @@ Noise over seeds, its standard deviation in column "seed sd":
 """
 
 
-def _table(names: list[str], rows: list[tuple[list[str], dict]], with_seeds=False) -> list[str]:
+def _table(
+    names: list[str],
+    rows: list[tuple[list[str], dict]],
+    with_seeds: bool = False,
+    with_warnings: bool = False,
+) -> list[str]:
     truths = sorted({cell["true"] for _, cell in rows})
     merged: dict[tuple[str, ...], list[dict]] = {}
     for key, cell in rows:
@@ -163,6 +173,8 @@ def _table(names: list[str], rows: list[tuple[list[str], dict]], with_seeds=Fals
         header += ["true 2 %: matches", "(L)W"]
     if with_seeds:
         header += ["seeds used, true 0", "true 1 %"]
+    if with_warnings:
+        header += ["of these not confirmed", "of those at true 0"]
     lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     for key, cells in merged.items():
         equal, at_margin = cells[:2]
@@ -174,6 +186,8 @@ def _table(names: list[str], rows: list[tuple[list[str], dict]], with_seeds=Fals
         row = [*key, *(_percent(number) for number in numbers)]
         if with_seeds:
             row += [f"{equal['seeds']:.1f}", f"{at_margin['seeds']:.1f}"]
+        if with_warnings:
+            row += [_percent(at_margin["warned"]), _percent(equal["warned"])]
         lines.append("| " + " | ".join(row) + " |")
     return lines
 

@@ -286,6 +286,8 @@ def _tested(
             f" So many {values.unit}s with this scatter can show no margin below "
             f"±{unit.size(least, margin)}."
         )
+    if name in CONCLUSIVE:
+        sentence += _unconfirmed(name, values, margin, alpha)
     return Verdict(
         name,
         sentence + _strange(values, question),
@@ -297,6 +299,22 @@ def _tested(
         level=interval.level,
         least_margin=least,
         needed=equivalence.seeds_needed(interval, margin) if name == "inconclusive" else None,
+    )
+
+
+def _unconfirmed(name: str, values: _Values, margin: float, alpha: float) -> str:
+    """A warning where a test that assumes no shape of the noise does not confirm a claim.
+
+    Nothing where so few values have no p far enough below alpha (six pairs, 3 and 3 runs): one of
+    them would decide.
+    """
+    paired = values.method == "paired"
+    p, least = equivalence.permutation_p(name, values.own, values.base, paired, margin)
+    if least > alpha / 5 or p <= alpha:
+        return ""
+    return (
+        " Not confirmed by a permutation test, which does not assume that noise is normal: "
+        f"p = {100 * p:.2g} % for what is claimed at {100 * alpha:.2g} %; run more {values.unit}s."
     )
 
 

@@ -15,6 +15,7 @@ from mprun.compare.equivalence import (
     decide,
     outlier,
     paired_interval,
+    permutation_p,
     seeds_needed,
     sentence,
     t_quantile,
@@ -329,3 +330,37 @@ def test_a_value_far_from_others_is_rare_among_normal_ones():
     for count in (3, 5, 10):
         found = sum(outlier(row[:count]) is not None for row in draws.tolist())
         assert found / len(draws) < 0.035
+
+
+def test_permutation_p_is_that_of_counting_by_hand():
+    # Differences to the margin of 1: -3, -2, -2, +1 and their mirror images at -1 are far away.
+    own, base = [-2.0, -1.0, -1.0, 2.0], [0.0] * 4
+    # Of 16 sums of +-3 +-2 +-2 +-1, these are at least 3 + 2 + 2 - 1 = 6: 8 and 6.
+    p, least = permutation_p("better", [x - 1 for x in own], base, True, 0.0)
+    assert (p, least) == (2 / 16, 1 / 16)
+    # 3 and 3 values: of 20 labellings one has the three largest together.
+    p, least = permutation_p("worse", [5.0, 6.0, 7.0], [0.0, 1.0, 2.0], False, 1.0)
+    assert (p, least) == (1 / 20, 1 / 20)
+
+
+@pytest.mark.parametrize("paired", [True, False])
+def test_permutation_p_equals_scipy_s(paired):
+    generator = np.random.default_rng(3)
+    own, base = generator.normal(0.3, 1, 7), generator.normal(0, 1, 7)
+    expected = stats.permutation_test(
+        (own - base - 0.1,) if paired else (own - 0.1, base),
+        (lambda x, axis: x.mean(axis))
+        if paired
+        else (lambda x, y, axis: x.mean(axis) - y.mean(axis)),
+        permutation_type="samples" if paired else "independent",
+        alternative="greater",
+        n_resamples=np.inf,
+    ).pvalue
+    assert permutation_p("worse", own, base, paired, 0.1)[0] == pytest.approx(expected, abs=1e-12)
+
+
+def test_a_claim_that_three_seeds_of_seven_carry_is_not_confirmed():
+    # Over the margin of 1 by 0, 0, 0, 0, 3, 3, 3: t = 2.3 of 1.94, but as likely as three tosses.
+    own, base = [1.0, 1.0, 1.0, 1.0, 4.0, 4.0, 4.0], [0.0] * 7
+    assert decide(paired_interval(own, base), 1.0) == "worse"
+    assert permutation_p("worse", own, base, True, 1.0) == (1 / 8, 1 / 128)

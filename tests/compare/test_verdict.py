@@ -54,6 +54,17 @@ def test_shifted_curves(shift, name):
     assert verdict.sentence.startswith(name)
 
 
+def test_a_claim_that_a_permutation_test_does_not_confirm_says_so():
+    # Over the margin of 0.02 by 0, 0, 0, 0, 0.06, 0.06, 0.06: p = 1/8 of 1/128 that there could be.
+    base = dict.fromkeys(range(7), 2.0)
+    own = {seed: 2.02 + 0.06 * (seed > 3) for seed in base}
+    verdict = verdict_of(made_arm(own, mode="amp"), made_arm(base))
+    assert verdict.name == "worse"
+    assert "p = 12 % for what is claimed at 5 %; run more seeds." in verdict.sentence
+    even = {seed: 2.05 + JITTER[seed % 5] for seed in base}
+    assert "Not confirmed" not in verdict_of(made_arm(even, mode="amp"), made_arm(base)).sentence
+
+
 def test_equal_curves():
     verdict = verdict_of(made_arm(FP32, mode="amp"), made_arm(FP32))
     assert verdict.name == "matches"
