@@ -88,7 +88,8 @@ def parse(words: Sequence[str]) -> Namespace:
     what = "another margin than compare.margin: relative (0.01 = 1 %%) for losses and distances, "
     what += "percentage points for top1 and top5 (the report says so)"
     add("--margin", type=_margin, metavar="X", help=what)
-    what = "verdicts at these numbers of seeds, with an error rate of 5 %% over all looks"
+    what = "verdicts at these numbers of seeds, with an error rate of 5 %% (normal noise) over all"
+    what += " looks"
     add("--looks", type=_looks, default=[], metavar="3,5,10", help=what)
     add("--tag", metavar="NAME", help="compare this scalar of other tools' logs")
     what = "with --tag: what counts the steps, where it is not step, iteration or epoch"
