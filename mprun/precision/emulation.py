@@ -6,8 +6,9 @@ float16: 8192 ones over the batch give 2048 in convolution weight gradients and 
     and a step takes 10 to 60 times as long as in float32;
 bfloat16: 8192 ones give 256 in embedding gradients (17 roundings over 4000 tokens); an LSTM with
     projection is off by 3 to 6 roundings; linear and convolution are right, and faster than here.
-So on a CPU real 16-bit tensors meet float32 sums in products and one rounding on store, both
-formats alike: a result depends neither on the format nor on the CPU.
+So on a CPU real 16-bit tensors meet float32 arithmetic and one rounding on store, operation by
+operation (`HalfEmulation`), both formats alike: a result depends neither on the format nor on the
+CPU.
 
 A mode that a device cannot honour is refused, never replaced.
 """
@@ -157,7 +158,7 @@ def why_no_lstm(
 
 
 class HalfEmulation(TorchDispatchMode):
-    """Within it, products of 16-bit CPU tensors are summed in float32 and rounded once.
+    """Within it, operations on 16-bit CPU tensors compute in float32 and round once.
 
     One object serves a whole run; enter it once per training step, around forward AND backward
     (outside, backward falls back to the native kernels), and around autocast:
@@ -174,7 +175,7 @@ class HalfEmulation(TorchDispatchMode):
                through their matrix products (states rounded each step, but weight gradients added
                up over the time steps in 16 bits)
     native     what the CPU's own 16-bit kernel computes alike: element-wise functions, sums, batch
-               norm, pooling, softmax's like, and whatever only moves numbers
+               norm with float32 parameters, pooling, and whatever only moves numbers
     refused    what CUDA has no 16-bit kernel of: NotImplementedError, as there
 
     docs/operations.md has each operation. Tensors on other devices pass untouched.
@@ -316,9 +317,12 @@ class HalfEmulation(TorchDispatchMode):
         """The float32 results in the dtypes that the operation itself gives; of what was written
         to, by id(), the tensor that was given."""
         dtypes = iter(self._dtypes_of_results(func, args, kwargs))
-        return _each_tensor(
-            results, lambda t: targets[id(t)] if id(t) in targets else t.to(next(dtypes, t.dtype))
-        )
+
+        def one(result: Tensor) -> Tensor:
+            dtype = next(dtypes, result.dtype)
+            return targets[id(result)] if id(result) in targets else result.to(dtype)
+
+        return _each_tensor(results, one)
 
     def _refuse(self, func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         raise NotImplementedError(
