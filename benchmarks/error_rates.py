@@ -42,6 +42,8 @@ NOISES = {
     "skewed": "lognormal (sigma 1), both arms: now and then a bad seed",
     "skewed mode": "lognormal (sigma 1) for the mode alone, normal baseline",
     "exponential mode": "exponential for the mode alone, normal baseline",
+    "exponential difference": "equal seeds end alike but for an exponential loss of the mode: the "
+    "differences themselves are skewed",
     "quantised": "normal, rounded to steps of one seed standard deviation, as an accuracy on few "
     "samples is",
     "MLPerf records": "runs drawn from one of 116 published references of MLPerf Training (3,753 "
@@ -84,11 +86,13 @@ def final_losses(
     true: difference of the means in margins. sd: of seeds, relative to the mean.
     """
     generator = np.random.default_rng(list(repr((true, sd, counts, kind, correlation)).encode()))
-    own_kind = kind.removesuffix(" mode")
+    own_kind = kind.removesuffix(" mode").removesuffix(" difference")
     base_kind = kind if own_kind == kind else "normal"
     own = noise(own_kind, (draws, counts[0]), generator)
     base = noise(base_kind, (draws, counts[1]), generator)
-    if correlation:
+    if kind == "exponential difference":
+        own, base = own + base, base
+    elif correlation:
         shared = math.sqrt(correlation) * noise(base_kind, (draws, counts[0]), generator)
         own, base = (shared + math.sqrt(1 - correlation) * arm for arm in (own, base))
     shift = true * MARGIN
