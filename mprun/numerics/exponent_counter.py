@@ -166,8 +166,10 @@ class Tally:
     def add(self, key: Hashable, tensor: Tensor) -> None:
         """Add the values that `tensor` has now; empty tensors and other dtypes count for nothing.
 
-        Only float32, float16 and bfloat16 are counted.
+        Only float32, float16 and bfloat16 are counted; of a sparse tensor the values of its rows.
         """
+        if tensor.is_sparse:  # rows are summed in FP32, as the update sums them
+            tensor = tensor.float().coalesce().values().to(tensor.dtype)
         if tensor.dtype in COUNTED and tensor.numel():
             stride = sampling_stride(tensor)
             self.add_sample(key, sampled(tensor, stride), stride, largest(tensor))

@@ -3,6 +3,7 @@
 Did I get what I asked for? Counted is what was computed, casts included (`dispatch.Watch`).
 """
 
+import math
 import threading
 from collections import Counter
 from collections.abc import Mapping
@@ -180,8 +181,9 @@ class FirstStep:
 
     def _see(self, func: OpOverload, args: tuple, kwargs: dict[str, Any], inside: bool) -> Any:
         before = self._emulated() if inside else 0
-        result = func(*args, **kwargs)
         name = name_of(func)
+        finite = self._finite(name, args, kwargs)
+        result = func(*args, **kwargs)
         if func.is_view or name in _NOT_COUNTED:
             return result
         operands, results = _floats((args, kwargs)), _floats(result)
@@ -193,8 +195,8 @@ class FirstStep:
             row = Row(1, sum(t.numel() for t in changed), flops(name, args, kwargs, result))
             with self._lock:
                 self._add(self._phase(), name, dtype, row)
-                if self._phase() == "forward" and name not in _POLES:
-                    self._note_overflow(name, operands, results)
+                if finite is not None:
+                    self._note_overflow(name, finite, results)
                 if name == "_to_copy" and operands:
                     self._note_weight_copy(operands[0], results)
         return result
@@ -230,17 +232,30 @@ class FirstStep:
                 label = self._modules[-1][0] if self._modules else ""
                 self.fp32_modules.setdefault(name, Counter())[label] += 1
 
-    def _note_overflow(self, name: str, operands: list[Tensor], results: list[Tensor]) -> None:
+    def _finite(self, name: str, args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
+        """Whether all operands are finite, asked before the call may write to them; None: of no
+        forward operation that can overflow."""
+        if name in _POLES or self._phase() != "forward":
+            return None
+        leaves = tree_leaves((args, kwargs))
+        if any(isinstance(leaf, float) and math.isinf(leaf) for leaf in leaves):
+            return None  # it is told so
+        operands = _floats(leaves)
+        if not operands or any(t.layout is not torch.strided for t in operands):
+            return None
+        own = [t.isfinite().all() for t in operands if t.device == operands[0].device]
+        return torch.stack(own).all()
+
+    def _note_overflow(self, name: str, finite: Tensor, results: list[Tensor]) -> None:
         half = [t for t in results if t.dtype.itemsize == 2 and t.layout is torch.strided]
-        if half and operands and all(t.layout is torch.strided for t in operands):
+        if half and half[0].device == finite.device:
             infinite = torch.stack([t.isinf().any() for t in half]).any()
-            for operand in operands:
-                if operand.device == infinite.device:
-                    infinite = infinite & operand.isfinite().all()
             label = self._modules[-1][0] if self._modules else "the step itself"
-            self._infinite.append((f"{name} in {label}", infinite))
+            self._infinite.append((f"{name} in {label}", infinite & finite))
 
     def _note_weight_copy(self, source: Tensor, results: list[Tensor]) -> None:
+        if source.layout is not torch.strided:
+            return
         if source.untyped_storage().data_ptr() in self.saved.excluded:
             for result in results:
                 storage = result.untyped_storage()

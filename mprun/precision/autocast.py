@@ -106,11 +106,15 @@ def _under(name: str, half_to_float: bool) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(keys):
             half = args[0].dtype if isinstance(args[0], Tensor) else None
-            if half_to_float and packet in _HALF_TO_FLOAT and half is torch.float16:
-                return _HALF_TO_FLOAT[packet](args[0], args[1], True)
             if name in _FP32_BY_ARGUMENT:
-                if half in (torch.float16, torch.bfloat16) and not kwargs.get("dtype"):
+                asked = kwargs.get("dtype")
+                if packet in _HALF_TO_FLOAT:  # theirs may stand in the third place
+                    asked, args = (*args[2:], asked)[0], args[:2]
+                    kwargs["dtype"] = asked
+                if asked is None and half in (torch.float16, torch.bfloat16):
                     kwargs["dtype"] = F32
+                    if half_to_float and packet in _HALF_TO_FLOAT and half is torch.float16:
+                        return _HALF_TO_FLOAT[packet](*args, True)
                 return operator(*args, **kwargs)
             dtype = target((args, kwargs))
             return operator(*_cast(args, dtype), **_cast(kwargs, dtype))

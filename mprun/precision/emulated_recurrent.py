@@ -100,10 +100,11 @@ class _EmulatedLayer(torch.autograd.Function):
         name = ctx.kind.name
         if torch.is_grad_enabled():
             raise RuntimeError(f"the emulated {name} has no second derivative (create_graph=True)")
+        saved = ctx.saved_tensors  # which a checkpoint computes again, in all modes
         with torch._C.DisableTorchFunction(), _disable_current_modes():
             ctx.counts[name, "backward"] += 1
             needed = ctx.needs_input_grad[3:]
-            return None, None, None, *ctx.kind.backward(needed, ctx.saved_tensors, *gradients)
+            return None, None, None, *ctx.kind.backward(needed, saved, *gradients)
 
 
 def _transposed(t: Tensor) -> Tensor:

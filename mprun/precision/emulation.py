@@ -202,15 +202,15 @@ class HalfEmulation(TorchDispatchMode):
         self.rerouted: Counter[tuple[str, str]] = Counter()
         self._scratch = Scratch()
         self._dtypes: dict[tuple[Any, ...], list[torch.dtype]] = {}
-        self._recurrent = _Recurrent(dtype, self.rerouted)
+        self.recurrent = _Recurrent(dtype, self.rerouted)
 
     def __enter__(self) -> HalfEmulation:
-        self._recurrent.__enter__()
+        self.recurrent.__enter__()
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        self._recurrent.__exit__(*exception)
+        self.recurrent.__exit__(*exception)
 
     def __torch_dispatch__(
         self,
@@ -220,15 +220,15 @@ class HalfEmulation(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        # In backward the function mode below is active too and would add to the cost of each call.
+        # In forward the function mode below is active too and would add to the cost of each call.
         with torch._C.DisableTorchFunction():
             route = route_of(func)
             if route is None or (route[0] in _WITH_NUMBER and _is_dense_tensor(args[1])):
                 return func(*args, **kwargs)
             name, run = route
             found = {t.dtype for t in _tensors((args, kwargs)) if t.is_cpu or t.dtype is F32}
-            if self.dtype not in found or (F32 in found and name in _UNMIXED):
-                # A product of mixed dtypes is an error, and the native kernel says so.
+            if self.dtype not in found or (F32 in found and name not in _MIXED):
+                # Mixed dtypes are an error of most, and the native kernel says so.
                 return func(*args, **kwargs)
             if name.removesuffix("_") in PRODUCTS:
                 phase = "forward" if torch._C._current_graph_task_id() == -1 else "backward"
@@ -282,6 +282,7 @@ class HalfEmulation(TorchDispatchMode):
         names = [argument.name for argument in arguments[: len(args)]]
         given = dict(zip(names, args, strict=True)) | kwargs
         wide = _each_tensor(given, lambda t: t.to(F32) if t.dtype is self.dtype else t)
+        wide = _each(torch.dtype, wide, lambda dtype: F32 if dtype is self.dtype else dtype)
         results = func(*[wide[name] for name in names], **{name: wide[name] for name in kwargs})
         targets = {}
         for name in [a.name for a in arguments if a.alias_info and a.alias_info.is_write]:
@@ -292,6 +293,13 @@ class HalfEmulation(TorchDispatchMode):
                         target.resize_(value.shape)
                     target.copy_(value)
         return self._rounded(func, args, kwargs, results, targets)
+
+    def _index_put(self, func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+        """Only where it adds up is there anything to compute."""
+        if not kwargs.get("accumulate", args[3] if len(args) > 3 else False):
+            return func(*args, **kwargs)
+        run = HalfEmulation._writing if func._schema.is_mutable else HalfEmulation._plain
+        return run(self, func, args, kwargs)
 
     def _batch_norm(self, func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         """With float32 parameters the CPU's kernel is right. Its schema hides that the running
@@ -314,13 +322,15 @@ class HalfEmulation(TorchDispatchMode):
         results: Any,
         targets: Mapping[int, Tensor] = MappingProxyType({}),
     ) -> Any:
-        """The float32 results in the dtypes that the operation itself gives; of what was written
-        to, by id(), the tensor that was given."""
+        """The float32 results in the dtypes that the operation itself gives, others as they are; of
+        what was written to, by id(), the tensor that was given."""
         dtypes = iter(self._dtypes_of_results(func, args, kwargs))
 
         def one(result: Tensor) -> Tensor:
             dtype = next(dtypes, result.dtype)
-            return targets[id(result)] if id(result) in targets else result.to(dtype)
+            if id(result) in targets:
+                return targets[id(result)]
+            return result.to(dtype) if result.dtype in (F32, torch.complex64) else result
 
         return _each_tensor(results, one)
 
@@ -357,17 +367,15 @@ class _Recurrent(TorchFunctionMode):
             return func(*args, **kwargs)
         if torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") is self._dtype:
             args, kwargs = _each_tensor((args, kwargs), self._as_autocast)
-        if not any(self._is_emulated(value) for value in (*args, *kwargs.values())):
+        dtypes = {t.dtype for t in _tensors((args, kwargs)) if t.is_cpu}
+        if self._dtype not in dtypes or F32 in dtypes:  # of both: an error, and torch says so
             return func(*args, **kwargs)
         with torch.autocast("cpu", enabled=False):
             if func in LAYERS and not kwargs:
                 call = RecurrentCall.of(args)
-                if call.batch_sizes is None and call.inputs.size(1 if call.batch_first else 0):
+                if call.batch_sizes is None and call.inputs.numel():
                     return emulated_recurrent(func, call, self._counts)
             return func(*args, **kwargs)
-
-    def _is_emulated(self, value: Any) -> bool:
-        return isinstance(value, Tensor) and value.dtype is self._dtype and value.is_cpu
 
     def _as_autocast(self, tensor: Tensor) -> Tensor:
         """A float32 CPU tensor in the emulated format, differentiably."""
@@ -375,8 +383,15 @@ class _Recurrent(TorchFunctionMode):
 
 
 _MATRIX = ("mm", "addmm", "bmm", "baddbmm")
-# Takes 16-bit and float32 tensors together (the log-sum-exp).
-_MIXED = frozenset({"_scaled_dot_product_flash_attention_for_cpu_backward"})
+_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+# These take 16-bit and float32 tensors together: the log-sum-exp, statistics, parameters of norms.
+_MIXED = frozenset(
+    f"""
+    {_ATTENTION}_backward _batch_norm_with_update _fused_rms_norm _fused_rms_norm_backward
+    _native_batch_norm_legit batch_norm_backward native_batch_norm native_batch_norm_backward
+    native_group_norm native_group_norm_backward native_layer_norm native_layer_norm_backward
+    """.split()
+)
 # What Tensor Cores are for, and sums over many tokens.
 PRODUCTS = (
     *(*_MATRIX, "mv", "addmv", "dot", "vdot", "addbmm", "linear", "_addmm_activation"),
@@ -385,34 +400,34 @@ PRODUCTS = (
     *("embedding_dense_backward", "_embedding_bag", "_embedding_bag_forward_only"),
     *("_embedding_bag_backward", "_embedding_bag_dense_backward"),
     *("_native_multi_head_attention", "_transformer_encoder_layer_fwd"),
-    *("_scaled_dot_product_flash_attention_for_cpu", *_MIXED),
+    *(_ATTENTION, f"{_ATTENTION}_backward"),
 )
-_UNMIXED = frozenset(PRODUCTS) - _MIXED
 # Native in 16 bits, tested operation by operation: what only moves or selects numbers, and what
 # computes in float32 inside. Element-wise functions (torch.Tag.pointwise) are too, but for _COARSE.
 _NATIVE = frozenset(
     """
-    _adaptive_avg_pool2d _chunk_cat _indices _local_scalar_dense _nnz _prelu_kernel
-    _resize_output_ _to_copy _to_dense _to_sparse _unique2 _unsafe_view _upsample_nearest_exact1d
-    _upsample_nearest_exact2d _upsample_nearest_exact3d _values adaptive_max_pool2d
-    adaptive_max_pool3d alias_copy all allclose amax amin aminmax any arange argmax argmin
-    as_strided_ as_strided_copy as_strided_scatter avg_pool2d block_diag bucketize cat
-    channel_shuffle constant_pad_nd copy copy_ count_nonzero cummax cummin diag_embed
-    diagonal_copy diagonal_scatter elu_backward embedding empty empty_like empty_permuted
-    empty_strided expand_copy eye fill fill_ flip full full_like gather glu hardshrink_backward
-    hardsigmoid_backward hardswish hardswish_backward hardtanh_backward hash_tensor im2col index
-    index_copy index_copy_ index_fill index_fill_ index_select isin kthvalue leaky_relu_backward
-    lift_fresh linspace logspace masked_fill masked_fill_ masked_scatter masked_scatter_
-    masked_select max max_pool2d_with_indices max_pool3d_with_indices max_unpool2d max_unpool3d mean
-    median min mode nanmedian narrow_copy new_empty new_empty_strided new_full new_ones new_zeros
-    nonzero nonzero_static ones ones_like permute_copy pixel_shuffle pixel_unshuffle put
-    reflection_pad1d reflection_pad2d reflection_pad3d relu repeat replication_pad1d
-    replication_pad2d replication_pad3d resize_ resize_as_ roll rot90 scalar_tensor searchsorted
-    select_backward select_scatter set_ slice_backward slice_scatter softplus_backward
-    softshrink_backward sort split_copy split_with_sizes_copy squeeze_ squeeze_copy stack sum t_
-    t_copy take topk transpose_ transpose_copy tril tril_ triu triu_ unbind_copy unfold_copy
-    unique_consecutive unique_dim unsafe_split unsafe_split_with_sizes unsqueeze_ unsqueeze_copy
-    upsample_nearest1d upsample_nearest2d upsample_nearest3d view_copy zero_ zeros zeros_like
+    _adaptive_avg_pool2d _chunk_cat _indices _local_scalar_dense _nnz _pack_padded_sequence
+    _pack_padded_sequence_backward _prelu_kernel _resize_output_ _to_copy _to_dense _to_sparse
+    _unique2 _unsafe_view _upsample_nearest_exact1d _upsample_nearest_exact2d
+    _upsample_nearest_exact3d _values adaptive_max_pool2d adaptive_max_pool3d alias_copy all
+    allclose amax amin aminmax any arange argmax argmin as_strided_ as_strided_copy
+    as_strided_scatter avg_pool2d bincount block_diag bucketize cat channel_shuffle constant_pad_nd
+    copy copy_ count_nonzero cummax cummin diag_embed diagonal_copy diagonal_scatter elu_backward
+    embedding empty empty_like empty_permuted empty_strided expand_copy eye fill fill_ flip full
+    full_like gather glu hardshrink_backward hardsigmoid_backward hardswish hardswish_backward
+    hardtanh_backward hash_tensor im2col index index_copy index_copy_ index_fill index_fill_
+    index_select isin kthvalue leaky_relu_backward lift_fresh linspace logspace masked_fill
+    masked_fill_ masked_scatter masked_scatter_ masked_select max max_pool2d_with_indices
+    max_pool3d_with_indices max_unpool2d max_unpool3d mean median min mode nanmedian narrow_copy
+    new_empty new_empty_strided new_full new_ones new_zeros nonzero nonzero_static ones ones_like
+    permute_copy pixel_shuffle pixel_unshuffle put reflection_pad1d reflection_pad2d
+    reflection_pad3d relu repeat replication_pad1d replication_pad2d replication_pad3d resize_
+    resize_as_ roll rot90 scalar_tensor searchsorted select_backward select_scatter set_
+    slice_backward slice_scatter softplus_backward softshrink_backward sort split_copy
+    split_with_sizes_copy squeeze_ squeeze_copy stack sum t_ t_copy take topk transpose_
+    transpose_copy tril tril_ triu triu_ unbind_copy unfold_copy unique_consecutive unique_dim
+    unsafe_split unsafe_split_with_sizes unsqueeze_ unsqueeze_copy upsample_nearest1d
+    upsample_nearest2d upsample_nearest3d view_copy zero_ zeros zeros_like
     """.split()
 )
 # Element-wise, but the native 16-bit kernel rounds on the way.
@@ -560,13 +575,17 @@ def route_of(func: OpOverload) -> tuple[str, Route] | None:
         return None
     elif torch.Tag.pointwise in func.tags and base not in _COARSE and name not in _WITH_NUMBER:
         return None
+    elif base == "scatter" and "reduce" not in func._overloadname:
+        return None
     run: Route = HalfEmulation._plain
-    if name in ("native_batch_norm", "native_batch_norm_backward"):
+    if base in ("index_put", "_index_put_impl", "_unsafe_index_put"):
+        run = HalfEmulation._index_put
+    elif name in ("native_batch_norm", "native_batch_norm_backward"):
         run = HalfEmulation._batch_norm
     elif func._schema.is_mutable:
         run = HalfEmulation._writing
     elif name in _MATRIX and func._overloadname == "default":
         run = HalfEmulation._matrix
-    elif name == "_scaled_dot_product_flash_attention_for_cpu":
+    elif name == _ATTENTION:
         run = HalfEmulation._attention
     return name, run

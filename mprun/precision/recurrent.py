@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.backends.cudnn import rnn as cudnn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_map
 
 from mprun.precision.random_states import own_dropout_state
@@ -92,7 +93,14 @@ class _ByCudnn(TorchFunctionMode):
         self._places: tuple[list[tuple[int, torch.Size]], int] | None = None
 
     def __torch_function__(self, func, types, args=(), kwargs=None) -> Any:
-        if func not in LAYERS or not args[0].is_cuda:
+        if func not in LAYERS:
+            return func(*args, **(kwargs or {}))
+        if not args[0].is_cuda:
+            # A backward pass that computes the forward pass again (torch.utils.checkpoint) has lost
+            # the function modes, an emulation's own among them, and kept the dispatch modes.
+            for mode in reversed(_get_current_dispatch_mode_stack()):
+                if hasattr(mode, "recurrent"):
+                    return mode.recurrent.__torch_function__(func, types, args, kwargs)
             return func(*args, **(kwargs or {}))
         call = RecurrentCall.of(args)
         if torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") is torch.bfloat16:

@@ -103,7 +103,10 @@ def _step_on_host(optimizer: Optimizer, found_inf: Tensor) -> None:
 
 def _host_decides(optimizer: Optimizer) -> bool:
     """Whether a step could not be taken back on the device: state that is still to appear, or that
-    is no tensor of the device (a counter on the host, or a plain number)."""
+    is no tensor of the device (a counter on the host, or a plain number). What optimizers of others
+    keep elsewhere (in their groups), or replace, nobody here knows."""
+    if not type(optimizer).__module__.startswith("torch.optim"):
+        return True
     if is_fused(optimizer) and not any(g.get("dampening") for g in optimizer.param_groups):
         return False  # made before the first step, on the device
     known = rule_of(optimizer)

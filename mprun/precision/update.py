@@ -338,7 +338,8 @@ def by_dtype(tensors: Iterable[Tensor | None]) -> list[list[Tensor]]:
     for tensor in tensors:
         if tensor is not None:
             tensor = tensor._values() if tensor.is_sparse else tensor
-            tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+            if tensor.is_complex():  # a lazy conjugate is one of the same memory
+                tensor = torch.view_as_real(tensor.conj() if tensor.is_conj() else tensor)
             groups.setdefault(tensor.dtype, []).append(tensor)
     return list(groups.values())
 
@@ -364,8 +365,9 @@ def check_and_unscale(tensors: list[Tensor], found_inf: Tensor, inverse: Tensor)
 def largest(tensors: Iterable[Tensor | None]) -> Tensor:
     """Largest magnitude of all, float32, 0-dim."""
     groups = by_dtype(tensors)
-    norms = [n.float() for group in groups for n in torch._foreach_norm(group, float("inf"))]
-    return torch.stack(norms).max()
+    found = [[tensor for tensor in group if tensor.numel()] for group in groups]
+    norms = [n.float() for some in found if some for n in torch._foreach_norm(some, float("inf"))]
+    return torch.stack(norms).max() if norms else groups[0][0].new_zeros((), dtype=torch.float32)
 
 
 def norms_of(gradients: list[Tensor]) -> Tensor:

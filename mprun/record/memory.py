@@ -37,11 +37,12 @@ class SavedForBackward(torch.autograd.graph.saved_tensors_hooks):
         return self
 
     def _count(self, tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        address, size = storage.data_ptr(), storage.nbytes()
-        if address not in self.excluded:
-            kind = "weight_copies" if (address, size) in self.weight_copies else "activations"
-            self.storages[address] = (kind, _dtype_name(tensor), size)
+        for part in _parts(tensor):
+            storage = part.untyped_storage()
+            address, size = storage.data_ptr(), storage.nbytes()
+            if address not in self.excluded:
+                kind = "weight_copies" if (address, size) in self.weight_copies else "activations"
+                self.storages[address] = (kind, _dtype_name(part), size)
         return tensor
 
     @property
@@ -77,8 +78,9 @@ def memory_by_kind(learners) -> dict[str, dict[str, int]]:
         for own, updated in zip(optimizer.parameters, optimizer.updated, strict=True):
             # A single pass leaves gradients with the model's own parameters and makes no others.
             if own.grad is not None or updated.grad is not None:
-                # A gradient has shape and dtype of its tensor: torch allows no other.
-                found["gradients"].append(own)
+                gradient = updated.grad if own.grad is None else own.grad
+                # A dense one has shape and dtype of its tensor: torch allows no other.
+                found["gradients"].append(gradient if gradient.is_sparse else own)
             if updated.grad is not None and updated.grad.dtype is not own.dtype:
                 found["gradients_in_update"].append(updated.grad)
         for row in optimizer.rows:
@@ -94,13 +96,20 @@ def memory_by_kind(learners) -> dict[str, dict[str, int]]:
 
 def _bytes_by_dtype(tensors: list[Tensor]) -> dict[str, int]:
     storages: dict[int, tuple[str, int]] = {}
-    for tensor in tensors:
-        storage = tensor.untyped_storage()
-        storages.setdefault(storage.data_ptr(), (_dtype_name(tensor), storage.nbytes()))
+    for part in (part for tensor in tensors for part in _parts(tensor)):
+        storage = part.untyped_storage()
+        storages.setdefault(storage.data_ptr(), (_dtype_name(part), storage.nbytes()))
     sizes: Counter[str] = Counter()
     for dtype, size in storages.values():
         sizes[dtype] += size
     return dict(+sizes)
+
+
+def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """What holds its memory: of a sparse tensor, indices and values; of other layouts nothing."""
+    if tensor.is_sparse:
+        return tensor._indices(), tensor._values()
+    return (tensor,) if tensor.layout is torch.strided else ()
 
 
 def _dtype_name(tensor: Tensor) -> str:

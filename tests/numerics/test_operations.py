@@ -199,6 +199,14 @@ def rms(x):
     return x * torch.rsqrt(x.pow(2).mean(1, keepdim=True) + 1e-6)
 
 
+def in_place(x):
+    return x * torch.rsqrt(x.clone().pow_(2).mean(1, keepdim=True) + 1e-6)
+
+
+def masked(x):
+    return x + x.masked_fill(x > 0, float("-inf")).add(float("-inf")).exp()
+
+
 def of_516(x):
     return F.normalize(x.repeat(1, 86, 1, 1))[:, :WIDTH]
 
@@ -207,6 +215,8 @@ def of_516(x):
     ("mode", "norm", "overflowed"),
     [
         ("fp16_naive", rms, ["pow in norm"]),
+        ("fp16_naive", in_place, ["pow_ in norm"]),
+        ("fp16_naive", masked, []),
         ("fp16_naive", of_516, ["linalg_vector_norm in norm"]),
         ("bf16_naive", rms, []),
         ("amp", rms, []),  # CUDA's lists: pow and rsqrt in FP32

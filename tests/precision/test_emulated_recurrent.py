@@ -4,8 +4,10 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from mprun.precision.emulation import HalfEmulation
+from mprun.precision.recurrent import own_recurrent
 
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -305,3 +307,26 @@ def test_cells(kind, autocast):
     assert relative(first, expected.detach()) <= 8 * 2.0**-11
     for p, q in zip(cell.parameters(), reference.parameters(), strict=True):
         assert relative(p.grad, q.grad) <= 8 * 2.0**-11
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_a_layer_that_is_computed_again_in_backward_is_emulated_there_too(kind, autocast):
+    """torch.utils.checkpoint in both of its forms, and a layer as `cast_model` leaves it."""
+    rnn = own_recurrent(kind(8, 8))
+    rnn = rnn if autocast else rnn.half()
+    x = torch.randn(3, 2, 8).to(rnn.weight_ih_l0.dtype)
+    gradients = []
+    for how in ({}, {"use_reentrant": True}, {"use_reentrant": False}):
+        rnn.zero_grad()
+        own = x.clone().requires_grad_()
+        with HalfEmulation() as emulation:
+            with torch.autocast("cpu", torch.float16, enabled=autocast):
+                y = checkpoint(lambda t: rnn(t)[0], own, **how) if how else rnn(own)[0]
+            y.float().sum().backward()
+        gradients.append([own.grad, *(p.grad.clone() for p in rnn.parameters())])
+        name = {nn.LSTM: "lstm", nn.GRU: "gru", nn.RNN: "rnn"}[kind]
+        twice = 2 if how else 1
+        assert emulation.rerouted == {(name, "forward"): twice, (name, "backward"): 1}
+    for again in gradients[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(again, gradients[0], strict=True))

@@ -127,6 +127,56 @@ def test_what_cuda_has_no_kernel_of_is_refused_by_name():
             call()
 
 
+def test_mixed_dtypes_are_the_errors_that_cuda_makes_of_them():
+    """Else a network trains here and ends on the GPU."""
+    h = torch.randn(4, 8).half()
+    mixed = (
+        lambda: torch.zeros(4, 8).index_put_((torch.tensor([0, 2]),), h[:2]),
+        lambda: torch.zeros(4, 8).index_add_(0, torch.tensor([0, 2]), h[:2]),
+        lambda: torch.zeros(4, 8).scatter_add_(0, torch.zeros(4, 8).long(), h),
+        lambda: F.cross_entropy(h, torch.arange(4), torch.ones(8)),
+        lambda: nn.GRU(8, 8).half()(h[:, None], torch.zeros(1, 1, 8)),
+        lambda: nn.LSTM(8, 8).half()(h[:, None], (torch.zeros(1, 1, 8),) * 2),
+    )
+    for call in mixed:
+        with HalfEmulation(), pytest.raises(RuntimeError, match=r"dtype|scalar type|data type"):
+            call()
+
+
+def test_results_that_are_no_numbers_of_16_bits_stay_what_they_are():
+    with HalfEmulation():
+        packed = nn.utils.rnn.pack_padded_sequence(
+            torch.randn(5, 2, 8).half(), torch.tensor([5, 3])
+        )
+        assert packed.batch_sizes.dtype is torch.int64
+        assert nn.GRU(8, 6).half()(packed)[0].data.dtype is torch.float16
+        weights = torch.ones(70_000).half()
+        assert torch.bincount(torch.zeros(70_000).long(), weights=weights) == 70_000
+        out = torch.empty(3).half()
+        torch.cumsum(torch.ones(3).half(), 0, dtype=torch.float16, out=out)
+        assert out.tolist() == [1, 2, 3]
+        assert nn.GRU(8, 8).half()(torch.empty(3, 0, 8).half())[0].shape == (3, 0, 8)
+
+
+def test_softmax_of_which_a_dtype_is_asked_for():
+    lists, y = cuda_lists(), torch.randn(2, 4).half()
+    with HalfEmulation(), torch.autocast("cpu", torch.float16):
+        assert F.cross_entropy(y, torch.tensor([0, 1])).dtype is torch.float32
+        assert F.softmax(y, -1, dtype=torch.float32).dtype is torch.float32
+        assert F.log_softmax(y, -1, dtype=torch.float16).dtype is torch.float16
+    assert lists is not None
+
+
+def test_a_few_rows_are_written_in_place():
+    big = torch.zeros(8, 4).half()
+    with HalfEmulation() as emulation:
+        big[torch.tensor([3, 5])] = torch.ones(2, 4).half()
+        big.index_put_(
+            (torch.zeros(5000).long(), torch.zeros(5000).long()), torch.ones(5000).half(), True
+        )
+    assert big[3, 0] == 1 and big[0, 0] == 5000 and not emulation.rerouted
+
+
 def of_header(macro):
     """The names on one of CUDA's lists, as torch ships them."""
     found = re.search(rf"#define AT_FORALL_{macro}\(_\)((?:[^\n]*\\\n)+[^\n]*)", AMP_LISTS)

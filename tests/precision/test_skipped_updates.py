@@ -187,7 +187,24 @@ def test_torch_s_fused_sgd_alone_keeps_an_uninitialised_buffer():
     assert same_bits(run.state(), clean.state())
 
 
+class Foreign(torch.optim.Optimizer):
+    """As others write them: a counter in the group, and state that each step replaces."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1, "count": 0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["count"] += 1
+            for p in group["params"]:
+                state = self.state[p]
+                state["m"] = 0.9 * state["m"] + p.grad if "m" in state else p.grad.clone()
+                p.add_(state["m"], alpha=-group["lr"] / group["count"])
+
+
 OTHERS = {
+    "foreign": Foreign,
     "rmsprop": lambda t: torch.optim.RMSprop(t, 1e-2, momentum=0.9, centered=True),
     "nadam": lambda t: torch.optim.NAdam(t, 1e-2),
     "radam": lambda t: torch.optim.RAdam(t, 1e-2),
@@ -308,7 +325,8 @@ def test_complex_weights_keep_both_parts(mode):
                 clip_norm=1e3,
             )
         for _ in range(3):
-            loss = (torch.fft.ifft(torch.fft.fft(x) * model.filter).real - x).square().mean()
+            # Of the conjugate, whose gradient is a lazy one.
+            loss = (torch.fft.ifft(torch.fft.fft(x) * model.filter.conj()).real - x).square().mean()
             if who == "torch":
                 inner.zero_grad()
                 loss.backward()
