@@ -407,27 +407,27 @@ PRODUCTS = (
 _NATIVE = frozenset(
     """
     _adaptive_avg_pool2d _chunk_cat _indices _local_scalar_dense _nnz _pack_padded_sequence
-    _pack_padded_sequence_backward _prelu_kernel _resize_output_ _to_copy _to_dense _to_sparse
-    _unique2 _unsafe_view _upsample_nearest_exact1d _upsample_nearest_exact2d
-    _upsample_nearest_exact3d _values adaptive_max_pool2d adaptive_max_pool3d alias_copy all
-    allclose amax amin aminmax any arange argmax argmin as_strided_ as_strided_copy
-    as_strided_scatter avg_pool2d bincount block_diag bucketize cat channel_shuffle constant_pad_nd
-    copy copy_ count_nonzero cummax cummin diag_embed diagonal_copy diagonal_scatter elu_backward
-    embedding empty empty_like empty_permuted empty_strided expand_copy eye fill fill_ flip full
-    full_like gather glu hardshrink_backward hardsigmoid_backward hardswish hardswish_backward
-    hardtanh_backward hash_tensor im2col index index_copy index_copy_ index_fill index_fill_
-    index_select isin kthvalue leaky_relu_backward lift_fresh linspace logspace masked_fill
-    masked_fill_ masked_scatter masked_scatter_ masked_select max max_pool2d_with_indices
-    max_pool3d_with_indices max_unpool2d max_unpool3d mean median min mode nanmedian narrow_copy
-    new_empty new_empty_strided new_full new_ones new_zeros nonzero nonzero_static ones ones_like
-    permute_copy pixel_shuffle pixel_unshuffle put reflection_pad1d reflection_pad2d
-    reflection_pad3d relu repeat replication_pad1d replication_pad2d replication_pad3d resize_
-    resize_as_ roll rot90 scalar_tensor searchsorted select_backward select_scatter set_
-    slice_backward slice_scatter softplus_backward softshrink_backward sort split_copy
-    split_with_sizes_copy squeeze_ squeeze_copy stack sum t_ t_copy take topk transpose_
-    transpose_copy tril tril_ triu triu_ unbind_copy unfold_copy unique_consecutive unique_dim
-    unsafe_split unsafe_split_with_sizes unsqueeze_ unsqueeze_copy upsample_nearest1d
-    upsample_nearest2d upsample_nearest3d view_copy zero_ zeros zeros_like
+    _pack_padded_sequence_backward _prelu_kernel _resize_output_ _sparse_mm_reduce_impl
+    _sparse_mm_reduce_impl_backward _to_copy _to_dense _to_sparse _unique2 _unsafe_view
+    _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d _values
+    adaptive_max_pool2d adaptive_max_pool3d alias_copy all allclose amax amin aminmax any arange
+    argmax argmin as_strided_ as_strided_copy as_strided_scatter avg_pool2d bincount block_diag
+    bucketize cat channel_shuffle constant_pad_nd copy copy_ count_nonzero cummax cummin diag_embed
+    diagonal_copy diagonal_scatter elu_backward embedding empty empty_like empty_permuted
+    empty_strided expand_copy eye fill fill_ flip full full_like gather glu hardshrink_backward
+    hardsigmoid_backward hardswish hardswish_backward hardtanh_backward hash_tensor im2col index
+    index_copy index_copy_ index_fill index_fill_ index_select isin kthvalue leaky_relu_backward
+    lift_fresh linspace logspace masked_fill masked_fill_ masked_scatter masked_scatter_
+    masked_select max max_pool2d_with_indices max_pool3d_with_indices max_unpool2d max_unpool3d mean
+    median min mode nanmedian narrow_copy new_empty new_empty_strided new_full new_ones new_zeros
+    nonzero nonzero_static ones ones_like permute_copy pixel_shuffle pixel_unshuffle put
+    reflection_pad1d reflection_pad2d reflection_pad3d relu repeat replication_pad1d
+    replication_pad2d replication_pad3d resize_ resize_as_ roll rot90 scalar_tensor searchsorted
+    select_backward select_scatter set_ slice_backward slice_scatter softplus_backward
+    softshrink_backward sort split_copy split_with_sizes_copy squeeze_ squeeze_copy stack sum t_
+    t_copy take topk transpose_ transpose_copy tril tril_ triu triu_ unbind_copy unfold_copy
+    unique_consecutive unique_dim unsafe_split unsafe_split_with_sizes unsqueeze_ unsqueeze_copy
+    upsample_nearest1d upsample_nearest2d upsample_nearest3d view_copy zero_ zeros zeros_like
     """.split()
 )
 # Element-wise, but the native 16-bit kernel rounds on the way.
