@@ -250,8 +250,9 @@ class FirstStep:
         half = [t for t in results if t.dtype.itemsize == 2 and t.layout is torch.strided]
         if half and half[0].device == finite.device:
             infinite = torch.stack([t.isinf().any() for t in half]).any()
-            label = self._modules[-1][0] if self._modules else "the step itself"
-            self._infinite.append((f"{name} in {label}", infinite & finite))
+            label = self._modules[-1][0] if self._modules else ""
+            where = label or "the step itself"
+            self._infinite.append((f"{name} in {where}", infinite & finite))
 
     def _note_weight_copy(self, source: Tensor, results: list[Tensor]) -> None:
         if source.layout is not torch.strided:

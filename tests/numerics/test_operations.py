@@ -234,6 +234,16 @@ def test_a_norm_that_overflowed_and_came_out_as_0_is_named(mode, norm, overflowe
     assert all(name in text for name in overflowed)
 
 
+def test_what_the_network_itself_computes_is_in_the_step_itself():
+    task = SmallTask("fp16_naive")
+    model = task.learners["model"].model
+    forward = model.forward
+    model.forward = lambda x: forward(rms(torch.zeros_like(x) + 3000))
+    with FirstStep(task, task.policy, {}) as first:
+        task.train_step(0)
+    assert first.overflowed() == ["pow in the step itself"]
+
+
 def test_a_module_in_fp32_by_mistake_is_named():
     task = SmallTask("amp")
     output = task.learners["model"].model.output
