@@ -125,10 +125,6 @@ class RowTable(nn.Module):
                 for name, tensor in self.tensors().items()
             }
 
-    def share(self, other: "RowTable") -> None:
-        """Use the tables of `other` instead of own ones, with rows in FP32."""
-        self.weight, self.bias, self.row_dtype = other.weight, other.bias, torch.float32
-
     def register_gradient_hook(self, hook: Callable[[Tensor], None]) -> RemovableHandle:
         """Call `hook` with the gradient of the gathered weight rows in each backward pass."""
         handle = RemovableHandle(self._gradient_hooks)

@@ -6,11 +6,15 @@ are meant is said in glob patterns over their names, for `precision.overrides` a
 setting.
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import partial
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -63,19 +67,190 @@ NORM_LAYERS = (_NormBase, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.LocalRespon
 _Chosen = Mapping[str, torch.dtype]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
+class Swap:
+    """A tensor of a module that has another form in the mode than outside of it.
+
+    Attributes:
+        place: the dictionary of the module that holds it, under `key`.
+        seen, written: versions of `outside` and of `inside` when they were last the same.
+    """
+
+    place: dict[str, Any]
+    key: str
+    outside: Tensor
+    inside: Tensor
+    seen: int
+    written: int
+
+
+@dataclass(slots=True)
 class CastModel:
-    """A model in its policy's dtypes.
+    """A model in its policy's dtypes, which can also be what it was.
 
     Attributes:
         masters: for each parameter that was rounded and has a master copy, its value before
-            rounding in the policy's master_dtype, by parameter name. The optimizer made from it
-            updates them in place.
+            rounding in the policy's master_dtype, by parameter name: the parameter itself, in whose
+            place the module holds a copy. The optimizer made from it updates them in place.
+        weights, buffers: all tensors with two forms; a weight used in two places is there twice.
+        flat: of recurrent layers their attributes, and `flat_weights` outside and inside.
+        forwards: of modules that compute otherwise in the mode their attributes, and `forward`
+            outside (None: that of their class) and inside.
+        in_mode: which of the two forms the module has now.
     """
 
     module: nn.Module
     policy: PrecisionPolicy
     masters: dict[str, Tensor]
+    weights: list[Swap] = field(default_factory=list)
+    buffers: list[Swap] = field(default_factory=list)
+    flat: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = field(default_factory=list)
+    forwards: list[tuple[dict[str, Any], Any, Any]] = field(default_factory=list)
+    in_mode: bool = True
+
+    @property
+    def has_two_forms(self) -> bool:
+        """Whether `enter_mode` changes anything."""
+        return any((self.weights, self.buffers, self.flat, self.forwards))
+
+    def enter_mode(self) -> None:
+        """Let the module hold what the mode computes with; copies of weights stay as they are.
+
+        Raises:
+            RuntimeError: a parameter is no longer the one that was cast.
+        """
+        for swap in self.weights:
+            if swap.place.get(swap.key) is not swap.outside and not self.in_mode:
+                raise RuntimeError(
+                    f"parameter {swap.key!r} of shape {tuple(swap.outside.shape)} was replaced "
+                    "after the model was prepared (by an assignment, load_state_dict(assign=True) "
+                    "or functional_call); copy the values into it, or replace it before"
+                )
+        for swap in self.buffers:
+            now = swap.outside if self.in_mode else swap.place[swap.key]
+            if now is not swap.outside:
+                swap.outside, swap.seen = now, -1
+            if swap.seen != version(now):
+                with torch.no_grad():
+                    swap.inside = now.to(swap.inside.dtype, copy=True)
+                swap.seen, swap.written = version(now), version(swap.inside)
+        for swap in (*self.weights, *self.buffers):
+            swap.place[swap.key] = swap.inside
+        for attributes, _, inside in self.flat:
+            attributes.update(inside)
+        for attributes, _, forward in self.forwards:
+            attributes["forward"] = forward
+        self.in_mode = True
+
+    def leave_mode(self) -> None:
+        """Let the module be what it was: master weights, FP32 buffers, no casts."""
+        for attributes, forward, _ in self.forwards:
+            if forward is None:
+                attributes.pop("forward", None)
+            else:
+                attributes["forward"] = forward
+        for attributes, outside, _ in self.flat:
+            attributes.update(outside)
+        for swap in self.weights:
+            swap.place[swap.key] = swap.outside
+        found = [(swap, swap.place[swap.key]) for swap in self.buffers]
+        for swap, _ in found:
+            swap.place[swap.key] = swap.outside
+        self.in_mode = False
+        for swap, now in found:  # what the module wrote into it, or put in its place
+            if now is swap.inside and version(now) == swap.written:
+                continue
+            if now is None or now.shape != swap.outside.shape:
+                swap.place[swap.key] = None if now is None else now.detach().to(swap.outside.dtype)
+                continue
+            with torch.no_grad():
+                swap.outside.copy_(now)
+                swap.seen = -1 if now.is_inference() else version(swap.outside)
+            if swap.seen != -1:
+                swap.inside = now.detach().to(swap.inside.dtype)
+                swap.written = version(swap.inside)
+
+    @contextmanager
+    def in_fp32(self, weights: Mapping[str, Tensor] = MappingProxyType({})) -> Iterator[nn.Module]:
+        """Within it the module computes in FP32: with its master weights, without any cast.
+
+        16-bit tensors that have no FP32 form are widened, which costs their memory in FP32; row
+        tables, which must not be written to, give their rows in FP32.
+
+        Args:
+            weights: by parameter name, FP32, in place of some.
+        """
+        before = self.in_mode
+        self.leave_mode()
+        tables = row_tables(self.module)
+        dtypes = {name: table.row_dtype for name, table in tables.items()}
+        names = {id(own): name for name, own in self.module.named_parameters()}
+        held: list[tuple[dict[str, Any], str, Tensor]] = []
+        flat: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        other: dict[int, Tensor] = {}
+        for path, module in self.module.named_modules():
+            if path in tables:
+                tables[path].row_dtype = torch.float32
+                continue
+            places: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+            for place, key, own in [(p, k, t) for p in places for k, t in p.items()]:
+                if own is None:
+                    continue
+                if (name := names.get(id(own))) in weights:
+                    # cuDNN's weights are moved into one buffer; others may know where these lie.
+                    moves = isinstance(module, nn.RNNBase) and own.is_cuda
+                    other[id(own)] = weights[str(name)].clone() if moves else weights[str(name)]
+                elif id(own) not in other and _has_other_form(own):
+                    # Of one layout, whatever that of the training is: kernels differ by a rounding.
+                    plain = own.detach().float().contiguous()
+                    other[id(own)] = plain.requires_grad_(own.requires_grad)
+                if id(own) in other:
+                    held.append((place, key, own))
+        try:
+            for place, key, own in held:
+                place[key] = other[id(own)]
+            for module in self.module.modules():
+                if isinstance(module, nn.RNNBase) and other:
+                    masters = list(module._flat_weights)
+                    flat.append((module.__dict__, flat_weights(masters)))
+                    own_flat = flat_weights([other.get(id(own), own) for own in masters])
+                    module.__dict__.update(own_flat)
+                    if any(id(own) in other for own in masters):
+                        module.flatten_parameters()
+            yield self.module
+        finally:
+            for place, key, own in held:
+                place[key] = own
+            for attributes, own_flat in flat:
+                attributes.update(own_flat)
+            for path, dtype in dtypes.items():
+                tables[path].row_dtype = dtype
+            if before:
+                self.enter_mode()
+
+
+def version(tensor: Tensor) -> int:
+    """How often it was written to; inference tensors do not count."""
+    return -2 if tensor.is_inference() else tensor._version
+
+
+def _has_other_form(own: Tensor) -> bool:
+    if not own.is_floating_point() or own.layout is not torch.strided:
+        return False
+    return own.dtype.itemsize < 4 or not own.is_contiguous()
+
+
+def flat_weights(weights: Iterable[Any]) -> dict[str, Any]:
+    """The attributes in which a recurrent layer of torch holds its weights once more.
+
+    References to them too: without these a layer takes other weights for new ones and moves them
+    into a buffer, away from where a captured graph and an optimizer know them.
+    """
+    weights = list(weights)
+    return {
+        "_flat_weights": weights,
+        "_flat_weight_refs": [None if own is None else weakref.ref(own) for own in weights],
+    }
 
 
 def cast_model(
@@ -101,33 +276,81 @@ def cast_model(
     for pattern, dtype in overrides.items():
         chosen |= dict.fromkeys(matching_modules(model, pattern, "precision.overrides"), dtype)
     _refuse_without_effect(model, policy, chosen, overrides)
-    # Before they are rounded; in a mode without masters nothing is kept.
-    originals: dict[str, Tensor] = {}
-    if policy.master_dtype is not None:
-        originals = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    forwards = [(m.__dict__, m.__dict__.get("forward")) for m in model.modules()]
+    cast = CastModel(model, policy, {})
     if policy.autocast_dtype is None:
-        _cast_tensors(model, policy, chosen)
+        dtypes = _dtypes_of_tensors(model, policy, chosen)
+        if policy.master_dtype is None:
+            for module, dtype in dtypes.items():
+                # Keeps the identity of the parameters and lets nn.LSTM rebuild its flat weights;
+                # without recursion, because each submodule has a dtype of its own.
+                module._apply(partial(_cast, dtype=dtype), recurse=False)
+        else:
+            _make_copies(cast, dtypes, policy.master_dtype)
     own_recurrent(model)
     _cast_around_modules(model, policy, chosen)
-    masters = {}
-    for name, parameter in model.named_parameters():
-        wanted = policy.master_dtype
-        if wanted is not None and parameter.dtype.itemsize < wanted.itemsize:
-            masters[name] = originals[name].to(wanted)
-    return CastModel(model, policy, masters)
+    for attributes, before in forwards:
+        if (now := attributes.get("forward")) is not before:
+            cast.forwards.append((attributes, before, now))
+    return cast
 
 
-def _cast_tensors(model: nn.Module, policy: PrecisionPolicy, chosen: _Chosen) -> None:
-    """Parameters and buffers of each module, and the rows that its table will give."""
-    tables = row_tables(model)
+def _dtypes_of_tensors(
+    model: nn.Module, policy: PrecisionPolicy, chosen: _Chosen
+) -> dict[nn.Module, torch.dtype]:
+    """Of parameters and buffers of each module, tables with master weights left out; sets the dtype
+    of the rows that each table gives."""
+    tables, found = row_tables(model), {}
     for name, module in model.named_modules():
         dtype = _dtype_of(name, module, policy, chosen)
         if name in tables:
             tables[name].row_dtype = dtype
         if name not in tables or policy.master_dtype is None:
-            # nn.Module._apply keeps the identity of the parameters and lets nn.LSTM rebuild its
-            # flat weights; without recursion, because each submodule has a dtype of its own.
-            module._apply(partial(_cast, dtype=dtype), recurse=False)
+            found[module] = dtype
+    return found
+
+
+def _make_copies(
+    cast: CastModel, dtypes: Mapping[nn.Module, torch.dtype], master_dtype: torch.dtype
+) -> None:
+    """Give what is to be rounded its two forms: the parameter is the master, the module has a copy.
+
+    A weight that is used in several places has one copy, in the dtype of the last of them.
+    """
+    wanted = {
+        id(own): dtype
+        for module, dtype in dtypes.items()
+        for own in module._parameters.values()
+        if own is not None and own.is_floating_point()
+    }
+    copies: dict[int, nn.Parameter] = {}
+    for name, own in cast.module.named_parameters():
+        dtype = wanted.get(id(own), own.dtype)
+        if dtype.itemsize < master_dtype.itemsize and not own.is_complex():
+            copies[id(own)] = nn.Parameter(own.detach().to(dtype, copy=True), own.requires_grad)
+            if own.dtype is not master_dtype:
+                own.data = own.data.to(master_dtype)
+            cast.masters[name] = own
+    for module in cast.module.modules():
+        for key, weight in module._parameters.items():
+            if weight is not None and id(weight) in copies:
+                copy = copies[id(weight)]
+                versions = weight._version, copy._version
+                cast.weights.append(Swap(module._parameters, key, weight, copy, *versions))
+        dtype = dtypes.get(module, torch.float32)
+        for key, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_floating_point() and buffer.dtype is not dtype:
+                own_copy = buffer.to(dtype)
+                versions = buffer._version, own_copy._version
+                cast.buffers.append(Swap(module._buffers, key, buffer, own_copy, *versions))
+    recurrent = [m for m in cast.module.modules() if isinstance(m, nn.RNNBase)]
+    outside = {module: flat_weights(module._flat_weights) for module in recurrent}
+    cast.enter_mode()
+    for module in recurrent:
+        if any(id(own) in copies for own in outside[module]["_flat_weights"]):
+            module._init_flat_weights()  # the copies, on a GPU in one buffer
+            inside = flat_weights(module._flat_weights)
+            cast.flat.append((module.__dict__, outside[module], inside))
 
 
 def _cast_around_modules(model: nn.Module, policy: PrecisionPolicy, chosen: _Chosen) -> None:
@@ -167,38 +390,6 @@ def _refuse_without_effect(
             )
 
 
-def fp32_copy(
-    build_model: Callable[[], nn.Module], cast: CastModel, masters: Mapping[str, Tensor]
-) -> nn.Module:
-    """A fresh FP32 model with the master weights (where there are some) and buffers of `cast`.
-
-    Used for evaluation, so that the metric measures what was learned. Costs the memory of one
-    FP32 model while it is alive, without row tables: these are shared with `cast` and must not be
-    written to (rows of a 16-bit table are cast as they are read).
-    """
-    source = {**dict(cast.module.state_dict()), **masters}
-    # A weight that is used in several places has as many names, and one master copy.
-    names = {id(parameter): name for name, parameter in cast.module.named_parameters()}
-    for name, parameter in cast.module.named_parameters(remove_duplicate=False):
-        source[name] = masters.get(names[id(parameter)], parameter)
-    device = next(cast.module.parameters()).device
-    with torch.device("meta"):
-        model = build_model()
-    shared = row_tables(cast.module)
-    for name, module in model.named_modules():
-        if name in shared:
-            module.share(shared[name])
-        elif any(t.is_meta for t in (*module.parameters(False), *module.buffers(False))):
-            module.to_empty(device=device, recurse=False)
-        else:  # built with values: buffers outside the state keep theirs
-            module._apply(lambda tensor: tensor.to(device), recurse=False)
-    with torch.no_grad():
-        for name, tensor in model.state_dict().items():
-            if _parent(name) not in shared:
-                tensor.copy_(source[name])
-    return own_recurrent(model)
-
-
 def _parent(name: str) -> str:
     return name.rpartition(".")[0]
 
@@ -228,20 +419,28 @@ def _compute_in(
     module: nn.Module, dtype: torch.dtype, around: torch.dtype, policy: PrecisionPolicy
 ) -> None:
     """Give the module inputs in `dtype`, and its neighbours outputs in theirs, `around`."""
-    forward = module.forward
     autocast = policy.autocast_dtype is not None and dtype.itemsize == 2
     # Neighbours under autocast cast their inputs themselves.
     casts_outputs = policy.autocast_dtype is None or around is torch.float32
+    outputs_in = around if casts_outputs else None
+    # No closure: a deep copy of the model has to compute with its own module.
+    module.forward = partial(_forward_in, module.forward, dtype, autocast, outputs_in)
 
-    def forward_in_dtype(*args, **kwargs):
-        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-        device = tensors[0].device.type if tensors else "cpu"
-        with torch.autocast(device, dtype=dtype if autocast else None, enabled=autocast):
-            inputs = (args, kwargs) if autocast else _cast((args, kwargs), dtype)
-            outputs = forward(*inputs[0], **inputs[1])
-        return _cast(outputs, around) if casts_outputs else outputs
 
-    module.forward = forward_in_dtype
+def _forward_in(
+    forward: Callable[..., Any],
+    dtype: torch.dtype,
+    autocast: bool,
+    outputs_in: torch.dtype | None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    device = tensors[0].device.type if tensors else "cpu"
+    with torch.autocast(device, dtype=dtype if autocast else None, enabled=autocast):
+        inputs = (args, kwargs) if autocast else _cast((args, kwargs), dtype)
+        outputs = forward(*inputs[0], **inputs[1])
+    return outputs if outputs_in is None else _cast(outputs, outputs_in)
 
 
 def _cast(tree, dtype: torch.dtype):

@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -202,15 +203,15 @@ class HalfEmulation(TorchDispatchMode):
         self.rerouted: Counter[tuple[str, str]] = Counter()
         self._scratch = Scratch()
         self._dtypes: dict[tuple[Any, ...], list[torch.dtype]] = {}
-        self.recurrent = _Recurrent(dtype, self.rerouted)
+        self.functions = _Functions(dtype, self.rerouted)
 
     def __enter__(self) -> HalfEmulation:
-        self.recurrent.__enter__()
+        self.functions.__enter__()
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        self.recurrent.__exit__(*exception)
+        self.functions.__exit__(*exception)
 
     def __torch_dispatch__(
         self,
@@ -337,7 +338,7 @@ class HalfEmulation(TorchDispatchMode):
     def _refuse(self, func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         raise NotImplementedError(
             f"{func._schema.name}: CUDA has no {DTYPE_NAMES[self.dtype]} kernel of it; "
-            "compute it in FP32 (x.float())"
+            "compute it in FP32 (x.float(), or its module by an override)"
         )
 
     def _widen(self, value: Any) -> Any:
@@ -346,7 +347,7 @@ class HalfEmulation(TorchDispatchMode):
         return _each(torch.dtype, wide, lambda dtype: F32 if dtype is half else dtype)
 
 
-class _Recurrent(TorchFunctionMode):
+class _Functions(TorchFunctionMode):
     """Sends 16-bit recurrent layers, and those autocast would cast, past the fused CPU kernels.
 
     Needed above autograd: `torch.lstm` never reaches a dispatch mode whole, and under float16
@@ -354,16 +355,23 @@ class _Recurrent(TorchFunctionMode):
 
     Args:
         counts: how often a layer was computed here, by (kind, "forward" or "backward").
+
+    Attributes:
+        loss_dtype: dtype in which losses of 16-bit tensors are computed, see `Losses`; None: as
+            they are.
     """
 
     def __init__(self, dtype: torch.dtype, counts: Counter[tuple[str, str]]) -> None:
         super().__init__()
         self._dtype = dtype
         self._counts = counts
+        self.loss_dtype: torch.dtype | None = None
 
     def __torch_function__(self, func, types, args=(), kwargs=None) -> Any:
         kwargs = kwargs or {}
         if func not in _RECURRENT:
+            if self.loss_dtype is not None and func in _LOSSES:
+                args, kwargs = _each_tensor((args, kwargs), self._for_loss)
             return func(*args, **kwargs)
         if torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") is self._dtype:
             args, kwargs = _each_tensor((args, kwargs), self._as_autocast)
@@ -377,11 +385,43 @@ class _Recurrent(TorchFunctionMode):
                     return emulated_recurrent(func, call, self._counts)
             return func(*args, **kwargs)
 
+    def _for_loss(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.loss_dtype) if tensor.dtype is self._dtype else tensor
+
     def _as_autocast(self, tensor: Tensor) -> Tensor:
         """A float32 CPU tensor in the emulated format, differentiably."""
         return tensor.to(self._dtype) if tensor.dtype is F32 and tensor.is_cpu else tensor
 
 
+class Losses(TorchFunctionMode):
+    """Within it the losses that a model computes itself are computed in `dtype`, as those outside
+    of it are. Costs about a microsecond for each call of a function of torch."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def __torch_function__(self, func, types, args=(), kwargs=None) -> Any:
+        if func in _LOSSES:
+            args, kwargs = _each_tensor((args, kwargs or {}), self._cast)
+        return func(*args, **(kwargs or {}))
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        half = tensor.is_floating_point() and tensor.dtype.itemsize == 2
+        return tensor.to(self.dtype) if half else tensor
+
+
+_LOSSES = frozenset(
+    getattr(F, name)
+    for name in (
+        *("cross_entropy", "nll_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits"),
+        *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "ctc_loss"),
+        *("gaussian_nll_loss", "poisson_nll_loss", "cosine_embedding_loss", "soft_margin_loss"),
+        *("hinge_embedding_loss", "margin_ranking_loss", "multi_margin_loss"),
+        *("multilabel_margin_loss", "multilabel_soft_margin_loss", "triplet_margin_loss"),
+        "triplet_margin_with_distance_loss",
+    )
+)
 _MATRIX = ("mm", "addmm", "bmm", "baddbmm")
 _ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 # These take 16-bit and float32 tensors together: the log-sum-exp, statistics, parameters of norms.

@@ -12,11 +12,13 @@ from __future__ import annotations
 import math
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+
+from mprun.precision.policy import option
 
 # Between these bounds both the scale and its reciprocal are normal FP32 numbers, so neither can
 # become 0 or inf, also where subnormals are flushed to zero.
@@ -105,13 +107,13 @@ class LossScale(ABC):
             setattr(self, name, torch.full(shape, value, dtype=dtype, device=self._one.device))
         self._fields += values
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, retain_graph: bool | None = None) -> None:
         """Propagate `loss` (0-dim, floating point) in float32, times the scale.
 
         Backward starts from the scale where it would start from 1: the same bits as a multiplied
         loss gives, for three operations on the device less.
         """
-        loss.float().backward(self.scale)
+        loss.float().backward(self.scale, retain_graph)
 
     def inverse(self) -> Tensor:
         """1/scale, float32, 0-dim; computed in float64 and rounded once, as torch.amp does."""
@@ -180,9 +182,9 @@ class NoLossScale(LossScale):
     def __init__(self, device: torch.device | str = "cpu"):
         super().__init__(1.0, 1, device)
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, retain_graph: bool | None = None) -> None:
         """Propagate `loss` as it is."""
-        loss.backward()
+        loss.backward(retain_graph=retain_graph)
 
     def inverse(self) -> Tensor:
         """1, float32, 0-dim: the scale itself, not to be written to."""
@@ -463,3 +465,19 @@ class LogMaxLossScale(LossScale):
         torch.where(informative, proposed.float(), self.scale, out=self.scale)
         self.grad_max.zero_()
         self._count(overflow)
+
+
+SCALES: dict[str, Callable[..., LossScale]] = {
+    scale.kind: scale for scale in (NoLossScale, StaticLossScale, DynamicLossScale, LogMaxLossScale)
+}
+
+
+def get_loss_scale(name: str, device: torch.device | str = "cpu") -> LossScale:
+    """The loss scale that a file of mprun's own says (conf/scaler), by name: "dynamic", "apex".
+
+    Raises:
+        ValueError: there is no such file.
+    """
+    values = option("scaler", name)
+    own = {key: value for key, value in values.items() if key not in ("name", "kind")}
+    return SCALES[values["kind"]](**own, device=device)

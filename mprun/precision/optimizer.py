@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 
 from mprun.precision.casting import CastModel, matching_parameters
 from mprun.precision.loss_scale import LossScale, NoLossScale
+from mprun.precision.reduction import Reduction, Wire
 from mprun.precision.row_updates import RowUpdate, row_tables
 from mprun.precision.torch_update import initialise_state
 from mprun.precision.update import Gradients, Ready, SinglePass
@@ -84,6 +85,12 @@ class MixedPrecisionOptimizer:
         average_modules: of the parameters of these modules; none given: of all.
         update: "plain" (torch's operations one after the other), "single_pass", or "auto" for the
             latter where it can be used and saves something.
+        parts: micro-batches of an update, each of which calls `backward` with its own loss: the
+            update takes their mean, divided after unscaling.
+        reduction: sums over ranks, of which each propagates the losses of some of the `parts`;
+            None: all of them are propagated here.
+        parameters: name -> (what the model computes with, what is updated), where the caller has
+            them and brings the first up to date itself; None: all that train, of `cast`.
 
     Raises:
         ValueError: a pattern that matches no module, an average of row tables, a rule that would
@@ -102,25 +109,32 @@ class MixedPrecisionOptimizer:
         average_decay: float | None = None,
         average_modules: Iterable[str] = (),
         update: str = "plain",
+        parts: int = 1,
+        reduction: Reduction | None = None,
+        parameters: Mapping[str, tuple[Tensor, Tensor]] | None = None,
     ):
-        named = {n: p for n, p in cast.module.named_parameters() if p.requires_grad}
-        self.names, self.parameters = list(named), list(named.values())
+        # The second of each pair is what the optimizer updates: the master of a parameter, or
+        # itself. The masters are those of `cast`, updated in place: a copy would cost 4 bytes a
+        # parameter.
+        pairs = parameters or {
+            name: (own, cast.masters.get(name, own))
+            for name, own in cast.module.named_parameters()
+            if own.requires_grad
+        }
+        self.names, self._copies = list(pairs), parameters is None
+        self.parameters = [own for own, _ in pairs.values()]
+        self.updated = [updated for _, updated in pairs.values()]
         device = self.parameters[0].device
         if loss_scales is None or isinstance(loss_scales, LossScale):
             loss_scales = (loss_scales or NoLossScale(device),)
         self.loss_scales = tuple(loss_scales)
         self.skips = any(scale.skips_nonfinite for scale in self.loss_scales)
         self.clip_norm = clip_norm
-        self.guards = tuple(guards) if self.skips else ()
+        several = parts > 1 or reduction is not None
+        self.guards = tuple(guards) if self.skips or several else ()
         self.grad_dtype = cast.policy.grad_dtype
         self.has_masters = cast.policy.master_dtype is not None
 
-        # updated[i] is what the optimizer updates: the master of parameters[i], or itself. The
-        # masters are those of `cast`, updated in place: a copy would cost 4 bytes a parameter.
-        self.updated = [
-            cast.masters[name].detach().requires_grad_() if name in cast.masters else own
-            for name, own in named.items()
-        ]
         self.inner = make_optimizer(list(zip(self.names, self.updated, strict=True)))
         initialise_state(self.inner)
         self.tables = row_tables(cast.module)
@@ -135,7 +149,7 @@ class MixedPrecisionOptimizer:
             chosen = choose_averaged(cast.module, weights, average_modules)
             self.average = WeightAverage(chosen, average_decay)
 
-        self.gradients = self._gradients_of(cast, list(clip_modules))
+        self.gradients = self._gradients_of(cast, list(clip_modules), parts, reduction)
         self.collects = self.gradients.collects
         casts = any(made is not used for made, used, _ in self._gradient_kinds())
         choice = choose_update(update, self.gradients, gains=casts or self.skips)
@@ -167,7 +181,8 @@ class MixedPrecisionOptimizer:
     def state_by_name(self) -> dict[str, dict]:
         """The state of the inner optimizer and of the rows by parameter name, as it is in use."""
         pairs = zip(self.names, self.updated, strict=True)
-        of_parameters = {name: self.inner.state[updated] for name, updated in pairs}
+        # Of a parameter that the inner optimizer does not hold there is none.
+        of_parameters = {name: self.inner.state.get(updated, {}) for name, updated in pairs}
         return of_parameters | {row.name: row.state for row in self.rows}
 
     def zero_grad(self) -> None:
@@ -183,7 +198,8 @@ class MixedPrecisionOptimizer:
         """Propagate `loss` (0-dim) and add its unscaled gradients to those of this step.
 
         May be called several times before `step`: gradients of further losses or micro-batches
-        accumulate in grad_dtype, each divided by the scale of its own loss.
+        accumulate in grad_dtype, each divided by the scale of its own loss and by `parts`; with a
+        reduce_dtype of the policy in that, as those of so many ranks (`mprun.precision.reduction`).
         """
         self.gradients.backward(loss, self.loss_scales[loss_index])
 
@@ -213,6 +229,15 @@ class MixedPrecisionOptimizer:
             return Update(scale, None, ready.norm)
         # Copies: both tensors are about to change in place.
         return Update(scale.clone(), found_inf.clone(), ready.norm)
+
+    def overlap(self, last: bool) -> bool:
+        """Let the next backward pass, the last one of a step, end with the sum over all ranks;
+        whether it will."""
+        reduction = self.gradients.reduction
+        if reduction is None:
+            return False
+        reduction.overlaps = last and not reduction.muted
+        return reduction.overlaps
 
     def use(self, single_pass: SinglePass) -> None:
         """Take `single_pass` for the updates of this optimizer, whatever was chosen."""
@@ -288,13 +313,24 @@ class MixedPrecisionOptimizer:
             for key, value in saved["state"][name].items():
                 copy_exactly(f"{key} of {name}", own[key], value)
 
-    def _gradients_of(self, cast: CastModel, clip_modules: list[str]) -> Gradients:
+    def _gradients_of(
+        self,
+        cast: CastModel,
+        clip_modules: list[str],
+        parts: int,
+        reduction: Reduction | None,
+    ) -> Gradients:
         clipped = matching_parameters(cast.module, clip_modules, "train.clip_modules")
         is_clipped = [name in clipped for name in [*self.names, *(r.name for r in self.rows)]]
         if not any(is_clipped):
             raise ValueError(f"train.clip_modules={clip_modules}: these have no weights")
         multiplied = any(row.table.gradient_factor != 1 for row in self.rows)
         made, used, _ = map(list, zip(*self._gradient_kinds(), strict=True))
+        if self.rows and (parts > 1 or reduction is not None):
+            raise ValueError("row tables take one micro-batch an update, on one rank")
+        wire, policy = None, cast.policy
+        if parts > 1 and policy.reduce_dtype is not None:
+            wire = Wire(policy.reduce_dtype, parts, policy.reduce_divide, reduction)
         return Gradients(
             self.inner,
             self.parameters,
@@ -302,8 +338,18 @@ class MixedPrecisionOptimizer:
             self.rows,
             used,
             is_clipped,
-            collects=made != used or self.skips or multiplied or len(self.masters) > 0,
+            collects=(
+                made != used
+                or self.skips
+                or multiplied
+                or len(self.masters) > 0
+                or wire is not None
+            ),
             skips=self.skips,
+            copies=self._copies,
+            parts=parts,
+            wire=wire,
+            reduction=reduction,
         )
 
     def _gradient_kinds(self) -> list[tuple[torch.dtype, torch.dtype, int]]:
@@ -363,12 +409,40 @@ class BatchNormGuard:
                 setattr(layer, name, part.view(buffer.shape))
             self.flat.append(flat)
         self.saved = [flat.clone() for flat in self.flat]
+        self.parts: list[list[Tensor]] = []  # of the micro-batches of this step, by dtype
 
     @torch.no_grad()
     def save(self) -> None:
         """Remember the statistics as they are now."""
+        self.parts = []
         for saved, flat in zip(self.saved, self.flat, strict=True):
             saved.copy_(flat)
+
+    @torch.no_grad()
+    def end_part(self) -> None:
+        """A micro-batch is over: keep what it made of the statistics, which go back to `save`."""
+        self.parts.append([flat.clone() for flat in self.flat])
+        for saved, flat in zip(self.saved, self.flat, strict=True):
+            flat.copy_(saved)
+
+    @torch.no_grad()
+    def take_mean(self, gather: Callable[[Tensor], Tensor]) -> None:
+        """Let the statistics be the mean of what the micro-batches made of them, of all ranks.
+
+        Each rank moves them by its own micro-batches from where they were: they do not depend on
+        how many ranks share them out. Integers (counts of batches) are those of the first.
+
+        Args:
+            gather: `[parts, n]` of this rank -> `[parts, n]` of all, in the order of micro-batches.
+        """
+        made, self.parts = self.parts, []
+        for flat, *own in zip(self.flat, *made, strict=True):
+            parts = gather(torch.stack(own)).unbind()
+            flat.copy_(parts[0])
+            if flat.is_floating_point():
+                for part in parts[1:]:  # one after the other: the same bits for any number of ranks
+                    flat.add_(part)
+                flat.div_(len(parts))
 
     @torch.no_grad()
     def restore_where(self, found_inf: Tensor) -> None:

@@ -24,6 +24,7 @@ import yaml
 from torch import Tensor
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+DIVIDE = ("after", "before", "split")  # where a sum over ranks is divided
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -39,6 +40,9 @@ class PrecisionPolicy:
     loss_dtype: dtype of logits inside softmax and loss.
     autocast_dtype: dtype of torch.autocast's lower-precision op list; None: no autocast.
     fp32_math: "ieee" or "tf32", how FP32 products are computed on CUDA.
+    reduce_dtype: dtype in which gradients are summed over ranks, scaled as backward made them.
+        None: in grad_dtype, unscaled. The micro-batches of an update count as ranks.
+    reduce_divide: where that sum is divided, see `mprun.precision.reduction.factors`.
     """
 
     name: str
@@ -49,6 +53,8 @@ class PrecisionPolicy:
     loss_dtype: torch.dtype = torch.float32
     autocast_dtype: torch.dtype | None = None
     fp32_math: str = "ieee"
+    reduce_dtype: torch.dtype | None = None
+    reduce_divide: str = "after"
 
     @property
     def half_dtype(self) -> torch.dtype | None:
@@ -65,18 +71,21 @@ def build_policy(name: str, values: Mapping[str, str | None]) -> PrecisionPolicy
     """A policy from dtype names (`fp32`, `fp16`, `bf16`, None) and `fp32_math`.
 
     Raises:
-        ValueError: another dtype name, or `fp32_math` neither "ieee" nor "tf32".
+        ValueError: another dtype name, `fp32_math` or `reduce_divide`.
     """
     fields = dict(values)
     fp32_math = fields.pop("fp32_math", "ieee")
     if fp32_math not in ("ieee", "tf32"):
         raise ValueError(f"fp32_math={fp32_math!r}: must be 'ieee' or 'tf32'")
+    divide = fields.pop("reduce_divide", "after") or "after"
+    if divide not in DIVIDE:
+        raise ValueError(f"reduce_divide={divide!r}: must be one of {', '.join(DIVIDE)}")
     dtypes: dict[str, Any] = {}
     for field, value in fields.items():
         if value is not None and value not in DTYPES:
             raise ValueError(f"{field}={value!r}: must be one of {', '.join(DTYPES)}")
         dtypes[field] = None if value is None else DTYPES[value]
-    return PrecisionPolicy(name=name, fp32_math=fp32_math, **dtypes)
+    return PrecisionPolicy(name=name, fp32_math=fp32_math, reduce_divide=divide, **dtypes)
 
 
 def get_policy(name: str, folder: Path | None = None) -> PrecisionPolicy:
@@ -89,16 +98,35 @@ def get_policy(name: str, folder: Path | None = None) -> PrecisionPolicy:
     Raises:
         ValueError: there is no such file, or what it says is no mode.
     """
+    values = option("precision", name, folder)
+    own = {key: value for key, value in values.items() if key not in ("defaults", "name")}
+    return build_policy(name, own)
+
+
+def usual_scaler(name: str) -> str:
+    """The loss scaler that a mode of mprun's own comes with, by name; see `get_policy`."""
+    for default in option("precision", name).get("defaults", []):
+        for key, scaler in default.items():
+            if "/scaler" in key:
+                return scaler
+    return "none"
+
+
+def option(group: str, name: str, folder: Path | None = None) -> dict[str, Any]:
+    """What an option file says: conf/GROUP/NAME.yaml, or `name`.yaml in `folder`.
+
+    Raises:
+        ValueError: there is no such file.
+    """
     if folder is None:
         inside = Path(__file__).resolve().parents[1] / "conf"  # of an installed package
-        folder = (inside if inside.is_dir() else inside.parents[1] / "conf") / "precision"
+        folder = (inside if inside.is_dir() else inside.parents[1] / "conf") / group
     path = folder / f"{name}.yaml"
     if not path.is_file():
         known = ", ".join(sorted(path.stem for path in folder.glob("*.yaml")))
-        raise ValueError(f"precision mode {name!r}: must be one of {known}")
-    values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    own = {key: value for key, value in values.items() if key not in ("defaults", "name")}
-    return build_policy(name, own)
+        what = "precision mode" if group == "precision" else group
+        raise ValueError(f"{what} {name!r}: must be one of {known}")
+    return yaml.safe_load(path.read_text(encoding="utf-8"))
 
 
 # In torch.backends; the CPU's are "mkldnn".
@@ -122,6 +150,18 @@ def pin_math_flags(
     may pick another kernel in another run; without it the autotuner is on. `autotune` says
     otherwise.
     """
+    pin_products(fp32_math)
+    torch.backends.cudnn.benchmark = not deterministic if autotune is None else autotune
+    torch.backends.cudnn.deterministic = deterministic
+    if deterministic != torch.are_deterministic_algorithms_enabled():
+        # Not called for nothing: its first call imports torch's compiler, which takes a second.
+        torch.use_deterministic_algorithms(deterministic)
+        # It would launch a kernel for every new tensor; nothing here reads what it has not written.
+        setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010
+
+
+def pin_products(fp32_math: str) -> None:
+    """Set the flags of products alone: FP32 ones to "ieee" or "tf32", 16-bit sums to FP32."""
     with warnings.catch_warnings():
         # The older switches too, about which some versions warn: where they say something else,
         # torch.compile, which asks for them, ends in an error (pytorch#166387).
@@ -132,13 +172,6 @@ def pin_math_flags(
     for name in _REDUCTIONS:
         if hasattr(torch.backends.cuda.matmul, name):
             setattr(torch.backends.cuda.matmul, name, False)
-    torch.backends.cudnn.benchmark = not deterministic if autotune is None else autotune
-    torch.backends.cudnn.deterministic = deterministic
-    if deterministic != torch.are_deterministic_algorithms_enabled():
-        # Not called for nothing: its first call imports torch's compiler, which takes a second.
-        torch.use_deterministic_algorithms(deterministic)
-        # It would launch a kernel for every new tensor; nothing here reads what it has not written.
-        setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010
 
 
 @contextmanager

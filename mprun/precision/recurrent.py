@@ -99,8 +99,8 @@ class _ByCudnn(TorchFunctionMode):
             # A backward pass that computes the forward pass again (torch.utils.checkpoint) has lost
             # the function modes, an emulation's own among them, and kept the dispatch modes.
             for mode in reversed(_get_current_dispatch_mode_stack()):
-                if hasattr(mode, "recurrent"):
-                    return mode.recurrent.__torch_function__(func, types, args, kwargs)
+                if hasattr(mode, "functions"):
+                    return mode.functions.__torch_function__(func, types, args, kwargs)
             return func(*args, **(kwargs or {}))
         call = RecurrentCall.of(args)
         if torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") is torch.bfloat16:

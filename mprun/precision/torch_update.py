@@ -43,13 +43,14 @@ def initialise_state(optimizer: Optimizer) -> None:
     Zero momentum equals torch's first step (buffer = gradient) where dampening is 0; where it is
     not, and for other optimizers, there is none until their first step.
     """
+    kind = type(optimizer)  # one derived from it may keep more
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             state = optimizer.state[parameter]
-            if isinstance(optimizer, SGD) and group["momentum"] and not state:
+            if kind is SGD and group["momentum"] and not state:
                 if not group["dampening"]:
                     state["momentum_buffer"] = torch.zeros_like(parameter)
-            elif isinstance(optimizer, (Adam, AdamW)) and not state:
+            elif kind in (Adam, AdamW) and not state:
                 on_device = group["fused"] or group["capturable"]
                 state["step"] = torch.zeros(
                     (), dtype=torch.float32, device=parameter.device if on_device else "cpu"

@@ -12,7 +12,7 @@ from mprun.data import DigitsImages
 from mprun.record.metrics import read_metrics
 from mprun.tasks.sample_distance import SampleDistance
 
-# Top-1 in per cent at the end, above it; chance is 10. docs/usage.md has what was measured.
+# Top-1 in per cent at the end, above it; chance is 10. docs/running.md has what was measured.
 CLASSIFIERS = {"resnet50": 95.0, "alexnet": 85.0, "alexnet_2012": 50.0}
 # The final evaluation's loss over that of the first step, which comes before any update; below it.
 LOSSES = {

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from mprun import models
-from mprun.precision import ForwardContext, cast_model, fp32_copy, get_policy
+from mprun.precision import ForwardContext, cast_model, get_policy
 
 F32, F16, B16 = torch.float32, torch.float16, torch.bfloat16
 CPU = torch.device("cpu")
@@ -227,24 +227,62 @@ def test_masters_are_the_unrounded_weights():
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_parameters_keep_their_identity(mode):
+def test_what_is_updated_are_the_parameters_themselves(mode):
     net = Net()
     before = list(net.parameters())
-    cast_model(net, get_policy(mode))
-    assert all(a is b for a, b in zip(before, net.parameters(), strict=True))
+    masters = cast_model(net, get_policy(mode)).masters
+    updated = [masters.get(name, own) for name, own in net.named_parameters()]
+    assert all(a is b for a, b in zip(before, updated, strict=True))
 
 
-def test_the_fp32_copy_holds_masters_and_statistics_and_leaves_the_random_state():
+@pytest.mark.parametrize("mode", MODES)
+def test_in_fp32_a_model_has_masters_and_statistics_and_computes_as_a_plain_one(mode):
     torch.manual_seed(1)
-    build = lambda: Net(nn.BatchNorm1d(4))  # noqa: E731
-    cast = cast_model(build(), get_policy("fp16_master"))
+    cast = cast_model(Net(nn.BatchNorm1d(4)), get_policy(mode), {"block.second": F32})
+    inside = dict(cast.module.named_parameters())
     run(cast.module, cast.policy)
     state = torch.get_rng_state()
-    copy = fp32_copy(build, cast, cast.masters)
-    assert torch.equal(torch.get_rng_state(), state)
-    for name, parameter in copy.named_parameters():
-        own = dict(cast.module.named_parameters())[name]
-        assert parameter.dtype == F32
-        assert torch.equal(parameter, cast.masters.get(name, own.float()))
-    assert torch.equal(copy.block.norm.running_var, cast.module.block.norm.running_var)
-    assert copy.block.norm.num_batches_tracked == 1
+    plain = Net(nn.BatchNorm1d(4)).eval()
+    torch.set_rng_state(state)
+    with cast.in_fp32() as net:
+        for name, own in net.named_parameters():
+            assert own.dtype == F32
+            assert torch.equal(own, cast.masters.get(name, inside[name].float()))
+        assert net.block.norm.num_batches_tracked == 1
+        plain.load_state_dict(net.state_dict())
+        inputs = torch.randn(8, 4)
+        assert torch.equal(net.eval()(inputs), plain(inputs))
+    assert all(own is inside[name] for name, own in cast.module.named_parameters())
+
+
+def test_in_fp32_buffers_and_recurrent_layers_are_what_they_were():
+    class Steps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn = nn.LSTM(4, 4)
+            self.register_buffer("places", torch.arange(4.0) / 3, persistent=False)
+            self.register_buffer("seen", torch.zeros(4))
+
+        def forward(self, x):
+            if self.training:
+                self.seen += x.mean((0, 1))
+            return self.rnn(x + self.places)[0]
+
+    model = Steps()
+    inputs, weights = torch.randn(3, 2, 4), [w.detach().clone() for w in model.parameters()]
+    with torch.no_grad():
+        expected = model.eval()(inputs)
+    cast, emulated = cast_model(model.train(), get_policy("fp16_master")), F16
+    with ForwardContext(cast.policy, torch.device("cpu")):
+        assert model(inputs.half()).dtype is emulated
+    in_mode = list(model.rnn._flat_weights)
+    with cast.in_fp32(), torch.no_grad():
+        assert torch.equal(model.eval()(inputs), expected)
+        assert torch.equal(model.places, torch.arange(4.0) / 3)
+        assert torch.equal(model.seen, inputs.half().mean((0, 1)).float())  # what the mode wrote
+        assert all(map(torch.equal, model.rnn._flat_weights, weights))
+    # The very tensors again: a captured graph knows their addresses.
+    assert all(a is b for a, b in zip(model.rnn._flat_weights, in_mode, strict=True))
+    averages = {name: torch.zeros_like(own) for name, own in cast.masters.items()}
+    with cast.in_fp32(averages), torch.no_grad():
+        assert not model.eval()(inputs).any()

@@ -29,7 +29,7 @@ TABLE = {
 
 @pytest.mark.parametrize("name", TABLE)
 def test_the_table(name):
-    assert dataclasses.astuple(get_policy(name)) == (name, *TABLE[name])
+    assert dataclasses.astuple(get_policy(name)) == (name, *TABLE[name], None, "after")
 
 
 @pytest.mark.parametrize("name", TABLE)
@@ -47,7 +47,8 @@ def test_these_are_all_files_and_this_is_their_order():
 def test_a_folder_of_ones_own_says_what_a_mode_is(tmp_path):
     (tmp_path / "mine.yaml").write_text("# FP16 weights, nothing else.\nparam_dtype: fp16\n")
     policy = get_policy("mine", tmp_path)
-    assert dataclasses.astuple(policy) == ("mine", F16, F32, F32, F32, F32, None, "ieee")
+    mine = ("mine", F16, F32, F32, F32, F32, None, "ieee", None, "after")
+    assert dataclasses.astuple(policy) == mine
     with pytest.raises(ValueError, match="'fp32'.*one of mine"):
         get_policy("fp32", tmp_path)
 

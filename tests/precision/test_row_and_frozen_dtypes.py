@@ -56,6 +56,6 @@ def test_frozen_layers_are_evaluated_unrounded():
     optimizer = MixedPrecisionOptimizer(
         cast, lambda named: torch.optim.SGD([tensor for _, tensor in named], lr=0.1)
     )
-    learner = TrainState(cast, optimizer, network)
+    learner = TrainState(cast, optimizer)
     with learner.evaluating(ForwardContext(policy, torch.device("cpu")), False) as copy:
         assert torch.equal(copy[0].weight, original)

@@ -100,7 +100,7 @@ def test_a_run_says_what_it_used_and_keeps_no_cast_gradients(build_run, implemen
         *SMALL, "precision=fp16_master_scaled", f"optim.implementation={implementation}"
     )
     built.task.train_step(0)
-    own = updates(built.task)["model"]
+    own = updates(built.task.learners)["model"]
     single = implementation != "fused"
     assert (own["path"] == "single_pass") == single and own["reason"]
     memory = memory_by_kind(built.task.learners.values())

@@ -43,7 +43,7 @@ def learner_of(mode, patterns=("body",), network=Network, decay=DECAY):
         average_decay=decay,
         average_modules=patterns,
     )
-    return TrainState(cast, optimizer, network)
+    return TrainState(cast, optimizer)
 
 
 def step(learner, index, spoil=1.0):

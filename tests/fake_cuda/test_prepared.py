@@ -1,0 +1,62 @@
+"""A script of `mprun.prepare` and `mprun.Run` on the fake device: every mode, no step waits."""
+
+import pytest
+
+from .cells import MODES
+
+SCRIPT = """
+import tempfile
+import torch
+from torch import nn
+from torch.nn import functional as F
+import mprun
+
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.lstm = nn.Embedding(50, 16), nn.LSTM(16, 16, 2, dropout=0.1)
+        self.norm, self.output = nn.LayerNorm(16), nn.Linear(16, 50)
+    def forward(self, tokens):
+        return self.output(self.norm(self.lstm(self.embedding(tokens))[0]))
+
+def answer():
+    model = Words().cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=True)
+    model, optimizer = mprun.prepare(model, optimizer, {mode!r})
+    average = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    run = mprun.Run({folder!r}, optimizer, config={{}}, seed=0, log_every=2)
+    tokens = torch.randint(50, (8, 4), device="cuda")
+    try:
+        for step in range(6):
+            torch.cuda.set_sync_debug_mode("error" if step >= 2 else "default")
+            optimizer.zero_grad()
+            for _ in range(2):
+                loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()) / 2
+                optimizer.backward(loss)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            average.step()
+            run.step(loss, share=0.5)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    model.eval()
+    with torch.no_grad():
+        assert model(tokens).dtype is torch.float32
+    run.evaluate(loss=0.0)
+    run.close()
+    kinds = {{str(parameter.dtype) for parameter in model.parameters()}}
+    return {{"steps": run.steps, "dtypes": sorted(kinds), "calls": optimizer.steps}}
+"""
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.few(3)
+def test_script_in_every_mode(device, mode, tmp_path):
+    file = tmp_path / "script.py"
+    file.write_text(SCRIPT.format(mode=mode, folder=str(tmp_path / "runs")))
+    found = device.ask("script", path=str(file))
+    assert "error" not in found, found["trace"]
+    assert (found["steps"], found["calls"]) == (6, 6)
+    bits = {"fp16_naive": "float16", "bf16_naive": "bfloat16"}
+    assert found["dtypes"] == [f"torch.{bits.get(mode, 'float32')}"]
+    assert [w for w in found["warnings"] if "prototype" not in w] == []

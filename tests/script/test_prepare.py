@@ -1,0 +1,378 @@
+"""Prepared objects compute what the runner computes, and look FP32 from outside."""
+
+import copy
+import io
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import mprun
+from mprun.precision import (
+    BatchNormGuard,
+    DynamicLossScale,
+    ForwardContext,
+    MixedPrecisionOptimizer,
+    StaticLossScale,
+    cast_model,
+    get_loss_scale,
+    get_policy,
+)
+from mprun.precision.policy import usual_scaler
+
+from .networks import HALF_WEIGHTS, MODES, Net, batches, net, train
+
+F32 = torch.float32
+
+
+def sgd(model, lr=0.1):
+    return torch.optim.SGD(model.parameters(), lr, momentum=0.9)
+
+
+def prepared(mode="fp16_master_scaled", model=None, make=sgd, **options):
+    model = net() if model is None else model
+    return mprun.prepare(model, make(model), mode, **options)
+
+
+def by_hand(mode, steps=6, **options):
+    """The engine's own loop, as mprun/precision/__init__.py has it."""
+    model, policy = net(**options), get_policy(mode)
+    arithmetic = ForwardContext(policy, torch.device("cpu"))
+    cast, scale = cast_model(model, policy), get_loss_scale(usual_scaler(mode))
+    guards = [BatchNormGuard(model)] if scale.skips_nonfinite else []
+    make = lambda named: torch.optim.SGD([p for _, p in named], 0.1, momentum=0.9)  # noqa: E731
+    optimizer = MixedPrecisionOptimizer(cast, make, scale, guards=guards)
+    torch.manual_seed(3)
+    losses = []
+    for images, labels in batches(steps):
+        optimizer.zero_grad()
+        with arithmetic:
+            with arithmetic.autocast():
+                logits = model(policy.cast_inputs(images))
+            loss = F.cross_entropy(logits.float(), labels)
+            optimizer.backward(loss)
+        optimizer.step()
+        scale.update()
+        losses.append(loss.item())
+    with cast.in_fp32():
+        return losses, {name: own.clone() for name, own in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_bit_equal_to_the_engine_by_hand(mode, checkpoints):
+    expected, state = by_hand(mode, checkpoints=checkpoints)
+    model, optimizer = prepared(mode, net(checkpoints=checkpoints))
+    assert train(model, optimizer) == expected
+    for name, own in model.state_dict().items():
+        assert torch.equal(own.to(state[name].dtype), state[name]), name
+
+
+def test_fp32_is_bit_equal_to_the_script_as_it_was():
+    plain = net()
+    expected = train(plain, sgd(plain), prepared=False)
+    model, optimizer = prepared("fp32")
+    assert train(model, optimizer) == expected
+    assert all(map(torch.equal, model.state_dict().values(), plain.state_dict().values()))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_looks_as_it_did(mode):
+    model = net()
+    before = dict(model.named_parameters()), list(model.state_dict())
+    same, optimizer = mprun.prepare(model, sgd(model), mode)
+    train(model, optimizer)
+    dtype = get_policy(mode).param_dtype if mode.endswith("naive") else F32
+    assert same is model and isinstance(model, Net) and type(model).__name__ == "Net"
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    assert list(model.state_dict()) == before[1]
+    for name, own in model.named_parameters():
+        assert own is before[0][name] and own.dtype is dtype and own.grad.dtype is dtype
+    assert model(next(batches(1))[0]).dtype is F32
+    assert model.shift.dtype is (dtype if mode.endswith("naive") else F32)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_eval_computes_with_the_master_weights_in_fp32(mode):
+    model, optimizer = prepared(mode)
+    train(model, optimizer)
+    plain = Net().eval()
+    plain.load_state_dict(model.state_dict())
+    images, _ = next(batches(1, seed=9))
+    with torch.no_grad():
+        assert torch.equal(model.eval()(images), plain(images))
+        assert torch.equal(model.features(images), plain.features(images))
+
+
+@pytest.mark.parametrize("mode", HALF_WEIGHTS)
+def test_a_part_that_is_called_directly_computes_in_the_mode(mode):
+    model, optimizer = prepared(mode)
+    seen = []
+    model.conv.register_forward_hook(lambda m, i, o: seen.append((m.weight.dtype, o.dtype)))
+    images, labels = next(batches(1))
+    torch.manual_seed(3)
+    logits = model.head(model.body(model.features(images) + model.shift))
+    half = get_policy(mode).param_dtype
+    # From outside the call of a part is like that of a model.
+    assert seen == [(half if mode.endswith("naive") else F32, F32)] and logits.dtype is F32
+    optimizer.zero_grad()
+    optimizer.backward(F.cross_entropy(logits, labels))
+    assert model.conv.weight.grad.any()
+
+
+@pytest.mark.parametrize("mode", ["fp16_naive", "fp16_master_scaled", "amp"])
+def test_accumulated_micro_batches_are_added_unscaled(mode):
+    sums = {}
+    for parts in (1, 4):
+        model, optimizer = prepared(mode, nn.Linear(8, 3), scaler=StaticLossScale(64.0))
+        with torch.no_grad():
+            model.weight.fill_(0.25)
+        x = torch.arange(64.0).view(8, 8) / 8
+        for piece in x.split(8 // parts):
+            optimizer.backward(model(piece).sum() / 8)
+        sums[parts] = model.weight.grad.clone()
+    # Exact in FP16: multiples of 1/8 below 16; each gradient is divided by the scale before.
+    assert torch.equal(sums[1], sums[4])
+
+
+def test_gradients_are_those_of_torch_where_nothing_is_rounded():
+    model, optimizer = prepared("fp32", scaler="dynamic")
+    plain = net()
+    images, labels = next(batches(1))
+    for own in (model, plain):
+        torch.manual_seed(3)
+        loss = F.cross_entropy(own(images), labels)
+        optimizer.backward(loss) if own is model else loss.backward()
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        # Powers of two: scaling and unscaling changes no bit above FP32's subnormals.
+        assert torch.equal(a.grad, b.grad)
+
+
+@pytest.mark.parametrize("mode", ["fp16_master_scaled", "amp"])
+def test_a_skipped_step_changes_nothing_but_the_scale(mode):
+    model, optimizer = prepared(mode)
+    train(model, optimizer)
+    before = copy.deepcopy((model.state_dict(), optimizer.inner.state_dict()))
+    scale = float(optimizer.scale.scale)
+    optimizer.zero_grad()
+    optimizer.backward(F.cross_entropy(model(next(batches(1))[0]) * 1e30, torch.zeros(8).long()))
+    optimizer.step()
+    assert optimizer.last.found_inf == 1 and float(optimizer.scale.scale) == scale / 2
+    after = model.state_dict(), optimizer.inner.state_dict()
+    assert all(torch.equal(v, before[0][k]) for k, v in after[0].items() if "batches" not in k)
+    for key, state in after[1]["state"].items():
+        assert all(torch.equal(v, before[1]["state"][key][k]) for k, v in state.items())
+
+
+OPTIMIZERS = {
+    "RMSprop": {},
+    "NAdam": {},
+    "RAdam": {},
+    "Adamax": {},
+    "Adadelta": {},
+    "Adafactor": {},
+    "Adagrad": {"lr_decay": 0.1},
+    "SGD": {"momentum": 0.9, "dampening": 0.5},
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_skip_as_under_torch(name):
+    """Bit-equal to the plain optimizer that took the clean steps alone, the first one skipped."""
+    kind = getattr(torch.optim, name)
+    make = lambda model: kind(model.parameters(), lr=0.01, **OPTIMIZERS[name])  # noqa: E731
+    model, optimizer = prepared("fp32", make=make, scaler=StaticLossScale(1024.0))
+    plain = net()
+    reference = make(plain)
+    for step, (images, labels) in enumerate(batches(6)):
+        bad = step in (0, 3)
+        losses = []
+        for own in (model, plain):
+            torch.manual_seed(step)
+            losses.append(F.cross_entropy(own(images), labels))
+        optimizer.zero_grad()
+        optimizer.backward(losses[0] * (math.inf if bad else 1.0))
+        optimizer.step()
+        if bad:  # the plain one never saw this batch
+            plain.norm.load_state_dict(model.norm.state_dict())
+            continue
+        reference.zero_grad()
+        losses[1].backward()
+        reference.step()
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_checkpoint_continues_bit_for_bit_and_loads_into_plain_objects():
+    model, optimizer = prepared("fp16_master_scaled", scaler=DynamicLossScale(2.0**20))
+    train(model, optimizer)
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    expected = train(model, optimizer, seed=5)
+    file.seek(0)
+    saved = torch.load(file)
+    again, continued = prepared("fp16_master_scaled", net(seed=8))
+    again.load_state_dict(saved["model"])
+    continued.load_state_dict(saved["optimizer"])
+    assert train(again, continued, seed=5) == expected
+    plain = net()
+    plain.load_state_dict(saved["model"])
+    sgd(plain).load_state_dict(saved["optimizer"])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_pickled_it_is_the_plain_model_that_loads_with_weights_only(mode):
+    model, optimizer = prepared(mode, nn.Sequential(nn.Linear(4, 4), nn.LSTM(4, 4)))
+    optimizer.backward(model(torch.randn(2, 3, 4))[0].sum())
+    optimizer.step()
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    with torch.serialization.safe_globals([nn.Sequential, nn.Linear, nn.LSTM]):
+        loaded = torch.load(file, weights_only=True)
+    assert type(loaded) is nn.Sequential and type(loaded[1]) is nn.LSTM
+    pairs = zip(loaded.parameters(), model.parameters(), strict=True)
+    assert all(torch.equal(a, b.float()) and a.dtype is F32 for a, b in pairs)
+    inputs = torch.randn(2, 3, 4)
+    with torch.no_grad():
+        assert torch.equal(loaded(inputs)[0], model.eval()(inputs)[0])
+
+
+@pytest.mark.parametrize("generator_first", [True, False])
+def test_generator_and_discriminator_share_a_scale_that_moves_once(generator_first):
+    g, d = nn.Linear(4, 6), nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 1))
+    scale = DynamicLossScale(2.0**4, growth_interval=3)
+    both = [g, d] if generator_first else [d, g]
+    _, (of_g, of_d) = mprun.prepare(both, [sgd(one) for one in both], "amp", scaler=scale)
+    if not generator_first:
+        of_g, of_d = of_d, of_g
+    scales = []
+    for _ in range(6):
+        of_d.zero_grad()
+        fake = g(torch.randn(8, 4))
+        of_d.backward(d(torch.randn(8, 6)).square().mean())
+        of_d.backward(d(fake.detach()).square().mean())
+        of_d.step()
+        of_g.zero_grad()
+        statistics = d[1].running_mean.clone()
+        of_g.backward(d(fake).mean())
+        assert not torch.equal(d[1].running_mean, statistics)
+        of_g.step()
+        scales.append(float(scale.scale))
+    assert scales == [16, 16, 32, 32, 32, 64]
+    # Unscaled where they ran through the other's weights too, as torch leaves them.
+    assert d[0].weight.grad.abs().max() < 1
+    # A generator's overflow takes back what its pass did to the discriminator's statistics.
+    statistics, weight = d[1].running_mean.clone(), g.weight.detach().clone()
+    of_g.zero_grad()
+    of_g.backward(d(g(torch.randn(8, 4))).mean() * math.inf)
+    of_g.step()
+    assert torch.equal(d[1].running_mean, statistics) and torch.equal(g.weight, weight)
+
+
+def test_one_optimizer_over_two_models_and_two_over_one():
+    a, b = nn.Linear(4, 4), nn.Linear(4, 1)
+    both = torch.optim.SGD([*a.parameters(), *b.parameters()], 0.1)
+    (a, b), optimizer = mprun.prepare([a, b], both, "fp16_master")
+    before = [p.detach().clone() for p in (*a.parameters(), *b.parameters())]
+    optimizer.backward(b(a(torch.ones(2, 4))).sum())
+    optimizer.step()
+    now = (*a.parameters(), *b.parameters())
+    moved = [not torch.equal(p, q) for p, q in zip(now, before, strict=True)]
+    assert all(moved)
+
+    model = net()
+    first = torch.optim.SGD([*model.conv.parameters(), *model.norm.parameters()], 0.1)
+    second = torch.optim.Adam([*model.body.parameters(), *model.head.parameters()], 0.01)
+    model, (first, second) = mprun.prepare(model, [first, second], "fp16_master_scaled")
+    before = copy.deepcopy(model.state_dict())
+    images, labels = next(batches(1))
+    first.backward(F.cross_entropy(model(images), labels))
+    first.step()
+    assert torch.equal(model.head.weight, before["head.weight"])
+    assert model.head.weight.grad.any()  # unscaled, where torch would have it
+    second.backward(F.cross_entropy(model(images), labels))
+    second.step()
+    assert not torch.equal(model.head.weight, before["head.weight"])
+
+
+def test_schedulers_made_before_and_after_set_the_rate():
+    model = net()
+    inner = sgd(model, lr=1.0)
+    early = torch.optim.lr_scheduler.StepLR(inner, 1, 0.5)
+    model, optimizer = mprun.prepare(model, inner, "amp")
+    late = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+    for images, labels in batches(2):
+        optimizer.zero_grad()
+        optimizer.backward(F.cross_entropy(model(images), labels))
+        optimizer.step()
+        early.step()
+    assert optimizer.param_groups[0]["lr"] == 0.25
+    late.step()
+    assert inner.param_groups[0]["lr"] == 0.5
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+def test_the_device_type_and_what_is_given_are_checked():
+    model = net()
+    for arguments, text in (
+        ((nn.ReLU(), None), "no parameters"),
+        ((model, torch.optim.SGD([nn.Parameter(torch.ones(2))], 0.1)), "none of the model's"),
+        ((model, torch.optim.LBFGS(model.parameters())), "LBFGS"),
+        ((model, sgd(model), "fp17"), "precision mode 'fp17': must be one of"),
+        ((nn.Linear(2, 2).half(), None), "build the model in float32"),
+        ((nn.LazyLinear(2), None), "lazy"),
+        ((torch.compile(nn.Linear(2, 2)), None), "compiled"),
+        ((torch.jit.script(nn.Linear(2, 2)), None), "ScriptModule"),
+        ((model, sgd(model), "tf32"), "a CPU has no TF32"),
+        ((model, "sgd"), "must be a torch.optim.Optimizer"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            mprun.prepare(*arguments)
+    for options, text in (
+        ({"scaler": "dynamc"}, "scaler 'dynamc': must be one of"),
+        ({"overrides": {"nothing": "fp32"}}, "matches no module"),
+        ({"overrides": {"conv": "fp8"}}, "must be one of fp32, fp16, bf16"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            mprun.prepare(model, sgd(model), "amp", **options)
+    # Nothing was changed: it can still be prepared, once.
+    model, optimizer = mprun.prepare(model, sgd(model), "amp")
+    with pytest.raises(ValueError, match="prepared already"):
+        mprun.prepare(model, sgd(model), "amp")
+
+
+def test_overrides_keep_modules_in_fp32():
+    model, optimizer = prepared("fp16_master", overrides={"head": "fp32"})
+    seen = {}
+    for name in ("conv", "head"):
+        module = getattr(model, name)
+        module.register_forward_hook(lambda m, i, o, name=name: seen.update({name: m.weight.dtype}))
+    train(model, optimizer, steps=1)
+    assert seen == {"conv": torch.float16, "head": F32}
+
+
+def test_a_model_without_an_optimizer_follows_whatever_moves_it():
+    teacher = mprun.prepare(net(), precision="fp16_master")
+    images, _ = next(batches(1))
+    torch.manual_seed(0)
+    before = teacher(images)
+    for own in teacher.parameters():
+        own.data.mul_(2.0)  # a moving average, unseen by autograd
+    torch.manual_seed(0)
+    assert not torch.equal(teacher(images), before)
+    assert all(own.grad is None for own in teacher.parameters())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_state_made_like_the_parameters_is_taken_in_training_and_evaluation(mode):
+    model, optimizer = prepared(mode, nn.LSTM(4, 4))
+    state = tuple(next(model.parameters()).new_zeros(1, 2, 4) for _ in "hc")
+    outputs, _ = model(torch.randn(3, 2, 4), state)
+    optimizer.backward(outputs.sum())
+    optimizer.step()
+    with torch.no_grad():
+        outputs, (h, c) = model.eval()(torch.randn(3, 2, 4), state)
+    assert outputs.dtype is h.dtype is c.dtype is F32

@@ -1,0 +1,84 @@
+"""Losses and optimizers that are not one to one, as torch's own optimizers allow them."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import mprun
+
+MODES = ["fp32", "fp16_naive", "fp16_master", "fp16_master_scaled", "amp", "bf16_master"]
+
+
+def parts():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def step(model, optimizers, count=5):
+    torch.manual_seed(1)
+    for _ in range(count):
+        inputs, labels = torch.randn(16, 6), torch.randint(3, (16,))
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss = F.cross_entropy(model(inputs), labels)
+        first = optimizers[0]
+        first.backward(loss) if hasattr(first, "backward") else loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize("scaler", [None, "logmax"])
+@pytest.mark.parametrize("mode", MODES)
+def test_one_loss_is_propagated_for_every_optimizer(mode, scaler):
+    model, one = parts(), parts()
+    both = [sgd(model[0].parameters()), sgd(model[2].parameters())]
+    model, both = mprun.prepare(model, both, mode, scaler=scaler)
+    one, optimizer = mprun.prepare(one, sgd(one.parameters()), mode, scaler=scaler)
+    step(model, both)
+    step(one, [optimizer])
+    for own, other in zip(model.parameters(), one.parameters(), strict=True):
+        assert torch.equal(own, other)
+
+
+def test_an_optimizer_that_no_loss_has_reached_does_not_step():
+    model = nn.ModuleList([nn.Linear(6, 3), nn.Linear(6, 3)])
+    optimizers = [sgd(part.parameters()) for part in model]
+    model, (first, second) = mprun.prepare(model, optimizers, "amp")
+    first.backward(model[0](torch.randn(4, 6)).sum())
+    with pytest.raises(RuntimeError, match="no gradients"):
+        second.step()
+
+
+def test_gradients_that_the_model_has_forgotten_say_nothing_of_the_next_step():
+    """`model.zero_grad()`, as Trainers call it, is seen by the optimizer too."""
+    model = parts()
+    model, optimizer = mprun.prepare(model, sgd(model.parameters()), "amp")
+    optimizer.backward(model(torch.full((4, 6), 6e4)).sum() * 1e4)
+    assert optimizer.gradients.found_inf
+    model.zero_grad()
+    optimizer.backward(model(torch.randn(4, 6)).sum() * 1e-4)
+    assert not optimizer.gradients.found_inf
+
+
+def test_a_wrapper_that_runs_its_methods_as_its_own_shares_what_they_forget():
+    """As the optimizers that Lightning gives to manual optimization."""
+
+    class Wrapper:
+        def __init__(self, optimizer):
+            self.optimizer = optimizer
+            self.__class__ = type("Wrapper", (Wrapper, type(optimizer)), {})
+
+        def __getattr__(self, name):
+            return getattr(self.optimizer, name)
+
+    model = parts()
+    model, optimizer = mprun.prepare(model, sgd(model.parameters()), "amp")
+    optimizer.backward(model(torch.randn(4, 6)).sum())
+    Wrapper(optimizer).zero_grad()
+    with pytest.raises(RuntimeError, match="no gradients"):
+        optimizer.step()

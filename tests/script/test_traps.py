@@ -1,0 +1,503 @@
+"""What an ordinary loop does, and a half-prepared one silently did wrong: each is right, or raises
+one line that names the cure."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import mprun
+from mprun.precision import StaticLossScale
+
+from .networks import HALF_WEIGHTS, MODES, WithLoss, batches, net, train
+
+SIXTEEN_BITS = [mode for mode in MODES if mode != "fp32"]
+
+
+def prepared(mode, model=None, lr=0.1, **options):
+    model = net() if model is None else model
+    return mprun.prepare(model, torch.optim.SGD(model.parameters(), lr), mode, **options)
+
+
+def loss_of(model):
+    images, labels = next(batches(1))
+    return F.cross_entropy(model(images), labels)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_loss_backward_raises(mode):
+    model, optimizer = prepared(mode)
+    loss = loss_of(model)
+    with pytest.raises(RuntimeError, match=r"optimizer\.backward\(loss\)"):
+        loss.backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("mode", SIXTEEN_BITS)
+def test_gradients_within_a_loss_raise(mode):
+    """They would be computed outside of the emulation, and unscaled."""
+    model, _ = prepared(mode)
+    images = next(batches(1))[0].requires_grad_()
+    with pytest.raises(RuntimeError, match="torch.autograd.grad"):
+        torch.autograd.grad(model(images).sum(), images)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("own", [True, False])
+def test_clipping_by_torch_clips(mode, own):
+    model, optimizer = prepared(mode, lr=1.0, scaler=StaticLossScale(4.0))
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer.backward(100 * loss_of(model))
+    parameters = list(model.parameters()) if own else model.conv.parameters()
+    norm = torch.nn.utils.clip_grad_norm_(parameters, 0.005)
+    optimizer.step()
+    assert norm > 1
+    pairs = zip(model.parameters(), before, strict=True)
+    moved = [(p - q).detach().float() for p, q in pairs][: None if own else 2]
+    # FP32 rounds each of some hundred values by 2^-24; 16-bit weights by their own step, below
+    # which a clipped update is lost.
+    tolerance = 1e-4 if not mode.endswith("naive") else 1.0
+    assert torch.cat([m.flatten() for m in moved]).norm() == pytest.approx(0.005, rel=tolerance)
+
+
+@pytest.mark.parametrize("mode", ["fp16_master_scaled", "amp", "fp32"])
+def test_clipping_by_torch_is_that_of_the_engine(mode, build_run):
+    """train.clip_norm of a run, and torch's function in a script, on the same batches."""
+    overrides = ["model=alexnet", "optim=sgd_alexnet", "data=digits_64", "data.batch_size=2"]
+    built = build_run(*overrides, f"precision={mode}", "train.clip_norm=0.05", "optim.lr=0.5")
+    task = built.task
+    with task.learner.cast.in_fp32() as own:
+        model = copy.deepcopy(own)
+    engine = task.learner.optimizer.inner
+    groups = engine.param_groups
+    names = dict(zip(map(id, task.learner.optimizer.updated), model.parameters(), strict=True))
+    own_groups = [g | {"params": [names[id(p)] for p in g["params"]]} for g in groups]
+    model, optimizer = mprun.prepare(model, type(engine)(own_groups), mode)
+    for index in range(3):
+        torch.manual_seed(index)
+        task.train_step(index)
+        images, labels = built.data.train_batch(index)
+        torch.manual_seed(index)
+        optimizer.zero_grad()
+        optimizer.backward(F.cross_entropy(model(images), labels))
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        assert norm > 0.05
+        optimizer.step()
+    for a, b in zip(model.parameters(), task.learner.optimizer.updated, strict=True):
+        # The norm is a sum in another order, and one factor multiplies every gradient.
+        assert torch.allclose(a, b, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_zero_grad_of_the_model_forgets(mode):
+    ends = []
+    for through_model in (True, False):
+        model, optimizer = prepared(mode)
+        torch.manual_seed(0)
+        for images, labels in batches(3):
+            (model if through_model else optimizer).zero_grad()
+            optimizer.backward(F.cross_entropy(model(images), labels))
+            optimizer.step()
+        ends.append([p.detach().clone() for p in model.parameters()])
+    assert all(map(torch.equal, *ends))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_optimizer_over_the_parameters_of_the_model_trains_all_of_them(mode):
+    model, optimizer = prepared(mode, lr=1.0)
+    before = copy.deepcopy(model.state_dict())
+    train(model, optimizer)
+    for name, own in model.named_parameters():
+        # In 16 bits an update below half a step of the weight is lost.
+        assert own.grad.any() if mode.endswith("naive") else not torch.equal(own, before[name])
+
+
+@pytest.mark.parametrize("mode", ["fp16_master_scaled", "amp"])
+def test_the_scale_moves_without_being_asked(mode):
+    scale = mprun.precision.DynamicLossScale(4.0, growth_interval=2)
+    model, optimizer = prepared(mode, scaler=scale)
+    train(model, optimizer, steps=4)
+    assert scale.scale == 16 and scale.steps_skipped == 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_state_loaded_after_preparing_stays(mode):
+    model, optimizer = prepared(mode, lr=0.0)
+    train(model, optimizer, steps=1)
+    other = net(seed=5).state_dict()
+    model.load_state_dict(other)
+    train(model, optimizer, steps=2)
+    for name, own in model.named_parameters():
+        assert torch.equal(own, other[name].to(own.dtype))
+    again, second = prepared(mode, net(seed=5), lr=0.0)
+    again.norm.load_state_dict(model.norm.state_dict())
+    assert train(model, optimizer, steps=1) == train(again, second, steps=1)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_deep_copy_computes_with_its_own_weights(mode):
+    model, optimizer = prepared(mode)
+    train(model, optimizer, steps=1)
+    twin = copy.deepcopy(model)
+    images, _ = next(batches(1))
+    torch.manual_seed(0)
+    expected = model(images)
+    torch.manual_seed(0)
+    assert torch.equal(twin(images), expected)
+    average = [p.detach().clone() for p in twin.parameters()]
+    train(model, optimizer, steps=3)
+    assert all(map(torch.equal, twin.parameters(), average))
+    with torch.no_grad():
+        for own in twin.parameters():
+            own.zero_()
+    assert not twin.eval()(images).any() and model.eval()(images).any()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_call_anywhere_is_emulated(mode):
+    model, _ = prepared(mode)
+    arithmetic = model.__dict__["_mprun"].arithmetic
+    model(next(batches(1))[0])
+    assert bool(arithmetic.rerouted()) == (mode != "fp32")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_foreign_autocast_is_refused(mode):
+    model, _ = prepared(mode)
+    for module in (model, model.eval()):
+        with torch.autocast("cpu", torch.bfloat16):
+            with pytest.raises(RuntimeError, match="torch.autocast is active"):
+                module(next(batches(1))[0])
+
+
+@pytest.mark.parametrize("mode", HALF_WEIGHTS)
+def test_a_loss_inside_the_model_is_computed_in_fp32(mode):
+    torch.manual_seed(0)
+    plain = WithLoss()
+    x, labels = torch.randn(8, 8), torch.randint(4, (8,))
+    model, optimizer = prepared(mode, copy.deepcopy(plain))
+    logits, loss = model(x, labels)
+    assert model.seen[-1].itemsize == 2 and logits.dtype is loss.dtype is torch.float32
+    # Of the very logits, in FP32; a loss in 16 bits would be off by its rounding.
+    assert torch.equal(loss, F.cross_entropy(logits, labels))
+    optimizer.backward(loss)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_frozen_weights_stay_and_unfrozen_ones_move(mode):
+    model, optimizer = prepared(mode, lr=1.0)
+    model.conv.requires_grad_(False)
+    before = model.conv.weight.detach().clone()
+    train(model, optimizer, steps=2)
+    assert torch.equal(model.conv.weight, before) and model.conv.weight.grad is None
+    model.conv.requires_grad_(True)
+    train(model, optimizer, steps=2)
+    assert not torch.equal(model.conv.weight, before)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_parameters_added_to_the_optimizer_later_train(mode):
+    model = net()
+    inner = torch.optim.SGD(model.head.parameters(), 1.0)
+    model, optimizer = mprun.prepare(model, inner, mode)
+    before = model.conv.weight.detach().clone()
+    train(model, optimizer, steps=1)
+    assert torch.equal(model.conv.weight, before)
+    optimizer.add_param_group({"params": model.conv.parameters()})
+    train(model, optimizer, steps=1)
+    assert not torch.equal(model.conv.weight, before)
+
+
+def test_the_optimizer_that_was_given_refuses_to_step():
+    model = net()
+    inner = torch.optim.SGD(model.parameters(), 0.1)
+    _, optimizer = mprun.prepare(model, inner, "amp")
+    optimizer.backward(loss_of(model))
+    with pytest.raises(RuntimeError, match="that it returned"):
+        inner.step()
+
+
+def test_a_closure_is_refused():
+    model, optimizer = prepared("amp")
+    with pytest.raises(ValueError, match="closure"):
+        optimizer.step(lambda: loss_of(model))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_loss_of_eval_mode_is_refused(mode):
+    """It would be computed in FP32, whatever the mode."""
+    model, optimizer = prepared(mode)
+    model.eval()
+    with pytest.raises(RuntimeError, match="eval mode"):
+        optimizer.backward(loss_of(model))
+
+
+@pytest.mark.parametrize("mode", HALF_WEIGHTS)
+def test_a_weight_penalty_outside_of_the_model_counts_in_fp32(mode):
+    if mode.endswith("naive"):
+        pytest.skip("no master weights that it could reach")
+    model, optimizer = prepared(mode, nn.Linear(4, 4))
+    x = torch.ones(2, 4)
+    optimizer.backward(model(x).sum())
+    without = model.weight.grad.clone()
+    optimizer.zero_grad()
+    with pytest.warns(UserWarning, match="master weights"):
+        optimizer.backward(model(x).sum() + 0.5 * model.weight.square().sum())
+    assert torch.equal(model.weight.grad, without + model.weight)
+
+
+def test_weights_that_a_script_changes_behind_autograd_are_used():
+    """`.data` tells nobody, in the clipping of a Wasserstein critic for instance."""
+    model, optimizer = prepared("fp16_master", nn.Linear(4, 4, bias=False))
+    optimizer.backward(model(torch.ones(2, 4)).sum())
+    optimizer.step()
+    model.weight.data.fill_(0.5)
+    assert torch.equal(model(torch.ones(1, 4)), torch.full((1, 4), 2.0))
+
+
+@pytest.mark.parametrize("mode", HALF_WEIGHTS)
+def test_a_loss_that_is_a_part_of_the_model_takes_fp32_targets(mode):
+    model = nn.Sequential(nn.Linear(4, 1))
+    model.criterion = nn.MSELoss()
+    model, _ = prepared(mode, model)
+    outputs, targets = torch.full((2, 1), 0.5), torch.full((2, 1), 1 / 3)
+    # 1/3 is off by up to 2^-12 of it in FP16.
+    assert torch.equal(model.criterion(outputs, targets), F.mse_loss(outputs, targets))
+
+
+# What a review found.
+
+
+class Codebook(nn.Module):
+    """Puts another tensor in the place of its buffer, and grows one."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("average", torch.zeros(4))
+        self.register_buffer("rows", torch.zeros(0, 4))
+
+    def forward(self, x):
+        self.average = 0.5 * self.average + 1.0
+        self.rows = torch.cat([self.rows, x.detach()[:1]])
+        return self.layer(x) + self.average
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_buffers_that_a_call_replaces_go_on(mode):
+    model, _ = prepared(mode, Codebook())
+    for _ in range(3):
+        model(torch.ones(2, 4))
+    assert model.average.tolist() == [1.75] * 4 and model.rows.shape == (3, 4)
+    assert model.average.dtype is (next(model.parameters()).dtype)
+
+
+@pytest.mark.parametrize("mode", ["fp16_master", "fp16_master_scaled", "bf16_master"])
+def test_a_parameter_that_is_replaced_is_refused(mode):
+    model, _ = prepared(mode)
+    model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
+    with pytest.raises(RuntimeError, match="was replaced after the model was prepared"):
+        model(next(batches(1))[0])
+
+
+class MaxNorm(nn.Linear):
+    def forward(self, x):
+        with torch.no_grad():
+            self.weight.clamp_(-0.01, 0.01)
+        return super().forward(x)
+
+
+def test_weights_changed_within_a_call_are_refused_where_masters_would_undo_it():
+    model, _ = prepared("fp16_master", MaxNorm(4, 2))
+    with pytest.raises(RuntimeError, match="was changed in a call"):
+        model(torch.ones(2, 4))
+    model, _ = prepared("amp", MaxNorm(4, 2))
+    model(torch.ones(2, 4))
+    assert model.weight.abs().max() <= 0.01
+
+
+def test_backward_runs_in_the_arithmetic_of_its_own_model():
+    """Whatever else was prepared before: 8192 ones are 8192, not 2048."""
+    others = [prepared("fp16_master", nn.Linear(2, 2), native=True) for _ in range(8)]
+    for other, _ in others:
+        other(torch.ones(1, 2))
+    model, optimizer = prepared("fp16_master", nn.Embedding(4, 3))
+    optimizer.backward(model(torch.zeros(8192, dtype=torch.long)).sum())
+    assert model.weight.grad[0].tolist() == [8192.0] * 3
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_gradients_of_weights_that_no_optimizer_holds_are_unscaled_too(mode):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    plain = copy.deepcopy(model)
+    inner = torch.optim.SGD(model[1].parameters(), 1.0)
+    model, optimizer = mprun.prepare(model, inner, mode)
+    optimizer.backward(model(torch.ones(2, 4)).square().mean() * 0.1)
+    (plain(torch.ones(2, 4)).square().mean() * 0.1).backward()
+    norms = [torch.nn.utils.clip_grad_norm_(own.parameters(), 1.0) for own in (model, plain)]
+    # Some dozen roundings to BF16's 8 bits.
+    assert float(norms[0]) == pytest.approx(float(norms[1]), rel=0.05)
+    before = model[0].weight.detach().clone()
+    optimizer.step()
+    assert torch.equal(model[0].weight, before) and optimizer.state_dict()
+
+
+def test_hooks_on_master_weights_are_refused():
+    model, optimizer = prepared("fp16_master", nn.Linear(4, 2))
+    model.weight.register_hook(lambda gradient: gradient * 0)
+    with pytest.raises(RuntimeError, match="hook on a parameter"):
+        optimizer.backward(model(torch.ones(2, 4)).sum())
+
+
+@pytest.mark.parametrize("mode", ["amp", "fp16_master_scaled"])
+@pytest.mark.parametrize("through_model", [True, False])
+def test_a_script_that_steps_only_where_gradients_are_finite_gets_to_step(mode, through_model):
+    model, optimizer = prepared(mode, nn.Linear(4, 2), lr=0.001)
+    taken = 0
+    for _ in range(20):
+        (model if through_model else optimizer).zero_grad()
+        optimizer.backward(model(torch.ones(2, 4)).square().sum() * 1e3)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if torch.isfinite(norm):
+            optimizer.step()
+            taken += 1
+    assert taken > 5
+
+
+@pytest.mark.parametrize("mode", ["amp", "fp16_master_scaled"])
+def test_16_bit_tensors_in_other_objects_are_refused(mode):
+    class Gaussian(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 2)
+
+        def forward(self, x):
+            return torch.distributions.Normal(self.layer(x), 1.0)
+
+    model, _ = prepared(mode, Gaussian())
+    with pytest.raises(RuntimeError, match="in a Normal"):
+        model(torch.ones(2, 4))
+
+
+@pytest.mark.parametrize("mode", ["fp32", "amp", "fp16_master"])
+def test_a_model_that_is_cast_afterwards_is_refused(mode):
+    model, _ = prepared(mode)
+    model.double()
+    with pytest.raises(RuntimeError, match="torch.float64 now"):
+        model(next(batches(1))[0])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_backward_pass_that_breaks_off_leaves_gradients_as_they_were(mode):
+    class Breaks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise ValueError("no")
+
+    model, optimizer = prepared(mode, nn.Linear(4, 4))
+    optimizer.backward(model(torch.ones(2, 4)).square().mean() * 0.1)
+    before = model.weight.grad.clone()
+    with pytest.raises(ValueError, match="no"):
+        optimizer.backward(Breaks.apply(model(torch.ones(2, 4))).sum())
+    assert torch.equal(model.weight.grad, before)
+
+
+def test_states_made_before_preparing_are_in_the_dtype_of_the_weights():
+    model = nn.Linear(4, 4)
+    model, optimizer = mprun.prepare(model, torch.optim.Adagrad(model.parameters()), "fp16_naive")
+    assert all(state["sum"].dtype is torch.float16 for state in optimizer.state.values())
+
+
+def test_a_model_that_was_updated_meanwhile_is_refused():
+    g, d = nn.Linear(4, 4), nn.Linear(4, 1)
+    (g, of_g), (d, of_d) = prepared("amp", g), prepared("amp", d)
+    y = d(g(torch.ones(2, 4)))
+    of_d.backward(y.mean(), retain_graph=True)
+    of_d.step()
+    with pytest.raises(RuntimeError, match="updated between its call"):
+        of_g.backward(-y.mean())
+
+
+def test_a_copy_within_a_call_is_refused():
+    model, _ = prepared("fp16_master")
+    model.head.register_forward_hook(lambda *_: copy.deepcopy(model))
+    with pytest.raises(RuntimeError, match="within its own call"):
+        model(next(batches(1))[0])
+
+
+def test_losses_of_any_other_form_are_refused():
+    model, optimizer = prepared("amp", nn.Linear(4, 2))
+    for loss, text in ((1.0, "no tensor"), (model(torch.ones(2, 4)), r"shape \(2, 2\)")):
+        with pytest.raises(ValueError, match=text):
+            optimizer.backward(loss)
+    optimizer.backward(model(torch.ones(2, 4)).sum().reshape(1, 1))
+
+
+def test_statistics_collected_without_gradients_are_kept_by_a_skip():
+    model, optimizer = prepared("amp")
+    images, labels = next(batches(1))
+    with torch.no_grad():
+        model(images)
+    optimizer.backward(F.cross_entropy(model(images), labels) * float("inf"))
+    optimizer.step()
+    assert optimizer.last.found_inf == 1 and model.norm.num_batches_tracked == 1
+
+
+def test_changes_after_prepare_say_what_to_do():
+    model, optimizer = mprun.prepare(net(), None, "amp"), None
+    with pytest.raises(RuntimeError, match=r"parametrize .* before mprun\.prepare"):
+        nn.utils.parametrizations.weight_norm(model.head)
+    model = net()
+    optimizer = torch.optim.SGD(model.conv.parameters(), 0.1)
+    model, optimizer = mprun.prepare(model, optimizer, "fp16_master")
+    optimizer.backward(loss_of(model))
+    with pytest.raises(RuntimeError, match="after optimizer.step"):
+        optimizer.add_param_group({"params": list(model.head.parameters())})
+    optimizer.step()
+    optimizer.add_param_group({"params": list(model.head.parameters())})
+    with pytest.raises(ValueError, match="groups of its optimizer"):
+        mprun.prepare(model, torch.optim.SGD(model.parameters(), 0.1), "amp")
+
+
+class Holder:
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
+class Unwraps(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+
+    def forward(self, holder):
+        return self.linear(holder.tensor)
+
+
+@pytest.mark.parametrize("mode", ["fp16_naive", "bf16_master"])
+def test_inputs_in_an_object_of_ones_own_are_not_left_uncast(mode):
+    model = Unwraps()
+    model, _ = mprun.prepare(model, torch.optim.SGD(model.parameters(), 0.1), mode)
+    with pytest.raises(RuntimeError, match="in a Holder they would pass without a cast"):
+        model(Holder(torch.randn(2, 4)))
+
+
+def test_what_cuda_cannot_compute_in_fp16_an_override_computes():
+    def parametrized():
+        model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+        nn.utils.parametrizations.orthogonal(model[0])
+        return model, torch.optim.SGD(model.parameters(), 0.1)
+
+    model, _ = mprun.prepare(*parametrized(), "fp16_master")
+    with pytest.raises(NotImplementedError, match="its module by an override"):
+        model(torch.randn(2, 4))
+    model, optimizer = mprun.prepare(*parametrized(), "fp16_master", overrides={"0": "fp32"})
+    optimizer.backward(model(torch.randn(2, 4)).sum())
+    optimizer.step()
