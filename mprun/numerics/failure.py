@@ -109,13 +109,14 @@ def report_failure(
     rows: list[dict],
     *,
     scaler_kind: str,
+    reason: str = "numerics.keep_failure=false",
 ) -> None:
     """Keep what can be kept of a run that ended as diverged, and write its post-mortem.
 
     What goes wrong here is told in the post-mortem: the run itself has ended as it has.
 
     Args:
-        keeper: None where `numerics.keep_failure` is off.
+        keeper: None where none was kept, for this `reason`.
         directory: of the run.
         cause: as it is recorded.
         step: where the run ended.
@@ -123,7 +124,7 @@ def report_failure(
         scaler_kind: "none", "static", "dynamic" or "logmax".
     """
     found = suspect(cause, step, rows)
-    kept = Kept(found.kind, found.step, reason="numerics.keep_failure=false")
+    kept = Kept(found.kind, found.step, reason=reason)
     if keeper is not None:
         try:
             kept = keeper.record(directory, found, {row["step"]: row["loss"] for row in rows})

@@ -44,6 +44,9 @@ class Finding:
     ramp: list[Largest] = field(default_factory=list)
     weights: dict[str, str] = field(default_factory=dict)
 
+    def __str__(self) -> str:
+        return "\n".join(in_words(self))
+
     @property
     def module(self) -> str | None:
         """The module that the culprit belongs to: its own, or that of the weight it is about."""
@@ -61,7 +64,7 @@ def find_culprit(steps: Steps, kind: str) -> Finding:
 
     Args:
         steps: from a kept state (`mprun.numerics.replay.restore`).
-        kind: of the failure (`mprun.numerics.failure.Kept`).
+        kind: of the failure (`mprun.numerics.failure.Kept`); "step": any that a step can have.
     """
     if kind == "evaluation":
         return _find_in_evaluation(steps)
@@ -72,7 +75,8 @@ def find_culprit(steps: Steps, kind: str) -> Finding:
         row = steps.advance()
     after = nonfinite(weights(task))
     spoilt = bool(after) or bool(nonfinite(carried(task))) or row.diverged
-    reproduced = {"loss": row.diverged, "collapse": row.found_inf, "state": spoilt}[kind]
+    failed = {"loss": row.diverged, "collapse": row.found_inf, "state": spoilt}
+    reproduced = failed.get(kind, row.found_inf or spoilt)
     finding = Finding("not found", kind, row.step, reproduced, weights=after)
     if not reproduced:
         return finding
@@ -107,6 +111,8 @@ def _find_in_evaluation(steps: Steps) -> Finding:
 
 
 def _nonfinite_batch(steps: Steps) -> dict[str, str]:
+    if steps.built.task.data is None:  # of a script, whose batches nobody else knows
+        return {}
     inputs = [inputs for inputs, *_ in batches_of(steps.built.task, steps.step)]
     if len(inputs) == 1:
         return nonfinite({"inputs": inputs[0]})
@@ -156,7 +162,7 @@ def in_words(finding: Finding) -> list[str]:
     event = finding.event
     if event is None:
         if not finding.reproduced:
-            return ["not found: the replayed step does not fail again"]
+            return ["not found: the step does not fail"]
         where = "".join(f"; {name} {text}" for name, text in finding.details.items())
         return [f"not found: no operation made a value that is not finite{where}"]
     tensor = event.tensor

@@ -8,7 +8,7 @@ import json
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,7 @@ class History:
     def add(self, rows: Iterable[StepRow], metrics: Mapping[str, float]) -> None:
         """Add steps; `metrics`: those of the newest one, by name."""
         for row in rows:
-            self.rows.append(asdict(row))
+            self.rows.append({name: getattr(row, name) for name in row.__slots__})
         if self.rows:
             norms = {name: value for name, value in metrics.items() if name.endswith("grad_norm")}
             self.rows[-1] |= norms

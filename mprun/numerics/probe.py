@@ -28,14 +28,14 @@ from mprun.numerics.exponent_counter import (
 )
 from mprun.numerics.exponent_shares import BINS, ExponentCounts
 from mprun.numerics.probe_record import KINDS, LearnerProbe, TensorStats
+from mprun.numerics.state import Learner
 from mprun.precision import DTYPE_NAMES
-from mprun.tasks import TrainState
 
 Chosen = dict[str, dict[str, nn.Module]]
 
 
-def chosen_modules(learners: Mapping[str, TrainState], patterns: Sequence[str]) -> Chosen:
-    """TrainState -> module name -> module; BadInput for a pattern that matches no module.
+def chosen_modules(learners: Mapping[str, Learner], patterns: Sequence[str]) -> Chosen:
+    """Learner -> module name -> module; BadInput for a pattern that matches no module.
 
     patterns: glob patterns over module names, as in precision.overrides; each has to match in one
     of the models at least. None at all: every module that has no modules inside.
@@ -107,7 +107,8 @@ class Probe:
                 inside = owner(parameter_name, chosen)
                 if inside is not None:
                     hook = partial(self._on_gradient, (name, "weight_gradients", inside))
-                    self._handles.append(parameter.register_hook(hook))
+                    if parameter.requires_grad:  # a script may freeze it
+                        self._handles.append(parameter.register_hook(hook))
                     stride = sampling_stride(updated)
                     values = sampled(updated, stride).clone()
                     amax = largest(updated)

@@ -12,8 +12,8 @@ masks and generator inputs are the same.
 
 import copy
 import math
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mprun.config.schema import NumericsConfig
 from mprun.numerics.exponent_shares import FORMATS, merged
 from mprun.numerics.probe import Chosen, Probe, chosen_modules, loss_scale_names, owner
 from mprun.numerics.probe_record import (
@@ -40,12 +39,11 @@ from mprun.precision import (
     MixedPrecisionOptimizer,
     NoLossScale,
     Update,
-    fp32_copy,
     get_policy,
     ieee_fp32,
 )
 from mprun.precision.random_states import random_states, restore_random_states
-from mprun.tasks import GAN, LanguageModel, TrainState
+from mprun.precision.recurrent import own_recurrent
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -160,6 +158,8 @@ class _Gradients:
     def step(self, measure_norm: bool = False) -> Update:
         found = {name: parameter.grad for name, parameter in self.parameters.items()}
         self.gradients = {name: grad for name, grad in found.items() if grad is not None}
+        if (parts := self.own.gradients.parts) > 1:
+            torch._foreach_div_(list(self.gradients.values()), parts)
         for name, updated in zip(self.own.names, self.own.updated, strict=True):
             self.parameters[name].copy_(updated)
         return Update(self.one, None, None)
@@ -167,25 +167,28 @@ class _Gradients:
 
 def _twin(task, device: torch.device):
     """The same task in FP32 on copies of its models; it shares the data."""
+    # Here: scripts are probed without the tasks of mprun, and without what these need.
+    from mprun.tasks import GAN, LanguageModel, TrainState
+
     policy = get_policy("fp32")
     twin = copy.copy(task)
     twin.policy, twin.arithmetic = policy, ForwardContext(policy, device)
     twin.learners = {}
     for name, learner in task.learners.items():
-        model = fp32_copy(learner.build_model, learner.cast, learner.optimizer.masters)
+        with learner.cast.in_fp32() as own:
+            model = own_recurrent(copy.deepcopy(own))
         gradients = _Gradients(model, learner.optimizer)
         # Of an optimizer it has what a training step calls.
         optimizer = cast(MixedPrecisionOptimizer, gradients)
-        twin.learners[name] = TrainState(
-            CastModel(model, policy, {}), optimizer, learner.build_model
-        )
+        twin.learners[name] = TrainState(CastModel(model, policy, {}), optimizer)
     if isinstance(task, GAN):
         twin.g, twin.d = twin.learners["generator"], twin.learners["discriminator"]
-        twin.discriminator_guard = BatchNormGuard(twin.d.model)
+        twin.guards = BatchNormGuard(twin.g.model), BatchNormGuard(twin.d.model)
         twin.loss_scales = {}
     else:
         twin.learner = twin.learners["model"]
         twin.loss_scale = NoLossScale(device)
+        twin.guards = [BatchNormGuard(twin.learner.model)] if task.in_parts else []
     if isinstance(task, LanguageModel) and task.hidden is not None:
         twin.hidden = tuple(part.detach().float() for part in task.hidden)
     return twin
@@ -199,19 +202,31 @@ class Probing:
 
     Args:
         directory: of the run.
-        writer: a SummaryWriter.
-        numerics: which steps to probe (`every`) and to shadow (`shadow_every`), and the modules
-            (see `chosen_modules`, which raises BadInput).
+        writer: a SummaryWriter; None: no TensorBoard.
+        every, shadow_every: which steps to probe and to shadow; 0: none.
+        modules: patterns (see `chosen_modules`, which raises BadInput).
     """
 
-    def __init__(self, task, directory: Path, writer: "SummaryWriter", numerics: NumericsConfig):
+    def __init__(
+        self,
+        task,
+        directory: Path,
+        writer: "SummaryWriter | None",
+        *,
+        every: int,
+        shadow_every: int = 0,
+        modules: Sequence[str] = (),
+    ):
         self.task, self.directory, self.writer = task, directory, writer
-        self.every, self.shadow_every = numerics.every, numerics.shadow_every
-        self.chosen = chosen_modules(task.learners, numerics.modules)
+        self.every, self.shadow_every = every, shadow_every
+        self.chosen = chosen_modules(task.learners, modules)
 
     def due(self, step: int) -> bool:
         """Whether step `step` (from 1) is to be watched."""
-        return step % self.every == 0 or self._shadows(step)
+        return self._probes(step) or self._shadows(step)
+
+    def _probes(self, step: int) -> bool:
+        return self.every > 0 and step % self.every == 0
 
     def _shadows(self, step: int) -> bool:
         return self.shadow_every > 0 and step % self.shadow_every == 0
@@ -221,24 +236,57 @@ class Probing:
 
         index: what `take` hands to the task's `train_step`.
         """
-        task, probe, shadow = self.task, None, None
-        # Copies: the scales move in place at the end of the step.
-        scales = {name: scale.scale.clone() for name, scale in task.loss_scales.items()}
-        with ExitStack() as stack:
-            if self._shadows(step):
-                shadow = stack.enter_context(Shadow(task, self.chosen))
-            if step % self.every == 0:
-                probe = stack.enter_context(Probe(task, self.chosen))
-            metrics = take()
-        loss = metrics["loss"]
-        # Without a shadow its place is taken by the loss itself, which nobody reads.
-        fp32 = loss if shadow is None else shadow.run(index, metrics)
-        found_inf = metrics.get("found_inf", torch.zeros_like(loss))
-        scalars = [loss, fp32, found_inf, *scales.values()]
-        record = self._record(step, list(scales), scalars, probe, shadow)
+        with self.watching(step, index) as watched:
+            watched.metrics = take()
+        return watched.metrics
+
+    @contextmanager
+    def watching(self, step: int, index: int = 0) -> "Iterator[Watched]":
+        """Record what step `step`, taken inside the block, shows; its metrics are to be set."""
+        watched = Watched(self.task, self.chosen, self._probes(step), self._shadows(step))
+        with watched:
+            yield watched
+        record = watched.record(step, index)
         write_probe(self.directory, record)
-        show_probe(self.writer, record)
-        return metrics
+        if self.writer is not None:
+            show_probe(self.writer, record)
+
+
+class Watched:
+    """One step under a probe, a shadow or both, in a `with` block; `record` says what was seen.
+
+    Attributes:
+        metrics: what the step returned, to be set inside the block: `loss`, `found_inf` where
+            updates can be skipped, and for a shadow all of them.
+    """
+
+    def __init__(self, task, chosen: Chosen, probes: bool = True, shadows: bool = False):
+        self.task = task
+        self.probe = Probe(task, chosen) if probes else None
+        self.shadow = Shadow(task, chosen) if shadows else None
+        self.metrics: Metrics = {}
+
+    def __enter__(self) -> "Watched":
+        # Copies: the scales move in place at the end of the step.
+        self.scales = {name: s.scale.clone() for name, s in self.task.loss_scales.items()}
+        with ExitStack() as stack:
+            for watcher in (self.shadow, self.probe):
+                if watcher is not None:
+                    stack.enter_context(watcher)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
+
+    def record(self, step: int, index: int = 0) -> ProbeRecord:
+        """What step `step` showed; index: what the task's `train_step` was given."""
+        loss = self.metrics["loss"]
+        # Without a shadow its place is taken by the loss itself, which nobody reads.
+        fp32 = loss if self.shadow is None else self.shadow.run(index, self.metrics)
+        found_inf = self.metrics.get("found_inf", torch.zeros_like(loss))
+        scalars = [loss, fp32, found_inf, *self.scales.values()]
+        return self._record(step, list(self.scales), scalars, self.probe, self.shadow)
 
     def _record(
         self,

@@ -4,16 +4,21 @@ On a CPU a replayed step is bit-equal to the recorded one; on a GPU some kernels
 order, so whoever replays compares the losses and says whether they are the same.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves
 
-from mprun.build import Built
 from mprun.numerics.post_mortem import StepRow
 from mprun.precision.random_states import random_states, restore_random_states
+
+if TYPE_CHECKING:
+    from mprun.build import Built
 
 
 class Steps:

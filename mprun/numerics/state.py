@@ -4,15 +4,25 @@ In a task with several learners the learner's name comes first, "generator.layer
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from mprun.precision import MixedPrecisionOptimizer
 from mprun.precision.update import largest
-from mprun.tasks import TrainState
 
 
-def named_learners(task) -> Iterator[tuple[str, TrainState]]:
+class Learner(Protocol):
+    """What is asked of a task's learner (`mprun.tasks.TrainState`)."""
+
+    @property
+    def model(self) -> nn.Module: ...
+    @property
+    def optimizer(self) -> MixedPrecisionOptimizer: ...
+
+
+def named_learners(task) -> Iterator[tuple[str, Learner]]:
     """(what names of its modules begin with, learner)."""
     for name, learner in task.learners.items():
         yield f"{name}." if len(task.learners) > 1 else "", learner

@@ -53,11 +53,14 @@ class MetricsFile:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """All records of a metrics.jsonl; a torn last line is left out, damage elsewhere raises."""
     lines = enumerate(complete_lines(path.read_bytes()), start=1)
-    records = [parsed_json(path, number, line) for number, line in lines if line]
-    return [
-        {k: NON_FINITE.get(v, v) if isinstance(v, str) else v for k, v in record.items()}
-        for record in records
-    ]
+    found = []
+    for number, record in ((n, parsed_json(path, n, line)) for n, line in lines if line):
+        if not isinstance(record, dict):
+            raise Damaged(f"{path}: line {number} is no record of a run")
+        found.append(
+            {k: NON_FINITE.get(v, v) if isinstance(v, str) else v for k, v in record.items()}
+        )
+    return found
 
 
 def truncate_metrics(path: Path, last_step: int, so_far: dict[str, Any] | None) -> None:
@@ -86,23 +89,38 @@ def truncate_metrics(path: Path, last_step: int, so_far: dict[str, Any] | None) 
 
 
 class TensorBoardView:
-    """Mirrors records as scalars `train/...` and `eval/...` in the run directory itself."""
+    """Mirrors records as scalars `train/...` and `eval/...` in the run directory itself.
+
+    Attributes:
+        writer: a SummaryWriter; None where TensorBoard is not installed: then nothing is shown.
+    """
 
     def __init__(self, directory: Path, purge_step: int | None = None):
-        # Here and not at the top: reading records must not need torch.
-        from torch.utils.tensorboard import SummaryWriter
-
+        self.writer: Any = None
+        try:
+            # Here and not at the top: reading records must not need torch.
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            return
         # After a resume, purge_step hides the points that will be written again.
         self.writer = SummaryWriter(str(directory), flush_secs=10, purge_step=purge_step)
 
     def write(self, record: dict[str, Any]) -> None:
         """Add the numbers of one record at its step; of an evaluation its metrics alone."""
+        if self.writer is None:
+            return
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
         left_out = {"split", "step", "epoch"}
         if record["split"] == "eval":
             left_out |= {"updates", "skipped", "seconds"}
-        for key, value in record.items():
-            if key not in left_out and isinstance(value, (int, float)):
-                self.writer.add_scalar(f"{record['split']}/{key}", value, record["step"])
+        values = [
+            Summary.Value(tag=f"{record['split']}/{key}", simple_value=value)
+            for key, value in record.items()
+            if key not in left_out and isinstance(value, (int, float))
+        ]
+        # In one event: one for each number would take several times as long.
+        self.writer.file_writer.add_summary(Summary(value=values), record["step"])
 
     def images(self, tag: str, images, step: int) -> None:
         """Add a grid of images, float [n, channels, height, width] in [0, 1]."""
@@ -121,10 +139,11 @@ class TensorBoardView:
             k: v if isinstance(v, (int, float, str, bool)) else str(v) for k, v in values.items()
         }
         for summary in hparams(plain, dict.fromkeys(tags)):
-            self.writer.file_writer.add_summary(summary)  # type: ignore[attr-defined]  # says None
+            self.writer.file_writer.add_summary(summary)
 
     def close(self) -> None:
-        self.writer.close()
+        if self.writer is not None:
+            self.writer.close()
 
 
 def _line(record: dict[str, Any]) -> str:

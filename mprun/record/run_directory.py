@@ -122,6 +122,7 @@ class RunRecord(TypedDict, total=False):
     seconds: float
     execution: dict[str, str | float]  # `StepRunner.description`
     data_before_repair: list[str]
+    ranks: dict[str, Any] | None
 
 
 def run_name(
@@ -155,7 +156,7 @@ def run_name(
         # What is swept stays readable; a hash stands for all the rest.
         kept = [text for (key, _), text in zip(pairs, texts, strict=True) if key in swept]
         name = _joined([choices["precision"], *kept, *ends, _short_hash(name)])
-    return _path_safe(folder), _path_safe(name)
+    return path_safe(folder), path_safe(name)
 
 
 def claim(parent: Path, name: str) -> Path:
@@ -388,7 +389,8 @@ def _told_apart(text: str) -> str:
     return safe if safe == text else f"{safe}-{_short_hash(text)}"
 
 
-def _path_safe(text: str) -> str:
+def path_safe(text: str) -> str:
+    """`text` as a part of a path: other characters are underscores, a long end is a hash."""
     safe = _only_safe(text) or "run"
     if len(safe) > _LONGEST:
         safe = f"{safe[: _LONGEST - 9]}-{_short_hash(text)}"
@@ -401,6 +403,28 @@ def _only_safe(text: str) -> str:
 
 def _short_hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+class Heartbeat:
+    """Sets the time stamp of the run's lock file while the loop goes on.
+
+    From the loop itself and not from a thread: a step that hangs must show. Costs one reading of
+    the clock a step, one system call every `seconds`.
+    """
+
+    def __init__(self, directory: Path, seconds: float = 2.0):
+        self.path, self.seconds = directory / ".lock", seconds
+        self.last = -seconds
+
+    def beat(self) -> None:
+        """Note that the loop has come this far."""
+        now = time.monotonic()
+        if now - self.last < self.seconds:
+            return
+        self.last = now
+        # A disk that fails for good shows where something is written.
+        with suppress(OSError):
+            self.path.touch()
 
 
 class Pulse:

@@ -3,7 +3,6 @@
 import torch
 from torch.utils.tensorboard import SummaryWriter
 
-from mprun.config.schema import NumericsConfig
 from mprun.numerics.probing import Probing
 
 SMALL = {
@@ -38,8 +37,8 @@ def watched_steps(built, directory, steps, every=0, shadow_every=0, patterns=())
     writer = SummaryWriter(str(directory)) if every else None
     probing = None
     if every:
-        numerics = NumericsConfig(every=every, modules=list(patterns), shadow_every=shadow_every)
-        probing = Probing(built.task, directory, writer, numerics)
+        asked = {"every": every, "shadow_every": shadow_every, "modules": patterns}
+        probing = Probing(built.task, directory, writer, **asked)
     for index in range(steps):
 
         def take(index=index):

@@ -61,7 +61,7 @@ class SmallTask:
             ),
             self.scale,
         )
-        self.learners = {"model": TrainState(cast, optimizer, ConvNet)}
+        self.learners = {"model": TrainState(cast, optimizer)}
         self.forced_fp32 = forced_fp32
         self.inputs = torch.randn(BATCH, CHANNELS, SIZE, SIZE)
         self.labels = torch.arange(BATCH)

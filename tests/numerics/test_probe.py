@@ -159,7 +159,7 @@ def classifier(inplace: bool) -> Classification:
         cast, lambda named: torch.optim.SGD([p for _, p in named], 0.1), scale
     )
     arithmetic = ForwardContext(policy, torch.device("cpu"))
-    learner = TrainState(cast, optimizer, lambda: model)
+    learner = TrainState(cast, optimizer)
     return Classification(learner, Blobs(), policy, arithmetic, scale)
 
 
@@ -259,10 +259,10 @@ def test_a_larger_loss_scale_shifts_gradients_and_nothing_else(build_run):
 
 def test_a_skipped_step_says_so(build_run, tmp_path):
     overrides = [*SMALL["conv_autoencoder"], "precision=fp16_master_scaled", "scaler=static"]
-    built = build_run(*overrides, "scaler.scale=1073741824")
+    built = build_run(*overrides, "scaler.scale=536870912")
     watched_steps(built, tmp_path, 1, every=1)
     [record] = read_probes(tmp_path)
-    assert record.skipped and record.log2_loss_scale == {"loss_scale": 30.0}
+    assert record.skipped and record.log2_loss_scale == {"loss_scale": 29.0}
     own = record.learners["model"]
     assert own.loss_scales == ("loss_scale",)
     assert own.total("weight_gradients").counts.inf > 0
@@ -297,14 +297,15 @@ def test_no_hook_is_left_and_none_exists_between_probes(build_run, tmp_path):
     handle = built.task.g.model.register_forward_pre_hook(lambda *_: seen.append(len(hooks())))
     watched_steps(built, tmp_path, 4, every=3, shadow_every=3)
     handle.remove()
-    assert seen[:2] == [0, 0] and seen[2] > 0 and seen[3:] == [0]
+    # The shadow's copy of the model calls the hook of this test once more.
+    assert seen[:2] == [0, 0] and seen[2] > 0 and seen[3:] == [0, 0]
     assert hooks() == []
 
 
 def test_hooks_go_when_a_step_fails(build_run):
     task = build_run(*SMALL["conv_autoencoder"]).task
     chosen = chosen_modules(task.learners, [])
-    with pytest.raises(ValueError, match="index"), Probe(task, chosen):
+    with pytest.raises(ValueError, match="index|negative"), Probe(task, chosen):
         task.train_step(-1)
     assert not any(module._forward_hooks for module in task.learner.model.modules())
 
