@@ -1,3 +1,52 @@
-"""mprun: what lower precision does to a training run, compared with FP32."""
+"""mprun: what lower precision does to a training run, compared with FP32.
+
+In a script of one's own:
+
+    model, optimizer = mprun.prepare(model, optimizer, precision="amp")
+    with mprun.Run("outputs/mine", optimizer, config=vars(args), seed=0) as run: ...
+    mprun.probe(step, optimizer)                 # exponents of every tensor of a step
+    mprun.explain(step, optimizer)               # the operation that makes the first NaN
+
+Of what was recorded:
+
+    mprun.load("outputs/lstm_lm-docs_words")     # recorded runs: configuration, metrics, probes
+    mprun.compare("outputs/lstm_lm-docs_words")  # a verdict per precision mode, as the command
+
+All are imported when they are asked for; the last two import no torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from mprun.compare import compare as compare
+    from mprun.compare.notebook import load as load
+    from mprun.numerics.of_script import explain as explain
+    from mprun.numerics.of_script import probe as probe
+    from mprun.precision import prepare as prepare
+    from mprun.training.script_run import Diverged as Diverged
+    from mprun.training.script_run import Run as Run
+
+# Name -> where it is defined; `mprun.compare` is a package that can be called.
+_PUBLIC = {
+    "prepare": "mprun.precision",
+    "Run": "mprun.training.script_run",
+    "Diverged": "mprun.training.script_run",
+    "probe": "mprun.numerics.of_script",
+    "explain": "mprun.numerics.of_script",
+    "load": "mprun.compare.notebook",
+    "compare": "mprun.compare",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = import_module(_PUBLIC[name])
+    return module if module.__name__ == f"{__name__}.{name}" else getattr(module, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PUBLIC})

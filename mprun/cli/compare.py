@@ -6,18 +6,13 @@ import re
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 
-from mprun import __version__
 from mprun.cli.arguments import Arguments
-from mprun.compare.equivalence import ALPHA, checked_looks, nominal_alpha
-from mprun.compare.findings import Comparison, Group, RunData
-from mprun.compare.grouping import group_runs
-from mprun.compare.load import load_runs
+from mprun.compare import checked_margin, compare, planned_looks
+from mprun.compare.findings import Comparison
 from mprun.compare.paper import paper_markdown, paper_rows
 from mprun.compare.text import console, markdown, results
-from mprun.compare.verdict import assess
 from mprun.errors import DIVERGED, DONE, BadInput
 
 _WHAT = """\
@@ -52,13 +47,20 @@ _FLAGS = {
     "--paired": "runs of --tag are listed in the order of the same seeds in every label",
 }
 
+# What `mprun.compare.compare` takes by the same name.
+_JUDGING = (
+    *("baseline", "allow", "metric", "margin", "looks", "tag", "step"),
+    *("higher_is_better", "lower_is_better", "absolute", "paired"),
+)
+
 
 def main(words: list[str]) -> int:
     """Entry point of the verb; returns the exit code."""
     options = parse(words)
-    comparison = compare(options)
+    comparison = compare(options.paths, **{name: getattr(options, name) for name in _JUDGING})
     beside = _beside(options)
-    report = None if options.no_report else _write(comparison, options, beside / "compare")
+    folder = options.out or beside / "compare"
+    report = None if options.no_report else comparison.write(folder, paper=options.paper)
     if options.tensorboard:
         from mprun.compare.tensorboard_summary import write_summaries
 
@@ -87,7 +89,7 @@ def parse(words: Sequence[str]) -> Namespace:
     add("--metric", metavar="NAME", help="another metric of the evaluation than compare.metric")
     what = "another margin than compare.margin: relative (0.01 = 1 %%) for losses and distances, "
     what += "percentage points for top1 and top5 (the report says so)"
-    add("--margin", type=_margin, metavar="X", help=what)
+    add("--margin", type=checked_margin, metavar="X", help=what)
     what = "verdicts at these numbers of seeds, with an error rate of 5 %% (normal noise) over all"
     what += " looks"
     add("--looks", type=_looks, default=[], metavar="3,5,10", help=what)
@@ -103,127 +105,17 @@ def parse(words: Sequence[str]) -> Namespace:
     options = arguments.parse(list(words))
     if not options.paths:
         arguments.error("needs at least one PATH, e.g. outputs")
-    _check_belonging(options)
-    return options
-
-
-def _check_belonging(options: Namespace) -> None:
-    """BadInput for options that do not go together."""
     if options.json and options.markdown:
         raise BadInput("--json, --markdown: give one of the two")
-    foreign = {"higher_is_better", "lower_is_better", "paired", "step"}
-    for name in sorted(foreign if options.tag is None else ()):
-        if getattr(options, name):
-            flag = "--" + name.replace("_", "-")
-            raise BadInput(f"{flag}: only with --tag; a run of mprun knows its metrics and seeds")
-    if options.higher_is_better and options.lower_is_better:
-        raise BadInput("--higher-is-better, --lower-is-better: give one of the two")
-    for flag, given in (
-        ("--higher-is-better", options.higher_is_better),
-        ("--absolute", options.absolute),
-    ):
-        if given and options.margin is None:
-            raise BadInput(f"{flag}: needs --margin, in the unit of the metric")
-    if options.tag is not None and (options.baseline or options.allow or options.metric):
-        raise BadInput("--tag: foreign logs have no --baseline, --allow or --metric")
+    return options
 
 
 def _keys(text: str) -> tuple[str, ...]:
     return tuple(key for key in text.split(",") if key)
 
 
-def _margin(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = float("nan")
-    if not 0 < value < float("inf"):
-        raise BadInput(f"--margin {text}: must be a number above 0, e.g. 0.01 for 1 %")
-    return value
-
-
 def _looks(text: str) -> list[int]:
-    try:
-        return list(checked_looks([int(part) for part in text.split(",")]))
-    except ValueError:
-        raise BadInput(
-            f"--looks {text}: must be two or more numbers of seeds, ascending from 3, e.g. 3,5,10"
-        ) from None
-
-
-def compare(options: Namespace) -> Comparison:
-    """Read, group and judge; writes nothing. BadInput where nothing can be compared."""
-    if options.tag is None:
-        runs, notes = load_runs(options.paths, options.baseline)
-        protos, refused = group_runs(
-            runs,
-            allow=options.allow,
-            baseline_path=options.baseline,
-            judged_otherwise=options.metric is not None or options.margin is not None,
-        )
-    else:
-        from mprun.compare.external_logs import load_foreign, refuse_unknown_direction
-
-        if not (options.higher_is_better or options.lower_is_better):
-            refuse_unknown_direction(options.tag)
-        foreign = load_foreign(options.paths, options.tag, step=options.step, paired=options.paired)
-        protos, refused, runs, notes = [foreign], [], foreign.baseline.runs, []
-    if not protos:
-        raise BadInput(refused[0] if refused else f"{options.paths[0]}: no runs to compare")
-    groups = []
-    for proto in protos:
-        try:
-            group = assess(
-                proto,
-                metric=options.metric or options.tag,
-                margin=options.margin,
-                looks=options.looks,
-                higher_is_better=options.higher_is_better,
-                absolute=options.absolute,
-            )
-        except BadInput as error:  # of one group: the others are compared all the same
-            refused.append(f"{error} ({proto.title}: not compared)")
-        else:
-            groups.append(group)
-    if not groups:
-        raise BadInput(refused[-1].removesuffix(f" ({protos[-1].title}: not compared)"))
-    return Comparison(
-        groups=groups,
-        not_compared=refused,
-        notes=notes,
-        stamps=_stamps(options, runs) + _left_out(groups),
-        looks=options.looks,
-        alpha=nominal_alpha(tuple(options.looks)) if options.looks else ALPHA,
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
-        version=__version__,
-    )
-
-
-def _stamps(options: Namespace, runs: list[RunData]) -> list[str]:
-    """What the reader must know of how the comparison was asked for."""
-    stamps = []
-    if options.allow:
-        stamps.append(f"--allow {','.join(options.allow)}: runs that differ in more than precision")
-    for name, given in (("metric", options.metric), ("margin", options.margin)):
-        configured = {run.keys.get(f"compare.{name}") for run in runs} - {None}
-        if given is not None and configured - {given}:
-            before = ", ".join(str(value) for value in sorted(configured, key=str))
-            stamps.append(f"--{name} {given}: chosen after the runs, which say {before}")
-    if options.tag is not None:
-        told = "the default of 1 %" if options.margin is None else f"--margin {options.margin:g}"
-        stamps.append(f"foreign logs name no margin: {told} was taken when they were compared")
-    if options.baseline is not None:
-        stamps.append(f"--baseline {options.baseline}: chosen on the command line")
-    return stamps
-
-
-def _left_out(groups: Sequence[Group]) -> list[str]:
-    """What no verdict is on, each once, with the modes that it is left out of."""
-    found: dict[str, list[str]] = {}
-    for row in (row for group in groups for row in group.rows):
-        for line in row.verdict.left_out:
-            found.setdefault(line, []).append(row.arm.label)
-    return [f"LEFT OUT of {', '.join(modes)}: {line}" for line, modes in found.items()]
+    return planned_looks(text.split(","))
 
 
 def _beside(options: Namespace) -> Path:
@@ -241,46 +133,6 @@ def _beside(options: Namespace) -> Path:
         return common.relative_to(Path.cwd())
     except ValueError:
         return common
-
-
-def _write(comparison: Comparison, options: Namespace, beside: Path) -> Path:
-    """report.html, report.md, results.json and figures; BadInput for somebody else's folder."""
-    from mprun.compare.report import write_report
-
-    folder = options.out or beside
-    if folder.exists() and not folder.is_dir():
-        raise BadInput(f"--out {folder}: must be a folder")
-    earlier = _earlier_figures(folder)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise BadInput(f"--out {folder}: cannot be made ({error.strerror})") from None
-    for name in earlier:  # perhaps of other groups
-        (folder / name).unlink(missing_ok=True)
-    paper = paper_rows(comparison) if options.paper else []
-    report = write_report(comparison, folder, paper)
-    text = "\n".join([markdown(comparison), *([paper_markdown(paper)] if options.paper else [])])
-    (folder / "report.md").write_text(text + "\n", encoding="utf-8")
-    figures = sorted(path.name for path in folder.glob("*.png"))
-    found = json.dumps(results(comparison) | {"figures": figures}, indent=1, allow_nan=False)
-    (folder / "results.json").write_text(found + "\n", encoding="utf-8")
-    return report
-
-
-def _earlier_figures(folder: Path) -> list[str]:
-    """Names of the figures of an earlier comparison in `folder`; BadInput if it is no such folder.
-
-    Nothing but what results.json lists is ever deleted.
-    """
-    if not folder.is_dir() or not any(folder.iterdir()):
-        return []
-    try:
-        content = json.loads((folder / "results.json").read_text(encoding="utf-8"))
-        if content["format"] == 1 and (folder / "report.html").is_file():
-            return [name for name in content["figures"] if Path(name).name == name]
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
-    raise BadInput(f"--out {folder}: holds other files; choose an empty or a new folder")
 
 
 def _all_match(comparison: Comparison) -> bool:

@@ -6,5 +6,230 @@ load (run.json, metrics.jsonl) or log_formats and external_logs (what other tool
 -> text (console, report.md, results.json), report (report.html and its figures), paper,
    tensorboard_summary.
 
-`findings` holds the plain data that travels between them.
+`findings` holds the plain data that travels between them; `notebook` is what a program gets.
+
+`compare` is the way through all of them, for the command and for programs. The package itself is
+callable, so that `mprun.compare(paths)` is this function however the package was imported.
 """
+
+import inspect
+import sys
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from mprun import __version__
+from mprun.errors import BadInput, needing
+
+if TYPE_CHECKING:
+    from mprun.compare.findings import Group, RunData
+    from mprun.compare.notebook import ComparedRuns
+
+
+def compare(
+    paths: str | Path | Sequence[str | Path],
+    *,
+    baseline: str | Path | None = None,
+    allow: str | Sequence[str] = (),
+    metric: str | None = None,
+    margin: float | None = None,
+    looks: Sequence[int] = (),
+    tag: str | None = None,
+    step: str | None = None,
+    higher_is_better: bool = False,
+    lower_is_better: bool = False,
+    absolute: bool = False,
+    paired: bool = False,
+) -> "ComparedRuns":
+    """Whether each precision mode matches FP32: what `mprun compare` judges, as an object.
+
+    Reads, groups and judges; writes nothing. In a notebook the result shows itself.
+
+    Args:
+        paths: Run directories, or folders that hold runs (searched to any depth); with `tag`
+            "LABEL=PATH[,PATH...]" for each label, as on the command line.
+        baseline: The runs below this path are the baseline (None: precision=fp32, scaler=none).
+        allow: Keys in which runs may differ from the baseline all the same.
+        metric: Another metric of the evaluation than the runs' compare.metric.
+        margin: Another margin than the runs' compare.margin: relative (0.01 = 1 %) for losses and
+            distances, percentage points for top1 and top5.
+        looks: Verdicts at these numbers of seeds, ascending from 3.
+        tag: Compare this scalar of other tools' logs.
+        step: With `tag`: the column that counts the steps.
+        higher_is_better: With `tag` and `margin`: it is an accuracy or a score.
+        lower_is_better: With `tag`: it is none.
+        absolute: The margin is in the metric's own unit, not relative to the baseline.
+        paired: With `tag`: the runs of every label stand in the order of the same seeds.
+
+    Returns:
+        The comparison: `verdicts`, `to_dict()`, `write(folder)`.
+
+    Raises:
+        BadInput: Nothing can be compared, or options do not go together; options are named as on
+            the command line.
+        Damaged: A record cannot be read.
+        MissingExtra: A package of `pip install 'mprun[notebook]'` is not installed.
+    """
+    with needing("notebook"):  # here and not at the top: who reads one run needs no statistics
+        from mprun.compare.equivalence import ALPHA, nominal_alpha
+        from mprun.compare.grouping import group_runs
+        from mprun.compare.load import load_runs
+        from mprun.compare.notebook import ComparedRuns
+        from mprun.compare.verdict import assess
+
+    places = [str(path) for path in _several(paths)]
+    if not places:
+        raise BadInput("compare: needs at least one PATH, e.g. outputs")
+    asked: dict[str, Any] = {
+        "--baseline": None if baseline is None else Path(baseline),
+        "--allow": tuple(map(str, _several(allow))),
+        "--metric": metric,
+        "--margin": None if margin is None else checked_margin(margin),
+        "--tag": tag,
+    }
+    _check_belonging(
+        asked,
+        of_logs={
+            "--higher-is-better": higher_is_better,
+            "--lower-is-better": lower_is_better,
+            "--paired": paired,
+            "--step": step,
+        },
+        needing_margin={"--higher-is-better": higher_is_better, "--absolute": absolute},
+    )
+    plan = planned_looks(looks) if looks else []
+    if tag is None:
+        runs, notes = load_runs(places, asked["--baseline"])
+        protos, refused = group_runs(
+            runs,
+            allow=asked["--allow"],
+            baseline_path=asked["--baseline"],
+            judged_otherwise=metric is not None or margin is not None,
+        )
+    else:
+        from mprun.compare.external_logs import load_foreign, refuse_unknown_direction
+
+        if not (higher_is_better or lower_is_better):
+            refuse_unknown_direction(tag)
+        foreign = load_foreign(places, tag, step=step, paired=paired)
+        protos, refused, runs, notes = [foreign], [], foreign.baseline.runs, []
+    if not protos:
+        raise BadInput(refused[0] if refused else f"{places[0]}: no runs to compare")
+    groups = []
+    for proto in protos:
+        try:
+            group = assess(
+                proto,
+                metric=metric or tag,
+                margin=asked["--margin"],
+                looks=plan,
+                higher_is_better=higher_is_better,
+                absolute=absolute,
+            )
+        except BadInput as error:  # of one group: the others are compared all the same
+            refused.append(f"{error} ({proto.title}: not compared)")
+        else:
+            groups.append(group)
+    if not groups:
+        raise BadInput(refused[-1].removesuffix(f" ({protos[-1].title}: not compared)"))
+    return ComparedRuns(
+        groups=groups,
+        not_compared=refused,
+        notes=notes,
+        stamps=_stamps(asked, runs) + _left_out(groups),
+        looks=plan,
+        alpha=nominal_alpha(tuple(plan)) if plan else ALPHA,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        version=__version__,
+    )
+
+
+def _several(given: Any) -> list[Any]:
+    return [given] if isinstance(given, (str, Path)) else list(given)
+
+
+def _check_belonging(
+    asked: dict[str, Any], of_logs: dict[str, Any], needing_margin: dict[str, bool]
+) -> None:
+    """BadInput for options that do not go together.
+
+    of_logs: options that only other tools' logs have. needing_margin: those that say something
+    about a margin.
+    """
+    foreign = asked["--tag"] is not None
+    for flag in (flag for flag, given in of_logs.items() if given and not foreign):
+        raise BadInput(f"{flag}: only with --tag; a run of mprun knows its metrics and seeds")
+    if of_logs["--higher-is-better"] and of_logs["--lower-is-better"]:
+        raise BadInput("--higher-is-better, --lower-is-better: give one of the two")
+    for flag in (flag for flag, given in needing_margin.items() if given):
+        if asked["--margin"] is None:
+            raise BadInput(f"{flag}: needs --margin, in the unit of the metric")
+    if foreign and (asked["--baseline"] or asked["--allow"] or asked["--metric"]):
+        raise BadInput("--tag: foreign logs have no --baseline, --allow or --metric")
+
+
+def checked_margin(given: str | float) -> float:
+    """A margin; BadInput unless it is a number above 0."""
+    try:
+        value = float(given)
+    except ValueError:
+        value = float("nan")
+    if not 0 < value < float("inf"):
+        raise BadInput(f"--margin {given}: must be a number above 0, e.g. 0.01 for 1 %")
+    return value
+
+
+def planned_looks(given: Iterable[str | int]) -> list[int]:
+    """Numbers of seeds at which verdicts are planned; BadInput for what is no such plan."""
+    from mprun.compare.equivalence import checked_looks
+
+    given = list(given)
+    try:
+        return list(checked_looks([int(part) for part in given]))
+    except ValueError:
+        raise BadInput(
+            f"--looks {','.join(map(str, given))}: must be two or more numbers of seeds, ascending "
+            "from 3, e.g. 3,5,10"
+        ) from None
+
+
+def _stamps(asked: dict[str, Any], runs: "list[RunData]") -> list[str]:
+    """What the reader must know of how the comparison was asked for."""
+    stamps = []
+    if asked["--allow"]:
+        keys = ",".join(asked["--allow"])
+        stamps.append(f"--allow {keys}: runs that differ in more than precision")
+    for flag in ("--metric", "--margin"):
+        given = asked[flag]
+        configured = {run.keys.get(f"compare.{flag[2:]}") for run in runs} - {None}
+        if given is not None and configured - {given}:
+            before = ", ".join(str(value) for value in sorted(configured, key=str))
+            stamps.append(f"{flag} {given}: chosen after the runs, which say {before}")
+    if asked["--tag"] is not None:
+        margin = asked["--margin"]
+        told = "the default of 1 %" if margin is None else f"--margin {margin:g}"
+        stamps.append(f"foreign logs name no margin: {told} was taken when they were compared")
+    if asked["--baseline"] is not None:
+        stamps.append(f"--baseline {asked['--baseline']}: chosen on the command line")
+    return stamps
+
+
+def _left_out(groups: "Sequence[Group]") -> list[str]:
+    """What no verdict is on, each once, with the modes that it is left out of."""
+    found: dict[str, list[str]] = {}
+    for row in (row for group in groups for row in group.rows):
+        for line in row.verdict.left_out:
+            found.setdefault(line, []).append(row.arm.label)
+    return [f"LEFT OUT of {', '.join(modes)}: {line}" for line, modes in found.items()]
+
+
+class _CallablePackage(ModuleType):
+    """Python makes a package an attribute of its parent, in whose place no function can stay."""
+
+    __call__ = staticmethod(compare)
+
+
+__signature__ = inspect.signature(compare)  # what help and completion show for the call
+sys.modules[__name__].__class__ = _CallablePackage

@@ -31,6 +31,7 @@ _FP32: dict[str, Any] = {f"precision.{key}": "fp32" for key in _DTYPES} | {
     "precision.autocast_dtype": None,
     "precision.fp32_math": "ieee",
     "precision.overrides": {},
+    "precision.reduce_dtype": None,
 }
 _NOT_RECORDED = "(not recorded)"
 _MOST_KEYS_SHOWN = 5

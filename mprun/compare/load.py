@@ -12,14 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from mprun.compare.findings import OUTCOMES, Arm, RunData
-from mprun.config.roles import flat
+from mprun.config.roles import ADDED_LATER, flat
 from mprun.errors import BadInput, Damaged
 from mprun.numerics.post_mortem import read_post_mortem
 from mprun.record.metrics_columns import read_columns
 from mprun.record.run_directory import read_record
 
-# Keys that runs of earlier versions do not have, with their defaults.
-_ADDED_LATER = {"train.compile": "off", "train.channels_last": "auto", "train.autotune": "auto"}
 # What has the same name in run.json, and in the columns of metrics.jsonl.
 _RECORDED = ("seed", "status", "choices", "config_hash", "created")
 _MEASURED = (
@@ -54,7 +52,7 @@ def load_runs(
             found.setdefault(directory.resolve(), directory)
     runs, notes = [], []
     for directory in found.values():
-        record = _read_record(directory)
+        record = read_run_record(directory)
         if record.get("measured_for") == "advise":
             notes.append(f"{directory}: left out, measured by mprun advise")
         elif "config" in record:
@@ -153,7 +151,7 @@ def load_run(directory: Path, record: dict[str, Any]) -> RunData:
             last_step=record.get("last_step", columns.last_step),
             skipped=record.get("skipped", columns.skipped),
             scale_range=columns.scale_range if has_scale else None,
-            keys=_ADDED_LATER | flat(record["config"]) | _data_keys(record),
+            keys=ADDED_LATER | flat(record["config"]) | _data_keys(record),
             usual_scaler=precision.get("usual_scaler"),
             sample=record.get("sample", "sample"),
             samples_per_s=record.get("throughput", {}).get("samples_per_s"),
@@ -201,7 +199,8 @@ def first_with_outcome(runs: Iterable[RunData], same, what: str) -> tuple[list[R
     return kept, notes
 
 
-def _read_record(directory: Path) -> dict[str, Any]:
+def read_run_record(directory: Path) -> dict[str, Any]:
+    """The content of run.json; BadInput where it cannot be read, Damaged where it is no record."""
     try:
         return read_record(directory)
     except OSError as error:

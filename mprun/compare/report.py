@@ -11,7 +11,6 @@ import hashlib
 import io
 import json
 import re
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,8 +24,9 @@ from mprun.compare.equivalence import ALPHA, FEWEST_SEEDS
 from mprun.compare.figures import group_figures
 from mprun.compare.findings import Comparison, Group, is_gan
 from mprun.compare.numerics import PREFIX, ProbedMode, probed_modes
-from mprun.compare.paper import HEADER, PaperRow
+from mprun.compare.paper import HEADER, PaperRow, paper_markdown, paper_rows
 from mprun.config.roles import flat
+from mprun.errors import BadInput
 from mprun.plots.panel import INK, MARKS, Style, inline_svg, settings, styles
 
 LIMIT = 1_000_000  # bytes of report.html
@@ -93,6 +93,55 @@ _TEMPLATES.globals |= {
 }
 
 
+def write_folder(comparison: Comparison, folder: Path, paper: bool = False) -> Path:
+    """Write report.html, report.md, results.json and the figures into `folder`.
+
+    Args:
+        comparison: What was found.
+        folder: Made if there is none; an earlier comparison in it is replaced.
+        paper: Add our result beside the paper's for the same model.
+
+    Returns:
+        The path of report.html.
+
+    Raises:
+        BadInput: The folder holds something else, or cannot be made.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise BadInput(f"--out {folder}: must be a folder")
+    earlier = _earlier_figures(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadInput(f"--out {folder}: cannot be made ({error.strerror})") from None
+    for name in earlier:  # perhaps of other groups
+        (folder / name).unlink(missing_ok=True)
+    rows = paper_rows(comparison) if paper else []
+    report = write_report(comparison, folder, rows)
+    words = "\n".join([text.markdown(comparison), *([paper_markdown(rows)] if paper else [])])
+    (folder / "report.md").write_text(words + "\n", encoding="utf-8")
+    figures = sorted(path.name for path in folder.glob("*.png"))
+    found = json.dumps(text.results(comparison) | {"figures": figures}, indent=1, allow_nan=False)
+    (folder / "results.json").write_text(found + "\n", encoding="utf-8")
+    return report
+
+
+def _earlier_figures(folder: Path) -> list[str]:
+    """Names of the figures of an earlier comparison in `folder`; BadInput if it is no such folder.
+
+    Nothing but what results.json lists is ever deleted.
+    """
+    if not folder.is_dir() or not any(folder.iterdir()):
+        return []
+    try:
+        content = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+        if content["format"] == 1 and (folder / "report.html").is_file():
+            return [name for name in content["figures"] if Path(name).name == name]
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    raise BadInput(f"--out {folder}: holds other files; choose an empty or a new folder")
+
+
 def write_report(comparison: Comparison, folder: Path, paper: Sequence[PaperRow] = ()) -> Path:
     """Write report.html and `<slug>-<figure>.png` into `folder`; return the page's path.
 
@@ -103,9 +152,7 @@ def write_report(comparison: Comparison, folder: Path, paper: Sequence[PaperRow]
     rows = [row for group in comparison.groups for row in group.every_row]
     looks = styles(row.arm.label for row in rows)
     report = _Report(comparison, looks, paper_html(paper), folder)
-    with settings(), warnings.catch_warnings():
-        # A label in a script that the PNG's font lacks; the page itself shows it.
-        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+    with settings():
         page = report.fitting_page()
     path = folder / "report.html"
     path.write_text(page, encoding="utf-8")

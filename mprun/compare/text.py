@@ -10,9 +10,8 @@ from dataclasses import asdict
 from typing import Any
 
 from mprun.compare.findings import Comparison, Group, Row, Verdict
+from mprun.config.metrics import ACCURACIES
 from mprun.record.console import columns, markdown_table
-
-_PERCENT_METRICS = ("top1", "top5")
 
 
 def value_text(value: float | None) -> str:
@@ -39,7 +38,7 @@ def unit(group: Group) -> str:
     if group.relative:
         return "%"
     own = not group.baseline.arm.foreign  # which tells whether it has points or fractions
-    return "points" if own and group.metric in _PERCENT_METRICS else ""
+    return "points" if own and group.metric in ACCURACIES else ""
 
 
 def scaled(group: Group, verdict: Verdict, value: float | None) -> float | None:
@@ -91,6 +90,12 @@ def interval(group: Group, verdict: Verdict) -> list[float | None]:
     """Difference, low and high as `scaled` gives them."""
     numbers = (verdict.difference, verdict.low, verdict.high)
     return [scaled(group, verdict, number) for number in numbers]
+
+
+def shown(group: Group, row: Row) -> dict[str, float | None]:
+    """difference, low, high and margin in the unit that people read, as `scaled` gives them."""
+    numbers = _fields(row.verdict, ("difference", "low", "high", "margin"))
+    return {name: scaled(group, row.verdict, number) for name, number in numbers.items()}
 
 
 def margin_text(group: Group) -> str:
@@ -299,9 +304,9 @@ def group_markdown(comparison: Comparison, group: Group) -> str:
     ]
     parts = [
         markdown_table(header, [[_plain(cell) for cell in row] for row in rows]),
-        _plain(_judged(comparison, group)),
+        _plain(judged(comparison, group)),
         "\n".join(sentences),
-        _list(_notes(group)),
+        _list(notes_of(group)),
     ]
     return "\n\n".join(part for part in parts if part)
 
@@ -316,9 +321,9 @@ def console(comparison: Comparison) -> str:
         said = [f"{row.arm.label}: {row.verdict.sentence}" for row in group.rows]
         means = {row.arm.label: mean_text(group, row).partition(" (")[2] for row in group.every_row}
         said += [f"{label}: mean over {seeds[:-1]}" for label, seeds in means.items() if seeds]
-        said += [f"note: {note}" for note in _notes(group)]
-        judged = _wrapped([_judged(comparison, group)])
-        parts.append(f"{group.title}{judged}\n\n{_aligned(group)}\n{_wrapped(said)}")
+        said += [f"note: {note}" for note in notes_of(group)]
+        how = _wrapped([judged(comparison, group)])
+        parts.append(f"{group.title}{how}\n\n{_aligned(group)}\n{_wrapped(said)}")
     if comparison.not_compared:
         parts.append("not compared:" + _wrapped(comparison.not_compared))
     if comparison.notes:
@@ -327,7 +332,8 @@ def console(comparison: Comparison) -> str:
     return "\n\n".join(parts) or "nothing was compared"
 
 
-def _judged(comparison: Comparison, group: Group) -> str:
+def judged(comparison: Comparison, group: Group) -> str:
+    """By what measure and margin, in a sentence."""
     text = f"Judged: {metric_name(group)}, "
     if group.baseline.arm.foreign:
         text += f"{'higher' if group.higher_is_better else 'lower'} is better, "
@@ -339,7 +345,7 @@ def _judged(comparison: Comparison, group: Group) -> str:
     return text
 
 
-def _notes(group: Group) -> list[str]:
+def notes_of(group: Group) -> list[str]:
     """Of every row, then of the group."""
     notes = [f"{row.arm.label}: {note}" for row in group.every_row for note in row.every_note]
     return notes + group.notes
@@ -429,9 +435,7 @@ def _group_results(group: Group) -> dict[str, Any]:
 def _row_results(group: Group, row: Row) -> dict[str, Any]:
     arm, verdict, measured = row.arm, None, ("skipped", "scale_range", "samples_per_s", "speedup")
     if row is not group.baseline:
-        numbers = _fields(row.verdict, ("difference", "low", "high", "margin"))
-        shown = {name: scaled(group, row.verdict, number) for name, number in numbers.items()}
-        verdict = {**asdict(row.verdict), "shown": {"unit": unit(group), **shown}}
+        verdict = {**asdict(row.verdict), "shown": {"unit": unit(group), **shown(group, row)}}
     return {
         **_fields(arm, ("label", "mode")),
         "scaler": arm.runs[0].scaler if arm.runs else None,

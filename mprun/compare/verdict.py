@@ -25,7 +25,7 @@ from mprun.compare.equivalence import FEWEST_SEEDS, Unit
 from mprun.compare.findings import Arm, Group, Outcome, Question, Row, RunData, Verdict, is_gan
 from mprun.compare.grouping import ProtoGroup
 from mprun.compare.load import post_mortems
-from mprun.config.check import ACCURACIES, default_margin
+from mprun.config.metrics import ACCURACIES, default_margin
 from mprun.errors import BadInput
 
 GAN_LOSSES = ("loss", "d_loss", "g_loss")
@@ -451,7 +451,8 @@ def _question(
     metric = metric or keys.get("compare.metric")
     if metric is None or (not foreign and "compare.window" not in keys):
         raise BadInput("compare.metric, compare.window: the runs differ in it; give --metric")
-    accuracy = higher_is_better if foreign else metric in ACCURACIES
+    of_script = keys.get("compare.higher_is_better")
+    accuracy = higher_is_better if foreign else of_script or metric in ACCURACIES
     if margin is None and keys.get("compare.metric") == metric:
         margin = keys.get("compare.margin")
     if margin is None:

@@ -15,8 +15,10 @@ white on black.
 import io
 import math
 import re
+import warnings
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from html import escape
 from typing import Any
@@ -145,9 +147,14 @@ class Drawing:
     values: dict[str, Any] | None = None  # what `live_values` gives; None: nothing to ask for
 
 
-def settings():
+@contextmanager
+def settings() -> Iterator[None]:
     """A context in which figures look the same whatever matplotlibrc says."""
-    return matplotlib.rc_context({**matplotlib.rcParamsDefault, "backend": "agg", **SETTINGS})
+    every = {**matplotlib.rcParamsDefault, "backend": "agg", **SETTINGS}
+    with matplotlib.rc_context(every), warnings.catch_warnings():
+        # A label in a script that the PNG's font lacks; a page itself shows it.
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+        yield
 
 
 def panel(title: str, height: float, entries: list | None = None, note: str = "", left=_LEFT):

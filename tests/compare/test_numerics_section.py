@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from mprun.cli.compare import compare, parse
+from mprun.compare import compare
 from mprun.compare.numerics import exponent_shares, numerics_figures, overflow, probed_modes
 from mprun.compare.report import LIMIT, numerics_html, write_report
 from mprun.numerics.exponent_shares import ExponentCounts, LostUpdates
@@ -213,7 +213,7 @@ def test_a_post_mortem_is_quoted_in_the_notes(tmp_path):
     write_post_mortem(folder, "loss is nan at step 40", 40, [row], "dynamic", kept)
     (tmp_path / "amp-s2" / "numerics").mkdir()
     (tmp_path / "amp-s2" / "numerics" / "post-mortem.json").write_text("[")
-    (amp,) = compare(parse([str(tmp_path)])).groups[0].rows
+    (amp,) = compare(tmp_path).groups[0].rows
     first, second = amp.notes[:2]
     assert first == f"seed 1: non-finite loss at an applied step; see mprun explain {folder}"
     assert second.startswith("seed 2: ") and "not a post-mortem" in second

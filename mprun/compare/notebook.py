@@ -1,0 +1,468 @@
+"""What a program or a notebook gets: recorded runs and a comparison, as frames and as tables.
+
+`mprun.load` and `mprun.compare` give these objects. Numbers come as pandas frames, or, where pandas
+is not installed, as columns of numpy arrays; in a notebook an object shows itself as a table. Of
+HTML nothing leads out of the page, every value is escaped, and colours are those of the notebook's
+theme, light or dark.
+"""
+
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import numpy as np
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from mprun.compare import text
+from mprun.compare.findings import Comparison, Group, Row
+from mprun.compare.load import read_run_record, run_directories
+from mprun.errors import BadInput, needing
+from mprun.numerics.probe_record import GRADIENT_KINDS, LearnerProbe, ProbeRecord, read_probes
+from mprun.record.metrics import read_metrics
+from mprun.record.run_directory import read_config
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+Part = Literal["train", "evals", "probes"]
+Columns = dict[str, np.ndarray]  # name -> [rows]: int64, float64, bool or object
+_FIGURES = ("intervals", "difference", "loss-steps")  # that a notebook shows
+_POINTS = 240  # of a curve
+_MOST_ROWS = 60  # of runs that are shown
+
+
+def load(path: str | Path) -> "RecordedRun | RecordedRuns":
+    """The record of a run, or of every run below a folder; imports no torch.
+
+    Args:
+        path: A run directory, or a folder that is searched to any depth.
+
+    Returns:
+        One run for a run directory, else all runs in the order of their names.
+
+    Raises:
+        BadInput: There is no run.
+        Damaged: The run.json of one is not a record.
+    """
+    path = Path(path)
+    runs = [RecordedRun(directory) for directory in run_directories(path)]
+    if not runs:
+        raise BadInput(f"{path}: no run there; give a run directory or a folder that holds runs")
+    return runs[0] if runs[0].path == path else RecordedRuns(runs)
+
+
+class RecordedRun:
+    """One run directory, read when it is asked for.
+
+    Attributes:
+        path: The run directory.
+        record: The content of run.json: status, versions, commit, device, flags, timings.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self.record: dict[str, Any] = read_run_record(self.path)
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The resolved configuration, nested; empty where none was recorded."""
+        if "config" in self.record:
+            return self.record["config"]
+        return read_config(self.path) if (self.path / "config.yaml").is_file() else {}
+
+    @property
+    def mode(self) -> str | None:
+        """The precision mode by name."""
+        return self.record.get("precision", {}).get("mode")
+
+    @property
+    def scaler(self) -> str | None:
+        """The loss scaler by name."""
+        return self.record.get("precision", {}).get("scaler")
+
+    @property
+    def seed(self) -> int | None:
+        return self.record.get("seed")
+
+    @property
+    def status(self) -> str | None:
+        """done, diverged, failed, preempted or running."""
+        return self.record.get("status")
+
+    @property
+    def cause(self) -> str | None:
+        """Why the run ended, where it is not done."""
+        return self.record.get("cause")
+
+    @property
+    def last_step(self) -> int:
+        """The last step that was recorded, from 1; 0 before the first."""
+        recorded: int | None = self.record.get("last_step")
+        if recorded is not None:
+            return recorded
+        return max((record.get("step", 0) for record in self._metrics), default=0)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Of the final evaluation, else of the newest one: "loss", "top1", "perplexity", ..."""
+        final = self.record.get("final")
+        if final is not None:
+            return {name: float(value) for name, value in final.items()}
+        columns = self.columns("evals")
+        names = [name for name in columns if name not in _NO_METRIC]
+        return {name: float(columns[name][-1]) for name in names}
+
+    @property
+    def train(self) -> "DataFrame":
+        """Every training record: step, updates, skipped, epoch, loss, loss_scale, ..."""
+        return _frame(self.columns("train"))
+
+    @property
+    def evals(self) -> "DataFrame":
+        """Every evaluation: step, updates and the task's metrics."""
+        return _frame(self.columns("evals"))
+
+    @property
+    def probes(self) -> "DataFrame":
+        """Every probe, a row for each tensor kind of a module at a step (numerics=on).
+
+        amax is the largest absolute value; underflow, subnormal and overflow are the parts (0 to
+        1) of the `nonzero` finite values that FP16 rounds to zero, below its normal range and to
+        infinity, as they were measured: gradients times 2^log2_loss_scale (the largest, where the
+        losses have several scales). lost_fp16 and lost_bf16 (of updates): parts of the updates
+        that round away in that format. cosine, norm_ratio and relative_error (of weight
+        gradients): against those of the FP32 shadow step.
+        """
+        return _frame(self.columns("probes"))
+
+    def columns(self, part: Part) -> Columns:
+        """What `train`, `evals` or `probes` hold, without pandas: name -> array [rows].
+
+        A number that a record lacks is NaN. Empty where nothing was recorded.
+        """
+        if part == "probes":
+            return _columns([row for probe in self._probes for row in _probe_rows(probe)])
+        split = {"train": "train", "evals": "eval"}.get(part)
+        if split is None:
+            raise BadInput(f"columns {part!r}: must be train, evals or probes")
+        records = [record for record in self._metrics if record.get("split") == split]
+        columns = _columns(records)
+        columns.pop("split", None)
+        return columns
+
+    @cached_property
+    def _metrics(self) -> list[dict[str, Any]]:
+        path = self.path / "metrics.jsonl"
+        return read_metrics(path) if path.exists() else []
+
+    @cached_property
+    def _probes(self) -> list[ProbeRecord]:
+        return read_probes(self.path)
+
+    @property
+    def _summary(self) -> dict[str, Any]:
+        """A row of the table of several runs."""
+        told = {name: getattr(self, name) for name in ("mode", "scaler", "seed", "status")}
+        ended = {"last_step": self.last_step, **self.metrics, "cause": self.cause}
+        return {"run": str(self.path), **told, **ended}
+
+    def __repr__(self) -> str:
+        found = self._summary
+        cells = _texts(found)
+        metrics = ", ".join(f"{name} {cells[name]}" for name in self.metrics)
+        line = f"<run {found['run']}: {self.mode}, seed {self.seed}, {self.status} at step "
+        return f"{line}{self.last_step}{metrics and f'; {metrics}'}>"
+
+    def _repr_html_(self) -> str:
+        found = {name: cell for name, cell in _texts(self._summary).items() if cell}
+        return _html(tables=[_table([found])])
+
+
+class RecordedRuns(Sequence[RecordedRun]):
+    """Several runs: a sequence, whose frames have the columns run, mode and seed in front."""
+
+    def __init__(self, runs: Sequence[RecordedRun]):
+        self._runs = list(runs)
+
+    @overload
+    def __getitem__(self, index: int) -> RecordedRun: ...
+    @overload
+    def __getitem__(self, index: slice) -> "RecordedRuns": ...
+    def __getitem__(self, index):
+        found = self._runs[index]
+        return RecordedRuns(found) if isinstance(index, slice) else found
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    def __iter__(self) -> Iterator[RecordedRun]:
+        return iter(self._runs)
+
+    @property
+    def table(self) -> "DataFrame":
+        """A row a run: path, mode, scaler, seed, status, last step, metrics, cause."""
+        return _frame(_columns([run._summary for run in self]))
+
+    @property
+    def train(self) -> "DataFrame":
+        """`RecordedRun.train` of all runs, one below the other."""
+        return _frame(self.columns("train"))
+
+    @property
+    def evals(self) -> "DataFrame":
+        """`RecordedRun.evals` of all runs, one below the other."""
+        return _frame(self.columns("evals"))
+
+    @property
+    def probes(self) -> "DataFrame":
+        """`RecordedRun.probes` of all runs, one below the other."""
+        return _frame(self.columns("probes"))
+
+    def columns(self, part: Part) -> Columns:
+        """As `RecordedRun.columns`, with run, mode and seed in front."""
+        parts: list[tuple[dict[str, Any], int]] = []
+        for run in self:
+            own: dict[str, Any] = {
+                name: column.tolist() for name, column in run.columns(part).items()
+            }
+            count = len(next(iter(own.values()), ()))
+            head = {"run": str(run.path), "mode": run.mode, "seed": run.seed}
+            parts.append(({name: [value] * count for name, value in head.items()} | own, count))
+        names = dict.fromkeys(name for own, count in parts if count for name in own)
+        return {
+            name: _column(
+                [value for own, count in parts for value in own.get(name, [None] * count)]
+            )
+            for name in names
+        }
+
+    def __repr__(self) -> str:
+        header, *rows = _table([_texts(run._summary) for run in self._runs[:_MOST_ROWS]])
+        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+        lines = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in (header, *rows)]
+        return "\n".join([*lines, *self._more()])
+
+    def _repr_html_(self) -> str:
+        table = _table([_texts(run._summary) for run in self._runs[:_MOST_ROWS]])
+        return _html(tables=[table], lines=self._more())
+
+    def _more(self) -> list[str]:
+        rest = len(self) - _MOST_ROWS
+        return [f"... {rest} more runs"] if rest > 0 else []
+
+
+class ComparedRuns(Comparison):
+    """The comparison that `mprun compare` prints and writes, as an object."""
+
+    __slots__ = ()
+
+    @property
+    def verdicts(self) -> "DataFrame":
+        """The numbers of the printed table: a row for each mode of each group, baselines first.
+
+        difference, low, high and margin are in `unit`: "%" of the baseline's mean, "points", or
+        "" for the metric's own; positive is worse. speedup, memory_ratio and saved_ratio are over
+        the baseline's; `emulated` says that speed and peak memory are the emulation's.
+        """
+        return _frame(self.columns())
+
+    def columns(self) -> Columns:
+        """What `verdicts` holds, without pandas: name -> array [rows]."""
+        return _columns(
+            [_verdict_row(group, row) for group in self.groups for row in group.every_row]
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The content of results.json (`mprun compare --json`), in JSON's own types."""
+        return text.results(self)
+
+    def write(self, folder: str | Path, *, paper: bool = False) -> Path:
+        """Write report.html, report.md, results.json and figures, as `mprun compare` does.
+
+        Args:
+            folder: Made if there is none; an earlier comparison in it is replaced.
+            paper: Add our result beside the paper's for the same model.
+
+        Returns:
+            The path of report.html.
+
+        Raises:
+            BadInput: The folder holds something else, or cannot be made.
+            MissingExtra: matplotlib, Pillow or Jinja is not installed.
+        """
+        with needing("notebook"):
+            from mprun.compare.report import write_folder
+        return write_folder(self, Path(folder), paper)
+
+    def __repr__(self) -> str:
+        return text.console(self)
+
+    def _repr_html_(self) -> str:
+        shown = [
+            {
+                "title": group.title,
+                "judged": text.judged(self, group),
+                "table": text.table(group, {"mean": group.metric, "kept for backward": ""}),
+                "sentences": {row.arm.label: row.verdict.sentence for row in group.rows},
+                "notes": text.notes_of(group),
+                "figures": [],
+            }
+            for group in self.groups
+        ]
+        try:
+            for group, found in zip(self.groups, shown, strict=True):
+                found["figures"] = _figures(group)
+        except ModuleNotFoundError:  # without matplotlib a table tells as much
+            pass
+        lines = [*(f"not compared: {line}" for line in self.not_compared), *self.notes]
+        return _html(groups=shown, stamps=self.stamps, lines=lines)
+
+
+def _verdict_row(group: Group, row: Row) -> dict[str, Any]:
+    own, verdict = row is group.baseline, row.verdict
+    low, high = row.scale_range or (None, None)
+    return {
+        "group": group.title,
+        "mode": row.arm.label,
+        "verdict": "baseline" if own else verdict.name,
+        "metric": group.metric,
+        "mean": row.mean,
+        **(
+            dict.fromkeys(("difference", "low", "high", "margin"))
+            if own
+            else text.shown(group, row)
+        ),
+        "unit": text.unit(group),
+        "level": None if own else verdict.level,
+        "method": None if own else verdict.method,
+        "runs": len(verdict.seeds or row.outcomes),
+        "diverged": sum(outcome.diverged is not None for outcome in row.outcomes),
+        "skipped": row.skipped,
+        "lowest_scale": low,
+        "highest_scale": high,
+        "samples_per_s": row.samples_per_s,
+        "speedup": row.speedup,
+        "peak_bytes": row.peak_bytes,
+        "memory_ratio": row.memory_ratio,
+        "saved_ratio": row.saved_ratio,
+        "emulated": row.emulated,
+        "sentence": "" if own else verdict.sentence,
+    }
+
+
+def _figures(group: Group) -> list[Markup]:
+    """The figures that decide, as SVG whose ids no other output of a notebook has."""
+    from mprun.compare.figures import group_figures
+    from mprun.plots.panel import inline_svg, settings, styles
+
+    looks = styles(row.arm.label for row in group.every_row)
+    paths = "\n".join(run.path for run in group.every_run)
+    prefix = f"mprun-{hashlib.sha256(paths.encode()).hexdigest()[:8]}-{group.slug}"
+    with settings():
+        return [
+            Markup(inline_svg(drawing.figure, f"{prefix}-{drawing.name}", drawing.label))
+            for drawing in group_figures(group, looks, _POINTS)
+            if drawing.name in _FIGURES
+        ]
+
+
+# Of an evaluation's record: what is no metric.
+_NO_METRIC = ("split", "step", "updates", "skipped", "epoch", "seconds")
+
+
+def _probe_rows(probe: ProbeRecord) -> Iterator[dict[str, Any]]:
+    for name, learner in probe.learners.items():
+        scales = [probe.log2_loss_scale[scale] for scale in learner.loss_scales]
+        head = {"step": probe.step, "skipped": probe.skipped, "learner": name}
+        for kind, module in _measured(learner):
+            scaled = kind in GRADIENT_KINDS and scales
+            scale = {"log2_loss_scale": max(scales) if scaled else None}
+            yield {**head, "kind": kind, "module": module, **scale, **_stats(learner, kind, module)}
+
+
+def _measured(learner: LearnerProbe) -> list[tuple[str, str]]:
+    """(kind, module) of all that was measured, a shadow step's weight gradients included."""
+    found = [(kind, module) for kind, modules in learner.tensors.items() for module in modules]
+    found += [("updates", module) for module in learner.lost_updates]
+    found += [("weight_gradients", module) for module in learner.shadow or ()]
+    return list(dict.fromkeys(found))
+
+
+def _stats(learner: LearnerProbe, kind: str, module: str) -> dict[str, Any]:
+    row: dict[str, Any] = {}
+    stats = learner.tensors.get(kind, {}).get(module)
+    if stats is not None:
+        counts = stats.counts
+        row |= {"dtype": stats.dtype, "stride": stats.stride, "amax": stats.amax}
+        row |= {"values": counts.total, "nonzero": counts.nonzero}
+        row |= {"inf": counts.inf, "nan": counts.nan, **counts.shares()._asdict()}
+    if kind == "updates" and module in learner.lost_updates:
+        lost = learner.lost_updates[module]
+        row |= {"lost_fp16": lost.share("fp16"), "lost_bf16": lost.share("bf16")}
+    if kind == "weight_gradients" and learner.shadow and module in learner.shadow:
+        agreement = learner.shadow[module]
+        names = ("cosine", "norm_ratio", "relative_error")
+        row |= {name: getattr(agreement, name) for name in names}
+    return row
+
+
+def _columns(rows: Sequence[dict[str, Any]]) -> Columns:
+    """Records as columns, in the order in which their keys appear."""
+    names = dict.fromkeys(key for row in rows for key in row)
+    return {name: _column([row.get(name) for row in rows]) for name in names}
+
+
+def _column(values: list[Any]) -> np.ndarray:
+    """bool or int64 where every value is one, float64 (None is NaN) for numbers, else object."""
+    kinds = set(map(type, values))
+    if kinds == {bool} or kinds == {int}:
+        return np.array(values)
+    if kinds <= {int, float, type(None)} and kinds != {type(None)}:
+        return np.array(values, dtype=np.float64)
+    found = np.empty(len(values), dtype=object)
+    found[:] = values
+    return found
+
+
+def _frame(columns: Columns) -> "DataFrame":
+    """The columns as a pandas frame; MissingExtra, which names the extra, without pandas."""
+    with needing("notebook"):
+        from pandas import DataFrame
+    return DataFrame(columns)
+
+
+def _texts(row: dict[str, Any]) -> dict[str, str]:
+    """The cells of a row as they are shown; numbers in four digits, whole ones in full."""
+
+    def cell(value: Any) -> str:
+        match value:
+            case None:
+                return ""
+            case float() if math.isfinite(value):
+                return text.value_text(value)
+        return " ".join(str(value).split())
+
+    return {name: cell(value) for name, value in row.items()}
+
+
+def _table(rows: Sequence[dict[str, str]]) -> list[list[str]]:
+    """Header and rows, without columns that are empty."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    kept = [name for name in names if any(row.get(name) for row in rows)]
+    return [kept, *([row.get(name, "") for name in kept] for row in rows)]
+
+
+def _html(**given: Any) -> str:
+    templates = Environment(
+        loader=FileSystemLoader(Path(__file__).with_name("templates")),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=StrictUndefined,
+    )
+    empty: dict[str, Any] = dict.fromkeys(("groups", "tables", "stamps", "lines"), ())
+    return templates.get_template("notebook.html").render(**{**empty, **given})

@@ -1,0 +1,331 @@
+"""`mprun.load` and `mprun.compare`: what a script or a notebook gets of recorded runs."""
+
+import inspect
+import json
+import math
+import subprocess
+import sys
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+import mprun
+from mprun.cli import main
+from mprun.errors import BadInput, Damaged, MissingExtra
+from mprun.numerics.exponent_shares import ExponentCounts, LostUpdates
+from mprun.numerics.probe_record import (
+    Agreement,
+    LearnerProbe,
+    ProbeRecord,
+    TensorStats,
+    write_probe,
+)
+from mprun.record.metrics import MetricsFile
+
+from .run_folders import CONFIG, write_run
+
+EVIL = "<script>alert(1)</script>"
+BASE, OFFSETS = (2.00, 2.02, 1.99), (0.002, 0.001, 0.003)
+
+
+@pytest.fixture
+def study(tmp_path, monkeypatch):
+    """outputs/study: three seeds of fp32 and amp, and of fp16_naive, one of which diverged."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "outputs" / "study"
+    for seed, (loss, offset) in enumerate(zip(BASE, OFFSETS, strict=True)):
+        write_run(folder / f"fp32-s{seed}", "fp32", seed, final=loss)
+        write_run(folder / f"amp-s{seed}", "amp", seed, final=loss + offset)
+        bad = {"status": "diverged", "last_step": 12, "cause": EVIL} if seed == 2 else {}
+        write_run(folder / f"naive-s{seed}", "fp16_naive", seed, final=1.05 * loss, **bad)
+    return folder
+
+
+def test_a_run_has_its_record_and_every_number(study):
+    run = mprun.load(study / "amp-s1")
+    assert (run.mode, run.scaler, run.seed, run.status) == ("amp", "dynamic", 1, "done")
+    assert (run.cause, run.last_step) == (None, 40)
+    assert run.config["optim"] == CONFIG["optim"]
+    assert run.record["environment"]["packages"] == {"torch": "2.15.0"}
+    # `write_run`: steps 1 to 20, 30 and 40, loss final + 1 / step; one evaluation.
+    train, steps = run.columns("train"), [*range(1, 21), 30, 40]
+    assert train["step"].tolist() == steps and train["step"].dtype == np.int64
+    np.testing.assert_array_equal(train["loss"], [2.021 + 1 / step for step in steps])
+    assert run.metrics == {"loss": 2.021, "perplexity": 2.0}
+    assert run.columns("evals")["loss"].tolist() == [2.021]
+    assert run.columns("probes") == {}
+    assert repr(run) == (
+        f"<run {study / 'amp-s1'}: amp, seed 1, done at step 40; loss 2.021, perplexity 2>"
+    )
+
+
+def test_long_records_are_not_thinned_and_hold_what_is_no_number(tmp_path):
+    write_run(tmp_path / "run")
+    (tmp_path / "run" / "metrics.jsonl").unlink()
+    file = MetricsFile(tmp_path / "run" / "metrics.jsonl")
+    for step in range(1, 2001):
+        head = {"split": "train", "step": step, "updates": step, "skipped": 0}
+        file.write({**head, "loss": math.nan if step == 7 else 1.0, "note": "a"})
+    file.write({"split": "train", "step": 2001, "updates": 1, "skipped": 0, "grad_norm": math.inf})
+    file.close()
+    found = mprun.load(tmp_path / "run").columns("train")
+    assert len(found["step"]) == 2001
+    # NaN where it was recorded, and where a record has no such number.
+    assert np.flatnonzero(np.isnan(found["loss"])).tolist() == [6, 2000]
+    assert np.isnan(found["grad_norm"][0]) and found["grad_norm"][-1] == math.inf
+    assert found["note"].dtype == object and found["note"][-1] is None
+
+
+def test_a_run_that_still_runs_tells_how_far_it_is(tmp_path):
+    run = mprun.load(write_run(tmp_path / "run", status="running"))
+    assert (run.status, run.last_step) == ("running", 40)
+    assert run.metrics == {"loss": 1.0, "perplexity": 2.0}  # of the newest evaluation
+    (tmp_path / "run" / "metrics.jsonl").unlink()
+    begun = mprun.load(tmp_path / "run")
+    assert (begun.last_step, begun.metrics, begun.columns("train")) == (0, {}, {})
+    assert begun._repr_html_() and "running at step 0" in repr(begun)
+
+
+def test_a_folder_gives_every_run_below_it(study):
+    runs = mprun.load("outputs")
+    assert [run.path.name for run in runs[:3]] == ["amp-s0", "amp-s1", "amp-s2"]
+    assert len(runs) == 9 and len(runs[3:5]) == 2
+    evals = runs.columns("evals")
+    assert evals["run"][0] == "outputs/study/amp-s0" and evals["mode"][0] == "amp"
+    assert evals["seed"].tolist() == [0, 1, 2] * 3
+    lines = repr(runs).splitlines()
+    assert len(lines) == 10 and lines[0].split()[:3] == ["run", "mode", "scaler"]
+
+
+def stats(value: float, count: int) -> TensorStats:
+    """`count` values 2^e, and one zero."""
+    classes = [{str(round(math.log2(value))): count}, {}, {}, {}]
+    counts = ExponentCounts.from_json({"zeros": 1, "inf": 0, "nan": 0, "classes": classes})
+    return TensorStats(counts, value, "float16")
+
+
+def test_probes_are_rows(tmp_path):
+    folder = write_run(tmp_path / "run", "amp")
+    learner = LearnerProbe(
+        loss_scales=("loss_scale",),
+        tensors={
+            "weight_gradients": {"head": stats(2.0**-26, 3)},
+            "weights": {"head": stats(0.5, 3)},
+            "updates": {"head": stats(2.0**-12, 3)},
+        },
+        lost_updates={"head": LostUpdates(total=4, zero=1, fp16=2, bf16=3)},
+        shadow={"head": Agreement(dot=2.0, own=4.0, fp32=1.0, difference=0.25)},
+    )
+    write_probe(folder, ProbeRecord(5, False, {"loss_scale": 16.0}, {"model": learner}))
+    shadow_alone = LearnerProbe(("loss_scale",), shadow={"head": Agreement(1.0, 1.0, 1.0, 0.0)})
+    write_probe(folder, ProbeRecord(9, True, {"loss_scale": 15.0}, {"model": shadow_alone}))
+    found = mprun.load(folder).columns("probes")
+    rows = [dict(zip(found, row, strict=True)) for row in zip(*found.values(), strict=True)]
+    at = {(row["step"], row["kind"]): row for row in rows}
+    assert len(rows) == 4 and found["skipped"].tolist() == [False] * 3 + [True]
+    gradients = at[5, "weight_gradients"]
+    # 2^-26 is below half of FP16's smallest number, which is 2^-24.
+    assert (gradients["underflow"], gradients["nonzero"], gradients["values"]) == (1.0, 3, 4)
+    assert gradients["log2_loss_scale"] == 16 and gradients["amax"] == 2.0**-26
+    assert gradients["cosine"] == 1.0 and gradients["norm_ratio"] == 2.0
+    assert gradients["relative_error"] == 0.5 and math.isnan(gradients["lost_fp16"])
+    assert (at[5, "updates"]["lost_fp16"], at[5, "updates"]["lost_bf16"]) == (2 / 3, 1.0)
+    assert at[5, "weights"]["underflow"] == 0 and math.isnan(at[5, "weights"]["log2_loss_scale"])
+    assert at[9, "weight_gradients"]["cosine"] == 1 and math.isnan(
+        at[9, "weight_gradients"]["amax"]
+    )
+
+
+def test_frames_are_pandas(study):
+    pandas = pytest.importorskip("pandas")
+    runs = mprun.load(study)
+    assert isinstance(runs[0].train, pandas.DataFrame) and len(runs[0].train) == 22
+    assert runs[0].evals["loss"].tolist() == [2.002] and runs[0].probes.empty
+    assert len(runs.train) == 9 * 22 and list(runs.evals)[:3] == ["run", "mode", "seed"]
+    assert runs.table["status"].tolist().count("diverged") == 1 and runs.probes.empty
+    verdicts = mprun.compare(study).verdicts.set_index("mode")
+    assert verdicts["verdict"].to_dict() == {
+        "fp32": "baseline",
+        "fp16_naive": "diverged",
+        "amp": "matches",
+    }
+
+
+def test_without_pandas_a_frame_names_the_extra(study):
+    program = (
+        "import sys; sys.modules['pandas'] = None; import mprun;"
+        "run = mprun.load('outputs/study/amp-s0'); assert len(run.columns('train')['loss']) == 22\n"
+        "try: run.train\n"
+        "except ImportError as error: print(error)"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ended.stderr == ""
+    [line] = ended.stdout.splitlines()
+    assert line.startswith("pandas: not installed; pip install 'mprun[notebook]'")
+
+
+def test_a_comparison_is_what_the_command_prints_and_writes(study, capsys):
+    found = mprun.compare("outputs")
+    assert not (study / "compare").exists()  # it writes nothing by itself
+    assert main(["compare", "outputs"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"{found!r}\n")
+    written = json.loads((study.parent / "compare" / "results.json").read_text())
+    figures, own = written.pop("figures"), found.to_dict()
+    assert own | {"created": ""} == written | {"created": ""}
+    report = found.write(study.parent / "mine")
+    assert report == study.parent / "mine" / "report.html"
+    assert {path.name for path in (study.parent / "mine").iterdir()} == {
+        *figures,
+        *("report.html", "report.md", "results.json"),
+    }
+    with pytest.raises(BadInput, match="holds other files"):
+        found.write(study)
+
+
+def test_verdicts_hold_the_numbers_of_the_table(study):
+    found = mprun.compare([study]).columns()
+    assert found["mode"].tolist() == ["fp32", "fp16_naive", "amp"]
+    assert found["verdict"].tolist() == ["baseline", "diverged", "matches"]
+    mean = sum(BASE) / 3
+    # Mean of the offsets 0.002; s = 0.001; t(0.95, 2) = 2.919986; in percent of FP32's mean.
+    half = 2.919986 * 0.001 / 3**0.5
+    numbers = [found[name][2] for name in ("difference", "low", "high", "margin")]
+    expected = [100 * value / mean for value in (0.002, 0.002 - half, 0.002 + half, mean / 100)]
+    assert numbers == pytest.approx(expected, rel=1e-6)
+    assert found["unit"][2] == "%" and found["method"][2] == "paired" and found["runs"][2] == 3
+    assert np.isnan(found["difference"][:2]).all() and found["diverged"].tolist() == [0, 1, 0]
+
+
+def test_options_are_those_of_the_command(study, capsys):
+    asked = {"margin": 0.0005, "metric": "perplexity", "baseline": study / "fp32-s0"}
+    words = ["--margin", "0.0005", "--metric", "perplexity", "--baseline", f"{study / 'fp32-s0'}"]
+    own = mprun.compare(study, **asked).to_dict()
+    assert main(["compare", str(study), *words, "--json", "--no-report"]) == 0
+    assert json.loads(capsys.readouterr().out) | {"created": ""} == own | {"created": ""}
+    assert [stamp.split()[0] for stamp in own["stamps"][:3]] == [
+        "--metric",
+        "--margin",
+        "--baseline",
+    ]
+    signature = inspect.signature(mprun.compare)
+    assert [*signature.parameters][:3] == ["paths", "baseline", "allow"]
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"margin": -1}, "--margin -1"),
+        ({"looks": [5, 3]}, "--looks 5,3"),
+        ({"looks": [3]}, "--looks 3"),
+        ({"allow": "optim.lr0"}, "--allow optim.lr0"),
+        ({"metric": "top1"}, "top1"),
+        ({"higher_is_better": True}, "--higher-is-better: only with --tag"),
+        ({"step": "Step"}, "--step: only with --tag"),
+        ({"absolute": True}, "--absolute: needs --margin"),
+        ({"tag": "loss", "metric": "loss"}, "--tag: foreign logs"),
+        ({"tag": "speed"}, "--higher-is-better"),
+        (
+            {"tag": "loss", "higher_is_better": True, "lower_is_better": True},
+            "give one of the two",
+        ),
+    ],
+)
+def test_bad_input_is_one_line(study, options, named):
+    with pytest.raises(BadInput) as raised:
+        mprun.compare(["outputs"], **options)
+    assert named in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_what_is_no_run_is_refused(study):
+    for path in ("nowhere", study / "amp-s0" / "run.json"):
+        for ask in (mprun.load, mprun.compare):
+            with pytest.raises(BadInput, match=str(path)):
+                ask(path)
+    (study / "empty").mkdir()
+    with pytest.raises(BadInput, match="no run there"):
+        mprun.load(study / "empty")
+    with pytest.raises(BadInput, match="needs at least one PATH"):
+        mprun.compare([])
+    with pytest.raises(BadInput, match="must be train, evals or probes"):
+        mprun.load(study / "amp-s0").columns("eval")
+    (study / "amp-s0" / "metrics.jsonl").write_text("7\n{}\n")
+    with pytest.raises(Damaged, match="line 1 is no record"):
+        mprun.load(study / "amp-s0").columns("train")
+    (study / "amp-s0" / "run.json").write_text("{")
+    with pytest.raises(Damaged):
+        mprun.load(study / "amp-s0")
+
+
+def page(shown) -> ElementTree.Element:
+    """What a notebook gets, parsed: well-formed, with nothing that leads out or runs."""
+    html = shown._repr_html_()
+    assert EVIL not in html and "http" not in html.replace("http://www.w3.org/", "")
+    tree = ElementTree.fromstring(html)
+    assert not [element for element in tree.iter() if element.tag.endswith(("script", "link"))]
+    return tree
+
+
+def test_a_notebook_shows_tables_and_figures(study):
+    found = mprun.compare(study)
+    tree = page(found)
+    [table] = tree.iter("table")
+    rows = [["".join(cell.itertext()) for cell in row] for row in table.iter("tr")]
+    assert rows[0][:3] == ["verdict", "mode", "loss"]
+    assert [row[:2] for row in rows[1:]] == [
+        ["baseline", "fp32"],
+        ["diverged", "fp16_naive"],
+        ["matches", "amp"],
+    ]
+    assert EVIL in "".join(tree.itertext())  # the cause, as text
+    figures = [element for element in tree.iter() if element.tag.endswith("svg")]
+    assert len(figures) >= 2 and all(figure.get("aria-label") for figure in figures)
+    # The theme's own ink, no page of its own: black on white and white on black.
+    assert "currentColor" in found._repr_html_() and found._repr_html_() == found._repr_html_()
+    runs = mprun.load(study)
+    assert len(list(page(runs).iter("tr"))) == 10 and len(list(page(runs[0]).iter("tr"))) == 2
+
+
+def test_ids_of_two_comparisons_in_a_notebook_differ(study, tmp_path):
+    for seed in range(3):
+        write_run(tmp_path / f"other/fp32-{seed}", seed=seed)
+        write_run(tmp_path / f"other/amp-{seed}", "amp", seed, final=1.0 + 0.001 * seed)
+    ids = [
+        {element.get("id") for element in page(mprun.compare(path)).iter()} - {None}
+        for path in (study, tmp_path / "other")
+    ]
+    assert all(ids) and not ids[0] & ids[1]
+
+
+def test_both_import_no_torch_and_the_package_nothing(study):
+    program = (
+        "import sys, mprun\n"
+        "heavy = {'torch', 'numpy', 'hydra', 'pandas', 'scipy', 'matplotlib', 'jinja2'}\n"
+        "assert {'load', 'compare'} <= set(dir(mprun)) and not heavy & set(sys.modules)\n"
+        "mprun.load('outputs')._repr_html_()\n"
+        "assert not {'torch', 'hydra', 'scipy', 'matplotlib'} & set(sys.modules)\n"
+        "found = mprun.compare('outputs'); repr(found)\n"
+        "assert not {'torch', 'hydra', 'pandas', 'matplotlib'} & set(sys.modules)\n"
+        "found._repr_html_(); found.write('report')\n"
+        "assert 'torch' not in sys.modules"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_it_can_be_called_whatever_was_imported_first(study):
+    program = (
+        "import mprun.compare.load, mprun\n"
+        "assert mprun.compare('outputs').groups and mprun.compare.load.load_runs\n"
+        "from mprun import compare, load\n"
+        "assert compare('outputs').groups and len(load('outputs')) == 9"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    with pytest.raises(AttributeError, match="no attribute 'compere'"):
+        mprun.compere  # noqa: B018
+
+
+def test_a_missing_extra_is_bad_input_and_an_import_error():
+    assert issubclass(MissingExtra, BadInput) and issubclass(MissingExtra, ImportError)
