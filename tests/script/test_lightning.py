@@ -1,0 +1,452 @@
+"""Lightning's Trainer in a precision mode computes what a loop written by hand does."""
+
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import mprun
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of its imports
+    L = pytest.importorskip("lightning", reason="needs the extra [lightning]")
+    from mprun.adapters.lightning import MprunPrecision, MprunRun
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.. is deprecated"),
+    pytest.mark.filterwarnings("ignore:You defined a .validation_step. but have no"),
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:The number of training batches"),
+]
+MODES = ["fp16_naive", "fp16_master", "fp16_master_scaled", "amp", "bf16_master", "amp_bf16"]
+
+
+def batches(count=6, size=8):
+    torch.manual_seed(1)
+    inputs = torch.randn(count * size, 12)
+    return inputs, inputs[:, :5].argmax(dim=1)
+
+
+def loader(count=6, size=8):
+    return DataLoader(TensorDataset(*batches(count, size)), batch_size=size)
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(12, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 5)
+    )
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=1e-3)
+
+
+class Module(L.LightningModule):
+    """What a user has."""
+
+    def __init__(self, whole=True):
+        super().__init__()
+        self.save_hyperparameters()
+        self.net, self.whole, self.losses = network(), whole, []
+
+    def forward(self, inputs):
+        return self.net(inputs)
+
+    def training_step(self, batch, index):
+        logits = self(batch[0]) if self.whole else self.net(batch[0])
+        loss = F.cross_entropy(logits, batch[1])
+        assert loss.dtype is logits.dtype is torch.float32
+        self.losses.append(loss.detach())
+        return loss
+
+    def validation_step(self, batch, index):
+        self.log("val_loss", F.cross_entropy(self(batch[0]), batch[1]))
+
+    def configure_optimizers(self):
+        optimizer = sgd(self.parameters())
+        return [optimizer], [
+            {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5), "interval": "step"}
+        ]
+
+
+def trainer(mode=None, **settings):
+    settings = {
+        "accelerator": "cpu",
+        "max_epochs": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    } | settings
+    plugins = [] if mode is None else [MprunPrecision(mode)]
+    return L.Trainer(plugins=plugins, **settings)
+
+
+def fitted(mode, module=None, **settings):
+    module = module or Module()
+    torch.manual_seed(2)  # dropout
+    trainer(mode, **settings).fit(module, loader())
+    return module
+
+
+def by_hand(mode, clip=None, accumulate=1):
+    model, losses = network(), []
+    optimizer = sgd(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    if mode is not None:
+        model, optimizer = mprun.prepare(model, optimizer, mode)
+    torch.manual_seed(2)
+    for index, (inputs, labels) in enumerate(loader()):
+        loss = F.cross_entropy(model(inputs), labels)
+        losses.append(loss.detach())
+        if index % accumulate == 0:
+            optimizer.zero_grad()
+        part = loss / accumulate
+        part.backward() if mode is None else optimizer.backward(part)
+        if (index + 1) % accumulate == 0:
+            if clip is not None:
+                clip(model.parameters())
+            optimizer.step()
+            scheduler.step()
+    return model, losses
+
+
+def assert_same(module, model, losses):
+    assert torch.equal(torch.stack(module.losses), torch.stack(losses))
+    theirs = module.net.state_dict()
+    for name, value in model.state_dict().items():
+        assert theirs[name].dtype is value.dtype
+        assert torch.equal(theirs[name], value), name
+
+
+def test_fp32_is_lightnings_own_training():
+    plain, own = fitted(None), fitted("fp32")
+    assert_same(own, plain.net, plain.losses)
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["self(x)", "self.net(x)"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_mode_is_the_loop_written_by_hand(mode, whole):
+    module = fitted(mode, Module(whole))
+    assert_same(module, *by_hand(mode))
+    assert not torch.equal(torch.stack(module.losses), torch.stack(by_hand(None)[1]))
+
+
+@pytest.mark.parametrize("mode", ["fp32", "fp16_master_scaled", "amp"])
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_clipping_clips(mode, algorithm):
+    ways = {"norm": nn.utils.clip_grad_norm_, "value": nn.utils.clip_grad_value_}
+    settings = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": algorithm}
+    module = fitted(mode, **settings)
+    assert_same(module, *by_hand(mode, lambda parameters: ways[algorithm](parameters, 0.01)))
+    assert not torch.equal(module.losses[-1], fitted(mode).losses[-1])
+
+
+@pytest.mark.parametrize("mode", ["fp32", "fp16_master_scaled", "amp"])
+def test_micro_batches_add_up(mode):
+    # The scheduler is made to step with updates.
+    module = fitted(mode, accumulate_grad_batches=2)
+    assert_same(module, *by_hand(mode, accumulate=2))
+
+
+class Pair(L.LightningModule):
+    """Two optimizers, by hand."""
+
+    def __init__(self, together, toggle=False):
+        super().__init__()
+        self.automatic_optimization = False
+        self.a, self.b = network(), network()
+        self.together, self.toggle = together, toggle
+
+    def training_step(self, batch, index):
+        first, second = self.optimizers()
+        if self.together:
+            loss = F.cross_entropy(self.b(self.a(batch[0]) @ torch.ones(5, 12)), batch[1])
+            first.zero_grad()
+            second.zero_grad()
+            self.manual_backward(loss)
+            first.step()
+            second.step()
+            return loss
+        for optimizer in (first, second):
+            if self.toggle:
+                self.toggle_optimizer(optimizer)
+            loss = F.cross_entropy(self.b(self.a(batch[0]) @ torch.ones(5, 12)), batch[1])
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            if self.toggle:
+                self.untoggle_optimizer(optimizer)
+        return loss
+
+    def configure_optimizers(self):
+        return sgd(self.a.parameters()), sgd(self.b.parameters())
+
+
+@pytest.mark.parametrize("mode", ["fp32", "fp16_master_scaled", "amp"])
+def test_one_loss_for_two_optimizers(mode):
+    """As one optimizer over both, updated after one backward pass."""
+    pair = Pair(together=True)
+    torch.manual_seed(2)
+    trainer(mode).fit(pair, loader())
+
+    model = nn.ModuleDict({"a": network(), "b": network()})
+    model, optimizer = mprun.prepare(model, sgd(model.parameters()), mode)
+    torch.manual_seed(2)
+    for inputs, labels in loader():
+        optimizer.zero_grad()
+        out = model["b"](model["a"](inputs) @ torch.ones(5, 12))
+        optimizer.backward(F.cross_entropy(out, labels))
+        optimizer.step()
+    theirs = pair.state_dict()
+    for name, value in model.state_dict().items():
+        assert torch.equal(theirs[name], value), name
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("toggle", [False, True])
+def test_optimizers_in_turn_are_the_loop_written_by_hand(mode, toggle):
+    """Also when the loss scale, which they share, moves."""
+    pair = Pair(together=False, toggle=toggle)
+    torch.manual_seed(2)
+    own = trainer(mode)
+    own.fit(pair, loader())
+
+    model = nn.ModuleDict({"a": network(), "b": network()})
+    optimizers = [sgd(model["a"].parameters()), sgd(model["b"].parameters())]
+    model, optimizers = mprun.prepare(model, optimizers, mode)
+    torch.manual_seed(2)
+    for inputs, labels in loader():
+        for optimizer in optimizers:
+            loss = F.cross_entropy(model["b"](model["a"](inputs) @ torch.ones(5, 12)), labels)
+            optimizer.zero_grad()
+            optimizer.backward(loss)
+            optimizer.step()
+    theirs = pair.state_dict()
+    for name, value in model.state_dict().items():
+        assert torch.equal(theirs[name], value), name
+    scales = [one.scale.state_dict() for one in (own.optimizers[1], optimizers[1])]
+    assert str(scales[0]) == str(scales[1])
+
+
+def test_optimizers_in_turn_in_fp32_are_lightnings_own():
+    plain, own = Pair(together=False), Pair(together=False)
+    for mode, module in ((None, plain), ("fp32", own)):
+        torch.manual_seed(2)
+        trainer(mode).fit(module, loader())
+    for name, value in plain.state_dict().items():
+        assert torch.equal(own.state_dict()[name], value), name
+
+
+@pytest.mark.parametrize("mode", ["fp16_naive", "fp16_master_scaled", "amp", "bf16_master"])
+def test_a_resumed_fit_goes_on_as_if_never_stopped(mode, tmp_path):
+    def fit(module, epochs, **how):
+        own = trainer(mode, max_epochs=epochs, enable_checkpointing=False)
+        torch.manual_seed(2)
+        own.fit(module, loader(), **how)
+        return own
+
+    def undropped():
+        module = Module()
+        module.net[3] = nn.Identity()
+        return module
+
+    whole = undropped()
+    fit(whole, 2)
+    first = undropped()
+    half = fit(first, 1)
+    half.save_checkpoint(tmp_path / "half.ckpt")
+    again = undropped()
+    resumed = fit(again, 2, ckpt_path=tmp_path / "half.ckpt")
+    assert_same(again, whole.net, whole.losses[6:])
+    scale = resumed.optimizers[0].scale.state_dict()
+    saved = torch.load(tmp_path / "half.ckpt", weights_only=False)["optimizer_states"][0]
+    assert saved["loss_scale"]["kind"] == scale["kind"]
+    plain = Module.load_from_checkpoint(tmp_path / "half.ckpt", strict=False, weights_only=False)
+    assert torch.equal(plain.net[0].weight, first.net[0].weight.float())
+
+
+class Watching(Module):
+    """Validation sees the master weights in FP32."""
+
+    def validation_step(self, batch, index):
+        logits = self(batch[0])
+        reference = network()
+        reference.load_state_dict(self.net.state_dict())
+        assert torch.equal(logits, reference.eval()(batch[0]))
+        self.log("val_loss", F.cross_entropy(logits, batch[1]))
+
+
+@pytest.mark.parametrize("mode", ["fp16_naive", "fp16_master_scaled", "amp"])
+def test_validation_is_of_the_master_weights_in_fp32(mode):
+    own, module = trainer(mode, max_epochs=2), Watching()
+    own.fit(module, loader(), loader(2))
+    assert torch.isfinite(own.callback_metrics["val_loss"])
+    # By the same trainer, and by another without mprun.
+    for again in (own, trainer()):
+        again.validate(module, loader(2), verbose=False)
+
+
+class Regression(L.LightningModule):
+    """A loss that is a child of the module, with targets beyond FP16's precision."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net, self.loss, self.seen = nn.Linear(12, 1), nn.MSELoss(), []
+
+    def training_step(self, batch, index):
+        outputs = self.net(batch[0])
+        loss = self.loss(outputs, batch[1])
+        assert torch.equal(loss, F.mse_loss(outputs, batch[1]))
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_loss_that_is_a_child_computes_in_fp32(mode):
+    inputs = torch.randn(16, 12)
+    data = TensorDataset(inputs, 1 + torch.rand(16, 1) * 1e-4)
+    trainer(mode).fit(module := Regression(), DataLoader(data, batch_size=8))
+    assert isinstance(module.loss, nn.MSELoss)
+    assert [*dict(module.named_children())] == ["net", "loss"]
+
+
+def test_what_cannot_be_is_refused():
+    class Own(Module):
+        def backward(self, loss):
+            loss.backward()
+
+    with pytest.raises(ValueError, match="Own.backward: the precision mode propagates"):
+        trainer("amp").fit(Own(), loader())
+    module = fitted("amp")
+    with pytest.raises(ValueError, match="is prepared already"):
+        trainer("fp32").fit(module, loader())
+    with pytest.raises(ValueError, match="fp17"):
+        trainer("fp17").fit(Module(), loader())
+    with pytest.raises(ValueError, match="needs MprunPrecision"):
+        trainer(callbacks=[MprunRun("unused", seed=0)]).fit(Module(), loader())
+
+
+@pytest.mark.parametrize("mode", ["fp32", "amp", "fp16_master_scaled"])
+def test_the_backward_pass_of_torch_is_refused(mode):
+    class Own(Pair):
+        def manual_backward(self, loss):
+            loss.backward()
+
+    # In fp32 the pass is sound and the step is refused.
+    with pytest.raises(RuntimeError, match="optimizer.backward"):
+        trainer(mode).fit(Own(together=True), loader())
+
+
+def test_several_devices_are_refused():
+    # As a strategy of several devices hands it on.
+    module = Module()
+    wrapped = nn.DataParallel(module)
+    with pytest.raises(ValueError, match="must be of one device"):
+        MprunPrecision("amp").connect(wrapped, [sgd(module.parameters())], [])
+
+
+def test_the_library_by_its_other_name():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pl = pytest.importorskip("pytorch_lightning", reason="needs [pytorch-lightning]")
+        from mprun.adapters import pytorch_lightning as adapter
+
+    class Own(pl.LightningModule):
+        forward = Module.forward
+        training_step, configure_optimizers = Module.training_step, Module.configure_optimizers
+
+    module = Own.__new__(Own)
+    pl.LightningModule.__init__(module)
+    module.net, module.whole, module.losses = network(), True, []
+    torch.manual_seed(2)
+    settings = {"accelerator": "cpu", "max_epochs": 1, "logger": False}
+    pl.Trainer(
+        plugins=[adapter.MprunPrecision("amp")],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **settings,
+    ).fit(module, loader())
+    assert_same(module, *by_hand("amp"))
+
+
+def test_torch_autocast_beside_it_is_refused():
+    class Own(Module):
+        def training_step(self, batch, index):
+            with torch.autocast("cpu", torch.bfloat16):
+                return super().training_step(batch, index)
+
+    with pytest.raises(RuntimeError, match="torch.autocast is active"):
+        trainer("fp32").fit(Own(), loader())
+
+
+class Learner(Module):
+    def configure_optimizers(self):
+        return sgd(self.parameters())
+
+
+def recorded(folder, mode, seed, **settings):
+    L.seed_everything(seed, verbose=False)
+    run = MprunRun(folder, log_every=2, **settings)
+    trainer(mode, max_epochs=5, callbacks=[run]).fit(Learner(), loader(), loader(2))
+    return run.recording.run
+
+
+def test_two_fits_are_compared(tmp_path, monkeypatch):
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")
+    for mode in ("fp32", "amp"):
+        for seed in (0, 1, 2):
+            run = recorded(tmp_path, mode, seed)
+            assert (run.status, run.steps) == ("done", 30)
+    found = mprun.compare(tmp_path).columns()
+    assert [*found["mode"]] == ["fp32", "amp"] and [*found["runs"]] == [3, 3]
+    assert found["verdict"][0] == "baseline" and "invalid" not in found["verdict"][1]
+    assert found["metric"][1] == "val_loss"
+    assert found["mean"][1] == pytest.approx(found["mean"][0], rel=0.05)
+
+
+def test_a_divergence_ends_the_fit_and_is_recorded(tmp_path, monkeypatch):
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")
+
+    class Broken(Module):
+        def training_step(self, batch, index):
+            return super().training_step(batch, index) * float("nan")
+
+    run = MprunRun(tmp_path, log_every=1)
+    own = trainer("fp32", max_epochs=5, callbacks=[run])
+    own.fit(Broken(), loader(), loader(2))
+    assert run.recording.run.status == "diverged"
+    assert own.global_step < 6
+
+
+def test_a_failed_fit_is_recorded_as_failed(tmp_path):
+    class Failing(Module):
+        def training_step(self, batch, index):
+            raise OSError("disk")
+
+    run = MprunRun(tmp_path, seed=0)
+    with pytest.raises(OSError, match="disk"):
+        trainer("amp", callbacks=[run]).fit(Failing(), loader())
+    assert (run.recording.run.status, run.recording.run.cause) == ("failed", "OSError: disk")
+
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "script" / "lightning.md"
+
+
+@pytest.mark.slow
+def test_the_page_runs_as_it_is_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.S | re.M)
+    assert blocks
+    for block in blocks:
+        exec(compile(block, PAGE.name, "exec"), {"__name__": "__main__"})  # noqa: S102
