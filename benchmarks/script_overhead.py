@@ -1,0 +1,129 @@
+"""What `mprun.prepare` and `mprun.Run` cost over the engine's own loop, as a ratio in one process.
+
+    python -m benchmarks.script_overhead [--rounds N] [--modes fp32,amp,...]
+
+A small LSTM language model, whose step takes about a millisecond on one core: every microsecond
+shows. Three loops take turns, some steps each: the engine by hand (mprun/precision/__init__.py),
+prepared objects, and prepared objects that record into a run directory. Printed is the median over
+rounds of each round's ratio to the loop by hand, with its quartiles.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import mprun
+from mprun.precision import (
+    ForwardContext,
+    MixedPrecisionOptimizer,
+    cast_model,
+    get_loss_scale,
+    get_policy,
+)
+from mprun.precision.policy import usual_scaler
+
+STEPS = 50  # of a loop in a round
+VOCABULARY, WIDTH, LENGTH, STREAMS = 128, 48, 16, 4
+
+
+class Words(nn.Module):
+    """Embedding, LSTM, output layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.lstm = nn.LSTM(WIDTH, WIDTH)
+        self.output = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens):
+        return self.output(self.lstm(self.embedding(tokens))[0])
+
+
+def model_and_batch() -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    return Words(), torch.randint(VOCABULARY, (LENGTH + 1, STREAMS))
+
+
+def by_hand(mode: str) -> Callable[[], None]:
+    """A step of the engine's own loop."""
+    (model, tokens), policy = model_and_batch(), get_policy(mode)
+    arithmetic, cast = ForwardContext(policy, tokens.device), cast_model(model, policy)
+    scale = get_loss_scale(usual_scaler(mode))
+    optimizer = MixedPrecisionOptimizer(
+        cast, lambda named: torch.optim.SGD([p for _, p in named], 0.1), scale
+    )
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with arithmetic:
+            with arithmetic.autocast():
+                logits = model(tokens[:-1])
+            loss = F.cross_entropy(logits.float().flatten(0, 1), tokens[1:].flatten())
+            optimizer.backward(loss)
+        optimizer.step()
+        scale.update()
+
+    return step
+
+
+def prepared(mode: str, folder: str | None) -> Callable[[], None]:
+    """A step of a script, recorded where there is a folder."""
+    model, tokens = model_and_batch()
+    inner = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer = mprun.prepare(model, inner, mode)
+    run = mprun.Run(folder, optimizer, config={}, seed=0) if folder is not None else None
+
+    def step() -> None:
+        optimizer.zero_grad()
+        logits = model(tokens[:-1])
+        loss = F.cross_entropy(logits.flatten(0, 1), tokens[1:].flatten())
+        optimizer.backward(loss)
+        optimizer.step()
+        if run is not None:
+            run.step(loss)
+
+    return step
+
+
+def seconds(step: Callable[[], None]) -> float:
+    started = time.perf_counter()
+    for _ in range(STEPS):
+        step()
+    return (time.perf_counter() - started) / STEPS
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--modes", default="fp32,fp16_master_scaled,amp")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    for mode in options.modes.split(","):
+        with tempfile.TemporaryDirectory() as folder:
+            loops = {
+                "by hand": by_hand(mode),
+                "prepared": prepared(mode, None),
+                "prepared, Run": prepared(mode, folder),
+            }
+            times: dict[str, list[float]] = {name: [] for name in loops}
+            for number in range(options.rounds + 2):
+                for name, step in loops.items():
+                    found = seconds(step)
+                    if number >= 2:  # the first two warm up
+                        times[name].append(found)
+        base = times.pop("by hand")
+        print(f"{mode}: by hand {1e3 * statistics.median(base):.3f} ms a step")
+        for name, own in times.items():
+            ratios = [mine / theirs for mine, theirs in zip(own, base, strict=True)]
+            low, middle, high = statistics.quantiles(ratios, n=4)
+            print(f"  {name:<14} x {middle:.3f} ({low:.3f} to {high:.3f}), n = {len(ratios)}")
+
+
+if __name__ == "__main__":
+    main()
