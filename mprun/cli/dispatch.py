@@ -13,13 +13,30 @@ import re
 import signal
 import sys
 import traceback
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mprun.cli.arguments import Arguments, number
-from mprun.errors import BAD_INPUT, BUG, DAMAGED, DONE, INTERRUPTED, RESOURCE, BadInput, MprunError
+from mprun.distributed.places import Place, completed, place_from
+from mprun.errors import (
+    BAD_INPUT,
+    BUG,
+    DAMAGED,
+    DONE,
+    INTERRUPTED,
+    RESOURCE,
+    STATUS_EXIT_CODE,
+    BadInput,
+    MprunError,
+    needing,
+)
 from mprun.record.console import steady_terminal
 from mprun.training.signals import Interruption, Stopped
+
+if TYPE_CHECKING:
+    from mprun.config.schema import RunConfig
 
 # verb -> (module with `main(arguments) -> exit code`, what the verb does)
 VERBS = {
@@ -39,6 +56,8 @@ _OF_THE_SYSTEM = {
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE), RESOURCE),
     **{errno.ENOMEM: RESOURCE, errno.ENAMETOOLONG: BAD_INPUT},
 }
+# Keys that say where a run runs, and not what.
+_OF_RANKS = ("devices", "nodes", "restarts")
 _MORE = " ... (mprun --help)"
 
 
@@ -46,12 +65,25 @@ def main(arguments: list[str] | None = None) -> int:
     """Entry point of the `mprun` command; returns the exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
     with steady_terminal(), Interruption() as interruption:
-        return _ended(arguments, interruption)
+        code = _ended(arguments, interruption)
+    _leave_ranks(code)
+    return code
+
+
+def _leave_ranks(code: int) -> None:
+    """End a rank of several at once: a library that waits for those that are gone would hang it,
+    or abort it, and both would hide how it ended."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
 
 
 def _ended(arguments: list[str], interruption: Interruption) -> int:
     try:
-        with interruption.breaks():
+        with interruption.breaks(), needing("cli"):
             code = _dispatch(arguments)
             sys.stdout.flush()
         return code
@@ -122,6 +154,8 @@ def _dispatch(arguments: list[str]) -> int:
     if {options.shell_completion, options.cfg, options.info} != {None}:
         return _show(options)
     if options.multirun:
+        if place_from() is not None:
+            raise BadInput("-m: a sweep starts the ranks of its runs itself; start it once, alone")
         from mprun.sweep import STALL_AFTER_S, sweep
 
         stall_after = STALL_AFTER_S if options.stall_after is None else options.stall_after
@@ -136,12 +170,17 @@ def _curves(folders: list[Path], root: Path) -> Path:
 
 
 def _help(arguments: list[str]) -> int:
-    from mprun.cli.help import help_text
+    """The help page, or what is said of the keys, groups and verbs that stand beside --help."""
+    from mprun.cli.help import GROUPS, help_text, key_help
 
     verbs = {verb: what for verb, (_, what) in VERBS.items()}
     others = [word for word in arguments if word not in ("--help", "-h")]
     options, _ = _arguments().parse_known_args(others)
-    print(help_text(verbs, _arguments(), options.config_dir), end="")
+    asked = [word for word in options.overrides if "=" not in word and not word.startswith("~")]
+    if asked and asked[0] in VERBS.keys() - {*GROUPS, "compare"}:
+        return import_module(VERBS[asked[0]][0]).main(["--help"])
+    pages = [key_help(word, VERBS, options.config_dir) for word in asked]
+    print("\n".join(pages) or help_text(verbs, _arguments(), options.config_dir), end="")
     return DONE
 
 
@@ -158,24 +197,130 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    for override in options.overrides:
+    overrides, place = completed(options.overrides, place_from())
+    for override in overrides:
         key, _, value = override.lstrip("+").partition("=")
         if key == "resume" and value != "null":
-            _announce(f"going on with {value}")
-            from mprun.training.resume import resume
-
-            return resume(tuple(options.overrides), value, options.config_dir)
+            return _resumed(overrides, value, options.config_dir, place)
     from mprun.config.compose import compose_config
 
-    composed = compose_config(options.overrides, options.config_dir)
+    composed = compose_config(overrides, options.config_dir)
     choices, config = composed.choices, composed.config
-    _announce(
-        f"{choices['model']} on {choices['data']}, precision={composed.mode}, "
-        f"device={config.device}"
-    )
+    if place is None or place.is_first:
+        _announce(
+            f"{choices['model']} on {choices['data']}, precision={composed.mode}, "
+            f"device={config.device}"
+        )
+    if (devices := _to_start(config, place)) > 1:
+        return _launched(overrides, devices, config, options.config_dir, place)
+    from mprun.record.run_directory import read_record
+
+    if place is not None and (before := _restarted(place)) is not None:
+        status = read_record(Path(before), "status")["status"]
+        if status in ("done", "diverged"):  # a result, which torchrun takes for a failure
+            return STATUS_EXIT_CODE[status]
+        return _resumed((*_lasting(overrides), f"resume={before}"), before, None, place)
     from mprun.training.run import start
 
-    return start(composed)
+    return start(composed, place)
+
+
+def _resumed(
+    overrides: tuple[str, ...], path: str, config_dir: str | None, place: Place | None
+) -> int:
+    if place is None or place.is_first:
+        _announce(f"going on with {path}")
+    from mprun.training.resume import continued, resume
+
+    if place is None or place.rank is None:
+        config = continued(overrides, path, config_dir)
+        if (devices := _to_start(config, place)) > 1:
+            return _launched(overrides, devices, config, config_dir, place)
+    return resume(overrides, path, config_dir, place)
+
+
+def _to_start(config: "RunConfig", place: Place | None) -> int:
+    """Ranks that are to be started on this machine; 1: this process is all there is to do.
+
+    Raises:
+        BadInput: there is nothing that says which of several machines this is.
+    """
+    if place is not None:
+        return place.devices if place.rank is None else 1
+    if config.nodes > 1:
+        raise BadInput(
+            f"nodes={config.nodes}: nothing says which machine this is; start it by srun, or by "
+            f"torchrun --nnodes {config.nodes} --nproc-per-node {config.devices} -m mprun"
+        )
+    if config.devices != "auto":
+        return int(config.devices)
+    from mprun.training.run import resolve_device
+
+    if resolve_device(config.device).type != "cuda":
+        config.devices = "1"
+        return 1
+    import torch
+
+    from mprun.config.check import why_not_on
+
+    config.devices = str(torch.cuda.device_count())
+    for line in why_not_on(config, int(config.devices)):
+        raise BadInput(line)
+    return int(config.devices)
+
+
+def _launched(
+    overrides: tuple[str, ...],
+    devices: int,
+    config: "RunConfig",
+    config_dir: str | None,
+    place: Place | None,
+) -> int:
+    from mprun.distributed.launch import launch
+
+    lasting = _lasting(overrides)
+    _check_room(config, devices)
+    given = {override.partition("=")[0] for override in overrides}
+    own = [] if "devices" in given and config.devices == str(devices) else [f"devices={devices}"]
+    return launch(
+        [*overrides, *own],
+        devices,
+        config_dir=config_dir,
+        place=place,
+        restarts=config.restarts,
+        kept=lasting,
+    )
+
+
+def _check_room(config: "RunConfig", devices: int) -> None:
+    """BadInput for more ranks than this machine holds."""
+    from mprun.data.loader import available_cores
+    from mprun.training.run import resolve_device
+
+    most, what = max(8, 4 * available_cores()), f"{available_cores()} cores"
+    if resolve_device(config.device).type == "cuda":
+        import torch
+
+        most = torch.cuda.device_count()
+        what = f"{most} GPUs"
+    if devices > most:
+        raise BadInput(f"devices={devices}: this machine has {what} (allowed: 1 to {most}, auto)")
+
+
+def _lasting(overrides: tuple[str, ...]) -> tuple[str, ...]:
+    """What a continuation by itself is given again: the user's own code, where it runs."""
+    from mprun.config.user_code import is_factory
+
+    return tuple(o for o in overrides if is_factory(o) or o.partition("=")[0] in _OF_RANKS)
+
+
+def _restarted(place: Place) -> str | None:
+    """The run that torchrun has started again, None: it has not."""
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        return None
+    from mprun.distributed.group import previous_directory
+
+    return previous_directory(place)
 
 
 def _announce(text: str) -> None:
@@ -193,7 +338,7 @@ def _arguments() -> Arguments:
     add = parser.add_argument
     add("-m", "--multirun", action="store_true", help="sweep: one process per run")
     processes = number("-j", 1, 1024, "a number of processes", whole=True)
-    add("-j", "--jobs", type=processes, metavar="N", help="sweep: N runs at a time (1)")
+    add("-j", "--jobs", type=processes, metavar="N", help="sweep: at most N runs at a time (1)")
     seconds = "sweep: kill a run without progress for so long (1800; 0: never)"
     add("--stall-after", type=_seconds, metavar="SECONDS", help=seconds)
     add("-cd", "--config-dir", metavar="DIR", help="options of your own: DIR/GROUP/OPTION.yaml")

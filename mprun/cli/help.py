@@ -9,6 +9,7 @@ import os
 import re
 import sys
 import textwrap
+from collections.abc import Collection
 from contextlib import redirect_stdout, suppress
 from importlib import import_module
 from io import StringIO
@@ -17,8 +18,15 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from mprun.cli.arguments import filled
-from mprun.config.option_files import conf_dir, named, option_files, what_it_is
-from mprun.config.roles import FIELDS
+from mprun.config.option_files import (
+    conf_dir,
+    named,
+    option_files,
+    values_in_files,
+    what_it_is,
+)
+from mprun.config.roles import FIELDS, Meaning, meanings, role_of
+from mprun.config.rules import did_you_mean, key_called, nearest
 from mprun.config.schema import DATA, MODELS
 from mprun.errors import DONE, BadInput
 from mprun.record.console import columns
@@ -47,6 +55,7 @@ Use
   mprun resume=outputs/RUN                  continue from the last checkpoint
   mprun --config-dir DIR precision=mine     modes, scalers, ... of your own,
                                             each from DIR/GROUP/OPTION.yaml
+  mprun --help optim.lr                     what a key or a group means
   mprun --cfg job model=dcgan               print the whole configuration
   mprun --info defaults model=dcgan         print which files it is made of
   eval "$(mprun -sc install=bash)"          shell completion (bash, zsh, fish)
@@ -58,7 +67,9 @@ Results: the `tensorboard --logdir` that a run or a sweep prints at its end.
 """
 GROUPS = ("model", "data", "optim", "precision", "scaler", "train", "numerics", "experiment")
 # What a group sets by its option; mappings take an entry of one's own behind the key.
-_BY_OPTION = ("name", "kind")
+BY_OPTION = ("name", "kind")
+# Which key says by what rule others of its group are read.
+RULE_KEYS = {"optim": "optim.name", "scaler": "scaler.kind"}
 
 
 def help_text(
@@ -85,6 +96,64 @@ def help_text(
     return "\n".join(parts)
 
 
+def key_help(word: str, verbs: Collection[str], config_dir: str | None = None) -> str:
+    """What the key `word` means, or which keys the group has.
+
+    Raises:
+        BadInput: no key and no group is called so.
+    """
+    if word in (*GROUPS, "compare"):
+        return _keys_of(word, verbs, config_dir)
+    key = word if word in FIELDS else word.rpartition(".")[0]
+    # An entry of a mapping: precision.overrides.fc
+    if key not in FIELDS or (key != word and FIELDS[key][0].default_factory is not dict):
+        called = key_called(word, FIELDS)
+        hint = f"; {did_you_mean([called])}" if called else nearest(word, [*FIELDS, *verbs])
+        raise BadInput(f"--help {word}: no key, group or verb is called so{hint}")
+    parts = [_meaning(key, one, config_dir) for one in meanings(key)]
+    return filled("\n".join([key, *parts, f"  role      {role_of(key)}"])) + "\n"
+
+
+def _meaning(key: str, meaning: Meaning, config_dir: str | None) -> str:
+    group, _, field = key.rpartition(".")
+    files: dict[str, list[str]] = {}
+    for option, value in values_in_files(group, field, config_dir).items() if group else ():
+        files.setdefault("null" if value is None else str(value), []).append(option)
+    in_files = [f"{value} in {', '.join(options)}" for value, options in files.items()]
+    if group in ("model", "data"):  # an option file is of one of several variants
+        in_files = []
+    rows = {
+        f"of {group}": ", ".join(meaning.variants),
+        "type": meaning.kind,
+        "allowed": meaning.allowed,
+        "default": "; ".join([meaning.default or "(none: it must be given)", *in_files]),
+        "read by": ", ".join(f"{RULE_KEYS[group]}={rule}" for rule in meaning.read_by),
+    }
+    lines = [f"  {name:<8}  {value}" for name, value in rows.items() if value]
+    return "\n".join([f"  {meaning.doc}", *lines])
+
+
+def _keys_of(group: str, verbs: Collection[str], config_dir: str | None) -> str:
+    """The keys of a group, each with its meaning, and its options."""
+    docs: dict[tuple[str, str], list[str]] = {}
+    for key in FIELDS:
+        if key.startswith(f"{group}."):
+            for one in meanings(key):
+                docs.setdefault((key, one.doc), []).extend(one.variants)
+    several = len({tuple(of) for of in docs.values()}) > 1
+    longest = max((len(key) for key, _ in docs), default=0)
+    lines = []
+    for (key, doc), of in docs.items():
+        if key.rpartition(".")[2] not in BY_OPTION:
+            owners = f" ({', '.join(of)})" if several and of else ""
+            lines.append(f"  {key:<{longest}}  {doc}{owners}")
+    what = FIELDS[group][0].metadata["doc"] if group in FIELDS else "A whole published recipe"
+    parts = [filled("\n".join([f"{group}: {what[0].lower()}{what[1:]}", *lines]))]
+    parts += [_group(group, config_dir)] if group in GROUPS else []
+    parts += [f"  mprun {group} --help: the verb"] if group in verbs else []
+    return "\n".join([*parts, ""])
+
+
 def _group(name: str, config_dir: str | None) -> str:
     options = option_files(name, config_dir).items()
     lines = [f"    {option:<22}  {what_it_is(path)}" for option, path in options]
@@ -96,7 +165,7 @@ def _keys() -> list[str]:
     groups: dict[str, list[str]] = {}
     for key, fields in FIELDS.items():
         group, _, name = key.rpartition(".")
-        if key in GROUPS or key == "compare" or (group and name in _BY_OPTION):
+        if key in GROUPS or key == "compare" or (group and name in BY_OPTION):
             continue
         choices = dict.fromkeys(str(c) for f in fields for c in f.metadata.get("choices", ()))
         text = f"{key}={'|'.join(choices)}" if 1 < len(choices) < 6 else key
@@ -227,7 +296,7 @@ def _overrides(word: str, words: list[str], config_dir: str | None) -> list[str]
     found = [f"{group}=" for group in GROUPS]
     for name in FIELDS:
         group, _, last = name.rpartition(".")
-        settable = name not in (*GROUPS, "compare") and not (group and last in _BY_OPTION)
+        settable = name not in (*GROUPS, "compare") and not (group and last in BY_OPTION)
         if settable and last in own.get(group, (last,)):
             dot = name.find(".", len(word))
             found.append(name[: dot + 1] if dot > 0 else f"{name}=")

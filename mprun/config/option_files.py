@@ -36,6 +36,12 @@ def named(group: str, config_dir: str | None = None) -> dict[str, str]:
     return {option: _mapping_in(path).get("name", option) for option, path in files.items()}
 
 
+def values_in_files(group: str, field: str, config_dir: str | None = None) -> dict[str, Any]:
+    """Option -> the value of `field` that its file sets, for those that set one."""
+    contents = {name: _mapping_in(path) for name, path in option_files(group, config_dir).items()}
+    return {name: content[field] for name, content in contents.items() if field in content}
+
+
 def what_it_is(path: Path) -> str:
     """The first comment line of an option's file, which says what the option is."""
     lines = [line for line in _text_of(path).splitlines() if not line.startswith("# @package")]

@@ -1,10 +1,11 @@
 """Every option of mprun as typed data, and what each one means; imports neither torch nor a model.
 
-A field says its default, what is allowed, which rule or optimizer reads it (`of`) and its role:
-what another value means for hash, resume, comparison and tables (`mprun.config.rules.Role`). The
-classes are `slots=True` so that `+group.unknown=1` is an error too (OmegaConf sets attributes, and
-a slotted class refuses unknown ones). A value of `null` means "does not apply" or "take it from the
-model, the data or the mode"; `mprun.config.check` holds the rules across fields.
+A field says its meaning (`doc`, which `mprun --help KEY` and the page of keys print), its default,
+what is allowed, which rule or optimizer reads it (`of`) and its role: what another value means for
+hash, resume, comparison and tables (`mprun.config.rules.Role`). The classes are `slots=True` so
+that `+group.unknown=1` is an error too (OmegaConf sets attributes, and a slotted class refuses
+unknown ones). A value of `null` means "does not apply" or "take it from the model, the data or the
+mode"; `mprun.config.check` holds the rules across fields.
 
 Precision modes and loss scalers are no list here: they are the files of conf/precision and
 conf/scaler, and those of the user's own `--config-dir`.
@@ -20,33 +21,56 @@ from mprun.config.rules import LABEL, LENGTH, MACHINE, READING, SEED, one_of, ra
 DTYPES = ("fp32", "fp16", "bf16")
 MAX_STEPS = 10_000_000
 
+# Meanings that several classes share.
+_NETWORK = "Which network is built; model=OPTION sets it"
+_CLASSES = "Outputs of the last layer; null: as many as the data has classes"
+_SMOOTHING = "Label smoothing of the cross-entropy, in classification; 0: none"
+_LATENT = "Length of the generator's random codes"
+_TIME_REDUCTION = "Gradient of the mean over tokens, or of the sum over time and mean over streams"
+_SOURCE = "Which source of data is built; data=OPTION sets it"
+_SIDE = "Side of an image in pixels"
+_FLIP = "Mirror half of the training images"
+_SEQUENCE = "Tokens per step and stream"
+_VOCAB_LIMIT = "Most frequent words that are kept; null: all"
+_VOCAB_MULTIPLE = "The vocabulary is padded to a multiple of this"
+_EVAL_SPLIT = "Split that is evaluated"
+_EVAL_TOKENS = "First tokens of eval_split that are evaluated; null: all"
+_CACHE = "Folder of the encoded text; null: mprun in the user's cache folder"
+
 
 @dataclass(slots=True)
 class ModelConfig:
     """Base of the model schemas; `name` selects the builder, `learns` says what kind of task."""
 
     learns: ClassVar[str] = "classification"
-    name: str = MISSING
+    name: str = setting(MISSING, doc=_NETWORK)
 
 
 @dataclass(slots=True)
 class AlexNetConfig(ModelConfig):
     """`variant` torchvision: one tower, no LRN; 2012: two groups and local response norm."""
 
-    name: str = "alexnet"
-    variant: str = one_of("torchvision", "torchvision", "2012")
-    dropout: float = ranged(0.5, at_least=0.0, below=1.0)
-    num_classes: int | None = ranged(None, at_least=2)  # null: as many as the data has
-    label_smoothing: float = ranged(0.0, at_least=0.0, below=1.0)
+    name: str = setting("alexnet", doc=_NETWORK)
+    variant: str = one_of(
+        "torchvision",
+        "torchvision",
+        "2012",
+        doc="torchvision: one tower, no LRN; 2012: two groups and local response normalisation",
+    )
+    dropout: float = ranged(
+        0.5, at_least=0.0, below=1.0, doc="Dropout probability before the fully connected layers"
+    )
+    num_classes: int | None = ranged(None, at_least=2, doc=_CLASSES)
+    label_smoothing: float = ranged(0.0, at_least=0.0, below=1.0, doc=_SMOOTHING)
 
 
 @dataclass(slots=True)
 class ResNet50Config(ModelConfig):
     """ResNet-50 v1.5 (stride 2 in the 3x3 convolution)."""
 
-    name: str = "resnet50"
-    num_classes: int | None = ranged(None, at_least=2)  # null: as many as the data has
-    label_smoothing: float = ranged(0.0, at_least=0.0, below=1.0)
+    name: str = setting("resnet50", doc=_NETWORK)
+    num_classes: int | None = ranged(None, at_least=2, doc=_CLASSES)
+    label_smoothing: float = ranged(0.0, at_least=0.0, below=1.0, doc=_SMOOTHING)
 
 
 @dataclass(slots=True)
@@ -54,23 +78,40 @@ class LSTMConfig(ModelConfig):
     """Word or character language model; sizes in units, `projection_size` 0 means none."""
 
     learns: ClassVar[str] = "language_model"
-    name: str = "lstm_lm"
-    vocab_size: int | None = ranged(None, at_least=2)  # null: as large as the data's
-    embedding_size: int = ranged(200, at_least=1)
-    hidden_size: int = ranged(200, at_least=1)
-    num_layers: int = ranged(2, at_least=1, at_most=1000)
-    projection_size: int = ranged(0, at_least=0)
-    dropout: float = ranged(0.0, at_least=0.0, below=1.0)
-    init_range: float = ranged(0.1, above=0.0)
-    forget_bias: float = ranged(0.0)
-    pad_to_multiple: int = ranged(1, at_least=1)  # 8 keeps Tensor Cores busy in FP16
-    # The gradient is that of the mean over tokens, or of the sum over time averaged over streams,
-    # as in the published recipes. The loss that is reported is always the mean.
-    time_reduction: str = one_of("mean", "mean", "sum")
-    # Words drawn per step for a sampled softmax (training only); null: the full softmax.
-    sampled_softmax: int | None = ranged(None, at_least=1)
-    # With sampled_softmax: multiplies the embedding's gradient, as the code behind bigLSTM does.
-    embedding_gradient_factor: float = ranged(1.0, above=0.0)
+    name: str = setting("lstm_lm", doc=_NETWORK)
+    vocab_size: int | None = ranged(
+        None, at_least=2, doc="Words in embedding and softmax; null: as many as the data has"
+    )
+    embedding_size: int = ranged(200, at_least=1, doc="Units of the embedding of a word")
+    hidden_size: int = ranged(200, at_least=1, doc="Units of each LSTM layer")
+    num_layers: int = ranged(2, at_least=1, at_most=1000, doc="LSTM layers, one above the other")
+    projection_size: int = ranged(
+        0, at_least=0, doc="Units to which each LSTM layer's output is projected; 0: no projection"
+    )
+    dropout: float = ranged(
+        0.0,
+        at_least=0.0,
+        below=1.0,
+        doc="Dropout probability on embedding, between layers and on outputs; none over time",
+    )
+    init_range: float = ranged(
+        0.1, above=0.0, doc="Every parameter starts uniform between minus and plus this"
+    )
+    forget_bias: float = ranged(0.0, doc="Added to the forget gates' input bias at the start")
+    pad_to_multiple: int = ranged(
+        1,
+        at_least=1,
+        doc="Sizes are rounded up to a multiple of this; 8 suits Tensor Cores in FP16",
+    )
+    time_reduction: str = one_of("mean", "mean", "sum", doc=_TIME_REDUCTION)
+    sampled_softmax: int | None = ranged(
+        None,
+        at_least=1,
+        doc="Words drawn per step for a sampled softmax, in training only; null: the full softmax",
+    )
+    embedding_gradient_factor: float = ranged(
+        1.0, above=0.0, doc="With sampled_softmax: factor on the embedding's gradient (bigLSTM)"
+    )
 
 
 @dataclass(slots=True)
@@ -78,11 +119,15 @@ class DCGANConfig(ModelConfig):
     """Generator and discriminator of Radford et al.; widths in channels."""
 
     learns: ClassVar[str] = "gan"
-    name: str = "dcgan"
-    image_size: int = one_of(64, 32, 64, 128)
-    latent_size: int = ranged(100, at_least=1)
-    generator_width: int = ranged(64, at_least=1)
-    discriminator_width: int = ranged(64, at_least=1)
+    name: str = setting("dcgan", doc=_NETWORK)
+    image_size: int = one_of(64, 32, 64, 128, doc=_SIDE)
+    latent_size: int = ranged(100, at_least=1, doc=_LATENT)
+    generator_width: int = ranged(
+        64, at_least=1, doc="Channels of the generator's last hidden layer; earlier ones double"
+    )
+    discriminator_width: int = ranged(
+        64, at_least=1, doc="Channels of the discriminator's first layer; later ones double"
+    )
 
 
 @dataclass(slots=True)
@@ -90,24 +135,33 @@ class ConvAutoencoderConfig(ModelConfig):
     """DCGAN's discriminator trunk as encoder and its generator as decoder, without BatchNorm."""
 
     learns: ClassVar[str] = "reconstruction"
-    name: str = "conv_autoencoder"
-    image_size: int = one_of(64, 32, 64, 128)
-    code_size: int = ranged(32, at_least=2)
-    width: int = ranged(8, at_least=1)
+    name: str = setting("conv_autoencoder", doc=_NETWORK)
+    image_size: int = one_of(64, 32, 64, 128, doc=_SIDE)
+    code_size: int = ranged(32, at_least=2, doc="Units of the code between encoder and decoder")
+    width: int = ranged(
+        8, at_least=1, doc="Channels of the encoder's first layer; each further one doubles them"
+    )
 
 
 @dataclass(slots=True)
 class CustomModelConfig(ModelConfig):
     """The user's own network: `factory` is package.module:function (docs/own_data.md)."""
 
-    name: str = "custom"
-    factory: str = MISSING  # only from the command line or the user's own --config-dir
-    # classification, language_model, gan, or package.module:Class of a task of one's own
-    task: str = "classification"
-    options: dict[str, Any] = setting(dict)  # keyword arguments of the factory
-    label_smoothing: float = ranged(0.0, at_least=0.0, below=1.0)  # classification
-    latent_size: int = ranged(100, at_least=1)  # gan: length of the generator's codes
-    time_reduction: str = one_of("mean", "mean", "sum")  # language_model
+    name: str = setting("custom", doc=_NETWORK)
+    factory: str = setting(
+        MISSING,
+        doc="package.module:function that builds the network; named by command or --config-dir",
+    )
+    task: str = setting(
+        "classification",
+        doc="classification, language_model, gan, or package.module:Class of a task of one's own",
+    )
+    options: dict[str, Any] = setting(dict, doc="Keyword arguments of model.factory")
+    label_smoothing: float = ranged(0.0, at_least=0.0, below=1.0, doc=_SMOOTHING)
+    latent_size: int = ranged(
+        100, at_least=1, doc=f"With task=gan: {_LATENT[0].lower()}{_LATENT[1:]}"
+    )
+    time_reduction: str = one_of("mean", "mean", "sum", doc=_TIME_REDUCTION)
 
 
 MODELS: dict[str, type[ModelConfig]] = {
@@ -137,29 +191,42 @@ class DataConfig:
     on_disk: ClassVar[bool] = False
     decodes: ClassVar[bool] = False
 
-    name: str = MISSING
-    root: str | None = setting(None, role=READING)  # folder; null: embedded or synthetic data
-    batch_size: int = ranged(32, at_least=1)  # samples per micro-batch
-    # Loader processes; null: as many as pay for files that are decoded on the way, else none.
-    workers: int | None = ranged(None, at_least=0, at_most=256, role=READING)
+    name: str = setting(MISSING, doc=_SOURCE)
+    root: str | None = setting(
+        None, role=READING, doc="Folder that holds the files; null: embedded or synthetic data"
+    )
+    batch_size: int = ranged(
+        32, at_least=1, doc="Samples (text: streams) of a micro-batch, on one device"
+    )
+    workers: int | None = ranged(
+        None,
+        at_least=0,
+        at_most=256,
+        role=READING,
+        doc="Loader processes; null: as many as pay where files are decoded on the way, else none",
+    )
 
 
 @dataclass(slots=True)
 class ImagesConfig(DataConfig):
     """What every source of images has."""
 
-    image_size: int = ranged(32, at_least=8, at_most=512)
-    channels: int = one_of(3, 1, 3)
-    # standardised: minus the channel means, over the deviations (image files: ImageNet's);
-    # mean_subtracted: 0-255 minus the means (Caffe); tanh: [-1, 1].
-    value_range: str = one_of("standardised", "standardised", "mean_subtracted", "tanh")
+    image_size: int = ranged(32, at_least=8, at_most=512, doc=_SIDE)
+    channels: int = one_of(3, 1, 3, doc="Channels of an image: 1 grey, 3 colour")
+    value_range: str = one_of(
+        "standardised",
+        "standardised",
+        "mean_subtracted",
+        "tanh",
+        doc="standardised: mean 0, deviation 1; mean_subtracted: 0-255 less means; tanh: -1 to 1",
+    )
 
 
 @dataclass(slots=True)
 class DigitsConfig(ImagesConfig):
     """scikit-learn's 1,797 handwritten digits, enlarged from 8x8."""
 
-    name: str = "digits"
+    name: str = setting("digits", doc=_SOURCE)
 
 
 @dataclass(slots=True)
@@ -167,22 +234,21 @@ class DocsTextConfig(DataConfig):
     """The text of CPython's own documentation (`pydoc_data.topics`)."""
 
     family: ClassVar[str] = "text"
-    name: str = "docs_text"
-    level: str = one_of("word", "word", "char")
-    sequence_length: int = ranged(20, at_least=1)  # tokens per step and stream
-    # Most frequent words; null: all.
-    vocab_limit: int | None = ranged(None, at_least=3, at_most=1_000_000)
-    vocab_multiple: int = ranged(8, at_least=1)  # the vocabulary is padded to a multiple
+    name: str = setting("docs_text", doc=_SOURCE)
+    level: str = one_of("word", "word", "char", doc="What a token is: a word or a character")
+    sequence_length: int = ranged(20, at_least=1, doc=_SEQUENCE)
+    vocab_limit: int | None = ranged(None, at_least=3, at_most=1_000_000, doc=_VOCAB_LIMIT)
+    vocab_multiple: int = ranged(8, at_least=1, doc=_VOCAB_MULTIPLE)
 
 
 @dataclass(slots=True)
 class SyntheticImagesConfig(ImagesConfig):
     """Random images with random labels: plumbing and speed, nothing to learn."""
 
-    name: str = "synthetic_images"
-    num_classes: int = ranged(10, at_least=2)
-    train_size: int = ranged(1024, at_least=1)
-    eval_size: int = ranged(256, at_least=1)
+    name: str = setting("synthetic_images", doc=_SOURCE)
+    num_classes: int = ranged(10, at_least=2, doc="Classes of the random labels")
+    train_size: int = ranged(1024, at_least=1, doc="Training images that are made")
+    eval_size: int = ranged(256, at_least=1, doc="Held-out images that are made")
 
 
 @dataclass(slots=True)
@@ -190,11 +256,11 @@ class SyntheticTokensConfig(DataConfig):
     """Random tokens: plumbing and speed, nothing to learn."""
 
     family: ClassVar[str] = "text"
-    name: str = "synthetic_tokens"
-    vocab_size: int = ranged(1000, at_least=2)
-    sequence_length: int = ranged(20, at_least=1)
-    train_tokens: int = ranged(100_000, at_least=2)
-    eval_tokens: int = ranged(10_000, at_least=2)
+    name: str = setting("synthetic_tokens", doc=_SOURCE)
+    vocab_size: int = ranged(1000, at_least=2, doc="Different tokens")
+    sequence_length: int = ranged(20, at_least=1, doc=_SEQUENCE)
+    train_tokens: int = ranged(100_000, at_least=2, doc="Training tokens that are made")
+    eval_tokens: int = ranged(10_000, at_least=2, doc="Held-out tokens that are made")
 
 
 @dataclass(slots=True)
@@ -208,29 +274,53 @@ class ImageFolderConfig(ImagesConfig):
 
     on_disk: ClassVar[bool] = True
     decodes: ClassVar[bool] = True
-    name: str = "image_folder"
-    image_size: int = ranged(224, at_least=8, at_most=1024)
-    layout: str = one_of("classes", "classes", "flat")
-    eval_share: float = ranged(0.1, above=0.0, below=1.0)  # where there is one folder only
-    # resized_crop: RandomResizedCrop, evaluation resize and centre crop (PyTorch's ImageNet
-    # script); crop: resize to resize_to x resize_to, random crop (Caffe); centre: the middle of
-    # the image, no random crop.
-    augmentation: str = one_of("resized_crop", "resized_crop", "crop", "centre")
-    flip: bool = True  # mirror half of the training images
-    # Pixels before the crop: of the shorter side (resized_crop), of both (crop). null: 8/7 of
-    # image_size, which is 256 for 224.
-    resize_to: int | None = ranged(None, at_least=8, at_most=2048)
-    centre_crop: int | None = ranged(None, at_least=8, at_most=8192)  # centre: before resizing
-    on_corrupt: str = one_of("stop", "stop", "skip")  # skip: the next readable image, counted
-    # Batches in flight per loader process.
-    prefetch: int = ranged(2, at_least=1, at_most=64, role=READING)
+    name: str = setting("image_folder", doc=_SOURCE)
+    image_size: int = ranged(224, at_least=8, at_most=1024, doc=_SIDE)
+    layout: str = one_of(
+        "classes",
+        "classes",
+        "flat",
+        doc="classes: one folder per class; flat: all images below root, without labels (DCGAN)",
+    )
+    eval_share: float = ranged(
+        0.1, above=0.0, below=1.0, doc="Share of the files held out where there is one folder only"
+    )
+    augmentation: str = one_of(
+        "resized_crop",
+        "resized_crop",
+        "crop",
+        "centre",
+        doc="resized_crop: RandomResizedCrop; crop: resize, crop at random; centre: the middle",
+    )
+    flip: bool = setting(True, doc=_FLIP)
+    resize_to: int | None = ranged(
+        None,
+        at_least=8,
+        at_most=2048,
+        doc="Pixels before the crop, of the shorter side (crop: both); null: 8/7 of image_size",
+    )
+    centre_crop: int | None = ranged(
+        None,
+        at_least=8,
+        at_most=8192,
+        doc="augmentation=centre: pixels of the square cut out before resizing; null: the largest",
+    )
+    on_corrupt: str = one_of(
+        "stop",
+        "stop",
+        "skip",
+        doc="An unreadable file: stop the run, or skip to the next readable image and count it",
+    )
+    prefetch: int = ranged(
+        2, at_least=1, at_most=64, role=READING, doc="Batches in flight per loader process"
+    )
 
 
 @dataclass(slots=True)
 class ImageNetConfig(ImageFolderConfig):
     """ILSVRC12: 1,000 class folders below root/train and root/val, or the original archives."""
 
-    name: str = "imagenet"
+    name: str = setting("imagenet", doc=_SOURCE)
 
 
 @dataclass(slots=True)
@@ -241,12 +331,18 @@ class Cifar10Config(ImagesConfig):
     """
 
     on_disk: ClassVar[bool] = True
-    name: str = "cifar10"
-    channels: int = one_of(3, 3)
-    augmentation: str = one_of("padded_crop", "padded_crop", "none")  # 4 pixels, random crop
-    flip: bool = True  # mirror half of the training images
-    train_size: int | None = ranged(None, at_least=1)  # the first of a fixed order; null: all
-    eval_size: int | None = ranged(None, at_least=1)
+    name: str = setting("cifar10", doc=_SOURCE)
+    channels: int = one_of(3, 3, doc="Channels of an image: CIFAR-10 is in colour")
+    augmentation: str = one_of(
+        "padded_crop", "padded_crop", "none", doc="padded_crop: 4 pixels around, then a random crop"
+    )
+    flip: bool = setting(True, doc=_FLIP)
+    train_size: int | None = ranged(
+        None, at_least=1, doc="Training images, the first of a fixed order; null: all"
+    )
+    eval_size: int | None = ranged(
+        None, at_least=1, doc="Held-out images, the first of a fixed order; null: all"
+    )
 
 
 @dataclass(slots=True)
@@ -255,17 +351,17 @@ class TextConfig(DataConfig):
 
     family: ClassVar[str] = "text"
     on_disk: ClassVar[bool] = True
-    name: str = "text"
-    sequence_length: int = ranged(35, at_least=1)  # tokens per step and stream
-    # Most frequent words; null: all.
-    vocab_limit: int | None = ranged(None, at_least=3, at_most=1_000_000)
-    vocab_multiple: int = ranged(8, at_least=1)  # the vocabulary is padded to a multiple
-    lower: bool = False  # lower-case everything
-    eval_split: str = one_of("valid", "valid", "test")
-    rotate: bool = True  # each epoch starts elsewhere in the text; false: always at its start
-    eval_tokens: int | None = ranged(None, at_least=32)  # first tokens of eval_split; null: all
-    # Folder of the encoded text; null: mprun in the user's cache.
-    cache: str | None = setting(None, role=READING)
+    name: str = setting("text", doc=_SOURCE)
+    sequence_length: int = ranged(35, at_least=1, doc=_SEQUENCE)
+    vocab_limit: int | None = ranged(None, at_least=3, at_most=1_000_000, doc=_VOCAB_LIMIT)
+    vocab_multiple: int = ranged(8, at_least=1, doc=_VOCAB_MULTIPLE)
+    lower: bool = setting(False, doc="Lower-case all words")
+    eval_split: str = one_of("valid", "valid", "test", doc=_EVAL_SPLIT)
+    rotate: bool = setting(
+        True, doc="Each epoch starts elsewhere in the text; false: always at its start"
+    )
+    eval_tokens: int | None = ranged(None, at_least=32, doc=_EVAL_TOKENS)
+    cache: str | None = setting(None, role=READING, doc=_CACHE)
 
 
 @dataclass(slots=True)
@@ -274,14 +370,15 @@ class Lm1bConfig(DataConfig):
 
     family: ClassVar[str] = "text"
     on_disk: ClassVar[bool] = True
-    name: str = "lm1b"
-    sequence_length: int = ranged(20, at_least=1)
-    # File, one word a line; null: the one below root.
-    vocabulary: str | None = setting(None, role=READING)
-    vocab_multiple: int = ranged(8, at_least=1)
-    eval_split: str = one_of("valid", "valid", "test")
-    eval_tokens: int | None = ranged(None, at_least=32)  # first tokens of eval_split; null: all
-    cache: str | None = setting(None, role=READING)
+    name: str = setting("lm1b", doc=_SOURCE)
+    sequence_length: int = ranged(20, at_least=1, doc=_SEQUENCE)
+    vocabulary: str | None = setting(
+        None, role=READING, doc="File of the vocabulary, one word a line; null: the one below root"
+    )
+    vocab_multiple: int = ranged(8, at_least=1, doc=_VOCAB_MULTIPLE)
+    eval_split: str = one_of("valid", "valid", "test", doc=_EVAL_SPLIT)
+    eval_tokens: int | None = ranged(None, at_least=32, doc=_EVAL_TOKENS)
+    cache: str | None = setting(None, role=READING, doc=_CACHE)
 
 
 @dataclass(slots=True)
@@ -289,10 +386,15 @@ class CustomDataConfig(DataConfig):
     """The user's own data: `factory` is package.module:function (docs/own_data.md)."""
 
     decodes: ClassVar[bool] = True
-    name: str = "custom"
-    factory: str = MISSING  # only from the command line or the user's own --config-dir
-    options: dict[str, Any] = setting(dict)  # keyword arguments of the factory
-    image_size: int | None = ranged(None, at_least=8)  # where the model asks for it (dcgan)
+    name: str = setting("custom", doc=_SOURCE)
+    factory: str = setting(
+        MISSING,
+        doc="package.module:function that makes the data; named by command or --config-dir",
+    )
+    options: dict[str, Any] = setting(dict, doc="Keyword arguments of data.factory")
+    image_size: int | None = ranged(
+        None, at_least=8, doc="Side of an image in pixels, where the model asks for it (dcgan)"
+    )
 
 
 DATA: dict[str, type[DataConfig]] = {
@@ -313,48 +415,135 @@ DATA: dict[str, type[DataConfig]] = {
 class OptimConfig:
     """Optimizer and learning-rate schedule; the schedule counts applied updates."""
 
-    name: str = one_of("sgd", "sgd", "adam", "adamw", "adagrad")
-    lr: float = ranged(0.1, above=0.0)
-    weight_decay: float = ranged(0.0, at_least=0.0)
-    momentum: float | None = ranged(None, at_least=0.0, below=1.0, of=("sgd",))
-    nesterov: bool | None = setting(None, of=("sgd",), optional=True)
-    betas: list[float] | None = ranged(None, at_least=0.0, below=1.0, of=("adam", "adamw"))
-    eps: float | None = ranged(None, at_least=0.0, of=("adam", "adamw", "adagrad"))
-    initial_accumulator: float | None = ranged(None, at_least=0.0, of=("adagrad",))
-    # single_pass: casts, unscaling, update and copy back in one pass over the weights.
-    implementation: str = one_of("auto", "auto", "single_pass", "fused", "foreach", "loop")
-    schedule: str = one_of(
-        "constant", "constant", "cosine", "linear", "polynomial", "step", "epoch_decay"
+    name: str = one_of(
+        "sgd", "sgd", "adam", "adamw", "adagrad", doc="Which optimizer; optim=OPTION sets it"
     )
-    warmup_updates: int = ranged(0, at_least=0)
-    warmup_epochs: float = ranged(0.0, at_least=0.0)  # instead of warmup_updates
-    final_factor: float = ranged(0.0, at_least=0.0, at_most=1.0)  # share of lr at the end
-    power: float = ranged(1.0, above=0.0)  # polynomial
-    # step: shares of the run at which the rate drops.
-    milestones: list[float] = ranged(list, above=0.0, below=1.0)
-    gamma: float = ranged(0.1, above=0.0, below=1.0)  # step, epoch_decay: factor of each drop
-    constant_epochs: float | None = ranged(None, at_least=0.0)  # epoch_decay: before the first drop
-    bias_lr_factor: float = ranged(1.0, above=0.0)  # rate of biases over that of weights
-    decay_bias: bool = True  # weight decay on biases
-    decay_norm: bool = True  # weight decay on the parameters of norm layers
-    # Evaluate an exponential moving average of the weights, per applied update; null: none.
-    average_decay: float | None = ranged(None, above=0.0, below=1.0)
-    average_modules: list[str] = setting(list)  # module-name patterns; none: all
+    lr: float = ranged(0.1, above=0.0, doc="Learning rate, the highest of its schedule")
+    weight_decay: float = ranged(
+        0.0, at_least=0.0, doc="Weight decay: added to the gradient as L2; of adamw decoupled"
+    )
+    momentum: float | None = ranged(
+        None, at_least=0.0, below=1.0, of=("sgd",), doc="Momentum; 0: plain SGD"
+    )
+    nesterov: bool | None = setting(
+        None, of=("sgd",), optional=True, doc="Nesterov's form of momentum"
+    )
+    betas: list[float] | None = ranged(
+        None,
+        at_least=0.0,
+        below=1.0,
+        of=("adam", "adamw"),
+        doc="Decay of the moving averages of the gradient and of its square",
+    )
+    eps: float | None = ranged(
+        None,
+        at_least=0.0,
+        of=("adam", "adamw", "adagrad"),
+        doc="Added to the denominator; 2^-25 and below is 0 where the update is in FP16",
+    )
+    initial_accumulator: float | None = ranged(
+        None, at_least=0.0, of=("adagrad",), doc="Start value of the sum of squared gradients"
+    )
+    implementation: str = one_of(
+        "auto",
+        "auto",
+        "single_pass",
+        "fused",
+        "foreach",
+        "loop",
+        doc="How the update is computed; single_pass: cast, unscale, update, copy in one pass",
+    )
+    schedule: str = one_of(
+        "constant",
+        "constant",
+        "cosine",
+        "linear",
+        "polynomial",
+        "step",
+        "epoch_decay",
+        doc="Learning rate over applied updates; a skipped update does not advance it",
+    )
+    warmup_updates: int = ranged(
+        0, at_least=0, doc="Updates in which the rate rises linearly to lr; 0: none"
+    )
+    warmup_epochs: float = ranged(
+        0.0, at_least=0.0, doc="The same in epochs, instead of warmup_updates"
+    )
+    final_factor: float = ranged(
+        0.0,
+        at_least=0.0,
+        at_most=1.0,
+        doc="schedule=linear, cosine, polynomial: rate at the end as a share of lr",
+    )
+    power: float = ranged(
+        1.0, above=0.0, doc="schedule=polynomial: exponent of the remaining share of the run"
+    )
+    milestones: list[float] = ranged(
+        list, above=0.0, below=1.0, doc="schedule=step: shares of the run at which the rate drops"
+    )
+    gamma: float = ranged(
+        0.1, above=0.0, below=1.0, doc="schedule=step, epoch_decay: factor of each drop"
+    )
+    constant_epochs: float | None = ranged(
+        None, at_least=0.0, doc="schedule=epoch_decay: epochs before the first drop"
+    )
+    bias_lr_factor: float = ranged(
+        1.0, above=0.0, doc="Learning rate of biases over that of weights; Caffe has 2"
+    )
+    decay_bias: bool = setting(True, doc="Weight decay on biases outside of norm layers")
+    decay_norm: bool = setting(True, doc="Weight decay on gain and shift of norm layers")
+    average_decay: float | None = ranged(
+        None,
+        above=0.0,
+        below=1.0,
+        doc="Evaluate an exponential moving average of the weights, per applied update; null: none",
+    )
+    average_modules: list[str] = setting(
+        list, doc="With average_decay: module-name patterns to average; none given: all"
+    )
 
 
 @dataclass(slots=True)
 class PrecisionConfig:
     """One precision mode as plain values; its name is that of its file."""
 
-    name: str = MISSING
-    param_dtype: str = one_of("fp32", *DTYPES)  # weights, activations and their gradients
-    norm_dtype: str = one_of("fp32", *DTYPES)  # parameters and statistics of norm layers
-    master_dtype: str | None = one_of("fp32", "fp32")  # null: parameters are updated in place
-    grad_dtype: str = one_of("fp32", *DTYPES)  # unscaling, clipping and accumulation
-    loss_dtype: str = one_of("fp32", *DTYPES)  # softmax and loss
-    autocast_dtype: str | None = one_of(None, "fp16", "bf16")  # torch.autocast's op lists
-    fp32_math: str = one_of("ieee", "ieee", "tf32")  # FP32 products: full or TF32
-    overrides: dict[str, str] = setting(dict)  # module-name pattern -> dtype
+    name: str = setting(MISSING, doc="Name of the precision mode, that of its file")
+    param_dtype: str = one_of(
+        "fp32", *DTYPES, doc="Dtype of weights, activations and their gradients"
+    )
+    norm_dtype: str = one_of(
+        "fp32", *DTYPES, doc="Dtype of parameters and statistics of norm layers"
+    )
+    master_dtype: str | None = one_of(
+        "fp32",
+        "fp32",
+        doc="Dtype of the master weights; null: none, parameters are updated in place",
+    )
+    grad_dtype: str = one_of(
+        "fp32", *DTYPES, doc="Dtype in which gradients accumulate, are unscaled and clipped"
+    )
+    loss_dtype: str = one_of("fp32", *DTYPES, doc="Dtype of softmax and loss")
+    autocast_dtype: str | None = one_of(
+        None, "fp16", "bf16", doc="Dtype of torch.autocast's op lists; null: no autocast"
+    )
+    fp32_math: str = one_of(
+        "ieee", "ieee", "tf32", doc="FP32 products: ieee in full, or with TF32 inputs"
+    )
+    reduce_dtype: str | None = one_of(
+        None,
+        *DTYPES,
+        doc="Dtype in which scaled gradients of ranks (micro-batches) are summed; null: unscaled",
+    )
+    reduce_divide: str = one_of(
+        "after",
+        "after",
+        "before",
+        "split",
+        doc="Where that sum is divided by the number of ranks; split: by its root before",
+    )
+    overrides: dict[str, str] = setting(
+        dict, doc="Module-name pattern: dtype of these modules, as precision.overrides.fc=fp32"
+    )
 
 
 _DYNAMIC, _LOGMAX = ("dynamic",), ("logmax",)
@@ -365,104 +554,317 @@ _MOVING = (*_DYNAMIC, *_LOGMAX)
 class ScalerConfig:
     """Loss scaler; `kind` says which rule, a field that the rule does not use stays null."""
 
-    name: str = MISSING
-    kind: str = one_of("none", "none", "static", "dynamic", "logmax")
-    per: str = one_of("shared", "shared", "optimizer", "loss")  # one scale for what
-    scale: float | None = ranged(None, above=0.0, of=("static",))
-    init_scale: float | None = ranged(None, above=0.0, of=_MOVING)
-    growth_factor: float | None = ranged(None, above=1.0, of=_DYNAMIC)
-    backoff_factor: float | None = ranged(None, above=0.0, below=1.0, of=_DYNAMIC)
-    growth_interval: int | None = ranged(None, at_least=1, below=2**31, of=_DYNAMIC)
-    hysteresis: int | None = ranged(None, at_least=1, below=2**31, of=_DYNAMIC)
-    min_scale: float | None = ranged(None, above=0.0, of=_MOVING)
-    max_scale: float | None = ranged(None, above=0.0, of=_MOVING)
-    max_consecutive_skips: int | None = ranged(
-        None, at_least=1, below=2**31, of=("static", *_MOVING)
+    name: str = setting(MISSING, doc="Name of the loss scaler, that of its file")
+    kind: str = one_of(
+        "none",
+        "none",
+        "static",
+        "dynamic",
+        "logmax",
+        doc="Rule of the loss scale; none: no scaling",
     )
-    # What single rules need (mprun.precision.loss_scale says what they mean); null: as torch.amp.
-    growth_delay: int | None = ranged(None, at_least=0, below=2**31, of=_DYNAMIC, optional=True)
-    refill_on_clean_step: bool | None = setting(None, of=_DYNAMIC, optional=True)
-    tolerance: float | None = ranged(None, at_least=0.0, at_most=1.0, of=_DYNAMIC, optional=True)
-    hold_at_floor: bool | None = setting(None, of=_DYNAMIC, optional=True)
-    log_max: float | None = ranged(None, of=_LOGMAX)
-    beta1: float | None = ranged(None, above=0.0, below=1.0, of=_LOGMAX)
-    beta2: float | None = ranged(None, above=0.0, below=1.0, of=_LOGMAX)
-    overflow_std_dev: float | None = ranged(None, at_least=0.0, at_most=100.0, of=_LOGMAX)
+    per: str = one_of(
+        "shared",
+        "shared",
+        "optimizer",
+        "loss",
+        doc="What has a loss scale of its own: nothing, each optimizer or each loss (GANs)",
+    )
+    scale: float | None = ranged(None, above=0.0, of=("static",), doc="The loss scale, constant")
+    init_scale: float | None = ranged(None, above=0.0, of=_MOVING, doc="Loss scale at the start")
+    growth_factor: float | None = ranged(
+        None, above=1.0, of=_DYNAMIC, doc="Factor on the loss scale when it grows"
+    )
+    backoff_factor: float | None = ranged(
+        None, above=0.0, below=1.0, of=_DYNAMIC, doc="Factor on the loss scale when it backs off"
+    )
+    growth_interval: int | None = ranged(
+        None,
+        at_least=1,
+        below=2**31,
+        of=_DYNAMIC,
+        doc="Clean steps since the start, the last growth or overflow, after which the scale grows",
+    )
+    hysteresis: int | None = ranged(
+        None,
+        at_least=1,
+        below=2**31,
+        of=_DYNAMIC,
+        doc="Overflows since the last growth until one backs the scale off; 1: the first does",
+    )
+    min_scale: float | None = ranged(
+        None, above=0.0, of=_MOVING, doc="Floor of the loss scale, at least 2^-126"
+    )
+    max_scale: float | None = ranged(
+        None, above=0.0, of=_MOVING, doc="Ceiling of the loss scale, at most 2^126"
+    )
+    max_consecutive_skips: int | None = ranged(
+        None,
+        at_least=1,
+        below=2**31,
+        of=("static", *_MOVING),
+        doc="Skipped updates in a row, with the scale at its floor, that end the run as diverged",
+    )
+    # What single rules need; null: as torch.amp.
+    growth_delay: int | None = ranged(
+        None,
+        at_least=0,
+        below=2**31,
+        of=_DYNAMIC,
+        optional=True,
+        doc="Further clean steps before the first growth after the start or an overflow; null: 0",
+    )
+    refill_on_clean_step: bool | None = setting(
+        None,
+        of=_DYNAMIC,
+        optional=True,
+        doc="Every clean step restores the hysteresis; null and false: only growth does",
+    )
+    tolerance: float | None = ranged(
+        None,
+        at_least=0.0,
+        at_most=1.0,
+        of=_DYNAMIC,
+        optional=True,
+        doc="Share of overflows among steps from which on the scale backs off; null: 0, at each",
+    )
+    hold_at_floor: bool | None = setting(
+        None,
+        of=_DYNAMIC,
+        optional=True,
+        doc="A backoff to min_scale or below is not done; null and false: it stops at min_scale",
+    )
+    log_max: float | None = ranged(
+        None, of=_LOGMAX, doc="Target of log2 of the largest scaled gradient, deviations included"
+    )
+    beta1: float | None = ranged(
+        None,
+        above=0.0,
+        below=1.0,
+        of=_LOGMAX,
+        doc="Decay of the moving average of log2 of the largest gradient",
+    )
+    beta2: float | None = ranged(
+        None,
+        above=0.0,
+        below=1.0,
+        of=_LOGMAX,
+        doc="Decay of the moving averages from which its standard deviation is taken",
+    )
+    overflow_std_dev: float | None = ranged(
+        None,
+        at_least=0.0,
+        at_most=100.0,
+        of=_LOGMAX,
+        doc="Standard deviations kept free below log_max; 3.09: an overflow in 1,000 steps",
+    )
 
 
 @dataclass(slots=True)
 class TrainConfig:
     """Length and rhythm of a run; all counts are in steps (batches), not updates."""
 
-    # One of the two, the other is null.
-    steps: int | None = ranged(100, at_least=1, at_most=MAX_STEPS, role=LENGTH)
-    epochs: float | None = ranged(None, above=0.0, at_most=10_000.0, role=LENGTH)
-    log_every: int = ranged(10, at_least=1, role=READING)
-    eval_every: int = ranged(0, at_least=0, role=LENGTH)  # 0: only at the end
-    # 0: only when a signal stops the run.
-    checkpoint_every: int = ranged(0, at_least=0, role=READING)
-    keep_checkpoints: int = ranged(2, at_least=2, role=READING)
-    clip_norm: float | None = ranged(None, above=0.0)  # global norm of unscaled gradients
-    clip_modules: list[str] = setting(list)  # module-name patterns; none: all
-    accumulate: int = ranged(1, at_least=1)  # micro-batches per step
-    eval_arithmetic: str = one_of("fp32", "fp32", "mode")
+    steps: int | None = ranged(
+        100,
+        at_least=1,
+        at_most=MAX_STEPS,
+        role=LENGTH,
+        doc="Length of the run in steps; null where train.epochs is given",
+    )
+    epochs: float | None = ranged(
+        None,
+        above=0.0,
+        at_most=10_000.0,
+        role=LENGTH,
+        doc="Length of the run in epochs, with train.steps=null; null: train.steps counts",
+    )
+    log_every: int = ranged(
+        10, at_least=1, role=READING, doc="Steps between two logged records and lines of progress"
+    )
+    eval_every: int = ranged(
+        0, at_least=0, role=LENGTH, doc="Steps between two evaluations; 0: only at the end"
+    )
+    checkpoint_every: int = ranged(
+        0,
+        at_least=0,
+        role=READING,
+        doc="Steps between two checkpoints; 0: only when a signal stops the run",
+    )
+    keep_checkpoints: int = ranged(
+        2, at_least=2, role=READING, doc="Checkpoints that are kept, the newest ones"
+    )
+    clip_norm: float | None = ranged(
+        None, above=0.0, doc="Largest global norm of the unscaled gradients; null: no clipping"
+    )
+    clip_modules: list[str] = setting(
+        list, doc="With clip_norm: module-name patterns to clip; none given: all"
+    )
+    accumulate: int = ranged(
+        1, at_least=1, doc="Micro-batches of data.batch_size samples in a step"
+    )
+    eval_arithmetic: str = one_of(
+        "fp32",
+        "fp32",
+        "mode",
+        doc="Evaluate the master weights in FP32, or in the precision mode's own arithmetic",
+    )
     # How a step is executed; none of these changes what is computed, beyond rounding.
-    # Replay the whole step, by the kernels of the eager one; CUDA only.
-    cuda_graph: str = one_of("auto", "auto", "on", "off", role=READING)
-    compile: str = one_of("off", "off", "default", "max-autotune-no-cudagraphs")  # torch.compile
-    channels_last: str = one_of("auto", "auto", "on", "off")  # NHWC weights and activations
-    autotune: str = one_of("auto", "auto", "on", "off")  # cudnn.benchmark; auto: not deterministic
+    cuda_graph: str = one_of(
+        "auto",
+        "auto",
+        "on",
+        "off",
+        role=READING,
+        doc="Replay whole steps as a CUDA graph; auto: on CUDA where the host is the limit",
+    )
+    compile: str = one_of(
+        "off",
+        "off",
+        "default",
+        "max-autotune-no-cudagraphs",
+        doc="torch.compile of image models, by its mode",
+    )
+    channels_last: str = one_of(
+        "auto",
+        "auto",
+        "on",
+        "off",
+        doc="NHWC weights and activations; auto: on CUDA for 16-bit and TF32 products",
+    )
+    autotune: str = one_of(
+        "auto", "auto", "on", "off", doc="cudnn.benchmark; auto: on unless deterministic=true"
+    )
 
 
 @dataclass(slots=True)
 class CompareConfig:
     """What a verdict is about; fixed before the runs."""
 
-    # Of the evaluation: loss, top1, perplexity, sliced_wasserstein (dcgan). null: top1 for
-    # classifiers, else loss. This and the margin are filled in when the configuration is composed.
-    metric: str | None = None
-    # Relative to the FP32 mean (0.01: 1 %); top1 and top5: percentage points. null: the default
-    # of the metric (mprun.config.check).
-    margin: float | None = ranged(None, above=0.0)
-    window: int = ranged(1, at_least=1)  # last evaluations, averaged into the outcome of a run
+    # This and the margin are filled in when the configuration is composed.
+    metric: str | None = setting(
+        None,
+        doc="Metric of the final evaluation that is judged; null: top1 of classifiers, else loss",
+    )
+    margin: float | None = ranged(
+        None,
+        above=0.0,
+        doc="Difference that still matches: share of FP32's mean, top1: points; null: the metric's",
+    )
+    window: int = ranged(1, at_least=1, doc="Last evaluations, averaged into the outcome of a run")
 
 
 @dataclass(slots=True)
 class NumericsConfig:
     """What is measured beside the training; none of it changes a number of the run."""
 
-    enabled: bool = False
-    every: int = ranged(100, at_least=1)  # probe the steps divisible by this
-    # Module-name patterns, as in precision.overrides; none: all modules without modules inside.
-    modules: list[str] = setting(list)
-    # Also compute the steps divisible by this in FP32, from the same weights; 0: never.
-    shadow_every: int = ranged(0, at_least=0)
-    keep_failure: bool = True  # keep what a replay of the failing step needs
+    enabled: bool = setting(False, doc="Probe exponents, underflow and lost updates; numerics=on")
+    every: int = ranged(100, at_least=1, doc="Probe the steps divisible by this")
+    modules: list[str] = setting(
+        list, doc="Module-name patterns to probe; none given: all modules without modules inside"
+    )
+    shadow_every: int = ranged(
+        0,
+        at_least=0,
+        doc="Also compute the steps divisible by this in FP32, from the same weights; 0: never",
+    )
+    keep_failure: bool = setting(
+        True, doc="Keep the state before a failing step, which mprun explain replays"
+    )
+
+
+@dataclass(slots=True)
+class DistConfig:
+    """How the ranks of a run on several devices sum gradients and wait for each other."""
+
+    engine: str = one_of(
+        "auto",
+        "auto",
+        "ddp",
+        "flat",
+        doc="Gradients are summed during backward (ddp) or after it (flat); auto: ddp on a GPU",
+    )
+    order: str = one_of(
+        "fast",
+        "fast",
+        "fixed",
+        doc="Micro-batches are added in their order, as on one rank (fixed), or as is fastest",
+    )
+    bucket_mb: float = ranged(
+        25.0, above=0.0, at_most=4096.0, doc="Gradients that are summed at a time, in MiB"
+    )
+    timeout_s: float = ranged(
+        100.0, above=0.0, at_most=86_400.0, doc="Seconds that a rank waits for the others"
+    )
 
 
 @dataclass(slots=True)
 class RunConfig:
     """The whole configuration of one run."""
 
-    model: ModelConfig = MISSING
-    data: DataConfig = MISSING
-    optim: OptimConfig = setting(OptimConfig)
-    precision: PrecisionConfig = setting(PrecisionConfig)
-    scaler: ScalerConfig = setting(ScalerConfig)
-    train: TrainConfig = setting(TrainConfig)
-    compare: CompareConfig = setting(CompareConfig)
-    numerics: NumericsConfig = setting(NumericsConfig, role=LABEL)
-    seed: int = ranged(0, at_least=0, below=2**63, role=SEED)
-    device: str = one_of("auto", "auto", "cuda", "cpu", role=MACHINE)
-    cpu_half: str = one_of("emulated", "emulated", "native")  # 16-bit products on a CPU
-    # Of the CPU; null: torch's.
-    threads: int | None = ranged(None, at_least=1, at_most=1024, role=MACHINE)
-    deterministic: bool = False  # deterministic kernels, cudnn.benchmark off
-    name: str | None = setting(None, role=LABEL)  # free label in the path
-    output_root: str = setting("outputs", role=LABEL)
-    # Exact run directory; null: named from the configuration.
-    output_dir: str | None = setting(None, role=LABEL)
-    resume: str | None = setting(None, role=LABEL)  # run directory to continue
+    model: ModelConfig = setting(MISSING, doc="The network and its task")
+    data: DataConfig = setting(MISSING, doc="What is trained and evaluated on")
+    optim: OptimConfig = setting(OptimConfig, doc="Optimizer and learning-rate schedule")
+    precision: PrecisionConfig = setting(PrecisionConfig, doc="The precision mode")
+    scaler: ScalerConfig = setting(ScalerConfig, doc="The loss scaler")
+    train: TrainConfig = setting(TrainConfig, doc="Length, rhythm and execution of a run")
+    compare: CompareConfig = setting(
+        CompareConfig, doc="What the verdict is about, fixed before the runs"
+    )
+    numerics: NumericsConfig = setting(
+        NumericsConfig, role=LABEL, doc="What is measured beside the training"
+    )
+    seed: int = ranged(
+        0,
+        at_least=0,
+        below=2**63,
+        role=SEED,
+        doc="Seed of initial weights, order of the data, augmentation and dropout",
+    )
+    device: str = one_of(
+        "auto", "auto", "cuda", "cpu", role=MACHINE, doc="Where it runs; auto: CUDA if there is one"
+    )
+    devices: str = setting(
+        "1", role=READING, doc="Ranks on this machine, a GPU each; auto: all GPUs that there are"
+    )
+    nodes: int = ranged(
+        1, at_least=1, at_most=65_536, role=READING, doc="Machines with so many devices each"
+    )
+    restarts: int = ranged(
+        0,
+        at_least=0,
+        at_most=1000,
+        role=READING,
+        doc="Times that lost ranks are started again from the last checkpoint",
+    )
+    dist: DistConfig = setting(
+        DistConfig, role=READING, doc="How several ranks sum gradients and wait for each other"
+    )
+    cpu_half: str = one_of(
+        "emulated",
+        "emulated",
+        "native",
+        doc="16-bit operations on a CPU: in FP32 and rounded once, or torch's own kernels",
+    )
+    threads: int | None = ranged(
+        None,
+        at_least=1,
+        at_most=1024,
+        role=MACHINE,
+        doc="Threads of the CPU; null: torch's default",
+    )
+    deterministic: bool = setting(False, doc="Deterministic kernels, cudnn.benchmark off")
+    name: str | None = setting(
+        None, role=LABEL, doc="Free label in the path of the run; null: none"
+    )
+    output_root: str = setting(
+        "outputs", role=LABEL, doc="Folder below which directories of runs are made"
+    )
+    output_dir: str | None = setting(
+        None, role=LABEL, doc="Exact directory of the run; null: named from the configuration"
+    )
+    resume: str | None = setting(
+        None, role=LABEL, doc="Directory of a run to continue from its last checkpoint; null: none"
+    )
 
 
 def register_schemas(store: Any) -> None:

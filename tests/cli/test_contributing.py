@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md, done as it stands: a mode, a scaler, a model and a task, each in its files."""
+"""docs/extend.md, done as it stands: mode, scaler, optimizer, model and task, each in its files."""
 
 import json
 import re
@@ -12,7 +12,7 @@ import pytest
 from mprun.config.option_files import conf_dir
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
 SHORT = ("train.steps=4", "data.batch_size=4", "threads=1", "device=cpu")
 
 
@@ -21,6 +21,12 @@ def block(file: str) -> str:
     found = re.search(rf"`{re.escape(file)}`.*?```\w+\n(.*?)```", PAGE, re.DOTALL)
     assert found, file
     return found[1]
+
+
+def test_every_block_of_the_page_is_used():
+    files = re.findall(r'"((?:conf|mprun)/[\w/]+\.(?:yaml|py))"', Path(__file__).read_text("utf-8"))
+    used = {block(file) for file in files if f"`{file}`" in PAGE and "patient" not in file}
+    assert len(used) == PAGE.count("```") // 2
 
 
 @pytest.fixture
@@ -74,6 +80,15 @@ def test_a_scaler_is_one_file(checkout):
     record = record_of(checkout, *words, "scaler=patient")
     assert (record["status"], record["precision"]["scaler"]) == ("done", "patient")
     assert record["config"]["scaler"]["growth_interval"] == 2
+
+
+@pytest.mark.slow
+def test_an_optimizer_is_one_file(checkout):
+    add(checkout, "conf/optim/sgd_nesterov.yaml")
+    words = ("model=lstm_lm", "precision=fp16_master", "data.sequence_length=4")
+    record = record_of(checkout, *words, "optim=sgd_nesterov")
+    assert (record["status"], record["choices"]["optim"]) == ("done", "sgd_nesterov")
+    assert record["config"]["optim"]["nesterov"] is True
 
 
 @pytest.mark.slow

@@ -14,9 +14,11 @@ import pytest
 import yaml
 
 from mprun.cli.dispatch import VERBS, main
-from mprun.cli.help import completions
+from mprun.cli.help import GROUPS, completions
 from mprun.config.compose import compose_config
 from mprun.config.option_files import conf_dir
+from mprun.config.roles import FIELDS
+from mprun.config.rules import allowed
 
 from ..shipped import MODES
 
@@ -40,6 +42,64 @@ def test_help_lists_verbs_groups_options_and_keys(capsys):
     for key in ("optim.lr", "train.clip_norm", "scaler.growth_interval", "compare.margin"):
         assert key in text
     assert "schema" not in text
+
+
+def test_help_of_a_key(capsys):
+    assert main(["--help", "scaler.growth_interval"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert text.startswith("scaler.growth_interval Clean steps since the start")
+    assert "type whole number or null" in text and "allowed >= 1 and < 2^31" in text
+    assert "2000 in apex, dynamic," in text and "read by scaler.kind=dynamic" in text
+    assert "in the configuration hash; runs that are compared must agree in it" in text
+
+
+def test_help_of_a_key_that_data_sources_differ_in(capsys):
+    assert main(["--help", "data.image_size"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "of data digits, synthetic_images, cifar10" in text and "default 224" in text
+    assert "where the model asks for it" in text
+
+
+def test_help_of_every_key_group_and_verb(capsys):
+    """With a range where there is one, in 80 columns."""
+    for key, fields in FIELDS.items():
+        assert main(["--help", key]) == 0
+        text = capsys.readouterr().out
+        assert max(map(len, text.splitlines())) <= 80, key
+        words = " ".join(text.split())
+        assert fields[0].metadata["doc"].lower() in words.lower(), key
+        for bounds in (field.metadata.get("bounds") for field in fields):
+            assert not bounds or f"allowed {allowed(bounds)}" in words, key
+    for word in (*GROUPS, "compare"):
+        assert main(["--help", word]) == 0
+        text = capsys.readouterr().out
+        assert max(map(len, text.splitlines())) <= 80, word
+        for key in (key for key in FIELDS if key.startswith(f"{word}.")):
+            assert f"  {key} " in text or key.endswith((".name", ".kind")), key
+    assert main(["--help", "doctor"]) == 0
+    assert "usage: mprun doctor" in capsys.readouterr().out
+
+
+def test_help_of_an_entry_of_a_mapping(capsys):
+    assert main(["precision.overrides.fc", "--help"]) == 0
+    assert "dtype of these modules" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("word", "nearest"),
+    [
+        ("growth_interval", "scaler.growth_interval"),
+        ("optm.lr", "optim.lr"),
+        ("learning_rate", "optim.lr"),
+        ("optim.lr.x", "optim.lr"),
+        ("explian", "explain"),
+    ],
+)
+def test_help_of_an_unknown_key_names_the_nearest(word, nearest, capsys):
+    assert main(["--help", word]) == 2
+    out, error = capsys.readouterr()
+    assert not out and error.count("\n") == 1
+    assert f"--help {word}: no key, group or verb is called so; did you mean '{nearest}'?" in error
 
 
 def test_every_help_page_fits_the_terminal_and_waits_for_no_torch():

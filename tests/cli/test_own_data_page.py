@@ -103,7 +103,7 @@ def test_what_does_not_depend_on_the_machine_is_as_shown(replayed):
             if line.strip() and not measured:
                 assert without_measured(line) in printed, (command, line)
                 compared += 1
-    assert compared == 13
+    assert compared == 16
 
 
 @pytest.mark.slow

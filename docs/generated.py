@@ -1,0 +1,115 @@
+"""What the program knows of itself, as Markdown: each function is a `<!-- generated: NAME -->`."""
+
+import math
+import os
+
+from mprun.cli.dispatch import VERBS, _arguments
+from mprun.cli.help import BY_OPTION, GROUPS, RULE_KEYS
+from mprun.config.option_files import named, option_files, values_in_files, what_it_is
+from mprun.config.roles import FIELDS, meanings, role_of
+from mprun.config.rules import LABEL, LENGTH, MACHINE, READING, RESULT, SEED
+
+_ROLES = {RESULT: "result", LENGTH: "length", SEED: "seed"}
+_ROLES |= {MACHINE: "machine", READING: "reading", LABEL: "label"}
+
+
+def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    cells = [header, tuple("---" for _ in header), *rows]
+    escaped = (tuple(cell.replace("|", "\\|") for cell in row) for row in cells)
+    return "\n".join(f"| {' | '.join(row)} |" for row in escaped)
+
+
+def _code(text: str) -> str:
+    return f"`{text}`" if text else ""
+
+
+def roles() -> str:
+    """What the word in the column `role` says."""
+    rows = [(word, f"{role}.") for role, word in _ROLES.items()]
+    return _table(("role", "what another value means"), rows)
+
+
+def keys() -> str:
+    """A section for each group, a row for each key."""
+    groups: dict[str, list[tuple[str, ...]]] = {}
+    for key in FIELDS:
+        group, _, name = key.rpartition(".")
+        if key in (*GROUPS, "compare") or (group and name in BY_OPTION):
+            continue
+        for one in meanings(key):
+            of = ", ".join(_code(variant) for variant in one.variants)
+            doc = f"{one.doc}. Of {of}." if of else f"{one.doc}."
+            if one.read_by:
+                doc += (
+                    f" Read by {', '.join(_code(f'{RULE_KEYS[group]}={r}') for r in one.read_by)}."
+                )
+            allowed = one.kind + (f": {one.allowed}" if one.allowed else "")
+            row = (_code(key), doc, f"{allowed}; {_code(one.default) or 'none'}")
+            groups.setdefault(group, []).append((*row, _ROLES[role_of(key)]))
+    header = ("key", "meaning", "type, allowed values; default", "role")
+    return "\n\n".join(
+        f"## {group or 'Of the whole run'}\n\n{_of_group(group)}{_table(header, rows)}"
+        for group, rows in groups.items()
+    )
+
+
+def _of_group(group: str) -> str:
+    return f"{FIELDS[group][0].metadata['doc']}.\n\n" if group else ""
+
+
+def options() -> str:
+    """The options of each group, as their files say what they are."""
+    parts = []
+    for group in GROUPS:
+        rows = [(_code(name), what_it_is(path)) for name, path in option_files(group).items()]
+        parts.append(f"### {group}=\n\n{_table(('option', 'what it is'), rows)}")
+    return "\n\n".join(parts)
+
+
+def scalers() -> str:
+    """The loss scalers, by the constants in their files."""
+    shown = ("init_scale", "growth_factor", "backoff_factor", "growth_interval", "hysteresis")
+    shown += ("min_scale", "max_scale")
+    kinds = values_in_files("scaler", "kind")
+    values = {field: values_in_files("scaler", field) for field in shown}
+    rows = [
+        (_code(name), kinds.get(name, name), *(_power(values[f].get(name)) for f in shown))
+        for name in named("scaler")
+    ]
+    return _table(("scaler", "kind", *(_code(field) for field in shown)), rows)
+
+
+def _power(value: str | float | None) -> str:
+    """A power of two as such, where it is not a small number."""
+    if value is None:
+        return ""
+    mantissa, exponent = math.frexp(float(value))
+    if mantissa == 0.5 and not 0 <= exponent <= 4:
+        return f"2^{exponent - 1}"
+    return f"{float(value):g}"
+
+
+def command_line() -> str:
+    """The help page of mprun's options and of each verb, as a terminal of 80 columns has it."""
+    from importlib import import_module
+
+    os.environ["COLUMNS"] = "80"
+    pages = {"": "Options\n" + _arguments().format_help().partition("options:\n")[2]}
+    for verb, (module, _) in VERBS.items():
+        pages[verb] = _printed(lambda module=module: import_module(module).main(["--help"]))
+    roofline = import_module(VERBS["bench"][0])
+    pages["bench --roofline"] = _printed(lambda: roofline.main(["--roofline", "--help"]))
+    return "\n\n".join(
+        f"## mprun {verb}".rstrip() + f"\n\n```text\n{page.strip()}\n```"
+        for verb, page in pages.items()
+    )
+
+
+def _printed(call) -> str:
+    from contextlib import redirect_stdout, suppress
+    from io import StringIO
+
+    page = StringIO()
+    with redirect_stdout(page), suppress(SystemExit):
+        call()
+    return page.getvalue()
