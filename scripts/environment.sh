@@ -7,7 +7,7 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 cd "$root"
 
 # The dependency groups of pyproject.toml: older versions of pip cannot install groups.
-testers=(pytest pytest-xdist hypothesis expecttest)
+testers=(pytest pytest-xdist hypothesis expecttest pandas hatchling hatch-fancy-pypi-readme)
 checkers=(ruff mypy import-linter types-PyYAML "${testers[@]}")
 
 ensure_environment() {  # arguments: further packages
@@ -31,7 +31,7 @@ ensure_environment() {  # arguments: further packages
         fi
         "${PYTHON:-python3}" -m venv .venv
     fi
-    install_with_uv "$@" || "${pip[@]}" -c constraints.txt -e . "$@"
+    install_with_uv "$@" || "${pip[@]}" -c constraints.txt -e ".[cli]" "$@"
     echo "$wanted" > "$stamp"
 }
 
@@ -39,5 +39,5 @@ ensure_environment() {  # arguments: further packages
 # not know.
 install_with_uv() {
     [ -z "${PIP_INDEX_URL:-}" ] && ! "$python" -m pip config get global.index-url > /dev/null 2>&1 &&
-        "${pip[@]}" uv && "$python" -m uv pip install --quiet --python "$python" -c constraints.txt -e . "$@"
+        "${pip[@]}" uv && "$python" -m uv pip install --quiet --python "$python" -c constraints.txt -e ".[cli]" "$@"
 }
