@@ -7,12 +7,18 @@ Exit codes: 0 done, 1 a bug in mprun, 2 bad input, 3 diverged, 4 damaged data or
 import signal
 import sysconfig
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 DONE, BUG, BAD_INPUT, DIVERGED, DAMAGED, RESOURCE = range(6)
 PREEMPTED, INTERRUPTED = 75, 130
 
 STATUS_EXIT_CODE = {"done": DONE, "failed": BUG, "diverged": DIVERGED, "preempted": PREEMPTED}
+
+
+# From bad to bearable: of several processes' exit codes the first of these says how all ended.
+SEVERITY = (BUG, DAMAGED, RESOURCE, BAD_INPUT, DIVERGED, INTERRUPTED, PREEMPTED)
 
 
 # What a terminal, a batch system or a person asks a process to stop with.
@@ -33,6 +39,36 @@ class BadInput(MprunError):
     exit_code = BAD_INPUT
 
 
+class MissingExtra(BadInput, ImportError):
+    """A package is not installed that an extra of mprun's installs; the message names the extra."""
+
+
+# Modules of the packages that only extras install.
+OF_EXTRAS = (
+    *("hydra", "torchvision", "tensorboard", "scipy", "matplotlib", "PIL", "pynvml", "rich"),
+    *("pandas", "lightning", "pytorch_lightning", "transformers"),
+)
+
+
+@contextmanager
+def needing(extra: str) -> Iterator[None]:
+    """Raise MissingExtra where the block imports what is not installed and `extra` installs.
+
+    Of two blocks the outer one names the extra: the command knows that it is one.
+    """
+    try:
+        yield
+    except (ModuleNotFoundError, MissingExtra) as error:
+        module = (error.name or "").partition(".")[0]
+        if module not in OF_EXTRAS:
+            raise
+        raise MissingExtra(
+            f"{module}: not installed; pip install 'mprun[{extra}]', in a clone "
+            f"pip install -e '.[{extra}]'",
+            name=module,
+        ) from None
+
+
 class Damaged(MprunError):
     """A file that should be whole is not: a checkpoint, a record or a data file."""
 
@@ -43,6 +79,14 @@ class Resource(MprunError):
     """The machine ran out of something: disk, memory, a worker process."""
 
     exit_code = RESOURCE
+
+
+class RankFailed(MprunError):
+    """Another rank ended the run; the message names it, the exit code is its own."""
+
+    def __init__(self, message: str, code: int):
+        super().__init__(message)
+        self.exit_code = code
 
 
 def raised(error: BaseException) -> str:

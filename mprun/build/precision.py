@@ -11,20 +11,10 @@ from mprun.config import schema
 from mprun.config.option_files import MODE_FIELDS
 from mprun.config.rules import fields_of
 from mprun.errors import BadInput
-from mprun.precision import (
-    DynamicLossScale,
-    LogMaxLossScale,
-    LossScale,
-    NoLossScale,
-    PrecisionPolicy,
-    StaticLossScale,
-    build_policy,
-)
+from mprun.precision import LossScale, PrecisionPolicy, build_policy
+from mprun.precision.loss_scale import SCALES
 from mprun.precision.torch_update import has_fused_kernel, norm_parameter_names, parameter_groups
 
-_SCALES: dict[str, Callable[..., LossScale]] = {
-    scale.kind: scale for scale in (NoLossScale, StaticLossScale, DynamicLossScale, LogMaxLossScale)
-}
 # Torch's name of a setting where it is not the schema's.
 _TORCH_NAMES = {"initial_accumulator": "initial_accumulator_value"}
 _OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -42,7 +32,7 @@ def policy_from(config: schema.PrecisionConfig) -> PrecisionPolicy:
 
 def build_loss_scale(config: schema.ScalerConfig, device: torch.device) -> LossScale:
     """A fresh loss scale of the configured kind."""
-    return _SCALES[config.kind](**_set_of(config, config.kind), device=device)
+    return SCALES[config.kind](**_set_of(config, config.kind), device=device)
 
 
 def _set_of(config: schema.ScalerConfig | schema.OptimConfig, rule: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from mprun.config.check import refuse_on, why_no_graph
 from mprun.config.schema import MAX_STEPS, CustomModelConfig, LSTMConfig, OptimConfig, RunConfig
 from mprun.data import DataError
 from mprun.data.source import DamagedData, Source
+from mprun.distributed.ranks import ALONE, Ranks
 from mprun.errors import BadInput
 from mprun.execution import (
     Compilation,
@@ -42,8 +43,11 @@ class Built:
     stepper: StepRunner
 
 
-def build(config: RunConfig, device: torch.device) -> Built:
+def build(config: RunConfig, device: torch.device, ranks: Ranks = ALONE) -> Built:
     """Build data, model, optimizer, loss scale and task; raises BadInput for what cannot be.
+
+    ranks: of which this process is one; one alone takes every micro-batch itself, whatever
+    `devices` of the configuration is.
 
     Draws the initial weights from the global random state (seed it first).
     """
@@ -62,11 +66,14 @@ def build(config: RunConfig, device: torch.device) -> Built:
         raise BadInput(f"data.{error}".replace("None", "null")) from error
     arithmetic = ForwardContext(policy, device, native=native, overrides=overrides)
     try:
-        task = build_task(config, data, policy, arithmetic)
+        task = build_task(config, data, policy, arithmetic, ranks)
     except DamagedData:
         raise
     except ValueError as error:
         raise BadInput(str(error)) from error
+    task.seed = config.seed
+    if ranks.world > 1:
+        data.share_out(task.numbers, task.accumulate, ranks.rank, ranks.world)
     task.channels_last, _ = uses_channels_last(config, device)
     if task.steps_per_epoch < 1:
         raise BadInput(

@@ -4,7 +4,7 @@ What is the user's own, data or network, is tried before step 1.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -20,8 +20,10 @@ from mprun.build.model import (
 from mprun.build.precision import build_loss_scale, optimizer_maker, update_of
 from mprun.build.user_code import Factory, Trial, known_size
 from mprun.config import schema
+from mprun.config.check import engine_of
 from mprun.config.schema import RunConfig, task_of
 from mprun.data.source import Source, kept_random_state
+from mprun.distributed.ranks import ALONE, Ranks
 from mprun.errors import BadInput
 from mprun.precision import (
     DTYPES,
@@ -45,11 +47,18 @@ from mprun.tasks import (
     TrainState,
 )
 
+if TYPE_CHECKING:
+    from mprun.distributed.flat import FlatReduction
+
 _Builders = Sequence[Callable[[], nn.Module]]
 
 
 def build_task(
-    config: RunConfig, data: Source, policy: PrecisionPolicy, arithmetic: ForwardContext
+    config: RunConfig,
+    data: Source,
+    policy: PrecisionPolicy,
+    arithmetic: ForwardContext,
+    ranks: Ranks = ALONE,
 ) -> Task:
     """The task of a configuration, with its models, optimizers and loss scales.
 
@@ -59,20 +68,23 @@ def build_task(
     _check_own_data(config, data, arithmetic.device)
     model: Any = config.model
     task = task_of(model)
-    common: dict[str, Any] = {"eval_in_mode": config.train.eval_arithmetic == "mode"}
+    common: dict[str, Any] = {
+        "eval_in_mode": config.train.eval_arithmetic == "mode",
+        "accumulate": config.train.accumulate,
+    }
     if task == "gan":
-        return _build_gan(config, data, arithmetic, common)
+        return _build_gan(config, data, arithmetic, ranks, common)
     builder = model_builder(model, data)
     casts = _cast_networks(config, [builder], data, arithmetic)
     scale = build_loss_scale(config.scaler, arithmetic.device)
-    guards = [BatchNormGuard(casts[0].module)] if scale.skips_nonfinite else []
-    (learner,) = _learners(config, [builder], casts, [scale], [guards], arithmetic.device)
+    keeps_statistics = scale.skips_nonfinite or config.train.accumulate > 1 or ranks.world > 1
+    guards = [BatchNormGuard(casts[0].module)] if keeps_statistics else []
+    (learner,) = _learners(config, casts, [scale], [guards], arithmetic.device, ranks)
     kinds: dict[str, Callable[..., Task]] = {
         "classification": Classification,
         "language_model": LanguageModel,
         "reconstruction": Reconstruction,
     }
-    common["accumulate"] = config.train.accumulate
     if task == "language_model":
         common |= {"time_reduction": model.time_reduction, "sampled": _samples(config)}
     elif task == "classification":
@@ -83,18 +95,19 @@ def build_task(
                 "folder one level too high?"
             )
     make = kinds.get(task) or Factory("model.task", task)
-    return make(learner, data, policy, arithmetic, scale, **common)
+    made = make(learner, data, policy, arithmetic, scale, **common)
+    made.guards, made.ranks = guards, ranks
+    return made
 
 
 def _build_gan(
-    config: RunConfig, data: Source, arithmetic: ForwardContext, common: dict[str, Any]
+    config: RunConfig,
+    data: Source,
+    arithmetic: ForwardContext,
+    ranks: Ranks,
+    common: dict[str, Any],
 ) -> GAN:
     model: Any = config.model
-    if config.train.accumulate != 1:
-        raise BadInput(
-            f"train.accumulate={config.train.accumulate}: {model.name} takes one batch "
-            "per step (allowed: 1)"
-        )
     builders = gan_builders(model, data)
     casts = _cast_networks(config, builders, data, arithmetic)
     per = config.scaler.per
@@ -105,21 +118,21 @@ def _build_gan(
     guard_g, guard_d = (BatchNormGuard(cast.module) for cast in casts)
     of_losses: list[LossScale | Sequence[LossScale]] = [scales[2], scales[:2]]
     guards = [[guard_g, guard_d], [guard_d]]
-    generator, discriminator = _learners(
-        config, builders, casts, of_losses, guards, arithmetic.device
-    )
-    return GAN(
+    generator, discriminator = _learners(config, casts, of_losses, guards, arithmetic.device, ranks)
+    task = GAN(
         generator,
         discriminator,
         data,
         arithmetic.policy,
         arithmetic,
         scales,
-        guard_d,
+        (guard_g, guard_d),
         latent_size=model.latent_size,
         **common,
         sample_distance=_sample_distance(config, data, arithmetic.device),
     )
+    task.ranks = ranks
+    return task
 
 
 def _cast_networks(
@@ -145,22 +158,41 @@ def _cast_networks(
 
 def _learners(
     config: RunConfig,
-    builders: _Builders,
     casts: Sequence[CastModel],
     scales: Sequence[LossScale | Sequence[LossScale]],
     guards: Sequence[Sequence[BatchNormGuard]],
     device: torch.device,
+    ranks: Ranks,
 ) -> list[TrainState]:
     """Each model with its optimizer; scales: of the losses that are propagated through it."""
     modules = [cast.module for cast in casts]
     skips = config.scaler.kind != "none"
-    parts = zip(builders, casts, scales, guards, _limits(config, modules), strict=True)
+    parts = zip(casts, scales, guards, _limits(config, modules), strict=True)
     found = []
-    for builder, cast, scale, guard, limits in parts:
+    for cast, scale, guard, limits in parts:
         make = optimizer_maker(config.optim, cast.policy, device, skips, cast.module)
-        optimizer = MixedPrecisionOptimizer(cast, make, scale, guards=guard, **limits)
-        found.append(TrainState(cast, optimizer, builder))
+        reduction = _reduction(config, ranks, device)
+        optimizer = MixedPrecisionOptimizer(
+            cast, make, scale, guards=guard, reduction=reduction, **limits
+        )
+        found.append(TrainState(cast, optimizer))
+        if reduction is not None:
+            found[-1].network = reduction.wrapped(cast.module)
     return found
+
+
+def _reduction(config: RunConfig, ranks: Ranks, device: torch.device) -> "FlatReduction | None":
+    """How the gradients of one optimizer are summed over the ranks."""
+    if ranks.world == 1:
+        return None
+    bucket_bytes = int(config.dist.bucket_mb * 2**20)
+    if engine_of(config, device.type)[0] == "ddp":
+        from mprun.distributed.overlapped import OverlappedReduction
+
+        return OverlappedReduction(ranks, bucket_bytes=bucket_bytes)
+    from mprun.distributed.flat import FlatReduction
+
+    return FlatReduction(ranks, fixed=config.dist.order == "fixed", bucket_bytes=bucket_bytes)
 
 
 def _limits(config: RunConfig, models: Sequence[nn.Module]) -> list[dict[str, Any]]:
@@ -170,7 +202,8 @@ def _limits(config: RunConfig, models: Sequence[nn.Module]) -> list[dict[str, An
     matches is neither clipped nor averaged. ValueError names a pattern without a match.
     """
     train, optim = config.train, config.optim
-    found: list[dict[str, Any]] = [{"update": update_of(optim)} for _ in models]
+    same = {"update": update_of(optim), "parts": train.accumulate}
+    found: list[dict[str, Any]] = [dict(same) for _ in models]
     for name, value, modules, patterns in (
         ("clip_norm", train.clip_norm, "clip_modules", train.clip_modules),
         ("average_decay", optim.average_decay, "average_modules", optim.average_modules),

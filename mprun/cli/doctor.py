@@ -24,6 +24,8 @@ KEYS = {
     "single_pass": "by optimizer, whether mprun's CUDA kernels for the update compiled and "
     "passed their self-test: works, why (not)",
     "cuda_graph": "whether a captured training step replays as the eager one: works, why (not)",
+    "ranks": "backends of several ranks (gloo, nccl and its version), environment (world and rank "
+    "that torchrun or srun have set; null: none)",
     "nvml": "works, why (not); energy_mj (since the driver was loaded), power_w, sm_clock_mhz, "
     "temperature_c, process_bytes (of this process); missing: why, by reading",
     "modes": "by mode: verdict (honoured, emulated, refused), reason (how, or why)",
@@ -105,8 +107,16 @@ def _rows(facts: dict) -> list[tuple[str, str]]:
         *_by_optimizer("fused updates", facts["fused_updates"], "yes"),
         *_by_optimizer("single pass", facts["single_pass"], "self-test passed"),
         ("CUDA graph", graph),
+        ("several ranks", _ranks(facts["ranks"], len(facts["gpus"]))),
         ("NVML", _nvml(facts["nvml"])),
     ]
+
+
+def _ranks(ranks: dict, gpus: int) -> str:
+    backends = ", ".join(f"{name} {v}".strip() for name, v in ranks["backends"].items()) or "none"
+    found = ranks["environment"]
+    here = "started by nobody" if found is None else f"rank {found['rank']} of {found['world']}"
+    return f"{backends}; {gpus} GPUs; {here}"
 
 
 def _by_optimizer(title: str, answers: dict, yes: str) -> list[tuple[str, str]]:

@@ -6,11 +6,13 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+import torch.distributed as dist
 
 from mprun.bench.energy import PowerMeter, meter_of
 from mprun.build import policy_from
 from mprun.config.compose import compose_config
 from mprun.config.option_files import modes as mode_files
+from mprun.distributed.places import place_from
 from mprun.errors import BadInput
 from mprun.execution.graphed_step import why_no_replay_on
 from mprun.precision import (
@@ -57,11 +59,25 @@ def machine_facts(config_dir: str | None = None) -> dict:
             for rule in _RULES
         },
         "cuda_graph": _on_gpu(device, partial(why_no_replay_on, device), "needs a GPU"),
+        "ranks": _ranks(),
         "nvml": _nvml(meter),
         "modes": modes(device, config_dir),
         "emulated_operations": _emulated_operations() if device.type == "cpu" else [],
         "flags": {name: {"pinned": v, "stock": stock[name]} for name, v in flags.items()},
     }
+
+
+def _ranks() -> dict:
+    """What several ranks would use, and whether this process is one of them."""
+    backends = {}
+    if dist.is_available():
+        if dist.is_gloo_available():
+            backends["gloo"] = ""
+        if dist.is_nccl_available():
+            backends["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    place = place_from()
+    here = None if place is None else {"world": place.world, "rank": place.rank}
+    return {"backends": backends, "environment": here}
 
 
 def modes(device: torch.device, config_dir: str | None = None) -> dict[str, dict[str, str]]:

@@ -2,8 +2,8 @@
 
 Each rule yields a line that names key, value and what is allowed; `check` raises the first of all
 as BadInput. Imports no torch: what depends on the machine is asked again once its device is known
-(`refuse_on`), and so is what a factory of the user's own makes. Also here: what a setting is where
-the configuration leaves it open (the metric of a verdict and its margin, `auto` of an execution).
+(`refuse_on`), and so is what a factory of the user's own makes. Also here: what
+`auto` of an execution is.
 """
 
 import operator
@@ -11,42 +11,12 @@ import os
 from collections.abc import Iterator
 
 from mprun.config import schema
+from mprun.config.metrics import ACCURACIES, METRICS
 from mprun.config.option_files import named
 from mprun.config.rules import fields_of, rules_of, violations
 from mprun.config.schema import DTYPES, CustomModelConfig, LSTMConfig, RunConfig, task_of
 from mprun.config.user_code import check_own_code
 from mprun.errors import BadInput
-
-ACCURACIES = ("top1", "top5")
-_METRICS = {
-    "classification": ("loss", *ACCURACIES),
-    "language_model": ("loss", "perplexity"),
-    "gan": ("loss", "d_loss", "g_loss", "sliced_wasserstein"),
-    "reconstruction": ("loss",),
-}
-
-
-def default_metric(task: str) -> str:
-    """Top-1 accuracy for classifiers, as in table 1 of the paper; else the loss.
-
-    A held-out loss of a small classifier varies by a quarter from seed to seed, so that no
-    affordable number of seeds decides about 1 % of it.
-    """
-    return "top1" if task == "classification" else "loss"
-
-
-def default_margin(metric: str, data: str | None) -> float:
-    """The margin of "matches" for a metric of the evaluation on the data source named `data`.
-
-    Relative to the mean of the FP32 runs (0.01 is 1 %) for losses and distances, in percentage
-    points for accuracies. Judgement, not derivation. Half a point of top-1 is above the seed noise
-    of published ResNet-50 runs (0.15 points); of 360 held-out digits one image is 0.28 points
-    already. A perplexity is judged as its logarithm, which is a loss. The margin of the sliced
-    Wasserstein distance is weighed against measured seed noise in docs/sample_metric.md.
-    """
-    if metric in ACCURACIES:
-        return 1.0 if data == "digits" else 0.5
-    return 0.1 if metric == "sliced_wasserstein" else 0.01
 
 
 def check(config: RunConfig, *, files: bool = True) -> None:
@@ -58,6 +28,7 @@ def check(config: RunConfig, *, files: bool = True) -> None:
         violations,
         _names,
         _data_fits_model,
+        _ranks,
         _optim,
         _scaler,
         _precision,
@@ -274,6 +245,18 @@ def _precision(config: RunConfig) -> Iterator[str]:
             f"precision.grad_dtype={precision.grad_dtype}: must equal param_dtype "
             f"({precision.param_dtype}) without master weights"
         )
+    if precision.reduce_dtype is not None and config.train.accumulate == 1:
+        yield (
+            f"precision.reduce_dtype={precision.reduce_dtype}: there are no ranks to sum over; use "
+            "train.accumulate=8 for what 8 ranks of data.batch_size samples compute"
+        )
+    if precision.reduce_dtype is not None and task_of(config.model) == "gan":
+        yield (
+            f"precision.reduce_dtype={precision.reduce_dtype}: a discriminator has two losses in "
+            "each micro-batch, which a rank adds up itself (allowed with a GAN: null)"
+        )
+    if precision.reduce_dtype is None and precision.reduce_divide != "after":
+        yield f"precision.reduce_divide={precision.reduce_divide}: needs precision.reduce_dtype"
     norm_dtypes = ("fp32",) if precision.autocast_dtype else ("fp32", precision.param_dtype)
     if precision.norm_dtype not in norm_dtypes:
         yield (
@@ -295,7 +278,7 @@ def _length(config: RunConfig) -> Iterator[str]:
 
 
 def _compare(config: RunConfig) -> Iterator[str]:
-    allowed = _METRICS.get(task_of(config.model))
+    allowed = METRICS.get(task_of(config.model))
     metric, margin, window = config.compare.metric, config.compare.margin, config.compare.window
     if allowed is not None and metric not in allowed:
         yield (
@@ -357,6 +340,90 @@ def _sampled_softmax(config: RunConfig) -> Iterator[str]:
         )
     if config.train.accumulate != 1:
         yield f"train.accumulate={config.train.accumulate}: must be 1 with model.sampled_softmax"
+
+
+def world_of(config: RunConfig) -> int | None:
+    """The ranks of a run; None where `devices=auto` leaves that to the machine."""
+    return None if config.devices == "auto" else int(config.devices) * config.nodes
+
+
+def _ranks(config: RunConfig) -> Iterator[str]:
+    devices = config.devices
+    if devices != "auto" and not (devices.isdecimal() and 1 <= int(devices[:6]) <= 1024):
+        yield f"devices={devices[:70]}: must be a whole number from 1 to 1024, or auto"
+        return
+    if devices == "auto" and config.device == "cpu":
+        yield "devices=auto: counts GPUs; with device=cpu give a number"
+    world = world_of(config)
+    if world is not None and world > 1:
+        yield from why_not_on(config, world)
+
+
+def why_not_on(config: RunConfig, world: int) -> Iterator[str]:
+    """What of a configuration cannot be computed by so many ranks, and what to change."""
+    given = f"devices={config.devices}" + (f" nodes={config.nodes}" if config.nodes > 1 else "")
+    task = task_of(config.model)
+    parts, batch = config.train.accumulate, config.data.batch_size
+    if isinstance(config.model, LSTMConfig) and config.model.sampled_softmax is not None:
+        yield f"{given}: model.sampled_softmax updates rows of its tables on one rank (allowed: 1)"
+    if task == "language_model":
+        if batch % world:
+            yield (
+                f"{given}: {world} ranks share out data.batch_size={batch} streams; use "
+                f"data.batch_size={-(-batch // world) * world} or a number of ranks that divides it"
+            )
+        if config.precision.reduce_dtype is not None:
+            yield (
+                f"{given}: the ranks of a language model share out its streams, so that what "
+                "precision.reduce_dtype sums would depend on their number (allowed: 1)"
+            )
+        if config.scaler.kind == "logmax":
+            yield (
+                f"{given}: scaler={config.scaler.name} follows the largest gradient of all "
+                "streams, of which each rank has some (allowed with a language model: 1)"
+            )
+    elif parts % world:
+        more = -(-parts // world) * world
+        remedy = f"use train.accumulate={more} ({more * batch:,} samples an update)"
+        if parts == 1 and batch % world == 0:
+            remedy += f" or data.batch_size={batch // world} train.accumulate={world} ({batch:,})"
+        yield f"{given}: {world} ranks share out train.accumulate={parts} micro-batches; {remedy}"
+    if config.dist.engine == "ddp" and (reason := _why_no_overlap(config)) is not None:
+        yield f"dist.engine=ddp: {reason} (allowed here: auto, flat)"
+    if getattr(config.data, "on_corrupt", None) == "skip":
+        yield f"data.on_corrupt=skip: {given} would each replace files (allowed: stop)"
+    if config.train.cuda_graph == "on":
+        yield f"train.cuda_graph=on: {given} exchange gradients in a step (allowed: auto, off)"
+    if config.train.compile != "off":
+        yield f"train.compile={config.train.compile}: must be off with {given}"
+    if config.numerics.shadow_every:
+        yield (
+            f"numerics.shadow_every={config.numerics.shadow_every}: must be 0 with {given}; a run "
+            "on one device computes the same numbers"
+        )
+
+
+def engine_of(config: RunConfig, device: str) -> tuple[str, str]:
+    """What `dist.engine` is on `device`, and why it is not ddp."""
+    reason = _why_no_overlap(config)
+    if config.dist.engine == "auto" and reason is None and device != "cuda":
+        reason = f"device={device}"
+    if config.dist.engine == "auto" and isinstance(config.model, CustomModelConfig):
+        reason = reason or "a network of one's own may leave a parameter without a gradient"
+    if config.dist.engine == "flat":
+        reason = "dist.engine=flat"
+    return ("flat", reason) if reason is not None else ("ddp", "")
+
+
+def _why_no_overlap(config: RunConfig) -> str | None:
+    task = task_of(config.model)
+    if config.dist.order == "fixed":
+        return "dist.order=fixed needs the gradients of each micro-batch"
+    if task not in ("classification", "reconstruction", "language_model"):
+        return "two networks are trained in turn" if task == "gan" else "a task of one's own"
+    if config.scaler.kind == "logmax":
+        return f"scaler={config.scaler.name} needs the largest gradient of each rank"
+    return None
 
 
 def _embedded_data(config: RunConfig) -> Iterator[str]:
@@ -424,6 +491,8 @@ def why_no_graph(config: RunConfig, device: str) -> str | None:
         return f"{_HOOKS}, which a replay does not call"
     if isinstance(config.model, CustomModelConfig) and config.train.cuda_graph == "auto":
         return "a network of one's own may change with a number that a replay would keep"
+    if world_of(config) != 1:
+        return f"devices={config.devices}: ranks exchange gradients in a step"
     if task_of(config.model) == "language_model" and config.train.accumulate > 1:
         return (
             f"train.accumulate={config.train.accumulate} with a language model, whose state is "

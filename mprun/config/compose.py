@@ -25,7 +25,8 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from mprun.config.check import check, default_margin, default_metric
+from mprun.config.check import check
+from mprun.config.metrics import default_margin, default_metric
 from mprun.config.option_files import conf_dir, mode_of
 from mprun.config.overrides import MAPPING, line_of, mapping_of, parse_overrides, printable
 from mprun.config.rules import did_you_mean, key_called, must_be, nearest
@@ -234,6 +235,11 @@ def config_from_record(record: dict, given: Vouched = NOTHING) -> RunConfig:
     Reads data, never code: the same schema and the same checks as for the command line, and
     BadInput for a factory of the record that `given`, from this command's own line, does not name.
     """
+    if "script" in record:
+        raise BadInput(
+            f"config.yaml: of a script ({record['script'].get('file')}), which alone can take its "
+            "steps; there: mprun.probe(step, optimizer), mprun.explain(step, optimizer)"
+        )
     check_vouched(recorded_factories(record), given)
     _no_interpolation(record)
     try:

@@ -1,4 +1,4 @@
-"""What each key means, read off the schema: hash, resume, comparison and tables ask here.
+"""What each key means, read off the schema: hash, resume, comparison, tables and help ask here.
 
 Keys are dotted, as one types them. A key that no schema has (of an older record, of the user's own
 code, a group) can change a result, for all that is known.
@@ -8,28 +8,89 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Iterator
-from typing import Any
+from types import UnionType
+from typing import Any, get_args
 
-from mprun.config.rules import RESULT, Role
+from omegaconf import MISSING
+
+from mprun.config.rules import RESULT, Role, allowed
 from mprun.config.schema import DATA, MODELS, RunConfig
 
+_VARIANTS: dict[str, dict[str, Any]] = {"model": dict(MODELS), "data": dict(DATA)}
 
-def _fields(schema: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field]]:
-    """(key, field) of a schema and of all that may stand below it, in order."""
-    variants = {"model": MODELS.values(), "data": DATA.values()}
+
+def _fields(
+    schema: Any, prefix: str = "", variant: str = ""
+) -> Iterator[tuple[str, dataclasses.Field, str]]:
+    """(key, field, model or data source) of a schema and of all that may stand below it."""
     for field in dataclasses.fields(schema):
         key = f"{prefix}{field.name}"
-        yield key, field
-        groups = variants.get(key) or [field.default_factory]
-        for group in groups:
+        yield key, field, variant
+        for name, group in _VARIANTS.get(key, {"": field.default_factory}).items():
             if dataclasses.is_dataclass(group):
-                yield from _fields(group, f"{key}.")
+                yield from _fields(group, f"{key}.", name)
 
 
 # Key -> its fields: more than one where several models or data sources have it, with one role.
 FIELDS: dict[str, list[dataclasses.Field]] = {}
-for _key, _field in _fields(RunConfig):
+_OWNERS: dict[str, list[str]] = {}
+for _key, _field, _variant in _fields(RunConfig):
     FIELDS.setdefault(_key, []).append(_field)
+    _OWNERS.setdefault(_key, []).append(_variant)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Meaning:
+    """What the schema says of a key, in words.
+
+    Attributes:
+        doc: What it is.
+        kind: Its type.
+        allowed: Its range or its values; "" where the type says all.
+        default: Of the schema; option files may set another.
+        read_by: The optimizers or kinds of loss scale that read it; none: all.
+        variants: The models or data sources that have it so; none: it is no key of these.
+    """
+
+    doc: str
+    kind: str
+    allowed: str
+    default: str
+    read_by: tuple[str, ...] = ()
+    variants: tuple[str, ...] = ()
+
+
+def meanings(key: str) -> list[Meaning]:
+    """One of each key, or several where models or data sources differ in it."""
+    found: dict[Meaning, list[str]] = {}
+    for field, variant in zip(FIELDS[key], _OWNERS[key], strict=True):
+        found.setdefault(_meaning(field), []).append(variant)
+    return [
+        dataclasses.replace(meaning, variants=tuple(filter(None, variants)))
+        for meaning, variants in found.items()
+    ]
+
+
+def _meaning(field: dataclasses.Field) -> Meaning:
+    rule = field.metadata
+    choices = ", ".join(str(choice) for choice in rule.get("choices", ()))
+    default = field.default
+    if default is dataclasses.MISSING:
+        default = field.default_factory() if field.default_factory in (list, dict) else MISSING
+    words = "" if default == MISSING else json.dumps(default).strip('"')
+    range_or_values = choices or allowed(rule.get("bounds", {}))
+    return Meaning(rule["doc"], _kind(field.type), range_or_values, words, rule.get("of", ()))
+
+
+_KINDS = {bool: "true or false", int: "whole number", float: "number", str: "text"}
+_KINDS |= {list[str]: "list of texts", list[float]: "list of numbers"}
+
+
+def _kind(annotation: Any) -> str:
+    """`whole number or null` of `int | None`."""
+    parts = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
+    words = [_KINDS.get(part, "mapping") for part in parts if part is not type(None)]
+    return " or ".join([*words, "null"] if len(parts) > len(words) else words)
 
 
 def role_of(key: str) -> Role:
@@ -63,6 +124,17 @@ def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return keys
 
 
+# Keys that came later, with what runs without them computed: left out of a hash at these values.
+_LATER = {"precision.reduce_dtype": None, "precision.reduce_divide": "after"}
+# The same, and those that every hash has.
+ADDED_LATER = _LATER | {
+    "train.compile": "off",
+    "train.channels_last": "auto",
+    "train.autotune": "auto",
+}
+_NEITHER = object()
+
+
 def config_hash(config: dict[str, Any]) -> str:
     """SHA-256 (hex) over everything in the configuration that can change a number."""
     return hashlib.sha256(json.dumps(_hashed(config), sort_keys=True).encode()).hexdigest()
@@ -72,5 +144,5 @@ def _hashed(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return {
         key: _hashed(value, f"{prefix}{key}.") if isinstance(value, dict) else value
         for key, value in tree.items()
-        if role_of(f"{prefix}{key}").hashed
+        if role_of(f"{prefix}{key}").hashed and _LATER.get(f"{prefix}{key}", _NEITHER) != value
     }

@@ -1,4 +1,4 @@
-"""What stands beside a configuration field: its range, its choices, its readers and its role.
+"""What stands beside a configuration field: meaning, range, choices, readers and role.
 
 A field declares these once, as metadata; `violations` walks a configuration and reports every
 broken rule as one line that names the key, the value and what is allowed.
@@ -6,7 +6,7 @@ broken rule as one line that names the key, the value and what is allowed.
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, get_args, get_origin
@@ -29,6 +29,15 @@ class Role:
     compared: bool
     told: bool
 
+    def __str__(self) -> str:
+        """What it means, for whoever looks a key up."""
+        parts = (
+            f"{'in' if self.hashed else 'not in'} the configuration hash",
+            f"runs that are compared {'must agree in it' if self.compared else 'may differ in it'}",
+            f"a resumed run {'may change it' if self.resumable else 'keeps it'}",
+        )
+        return "; ".join(parts)
+
 
 # What is learned, and how: of every field that says nothing else.
 RESULT = Role(hashed=True, resumable=False, compared=True, told=True)
@@ -47,6 +56,7 @@ LABEL = Role(hashed=False, resumable=False, compared=False, told=False)
 def ranged(
     default: Any,
     *,
+    doc: str,
     above: float | None = None,
     at_least: float | None = None,
     below: float | None = None,
@@ -55,26 +65,29 @@ def ranged(
 ) -> Any:
     """A number or a list of them (or null, where the type allows it), finite and inside the bounds.
 
-    more: as for `setting`.
+    doc, more: as for `setting`.
     """
     bounds = {"above": above, "at_least": at_least, "below": below, "at_most": at_most}
     given = {key: value for key, value in bounds.items() if value is not None}
-    return setting(default, bounds=given, **more)
+    return setting(default, doc=doc, bounds=given, **more)
 
 
-def one_of(default: Any, *choices: Any, **more: Any) -> Any:
-    """One of the given words (or null, where the type allows it); more: as for `setting`."""
-    return setting(default, choices=choices, **more)
+def one_of(default: Any, *choices: Any, doc: str, **more: Any) -> Any:
+    """One of the given words (or null, where the type allows it); doc, more: as for `setting`."""
+    return setting(default, doc=doc, choices=choices, **more)
 
 
-def setting(default: Any, **metadata: Any) -> Any:
+def setting(default: Any, *, doc: str, **more: Any) -> Any:
     """A field with `default`, a value or a function that makes one.
 
     Args:
         default: list and dict are made anew for each configuration.
-        metadata: role: one of the roles above; RESULT without. of: the rules (optimizers, kinds of
+        doc: the field's meaning in one line: unit, and what null or 0 says. The help of a key and
+            the documentation's page of keys are made of it.
+        more: role: one of the roles above; RESULT without. of: the rules (optimizers, kinds of
             loss scale) that read the field, for which it must be set unless `optional`.
     """
+    metadata = {"doc": doc, **more}
     if callable(default):
         return dataclasses.field(default_factory=default, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -218,5 +231,17 @@ def _broken(key: str, value: Any, rule: Any) -> str | None:
     bounds = rule.get("bounds", {})
     if all(_BOUNDS[name][1](value, bound) for name, bound in bounds.items()):
         return None
-    allowed = " and ".join(f"{_BOUNDS[name][0]} {bound:g}" for name, bound in bounds.items())
-    return f"must be {allowed}"
+    meaning = rule["doc"].partition(";")[0]
+    return f"must be {allowed(bounds)} ({meaning[0].lower()}{meaning[1:]})"
+
+
+def allowed(bounds: Mapping[str, float]) -> str:
+    """`>= 0 and < 1`: the bounds of a field, as `ranged` keeps them."""
+    return " and ".join(f"{_BOUNDS[name][0]} {_exact(bound)}" for name, bound in bounds.items())
+
+
+def _exact(bound: float) -> str:
+    power = int(bound).bit_length() - 1
+    if bound == 2**power and power > 20:
+        return f"2^{power}"
+    return f"{bound:,}" if isinstance(bound, int) and bound >= 10_000 else f"{bound:g}"

@@ -25,7 +25,7 @@ from multiprocessing import (
 )
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,7 +51,8 @@ def default_workers(device: torch.device) -> int:
     On CUDA all of them, up to 16: the host has little else to do. On a CPU training itself needs
     the cores: one process, or none on a single core.
     """
-    cores = available_cores()
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # each has a share of them
+    cores = max(1, available_cores() // ranks)
     if device.type == "cuda":
         return min(cores, MOST_WORKERS)
     return 1 if cores > 1 else 0
@@ -85,7 +86,7 @@ class BatchLoader:
 
     def __init__(
         self,
-        reader: Reader,
+        reader: Any,
         workers: int,
         prefetch: int = 2,
         *,
@@ -110,6 +111,14 @@ class BatchLoader:
         self._next = -1
         if workers:
             start_fork_server()  # it imports torch while the caller builds the model
+
+    def like(self, reader: Any, last: int) -> "BatchLoader":
+        """A loader of another reader's batches, with as many processes."""
+        settings: dict[str, Any] = {
+            "pin_memory": self._pin_memory,
+            "stall_after": self._stall_after,
+        }
+        return BatchLoader(reader, self.workers, self._prefetch, last=last, **settings)
 
     def batch(self, number: int) -> ReadBatch:
         """Batch ``number``; waits until it is read.
@@ -315,7 +324,7 @@ class DeviceFeed:
     """
 
     def __init__(self, loader: BatchLoader, device: torch.device) -> None:
-        self._loader, self._device = loader, device
+        self._loader, self.device = loader, device
         self._waited = 0.0
         self._gaps: list[tuple[float, torch.cuda.Event, torch.cuda.Event]] = []
         # The batch after the last one asked for, or the error that came in its place.
@@ -355,7 +364,7 @@ class DeviceFeed:
         self._loader.close()
 
     def _cuda_batch(self, number: int) -> tuple[Tensor, Tensor]:
-        stream = torch.cuda.current_stream(self._device)
+        stream = torch.cuda.current_stream(self.device)
         idle_from, idle_to = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         idle_from.record(stream)  # reached when the last step's work is done
         started = time.perf_counter()
@@ -380,11 +389,25 @@ class DeviceFeed:
     def _copy(self, number: int) -> _OnDevice:
         read = self._loader.batch(number)
         with torch.cuda.stream(self._copies):
-            images = read.images.to(self._device, non_blocking=True)
-            labels = read.labels.to(self._device, non_blocking=True)
+            images = read.images.to(self.device, non_blocking=True)
+            labels = read.labels.to(self.device, non_blocking=True)
             copied = torch.cuda.Event()
             copied.record(self._copies)
         return _OnDevice(images, labels, copied)
+
+
+class _Share:
+    """What one rank takes of a reader's batches: by ``parts``, those numbered as in ``own``."""
+
+    def __init__(self, reader: Any, own: range, parts: int) -> None:
+        self._reader, self._own, self._parts = reader, own, parts
+        self.where, self.samples = reader.where, reader.samples
+        self.most_replaced = reader.most_replaced
+
+    def read(self, number: int, *, shared: bool = False) -> ReadBatch:
+        step, place = divmod(number, len(self._own))
+        batch: ReadBatch = self._reader.read(step * self._parts + self._own[place], shared=shared)
+        return batch
 
 
 class LoadedSource(Source):
@@ -410,25 +433,53 @@ class LoadedSource(Source):
         )
         self._train_feed = DeviceFeed(self._train, device)
         self._eval_feed = DeviceFeed(self._held_out, device)
+        # Of one rank, which takes all.
+        self._own, self._parts = range(1), 1
+        self._shared_feed = self._eval_feed, self._eval_count
         self.batches_per_epoch, self.samples_per_batch = len(train), train.batch_size
         self.defer_wait = self._train_feed.defer_wait
 
     def train_batch(self, index: int) -> Batch:
         """Batch ``index`` of the run; raises ``ValueError`` if it is negative."""
-        images, labels = self._train_feed.batch(checked_index(index))
+        images, labels = self._train_feed.batch(self._place(checked_index(index)))
         return self._float(images), labels
 
     def eval_batches(self) -> Iterator[Batch]:
         """The held-out split in its own order; the last batch may be smaller."""
-        for number in range(self._eval_count):
-            images, labels = self._eval_feed.batch(number)
+        return self._evaluated(self._eval_feed, self._eval_count)
+
+    def share_out(self, own: range, parts: int, rank: int, world: int) -> None:
+        train, held_out, feed = self._train, self._held_out, self._eval_feed
+        self._own, self._parts = own, parts
+        self._train_feed.close()  # what was tried before has other numbers
+        train.reader = _Share(train.reader, own, parts)
+        count = len(range(rank, self._eval_count, world))
+        if count:
+            reader = _Share(held_out.reader, range(rank, rank + 1), world)
+            loader = held_out.like(reader, last=count)
+            feed = DeviceFeed(loader, self._train_feed.device)
+        self._shared_feed = feed, count
+
+    def eval_share(self, rank: int, world: int) -> Iterator[Batch]:
+        return self._evaluated(*self._shared_feed)
+
+    def _evaluated(self, feed: DeviceFeed, count: int) -> Iterator[Batch]:
+        for number in range(count):
+            images, labels = feed.batch(number)
             yield self._float(images), labels
-        self._eval_feed.defer_wait()  # only training's is asked for
+        feed.defer_wait()  # only training's is asked for
+
+    def _place(self, index: int) -> int:
+        """The number under which the reader of this rank's share has batch ``index``."""
+        step, number = divmod(index, self._parts)
+        if number not in self._own:
+            raise ValueError(f"index={index} is not allowed: a batch of another rank")
+        return step * len(self._own) + number - self._own.start
 
     def close(self) -> None:
         """End the loader processes; the source can be asked again."""
-        self._train_feed.close()
-        self._eval_feed.close()
+        for feed in (self._train_feed, self._eval_feed, self._shared_feed[0]):
+            feed.close()
 
     @abstractmethod
     def _float(self, images: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
@@ -59,6 +60,15 @@ class Source(Protocol):
         """The held-out split in a fixed order; the last batch may be smaller."""
         ...
 
+    def share_out(self, own: range, parts: int, rank: int, world: int) -> None:
+        """From now on only batches ``n`` with ``n % parts`` in ``own`` are asked for in training,
+        and, if anything, ``eval_share`` of this rank: what reads ahead reads those."""
+        return
+
+    def eval_share(self, rank: int, world: int) -> Iterator[Batch]:
+        """Batch ``rank`` of ``eval_batches()`` and every ``world``-th after it."""
+        return islice(self.eval_batches(), rank, None, world)
+
     def replaced_files(self) -> dict[str, str] | None:
         """Files that could not be used and were replaced so far, place in the split -> name.
 
@@ -73,7 +83,7 @@ class Source(Protocol):
 
 def completed(source: Any) -> Source:
     """The user's own source, with the defaults of what it leaves out."""
-    names = ("workers", "defer_wait", "replaced_files", "close")
+    names = ("workers", "defer_wait", "share_out", "eval_share", "replaced_files", "close")
     whole = all(hasattr(source, name) for name in names)
     return source if whole else cast(Source, _Completed(source))
 
@@ -85,6 +95,12 @@ class _Completed:
         self.defer_wait = getattr(source, "defer_wait", None)
         self.replaced_files = getattr(source, "replaced_files", lambda: None)
         self.close = getattr(source, "close", lambda: None)
+
+    def share_out(self, own: range, parts: int, rank: int, world: int) -> None:
+        pass
+
+    def eval_share(self, rank: int, world: int) -> Iterator[Batch]:
+        return islice(self._source.eval_batches(), rank, None, world)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._source, name)

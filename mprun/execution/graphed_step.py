@@ -195,6 +195,7 @@ class GraphedStep:
 
     def step(self, index: int, measure: bool) -> dict[str, Tensor]:
         """Step `index` (from 0) as `task.train_step`; the tensors returned belong to the caller."""
+        self.task.step = index
         batches = list(self.task.load(index))
         if self.off is None and self.eager >= WARM_UP and self._is_decided():
             metrics = self._replayed(batches, measure)
@@ -215,6 +216,9 @@ class GraphedStep:
             metrics, waits = self.recorder.warm(lambda: compute(True))
             if waits is not None:
                 self._give_up(waits)
+            elif self.task.draws_in_parts():
+                parts = self.task.accumulate
+                self._give_up(f"each of {parts} micro-batches draws random numbers of its own")
             return metrics
         if self.eager > WARM_UP and self.clock is not None:
             return self.clock.time(compute)

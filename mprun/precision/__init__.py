@@ -17,7 +17,7 @@ Usable without the rest of mprun:
         scale.update()
 """
 
-from mprun.precision.casting import CastModel, cast_model, fp32_copy
+from mprun.precision.casting import CastModel, cast_model
 from mprun.precision.emulation import ForwardContext, why_no_lstm, why_unsupported
 from mprun.precision.loss_scale import (
     DynamicLossScale,
@@ -25,6 +25,7 @@ from mprun.precision.loss_scale import (
     LossScale,
     NoLossScale,
     StaticLossScale,
+    get_loss_scale,
 )
 from mprun.precision.optimizer import BatchNormGuard, MixedPrecisionOptimizer, Update
 from mprun.precision.policy import (
@@ -37,6 +38,7 @@ from mprun.precision.policy import (
     pin_math_flags,
     read_math_flags,
 )
+from mprun.precision.prepare import PreparedOptimizer, prepare
 
 __all__ = [
     "DTYPES",
@@ -50,14 +52,16 @@ __all__ = [
     "MixedPrecisionOptimizer",
     "NoLossScale",
     "PrecisionPolicy",
+    "PreparedOptimizer",
     "StaticLossScale",
     "Update",
     "build_policy",
     "cast_model",
-    "fp32_copy",
+    "get_loss_scale",
     "get_policy",
     "ieee_fp32",
     "pin_math_flags",
+    "prepare",
     "read_math_flags",
     "why_no_lstm",
     "why_unsupported",

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mprun.precision.loss_scale import LossScale
+from mprun.precision.reduction import Reduction, Wire
 from mprun.precision.row_updates import RowUpdate
 from mprun.precision.torch_update import STATE, rule_of, step_unless
 
@@ -151,6 +152,11 @@ class Gradients:
         collects: whether they are taken out of `.grad`; those that need neither cast nor scale
             stay where autograd accumulates them.
         skips: whether a step with a gradient that is not finite is skipped.
+        copies: whether the update also brings `parameters` up to date; else the caller does.
+        parts: micro-batches whose mean the update takes: sums are divided by it, after unscaling.
+        wire: sums and divides instead, before unscaling, what `parts` ranks would exchange.
+        reduction: sums over ranks, of which each has some of the micro-batches; None: there is one
+            rank.
 
     Attributes:
         values: those taken, in the same order, each in its dtype; None where there is none.
@@ -169,7 +175,16 @@ class Gradients:
         *,
         collects: bool,
         skips: bool,
+        copies: bool = True,
+        parts: int = 1,
+        wire: Wire | None = None,
+        reduction: Reduction | None = None,
     ):
+        self.parts, self.wire, self.reduction = parts, wire, reduction
+        # What this rank found in the gradients of each scale, for the others to hear of.
+        self._found: dict[LossScale, tuple[Tensor, Tensor | None]] = {}
+        # The scale of a loss whose backward pass has summed over the ranks.
+        self._at_once: LossScale | None = None
         self.inner, self.rows = inner, list(rows)
         self.parameters, self.updated = list(parameters), list(updated)
         self.dtypes, self.is_clipped = list(dtypes), list(is_clipped)
@@ -180,7 +195,7 @@ class Gradients:
         # The scale of the loss whose gradients a single pass will find in `.grad`.
         self._pending: LossScale | None = None
         self._one = torch.ones_like(self.found_inf)
-        pairs = list(zip(self.parameters, self.updated, strict=True))
+        pairs = list(zip(self.parameters, self.updated, strict=True)) if copies else []
         self._copies = [own for own, master in pairs if own is not master]
         self._masters = [master for own, master in pairs if own is not master]
 
@@ -190,6 +205,10 @@ class Gradients:
             tensor.grad = None
         self.values = [None] * len(self.values)
         self.single_pass, self._pending = single_pass, None
+        for sums in (self.wire, self.reduction):
+            if sums is not None:
+                sums.clear()
+        self._found, self._at_once = {}, None
         if self.skips:
             self.found_inf.zero_()
 
@@ -198,16 +217,35 @@ class Gradients:
         if self._pending is not None and self.collects:
             self._add(self._pending)
             self._pending = None
+        if self.reduction is not None and self.reduction.overlaps:
+            self._summed_at_once(loss, scale, self.reduction)
+            return
         scale.backward(loss)
         if any(p.grad is not None and p.grad.is_sparse for p in self.parameters):
             self.single_pass = None  # of this step: its kernels take every weight
-        if self.single_pass is not None and all(value is None for value in self.values):
+        if self.wire is not None:
+            self.wire.add(self._taken(), scale)
+        elif self.reduction is not None and not self.collects:
+            self.reduction.add(self._taken())
+        elif (
+            self.single_pass is not None
+            and self.reduction is None
+            and all(value is None for value in self.values)
+        ):
             self._pending = scale
         elif self.collects:
             self._add(scale)
 
     def ready(self, needs_norm: bool) -> Ready:
         """All gradients of the step, checked; sets found_inf where one is not finite."""
+        if self.wire is not None and self.wire.scale is not None:
+            self.wire.close()
+            self._add(self.wire.scale)
+        elif self.reduction is not None:
+            self._sum_over_ranks(self.reduction)
+        if self.parts > 1 and not self.collects:
+            for group in by_dtype([parameter.grad for parameter in self.parameters]):
+                torch._foreach_div_(group, self.parts)
         scale, found_inf = self._pending, self.found_inf if self.skips else None
         if scale is None or self.single_pass is None:
             own, rows = self._parts()
@@ -276,16 +314,110 @@ class Gradients:
 
     def _add(self, scale: LossScale) -> None:
         """Take every new gradient, those of one loss, and tell `scale` what was found in them."""
+        found_inf, grad_max = self.collect(scale)
+        if not scale.skips_nonfinite:
+            return
+        if self.reduction is None or self.wire is not None:
+            scale.record(found_inf, grad_max)
+        elif scale in self._found:
+            before, most = self._found[scale]
+            found_inf = torch.maximum(before, found_inf)
+            if most is not None and grad_max is not None:
+                grad_max = torch.maximum(most, grad_max)
+            self._found[scale] = found_inf, grad_max
+        else:
+            self._found[scale] = found_inf, grad_max
+
+    def _summed_at_once(self, loss: Tensor, scale: LossScale, reduction: Reduction) -> None:
+        """The last backward pass of a step, which sums over all ranks as it goes."""
+        inverse = scale.inverse() if scale.skips_nonfinite else None
+
+        def sent(number: int, flat: Tensor) -> Tensor:
+            if self.wire is not None:
+                wide = self.wire.sent(flat.clone())
+                assert wide is not None
+                return wide
+            if not self.collects:
+                return flat
+            wide = flat.to(self.dtypes[number], copy=True)
+            if inverse is not None:
+                return wide.mul_(inverse / self.parts)
+            return wide.div_(self.parts)
+
+        reduction.begin(self.parameters, sent)
+        scale.backward(loss)
+        self._taken()
+        self._at_once = scale
+        if self.wire is not None:
+            self.wire.scale = scale
+
+    def _sum_over_ranks(self, reduction: Reduction) -> None:
+        """Let `values` (or `.grad`) be the sums, and every scale hear what any rank found.
+
+        The gradients were checked before they were summed: an inf of one rank is one of all, but
+        the largest magnitude and each scale's own flag are not to be read off a sum.
+        """
+        total = reduction.total()
+        if not self.collects:
+            for parameter, gradient in zip(self.parameters, total, strict=True):
+                parameter.grad = gradient
+            return
+        self.values = total
+        if self._at_once is not None:  # checked after the sum: what one rank has is in it
+            found_inf = torch.zeros_like(self.found_inf)
+            if self._at_once.skips_nonfinite:
+                for group in by_dtype(total):
+                    check_and_unscale(group, found_inf, self._one)
+                torch.maximum(self.found_inf, found_inf, out=self.found_inf)
+                self._at_once.record(found_inf)
+            return
+        if not self._found:
+            return
+        zero = torch.zeros_like(self.found_inf)
+        own = [flag for pair in self._found.values() for flag in pair]
+        flags = torch.stack([zero if flag is None else flag.float() for flag in own])
+        # Of what is not finite only the flag counts, and a maximum over ranks may drop a NaN.
+        agreed = iter(reduction.largest(flags.nan_to_num(0.0)).unbind())
+        for scale, (_, most) in self._found.items():
+            found_inf, grad_max = next(agreed), next(agreed)
+            torch.maximum(self.found_inf, found_inf, out=self.found_inf)
+            scale.record(found_inf, None if most is None else grad_max)
+
+    def collect(
+        self, scale: LossScale, direct: Sequence[Tensor | None] = ()
+    ) -> tuple[Tensor, Tensor | None]:
+        """Take every new gradient, unscale it and add it to `values`.
+
+        Args:
+            direct: scaled gradients of the masters themselves, to be added to those of the copies.
+
+        Returns:
+            found_inf of these, and their largest magnitude where the scale asks for it; 0-dim.
+        """
+        with torch._C.DisableTorchFunction():  # an emulation would look at each access
+            return self._collect(scale, direct)
+
+    def _collect(
+        self, scale: LossScale, direct: Sequence[Tensor | None]
+    ) -> tuple[Tensor, Tensor | None]:
         new: list[Tensor | None] = []
-        for parameter, dtype in zip(self.parameters, self.dtypes, strict=False):
-            gradient, parameter.grad = parameter.grad, None
+        taken = self._taken() if self.wire is None else self.wire.values
+        for gradient, dtype in zip(taken, self.dtypes, strict=False):
             if gradient is not None and gradient.is_sparse:
                 # Summed in the dtype of the update; rows that a 16-bit sum could not hold.
                 gradient = gradient.to(dtype).coalesce()
             new.append(None if gradient is None else gradient.to(dtype))
-        found_inf, grad_max = self._add_to([*new, *self._take_rows()], scale)
-        if scale.skips_nonfinite:
-            scale.record(found_inf, grad_max)
+        for index, more in enumerate(direct):
+            if more is not None:
+                new[index] = more if (own := new[index]) is None else own + more
+        return self._add_to([*new, *self._take_rows()], scale)
+
+    def _taken(self) -> list[Tensor | None]:
+        """The new gradients of the parameters, as backward left them."""
+        taken = [parameter.grad for parameter in self.parameters]
+        for parameter in self.parameters:
+            parameter.grad = None
+        return taken
 
     def _take_rows(self) -> list[Tensor | None]:
         taken = []
@@ -295,14 +427,23 @@ class Gradients:
         return taken
 
     def _add_to(self, new: list[Tensor | None], scale: LossScale) -> tuple[Tensor, Tensor | None]:
-        """Divide by the scale, check, add up: (found_inf of these, their largest magnitude)."""
+        """Divide by the scale and the number of parts, check, add up.
+
+        Returns:
+            found_inf of these, and the largest magnitude that backward, or the sum of ranks, had to
+            hold, times no scale.
+        """
         found_inf, grad_max = torch.zeros_like(self.found_inf), None
+        parts = self.parts if self.wire is None else self.wire.after
         if scale.skips_nonfinite:
-            inverse = scale.inverse()
+            inverse = scale.inverse() / parts if parts > 1 else scale.inverse()
             for group in by_dtype(new):
                 check_and_unscale(group, found_inf, inverse)
             if scale.needs_grad_max:
-                grad_max = largest(new) if by_dtype(new) else torch.zeros_like(found_inf)
+                grad_max = largest(new) * parts if by_dtype(new) else torch.zeros_like(found_inf)
+        elif parts > 1:
+            for group in by_dtype(new):
+                torch._foreach_div_(group, parts)
         multiplied = [
             gradient.mul_(row.table.gradient_factor)
             for row, gradient in zip(self.rows, new[len(self.parameters) :], strict=True)
@@ -313,6 +454,9 @@ class Gradients:
             for group in by_dtype(multiplied):
                 check_and_unscale(group, found_inf, self._one)
             torch.maximum(self.found_inf, found_inf, out=self.found_inf)
+        if self.reduction is not None and self.wire is None:
+            self.reduction.add(new)
+            return found_inf, grad_max
         pairs = list(zip(self.values, new, strict=True))
         both = [p for p in pairs if p[0] is not None and p[1] is not None and not p[0].is_sparse]
         if both:

@@ -9,8 +9,7 @@ from torch.nn import functional as F
 from mprun.data.source import Batch, Source
 from mprun.precision import BatchNormGuard, ForwardContext, LossScale, PrecisionPolicy
 from mprun.tasks.sample_distance import SampleDistance
-from mprun.tasks.supervised import micro_batches
-from mprun.tasks.task import Task, TrainState
+from mprun.tasks.task import Task, TrainState, as_row, shared
 
 # The same codes at every evaluation and in every run, so that samples can be compared.
 GRID_SEED, SAMPLE_SEED = 2018, 2019
@@ -20,8 +19,10 @@ class GAN(Task):
     """Binary cross-entropy on logits; metrics d_loss, g_loss and loss, their sum.
 
     Radford et al., arXiv 1511.06434, in the order of the PyTorch example: D on real, D on fake,
-    update D; G against the updated D, update G. The loss works on logits in every mode, because
-    the gradient of a sigmoid followed by BCE does not fit FP16.
+    update D; G against the updated D, update G. With several micro-batches D takes all of them
+    before its update, and G after it: it makes its images of each anew, the same ones, instead of
+    keeping the graphs of all. The loss works on logits in every mode, because the gradient of a
+    sigmoid followed by BCE does not fit FP16.
 
     Each optimizer skips on its own flag; `found_inf` says that at least one skipped, and the
     schedule stands still for both then, so that they keep the same learning rate.
@@ -41,15 +42,16 @@ class GAN(Task):
         policy: PrecisionPolicy,
         arithmetic: ForwardContext,
         loss_scales: tuple[LossScale, LossScale, LossScale],
-        discriminator_guard: BatchNormGuard,
+        guards: tuple[BatchNormGuard, BatchNormGuard],
         *,
         latent_size: int,
+        accumulate: int = 1,
         eval_in_mode: bool = False,
         sample_distance: SampleDistance | None = None,
     ):
         self.g, self.d, self.data = generator, discriminator, data
         self.policy, self.arithmetic = policy, arithmetic
-        self.discriminator_guard = discriminator_guard
+        self.guards, self.accumulate = guards, accumulate
         self.latent_size, self.eval_in_mode = latent_size, eval_in_mode
         self.sample_distance = sample_distance
         self.learners = {"generator": generator, "discriminator": discriminator}
@@ -58,56 +60,51 @@ class GAN(Task):
         for name, scale in zip(names, loss_scales, strict=True):
             if all(scale is not other for other in self.loss_scales.values()):
                 self.loss_scales[name] = scale
-        self.samples_per_step = data.samples_per_batch
-        self.steps_per_epoch = data.batches_per_epoch
+        self.samples_per_step = data.samples_per_batch * accumulate
+        self.steps_per_epoch = data.batches_per_epoch // accumulate
         self.device = arithmetic.device
         codes = torch.randn(64, latent_size, generator=torch.Generator().manual_seed(GRID_SEED))
         self.fixed_codes = codes.to(self.device)
 
-    def train_step(self, step: int, measure: bool = False) -> dict[str, Tensor]:
-        return self.compute(self.load(step), measure)
-
     def load(self, step: int) -> Iterator[Batch]:
-        """The one batch of a step."""
-        return micro_batches(self.data, step, 1, self.channels_last, self.policy.param_dtype)
+        return self.image_batches(step, self.policy.param_dtype)
 
     def compute(self, batches: Iterable[Batch], measure: bool = False) -> dict[str, Tensor]:
-        """One update of D and one of G, on the one batch."""
-        generator, discriminator = self.g.network, self.d.network
+        """One update of D and one of G."""
+        guard_g, guard_d = self.guards
         self.g.optimizer.zero_grad()
         self.d.optimizer.zero_grad()
-        ((real, _),) = batches
-        codes = torch.randn(len(real), self.latent_size, device=self.device)
-        codes = self.policy.cast_inputs(codes)
-
-        with self.arithmetic:
-            # One autocast block per pass: its weight cache must not outlive an update.
-            with self.arithmetic.autocast():
-                fake = generator(codes)
-            with self.arithmetic.autocast():
-                logits_real = discriminator(real)
-            loss_real = self._bce(logits_real, 1.0)
-            self.d.optimizer.backward(loss_real, 0)
-            with self.arithmetic.autocast():
-                logits_fake = discriminator(fake.detach())
-            loss_fake = self._bce(logits_fake, 0.0)
-            self.d.optimizer.backward(loss_fake, 1)
+        sizes, d_losses, g_losses = [], [], []
+        fake = None
+        for real, _ in self.each_part(batches, self.guards):
+            sizes.append(len(real))
+            with self.arithmetic:
+                with torch.set_grad_enabled(not self.in_parts):
+                    fake = self._made(len(real))
+                d_losses.append(self._propagate_d(real, fake.detach()))
+        guard_g.parts.clear()  # as the second time
+        self.mean_statistics([guard_d])
         d_update = self.d.optimizer.step(measure)
 
         # D's weight gradients are not needed here, its BatchNorm statistics move once more.
         self.d.model.requires_grad_(False)
-        self.discriminator_guard.save()
-        with self.arithmetic:
-            with self.arithmetic.autocast():
-                logits = discriminator(fake)
-            loss_g = self._bce(logits, 1.0)
-            self.g.optimizer.backward(loss_g)
+        guard_d.save()
+        for size in self.each_part(sizes, self.guards):
+            with self.arithmetic:
+                if self.in_parts or fake is None:
+                    fake = self._made(size)
+                with self.arithmetic.autocast():
+                    logits = self.d.network(fake)
+                loss_g = self._bce(logits, 1.0)
+                self.g.optimizer.backward(loss_g)
+            g_losses.append(loss_g.detach())
+        self.mean_statistics(self.guards)
         g_update = self.g.optimizer.step(measure)
         self.d.model.requires_grad_(True)
 
         for scale in self.loss_scales.values():
             scale.update()
-        d_loss, g_loss = (loss_real + loss_fake).detach(), loss_g.detach()
+        d_loss, g_loss = self.mean_over_parts(d_losses), self.mean_over_parts(g_losses)
         metrics = {"loss": d_loss + g_loss, "d_loss": d_loss, "g_loss": g_loss}
         metrics |= d_update.metrics("d_") | g_update.metrics("g_")
         metrics["loss_scale"] = metrics["d_loss_scale"]
@@ -115,14 +112,33 @@ class GAN(Task):
             metrics["found_inf"] = torch.maximum(d_update.found_inf, g_update.found_inf)
         return metrics
 
+    def _made(self, count: int) -> Tensor:
+        """Generated images `[count, channels, size, size]` from new codes."""
+        codes = torch.randn(count, self.latent_size, device=self.device)
+        # One autocast block per pass: its weight cache must not outlive an update.
+        with self.arithmetic.autocast():
+            return self.g.network(self.policy.cast_inputs(codes))
+
+    def _propagate_d(self, real: Tensor, fake: Tensor) -> Tensor:
+        """Add the gradients of D's two losses; their sum, 0-dim."""
+        with self.arithmetic.autocast():
+            logits_real = self.d.network(real)
+        loss_real = self._bce(logits_real, 1.0)
+        self.d.optimizer.backward(loss_real, 0)
+        with self.arithmetic.autocast():
+            logits_fake = self.d.network(fake)
+        loss_fake = self._bce(logits_fake, 0.0)
+        self.d.optimizer.backward(loss_fake, 1)
+        return (loss_real + loss_fake).detach()
+
+    @shared
     def evaluate(self) -> dict[str, float]:
         """Losses on the held-out images and as many generated ones (64 fixed codes, repeated).
 
         With `sample_distance` also sliced_wasserstein, between the held-out images and as many
         generated ones from fixed codes that are all different.
         """
-        totals = torch.zeros(2, dtype=torch.float64, device=self.device)
-        count = 0
+        rows, count = [], 0
         with (
             self.g.evaluating(self.arithmetic, self.eval_in_mode) as generator,
             self.d.evaluating(self.arithmetic, self.eval_in_mode) as discriminator,
@@ -131,10 +147,10 @@ class GAN(Task):
             for images, _ in self.held_out():
                 real = discriminator(self._eval_inputs(images)).float()
                 share = len(images) / len(fake)
-                totals[0] += F.softplus(-real).sum() + F.softplus(fake).sum() * share
-                totals[1] += F.softplus(-fake).sum() * share
+                d_sum = F.softplus(-real).sum() + F.softplus(fake).sum() * share
+                rows.append(as_row(d_sum, F.softplus(-fake).sum() * share))
                 count += len(images)
-        d_loss, g_loss = (totals / count).tolist()
+        d_loss, g_loss = self.ranks.mean(rows, count)
         values = {"loss": d_loss + g_loss, "d_loss": d_loss, "g_loss": g_loss}
         if self.sample_distance is not None:
             values["sliced_wasserstein"] = self._distance_to_held_out(self.sample_distance)
@@ -165,7 +181,7 @@ class GAN(Task):
             scale.load_state_dict(state["loss_scales"][name])
 
     def _distance_to_held_out(self, distance: SampleDistance) -> float:
-        held_out = [images for images, _ in self.held_out()]
+        held_out = [images for images, _ in self.data.eval_batches()]  # on each rank
         sizes = [len(images) for images in held_out]
         random = torch.Generator().manual_seed(SAMPLE_SEED)
         codes = torch.randn(sum(sizes), self.latent_size, generator=random).to(self.device)

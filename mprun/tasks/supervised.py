@@ -14,17 +14,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mprun.data.source import Batch, Source
+from mprun.distributed.ranks import seed_micro_batch
 from mprun.precision import ForwardContext, LossScale, PrecisionPolicy
-from mprun.tasks.task import Task, TrainState
+from mprun.tasks.task import Task, TrainState, as_row, shared
 
 
 class Supervised(Task):
     """A task with one model and one loss.
 
     Args:
-        learner: the model with its optimizer.
+        learner: the model with its optimizer, made for so many `parts`.
         data: where batches come from.
-        accumulate: micro-batches of an update.
+        accumulate: micro-batches of an update, over all ranks.
         eval_in_mode: evaluate in the mode's own arithmetic instead of FP32.
     """
 
@@ -47,29 +48,24 @@ class Supervised(Task):
         self.samples_per_step = data.samples_per_batch * accumulate
         self.steps_per_epoch = data.batches_per_epoch // accumulate
 
-    def train_step(self, step: int, measure: bool = False) -> dict[str, Tensor]:
-        return self.compute(self.load(step), measure)
-
     def load(self, step: int) -> Iterator[Any]:
-        dtype = self.policy.param_dtype
-        return micro_batches(self.data, step, self.accumulate, self.channels_last, dtype)
+        return self.image_batches(step, self.policy.param_dtype)
 
     def compute(self, batches: Iterable[Any], measure: bool = False) -> dict[str, Tensor]:
         """One update from the micro-batches."""
         optimizer = self.learner.optimizer
         optimizer.zero_grad()
         losses = []
-        for batch in batches:
+        for batch in self.each_part(batches, self.guards):
             with self.arithmetic:
                 loss, propagated = self.loss(batch)
                 del batch  # backward has what it needs: of images, autocast's 16-bit copy
-                share = propagated if self.accumulate == 1 else propagated / self.accumulate
-                optimizer.backward(share)
+                optimizer.backward(propagated)
             losses.append(loss.detach())
+        self.mean_statistics(self.guards)
         update = optimizer.step(measure)
         self.loss_scale.update()
-        mean = losses[0] if len(losses) == 1 else torch.stack(losses).mean()
-        return {"loss": mean, **update.metrics()}
+        return {"loss": self.mean_over_parts(losses), **update.metrics()}
 
     @abstractmethod
     def loss(self, batch: Any) -> tuple[Tensor, Tensor]:
@@ -97,19 +93,18 @@ class Classification(Supervised):
         loss = cross_entropy(logits, labels, self.policy.loss_dtype, self.label_smoothing)
         return loss, loss
 
+    @shared
     def evaluate(self) -> dict[str, float]:
         """Mean loss and accuracies over the whole held-out split."""
-        totals = torch.zeros(3, dtype=torch.float64, device=self.arithmetic.device)
-        count = 0
+        rows, count = [], 0
         with self.learner.evaluating(self.arithmetic, self.eval_in_mode) as model:
             for images, labels in self.held_out():
                 logits = model(self._eval_inputs(images)).float()
                 best = logits.topk(min(5, logits.shape[1]), dim=1).indices == labels[:, None]
-                totals[0] += F.cross_entropy(logits, labels, reduction="sum")
-                totals[1] += best[:, 0].sum()
-                totals[2] += best.any(dim=1).sum()
+                right = best[:, 0].sum(), best.any(dim=1).sum()
+                rows.append(as_row(F.cross_entropy(logits, labels, reduction="sum"), *right))
                 count += len(labels)
-        loss, top1, top5 = (totals / count).tolist()
+        loss, top1, top5 = self.ranks.mean(rows, count)
         return {"loss": loss, "top1": 100 * top1, "top5": 100 * top5}
 
 
@@ -118,7 +113,7 @@ class Reconstruction(Supervised):
 
     def load(self, step: int) -> Iterator[Batch]:
         """As for every task, but in FP32: the images are the target as well."""
-        return micro_batches(self.data, step, self.accumulate, self.channels_last, None)
+        return self.image_batches(step, None)
 
     def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         images, dtype = batch[0], self.policy.loss_dtype
@@ -127,16 +122,17 @@ class Reconstruction(Supervised):
         loss = F.mse_loss(outputs.to(dtype), images.to(dtype))
         return loss, loss
 
+    @shared
     def evaluate(self) -> dict[str, float]:
         """Mean squared error per pixel over the whole held-out split."""
-        total = torch.zeros((), dtype=torch.float64, device=self.arithmetic.device)
-        count = 0
+        rows, count = [], 0
         with self.learner.evaluating(self.arithmetic, self.eval_in_mode) as model:
             for images, _ in self.held_out():
                 outputs = model(self._eval_inputs(images)).float()
-                total += F.mse_loss(outputs, images, reduction="sum")
+                rows.append(as_row(F.mse_loss(outputs, images, reduction="sum")))
                 count += images.numel()
-        return {"loss": total.item() / count}
+        (loss,) = self.ranks.mean(rows, count)
+        return {"loss": loss}
 
 
 class Tokens(NamedTuple):
@@ -184,11 +180,23 @@ class LanguageModel(Supervised):
         self._before: tuple[Tensor, ...] | None = None  # the step that is being taken
 
     def load(self, step: int) -> Iterator[Tokens]:
-        """`accumulate` consecutive batches of the same streams."""
+        """`accumulate` consecutive batches of the same streams, which the ranks share out."""
         first = step * self.accumulate
         for index in range(first, first + self.accumulate):
             tokens, targets = self.data.train_batch(index)
+            if self.ranks.world > 1:
+                own = self.ranks.streams(tokens.shape[1])
+                tokens, targets = tokens[:, own].contiguous(), targets[:, own].contiguous()
             yield Tokens(tokens, targets, index % self.data.batches_per_epoch == 0)
+
+    @property
+    def numbers(self) -> range:
+        return range(self.accumulate)
+
+    def _seed_part(self, number: int) -> None:
+        # Of streams that the ranks share out each needs chances of its own.
+        own = [self.ranks.rank] if self.ranks.world > 1 else []
+        seed_micro_batch(self.arithmetic.device, self.seed, self.step, number, *own)
 
     def compute(self, batches: Iterable[Tokens], measure: bool = False) -> dict[str, Tensor]:
         self._before = self.hidden
@@ -215,7 +223,9 @@ class LanguageModel(Supervised):
             dtype = self.policy.loss_dtype
             loss = cross_entropy(outputs.flatten(0, 1), targets.flatten(), dtype)
         self.hidden = tuple(part.detach() for part in hidden)
-        return loss, loss * len(tokens) if self.time_reduction == "sum" else loss
+        propagated = loss * len(tokens) if self.time_reduction == "sum" else loss
+        # The mean over all streams: gradients are as large as on one rank.
+        return loss, propagated / self.ranks.world if self.ranks.world > 1 else propagated
 
     def evaluate(self) -> dict[str, float]:
         """Mean loss per held-out token, state carried through, and its exponential."""
@@ -235,37 +245,21 @@ class LanguageModel(Supervised):
         return {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf}
 
     def state_dict(self) -> dict:
-        return super().state_dict() | {"hidden": self.hidden}
+        hidden = self.hidden
+        if hidden is not None and self.ranks.world > 1:  # [layers, streams, ...]
+            hidden = tuple(
+                self.ranks.gather(part.transpose(0, 1).contiguous()).transpose(0, 1).contiguous()
+                for part in hidden
+            )
+        return super().state_dict() | {"hidden": hidden}
 
     def load_state_dict(self, state: dict) -> None:
         super().load_state_dict(state)
         hidden, device = state["hidden"], self.arithmetic.device
+        if hidden is not None and self.ranks.world > 1:
+            own = self.ranks.streams(hidden[0].shape[1])
+            hidden = tuple(part[:, own].contiguous() for part in hidden)
         self.hidden = None if hidden is None else tuple(part.to(device) for part in hidden)
-
-
-def micro_batches(
-    data: Source, step: int, count: int, channels_last: bool, dtype: torch.dtype | None
-) -> Iterator[Batch]:
-    """The `count` batches of a step (from 0), each read only once the one before it is used.
-
-    Args:
-        channels_last: with images in NHWC order in memory, as a network in that layout wants them.
-        dtype: of the images as the step wants them, None: as they are. A batch belongs to the
-            caller alone, and the source's FP32 images are released where they were cast: in a mode
-            with 16-bit parameters they would be as large as twice what backward keeps of them.
-    """
-    for number in range(count):
-        yield _laid_out(data.train_batch(step * count + number), channels_last, dtype)
-
-
-def _laid_out(batch: Batch, channels_last: bool, dtype: torch.dtype | None) -> Batch:
-    images, labels = batch
-    # Images of one channel are in NHWC order as they are: other strides are another convolution.
-    moves = channels_last and not images.is_contiguous(memory_format=torch.channels_last)
-    memory_format = torch.channels_last if moves else torch.preserve_format
-    if dtype is None or not images.is_floating_point():
-        dtype = images.dtype
-    return images.to(dtype, memory_format=memory_format), labels
 
 
 def cross_entropy(

@@ -1,25 +1,29 @@
 """What a task is, and the model with its optimizer that a task trains."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from mprun.data.source import Batch, Source
+from mprun.distributed.ranks import ALONE, Ranks, seed_micro_batch
 from mprun.precision import (
+    BatchNormGuard,
     CastModel,
     ForwardContext,
     LossScale,
     MixedPrecisionOptimizer,
     PrecisionPolicy,
-    fp32_copy,
     ieee_fp32,
 )
 from mprun.precision.optimizer import copy_exactly
+
+T = TypeVar("T", bound=Callable[..., Any])
 
 
 class Task(ABC):
@@ -30,6 +34,11 @@ class Task(ABC):
         channels_last: images in NHWC order; whoever builds the networks so sets it.
         learners: what is trained, by name.
         loss_scales: by the name that each has in the records.
+        guards: BatchNorm statistics of what is trained, where they are looked after.
+        accumulate: micro-batches of an update, over all ranks.
+        ranks: of which this process is one.
+        seed: of what is drawn at random where an update has several micro-batches.
+        step: that is being taken, from 0; whoever calls `compute` sets it.
         on_evaluated: is told of how many held-out samples an evaluation has taken so far.
     """
 
@@ -42,15 +51,88 @@ class Task(ABC):
     loss_scales: dict[str, LossScale]
     samples_per_step: int
     steps_per_epoch: int
+    arithmetic: ForwardContext
+    guards: Sequence[BatchNormGuard] = ()
+    accumulate = 1
+    ranks: Ranks = ALONE
+    seed = 0
+    step = 0
     on_evaluated: Callable[[int], None] | None = None
 
-    @abstractmethod
     def train_step(self, step: int, measure: bool = False) -> dict[str, Tensor]:
         """`compute(load(step), measure)`: one update of each learner, without synchronisation."""
+        self.step = step
+        return self.compute(self.load(step), measure)
 
     @abstractmethod
     def load(self, step: int) -> Iterator[Any]:
-        """What is decided on the host: the micro-batches of `step` (from 0), one by one."""
+        """What is decided on the host: this rank's micro-batches of `step` (from 0), one by one."""
+
+    def image_batches(self, step: int, dtype: torch.dtype | None) -> Iterator[Batch]:
+        """`load` of images: each batch is read only once the one before it is used.
+
+        With images in NHWC order in memory where `channels_last` says so.
+
+        Args:
+            dtype: of the images as the step wants them, None: as they are. A batch belongs to the
+                caller alone, and the source's FP32 images are released where they were cast: in a
+                mode with 16-bit parameters they would be as large as twice what backward keeps of
+                them.
+        """
+        for number in self.numbers:
+            index = step * self.accumulate + number
+            yield _laid_out(self.data.train_batch(index), self.channels_last, dtype)
+
+    @property
+    def numbers(self) -> range:
+        """The micro-batches of an update that this rank takes."""
+        return self.ranks.micro_batches(self.accumulate)
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether an update is put together from several micro-batches, wherever they are taken."""
+        return self.accumulate > 1 or self.ranks.world > 1
+
+    def each_part(self, batches: Iterable[Any], guards: Iterable[BatchNormGuard]) -> Iterator[Any]:
+        """The micro-batches, each with random numbers of its own; at the end of each its BatchNorm
+        statistics are put aside (`mean_statistics`), and the next begins with those of the step.
+
+        Which rank takes it is then no part of the result.
+        """
+        left = iter(batches)
+        for number in self.numbers:
+            if self.in_parts:
+                self._seed_part(number)
+                for learner in self.learners.values():
+                    learner.sum_at_once(number == self.numbers[-1])
+            yield next(left)
+            if self.in_parts:
+                for guard in guards:
+                    guard.end_part()
+
+    def mean_statistics(self, guards: Iterable[BatchNormGuard]) -> None:
+        """Let BatchNorm's statistics be the mean over the micro-batches of all ranks."""
+        if self.in_parts:
+            for guard in guards:
+                guard.take_mean(self.ranks.gather)
+
+    def draws_in_parts(self) -> bool:
+        """Whether the micro-batch before drew on a GPU, from a seed of its own: a captured step has
+        one seed. To be asked after a step."""
+        device = self.arithmetic.device
+        if not self.in_parts or device.type != "cuda":
+            return False
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        return generator.get_offset() > 0
+
+    def mean_over_parts(self, values: list[Tensor]) -> Tensor:
+        """The mean of a number (0-dim) of each micro-batch, over all ranks."""
+        if not self.in_parts:
+            return values[0]
+        return self.ranks.gather(torch.stack(values)).mean()
+
+    def _seed_part(self, number: int) -> None:
+        seed_micro_batch(self.arithmetic.device, self.seed, self.step, number)
 
     @abstractmethod
     def compute(self, batches: Iterable[Any], measure: bool = False) -> dict[str, Tensor]:
@@ -66,11 +148,15 @@ class Task(ABC):
         """Metrics of the whole held-out split; always `loss`."""
 
     def held_out(self) -> Iterator[Batch]:
-        """The held-out batches in their order, for `evaluate`."""
-        done = 0
-        for batch in self.data.eval_batches():
+        """The held-out batches in their order, for `evaluate`: those of this rank where it is
+        `shared`, else all."""
+        shares = getattr(type(self).evaluate, "shares_held_out", False)
+        ranks, done = self.ranks if shares else ALONE, 0
+        whole = ranks.world == 1
+        data = self.data
+        for batch in data.eval_batches() if whole else data.eval_share(ranks.rank, ranks.world):
             yield batch
-            done += batch[1].numel()
+            done += batch[1].numel() * ranks.world
             if self.on_evaluated is not None:
                 self.on_evaluated(done)
 
@@ -88,9 +174,18 @@ class Task(ABC):
         return self.policy.cast_inputs(inputs) if self.eval_in_mode else inputs
 
 
+def shared(evaluate: T) -> T:
+    """Mark an `evaluate` whose result comes from `Ranks.mean`: ranks share out its batches.
+
+    Any other is taken by every rank as a whole.
+    """
+    evaluate.shares_held_out = True  # type: ignore[attr-defined]
+    return evaluate
+
+
 @dataclass(slots=True)
 class TrainState:
-    """A model in its policy's dtypes, the optimizer that updates it, and how to build it anew.
+    """A model in its policy's dtypes, and the optimizer that updates it.
 
     Attributes:
         network: what a training step calls: the model, or the form that torch.compile made of it,
@@ -99,7 +194,6 @@ class TrainState:
 
     cast: CastModel
     optimizer: MixedPrecisionOptimizer
-    build_model: Callable[[], nn.Module]
     network: Callable[..., Any] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -108,6 +202,12 @@ class TrainState:
     @property
     def model(self) -> nn.Module:
         return self.cast.module
+
+    def sum_at_once(self, last: bool) -> None:
+        """Whether the next backward pass is the last of a step, which may sum over ranks."""
+        if isinstance(self.network, DistributedDataParallel):
+            # As its `no_sync` does.
+            self.network.require_backward_grad_sync = self.optimizer.overlap(last)
 
     @contextmanager
     def evaluating(self, arithmetic: ForwardContext, in_mode: bool) -> Iterator[nn.Module]:
@@ -118,20 +218,17 @@ class TrainState:
         weights are averaged their averages take their place. Leaves model, flags and random state
         as they were.
         """
-        optimizer = self.optimizer
-        with torch.no_grad():
+        self.model.eval()
+        try:
             if in_mode:
-                self.model.eval()
-                try:
-                    with self._averaged(), arithmetic, arithmetic.autocast():
-                        yield self.model
-                finally:
-                    self.model.train()
+                with torch.no_grad(), self._averaged(), arithmetic, arithmetic.autocast():
+                    yield self.model
             else:
-                with ieee_fp32():
-                    # Frozen parameters have a master that no optimizer holds.
-                    weights = {**self.cast.masters, **optimizer.masters, **optimizer.averages}
-                    yield fp32_copy(self.build_model, self.cast, weights).eval()
+                with torch.no_grad(), ieee_fp32():
+                    with self.cast.in_fp32(self.optimizer.averages) as model:
+                        yield model
+        finally:
+            self.model.train()
 
     @contextmanager
     def _averaged(self) -> Iterator[None]:
@@ -159,3 +256,18 @@ class TrainState:
         for name, tensor in own.items():
             copy_exactly(name, tensor, saved["model"][name])
         self.optimizer.load_state_dict(saved["optimizer"])
+
+
+def as_row(*numbers: Tensor) -> Tensor:
+    """Numbers of one held-out batch (0-dim) as float64 `[n]`, for `Ranks.total`."""
+    return torch.stack([number.double() for number in numbers])
+
+
+def _laid_out(batch: Batch, channels_last: bool, dtype: torch.dtype | None) -> Batch:
+    images, labels = batch
+    # Images of one channel are in NHWC order as they are: other strides are another convolution.
+    moves = channels_last and not images.is_contiguous(memory_format=torch.channels_last)
+    memory_format = torch.channels_last if moves else torch.preserve_format
+    if dtype is None or not images.is_floating_point():
+        dtype = images.dtype
+    return images.to(dtype, memory_format=memory_format), labels

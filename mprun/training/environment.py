@@ -4,7 +4,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
 
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from mprun import __version__
+from mprun.numerics.state import Learner
 from mprun.precision.optimizer import elements_by_dtype
-from mprun.tasks import Task
 
 _PACKAGES = ("torch", "torchvision", "hydra-core", "omegaconf", "tensorboard", "numpy")
 
@@ -34,7 +34,7 @@ def environment(device: torch.device) -> dict:
     }
 
 
-def effective_dtypes(task: Task) -> dict:
+def effective_dtypes(learners: Mapping[str, Learner]) -> dict:
     """Dtype -> number of elements of parameters, masters and optimizer state, by learner."""
     return {
         name: {
@@ -50,15 +50,15 @@ def effective_dtypes(task: Task) -> dict:
             ),
             "norm_statistics": _count(b for b in learner.model.buffers() if b.dim()),
         }
-        for name, learner in task.learners.items()
+        for name, learner in learners.items()
     }
 
 
-def updates(task: Task) -> dict:
+def updates(learners: Mapping[str, Learner]) -> dict:
     """How the weights are updated, and why not otherwise, by learner."""
     return {
         name: {"path": learner.optimizer.update_path, "reason": learner.optimizer.update_reason}
-        for name, learner in task.learners.items()
+        for name, learner in learners.items()
     }
 
 

@@ -6,14 +6,15 @@ noticed up to an interval later than it could be.
 """
 
 import math
-import time
+import signal
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from mprun.build import Built
@@ -24,6 +25,7 @@ from mprun.numerics.operations import FirstStep
 from mprun.numerics.probing import Probing
 from mprun.precision.random_states import random_states
 from mprun.record import checkpoint, memory
+from mprun.record.run_directory import Heartbeat
 from mprun.training.metric_buffer import MetricBuffer
 from mprun.training.metric_logger import MetricLogger
 from mprun.training.signals import Interruption, Stopped
@@ -95,7 +97,7 @@ def train(
     except (Damaged, Resource):
         # Data failed, in an evaluation or before the step moved anything: the work is not lost.
         # (Not between micro-batches, the first of which have moved BatchNorm statistics.)
-        if config.train.accumulate == 1:
+        if config.train.accumulate == 1 and loop.ranks.world == 1:
             loop.save_what_is_whole()
         raise
     finally:
@@ -123,7 +125,7 @@ class Loop:
         start: Start = BEGINNING,
     ):
         self.built, self.config, self.directory, self.start = built, config, directory, start.step
-        self.interruption = interruption
+        self.interruption, self.ranks = interruption, built.task.ranks
         built.stepper.skipped.fill_(start.skipped)
         self.buffer = MetricBuffer(
             built.device, start.skipped, built.task.loss_scales, built.data.defer_wait
@@ -132,10 +134,19 @@ class Loop:
         self.outcome = Outcome("done", start.step, skipped=start.skipped)
         self.heartbeat = Heartbeat(directory)
         numerics, self.probing = config.numerics, None
-        if numerics.enabled:
-            self.probing = Probing(built.task, directory, self.logger.board.writer, numerics)
+        if numerics.enabled and self.ranks.is_first:
+            self.probing = Probing(
+                built.task,
+                directory,
+                self.logger.board.writer,
+                every=numerics.every,
+                shadow_every=numerics.shadow_every,
+                modules=numerics.modules,
+            )
         forget_failure(directory)
-        self.keeper = FailureKeeper(built) if numerics.keep_failure else None
+        # On several ranks `mprun explain` trains again on one, which computes the same numbers.
+        keeps = numerics.keep_failure and self.ranks.world == 1
+        self.keeper = FailureKeeper(built) if keeps else None
         if self.keeper is not None:
             self.keeper.keep(start.step, start.skipped)
         memory.reset_peak(built.device)
@@ -154,6 +165,7 @@ class Loop:
     def advance(self, index: int) -> None:
         """Take step `index` (from 0), watched where that was asked for; waits for nothing."""
         self.heartbeat.beat()
+        self.ranks.beat(index)
         take = self.built.stepper.step
         if index == self.start:
             take = partial(self._left_at_once, self._first_step)
@@ -169,7 +181,7 @@ class Loop:
 
     def settle(self, step: int) -> bool:
         """Log, evaluate and save what is due after `step`; whether the run goes on."""
-        due, asked = self.due(step), self.interruption.requested
+        due, asked = self.due(step), self._asked()
         if not (any(due) or asked):
             return True
         # What is evaluated or saved has to be known to be sound.
@@ -177,12 +189,37 @@ class Loop:
             return False
         if due.evaluate and not self.evaluate(step):
             return False
+        if due.evaluate or due.save:
+            self.ranks.check_equal(self._state_in_short, step)
         stops = asked and step < self.built.steps
         if due.save or stops:
             self.save(step)
         if stops:
             self.stop()
         return not stops
+
+    def _asked(self) -> bool:
+        """Whether the run is to stop: of several ranks all hear of it after the same step."""
+        if self.ranks.world == 1:
+            return self.interruption.requested
+        own = self.interruption.reason
+        number = self.ranks.stops(0 if own is None else int(signal.Signals[own]))
+        if number and own is None:
+            self.interruption.reason = signal.Signals(number).name
+        return number != 0
+
+    def _breaks(self) -> AbstractContextManager[None]:
+        """Where a signal ends one rank at once; of several the others would wait for it."""
+        return self.interruption.breaks() if self.ranks.world == 1 else nullcontext()
+
+    def _state_in_short(self) -> list[int]:
+        """Skipped updates, the bits of every loss scale, and a sum of the bits of every weight."""
+        task, found = self.built.task, [self.buffer.host_skipped]
+        found += [int(scale.scale.view(torch.int32)) for scale in task.loss_scales.values()]
+        for learner in task.learners.values():
+            tensors = (*learner.optimizer.updated, *learner.model.buffers())
+            found.append(int(sum(bits_of(tensor) for tensor in tensors)))
+        return found
 
     def stop(self) -> None:
         """Note that the run was asked to stop."""
@@ -205,10 +242,10 @@ class Loop:
     def evaluate(self, step: int) -> bool:
         """Evaluate after `step`; whether the run goes on. A signal ends it, by `Stopped`."""
         outcome, device = self.outcome, self.built.device
-        # Of training alone: evaluation holds an FP32 model beside it.
+        # Of training alone: evaluation may hold weights in FP32 beside it.
         outcome.peak = memory.higher(outcome.peak, device)
         self.heartbeat.beat()
-        with self.interruption.breaks():
+        with self._breaks():
             outcome.final = self.logger.evaluate(step, self.heartbeat.beat)
         self.built.stepper.give_back_cache()
         self.heartbeat.beat()
@@ -225,6 +262,8 @@ class Loop:
             "skipped": self.buffer.host_skipped,
             "random": random_states(self.built.device),
         }
+        if not self.ranks.is_first:
+            return
         folder, kept = self.directory / "checkpoints", self.config.train.keep_checkpoints
         checkpoint.save(folder, step, state, kept, metrics=self.logger.metrics.so_far())
         self.buffer.restart_clock()
@@ -256,13 +295,16 @@ class Loop:
                 outcome.step,
                 self.logger.history.up_to(outcome.step),
                 scaler_kind=self.config.scaler.kind,
+                reason="numerics.keep_failure=false"
+                if self.ranks.world == 1
+                else "the run had several ranks",
             )
         return outcome
 
     def _left_at_once(self, take: Callable, index: int, measure: bool) -> dict[str, Tensor]:
         """A step that may take minutes, when nothing has been learned yet; it may be lost."""
         try:
-            with self.interruption.breaks():
+            with self._breaks():
                 return take(index, measure)
         except Stopped:
             self.outcome.step = self.start
@@ -271,6 +313,8 @@ class Loop:
     def _first_step(self, index: int, measure: bool) -> dict[str, Tensor]:
         """The step whose operations and memory are counted, see `mprun.numerics.operations`."""
         built, overrides = self.built, self.config.precision.overrides
+        if not self.ranks.is_first:
+            return built.stepper.step(index, measure)
         with FirstStep(built.task, built.policy, overrides, index + 1) as first:
             metrics = built.stepper.step(index, measure)
         self.outcome.saved_for_backward_bytes = first.saved.bytes
@@ -279,23 +323,8 @@ class Loop:
         return metrics
 
 
-class Heartbeat:
-    """Sets the time stamp of the run's lock file while the loop goes on.
-
-    From the loop itself and not from a thread: a step that hangs must show. Costs one reading of
-    the clock a step, one system call every `seconds`.
-    """
-
-    def __init__(self, directory: Path, seconds: float = 2.0):
-        self.path, self.seconds = directory / ".lock", seconds
-        self.last = -seconds
-
-    def beat(self) -> None:
-        """Note that the loop has come this far."""
-        now = time.monotonic()
-        if now - self.last < self.seconds:
-            return
-        self.last = now
-        # A disk that fails for good shows where something is written.
-        with suppress(OSError):
-            self.path.touch()
+def bits_of(tensor: Tensor) -> Tensor:
+    """The sum of a tensor's bit patterns as integers, int64, 0-dim: other bits, another sum."""
+    sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return plain.detach().contiguous().view(sizes[plain.element_size()]).sum(dtype=torch.int64)

@@ -1,36 +1,41 @@
 """From the metric buffer to a run's records: files, TensorBoard, progress, throughput."""
 
+from __future__ import annotations
+
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from mprun.build import Built
 from mprun.numerics.post_mortem import History, StepRow
 from mprun.record.console import Progress
 from mprun.record.metrics import MetricsFile, TensorBoardView, write_sample_grid
 from mprun.training.metric_buffer import Interval, MetricBuffer
+
+if TYPE_CHECKING:
+    from mprun.build import Built
 
 # Each of these steps has a record, whatever train.log_every: a comparison takes the loss at the
 # start from them, and a wrong cast or scale shows there before chance drives two runs apart.
 EARLY_STEPS = 20
 
 
-class MetricLogger:
+class Records:
     """Turns what the buffer has read into records below `directory`.
 
-    start: the step that the run goes on from. history: the newest steps that were read.
-    diverged_at: the step of a divergence once `flush` has returned its cause.
+    Attributes:
+        samples_per_step: what a step counts in the throughput.
+        history: the newest steps that were read.
+        diverged_at: the step of a divergence once `flush` has returned its cause.
     """
 
-    def __init__(self, directory: Path, built: Built, buffer: MetricBuffer, start: int):
-        self.task, self.rate, self.buffer = built.task, built.rate, buffer
-        self.directory = directory
+    samples_per_step: float = 1
+
+    def __init__(self, directory: Path, buffer: MetricBuffer, start: int = 0):
+        self.directory, self.buffer = directory, buffer
         self.metrics = MetricsFile(directory / "metrics.jsonl")
         self.board = TensorBoardView(directory, purge_step=start + 1 if start else None)
-        self.progress = Progress(built.steps, built.task.sample)
-        self.progress.step = start
-        self.held_out = int(built.data.description["eval_samples"])
         self.history = History()
         self.speeds: list[float] = []
         self.waits: list[tuple[float, float]] = []  # seconds waited for data, seconds in all
@@ -49,40 +54,21 @@ class MetricLogger:
                 return cause
         return None
 
-    def evaluate(self, step: int, beat: Callable[[], None]) -> dict[str, float]:
-        """Evaluate, record and return the metrics; outside the throughput clock.
+    def write_evaluation(self, step: int, values: Mapping[str, float], seconds: float) -> None:
+        """Record the metrics of an evaluation after `step`.
 
         Only after everything up to `step` was read: the record says how many updates were skipped.
-        beat: called between two batches.
         """
-        started = time.perf_counter()
-
-        def on_evaluated(samples: int) -> None:
-            beat()
-            self.progress.evaluated(samples, self.held_out)
-
-        self.progress.evaluation()
-        self.task.on_evaluated = on_evaluated
-        values = self.task.evaluate()
         record = {
             "split": "eval",
             "step": step,
             "updates": step - self.buffer.host_skipped,
             "skipped": self.buffer.host_skipped,
-            "epoch": self._epoch(step),
+            **self._place(step),
             **values,
-            "seconds": time.perf_counter() - started,
+            "seconds": seconds,
         }
         self._write(record)
-        samples = self.task.samples()
-        if samples is not None:
-            samples = samples.cpu()
-            self.board.images("eval/samples", samples, step)
-            write_sample_grid(self.directory, step, samples)
-        shown = "  ".join(f"{key} {value:.5g}" for key, value in values.items())
-        self.progress.note(f"eval at step {step}: {shown}")
-        self.buffer.restart_clock()
-        return values
 
     def throughput(self) -> tuple[float | None, int]:
         """Median samples/s over the windows but the first, which holds warm-up, and their count."""
@@ -97,7 +83,20 @@ class MetricLogger:
         self.metrics.sync()
         self.metrics.close()
         self.board.close()
-        self.progress.close()
+
+    def _place(self, step: int) -> dict[str, float]:
+        """What else says where in the training `step` is."""
+        return {}
+
+    def _extra(self, row: StepRow) -> dict[str, float]:
+        """What a record of training has beside what the device tells."""
+        return {}
+
+    def _show(self, step: int, record: dict) -> None:
+        """An interval was recorded."""
+
+    def _tell_divergence(self, row: StepRow) -> None:
+        """The loss of a step is not finite although its update was applied."""
 
     def _write_interval(self, interval: Interval) -> str | None:
         rows, newest = interval.rows, interval.rows[-1]
@@ -110,10 +109,10 @@ class MetricLogger:
                 self._write(self._record(row) | extra)
             if row.diverged:
                 self.diverged_at = row.step
-                self.progress.note(f"diverged at step {row.step}: loss {row.loss}")
+                self._tell_divergence(row)
                 return "non-finite loss"
         if interval.logged:
-            self.progress.show(newest.step, self._record(newest) | window)
+            self._show(newest.step, self._record(newest) | window)
         if interval.collapsed is None:
             return None
         self.diverged_at = newest.step
@@ -122,7 +121,7 @@ class MetricLogger:
 
     def _window(self, interval: Interval) -> dict[str, float]:
         """Speed of the interval, and the share of its time that the device waited for data."""
-        speed = len(interval.rows) * self.task.samples_per_step / interval.seconds
+        speed = len(interval.rows) * self.samples_per_step / interval.seconds
         self.speeds.append(speed)
         if interval.waited is None:
             return {"samples_per_s": speed}
@@ -130,24 +129,76 @@ class MetricLogger:
         return {"samples_per_s": speed, "data_wait": _share(self.waits[-1:])}
 
     def _record(self, row: StepRow) -> dict:
-        skipped_before = row.skipped - int(row.found_inf)
         return {
             "split": "train",
             "step": row.step,
             "updates": row.step - row.skipped,
             "skipped": row.skipped,
-            "epoch": self._epoch(row.step),
+            **self._place(row.step),
             "loss": row.loss,
             "loss_scale": row.loss_scale,
-            "lr": self.rate.at(row.step - 1, skipped_before),
+            **self._extra(row),
         }
-
-    def _epoch(self, step: int) -> float:
-        return round(step / self.task.steps_per_epoch, 4)
 
     def _write(self, record: dict) -> None:
         self.metrics.write(record)
         self.board.write(record)
+
+
+class MetricLogger(Records):
+    """The records of a built run, and its progress.
+
+    start: the step that the run goes on from.
+    """
+
+    def __init__(self, directory: Path, built: Built, buffer: MetricBuffer, start: int):
+        self.task, self.rate = built.task, built.rate
+        self.samples_per_step = built.task.samples_per_step
+        self.progress = Progress(built.steps, built.task.sample)
+        self.progress.step = start
+        self.held_out = int(built.data.description["eval_samples"])
+        super().__init__(directory, buffer, start)
+
+    def evaluate(self, step: int, beat: Callable[[], None]) -> dict[str, float]:
+        """Evaluate, record and return the metrics; outside the throughput clock.
+
+        beat: called between two batches.
+        """
+        started = time.perf_counter()
+
+        def on_evaluated(samples: int) -> None:
+            beat()
+            self.progress.evaluated(samples, self.held_out)
+
+        self.progress.evaluation()
+        self.task.on_evaluated = on_evaluated
+        values = self.task.evaluate()
+        self.write_evaluation(step, values, time.perf_counter() - started)
+        samples = self.task.samples()
+        if samples is not None:
+            samples = samples.cpu()
+            self.board.images("eval/samples", samples, step)
+            write_sample_grid(self.directory, step, samples)
+        shown = "  ".join(f"{key} {value:.5g}" for key, value in values.items())
+        self.progress.note(f"eval at step {step}: {shown}")
+        self.buffer.restart_clock()
+        return values
+
+    def close(self) -> None:
+        super().close()
+        self.progress.close()
+
+    def _place(self, step: int) -> dict[str, float]:
+        return {"epoch": round(step / self.task.steps_per_epoch, 4)}
+
+    def _extra(self, row: StepRow) -> dict[str, float]:
+        return {"lr": self.rate.at(row.step - 1, row.skipped - int(row.found_inf))}
+
+    def _show(self, step: int, record: dict) -> None:
+        self.progress.show(step, record)
+
+    def _tell_divergence(self, row: StepRow) -> None:
+        self.progress.note(f"diverged at step {row.step}: loss {row.loss}")
 
 
 def _share(windows: list[tuple[float, float]]) -> float:

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from mprun.config.roles import config_hash, flat, resumable_keys, role_of
 from mprun.config.schema import RunConfig
 from mprun.config.user_code import Vouched, is_factory, vouched
 from mprun.data.source import DamagedData
+from mprun.distributed.places import Place
 from mprun.errors import BadInput, Damaged, raised
 from mprun.numerics.probe_record import drop_later_probes
 from mprun.precision.random_states import restore_random_states
@@ -21,7 +23,7 @@ from mprun.record import checkpoint
 from mprun.record.metrics import MetricsFile, drop_later_grids, read_metrics, truncate_metrics
 from mprun.record.run_directory import locked, read_config, read_record, write_config
 from mprun.training.loop import Start
-from mprun.training.run import attempt, prepare, resolve_device
+from mprun.training.run import attempt, follow, joined, prepare, resolve_device
 
 # State is read on the host and copied into tensors that exist: no second model on the GPU.
 CPU = torch.device("cpu")
@@ -39,35 +41,48 @@ _NEEDED = (
 )
 
 
-def resume(composed_overrides: tuple[str, ...], path: str, config_dir: str | None = None) -> int:
+def resume(
+    composed_overrides: tuple[str, ...],
+    path: str,
+    config_dir: str | None = None,
+    place: Place | None = None,
+) -> int:
     """Continue the run in directory `path` from its newest whole checkpoint; the exit code.
 
     Only keys whose role allows it may be given beside it; everything else comes from the run
     itself. The names of the user's own code must be given again: the directory may come from
     anywhere.
+
+    place: of this process among the ranks of the run; None: it is the only one.
     """
     given = vouched(composed_overrides, config_dir)
     directory = _run_directory(path)
-    with locked(directory):
+    with nullcontext() if place is not None and place.rank else locked(directory):
         record = read_record(directory, *_NEEDED)
-        plain = read_config(directory)
-        _check_unchanged(directory, plain, record)
-        if isinstance(plain.get("train"), dict):
-            # Runs from before this setting were in NCHW, and "auto" may choose otherwise.
-            plain["train"].setdefault("channels_last", "off")
-        plain = _with_overrides(plain, composed_overrides)
-        config = _checked(plain, composed_overrides, given)
+        config = _continued(directory, record, composed_overrides, given)
         plain = asdict(config)
         device = resolve_device(record["environment"]["device"])
         _check_same_stack(record["environment"])
-        built = prepare(config, device, record["environment"]["threads"])
-        _check_same_data(path, record, built)
-        if config.optim.schedule != "constant" and built.steps != record["steps"]:
-            raise BadInput(
-                f"train.steps={built.steps}: a run with optim.schedule="
-                f"{config.optim.schedule} keeps its length ({record['steps']})"
-            )
-        start = _start(directory, built, config)
+        ranks = joined(config, device, place)
+
+        def begun() -> Built:
+            built = prepare(config, device, record["environment"]["threads"], ranks)
+            _check_same_data(path, record, built)
+            if config.optim.schedule != "constant" and built.steps != record["steps"]:
+                raise BadInput(
+                    f"train.steps={built.steps}: a run with optim.schedule="
+                    f"{config.optim.schedule} keeps its length ({record['steps']})"
+                )
+            return built
+
+        with ranks.watched():
+            built = ranks.together(begun)
+            start = ranks.together(lambda: _start(directory, built, config))
+            if ranks.first(start.step) != start.step:
+                raise Damaged(f"{directory}: rank {ranks.rank} sees other checkpoints than rank 0")
+            start = ranks.first(start)
+        if not ranks.is_first:
+            return follow(directory, config, built, start)
         record["config_hash"] = config_hash(plain)
         drop_later_grids(directory, start.step)
         drop_later_probes(directory, start.step)
@@ -75,13 +90,40 @@ def resume(composed_overrides: tuple[str, ...], path: str, config_dir: str | Non
         return attempt(directory, config, built, record, start)
 
 
+def continued(
+    composed_overrides: tuple[str, ...], path: str, config_dir: str | None = None
+) -> RunConfig:
+    """The configuration with which `resume` would go on; writes nothing.
+
+    Raises:
+        BadInput, Damaged: as `resume`.
+    """
+    directory = _run_directory(path)
+    record = read_record(directory, *_NEEDED)
+    return _continued(
+        directory, record, composed_overrides, vouched(composed_overrides, config_dir)
+    )
+
+
+def _continued(
+    directory: Path, record: dict, overrides: tuple[str, ...], given: Vouched
+) -> RunConfig:
+    plain = read_config(directory)
+    _check_unchanged(directory, plain, record)
+    if isinstance(plain.get("train"), dict):
+        # Runs from before this setting were in NCHW, and "auto" may choose otherwise.
+        plain["train"].setdefault("channels_last", "off")
+    return _checked(_with_overrides(plain, overrides), overrides, given)
+
+
 def _start(directory: Path, built: Built, config: RunConfig) -> Start:
     """Where the run goes on: state and records are as they were there."""
-    metrics = directory / "metrics.jsonl"
+    metrics, ranks = directory / "metrics.jsonl", built.task.ranks
     found = checkpoint.load_newest(directory / "checkpoints", CPU)
     if found is None:
-        print("mprun: no checkpoint yet: begins again at step 1", file=sys.stderr)
-        truncate_metrics(metrics, 0, MetricsFile.EMPTY)
+        if ranks.is_first:
+            print("mprun: no checkpoint yet: begins again at step 1", file=sys.stderr)
+            truncate_metrics(metrics, 0, MetricsFile.EMPTY)
         return Start()
     for line in found.warnings:
         print(f"mprun: warning: {line}; using the one before", file=sys.stderr)
@@ -97,6 +139,8 @@ def _start(directory: Path, built: Built, config: RunConfig) -> Start:
         restore_random_states(found.state["random"], built.device)
     except Exception as error:  # of any type: what is in it may be anything
         raise Damaged(f"{place}: not the state of this run ({raised(error)})") from error
+    if not ranks.is_first:  # it writes no record, and rank 0 says how it goes on
+        return Start(step, skipped)
     truncate_metrics(metrics, step, found.manifest.get("metrics"))
     records = read_metrics(metrics)
     # Each step with a skipped update has a record.
@@ -168,11 +212,13 @@ def _check_same_data(path: str, record: dict, built) -> None:
 
 def _in_short() -> str:
     """The keys that may be given, as a shell would abbreviate them: short enough for one line."""
-    groups: dict[str, list[str]] = {"train": [], "data": []}
+    groups: dict[str, list[str]] = {}
     for key in resumable_keys():
-        group, _, field = key.partition(".")
-        groups[group].append(field)
-    return " ".join(f"{group}.{{{','.join(fields)}}}" for group, fields in groups.items())
+        group, _, field = key.rpartition(".")
+        groups.setdefault(group, []).append(field)
+    own = groups.pop("")
+    short = [f"{group}.{{{','.join(fields)}}}" for group, fields in groups.items()]
+    return " ".join([*short, *(key for key in own if key not in groups)])
 
 
 def _checked(plain: dict, overrides: tuple[str, ...], given: Vouched) -> RunConfig:
@@ -196,8 +242,8 @@ def _with_overrides(plain: dict, overrides: tuple[str, ...]) -> dict:
             raise BadInput(
                 f"{override}: a resumed run keeps its configuration (allowed: {_in_short()})"
             )
-        group, _, field = key.partition(".")
+        group, _, field = key.rpartition(".")
         # Hydra's grammar, as for a new run: to YAML "off" is a truth value.
         (parsed,) = parse_overrides((override,))
-        plain[group][field] = parsed.value()
+        (plain.setdefault(group, {}) if group else plain)[field] = parsed.value()
     return plain

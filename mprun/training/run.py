@@ -12,15 +12,30 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy
 import torch
 
 from mprun.build import Built, build
+from mprun.config.check import engine_of, why_not_on
 from mprun.config.compose import Composed
 from mprun.config.roles import config_hash, is_told
 from mprun.config.schema import RunConfig
-from mprun.errors import INTERRUPTED, STATUS_EXIT_CODE, BadInput, MprunError, Resource
+from mprun.distributed.places import Place
+from mprun.distributed.ranks import ALONE, Ranks
+from mprun.errors import (
+    BUG,
+    DIVERGED,
+    DONE,
+    INTERRUPTED,
+    PREEMPTED,
+    STATUS_EXIT_CODE,
+    BadInput,
+    MprunError,
+    RankFailed,
+    Resource,
+)
 from mprun.numerics.probe import chosen_modules
 from mprun.numerics.replay import Snapshot
 from mprun.precision import pin_math_flags, read_math_flags
@@ -40,20 +55,90 @@ from mprun.training.messages import announce, replaced, replaced_line, tell, tel
 from mprun.training.signals import Interruption
 
 
-def start(composed: Composed) -> int:
-    """Run a new configuration; returns the exit code. Writes nothing if it raises BadInput."""
+def start(composed: Composed, place: Place | None = None) -> int:
+    """Run a new configuration; returns the exit code. Writes nothing if it raises BadInput.
+
+    place: of this process among the ranks of the run; None: it is the only one.
+    """
     config = composed.config
     device = resolve_device(config.device)
-    built = prepare(config, device, config.threads)
-    _look_at_data(built)
-    if config.deterministic and device.type == "cuda":
-        _look_for_nondeterminism(built)
-    directory = claimed(composed, composed.overrides)
+    ranks = joined(config, device, place)
+
+    def begun() -> Built:
+        built = prepare(config, device, config.threads, ranks)
+        _look_at_data(built)
+        if config.deterministic and device.type == "cuda":
+            _look_for_nondeterminism(built)
+        return built
+
+    def place_of_run() -> str:
+        return str(claimed(composed, composed.overrides)) if ranks.is_first else ""
+
+    with ranks.watched():
+        built = ranks.together(begun)
+        directory = Path(ranks.first(ranks.together(place_of_run)))
+    ranks.found(directory)
+    if not ranks.is_first:
+        return follow(directory, config, built)
     with locked(directory):
         write_config(directory, composed.as_dict())
         record = new_record(composed)
         warn(config, built)
         return attempt(directory, config, built, record)
+
+
+def joined(config: RunConfig, device: torch.device, place: Place | None) -> Ranks:
+    """The ranks of a run, once all of them are there.
+
+    Raises:
+        BadInput: what they are to train cannot be shared out among so many.
+        Resource: they do not meet.
+    """
+    if place is None:
+        return ALONE
+    from mprun.distributed.group import join
+
+    config.devices, config.nodes = str(place.devices), place.nodes
+    for line in why_not_on(config, place.world):
+        raise BadInput(line)
+    ranks = join(place, device, config.dist.timeout_s)
+    with ranks.watched():
+        if len(set(ranks.all_of(config_hash(asdict(config))))) > 1:
+            raise BadInput(
+                f"rank {ranks.rank}: the ranks were given different configurations, by other "
+                "overrides, option files or versions"
+            )
+    return ranks
+
+
+def follow(directory: Path, config: RunConfig, built: Built, start: Start = BEGINNING) -> int:
+    """Train as a rank that records nothing; the exit code.
+
+    What it prints is in `ranks/` of the run's directory, and stays there unless all went well.
+    """
+    from mprun.distributed.group import RankLog
+
+    log, code = RankLog(directory, built.task.ranks.rank), BUG
+    try:
+        with Interruption() as interruption, TemporaryDirectory(prefix="mprun-") as own:
+            with closing(built.data), built.stepper.on_stream(), _heard(built):
+                outcome = train(built, config, Path(own), interruption, start)
+        code = _code_of(outcome)
+        built.task.ranks.leave(code)
+        return code
+    finally:
+        # What is in run.json or on rank 0's console is all there is to say of a proper end.
+        log.close(keep=code not in (DONE, DIVERGED, PREEMPTED, INTERRUPTED))
+
+
+@contextmanager
+def _heard(built: Built) -> Iterator[None]:
+    """What ends one rank is known to the others; nothing of one alone."""
+    if built.task.ranks.world == 1:
+        yield
+        return
+    with built.task.ranks.watched(), _memory_as_resource():
+        yield
 
 
 def claimed(composed: Composed, named: tuple[str, ...], prefix: str = "") -> Path:
@@ -82,7 +167,7 @@ def _look_at_data(built: Built) -> None:
     """Read the first batch where files are read on the way: before anything is written."""
     if built.data.defer_wait is not None:
         try:
-            built.data.train_batch(0)
+            built.data.train_batch(built.task.numbers[0])
         except BaseException:
             built.data.close()
             raise
@@ -109,7 +194,9 @@ def _nondeterministic(error: BaseException) -> str:
     return f"deterministic=true: {str(error).partition(', but you set')[0]}"
 
 
-def prepare(config: RunConfig, device: torch.device, threads: int | None) -> Built:
+def prepare(
+    config: RunConfig, device: torch.device, threads: int | None, ranks: Ranks = ALONE
+) -> Built:
     """Pin flags, seed every generator, build; touches no file.
 
     Raises BadInput for what cannot be built, Resource where memory does not suffice.
@@ -128,7 +215,7 @@ def prepare(config: RunConfig, device: torch.device, threads: int | None) -> Bui
     # torch says that its CPU library has no LSTM with projection; ours is emulated or slower.
     warnings.filterwarnings("ignore", message="LSTM with projections")
     with _memory_as_resource():
-        built = build(config, device)
+        built = build(config, device, ranks)
     if config.numerics.enabled:
         chosen_modules(built.task.learners, config.numerics.modules)
     return built
@@ -158,6 +245,8 @@ def _attempt(
     earlier = record.get("data", {})  # of the attempt before this one
     record |= _beginning(config, built, record) | {"attempts": record["attempts"] + 1}
     write_json(directory / "run.json", record)
+    if built.task.ranks.world > 1:
+        built.task.ranks.found(directory)
     announce(directory, config, built, record, start.step)
 
     def settle(ending: dict) -> None:
@@ -167,13 +256,14 @@ def _attempt(
         write_json(directory / "run.json", record)
 
     try:
-        with closing(built.data), built.stepper.on_stream():
+        with closing(built.data), built.stepper.on_stream(), _heard(built):
             outcome = train(built, config, directory, interruption, start)
         _check_honoured(built)
     except BaseException as error:
         stopped = isinstance(error, KeyboardInterrupt)  # the second time, or in between: at once
         with suppress(OSError):  # where the disk is full, the first error is the one to tell
-            cause = str(error) if stopped else f"{type(error).__name__}: {error}"
+            plain = stopped or isinstance(error, RankFailed)
+            cause = str(error) if plain else f"{type(error).__name__}: {error}"
             status = "preempted" if stopped else "failed"
             settle({"status": status, "cause": cause, "ended": _now()})
         if stopped:
@@ -191,6 +281,11 @@ def _attempt(
         _write_hyperparameters(directory, config, record)
     tell_ending(directory, built.data, outcome, record)
     _print_place(directory)
+    built.task.ranks.leave(_code_of(outcome))
+    return _code_of(outcome)
+
+
+def _code_of(outcome: Outcome) -> int:
     if outcome.status == "preempted" and outcome.cause == "SIGINT":
         return INTERRUPTED
     return STATUS_EXIT_CODE[outcome.status]
@@ -219,12 +314,32 @@ def _beginning(config: RunConfig, built: Built, record: dict) -> dict:
             **record["precision"],  # the mode's name: as its file, which may be gone, said it
             "scaler": config.scaler.name,
             "half_products": built.arithmetic.kind(),
-            "effective_dtypes": effective_dtypes(task),
-            "update": updates(task),
+            "effective_dtypes": effective_dtypes(task.learners),
+            "update": updates(task.learners),
             "flags": read_math_flags(),
         },
         "data": {"sha256": built.data.sha256, **built.data.description},
         "environment": environment(built.device),
+        **_of_ranks(config, built),
+    }
+
+
+def _of_ranks(config: RunConfig, built: Built) -> dict:
+    """What run.json says of the ranks: nothing of one alone."""
+    ranks = built.task.ranks
+    if ranks.world == 1:
+        return {"ranks": None}
+    engine, reason = engine_of(config, built.device.type)
+    return {
+        "ranks": {
+            "world": ranks.world,
+            "nodes": config.nodes,
+            **ranks.description(),
+            "engine": engine,
+            **({"why_not_ddp": reason} if reason else {}),
+            "order": config.dist.order,
+            "reduce_dtype": config.precision.reduce_dtype or config.precision.grad_dtype,
+        }
     }
 
 

@@ -5,12 +5,13 @@ import os
 import signal
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from mprun.errors import ASKING
+from mprun.errors import ASKING, PREEMPTED
 
 _AGAIN_S = 1.0
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -96,12 +97,26 @@ class Interruption:
             self._break(name)
 
 
-def end_with_parent(parent: int) -> bool:
+def end_with_parent(parent: int, grace_s: float | None = None) -> bool:
     """Ask Linux for SIGTERM when the parent dies; False if process `parent` has died already.
 
     Elsewhere only the second part. Source: prctl(2), PR_SET_PDEATHSIG.
+
+    Args:
+        parent: process number.
+        grace_s: after so many seconds without a parent the process is over, whatever it waits for;
+            None: it takes the time that it needs.
     """
+    if grace_s is not None:
+        threading.Thread(target=_end_after, args=(parent, grace_s), daemon=True).start()
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     # It may have died before the request: then this process has another parent by now.
     return os.getppid() == parent
+
+
+def _end_after(parent: int, grace_s: float) -> None:
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    time.sleep(grace_s)
+    os._exit(PREEMPTED)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mprun.cli import main
-from mprun.precision import cast_model, fp32_copy, get_policy
+from mprun.precision import cast_model, get_policy
 
 MODULE = '''
 import random
@@ -472,7 +472,7 @@ def test_the_trial_and_the_data_take_no_random_number_of_the_run(build_run):
     assert after == before
 
 
-def test_the_fp32_copy_has_the_masters_of_tied_weights_and_the_buffers_outside_the_state():
+def test_in_fp32_tied_weights_are_one_and_buffers_outside_the_state_exact():
     class Tied(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -487,13 +487,10 @@ def test_the_fp32_copy_has_the_masters_of_tied_weights_and_the_buffers_outside_t
     assert cast.module.logits.weight.dtype is torch.float16
     assert not torch.equal(cast.module.logits.weight.float(), exact)
 
-    def build():
-        with torch.device("cpu"):
-            return Tied()
-
-    copy = fp32_copy(build, cast, cast.masters)
-    assert torch.equal(copy.logits.weight, exact) and torch.equal(copy.embedding.weight, exact)
-    assert torch.equal(copy.places, torch.arange(3.0) / 3)
+    with cast.in_fp32():
+        assert model.logits.weight is model.embedding.weight
+        assert torch.equal(model.logits.weight, exact)
+        assert torch.equal(model.places, torch.arange(3.0) / 3)
 
 
 def test_evaluation_in_fp32_is_that_of_the_network_itself(build_run):

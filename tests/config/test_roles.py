@@ -92,9 +92,9 @@ def test_only_these_keys_have_another_role_than_that_of_a_result():
     groups = {key.partition(".")[0] for key in told}
     assert groups == {
         *("name", "output_root", "output_dir", "resume", "numerics", "seed", "device", "threads"),
-        *("train", "data"),
+        *("train", "data", "devices", "nodes", "restarts", "dist"),
     }
-    assert len(told) == 25
+    assert len(told) == 33
 
 
 def test_a_key_has_one_role_in_all_models_and_data_sources():
@@ -102,11 +102,31 @@ def test_a_key_has_one_role_in_all_models_and_data_sources():
         assert len({field.metadata.get("role") for field in fields}) == 1, key
 
 
+def test_every_field_says_what_it_is():
+    """In one line that fits a column of a table."""
+    for key, fields in FIELDS.items():
+        for field in fields:
+            doc = field.metadata.get("doc", "")
+            assert doc and len(doc) <= 100 and doc == doc.strip(), key
+            assert "\n" not in doc and not doc.endswith("."), key
+
+
+def test_every_class_of_the_schema_is_below_its_root():
+    """A field of a class that no key leads to would escape the test above."""
+    found = vars(schema).values()
+    classes = {one for one in found if isinstance(one, type) and dataclasses.is_dataclass(one)}
+    reached = {schema.RunConfig, *schema.MODELS.values(), *schema.DATA.values()}
+    reached |= {field.default_factory for field in dataclasses.fields(schema.RunConfig)}
+    bases = {base for known in reached if isinstance(known, type) for base in known.__mro__}
+    assert classes <= bases
+
+
 def test_the_keys_of_a_continuation():
     assert sorted(resumable_keys()) == sorted(
         """train.steps train.epochs train.log_every train.eval_every train.checkpoint_every
         train.keep_checkpoints train.cuda_graph data.root data.workers data.prefetch data.cache
-        data.vocabulary""".split()
+        data.vocabulary devices nodes restarts dist dist.engine dist.order dist.bucket_mb
+        dist.timeout_s""".split()
     )
 
 

@@ -68,6 +68,10 @@ def test_every_scaler_in_every_16_bit_dtype(device, tmp_path, scaler, mode):
 
 SETTINGS = (
     "train.accumulate=2",
+    "train.accumulate=2 precision.reduce_dtype=fp16 precision.reduce_divide=before",
+    "train.accumulate=4 precision.reduce_dtype=bf16 precision.reduce_divide=split",
+    "train.accumulate=3 precision=fp16_naive optim=sgd optim.momentum=0.9",
+    "train.accumulate=2 precision=fp32 precision.reduce_dtype=fp16",
     "train.clip_norm=0.25",
     "optim.schedule=linear",
     "optim.average_decay=0.99",
@@ -80,7 +84,8 @@ SETTINGS = (
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.slow
 def test_other_settings(device, tmp_path, setting):
-    found = device.run(tmp_path / "run", [*SMALL, "precision=fp16_master_scaled", setting])
+    mode = [] if "precision=" in setting else ["precision=fp16_master_scaled"]
+    found = device.run(tmp_path / "run", [*SMALL, *mode, *setting.split()])
     assert_sound(found)
     assert found["record"]["execution"]["cuda_graph"] == "on"
 
@@ -204,3 +209,16 @@ def test_a_model_of_ones_own(device, tmp_path, mode, graph):
     assert_sound(found)
     execution = found["record"]["execution"]["cuda_graph"]
     assert (execution == "on") == (graph == "on")
+
+
+def test_micro_batches_that_draw_are_not_captured(device, tmp_path):
+    """Each has a seed of its own, a captured step one for all."""
+    dropout = [*MODELS["alexnet"], f"train.steps={STEPS}", "train.accumulate=2"]
+    found = device.run(tmp_path / "drawn", [*dropout, "train.cuda_graph=auto"])
+    assert_sound(found)
+    assert "each of 2 micro-batches draws" in found["record"]["execution"]["cuda_graph"]
+    none = device.run(tmp_path / "plain", [*SMALL, "train.accumulate=2", "train.cuda_graph=on"])
+    assert_sound(none)
+    assert none["record"]["execution"]["cuda_graph"] == "on"
+    refused = device.run(tmp_path / "refused", [*dropout, "train.cuda_graph=on"])
+    assert "train.cuda_graph=on: each of 2 micro-batches draws" in refused["error"]

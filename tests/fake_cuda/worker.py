@@ -116,7 +116,7 @@ def watched():
         mock.patch.object(probing, "show_probe", lambda writer, record: None),
         mock.patch.object(probing, "math", SimpleNamespace(log2=lambda value: 0.0)),
         mock.patch.object(
-            probing.Probing, "_record", numpy.errstate(all="ignore")(free(probing.Probing._record))
+            probing.Watched, "_record", numpy.errstate(all="ignore")(free(probing.Watched._record))
         ),
         mock.patch.object(torch.cuda, "synchronize", synchronize),
         mock.patch.object(GAN, "samples", lambda task: torch.zeros_like(samples(task).cpu())),

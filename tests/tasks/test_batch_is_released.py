@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mprun.execution import GraphedStep
-from mprun.tasks.supervised import micro_batches
+from mprun.tasks.supervised import Classification
 
 from ..execution.call_recorder import CallRecorder
 
@@ -76,6 +76,8 @@ def test_the_layout_is_that_of_a_batch_put_in_order_and_then_cast():
     for channels in (1, 3):
         images = torch.randn(2, channels, 4, 4)
         source = SimpleNamespace(train_batch=lambda index, images=images: (images, None))
-        ((taken, _),) = micro_batches(source, 0, 1, True, torch.float16)
+        task = Classification.__new__(Classification)
+        task.data, task.channels_last = source, True
+        ((taken, _),) = task.image_batches(0, torch.float16)
         expected = images.contiguous(memory_format=torch.channels_last).half()
         assert torch.equal(taken, expected) and taken.stride() == expected.stride()

@@ -1,0 +1,160 @@
+"""Gradients of several ranks summed after backward, in buckets.
+
+`order=fixed` keeps the gradients of each micro-batch apart until all ranks have them, and adds them
+in the order of micro-batches, as one rank does that takes all of them: the same bits for every
+number of ranks, for the memory of M/W gradients and the traffic of M. `order=fast` adds what it has
+and leaves the rest to the library's all-reduce, whose order is its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mprun.errors import BadInput, MprunError
+from mprun.precision.update import in_memory_order
+
+
+class FlatReduction:
+    """See `mprun.precision.reduction.Reduction`.
+
+    Args:
+        group: a `mprun.distributed.group.Group`.
+        fixed: add in the order of micro-batches.
+        bucket_bytes: of gradients that are summed at a time.
+    """
+
+    overlaps = False
+    muted = False  # for a bench: what one rank has is taken for the sum
+
+    def __init__(self, group: Any, *, fixed: bool, bucket_bytes: int):
+        self.group, self.fixed, self.bucket_bytes = group, fixed, bucket_bytes
+        self._kept: list[list[Tensor | None]] = []
+        self._used: list[bool] | None = None  # by parameter: whether any rank has a gradient
+
+    def wrapped(self, model: nn.Module) -> nn.Module:
+        """What a step calls in place of the model."""
+        return model
+
+    def begin(self, parameters: Sequence[Tensor], sent: Callable[[int, Tensor], Tensor]) -> None:
+        raise RuntimeError("`overlaps` is false: this one sums after backward")
+
+    def add(self, tensors: Sequence[Tensor | None]) -> None:
+        own = list(tensors)
+        for tensor in own:
+            if tensor is not None and tensor.is_sparse:
+                raise BadInput("sparse gradients are not summed over ranks (allowed: devices=1)")
+        if self.fixed or not self._kept:
+            self._kept.append(own)
+            return
+        (known,) = self._kept
+        pairs = [(a, b) for a, b in zip(known, own, strict=True) if a is not None and b is not None]
+        for group in _by_dtype([a for a, _ in pairs], [b for _, b in pairs]):
+            torch._foreach_add_(*group)
+        self._kept = [[b if a is None else a for a, b in zip(known, own, strict=True)]]
+
+    @torch.no_grad()
+    def total(self) -> list[Tensor | None]:
+        kept, self._kept = self._kept, []
+        if self.muted:
+            return kept[0]
+        likes = self._likes(kept)
+        places = [place for place, like in enumerate(likes) if like is not None]
+        whole: list[Tensor | None] = [None] * len(likes)
+        # One bucket is flattened while those before it are on their way.
+        begun = []
+        for bucket in self._buckets(places, likes):
+            rows = [self._flattened(bucket, own, likes) for own in kept]
+            flat = self._in_order(rows) if self.fixed else rows[0]
+            begun.append((bucket, flat, None if self.fixed else self.group.sum(flat)))
+        for bucket, flat, work in begun:
+            if work is not None:
+                work.wait()
+            sizes = [_like(likes, place).numel() for place in bucket]
+            for place, part in zip(bucket, flat.split(sizes), strict=True):
+                like = _like(likes, place)
+                whole[place] = part.as_strided(like.shape, like.stride(), part.storage_offset())
+        return whole
+
+    def clear(self) -> None:
+        self._kept = []
+
+    def largest(self, values: Tensor) -> Tensor:
+        return values if self.muted else self.group.largest(values)
+
+    def _in_order(self, rows: list[Tensor]) -> Tensor:
+        """The sum of the rows of all ranks, one after the other."""
+        parts = self.group.gather(torch.stack(rows)).unbind()
+        total = parts[0].clone()
+        for part in parts[1:]:
+            total.add_(part)
+        return total
+
+    def _likes(self, kept: list[list[Tensor | None]]) -> list[Tensor | None]:
+        """By parameter a gradient of this rank's, None where no rank has one.
+
+        Which parameters have gradients is asked once, and has to stay so.
+        """
+        likes = [next((t for t in own if t is not None), None) for own in zip(*kept, strict=True)]
+        has = [like is not None for like in likes]
+        if self._used is None:
+            self._used = [any(ranks) for ranks in zip(*self.group.all_of(has), strict=True)]
+        for place, (own, used) in enumerate(zip(has, self._used, strict=True)):
+            if own and not used:
+                raise MprunError(
+                    f"parameter {place} has a gradient for the first time after the first step; "
+                    "on several ranks the same parameters must be used in every step"
+                )
+            if used and not own:
+                raise MprunError(
+                    f"parameter {place} has no gradient on rank {self.group.rank}, but had one in "
+                    "the first step, on some rank; on several ranks all must use the same "
+                    "parameters in every step"
+                )
+        return likes
+
+    def _buckets(self, places: list[int], likes: list[Tensor | None]) -> Iterator[list[int]]:
+        """Consecutive parameters of one dtype, last ones first, as backward is done with them."""
+        bucket: list[int] = []
+        size, dtype = 0, None
+        for place in reversed(places):
+            like = _like(likes, place)
+            if bucket and (like.dtype is not dtype or size >= self.bucket_bytes):
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(place)
+            size, dtype = size + like.numel() * like.element_size(), like.dtype
+        if bucket:
+            yield bucket
+
+    def _flattened(
+        self, bucket: list[int], own: list[Tensor | None], likes: list[Tensor | None]
+    ) -> Tensor:
+        parts = []
+        for place in bucket:
+            like, tensor = _like(likes, place), own[place]
+            if tensor is None:
+                parts.append(like.new_zeros(like.numel()))
+                continue
+            if tensor.stride() != like.stride():
+                tensor = torch.empty_like(like).copy_(tensor)
+            parts.append(in_memory_order(tensor))
+        return torch.cat(parts)
+
+
+def _like(likes: list[Tensor | None], place: int) -> Tensor:
+    like = likes[place]
+    assert like is not None
+    return like
+
+
+def _by_dtype(a: list[Tensor], b: list[Tensor]) -> list[tuple[list[Tensor], list[Tensor]]]:
+    groups: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for one, other in zip(a, b, strict=True):
+        own = groups.setdefault(one.dtype, ([], []))
+        own[0].append(one)
+        own[1].append(other)
+    return list(groups.values())

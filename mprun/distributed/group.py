@@ -1,0 +1,367 @@
+"""The ranks of a run on several processes, over torch.distributed: NCCL on CUDA, gloo on a CPU.
+
+Two groups. Gradients, losses and statistics are on the device and go through one; what the host
+asks (whether to stop, which folder, who failed) goes through gloo, beside the device's work. What
+has to reach ranks that may already be lost (why one has failed, when each was last heard) is in the
+store that all of them keep a connection to.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import re
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mprun.distributed.places import Place
+from mprun.distributed.ranks import Ranks
+from mprun.errors import (
+    BUG,
+    INTERRUPTED,
+    RESOURCE,
+    BadInput,
+    MprunError,
+    RankFailed,
+    Resource,
+)
+
+T = TypeVar("T")
+
+START_S = 300.0  # for all ranks to import, build and meet
+_BEAT_S = 1.0
+_SILENT_S = 3.0  # of a rank that the others have heard nothing of
+# What torch.distributed's libraries say, as a RuntimeError, of a rank that is gone or waits.
+_OF_OTHERS = (
+    *("gloo", "nccl", "tcpstore", "connection", "socket"),
+    *("timed out", "timeout", "watchdog"),
+)
+
+
+_DIRECTORY = "mprun/directory"
+
+
+def store_of(place: Place, host: bool, timeout_s: float) -> dist.TCPStore:
+    """The key-value store at the place's port; `host`: it is kept by this process.
+
+    Raises:
+        Resource: nobody answers there in time, or the port is taken.
+    """
+    try:
+        return dist.TCPStore(
+            place.address,
+            place.port,
+            None,
+            host,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+        )
+    except (RuntimeError, OSError) as error:
+        text = str(error).partition("\n")[0]
+        raise Resource(f"{place.address}:{place.port}: no meeting of ranks ({text})") from error
+
+
+class Group(Ranks):
+    """This process as one of several ranks.
+
+    Args:
+        place: of this rank.
+        device: on which it computes.
+        timeout_s: after which a rank that waits for the others gives up.
+
+    Raises:
+        Resource: the ranks do not meet.
+    """
+
+    def __init__(self, place: Place, device: torch.device, timeout_s: float):
+        assert place.rank is not None
+        self.rank, self.world, self.place, self.device = place.rank, place.world, place, device
+        self.timeout_s = timeout_s
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        hosts = self.rank == 0 and not place.served
+        self.whole_store = store_of(place, hosts, START_S)
+        self.store = dist.PrefixStore(f"mprun/{attempt}", self.whole_store)
+        self.backend = "nccl" if device.type == "cuda" else "gloo"
+        start, wait = timedelta(seconds=START_S), timedelta(seconds=timeout_s)
+        try:
+            dist.init_process_group(
+                "gloo", store=self.store, rank=self.rank, world_size=self.world, timeout=start
+            )
+            self.host: Any = dist.new_group(backend="gloo", timeout=wait)
+            self.tensors: Any = dist.new_group(backend=self.backend, timeout=wait)
+        except (RuntimeError, OSError) as error:
+            raise self.explained(error) from error
+        self.all_hosts = self.all_of(socket.gethostname())
+        self._stop: tuple[Tensor, Any] | None = None
+        self._beaten = 0.0
+
+    # What is exchanged of a step.
+
+    def gather(self, own: Tensor) -> Tensor:
+        own = own.contiguous()
+        parts = [torch.empty_like(own) for _ in range(self.world)]
+        dist.all_gather(parts, own, self.tensors)
+        return torch.cat(parts)
+
+    def mean(self, rows: Sequence[Tensor], count: int) -> list[float]:
+        # Ranks take every W-th batch: the first ones may have one more.
+        own = torch.stack(list(rows)) if rows else None
+        said = self.all_of((len(rows), 0 if own is None else own.shape[1], count))
+        sizes, widths, counts = zip(*said, strict=True)
+        most, width = max(sizes), max(widths)
+        padded = torch.zeros(most, width, dtype=torch.float64, device=self.device)
+        if own is not None:
+            padded[: len(own)] = own
+        table = self.gather(padded).reshape(self.world, most, width)
+        whole = [table[i % self.world, i // self.world] for i in range(sum(sizes))]
+        return super().mean(whole, sum(counts))
+
+    def sum(self, tensor: Tensor) -> Any:
+        """Begin to sum a tensor over the ranks, in place, as the library adds."""
+        return dist.all_reduce(tensor, dist.ReduceOp.SUM, self.tensors, async_op=True)
+
+    def largest(self, values: Tensor) -> Tensor:
+        """Elementwise maximum over the ranks."""
+        values = values.clone()
+        dist.all_reduce(values, dist.ReduceOp.MAX, self.tensors)
+        return values
+
+    # What the hosts tell each other.
+
+    def all_of(self, own: T) -> list[T]:
+        """A plain value of each rank, on all of them."""
+        found: list[Any] = [None] * self.world
+        dist.all_gather_object(found, own, self.host)
+        return found
+
+    def first(self, value: T) -> T:
+        """The value that rank 0 has."""
+        found: list[Any] = [value]
+        dist.broadcast_object_list(found, 0, self.host)
+        return found[0]
+
+    def together(self, work: Callable[[], T]) -> T:
+        """Do `work` on all ranks; what one of them raises ends all, by the lowest rank's error.
+
+        Raises:
+            BadInput, MprunError: as it was raised, on the rank that it is of and on the others.
+        """
+        result, failed = None, None
+        try:
+            result = work()
+        except MprunError as error:
+            failed = error
+        said = self.all_of(None if failed is None else (str(failed), failed.exit_code))
+        for rank, one in enumerate(said):
+            if one is not None:
+                if failed is not None and rank == self.rank:
+                    raise failed
+                same = all(other == one for other in said)
+                raise RankFailed(one[0] if same or rank == 0 else f"rank {rank}: {one[0]}", one[1])
+        return result  # type: ignore[return-value]
+
+    def stops(self, signal_number: int) -> int:
+        """The signal that any rank had been sent a step ago, 0: none; this rank's is posted.
+
+        All ranks hear of it after the same step. Called once a step; nothing is waited for that
+        has not had a step's time to arrive.
+        """
+        agreed = self._agreed()
+        flag = torch.tensor(signal_number)
+        work = dist.all_reduce(flag, dist.ReduceOp.MAX, self.host, async_op=True)
+        self._stop = flag, work
+        return agreed
+
+    def _agreed(self) -> int:
+        if self._stop is None:
+            return 0
+        flag, work = self._stop
+        self._stop = None
+        work.wait()
+        return int(flag)
+
+    def check_equal(self, state: Callable[[], Sequence[int]], step: int) -> None:
+        """As `Ranks.check_equal`.
+
+        Raises:
+            Resource: it is not; the message names the ranks.
+        """
+        found = self.all_of(tuple(state()))
+        other = [rank for rank, one in enumerate(found) if one != found[0]]
+        if other:
+            raise Resource(
+                f"step {step}: ranks {', '.join(map(str, other))} have other weights, scales or "
+                "counts than rank 0: a device computes wrongly, or the network has statistics or "
+                "chances of its own (only BatchNorm's are averaged, only torch's, NumPy's and "
+                "Python's generators seeded)"
+            )
+
+    def description(self) -> dict[str, Any]:
+        return {"backend": self.backend, "hosts": list(dict.fromkeys(self.all_hosts))}
+
+    # What outlives a rank.
+
+    def beat(self, step: int) -> None:
+        """Say that this rank has come to `step`; at most once a second."""
+        now = time.monotonic()
+        if now - self._beaten >= _BEAT_S:
+            self._beaten = now
+            with suppress(RuntimeError):  # a store that is gone shows in the next exchange
+                self.store.set(f"beat/{self.rank}", f"{step} {time.time():.1f}")
+
+    def found(self, directory: Path) -> None:
+        """Let who looks after the ranks know the run's directory."""
+        if self.rank == 0:
+            self.whole_store.set(_DIRECTORY, str(directory))
+
+    def fail(self, code: int, text: str) -> None:
+        """Leave word of why this rank ends, unless another has before."""
+        word = json.dumps([self.rank, code, text])
+        with suppress(RuntimeError):
+            self.store.compare_set("failed", "", word)
+
+    def explained(self, error: BaseException) -> BaseException:
+        """What has happened, where an error of this rank comes from another: its own if not."""
+        if isinstance(error, MprunError) or not isinstance(error, RuntimeError | OSError):
+            return error
+        if not any(word in str(error).lower() for word in _OF_OTHERS):
+            return error
+        said = failure_of(self.store, wait_s=2.0)
+        if said is not None and said[0] != self.rank:
+            return RankFailed(f"rank {said[0]}: {said[2]}", said[1])
+        silent = silent_ranks(self.store, self.world, own=self.rank)
+        if self.world == 2:
+            silent = [1 - self.rank]
+        who = f"rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))}" if silent else ""
+        # Without the place in the library's source.
+        text = re.sub(r"^\[\S+\]\s*", "", str(error)).partition("\n")[0].partition(". ")[0][:80]
+        return RankFailed(f"lost contact with {who or 'the other ranks'} ({text})", RESOURCE)
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            found = self.explained(error)
+            if not isinstance(found, RankFailed):
+                self.fail(_code_of(found), _in_words(found))
+            if found is error:
+                raise
+            raise found from error
+
+    def leave(self, code: int) -> None:
+        """End with the others: rank 0 last, since who looks after them ends all with the first."""
+        with suppress(RuntimeError):
+            if self.rank:
+                self.store.wait(["ended"], timedelta(seconds=self.timeout_s))
+            else:
+                self.store.set("ended", str(code))
+                time.sleep(0.1)
+
+
+def _code_of(error: BaseException) -> int:
+    if isinstance(error, MprunError):
+        return error.exit_code
+    if isinstance(error, OSError | MemoryError | torch.OutOfMemoryError):
+        return RESOURCE
+    if isinstance(error, KeyboardInterrupt):  # of a signal, by its name
+        number = getattr(signal, str(error) or "SIGINT", signal.SIGINT)
+        return INTERRUPTED if number == signal.SIGINT else 128 + number
+    return BUG
+
+
+def _in_words(error: BaseException) -> str:
+    text = str(error).partition("\n")[0]
+    if isinstance(error, KeyboardInterrupt):
+        return f"stopped by {text or 'SIGINT'}"
+    if isinstance(error, MprunError):
+        return text
+    return f"{type(error).__name__}: {text}"
+
+
+def failure_of(store: dist.Store, wait_s: float = 0.0) -> tuple[int, int, str] | None:
+    """Rank, exit code and words of the first rank that failed; None: none left word."""
+    try:
+        if wait_s:
+            store.wait(["failed"], timedelta(seconds=wait_s))
+        elif not store.check(["failed"]):
+            return None
+        rank, code, text = json.loads(store.get("failed"))
+    except (RuntimeError, ValueError):
+        return None
+    return rank, code, text
+
+
+def silent_ranks(store: dist.Store, world: int, own: int | None = None) -> list[int]:
+    """The ranks that were heard of last: long before the newest beat of any, or never."""
+    heard: dict[int, float] = {}
+    with suppress(RuntimeError):
+        for rank in range(world):
+            if store.check([f"beat/{rank}"]):
+                heard[rank] = float(store.get(f"beat/{rank}").split()[1])
+    if own is not None:
+        heard[own] = max(heard.values(), default=0.0)
+    newest = max(heard.values(), default=0.0)
+    return [rank for rank in range(world) if heard.get(rank, 0.0) < newest - _SILENT_S]
+
+
+class RankLog:
+    """What a rank other than 0 prints, in `RUN/ranks/rank-00001.log`; gone where all went well."""
+
+    def __init__(self, directory: Path, rank: int):
+        self.path = directory / "ranks" / f"rank-{rank:05}.log"
+        self.path.parent.mkdir(exist_ok=True)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        for stream in (1, 2):
+            os.dup2(descriptor, stream)
+        os.close(descriptor)
+        faulthandler.enable()
+
+    def close(self, keep: bool) -> None:
+        """The rank has ended."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if not keep:
+            with suppress(OSError):
+                self.path.unlink()
+                self.path.parent.rmdir()  # by the last
+
+
+def join(place: Place, device: torch.device, timeout_s: float) -> Group:
+    """Meet the other ranks.
+
+    Raises:
+        BadInput: this machine has too few GPUs.
+        Resource: they do not meet.
+    """
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        if place.local_rank >= count:
+            raise BadInput(
+                f"devices={place.devices}: rank {place.rank} needs GPU {place.local_rank}, this "
+                f"machine shows {count} (allowed: 1 to {count})"
+            )
+        torch.cuda.set_device(place.local_rank)
+    return Group(place, device, timeout_s)
+
+
+def previous_directory(place: Place) -> str | None:
+    """The directory of the attempt that torchrun has restarted; None: this is the first."""
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" or not place.served:
+        return None
+    store = store_of(place, False, START_S)
+    return store.get(_DIRECTORY).decode() if store.check([_DIRECTORY]) else None

@@ -1,0 +1,237 @@
+"""The ranks of one run on this machine: started, watched, ended together.
+
+The processes are those of torch's elastic launcher (`torch.distributed.elastic.multiprocessing`,
+what torchrun starts its workers with), a session each. Its agent above them is left out: it makes
+every exit code 1, takes a run that diverged for one to be started again, gives the others 30 s, and
+its restart does not find the store of the first attempt (torch 2.15, issues 135712 and 167288).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std, start_processes
+from torch.distributed.elastic.multiprocessing.api import PContext
+
+from mprun.data.loader import available_cores
+from mprun.distributed.group import failure_of, silent_ranks, store_of
+from mprun.distributed.places import Place
+from mprun.errors import (
+    ASKING,
+    DONE,
+    INTERRUPTED,
+    PREEMPTED,
+    RESOURCE,
+    SEVERITY,
+    MprunError,
+)
+from mprun.record.run_directory import locked, read_record, write_json
+
+GRACE_S = 8.0  # between the end of one rank and SIGKILL for those that have not followed
+_POLL_S = 0.05
+_AGAIN = (RESOURCE, PREEMPTED)
+
+
+def launch(
+    overrides: Sequence[str],
+    devices: int,
+    *,
+    config_dir: str | None = None,
+    place: Place | None = None,
+    restarts: int = 0,
+    kept: Sequence[str] = (),
+    module: str = "mprun.cli.child",
+) -> int:
+    """Run on `devices` ranks of this machine; the exit code of the worst of them.
+
+    Args:
+        overrides: of the run.
+        place: of this machine among several; None: it is the only one.
+        restarts: times that lost ranks are started again, from the last checkpoint. A run that
+            diverged is not, nor what bad input or damaged files have ended.
+        kept: overrides that a continuation is given again.
+        module: what a rank runs, with this process's number before its arguments.
+    """
+    place = place or Place(None, 0, 0, 1, devices, "127.0.0.1", 0, served=True)
+    arguments = list(overrides)
+    if config_dir is not None:
+        arguments += ["--config-dir", config_dir]
+    with _Asked() as asked:
+        while True:
+            code, directory = _once(module, arguments, place, asked)
+            if code not in _AGAIN or restarts == 0 or asked.number:
+                return code
+            restarts -= 1
+            print(f"mprun: ranks are started again, {restarts} times left", file=sys.stderr)
+            if directory is not None:
+                arguments = [f"resume={directory}", *kept]
+                if config_dir is not None:
+                    arguments += ["--config-dir", config_dir]
+
+
+class _Asked:
+    """While active, what a signal asks for is passed on to the ranks by the loop."""
+
+    def __init__(self) -> None:
+        self.number, self.times = 0, 0
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> _Asked:
+        self._before = {number: signal.getsignal(number) for number in ASKING}
+        self.listen()
+        return self
+
+    def listen(self) -> None:
+        """Have the handlers, which torch's launcher replaces by some that raise."""
+        for number, handler in self._before.items():
+            if handler != signal.SIG_IGN:
+                signal.signal(number, self._note)
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def _note(self, number: int, frame: object) -> None:
+        self.number, self.times = number, self.times + 1
+
+
+def _once(
+    module: str, arguments: list[str], place: Place, asked: _Asked
+) -> tuple[int, Path | None]:
+    """The exit code of one attempt, and the directory that it had."""
+    hosts = place.node == 0
+    store = store_of(place, hosts, 300.0)
+    place = replace(place, port=store.port, served=True)
+    threads = str(max(1, available_cores() // place.devices))
+    environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)}
+    ranks = range(place.devices)
+    envs = {rank: place.environment(rank) | environment for rank in ranks}
+    words = ("-m", module, os.getpid(), *arguments)
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    with TemporaryDirectory(prefix="mprun-ranks-") as folder:
+        silent = {rank: Std.NONE if place.node + rank == 0 else Std.ALL for rank in ranks}
+        logs = DefaultLogsSpecs(log_dir=folder, redirects=silent)
+        # Until torch's handlers are replaced again; the ranks unblock them.
+        signal.pthread_sigmask(signal.SIG_BLOCK, ASKING)
+        try:
+            started = start_processes(
+                "mprun", sys.executable, dict.fromkeys(ranks, words), envs, logs
+            )
+            asked.listen()
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKING)
+        try:
+            codes = _watched(started, asked)
+        finally:
+            started.close(signal.SIGKILL, timeout=5)
+        own = dist.PrefixStore("mprun/0", store)
+        code, cause = _judged(codes, own, place, asked.number)
+        _tell_unheard(Path(folder), cause)
+    directory = _directory(store)
+    if cause is not None:
+        print(f"mprun: {cause}", file=sys.stderr)
+        if directory is not None and hosts:
+            _correct(directory, cause)
+    return code, directory
+
+
+def _watched(started: PContext, asked: _Asked) -> dict[int, int | None]:
+    """Exit code of each rank, negative after a signal; None of one that had to be killed."""
+    codes: dict[int, int | None] = {}
+    passed_on, kill_at = 0, float("inf")
+    pids = started.pids()
+    while len(codes) < len(pids) and time.monotonic() < kill_at:
+        for rank, pid in pids.items():
+            if rank not in codes and (code := _ended(pid)) is not None:
+                codes[rank] = code
+                if code != DONE and kill_at == float("inf"):
+                    kill_at = time.monotonic() + GRACE_S
+        if asked.times > passed_on:
+            passed_on = asked.times
+            if passed_on > 2:  # neither the first nor the second time was enough
+                break
+            for rank, pid in pids.items():
+                if rank not in codes:
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, asked.number)
+        time.sleep(_POLL_S)
+    return {rank: codes.get(rank) for rank in pids}
+
+
+def _ended(pid: int) -> int | None:
+    """The exit code of a child, which stays there for its owner to collect."""
+    found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if found is None:
+        return None
+    return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+
+
+def _judged(
+    codes: dict[int, int | None], store: dist.Store, place: Place, asked: int
+) -> tuple[int, str | None]:
+    """The exit code of the run, and what is to be said beyond what its ranks have said.
+
+    asked: the signal that they were asked to end with, 0: they were not.
+    """
+    first = place.node * place.devices
+    if asked:  # a rank that had no handler yet has ended of it
+        of_it = INTERRUPTED if asked == signal.SIGINT else 128 + asked
+        codes = {rank: of_it if code == -asked else code for rank, code in codes.items()}
+    killed = {first + r: -c for r, c in codes.items() if c is not None and c < 0}
+    if killed:
+        (rank, number), *_ = killed.items()
+        name = signal.Signals(number).name if number in set(signal.Signals) else str(number)
+        return RESOURCE, f"rank {rank} was killed ({name})"
+    hung = [first + rank for rank, code in codes.items() if code is None]
+    said = failure_of(store)
+    if said is not None:
+        rank, code, text = said
+        told = place.node > 0 or codes[0] is not None  # by rank 0
+        return code, None if told else f"rank {rank}: {text}"
+    # What did not follow one that ended by itself has not failed first.
+    by_itself = set(codes.values()) - {None, DONE, RESOURCE}
+    if hung and not by_itself:
+        silent = set(silent_ranks(store, place.world)) & set(hung) or hung
+        who = f"rank{'s' * (len(silent) > 1)} {', '.join(map(str, sorted(silent)))}"
+        return RESOURCE, f"{who} did not answer, and was killed"
+    ended = {code for code in codes.values() if code is not None}
+    return next((code for code in SEVERITY if code in ended), max(ended)), None
+
+
+def _tell_unheard(folder: Path, cause: str | None) -> None:
+    """What ranks have said before they had a place to say it, where one of them failed."""
+    if cause is None:
+        return
+    for log in sorted(folder.rglob("*.log")):
+        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        for line in lines[-3:]:
+            print(f"  {log.parent.name}: {line}", file=sys.stderr)
+
+
+def _directory(store: dist.Store) -> Path | None:
+    if not store.check(["mprun/directory"]):
+        return None
+    return Path(store.get("mprun/directory").decode())
+
+
+def _correct(directory: Path, cause: str) -> None:
+    """Let run.json say what the rank that wrote it could not know, or had no time to write."""
+    with suppress(MprunError, OSError), locked(directory):
+        record = read_record(directory)
+        if record["status"] not in ("running", "failed"):
+            return
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        write_json(
+            directory / "run.json", record | {"status": "failed", "cause": cause, "ended": now}
+        )

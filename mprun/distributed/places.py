@@ -1,0 +1,183 @@
+"""Which rank this process is, read from what torchrun, srun or mprun itself has put around it.
+
+Imports no torch: what contradicts itself is refused at once.
+"""
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from mprun.errors import BadInput
+
+# Ports that no service has by convention; one for each job of a cluster.
+_FIRST_PORT, _PORTS = 20_000, 40_000
+_NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A rank among all of them, or a machine among several whose ranks are still to be started.
+
+    Attributes:
+        rank: 0 ... world-1; None: this process is to start the ranks of machine `node`.
+        devices: ranks on each machine.
+        address, port: where all ranks find each other.
+        served: whether somebody else (torchrun, mprun's own launcher) answers at that port.
+    """
+
+    rank: int | None
+    local_rank: int
+    node: int
+    nodes: int
+    devices: int
+    address: str
+    port: int
+    served: bool
+
+    @property
+    def world(self) -> int:
+        """Ranks of the run, W."""
+        return self.nodes * self.devices
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it speaks for all of them."""
+        return self.node == 0 and self.local_rank == 0
+
+    def environment(self, rank: int) -> dict[str, str]:
+        """What rank `rank` of this machine is started with, as torchrun would start it."""
+        own = replace(self, rank=self.node * self.devices + rank, local_rank=rank)
+        numbers = (own.rank, own.world, own.local_rank, own.devices, own.port)
+        found = {name: str(number) for name, number in zip(_NUMBERS, numbers, strict=True)}
+        served = str(self.served)
+        return found | {"MASTER_ADDR": self.address, "TORCHELASTIC_USE_AGENT_STORE": served}
+
+
+def completed(
+    overrides: Sequence[str], place: Place | None
+) -> tuple[tuple[str, ...], Place | None]:
+    """The overrides with the numbers of ranks that the environment says, and the place.
+
+    Of a machine among several, on which one process was started for all of its devices, it is the
+    place of the machine.
+
+    Raises:
+        BadInput: they say otherwise.
+    """
+    if place is None:
+        return tuple(overrides), None
+    from mprun.config.overrides import parse_overrides
+
+    pairs = (o.lstrip("+").partition("=") for o in overrides)
+    numbers = [f"{key}={value}" for key, _, value in pairs if key in ("devices", "nodes")]
+    given = {one.key_or_group: str(one.value()) for one in parse_overrides(tuple(numbers))}
+    devices = given.get("devices", "auto" if place.served else str(place.devices))
+    if place.devices == 1 and devices not in ("1", "auto") and not place.served:
+        count = int(devices) if devices.isdecimal() else 0
+        place = replace(place, rank=None, devices=max(1, count))
+    missing = []
+    for key, number in (("devices", place.devices), ("nodes", place.nodes)):
+        if key not in given:
+            missing += [f"{key}={number}"] if number > 1 else []
+        elif given[key] not in (str(number), "auto"):
+            raise BadInput(
+                f"{key}={given[key]}: the environment has {place.nodes} x {place.devices} ranks; "
+                f"leave it out or use {key}={number}"
+            )
+    return (*overrides, *missing), place
+
+
+def place_from(environ: Mapping[str, str] = os.environ) -> Place | None:
+    """The place of this process; None where nothing around it says that there are ranks.
+
+    Raises:
+        BadInput: the variables contradict each other.
+    """
+    if "RANK" in environ or "LOCAL_RANK" in environ or "TORCHELASTIC_RUN_ID" in environ:
+        return _of_torchrun(environ)
+    # Of a batch script, not of a step that srun started, only the number of tasks is set.
+    if "SLURM_PROCID" in environ and environ.get("SLURM_STEP_ID", "") not in ("", "4294967291"):
+        return _of_slurm(environ)
+    return None
+
+
+def _of_torchrun(environ: Mapping[str, str]) -> Place | None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        if name not in environ:
+            raise BadInput(f"{name}: not set, but others of a rank are (RANK, WORLD_SIZE, ...)")
+    rank, world = _number(environ, "RANK"), _number(environ, "WORLD_SIZE", 1)
+    local = _number(environ, "LOCAL_RANK")
+    devices = _number(environ, "LOCAL_WORLD_SIZE", 1, default=world)
+    if rank >= world:
+        raise BadInput(f"RANK={rank}: must be below WORLD_SIZE={world}")
+    if local >= devices:
+        raise BadInput(f"LOCAL_RANK={local}: must be below LOCAL_WORLD_SIZE={devices}")
+    if world % devices:
+        raise BadInput(
+            f"WORLD_SIZE={world}: must be a multiple of LOCAL_WORLD_SIZE={devices}, as many ranks "
+            "on each machine"
+        )
+    if world == 1:
+        return None
+    if rank % devices != local:
+        raise BadInput(
+            f"RANK={rank} LOCAL_RANK={local}: ranks must be numbered machine by machine, "
+            f"{devices} on each"
+        )
+    if "MASTER_ADDR" not in environ:
+        raise BadInput("MASTER_ADDR: not set, but WORLD_SIZE is; it names the machine of rank 0")
+    port = _number(environ, "MASTER_PORT", 1, 65_536)
+    served = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    node, nodes = rank // devices, world // devices
+    return Place(rank, local, node, nodes, devices, environ["MASTER_ADDR"], port, served)
+
+
+def _of_slurm(environ: Mapping[str, str]) -> Place | None:
+    tasks = _number(environ, "SLURM_STEP_NUM_TASKS", 1, default=_number(environ, "SLURM_NTASKS", 1))
+    nodes = _number(environ, "SLURM_STEP_NUM_NODES", 1, default=_number(environ, "SLURM_NNODES", 1))
+    if tasks == 1:
+        return None
+    rank, local = _number(environ, "SLURM_PROCID"), _number(environ, "SLURM_LOCALID")
+    node = _number(environ, "SLURM_NODEID")
+    if tasks % nodes:
+        raise BadInput(f"SLURM_NTASKS={tasks}: must be as many on each of {nodes} machines")
+    devices = tasks // nodes
+    if rank != node * devices + local:
+        raise BadInput(
+            f"SLURM_PROCID={rank} SLURM_NODEID={node} SLURM_LOCALID={local}: ranks must be "
+            "numbered machine by machine (srun --distribution=block)"
+        )
+    hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
+    address = environ.get("MASTER_ADDR") or first_host(hosts)
+    job = _number(environ, "SLURM_JOB_ID", default=0) + _number(environ, "SLURM_STEP_ID", default=0)
+    port = _number(environ, "MASTER_PORT", 1, 65_536, default=_FIRST_PORT + job % _PORTS)
+    return Place(rank, local, node, nodes, devices, address, port, served=False)
+
+
+def first_host(hosts: str) -> str:
+    """The first of SLURM's list of machines: `gpu[003-010,012],login` is `gpu003`.
+
+    Raises:
+        BadInput: there is none.
+    """
+    found = re.match(r"([^,\[\]]+)(?:\[(\d+)[^\]]*\])?", hosts)
+    if found is None:
+        raise BadInput(f"SLURM_JOB_NODELIST={hosts!r}: names no machine; set MASTER_ADDR")
+    return found[1] + (found[2] or "")
+
+
+def _number(
+    environ: Mapping[str, str],
+    name: str,
+    least: int = 0,
+    below: int = 2**31,
+    default: int | None = None,
+) -> int:
+    text = environ.get(name)
+    if text is None and default is not None:
+        return default
+    if text is None or not text.isdecimal() or not least <= int(text[:12]) < below:
+        allowed = f"a whole number of at least {least}" + (f", below {below}" * (below < 2**31))
+        raise BadInput(f"{name}={text if text is not None else ''}: must be {allowed}")
+    return int(text)

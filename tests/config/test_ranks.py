@@ -1,0 +1,66 @@
+"""What several ranks cannot compute is refused in one line that says what to change."""
+
+import pytest
+
+from mprun.config.compose import compose_config
+from mprun.errors import BadInput
+
+IMAGES = ["model=resnet50", "train.accumulate=4"]
+LM = ["model=lstm_lm", "data.batch_size=20"]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [*IMAGES, "devices=2"],
+        [*IMAGES, "devices=2", "nodes=2"],
+        [*IMAGES, "devices=auto"],
+        [*LM, "devices=4"],
+        ["model=dcgan", "train.accumulate=2", "devices=2", "scaler=dynamic", "scaler.per=loss"],
+    ],
+)
+def test_what_ranks_compute(overrides):
+    compose_config(overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (
+            [*IMAGES, "devices=8"],
+            "8 ranks share out train.accumulate=4 micro-batches; use train.ac",
+        ),
+        (["model=resnet50", "devices=2"], "or data.batch_size=16 train.accumulate=2 (32)"),
+        ([*IMAGES, "devices=2", "nodes=3"], "devices=2 nodes=3: 6 ranks"),
+        ([*LM, "devices=3"], "share out data.batch_size=20 streams; use data.batch_size=21"),
+        ([*LM, "devices=2", "scaler=logmax"], "scaler=logmax follows the largest gradient"),
+        (
+            [*LM, "devices=2", "train.accumulate=2", "precision.reduce_dtype=fp16"],
+            "precision.reduce_dtype sums would depend",
+        ),
+        (
+            ["model=dcgan", "train.accumulate=2", "precision.reduce_dtype=fp16"],
+            "a discriminator has two losses",
+        ),
+        ([*LM, "model.sampled_softmax=8", "optim=adagrad", "devices=2"], "model.sampled_softmax"),
+        ([*IMAGES, "devices=2", "train.compile=default"], "train.compile=default: must be off"),
+        ([*IMAGES, "devices=2", "train.cuda_graph=on", "device=cuda"], "train.cuda_graph=on"),
+        (
+            [*IMAGES, "devices=2", "numerics=on", "numerics.shadow_every=2"],
+            "numerics.shadow_every=2: must be 0",
+        ),
+        ([*IMAGES, "devices=2", "dist.order=fixed", "dist.engine=ddp"], "dist.engine=ddp: dist.o"),
+        ([*IMAGES, "devices=2", "dist.engine=ddp", "scaler=logmax"], "dist.engine=ddp: scaler"),
+        (["devices=0"], "devices=0: must be a whole number from 1 to 1024, or auto"),
+        (["devices=1.5"], "devices=1.5: must be"),
+        (["devices=auto", "device=cpu"], "devices=auto: counts GPUs"),
+        (["nodes=0"], "nodes=0"),
+        (["restarts=-1"], "restarts=-1"),
+        (["dist.timeout_s=0"], "dist.timeout_s=0"),
+    ],
+)
+def test_what_they_do_not(overrides, told):
+    with pytest.raises(BadInput) as caught:
+        compose_config(overrides)
+    assert told in str(caught.value)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,141 @@
+"""What each rank of a test does: `python -m tests.distributed.of_a_rank CASES OUT`.
+
+Joins the ranks that the environment says, or is alone, and runs every case (a list of overrides)
+for some steps. Rank r writes OUT/r.pt: by case the digests of the state after each step.
+"""
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from mprun.build import build
+from mprun.config.compose import compose_config
+from mprun.distributed.places import place_from
+from mprun.distributed.ranks import ALONE
+from mprun.precision import pin_math_flags
+from mprun.tasks.supervised import Supervised
+
+STEPS = 10
+PLANTED = 4  # step whose micro-batch 1 holds an infinite pixel
+
+
+class Small(nn.Module):
+    """Convolution, BatchNorm, dropout: whatever depends on a micro-batch."""
+
+    def __init__(self, classes: int, channels: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(channels, 8, 3, 2),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+            nn.Conv2d(8, 8, 3, 2),
+            nn.BatchNorm2d(8),
+            nn.Dropout(0.3),
+            nn.Flatten(),
+            nn.LazyLinear(classes),
+        )
+        self.body(torch.zeros(2, channels, 32, 32))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.body(images)
+
+
+class Regression(Supervised):
+    """A task of one's own, which knows nothing of ranks."""
+
+    def loss(self, batch):
+        images, labels = batch
+        with self.arithmetic.autocast():
+            outputs = self.learner.network(images)[:, 0]
+        loss = (outputs.float() - labels.float()).square().mean()
+        return loss, loss
+
+    def evaluate(self):
+        total, count = 0.0, 0
+        with self.learner.evaluating(self.arithmetic, self.eval_in_mode) as model:
+            for images, labels in self.held_out():
+                total += float((model(images)[:, 0].float() - labels).square().sum())
+                count += len(labels)
+        return {"loss": total / count}
+
+
+def small(data):
+    """`model.factory` of the cases."""
+    return Small(data.num_classes, 3)
+
+
+class Planted:
+    """A source in which one pixel of one micro-batch is infinite."""
+
+    def __init__(self, source, index: int) -> None:
+        self._source, self._index = source, index
+
+    def __getattr__(self, name):
+        return getattr(self._source, name)
+
+    def train_batch(self, index):
+        images, labels = self._source.train_batch(index)
+        if index == self._index:
+            images = images.clone()
+            images.view(-1)[0] = torch.inf
+        return images, labels
+
+
+def digest(state) -> str:
+    """Of all tensors and numbers of a state, bit for bit."""
+    found = hashlib.sha256()
+    for leaf in tree_leaves(state):
+        if isinstance(leaf, Tensor):
+            plain = leaf.detach().contiguous().reshape(-1)
+            if plain.is_floating_point():  # a NaN is one, whatever its sign
+                plain = plain.masked_fill(plain.isnan(), torch.nan)
+            found.update(str(leaf.dtype).encode() + plain.view(torch.uint8).numpy().tobytes())
+        else:
+            found.update(repr(leaf).encode())
+    return found.hexdigest()[:16]
+
+
+def taken(overrides: list[str], ranks, plants: bool) -> dict:
+    """Digests of the state after each step, skipped updates, losses, and the last state."""
+    config = compose_config([*overrides, "device=cpu", "devices=1"]).config
+    pin_math_flags(config.precision.fp32_math)
+    torch.manual_seed(config.seed)
+    built = build(config, torch.device("cpu"), ranks)
+    task = built.task
+    if plants:
+        task.data = Planted(task.data, PLANTED * config.train.accumulate + 1)
+    digests, losses = [], []
+    for step in range(STEPS):
+        metrics = built.stepper.step(step, measure=step == 2)
+        losses.append({name: float(value) for name, value in metrics.items()})
+        # The carried state of streams is gathered by it.
+        digests.append(digest(task.state_dict()))
+    return {
+        "digests": digests,
+        "losses": losses,
+        "skipped": int(built.stepper.skipped),
+        "evaluation": task.evaluate(),
+        "state": task.state_dict(),
+    }
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    cases, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    place, ranks = place_from(), ALONE
+    if place is not None:
+        from mprun.distributed.group import join
+
+        ranks = join(place, torch.device("cpu"), 60.0)
+    found = {name: taken(own["overrides"], ranks, own["plants"]) for name, own in cases.items()}
+    torch.save(found, out / f"{ranks.rank}.pt")
+    ranks.leave(0)
+
+
+if __name__ == "__main__":
+    main()

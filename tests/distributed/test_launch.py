@@ -1,0 +1,263 @@
+"""How ranks are started: by mprun, by torchrun, by srun; stopped, started again, continued."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from mprun.record import checkpoint
+from mprun.record.run_directory import locked
+
+from .of_a_rank import digest
+from .processes import children_of, with_word
+from .test_faults import arguments_of, run
+from .test_same_bits import free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+FACTORY = "model.factory=tests.distributed.of_a_rank:small"
+EXACT = [
+    *("device=cpu", "threads=1", "model=custom", FACTORY, "data=digits_32", "data.batch_size=4"),
+    *("train.accumulate=4", "dist.order=fixed", "precision=fp16_master_scaled"),
+    "train.checkpoint_every=5",
+]
+LM = ["device=cpu", "threads=1", "model=lstm_lm", "data=synthetic_tokens", "train.steps=5"]
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
+def mprun(*arguments, before=("-m", "mprun"), environment=ENVIRONMENT, **options):
+    return subprocess.run(
+        [sys.executable, *before, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=180,
+        **options,
+    )
+
+
+def record_of(directory):
+    return json.loads((directory / "run.json").read_text())
+
+
+def state_of(directory):
+    found = checkpoint.load_newest(directory / "checkpoints", torch.device("cpu"))
+    return found.step, digest(found.state["task"])
+
+
+def test_a_run_of_two_ranks_is_that_of_one_and_goes_on_with_any_number(tmp_path):
+    straight, two = tmp_path / "straight", tmp_path / "optim.lr=0.1"
+    assert mprun(*EXACT, "train.steps=8", f"output_dir={straight}").returncode == 0
+    begun = mprun(*EXACT, "train.steps=5", "devices=2", f"output_dir='{two}'")
+    assert begun.returncode == 0, begun.stderr
+    record = record_of(two)
+    assert record["ranks"]["world"] == 2
+    assert record["ranks"]["backend"] == "gloo"
+    assert record["config_hash"] != ""
+    assert not (two / "ranks").exists()
+    assert begun.stdout == f"run: {two}\n"
+    resumed = mprun(f"resume={two}", "devices=1", FACTORY, "train.steps=8", cwd=tmp_path)
+    assert resumed.returncode == 0, resumed.stderr
+    assert state_of(two) == state_of(straight)
+    assert record_of(two)["config_hash"] == record_of(straight)["config_hash"]
+    assert record_of(two)["ranks"] is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_saved_at_one_number_of_ranks_resumed_at_another(world, tmp_path):
+    straight = tmp_path / "straight"
+    assert mprun(*EXACT, "train.steps=12", f"output_dir={straight}").returncode == 0
+    for other in (1, 2, 4):
+        own = tmp_path / f"devices={other}"
+        begun = mprun(*EXACT, "train.steps=5", f"devices={world}", f"output_dir='{own}'")
+        assert begun.returncode == 0, begun.stderr
+        resumed = mprun(f"resume={own}", f"devices={other}", FACTORY, "train.steps=12")
+        assert resumed.returncode == 0, resumed.stderr
+        assert state_of(own) == state_of(straight)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def test_asked_to_stop_all_ranks_stop_after_one_step(number, code, tmp_path):
+    words = [sys.executable, "-m", "mprun", *EXACT, "devices=2", "train.steps=100000"]
+    process = subprocess.Popen(
+        [*words, f"output_dir={tmp_path / 'run'}"], env=ENVIRONMENT, stderr=subprocess.DEVNULL
+    )
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    while not metrics.exists() or metrics.read_text().count("\n") < 10:
+        time.sleep(0.2)
+    process.send_signal(number)
+    assert process.wait(15) == code
+    record = record_of(tmp_path / "run")
+    assert (record["status"], record["cause"]) == ("preempted", number.name)
+    assert state_of(tmp_path / "run")[0] == record["last_step"]
+    assert not (tmp_path / "run" / "ranks").exists()
+
+
+@pytest.mark.slow
+def test_lost_ranks_are_started_again_from_the_last_checkpoint(tmp_path):
+    plain = run(arguments_of("killed", tmp_path / "plain"), "none:none", tmp_path)
+    assert plain.returncode == 0, plain.stderr
+    again = [*arguments_of("killed", tmp_path / "again"), "restarts=1", "train.checkpoint_every=3"]
+    ended = run(again, "killed:training", tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert "rank 1 was killed (SIGKILL)" in ended.stderr
+    one, other = record_of(tmp_path / "plain"), record_of(tmp_path / "again")
+    assert other["attempts"] == 2
+    assert one["final"] == other["final"]
+
+
+@pytest.mark.slow
+def test_what_diverged_is_not_started_again(tmp_path):
+    arguments = [*arguments_of("nan", tmp_path / "run"), "restarts=3"]
+    assert run(arguments, "nan:training", tmp_path).returncode == 3
+    assert record_of(tmp_path / "run")["attempts"] == 1
+
+
+def torchrun(*options):
+    port = str(free_port())
+    return ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port, *options)
+
+
+@pytest.mark.slow
+def test_torchrun(tmp_path):
+    before = (*torchrun(), "-m", "mprun")
+    ended = mprun(*LM, f"output_dir={tmp_path / 'run'}", before=before)
+    assert ended.returncode == 0, ended.stderr
+    assert record_of(tmp_path / "run")["ranks"]["world"] == 2
+    refused = mprun(*LM, "devices=4", f"output_dir={tmp_path / 'no'}", before=before)
+    assert "devices=4: the environment has 1 x 2 ranks" in refused.stderr
+    assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.slow
+def test_torchrun_starts_again(tmp_path):
+    """With a store of its own for each attempt: the shared one is not found again (torch 2.15)."""
+    environment = ENVIRONMENT | {
+        "FAULT": "killed:training",
+        "FAULT_AT": str(tmp_path / "at"),
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
+    arguments = [a for a in arguments_of("killed", tmp_path / "run") if not a.startswith("devices")]
+    before = (*torchrun("--max-restarts", "1"), "-m", "mprun")
+    ended = mprun(*arguments, "train.checkpoint_every=3", before=before, environment=environment)
+    assert ended.returncode == 0, ended.stderr
+    assert record_of(tmp_path / "run")["attempts"] == 2
+
+
+@pytest.mark.slow
+def test_torchrun_does_not_start_again_what_diverged(tmp_path):
+    environment = ENVIRONMENT | {
+        "FAULT": "nan:training",
+        "FAULT_AT": str(tmp_path / "at"),
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
+    arguments = [a for a in arguments_of("nan", tmp_path / "run") if not a.startswith("devices")]
+    before = (*torchrun("--max-restarts", "2"), "-m", "mprun")
+    ended = mprun(*arguments, "train.checkpoint_every=3", before=before, environment=environment)
+    assert ended.returncode == 1  # of torchrun, whatever its ranks say
+    record = record_of(tmp_path / "run")
+    assert (record["status"], record["attempts"]) == ("diverged", 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [1, 2])
+def test_srun(devices, tmp_path):
+    """Two tasks: two ranks of one machine, or two machines that start two each."""
+    processes = []
+    for task in range(2):
+        machines = {"SLURM_NODEID": task, "SLURM_LOCALID": 0, "SLURM_NNODES": 2}
+        ranks = {"SLURM_NODEID": 0, "SLURM_LOCALID": task, "SLURM_NNODES": 1}
+        own = machines if devices == 2 else ranks
+        own |= {"SLURM_STEP_ID": 0, "SLURM_PROCID": task, "SLURM_NTASKS": 2}
+        own |= {"SLURM_JOB_ID": free_port(), "SLURM_JOB_NODELIST": "localhost"}
+        own["MASTER_PORT"] = processes[0][1] if processes else free_port()
+        words = [sys.executable, "-m", "mprun", *LM, f"output_dir={tmp_path / 'run'}"]
+        words += ["devices=2", "nodes=2"] if devices == 2 else []
+        environment = ENVIRONMENT | {name: str(value) for name, value in own.items()}
+        process = subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True)
+        processes.append((process, own["MASTER_PORT"]))
+    for process, _ in processes:
+        _, stderr = process.communicate(timeout=180)
+        assert process.returncode == 0, stderr
+    assert record_of(tmp_path / "run")["ranks"]["world"] == 2 * devices
+
+
+@pytest.mark.slow
+def test_ranks_end_with_who_started_them(tmp_path):
+    words = [sys.executable, "-m", "mprun", *EXACT, "devices=2", "train.steps=100000"]
+    words.append(f"output_dir={tmp_path / 'run'}")
+    process = subprocess.Popen(words, env=ENVIRONMENT, stderr=subprocess.DEVNULL)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    while not metrics.exists() or metrics.read_text().count("\n") < 10:
+        time.sleep(0.2)
+    process.kill()
+    process.wait()
+    until = time.monotonic() + 15
+    while with_word(words[-1]) and time.monotonic() < until:
+        time.sleep(0.2)
+    assert with_word(words[-1]) == []
+    assert record_of(tmp_path / "run")["status"] == "preempted"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize("after_s", [0.0, 0.5, 1.5])
+def test_asked_to_stop_before_there_is_a_run(number, code, after_s, tmp_path):
+    words = [sys.executable, "-m", "mprun", *EXACT, "devices=2", f"output_dir={tmp_path / 'run'}"]
+    process = subprocess.Popen(words, env=ENVIRONMENT, stderr=subprocess.DEVNULL)
+    while not children_of(process.pid):
+        time.sleep(0.01)
+    time.sleep(after_s)
+    process.send_signal(number)
+    assert process.wait(15) == code
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_run_that_another_command_holds_is_not_gone_on_with(tmp_path):
+    begun = mprun(*EXACT, "train.steps=5", "devices=2", f"output_dir={tmp_path / 'run'}")
+    assert begun.returncode == 0
+    with locked(tmp_path / "run"):
+        refused = mprun(f"resume={tmp_path / 'run'}", FACTORY, "train.steps=8")
+    assert refused.returncode == 2
+    assert "in use by another process" in refused.stderr
+
+
+@pytest.mark.slow
+def test_ranks_of_different_configurations_do_not_meet(tmp_path):
+    port, processes = free_port(), []
+    for rank in range(2):
+        own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_PORT": port}
+        environment = ENVIRONMENT | {"MASTER_ADDR": "127.0.0.1"}
+        environment |= {name: str(value) for name, value in own.items()}
+        words = [sys.executable, "-m", "mprun", *LM, f"seed={rank}"]
+        words.append(f"output_dir={tmp_path / 'run'}")
+        processes.append(
+            subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True)
+        )
+    for process in processes:
+        _, stderr = process.communicate(timeout=60)
+        assert process.returncode == 2, stderr
+        assert "the ranks were given different configurations" in stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_sweep_is_started_once(tmp_path):
+    environment = ENVIRONMENT | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    ended = mprun("-m", *LM, "seed=0,1", environment=environment, cwd=tmp_path)
+    assert ended.returncode == 2
+    assert "a sweep starts the ranks of its runs itself" in ended.stderr
+
+
+def test_more_ranks_than_a_machine_holds(tmp_path):
+    ended = mprun(*EXACT, "train.accumulate=1000", "devices=1000", cwd=tmp_path)
+    assert ended.returncode == 2
+    assert "devices=1000: this machine has" in ended.stderr

@@ -1,0 +1,131 @@
+"""64 and 1,024 ranks on torch's fake process group: who takes what, which buckets, which shapes.
+
+It exchanges nothing, so that numbers are wrong by design; everything else is as with real ranks.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from mprun.distributed.flat import FlatReduction
+from mprun.distributed.overlapped import OverlappedReduction
+from mprun.distributed.ranks import Ranks
+from mprun.precision import MixedPrecisionOptimizer, cast_model, get_loss_scale, get_policy
+
+
+class Fake(Ranks):
+    """A rank of the fake group, with what the reductions ask of a `Group`."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        self.rank, self.world, self.tensors = rank, world, None
+        self.summed: list[tuple[torch.dtype, int]] = []
+
+    def all_of(self, own):
+        return [own] * self.world
+
+    def gather(self, own):
+        return torch.cat([own] * self.world)
+
+    def largest(self, values):
+        return values
+
+    def sum(self, tensor):
+        self.summed.append((tensor.dtype, tensor.numel()))
+        return dist.all_reduce(tensor, async_op=True)
+
+
+@pytest.fixture(params=[64, 1024])
+def fake(request):
+    dist.init_process_group("fake", rank=5, world_size=request.param, store=FakeStore())
+    yield Fake(5, request.param)
+    dist.destroy_process_group()
+
+
+def model_of():
+    return nn.Sequential(
+        nn.Conv2d(3, 64, 3), nn.BatchNorm2d(64), nn.Flatten(), nn.Linear(64 * 36, 256)
+    )
+
+
+def updated(reduction, mode="fp16_master_scaled", parts=1):
+    policy = get_policy(mode)
+    cast = cast_model(model_of(), policy)
+    scale = get_loss_scale("static")
+    optimizer = MixedPrecisionOptimizer(
+        cast,
+        lambda named: torch.optim.SGD([p for _, p in named], 0.1),
+        scale,
+        parts=parts,
+        reduction=reduction,
+    )
+    network = reduction.wrapped(cast.module)
+    optimizer.zero_grad()
+    reduction.overlaps = isinstance(reduction, OverlappedReduction)
+    optimizer.backward(network(policy.cast_inputs(torch.randn(2, 3, 8, 8))).float().mean())
+    optimizer.step()
+    return optimizer
+
+
+def test_the_flat_sum_is_in_fp32_and_in_buckets(fake):
+    reduction = FlatReduction(fake, fixed=False, bucket_bytes=2**20)
+    optimizer = updated(reduction, parts=fake.world)
+    numbers = sum(parameter.numel() for parameter in optimizer.parameters)
+    assert {dtype for dtype, _ in fake.summed} == {torch.float32}
+    assert sum(numel for _, numel in fake.summed) == numbers
+    assert len(fake.summed) == 2  # the last layer's 2.3 MB fill one
+    for own, updated_ in zip(optimizer.parameters, optimizer.updated, strict=True):
+        assert own.shape == updated_.shape
+
+
+def test_ddp_hands_its_buckets_over(fake, monkeypatch):
+    reduction = OverlappedReduction(fake, bucket_bytes=2**20)
+    seen = []
+    begun = OverlappedReduction.begun
+
+    def watched(self, bucket):
+        seen.append((bucket.buffer().dtype, bucket.buffer().numel()))
+        return begun(self, bucket)
+
+    monkeypatch.setattr(OverlappedReduction, "begun", watched)
+    optimizer = updated(reduction, parts=fake.world)
+    numbers = sum(parameter.numel() for parameter in optimizer.parameters)
+    assert sum(numel for _, numel in seen) == numbers
+    # As backward makes them: FP16, and FP32 of the norm layer.
+    assert {dtype for dtype, _ in seen} == {torch.float16, torch.float32}
+
+
+def test_the_fixed_order_gathers_every_micro_batch(fake):
+    reduction = FlatReduction(fake, fixed=True, bucket_bytes=2**20)
+    for _ in range(3):
+        reduction.add([torch.ones(4, 2), None, torch.ones(5)])
+    total = reduction.total()
+    assert total[1] is None
+    # Every rank has the same in this group: the sum over 3 micro-batches of each.
+    assert torch.equal(total[0], torch.full((4, 2), 3.0 * fake.world))
+    assert torch.equal(total[2], torch.full((5,), 3.0 * fake.world))
+
+
+def test_memory_order_is_kept(fake):
+    like = torch.randn(2, 3, 4, 4).contiguous(memory_format=torch.channels_last)
+    reduction = FlatReduction(fake, fixed=True, bucket_bytes=2**20)
+    reduction.add([like.clone(memory_format=torch.preserve_format), torch.randn(3)])
+    total = reduction.total()
+    assert total[0].stride() == like.stride()
+    torch.testing.assert_close(total[0], like * fake.world, rtol=1e-4, atol=1e-4)
+
+
+def test_a_rank_without_a_gradient_is_named(fake):
+    reduction = FlatReduction(fake, fixed=False, bucket_bytes=2**20)
+    reduction.add([torch.ones(2), torch.ones(3)])
+    reduction.total()
+    reduction.add([torch.ones(2), None])
+    with pytest.raises(Exception, match="parameter 1 has no gradient on rank 5"):
+        reduction.total()
+
+
+def test_sparse_gradients_are_refused(fake):
+    reduction = FlatReduction(fake, fixed=False, bucket_bytes=2**20)
+    with pytest.raises(Exception, match="sparse gradients are not summed over ranks"):
+        reduction.add([torch.eye(2).to_sparse()])

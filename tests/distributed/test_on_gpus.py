@@ -1,0 +1,53 @@
+"""Ranks on GPUs, over NCCL: needs two of them."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+MODES = ("fp32", "tf32", "fp16_master_scaled", "amp", "bf16_master", "amp_bf16")
+OVERRIDES = {
+    "classification": "model=resnet50 data=synthetic_images data.image_size=64",
+    "language_model": "model=lstm_lm data=synthetic_tokens",
+    "gan": "model=dcgan",
+}
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+
+
+def loss_of(folder, *overrides):
+    words = [sys.executable, "-m", "mprun", "device=cuda", *overrides, f"output_dir={folder}"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=300)
+    assert ended.returncode == 0, ended.stderr
+    record = json.loads((folder / "run.json").read_text())
+    return record["final"]["loss"], record
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("task", OVERRIDES)
+def test_two_gpus_learn_what_one_does(task, mode, tmp_path):
+    """Kernels and sums differ in their order; 20 steps at a usual rate stay within a hundredth."""
+    own = [*OVERRIDES[task].split(), f"precision={mode}", "train.steps=20", "data.batch_size=16"]
+    own.append("train.accumulate=2" if task != "language_model" else "train.accumulate=1")
+    alone, _ = loss_of(tmp_path / "one", *own)
+    for engine in ("auto", "flat"):
+        both, record = loss_of(tmp_path / engine, *own, "devices=2", f"dist.engine={engine}")
+        assert both == pytest.approx(alone, rel=1e-2)
+        assert record["ranks"]["backend"] == "nccl"
+        overlaps = engine == "auto" and task != "gan"
+        assert record["ranks"]["engine"] == ("ddp" if overlaps else "flat")
+
+
+def test_the_same_bits_twice(tmp_path):
+    own = ["model=resnet50", "precision=amp", "train.accumulate=2", "devices=2", "train.steps=10"]
+    own += ["data.batch_size=8", "deterministic=true"]
+    assert loss_of(tmp_path / "a", *own)[0] == loss_of(tmp_path / "b", *own)[0]

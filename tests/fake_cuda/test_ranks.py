@@ -1,0 +1,75 @@
+"""A rank of several on the fake device: engines, modes and tasks; no step waits for the device.
+
+DistributedDataParallel orders its buckets anew in the second step, and waits once for it.
+
+torch's fake process group stands for NCCL, which itself is not run here: DistributedDataParallel's
+buckets, its hook and streams, casts, sums' sizes and the update are.
+"""
+
+import pytest
+
+from .cells import MODELS, MODES
+
+SCRIPT = """
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from mprun.build import build
+from mprun.config.compose import compose_config
+from mprun.distributed.ranks import Ranks
+from mprun.precision import pin_math_flags
+
+class Fake(Ranks):
+    rank, world, tensors = 1, 2, None
+    def all_of(self, own):
+        return [own] * self.world
+    def gather(self, own):
+        return torch.cat([own] * self.world)
+    def largest(self, values):
+        return values
+    def sum(self, tensor):
+        return dist.all_reduce(tensor, async_op=True)
+
+def answer():
+    config = compose_config({overrides!r}).config
+    config.devices = "2"
+    pin_math_flags(config.precision.fp32_math)
+    dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
+    try:
+        built = build(config, torch.device("cuda"), Fake())
+        for step in range(5):
+            torch.cuda.set_sync_debug_mode("error" if step >= 2 else "default")
+            metrics = built.stepper.eager_step(step, step == 3)
+        torch.cuda.set_sync_debug_mode("default")
+        networks = [type(l.network).__name__ for l in built.task.learners.values()]
+        return {{"networks": networks, "metrics": sorted(metrics),
+                "graph": built.stepper.description["cuda_graph"]}}
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        dist.destroy_process_group()
+"""
+TASKS = {
+    "resnet50": [*MODELS["resnet50"], "train.accumulate=4"],
+    "conv_autoencoder": [*MODELS["conv_autoencoder"], "train.accumulate=2"],
+    "lstm_lm, 2 layers, dropout": MODELS["lstm_lm, 2 layers, dropout"],
+    "dcgan": [*MODELS["dcgan"], "train.accumulate=2"],
+}
+ENGINES = {"ddp": "dist.engine=auto", "flat": "dist.engine=flat", "fixed": "dist.order=fixed"}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.few(2)
+def test_a_rank_in_every_mode(device, task, mode, engine, tmp_path):
+    own = [*TASKS[task], f"precision={mode}", ENGINES[engine], "device=cuda", "threads=1"]
+    if mode in ("fp16_naive", "bf16_naive"):
+        own.append("optim=sgd")
+    file = tmp_path / "script.py"
+    file.write_text(SCRIPT.format(overrides=own))
+    found = device.ask("script", path=str(file))
+    assert "error" not in found, found["trace"]
+    overlapped = engine == "ddp" and task != "dcgan"
+    assert (found["networks"][0] == "DistributedDataParallel") == overlapped
+    assert "ranks exchange gradients in a step" in found["graph"]
+    assert {"loss", "loss_scale"} <= set(found["metrics"])

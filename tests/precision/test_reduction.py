@@ -1,0 +1,320 @@
+"""What ranks do to gradients, in one process: division, sums in 16 bits, and gloo's own bits."""
+
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+
+from mprun.precision import (
+    ForwardContext,
+    MixedPrecisionOptimizer,
+    StaticLossScale,
+    cast_model,
+    get_loss_scale,
+    get_policy,
+)
+from mprun.precision.loss_scale import NoLossScale
+from mprun.precision.policy import DIVIDE, build_policy
+from mprun.precision.reduction import Wire, factors
+
+F16, F32 = torch.float16, torch.float32
+SCALE = NoLossScale()
+
+
+def summed(gradients, dtype=F16, divide="after", ranks=None):
+    wire = Wire(dtype, ranks or len(gradients), divide)
+    for gradient in gradients:
+        wire.add([gradient.clone()], SCALE)
+    return wire.values[0], wire.after
+
+
+@given(st.integers(1, 4096), st.sampled_from(DIVIDE))
+def test_both_divisions_together_divide_by_the_number_of_ranks(ranks, divide):
+    before, after = factors(ranks, divide)
+    assert before * after == ranks
+    assert {"before": after == 1, "after": before == 1, "split": True}[divide]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8, 12, 64, 96, 1024])
+def test_split_divides_as_fsdp_does(ranks):
+    fsdp = pytest.importorskip("torch.distributed.fsdp._fully_shard._fsdp_collectives")
+    group = type("Group", (), {"size": lambda self: ranks})()
+    theirs = fsdp._get_gradient_divide_factors(group, None, F16, "cpu")[:2]
+    assert theirs == factors(ranks, "split") or theirs == (None, None)
+
+
+def test_what_sums_in_fp16_lose():
+    """Hand-derived: 65504 is the largest number, 2^-24 the smallest, 2048 + 1 rounds to 2048."""
+    large, small = torch.tensor([40000.0]).half(), torch.tensor([2.0**-24]).half()
+    assert math.isinf(summed([large, large])[0])
+    assert summed([large, large], divide="before")[0].item() == 40000
+    assert summed([small, small])[0].item() == 2.0**-23
+    assert summed([small, small], divide="before")[0].item() == 0
+    ones = [torch.tensor([2048.0]).half(), *[torch.ones(1).half()] * 3]
+    assert summed(ones)[0].item() == 2048  # each 1 is lost by itself
+    assert summed(ones[::-1])[0].item() == 2052  # 2051 is none of FP16's numbers, and 3 is even
+
+
+def loop(policy, scale, inputs, parts, model=None, **options):
+    """One step of the engine over `parts` micro-batches; (model, optimizer, update)."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    arithmetic, cast = ForwardContext(policy, inputs.device), cast_model(model, policy)
+    optimizer = MixedPrecisionOptimizer(
+        cast, lambda named: torch.optim.SGD([p for _, p in named], 0.1), scale, parts=parts
+    )
+    optimizer.zero_grad()
+    kept = []
+    for batch in inputs.chunk(parts):
+        with arithmetic:
+            with arithmetic.autocast():
+                outputs = model(policy.cast_inputs(batch))
+            optimizer.backward(F.mse_loss(outputs.float(), torch.ones_like(outputs).float()))
+        kept.append(outputs)
+    return model, optimizer, optimizer.step(measure_norm=True)
+
+
+def by_hand(policy, scale, inputs, parts):
+    """Each micro-batch's gradients as backward of its own mean leaves them."""
+    found = []
+    for batch in inputs.chunk(parts):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+        arithmetic = ForwardContext(policy, inputs.device)
+        cast_model(model, policy)
+        with arithmetic:
+            with arithmetic.autocast():
+                outputs = model(policy.cast_inputs(batch))
+            loss = F.mse_loss(outputs.float(), torch.ones_like(outputs).float())
+            (loss * scale).backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+    return found
+
+
+@pytest.mark.parametrize("mode", ["fp32", "fp16_naive", "fp16_master", "amp", "bf16_master"])
+@pytest.mark.parametrize("parts", [3, 8])
+def test_micro_batches_are_divided_after_unscaling(mode, parts):
+    """In FP32, so that a static scale acts on each micro-batch as on a batch of its own."""
+    inputs = torch.randn(24, 8, generator=torch.Generator().manual_seed(1))
+    policy, scale = get_policy(mode), 128.0 if mode == "amp" else 1.0
+    made = StaticLossScale(scale) if scale > 1 else get_loss_scale("none")
+    _, optimizer, _ = loop(policy, made, inputs, parts)
+    gradients = by_hand(policy, scale, inputs, parts)
+    found = optimizer.unscaled_gradients()
+    for number, own in enumerate(found.values()):
+        each = [micro_batch[number].to(own.dtype) for micro_batch in gradients]
+        if mode == "amp":  # unscaled and divided at once
+            each = [gradient * (torch.tensor(1 / scale) / parts) for gradient in each]
+        elif mode in ("fp16_master", "bf16_master"):
+            each = [gradient / parts for gradient in each]
+        expected = each[0]
+        for gradient in each[1:]:
+            expected = expected + gradient
+        if mode in ("fp32", "fp16_naive"):  # added up where autograd does
+            expected = expected / parts
+        assert torch.equal(own, expected)
+
+
+@pytest.mark.parametrize("divide", DIVIDE)
+@pytest.mark.parametrize("mode", ["fp16_master", "fp16_master_scaled", "fp16_naive", "amp", "fp32"])
+def test_a_step_reduces_as_so_many_ranks_would(mode, divide):
+    parts, scale = 8, 1024.0 if mode in ("fp16_master_scaled", "amp") else 1.0
+    base = get_policy(mode)
+    names = {F16: "fp16", F32: "fp32", None: None}
+    policy = build_policy(
+        mode,
+        {
+            field: names[getattr(base, field)]
+            for field in ("param_dtype", "norm_dtype", "master_dtype", "grad_dtype", "loss_dtype")
+        }
+        | {"autocast_dtype": names[base.autocast_dtype]}
+        | {"reduce_dtype": "fp16", "reduce_divide": divide},
+    )
+    inputs = torch.randn(32, 8, generator=torch.Generator().manual_seed(2))
+    made = StaticLossScale(scale) if scale > 1 else get_loss_scale("none")
+    _, optimizer, _ = loop(policy, made, inputs, parts)
+    before, after = factors(parts, divide)
+    for own, each in zip(
+        optimizer.unscaled_gradients().values(),
+        zip(*by_hand(base, scale, inputs, parts), strict=True),
+        strict=True,
+    ):
+        total = torch.zeros_like(each[0], dtype=F16)
+        for gradient in each:
+            total = total + (gradient.half().float() / before).half()
+        expected = total.to(own.dtype) / (scale * after)  # powers of two
+        assert torch.equal(own, expected)
+
+
+def test_a_sum_that_overflows_on_the_wire_is_skipped_by_a_scaler_and_lands_without():
+    policy = build_policy(
+        "own", {"param_dtype": "fp16", "reduce_dtype": "fp16", "reduce_divide": "after"}
+    )
+    for scale, skipped in ((StaticLossScale(2.0), True), (get_loss_scale("none"), False)):
+        parameter = nn.Linear(1, 1, bias=False)
+        cast = cast_model(parameter, policy)
+        optimizer = MixedPrecisionOptimizer(
+            cast, lambda named: torch.optim.SGD([p for _, p in named], 1.0), scale, parts=2
+        )
+        before = cast.masters["weight"].clone()
+        optimizer.zero_grad()
+        for _ in range(2):
+            optimizer.backward(parameter(torch.full((1, 1), 30000.0).half()).float().sum() * 1.2)
+        update = optimizer.step()
+        after = cast.masters["weight"]
+        if skipped:
+            assert update.found_inf.item() == 1 and torch.equal(after, before)
+        else:
+            assert update.found_inf is None and not torch.isfinite(after).any()
+
+
+RANKS = """
+import sys, torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
+
+def numbers(rank, dtype, count=80003):
+    torch.manual_seed(rank)
+    return (torch.randn(count) * torch.randn(count).mul(2).exp()).to(dtype)
+
+def gradients(model, rank):
+    torch.manual_seed(9)
+    model = model(nn.Linear(40, 30).half() if model is plain else nn.Linear(40, 30))
+    dtype = next(model.parameters()).dtype
+    torch.manual_seed(rank)
+    model(torch.randn(16, 40).to(dtype)).float().square().mean().backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+def plain(model):
+    return DistributedDataParallel(model, process_group=pair)
+
+def compressed(model):
+    model = DistributedDataParallel(model, process_group=pair)
+    model.register_comm_hook(pair, fp16_compress_hook)
+    return model
+
+def work(rank, folder):
+    global pair
+    torch.set_num_threads(1)
+    store = dist.FileStore(folder + "/store", 4)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=4)
+    pair, found = dist.new_group([0, 1]), {}
+    for dtype in (torch.float16, torch.bfloat16):
+        for group, count in ((None, 4), (pair, 2)):
+            if rank < count:
+                found[str(dtype), count] = numbers(rank, dtype)
+                dist.all_reduce(found[str(dtype), count], group=group)
+    if rank < 2:
+        found["stock"], found["compressed"] = gradients(plain, rank), gradients(compressed, rank)
+    if rank == 0:
+        torch.save(found, folder + "/found.pt")
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    torch.multiprocessing.start_processes(work, (sys.argv[1],), 4, start_method="fork")
+"""
+
+
+@pytest.fixture(scope="module")
+def of_ranks(tmp_path_factory):
+    """What four processes of torch.distributed (gloo) make of `numbers` and of gradients."""
+    folder = tmp_path_factory.mktemp("ranks")
+    (folder / "ranks.py").write_text(RANKS)
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, str(folder / "ranks.py"), str(folder)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return torch.load(folder / "found.pt")
+
+
+def numbers(rank, dtype, count=80003):
+    torch.manual_seed(rank)
+    return (torch.randn(count) * torch.randn(count).mul(2).exp()).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [F16, torch.bfloat16])
+def test_two_ranks_have_the_bits_of_gloo(of_ranks, dtype):
+    own, _ = summed([numbers(rank, dtype) for rank in range(2)], dtype)
+    assert torch.equal(own, of_ranks[str(dtype), 2])
+
+
+@pytest.mark.parametrize("dtype", [F16, torch.bfloat16])
+def test_four_ranks_have_the_bits_of_gloo_in_the_order_of_its_ring(of_ranks, dtype):
+    """Its ring adds quarter q from rank q - 1 downwards; ours adds from rank 0 upwards."""
+    each, theirs = [numbers(rank, dtype) for rank in range(4)], of_ranks[str(dtype), 4]
+    size = -(-theirs.numel() // 4)
+    # Where its quarters end is rounded to whole memory lines.
+    for quarter in range(4):
+        place = slice(quarter * size + 64, (quarter + 1) * size - 64)
+        order = [(quarter - 1 - step) % 4 for step in range(4)]
+        own, _ = summed([each[rank][place] for rank in order], dtype)
+        assert torch.equal(own, theirs[place])
+    in_order, _ = summed(each, dtype)
+    assert not torch.equal(in_order, theirs)  # an order has bits of its own
+    exact = sum(one.double() for one in each)
+    error, rings = float((in_order - exact).norm()), float((theirs - exact).norm())
+    assert error == pytest.approx(rings, rel=0.1)
+
+
+def test_stock_ddp_and_its_compression_divide_before_in_fp16(of_ranks):
+    for name, dtype in (("stock", F16), ("compressed", F32)):
+        each = []
+        for rank in range(2):
+            torch.manual_seed(9)
+            model = nn.Linear(40, 30).to(dtype)
+            torch.manual_seed(rank)
+            model(torch.randn(16, 40).to(dtype)).float().square().mean().backward()
+            each.append([parameter.grad for parameter in model.parameters()])
+        for pair, theirs in zip(zip(*each, strict=True), of_ranks[name], strict=True):
+            own, _ = summed(list(pair), F16, "before")
+            assert torch.equal(own.to(dtype), theirs)
+
+
+@pytest.mark.parametrize("scaler", ["none", "static", "dynamic", "apex", "logmax"])
+@pytest.mark.parametrize(
+    ("param_dtype", "reduce"),
+    [  # FP32 gradients summed in FP16 are left out: one rank sums nothing, and so rounds nothing
+        ("fp32", {}),
+        ("fp32", {"reduce_dtype": "fp32"}),
+        ("fp16", {}),
+        ("fp16", {"reduce_dtype": "fp32"}),
+        ("fp16", {"reduce_dtype": "fp16"}),
+    ],
+)
+def test_the_same_micro_batch_four_times_is_that_batch_once(param_dtype, scaler, reduce):
+    """To the last bit, four being a power of two: gradients, weights, scale and its counters."""
+    found = []
+    for parts in (1, 4):
+        divide = {"reduce_divide": "before"} if reduce else {}
+        policy = build_policy("own", {"param_dtype": param_dtype} | reduce | divide)
+        scale = get_loss_scale(scaler)
+        torch.manual_seed(0)
+        model = nn.Linear(6, 3)
+        cast, arithmetic = cast_model(model, policy), ForwardContext(policy, torch.device("cpu"))
+        optimizer = MixedPrecisionOptimizer(
+            cast, lambda named: torch.optim.SGD([p for _, p in named], 0.1), scale, parts=parts
+        )
+        for step in range(4):
+            inputs = torch.randn(5, 6) * (1e6 if step == 2 else 1)  # one overflow in FP16
+            optimizer.zero_grad()
+            for _ in range(parts):
+                with arithmetic:
+                    optimizer.backward(model(policy.cast_inputs(inputs)).float().square().mean())
+            optimizer.step()
+            scale.update()
+            torch.manual_seed(step)
+        found.append([*model.parameters(), *cast.masters.values(), *scale.state_dict().values()])
+    for one, four in zip(*found, strict=True):
+        if isinstance(one, torch.Tensor):
+            torch.testing.assert_close(four, one, rtol=0, atol=0, equal_nan=True)
+        else:
+            assert one == four
