@@ -11,13 +11,13 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import import_module
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeAlias
 
 from mprun.errors import (
     ASKING,
@@ -29,6 +29,7 @@ from mprun.errors import (
     INTERRUPTED,
     PREEMPTED,
     RESOURCE,
+    SEVERITY,
     BadInput,
 )
 from mprun.record.run_directory import Pulse, locked, write_json
@@ -50,8 +51,6 @@ class Ended:
     cause: str | None = None
 
 
-# From bad to bearable: a sweep ends with the first of these that one of its cells ended with.
-_SEVERITY = (BUG, DAMAGED, RESOURCE, BAD_INPUT, INTERRUPTED, PREEMPTED)
 _CODES = {"done": DONE, "diverged": DIVERGED, "preempted": PREEMPTED}
 
 
@@ -76,7 +75,8 @@ def attempts_of(cell: Cell) -> int:
 
 def exit_code(codes: list[int]) -> int:
     """The exit code of a sweep: DONE if every cell has an outcome, else the worst."""
-    return next((code for code in _SEVERITY if code in codes), DONE)
+    failed = set(codes) - {DIVERGED}  # which is an outcome
+    return next((code for code in SEVERITY if code in failed), DONE)
 
 
 def settle(cell: Cell, ended: Ended, attempts_before: int) -> Outcome:
@@ -169,6 +169,7 @@ class Attempt:
 
     In a process group of its own Ctrl-C reaches the sweep alone, and what the run has started can
     be killed with it. A process without a heartbeat for `stall_after` seconds (0: never) is killed.
+    `environment`: variables of the process beside those of this one.
     """
 
     def __init__(
@@ -176,10 +177,11 @@ class Attempt:
         cell: Cell,
         config_dir: str | None,
         stall_after: float,
-        start: "Callable[[list[str], Path], subprocess.Popen | Fork] | None" = None,
+        start: "Start | None" = None,
+        environment: Mapping[str, str] | None = None,
     ):
         self.cell, self.config_dir, self.stall_after = cell, config_dir, stall_after
-        self.start = start or start_child
+        self.start, self.environment = start or start_child, environment or {}
         self._begin()
 
     def _begin(self, resume: bool = True) -> None:
@@ -194,8 +196,10 @@ class Attempt:
         if self.resumed:
             keep_log(self.cell)
             # Not an override that Hydra parses: taken as it is.
-            # A record vouches for no code: the sweep's own command line does.
-            arguments = [f"resume={self.cell.directory}", *self.cell.factories]
+            # A record vouches for no code: the sweep's own command line does. And it may have been
+            # on more GPUs than the cell has now.
+            devices = f"devices={self.cell.devices}"
+            arguments = [f"resume={self.cell.directory}", devices, *self.cell.factories]
         else:
             try:
                 put_aside(self.cell)
@@ -205,7 +209,8 @@ class Attempt:
             arguments = [*self.cell.overrides, f"output_dir='{quoted}'"]
             if self.config_dir is not None:
                 arguments += ["--config-dir", self.config_dir]
-        self.process = self.start([str(os.getpid()), *arguments], self.cell.log)
+        arguments = [str(os.getpid()), *arguments]
+        self.process = self.start(arguments, self.cell.log, self.environment)
         self.pulse = Pulse(self.cell.directory)
 
     @property
@@ -267,10 +272,13 @@ class Attempt:
         return record is None or record["status"] != "failed"
 
 
-def start_child(arguments: list[str], log: Path) -> subprocess.Popen:
+def start_child(
+    arguments: list[str], log: Path, environment: Mapping[str, str]
+) -> subprocess.Popen:
     """`python -m mprun.cli.child ARGUMENTS` in a process group of its own, printing into `log`.
 
-    Of a run only stderr: it prints the name of its directory as its result.
+    Of a run only stderr: it prints the name of its directory as its result. environment: variables
+    beside those of this process.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "wb") as file:
@@ -280,6 +288,7 @@ def start_child(arguments: list[str], log: Path) -> subprocess.Popen:
             stdout=file if arguments[0] == "--launch" else subprocess.DEVNULL,
             stderr=file,
             process_group=0,
+            env={**os.environ, **environment},
         )
 
 
@@ -289,7 +298,7 @@ class Fork:
     It has imported what this process has: 6 s of each run, where that is torch.
     """
 
-    def __init__(self, arguments: list[str], log: Path):
+    def __init__(self, arguments: list[str], log: Path, environment: Mapping[str, str]):
         log.parent.mkdir(parents=True, exist_ok=True)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -299,7 +308,7 @@ class Fork:
             warnings.simplefilter("ignore", DeprecationWarning)
             self.pid = os.fork()
             if self.pid == 0:
-                _become_child(arguments, file.fileno())
+                _become_child(arguments, file.fileno(), environment)
         with suppress(OSError):  # both do it: whoever comes first
             os.setpgid(self.pid, self.pid)
 
@@ -316,7 +325,7 @@ class Fork:
             os.kill(self.pid, signal.SIGTERM)
 
 
-def _become_child(arguments: list[str], log: int) -> NoReturn:
+def _become_child(arguments: list[str], log: int, environment: Mapping[str, str]) -> NoReturn:
     """Be `python -m mprun.cli.child`, in the child of a fork; nothing of the parent's goes on."""
     code = BUG
     try:
@@ -328,6 +337,7 @@ def _become_child(arguments: list[str], log: int) -> NoReturn:
         null = os.open(os.devnull, os.O_RDWR)
         for descriptor, file in enumerate((null, null, log)):
             os.dup2(file, descriptor)
+        os.environ.update(environment)  # CUDA reads it when it is first used, which was not yet
         sys.argv = ["mprun", *arguments]
         code = import_module("mprun.cli.child").child(arguments)
     except BaseException:
@@ -339,7 +349,11 @@ def _become_child(arguments: list[str], log: int) -> NoReturn:
         os._exit(code)
 
 
-def quickest_start() -> Callable[[list[str], Path], subprocess.Popen | Fork]:
+# Starts a process with arguments, a file to print into, and more variables of its environment.
+Start: TypeAlias = Callable[[list[str], Path, Mapping[str, str]], subprocess.Popen | Fork]
+
+
+def quickest_start() -> Start:
     """How to start runs: as copies of this process, once it has imported what they need.
 
     Not where torch is loaded already, which may hold threads and a CUDA context that no copy has,

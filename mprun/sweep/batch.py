@@ -72,7 +72,7 @@ class Batch:
             },
         )
         launch_it = ["--launch", str(os.getpid()), str(self.folder)]
-        self.driver = start_child(launch_it, self.folder / "driver.log")
+        self.driver = start_child(launch_it, self.folder / "driver.log", {})
         self.jobs = [Job(self, number, cell) for number, cell in enumerate(cells)]
 
     def stop(self) -> None:

@@ -27,6 +27,8 @@ class Cell:
     mode: str
     scaler: str
     seed: int
+    device: str = "auto"
+    devices: str = "1"
     factories: tuple[str, ...] = ()  # the user's own code that the sweep names, as overrides
     data_places: tuple[tuple[str, str | None], ...] = ()  # as `data_places` gives them
 

@@ -168,6 +168,12 @@ def plan(overrides: list[str], config_dir: str | None) -> Plan:
     if count > 200:  # a second or more
         print(f"mprun: checking the configurations of {count:,} runs", file=sys.stderr)
     composed = [compose_config(combination, config_dir) for combination in product(*values)]
+    for nodes in (one.config.nodes for one in composed):
+        if nodes > 1:
+            raise BadInput(
+                f"nodes={nodes}: a run of a sweep is on one machine (allowed: 1); start one on "
+                "several by srun or torchrun, without -m"
+            )
     output_root = Path(composed[0].config.output_root)
     cells = [_cell(one, output_root, swept) for one in composed]
     directories = {cell.directory for cell in cells}
@@ -193,6 +199,8 @@ def _cell(composed: Composed, output_root: Path, swept: frozenset[str]) -> Cell:
         mode=str(composed.choices["precision"]),
         scaler=composed.config.scaler.name,
         seed=composed.config.seed,
+        device=composed.config.device,
+        devices=composed.config.devices,
         factories=as_overrides(plain),
         data_places=data_places(plain),
     )

@@ -15,8 +15,9 @@ from typing import Any, BinaryIO
 from mprun.errors import ASKING, DONE, INTERRUPTED, PREEMPTED, BadInput, MprunError
 from mprun.record.console import columns
 from mprun.record.run_directory import is_at
-from mprun.sweep.attempt import Attempt, exit_code, failed_elsewhere, quickest_start
+from mprun.sweep.attempt import Attempt, Start, exit_code, failed_elsewhere, quickest_start
 from mprun.sweep.batch import Batch, Job
+from mprun.sweep.gpus import Gpus, visible_gpus
 from mprun.sweep.jobs import Cell, State, look
 from mprun.sweep.plan import Plan, plan
 from mprun.sweep.status_page import Board
@@ -69,10 +70,12 @@ def sweep(
 ) -> int:
     """Run all cells, `jobs` (None: 1) at a time; prints the table. 0 if every cell has an outcome.
 
+    Each has GPUs of its own, so that fewer run at a time where there are not enough.
+
     Args:
         overrides: with several values where the cells differ.
         config_dir: of the user's own options.
-        jobs: runs at a time.
+        jobs: runs at a time, at most.
         stall_after: seconds without a heartbeat after which a run is killed; 0: never.
         curves: writes the mean curves of the runs in some folders below a root, and says where.
             With it the next commands are printed; without it somebody else goes on.
@@ -82,13 +85,19 @@ def sweep(
         raise BadInput(f"-j {jobs}: not with a launcher, which has a number of its own")
     finished = [cell for cell in planned.cells if look(cell) is State.FINISHED]
     waiting = [cell for cell in planned.cells if cell not in finished]
+    # A launcher places its jobs itself.
+    gpus = Gpus([] if planned.launcher else visible_gpus())
+    at_once = gpus.at_once(waiting)
     already = f", {len(finished) if waiting else 'all'} finished already" if finished else ""
     print(f"sweep of {len(planned.cells)} runs in {planned.root}{already}", file=sys.stderr)
     board = Board(planned, _command(overrides, jobs, config_dir))
+    if at_once < min(jobs or 1, len(waiting)):
+        print(f"mprun: -j {jobs}: {gpus.in_words(waiting)}", file=sys.stderr)
+        jobs = at_once
     for cell in finished:
         board.finished(cell)
     with StopRequest() as stop:
-        loop = _Loop(planned, jobs or 1, stall_after, board, stop)
+        loop = _Loop(planned, jobs or 1, gpus, stall_after, board, stop)
         codes = loop.run(waiting)
     board.write(now=True)
     print(board.table(columns(1000, sys.stdout) if sys.stdout.isatty() else None))
@@ -124,9 +133,15 @@ class _Loop:
     """Starts attempts while there is room for them, until every cell has had one."""
 
     def __init__(
-        self, planned: Plan, jobs: int, stall_after: float, board: Board, stop: StopRequest
+        self,
+        planned: Plan,
+        jobs: int,
+        gpus: Gpus,
+        stall_after: float,
+        board: Board,
+        stop: StopRequest,
     ):
-        self.plan, self.jobs, self.stall_after = planned, jobs, stall_after
+        self.plan, self.jobs, self.gpus, self.stall_after = planned, jobs, gpus, stall_after
         self.board, self.stop = board, stop
         self.waiting: deque[Cell] = deque()
         self.running: list[Attempt | Job] = []
@@ -135,7 +150,7 @@ class _Loop:
         self.told = False
         self.elsewhere: set[Cell] = set()  # cells that another process has had
         self.batch: Batch | None = None
-        self.start: Callable[..., Any] | None = None  # how a run is started, once one was
+        self.start: Start | None = None  # how a run is started, once one was
         # With one run at a time its progress is shown as it comes.
         self.console = _Console() if jobs == 1 and not planned.launcher else None
 
@@ -161,10 +176,12 @@ class _Loop:
         room = self._room()
         if room < 1:
             return
-        ready: list[Cell] = []
+        ready: dict[Cell, dict[str, str]] = {}  # with what their environment has more
         for cell in list(self.waiting):
             if len(ready) >= room:
                 break
+            if not self.gpus.has_room(cell):  # one behind it may need fewer
+                continue
             state = look(cell)
             if state is State.IN_USE:
                 self.board.in_use(cell)
@@ -179,19 +196,20 @@ class _Loop:
                 self.codes.append(outcome.code)
                 self.board.ended(cell, outcome)
             else:
-                ready.append(cell)
+                ready[cell] = self.gpus.take(cell)
         if not ready:
             self.look_again = time.monotonic() + _LOOK_AGAIN_S
         elif self.plan.launcher:
-            self.batch = Batch(self.plan, self.plan.launcher, ready, self.stall_after)
+            self.batch = Batch(self.plan, self.plan.launcher, list(ready), self.stall_after)
             self.running = list(self.batch.jobs)
             self.board.words |= dict.fromkeys(ready, "waiting")
         else:
-            for cell in ready:
+            for cell, environment in ready.items():
                 self.board.started_run(cell)
                 self.start = self.start or quickest_start()
-                begun = Attempt(cell, self.plan.config_dir, self.stall_after, self.start)
-                self.running.append(begun)
+                self.running.append(
+                    Attempt(cell, self.plan.config_dir, self.stall_after, self.start, environment)
+                )
 
     def _room(self) -> int:
         if self.plan.launcher:
@@ -209,6 +227,8 @@ class _Loop:
             if outcome is None:
                 continue
             self.running.remove(attempt)
+            self.gpus.give_back(cell)
+            self.look_again = 0.0  # what has waited for them
             if self.batch is not None and not self.running:
                 self.batch.close()
             if self.console is not None:

@@ -1,0 +1,99 @@
+"""The GPUs of this machine, and which of them each run of a sweep has.
+
+Found without torch, which takes seconds to import and would hold them.
+"""
+
+import os
+import re
+from collections.abc import Iterable
+from itertools import accumulate, takewhile
+from pathlib import Path
+
+import pynvml
+
+from mprun.errors import BadInput
+from mprun.sweep.jobs import Cell
+
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+_NAME = re.compile(r"\d+|(GPU|MIG)-.+")
+_DRIVER = Path("/proc/driver/nvidia/gpus")
+
+
+def visible_gpus() -> list[str]:
+    """The names, as CUDA_VISIBLE_DEVICES takes them, of the GPUs that a process started here has.
+
+    Those that it lists, as CUDA reads it up to the first that is none ("-1", or SLURM's
+    "NoDevFiles"); where it is not set, a number for each GPU of the driver's.
+    """
+    listed = os.environ.get(_VISIBLE)
+    names = map(str, range(_count())) if listed is None else map(str.strip, listed.split(","))
+    return list(takewhile(_NAME.fullmatch, names))
+
+
+def _count() -> int:
+    try:
+        pynvml.nvmlInit()
+        try:
+            count: int = pynvml.nvmlDeviceGetCount()
+            return count
+        finally:
+            pynvml.nvmlShutdown()  # runs are forks of this process
+    except pynvml.NVMLError:  # no driver, or a container that has it without NVML
+        return len(list(_DRIVER.glob("*")))
+
+
+class Gpus:
+    """Gives each cell GPUs of its own while it runs; a cell on the CPU needs none.
+
+    Args:
+        names: as `visible_gpus` gives them. Without any, no cell gets or needs one.
+    """
+
+    def __init__(self, names: Iterable[str]):
+        self.names = list(names)
+        self._taken: dict[Cell, list[str]] = {}
+
+    def wanted(self, cell: Cell) -> int:
+        """How many the cell takes. Raises BadInput if it asks for more than there are."""
+        most = len(self.names)
+        if not most or cell.device == "cpu":
+            return 0
+        wanted = most if cell.devices == "auto" else int(cell.devices)
+        if wanted > most:
+            allowed = "1" if most == 1 else f"a whole number from 1 to {most},"
+            raise BadInput(
+                f"devices={cell.devices}: {self._there_are()} here; must be {allowed} or auto"
+            )
+        return wanted
+
+    def at_once(self, cells: Iterable[Cell]) -> int:
+        """How many of the cells can run at once, at most. Raises BadInput as `wanted` does."""
+        totals = accumulate(sorted(map(self.wanted, cells)))
+        return sum(total <= len(self.names) for total in totals)
+
+    def in_words(self, cells: Iterable[Cell]) -> str:
+        """`4 GPUs hold 2 runs of devices=2 at a time`, for each number that the cells ask for."""
+        asked = {wanted: cell.devices for cell in cells if (wanted := self.wanted(cell))}
+        runs = ((len(self.names) // wanted, devices) for wanted, devices in sorted(asked.items()))
+        held = " or ".join(f"{n} run{'s' * (n > 1)} of devices={devices}" for n, devices in runs)
+        return f"{self._there_are()} hold{'s' * (len(self.names) == 1)} {held} at a time"
+
+    def has_room(self, cell: Cell) -> bool:
+        """Whether so many as the cell takes are free."""
+        return self.wanted(cell) <= len(self._free())
+
+    def take(self, cell: Cell) -> dict[str, str]:
+        """The environment variables that give the cell the first that are free, now its own."""
+        taken = self._taken[cell] = self._free()[: self.wanted(cell)]
+        return {_VISIBLE: ",".join(taken)} if taken else {}
+
+    def give_back(self, cell: Cell) -> None:
+        """Its attempt has ended."""
+        self._taken.pop(cell, None)
+
+    def _free(self) -> list[str]:
+        taken = {name for names in self._taken.values() for name in names}
+        return [name for name in self.names if name not in taken]
+
+    def _there_are(self) -> str:
+        return f"{len(self.names)} GPU{'s' * (len(self.names) != 1)}"
