@@ -74,7 +74,8 @@ def tests_graphs(setting: Setting, seconds: float) -> list[Step]:
 
 def tests_others(setting: Setting, seconds: float) -> list[Step]:
     """What the parts above leave out, but for the slow ones."""
-    before = [name for folder in ("tasks", "precision", "execution") for name in _in_folder(folder)]
+    folders = ("tasks", "precision", "execution", "distributed")
+    before = [name for folder in folders for name in _in_folder(folder)]
     others = [name for name in gpu_test_files(ROOT / "tests") if name not in before]
     graphs, chosen = _in_folder("execution"), " or ".join(_LATER_MODES)
     return [
@@ -141,6 +142,24 @@ def update(setting: Setting, seconds: float) -> list[Step]:
     if setting.dry:
         command += ["--only", "autoencoder", "--turns", "2", "--threads", "1"]
     return [Step("update_speed", [*command, "--json", str(record)], record=record)]
+
+
+def tests_ranks(setting: Setting, seconds: float) -> list[Step]:
+    """Several GPUs: the same run as on one, in every mode; skipped where there is one."""
+    return _tests(setting, "tests_ranks", _in_folder("distributed"))
+
+
+def bench_ranks(setting: Setting, seconds: float) -> list[Step]:
+    """How speed grows with the GPUs; on one, what a rank costs."""
+    out = setting.work / "bench_ranks"
+    command = _python("-m", "mprun", "bench", "--out", str(out), f"device={setting.device}")
+    command += ["devices=auto", "model=resnet50", "data=synthetic_images", "data.image_size=224"]
+    command += ["data.batch_size=128", "--modes", "fp32,tf32,amp"]
+    if setting.dry:
+        command = _python("-m", "mprun", "bench", "--out", str(out), "devices=2", "device=cpu")
+        command += ["model=conv_autoencoder", "data.batch_size=4", "--modes", "fp32"]
+        command += ["--windows", "1", "threads=1"]
+    return [Step("bench_ranks", command, table=out / "scaling.md", record=out / "scaling.json")]
 
 
 def questions(setting: Setting, seconds: float) -> list[Step]:
@@ -213,12 +232,15 @@ PARTS = {
     "update": Part(35, update),
     "tests_others": Part(110, tests_others),
     "tests_slow": Part(120, tests_slow),
+    "tests_ranks": Part(150, tests_ranks),
+    "bench_ranks": Part(355, bench_ranks),
 }
 # What one call does, and after the environment in this order: what most depends on comes first.
 CALLS = {
     "first": ("tests_models", "tests_update", "tests_graphs", "bench", "fidelity", "questions"),
     "verdicts": ("results", "data"),
     "peers": ("bench_peers", "update", "tests_others", "tests_slow"),
+    "ranks": ("tests_ranks", "bench_ranks"),
 }
 
 

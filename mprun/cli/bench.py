@@ -23,6 +23,7 @@ batches that lie on the device.
 
   mprun bench [key=value ...]   the modes of this configuration, as measured here
   mprun bench --host ...        will it fit, and what does the host need? Memory to the byte, launches and host time of a CUDA step, without a GPU: on a fake CUDA device (needs a CUDA build of torch and a C compiler)
+  mprun bench devices=8 ...     1, 2, 4, 8 ranks: speed, efficiency, what the sum of gradients adds to a step
   mprun bench --roofline ...    FLOPs, bytes and limits of a step, without a GPU (mprun bench --roofline --help)"""  # noqa: E501 - the help page breaks lines
 _MORE = """\
 Writes bench.jsonl (windows as they are measured), bench.json, bench.md, bench.png, logs/.
@@ -36,9 +37,31 @@ def main(arguments: list[str]) -> int:
         from mprun.cli.roofline import main as roofline
 
         return roofline([argument for argument in arguments if argument != "--roofline"])
+    for word in arguments:
+        if word.partition("=")[0] in ("--ranks", "--link"):
+            raise BadInput(f"bench {word}: goes with --roofline")
+    for word in arguments:
+        if word.startswith("devices=") and word != "devices=1":
+            return _scaling([a for a in arguments if a != word], word.partition("=")[2])
     started = time.monotonic()
     again = ["mprun", "bench", *arguments]
     return bench("mprun.bench.contest:Contest", parse(arguments), again, started)
+
+
+def _scaling(arguments: list[str], devices: str) -> int:
+    options = parse(arguments)
+    for name in ("host", "end_to_end", "plain", "steps_per_window"):
+        if getattr(options, name):
+            raise BadInput(f"bench --{name.replace('_', '-')}: not with devices={devices}")
+    from mprun.bench.contest import Contest
+    from mprun.bench.ranks import scaling, worlds
+    from mprun.training.run import resolve_device
+
+    config = compose_config(options.overrides, options.config_dir).config
+    device = resolve_device(config.device)
+    worlds(devices, device)
+    groups, _ = Contest().plan(options, device)
+    return scaling(options, devices, groups[0].modes, claimed(options, groups))
 
 
 def bench_parser(what: str = _WHAT) -> Arguments:

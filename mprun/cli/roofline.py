@@ -5,6 +5,8 @@ from argparse import Namespace
 from typing import TYPE_CHECKING
 
 from mprun.bench.roofline.limits import GPUS, Ceilings, as_text, ceilings_of, limits, why_not
+from mprun.bench.roofline.ranks import LINKS, MOST_RANKS, link_of, nodes_of, on_ranks
+from mprun.bench.roofline.ranks import as_text as ranks_text
 from mprun.cli.arguments import Arguments, known_modes, names, number
 from mprun.config.overrides import parse_overrides
 from mprun.errors import DONE, BadInput
@@ -15,7 +17,8 @@ if TYPE_CHECKING:
 _WHAT = """\
 What a training step can reach on a GPU, counted without it: FLOPs and bytes of one step of the
 configuration, on tensors without values, and from them the samples per second that a GPU cannot
-exceed, per precision mode, and the memory that it needs."""
+exceed, per precision mode, and the memory that it needs; with --ranks instead what several
+GPUs lose to the sum of their gradients."""
 _MORE = """\
 Data are never read: sizes come from the configuration (data.image_size, model.num_classes, ...).
 
@@ -27,12 +30,14 @@ def main(arguments: list[str]) -> int:
     """Entry point, without the word --roofline; returns the exit code."""
     options = parse(arguments)
     ceilings = ceilings_of(options.gpu)
-    found = limits(*counted_modes(options, ceilings))
-    print(
-        json.dumps(found, indent=1, allow_nan=False)
-        if options.json
-        else as_text(found, options.top)
-    )
+    steps, ceilings, refused = counted_modes(options, ceilings)
+    found = limits(steps, ceilings, refused)
+    if options.ranks:
+        found["ranks"] = on_ranks(steps, found, options.ranks, options.link)
+    if options.json:
+        print(json.dumps(found, indent=1, allow_nan=False))
+    else:
+        print(ranks_text(found) if options.ranks else as_text(found, options.top))
     return DONE
 
 
@@ -47,6 +52,9 @@ def parse(arguments: list[str]) -> Namespace:
     at_most = number("--top", 1, 100, whole=True)
     add("--top", nargs="?", const="10", default=0, type=at_most, metavar="N",
         help="also the N (10) most expensive kinds of operation of each mode")  # fmt: skip
+    add("--ranks", type=_ranks, metavar="N,M", help="instead: what so many ranks reach on paper")
+    add("--link", type=link_of, metavar="LINK",
+        help=f"with --ranks: {', '.join(LINKS)}, or GB/s of each GPU to the others")  # fmt: skip
     add("--json", action="store_true", help="everything as JSON")
     add("--config-dir", metavar="DIR", help="options of your own, as for a run")
     options = parser.parse(arguments)
@@ -55,7 +63,28 @@ def parse(arguments: list[str]) -> Namespace:
             given = ",".join(options.mode)
             raise BadInput(f"--mode {given}: not together with precision=; give one of the two")
         options.mode = known_modes("--mode", options.mode, options.config_dir)
+    _check_ranks(options)
     return options
+
+
+def _ranks(text: str) -> list[int]:
+    one = number("--ranks", 1, MOST_RANKS, "whole numbers", whole=True)
+    return list(dict.fromkeys(int(one(word)) for word in text.split(",")))
+
+
+def _check_ranks(options: Namespace) -> None:
+    if options.ranks is None:
+        if options.link is not None:
+            raise BadInput(f"--link {options.link.name}: goes with --ranks")
+        return
+    given = ",".join(map(str, options.ranks))
+    if options.link is None:
+        known = ", ".join(LINKS)
+        raise BadInput(f"--ranks {given}: needs --link (allowed: {known}, or GB/s of a GPU)")
+    if options.top:
+        raise BadInput(f"--top {options.top}: not together with --ranks; give one of the two")
+    for count in options.ranks:
+        nodes_of(count, options.link)
 
 
 def counted_modes(

@@ -66,6 +66,17 @@ def test_one_precision_among_the_keys(capsys):
         (["--gpu", "V100", "precision=bf16_naive"], "V100 has no BF16 products"),
         (["--mode", "amp", "precision=fp32"], "give one of the two"),
         (["--mode", "fp8"], "--mode fp8: unknown"),
+        (["--ranks", "0", "--link", "nvlink"], "--ranks 0: must be whole numbers from 1 to 65536"),
+        (["--ranks", "8,", "--link", "nvlink"], "--ranks : must be"),
+        (["--ranks", "8,x", "--link", "nvlink"], "--ranks x: must be"),
+        (["--ranks", "8,12", "--link", "nvlink"], "--ranks 12 --link nvlink: has nodes of 8 GPUs"),
+        (["--ranks", "8"], "--ranks 8: needs --link (allowed: nvlink, nvlink3, 100gbe, 25gbe, or"),
+        (["--link", "nvlink"], "--link nvlink: goes with --ranks"),
+        (["--ranks", "8", "--link", "wifi"], "--link wifi: unknown (allowed: nvlink, nvlink3"),
+        (["--ranks", "8", "--link", "25gb"], "did you mean '25gbe'?"),
+        (["--ranks", "8", "--link", "0"], "--link 0: unknown"),
+        (["--ranks", "8", "--link", "nan"], "GB/s of a GPU from 0.01 to 10000"),
+        (["--ranks", "8", "--link", "1", "--top"], "--top 10: not together with --ranks"),
         (["--fast"], "--fast: unknown option"),
         (["resnet"], "neither an option nor key=value"),
         (["device=cpu"], "device=cpu"),
@@ -83,6 +94,35 @@ def test_bad_input_is_one_line(arguments, message):
 def test_reached_through_mprun_bench(capsys):
     assert mprun(["bench", "--roofline", "--gpu", "cpu"]) == 2
     assert "a roofline is that of a named GPU" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--ranks", "--ranks=8", "--link"])
+def test_ranks_are_those_of_the_roofline(option, capsys):
+    assert mprun(["bench", option, "8"]) == 2
+    assert capsys.readouterr().err == f"mprun: bench {option}: goes with --roofline\n"
+
+
+def test_several_ranks_in_80_columns(capsys):
+    several = ["data.batch_size=8", "train.accumulate=2", "precision.reduce_dtype=fp16"]
+    ranks = ["--ranks", "1,65536", "--link", "nvlink", "--mode", "amp"]
+    assert main([*SMALL, *several, *ranks]) == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80
+    assert "320 tokens a rank, H200, --link nvlink" in text
+    assert "sums in fp16" in text and "| 65,536 | 8,192 | fp16 |" in text
+    for assumption in ("not measurements", "nccl-tests#212", "hops of 8 us", "dist.bucket_mb"):
+        assert assumption in text
+
+
+def test_json_of_ranks(capsys):
+    words = [*SMALL, "--json", "--mode", "amp"]
+    assert main([*words, "--ranks", "2,4", "--link", "12.5"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    ranks = found.pop("ranks")
+    assert [row["ranks"] for row in ranks["modes"]["amp"]["rows"]] == [2, 2, 4, 4]
+    assert ranks["link"]["between"] == 12.5e9
+    assert main(words) == 0
+    assert list(json.loads(capsys.readouterr().out)) == list(found)
 
 
 @pytest.mark.parametrize(

@@ -481,7 +481,10 @@ def test_a_kill_while_a_file_is_written_leaves_the_one_before(module, tmp_path, 
 @pytest.mark.parametrize(
     "environment, told",
     [
-        ({"PARTS": "fidelity,benhc"}, "PARTS=benhc: one of first, verdicts, peers, environment"),
+        (
+            {"PARTS": "fidelity,benhc"},
+            "PARTS=benhc: one of first, verdicts, peers, ranks, environ",
+        ),
         ({"PARTS": "data"}, "PARTS=data: needs the folder"),
         ({"DEVICE": "tpu"}, "DEVICE=tpu: cuda, or cpu"),
         ({"LIMIT": "soon"}, "LIMIT=soon: seconds"),
@@ -523,7 +526,7 @@ def test_a_dry_run_of_every_part_with_one_that_fails(module, tmp_path):
     """Real code at its smallest size; the folder of real data is empty, so that part fails."""
     (tmp_path / "empty").mkdir()
     out = tmp_path / "out"
-    settings = {"PARTS": "first,verdicts,peers", "LIMIT": "800", "MPRUN_COMMIT": "abc123"}
+    settings = {"PARTS": "first,verdicts,peers,ranks", "LIMIT": "900", "MPRUN_COMMIT": "abc123"}
     done = gpu_check(out, tmp_path / "empty", timeout=900, **settings)
     record = json.loads((out / "gpu_check.json").read_text())
     assert done.returncode == 1, done.stdout + done.stderr
@@ -535,7 +538,7 @@ def test_a_dry_run_of_every_part_with_one_that_fails(module, tmp_path):
     machine = steps["machine"]["record"]
     assert machine["commit"] == "abc123" and machine["packages"]["torch"]
     names = [name for name in steps if name.startswith("tests_")]
-    assert len(names) == 6 and all(steps[name]["record"]["skipped"] > 0 for name in names)
+    assert len(names) == 7 and all(steps[name]["record"]["skipped"] > 0 for name in names)
     assert steps["fidelity"]["record"]["rows"] and steps["questions"]["record"]["answers"]
     text = (out / "gpu_check.md").read_text()
     assert text.startswith("# gpu_check on cpu: a part failed or overran\n")

@@ -51,6 +51,8 @@ class Counted:
         update: how, "single_pass" or which of torch's implementations.
         memory: in bytes.
         counted_s: how long the count took.
+        micro_batches: of the step.
+        bucket_bytes: of the FP32 gradients that ranks would sum at a time.
     """
 
     label: str
@@ -65,6 +67,8 @@ class Counted:
     update: str
     memory: Memory
     counted_s: float
+    micro_batches: int = 1
+    bucket_bytes: float = 25 * 2**20
 
     @property
     def flops(self) -> int:
@@ -127,6 +131,8 @@ def count(
         update=optimizers[0].update_path,
         memory=memory,
         counted_s=time.perf_counter() - started,
+        micro_batches=config.train.accumulate,
+        bucket_bytes=config.dist.bucket_mb * 2**20,
     )
 
 

@@ -235,7 +235,7 @@ def _speed(modes: dict[str, dict], unit: str) -> str:
     rows = [
         [
             mode,
-            *("-" if line[key] is None else _three(line[key]) for key in _RATES),
+            *("-" if line[key] is None else three(line[key]) for key in _RATES),
             f"{line['flops_per_sample'] / 1e9:.3g}",
             f"{line['bytes_per_sample'] / 1e6:.3g}",
             f"{line['memory_bound_share']:.0%}",
@@ -262,7 +262,7 @@ def _memory(modes: dict[str, dict], card: float) -> str:
 
 def _notes(found: dict[str, Any]) -> list[str]:
     unit, (mode, first) = found["sample"], next(iter(found["modes"].items()))
-    graph, eager = _three(first["graph_launches"]), _three(first["eager_launches"])
+    graph, eager = three(first["graph_launches"]), three(first["eager_launches"])
     paths = ", ".join(dict.fromkeys(line["update"] for line in found["modes"].values()))
     seconds = found["update_recipes_s"].items()
     recipes = ", ".join(f"{name} {value * 1e3:.3g}" for name, value in seconds)
@@ -295,6 +295,6 @@ def _most_expensive(kinds: list[dict], unit: str, samples: int) -> str:
     return markdown_table(header, rows)
 
 
-def _three(value: float) -> str:
+def three(value: float) -> str:
     """Three significant digits, with separators."""
     return f"{float(f'{value:.3g}'):,.0f}" if value >= 100 else f"{value:.3g}"
