@@ -1,0 +1,82 @@
+"""How many FP16 gradients become 0 where they are divided by the number of ranks before their sum.
+
+    python -m benchmarks.ranks_underflow [--models lstm_lm,conv_autoencoder,resnet50] [--json FILE]
+
+The gradients of one step of a fresh model, FP16 with FP32 master weights, as backward leaves them
+at a static loss scale: that is what data-parallel training divides and sums. Printed is the share
+of those that are not 0 and become 0, and in brackets the error of all of them, L2 relative.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mprun.build import build
+from mprun.config.compose import compose_config
+from mprun.precision import pin_math_flags
+from mprun.precision.loss_scale import NoLossScale
+from mprun.precision.reduction import Wire
+from mprun.record.console import markdown_table
+
+RANKS, SCALES = (2, 8, 64, 1024), (1, 1024, 65536)
+
+
+def gradients(model: str, scale: int) -> list[Tensor]:
+    """Those of the second step of a run, times `scale`: float16, one tensor a parameter."""
+    words = ["precision=fp16_master", "device=cpu", *([] if scale == 1 else ["scaler=static"])]
+    words += [] if scale == 1 else [f"scaler.scale={scale}"]
+    config = compose_config([f"model={model}", *words]).config
+    pin_math_flags(config.precision.fp32_math)
+    torch.manual_seed(config.seed)
+    task = build(config, torch.device("cpu")).task
+    task.train_step(0)
+    (batch,) = task.load(1)
+    with task.arithmetic:
+        _, loss = task.loss(batch)
+        task.learner.optimizer.zero_grad()
+        task.loss_scale.backward(loss)
+    found = [parameter.grad for parameter in task.learner.model.parameters()]
+    return [grad for grad in found if grad is not None and grad.dtype is torch.float16]
+
+
+def lost(made: list[Tensor], ranks: int) -> tuple[float, float]:
+    """(share of the non-zero ones that become 0, relative L2 error) of dividing by `ranks`."""
+    wire = Wire(torch.float16, ranks, "before")
+    wire.add([grad.clone() for grad in made], NoLossScale())
+    zeros = total = 0
+    error = square = 0.0
+    for before, after in zip(made, wire.values, strict=True):
+        assert after is not None
+        known = before.double() / ranks
+        total += int((before != 0).sum())
+        zeros += int(((before != 0) & (after == 0)).sum())
+        error += float((after.double() - known).square().sum())
+        square += float(known.square().sum())
+    return zeros / total, (error / square) ** 0.5
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--models", default="lstm_lm,conv_autoencoder,resnet50")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    given = parser.parse_args()
+    rows, found = [], []
+    for model in given.models.split(","):
+        for scale in SCALES:
+            made = gradients(model, scale)
+            if not all(bool(torch.isfinite(grad).all()) for grad in made):
+                continue  # this scale would be backed off
+            shares = {ranks: lost(made, ranks) for ranks in RANKS}
+            cells = [f"{share:.2%} ({error:.0e})" for share, error in shares.values()]
+            rows.append([model, str(scale), *cells])
+            found.append({"model": model, "scale": scale, "lost": shares})
+    print(markdown_table(["model", "scale", *map(str, RANKS)], rows))
+    if given.json is not None:
+        given.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
