@@ -276,7 +276,7 @@ class PreparedOptimizer(Optimizer):
             model.optimizers.add(self)
             if self.scale.skips_nonfinite:
                 model.guard = model.guard or BatchNormGuard(model.model)
-                model.strict = True
+                model.strict, model.bare = True, False
         self.module = self.models[0].model
         if len(self.models) > 1:
             self.module = nn.ModuleList(model.model for model in self.models)
@@ -360,13 +360,7 @@ class PreparedOptimizer(Optimizer):
         )
         others = [] if alone else [o for o in PreparedOptimizer._alive if o._concerned(self)]
         if not others and not self._collects(scale) and all(m.is_bare for m in self.models):
-            for model in self.models:  # a checkpointed part is computed again in between
-                model.begin()
-            try:
-                scale.backward(loss, retain_graph)
-            finally:
-                for model in self.models:
-                    model.end()
+            scale.backward(loss, retain_graph)
             self._used.setdefault(scale)
             return
         everyone = [one for one in (self, *others) if one._collects(scale)]

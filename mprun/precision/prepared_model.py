@@ -53,6 +53,7 @@ class PreparedModel:
         optimizers: those of `prepare` that update them.
         stale: the master weights have moved since they were copied.
         ran: there was a training call since the last update.
+        bare: `is_bare`, as of its last call: nothing is put in its place around a call.
         guard: of its BatchNorm statistics, where updates can be skipped.
         plain: `forward` of each module as the model has it.
 
@@ -74,7 +75,7 @@ class PreparedModel:
         self.overrides = dict(overrides or {})
         self.trained: set[int] = set()
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.active = self.ran = self.stale = False
+        self.active = self.ran = self.stale = self.bare = False
         self.guard: BatchNormGuard | None = None
         self._guards_step = False
         self._cast: CastModel | None = None
@@ -152,14 +153,8 @@ class PreparedModel:
         if self._cast is None:
             self.build()
         if self.is_bare:
-            self.begin()
-            try:
-                outputs = module.forward(*args, **kwargs)
-            finally:
-                self.inside, self.active = _NONE, False
-            if not self.ran:
-                self.note_call()
-            return outputs
+            self.bare = True
+            return module.forward(*args, **kwargs)
         if self.guard is not None and not self._guards_step and torch.is_grad_enabled():
             self.guard.save()
             self._guards_step = True
@@ -182,8 +177,17 @@ class PreparedModel:
 
     @property
     def is_bare(self) -> bool:
-        """Whether its calls are those of the plain model, wherever they come from."""
-        return self._is_plain and not self.strict and not self._swaps and self._cast is not None
+        """Whether its training calls are those of the plain model, wherever they come from."""
+        swaps = self._swaps or self._inside or self._cast is None
+        return self._is_plain and not self.strict and not swaps
+
+    def note_bare_call(self) -> None:
+        """There is the first training call of a step, by way of `bare`."""
+        if torch.is_autocast_enabled(self._device):
+            self._refuse_autocast()
+        if not self._is_there(self._first) or self._first.dtype is not self._dtype:
+            self._refuse_moved()
+        self.note_call()
 
     def note_call(self) -> None:
         """There was a training call."""
@@ -368,7 +372,10 @@ def _face_of(kind: Any) -> type[nn.Module]:
     @functools.wraps(plain)
     def forward(self, *args, **kwargs):
         shared = self.__dict__[_ATTRIBUTE]
-        if not shared.active:
+        if shared.bare and shared.model.training:
+            if not shared.ran:
+                shared.note_bare_call()
+        elif not shared.active:
             return shared.call(self, args, kwargs)
         if self in shared.inside:
             return shared.inside[self](*args, **kwargs)
