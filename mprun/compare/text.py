@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from mprun.compare.findings import Comparison, Group, Row, Verdict
-from mprun.config.metrics import ACCURACIES
+from mprun.config.metrics import IN_POINTS
 from mprun.record.console import columns, markdown_table
 
 
@@ -38,7 +38,7 @@ def unit(group: Group) -> str:
     if group.relative:
         return "%"
     own = not group.baseline.arm.foreign  # which tells whether it has points or fractions
-    return "points" if own and group.metric in ACCURACIES else ""
+    return "points" if own and group.metric in IN_POINTS else ""
 
 
 def scaled(group: Group, verdict: Verdict, value: float | None) -> float | None:

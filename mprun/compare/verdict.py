@@ -25,7 +25,7 @@ from mprun.compare.equivalence import FEWEST_SEEDS, Unit
 from mprun.compare.findings import Arm, Group, Outcome, Question, Row, RunData, Verdict, is_gan
 from mprun.compare.grouping import ProtoGroup
 from mprun.compare.load import post_mortems
-from mprun.config.metrics import ACCURACIES, default_margin
+from mprun.config.metrics import ACCURACIES, HIGHER_IS_BETTER, IN_POINTS, default_margin
 from mprun.errors import BadInput
 
 GAN_LOSSES = ("loss", "d_loss", "g_loss")
@@ -206,7 +206,7 @@ def _margin_and_unit(values: _Values, question: Question) -> tuple[float, Unit]:
             f"{asked}: is absolute, and {of_mean} is {mean:.3g}: must be below half of it, "
             f"{mean / 2:.3g} (of a fraction half a point is 0.005)"
         )
-    points = question.metric in ACCURACIES and not values.foreign
+    points = question.metric in IN_POINTS and not values.foreign
     return setting, Unit(1.0, " points" if points else "", turned)
 
 
@@ -429,7 +429,8 @@ def assess(
         notes=list(proto.notes),
     )
     samples, margin = keys.get("data.eval_samples"), question.margin_setting
-    if question.higher_is_better and samples and 100 / samples > margin / 2:
+    counted = question.higher_is_better and question.metric not in ("map", "bleu")
+    if counted and samples and 100 / samples > margin / 2:
         group.notes.append(
             f"one evaluated sample is {100 / samples:.2g} points, too coarse for a margin of "
             f"{margin:g}: matches by rounding are likely; evaluate on more samples"
@@ -452,7 +453,7 @@ def _question(
     if metric is None or (not foreign and "compare.window" not in keys):
         raise BadInput("compare.metric, compare.window: the runs differ in it; give --metric")
     of_script = keys.get("compare.higher_is_better")
-    accuracy = higher_is_better if foreign else of_script or metric in ACCURACIES
+    accuracy = higher_is_better if foreign else of_script or metric in HIGHER_IS_BETTER
     if margin is None and keys.get("compare.metric") == metric:
         margin = keys.get("compare.margin")
     if margin is None:

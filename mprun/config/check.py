@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator
 
 from mprun.config import schema
-from mprun.config.metrics import ACCURACIES, METRICS
+from mprun.config.metrics import FAMILIES, IN_POINTS, METRICS
 from mprun.config.option_files import named
 from mprun.config.rules import fields_of, rules_of, violations
 from mprun.config.schema import DTYPES, CustomModelConfig, LSTMConfig, RunConfig, task_of
@@ -72,11 +72,11 @@ def _data_fits_model(config: RunConfig) -> Iterator[str]:
     model, data = config.model, config.data
     if data.name == "custom":
         return  # its factory is asked when it is built
-    wanted = "text" if task_of(model) == "language_model" else "images"
+    wanted = FAMILIES.get(task_of(model), "images")
     if data.family != wanted:
         sources = {name for name, source in schema.DATA.items() if source.family == wanted}
         options = [o for o, name in named("data").items() if name in sources - {"custom"}]
-        learns = f"model {model.name} learns from {wanted}"
+        learns = f"model {model.name} learns from {wanted.replace('_', ' ')}"
         yield f"data.name={data.name}: {learns}; choose data={', '.join(options)}"
     if isinstance(data, schema.ImagesConfig):
         yield from _images_fit(model, data)
@@ -284,7 +284,7 @@ def _compare(config: RunConfig) -> Iterator[str]:
         yield (
             f"compare.metric={metric}: must be one of {', '.join(allowed)} for {config.model.name}"
         )
-    if margin is not None and margin >= 0.5 and metric not in ACCURACIES:
+    if margin is not None and margin >= 0.5 and metric not in IN_POINTS:
         yield (
             f"compare.margin={margin:g}: is relative to the FP32 mean, 0.01 means 1 %; must be "
             "below 0.5"
@@ -420,7 +420,7 @@ def _why_no_overlap(config: RunConfig) -> str | None:
     if config.dist.order == "fixed":
         return "dist.order=fixed needs the gradients of each micro-batch"
     if task not in ("classification", "reconstruction", "language_model"):
-        return "two networks are trained in turn" if task == "gan" else "a task of one's own"
+        return "two networks are trained in turn" if task == "gan" else f"task {task}"
     if config.scaler.kind == "logmax":
         return f"scaler={config.scaler.name} needs the largest gradient of each rank"
     return None
@@ -515,8 +515,8 @@ def _why_not_compiled(config: RunConfig, device: str) -> str | None:
 
 
 def _why_no_channels_last(config: RunConfig) -> str | None:
-    language = task_of(config.model) == "language_model"
-    return "a language model has no images" if language else None
+    family = FAMILIES.get(task_of(config.model), "images")
+    return None if family in ("images", "boxes") else f"{config.model.name} has no images"
 
 
 def _why_no_autotune(config: RunConfig, device: str) -> str | None:

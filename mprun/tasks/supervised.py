@@ -189,6 +189,9 @@ class LanguageModel(Supervised):
                 tokens, targets = tokens[:, own].contiguous(), targets[:, own].contiguous()
             yield Tokens(tokens, targets, index % self.data.batches_per_epoch == 0)
 
+    def samples_of(self, batch: Batch) -> int:
+        return batch[1].numel()
+
     @property
     def numbers(self) -> range:
         return range(self.accumulate)

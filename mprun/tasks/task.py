@@ -30,7 +30,7 @@ class Task(ABC):
     """What is learned and how: owns model, optimizer, data and a step to read through.
 
     Attributes:
-        sample: the unit of throughput, "image" or "token".
+        sample: the unit of throughput, "image", "token", "utterance".
         channels_last: images in NHWC order; whoever builds the networks so sets it.
         learners: what is trained, by name.
         loss_scales: by the name that each has in the records.
@@ -156,9 +156,13 @@ class Task(ABC):
         data = self.data
         for batch in data.eval_batches() if whole else data.eval_share(ranks.rank, ranks.world):
             yield batch
-            done += batch[1].numel() * ranks.world
+            done += self.samples_of(batch) * ranks.world
             if self.on_evaluated is not None:
                 self.on_evaluated(done)
+
+    def samples_of(self, batch: Batch) -> int:
+        """How many samples a held-out batch has, in the unit of `sample`."""
+        return len(batch[0])
 
     def samples(self) -> Tensor | None:
         """Generated images, float [n, channels, h, w] in [0, 1]; None: of no such task."""

@@ -30,7 +30,7 @@ REFUSED = [
     ([COMPILE, IMAGES, "numerics=on"], "numerics=on watches tensors with hooks"),
     ([COMPILE, IMAGES, "device=cpu", "precision=amp"], "precision=amp is emulated on a CPU"),
     ([COMPILE, IMAGES, "device=cpu", "precision=fp16_master"], "precision=fp16_master is emulated"),
-    ([NHWC, *LSTM], "a language model has no images"),
+    ([NHWC, *LSTM], "lstm_lm has no images"),
     ([AUTOTUNE, "device=cpu"], "cuDNN needs device=cuda"),
     ([AUTOTUNE, "device=cuda", "deterministic=true"], "deterministic=true forbids that"),
 ]
@@ -88,7 +88,7 @@ def test_auto_and_off_are_never_refused(mode):
         ([IMAGES, "precision=fp32"], False, "FP32 products"),
         ([IMAGES, "precision=fp32", "train.channels_last=on"], True, ""),
         ([IMAGES, "precision=amp", "train.channels_last=off"], False, "train.channels_last=off"),
-        ([*LSTM, "precision=amp"], False, "a language model has no images"),
+        ([*LSTM, "precision=amp"], False, "lstm_lm has no images"),
     ],
 )
 def test_channels_last_where_tensor_cores_multiply_images(overrides, on, reason):
