@@ -11,6 +11,7 @@ script is a task, `ScriptTask`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -24,6 +25,7 @@ from mprun.numerics.probing import Watched
 from mprun.numerics.replay import Snapshot, Steps
 from mprun.precision import LossScale, MixedPrecisionOptimizer, PreparedOptimizer
 
+NO_METRICS: Mapping[str, Any] = MappingProxyType({})
 Optimizers = PreparedOptimizer | Sequence[PreparedOptimizer] | Mapping[str, PreparedOptimizer]
 
 
@@ -63,12 +65,17 @@ class ScriptTask:
         self._scale_names = [(o, names[o.scale]) for o in self.prepared.values()]
         self.metrics: dict[str, Tensor] = {}
         self.task, self.data = self, None
+        self._one = first if len(self.prepared) == 1 else None
         self._steps = self._taken()
 
-    def _taken(self) -> list[int]:
-        return [optimizer.steps for optimizer in self.prepared.values()]
+    def _taken(self) -> int:
+        if self._one is not None:
+            return self._one.steps
+        return sum(optimizer.steps for optimizer in self.prepared.values())
 
-    def ended(self, loss: Tensor | float, **metrics: Tensor | float) -> dict[str, Tensor]:
+    def ended(
+        self, loss: Tensor | float, metrics: Mapping[str, Tensor | float] = NO_METRICS
+    ) -> dict[str, Tensor]:
         """The metrics of the step that the script has just taken, on the device.
 
         Raises:
@@ -77,9 +84,9 @@ class ScriptTask:
         taken, before = self._taken(), self._steps
         if taken == before:
             raise RuntimeError("no optimizer.step() since the last step; it comes before this call")
-        if len(taken) == 1 and taken[0] > before[0] + 1:
+        if self._one is not None and taken > before + 1:
             raise RuntimeError(
-                f"{taken[0] - before[0]} calls of optimizer.step() since the last step, one is "
+                f"{taken - before} calls of optimizer.step() since the last step, one is "
                 "expected; call run.step(loss) after each"
             )
         self._steps = taken
@@ -104,7 +111,7 @@ class ScriptTask:
         metrics = self.ended(loss)
         skipped = "found_inf" in metrics and bool(metrics["found_inf"] != 0)
         numbers = float(metrics["loss"]), float(metrics["loss_scale"])
-        return StepRow(max(self._steps), *numbers, skipped, int(skipped))
+        return StepRow(max(o.steps for o in self.prepared.values()), *numbers, skipped, int(skipped))
 
     def state_dict(self) -> dict[str, Any]:
         """Models, states of the optimizers, loss scales: what the next step depends on."""

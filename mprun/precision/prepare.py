@@ -224,6 +224,7 @@ class PreparedOptimizer(Optimizer):
         self.steps = 0
         self._inner_may_step = False
         self._told = self._warned = self._begun = False
+        self._shares = False  # one of its models with another optimizer
         inner.register_step_pre_hook(self._refuse_step_of_inner)
         self._build()
         PreparedOptimizer._alive.add(self)
@@ -277,6 +278,8 @@ class PreparedOptimizer(Optimizer):
             if self.scale.skips_nonfinite:
                 model.guard = model.guard or BatchNormGuard(model.model)
                 model.strict, model.bare = True, False
+            for optimizer in model.optimizers:
+                optimizer._shares |= len(model.optimizers) > 1
         self.module = self.models[0].model
         if len(self.models) > 1:
             self.module = nn.ModuleList(model.model for model in self.models)
@@ -355,9 +358,7 @@ class PreparedOptimizer(Optimizer):
             )
         scale = self.scale
         self._turns.begin(self)
-        alone = len(ran) == len(self.models) == len(PreparedModel.waiting) and all(
-            len(model.optimizers) == 1 for model in ran
-        )
+        alone = len(ran) == len(self.models) == len(PreparedModel.waiting) and not self._shares
         others = [] if alone else [o for o in PreparedOptimizer._alive if o._concerned(self)]
         if not others and not self._collects(scale) and all(m.is_bare for m in self.models):
             scale.backward(loss, retain_graph)
@@ -583,7 +584,8 @@ class _Turns:
             self._update()
 
     def _update(self) -> None:
-        self.stepped.clear()
+        if self.shared:
+            self.stepped.clear()
         if (scale := self.scale()) is not None:
             scale.update()
 

@@ -53,7 +53,7 @@ class PreparedModel:
         optimizers: those of `prepare` that update them.
         stale: the master weights have moved since they were copied.
         ran: there was a training call since the last update.
-        bare: `is_bare`, as of its last call: nothing is put in its place around a call.
+        bare: `is_bare`, as of its last training call: around a call nothing changes places.
         guard: of its BatchNorm statistics, where updates can be skipped.
         plain: `forward` of each module as the model has it.
 
@@ -62,8 +62,8 @@ class PreparedModel:
     # Those whose outputs the backward pass that runs now has reached; None: none runs that an
     # optimizer of `prepare` began.
     reached: set[PreparedModel] | None = None
-    # Those that were called since their last update.
-    waiting: weakref.WeakSet[PreparedModel] = weakref.WeakSet()
+    # Ids of those that were called since their last update.
+    waiting: set[int] = set()
 
     def __init__(
         self,
@@ -75,6 +75,7 @@ class PreparedModel:
         self.overrides = dict(overrides or {})
         self.trained: set[int] = set()
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
+        weakref.finalize(self, PreparedModel.waiting.discard, id(self)).atexit = False
         self.active = self.ran = self.stale = self.bare = False
         self.guard: BatchNormGuard | None = None
         self._guards_step = False
@@ -153,7 +154,7 @@ class PreparedModel:
         if self._cast is None:
             self.build()
         if self.is_bare:
-            self.bare = True
+            self.bare, self.inside = True, self._inside
             return module.forward(*args, **kwargs)
         if self.guard is not None and not self._guards_step and torch.is_grad_enabled():
             self.guard.save()
@@ -178,8 +179,7 @@ class PreparedModel:
     @property
     def is_bare(self) -> bool:
         """Whether its training calls are those of the plain model, wherever they come from."""
-        swaps = self._swaps or self._inside or self._cast is None
-        return self._is_plain and not self.strict and not swaps
+        return self._is_plain and not self.strict and not self._swaps and self._cast is not None
 
     def note_bare_call(self) -> None:
         """There is the first training call of a step, by way of `bare`."""
@@ -192,12 +192,12 @@ class PreparedModel:
     def note_call(self) -> None:
         """There was a training call."""
         self.ran = True
-        PreparedModel.waiting.add(self)
+        PreparedModel.waiting.add(id(self))
 
     def note_update(self) -> None:
         """There was an update, for which the calls before it were."""
         self.stale, self.ran = True, False
-        PreparedModel.waiting.discard(self)
+        PreparedModel.waiting.discard(id(self))
 
     def begin(self) -> None:
         """From now to `end` the modules hold what the mode computes with."""
@@ -220,7 +220,7 @@ class PreparedModel:
 
     def end(self) -> None:
         """After `begin`: the modules hold what is seen from outside."""
-        self.inside, self.active = _NONE, False
+        self.inside, self.active = self._inside if self.bare else _NONE, False
         if self._swaps and self._cast is not None:
             self._cast.leave_mode()
 

@@ -237,10 +237,11 @@ class Run:
                 collapsed; the run is recorded, and the exception ends its `with` block.
             RuntimeError: no optimizer has taken a step.
         """
-        self._refuse_ended()
+        if self.status != "running":
+            self._refuse_ended()
         if metrics:
             _refuse_reserved(_RESERVED & metrics.keys())
-        found = self.task.ended(loss, **metrics)
+        found = self.task.ended(loss, metrics)
         self.steps += 1
         if self._watching is not None:
             self._stop_watching(found)
