@@ -15,6 +15,8 @@ from mprun.data import DigitsImages, DocsText, SyntheticImages, SyntheticTokens
 from mprun.data.cifar10 import Cifar10
 from mprun.data.image_folder import ImageFolder
 from mprun.data.lm1b import Lm1b
+from mprun.data.parallel_text import ParallelText
+from mprun.data.sentence_pairs import UnicodeNames
 from mprun.data.source import Source, completed, kept_random_state
 from mprun.data.text import Text
 from mprun.errors import BadInput
@@ -30,6 +32,8 @@ _SOURCES: dict[str, Callable[..., Source]] = {
     "cifar10": Cifar10,
     "text": Text,
     "lm1b": Lm1b,
+    "unicode_names": UnicodeNames,
+    "parallel_text": ParallelText,
 }
 
 _PASSED_ON = Parameter.VAR_KEYWORD
@@ -62,8 +66,17 @@ _ATTRIBUTES = (
     "description",
 )
 # What the source must know of itself, by what is learned from it.
-_SIZE_OF = {"classification": "num_classes", "language_model": "vocab_size"}
-_KIND = {"classification": "classifier", "language_model": "language model"}
+_PAIR_SIZES = ("source_vocab_size", "target_vocab_size")
+_SIZES_OF: dict[str, tuple[str, ...]] = {
+    "classification": ("num_classes",),
+    "language_model": ("vocab_size",),
+    "translation": _PAIR_SIZES,
+}
+_KIND = {
+    "classification": "classifier",
+    "language_model": "language model",
+    "translation": "translation model",
+}
 _RANGE_TOLERANCE = 1e-3  # of [-1, 1]: interpolation may overshoot by a rounding
 
 
@@ -118,9 +131,9 @@ def check_batches(config: CustomDataConfig, task: str, source: Source, device) -
     description lacks them, into it.
     """
     name = f"data.factory={config.factory}"
-    size = _SIZE_OF.get(task)
-    if size is not None and type(getattr(source, size, None)) is not int:
-        raise BadInput(f"{name}: its source has no {size}, which a {_KIND[task]} needs")
+    for size in _SIZES_OF.get(task, ()):
+        if type(getattr(source, size, None)) is not int:
+            raise BadInput(f"{name}: its source has no {size}, which a {_KIND[task]} needs")
     if source.batches_per_epoch < 1:
         return  # said with the batch size, once the model is known
     with kept_random_state():
@@ -139,7 +152,7 @@ def check_batches(config: CustomDataConfig, task: str, source: Source, device) -
             f"{name}: train_batch(0) of its source differs when it is asked again; it must depend "
             "on seed and index alone"
         )
-    if task != "language_model":
+    if task not in ("language_model", "translation"):
         channels, height, width = first[0].shape[1:]
         source.description.setdefault("channels", channels)
         if height == width:
@@ -174,6 +187,8 @@ def _wrong(batch: Any, task: str, source: Source, device: torch.device) -> str |
     first, second = batch
     if task == "language_model":
         return _wrong_tokens(first, second, source)
+    if task == "translation":
+        return _wrong_pairs(first, second, source)
     return _wrong_images(first, second, source if task == "classification" else None)
 
 
@@ -182,6 +197,17 @@ def _wrong_tokens(tokens: Tensor, targets: Tensor, source: Source) -> str | None
     if not alike or tokens.dim() != 2:
         return f"is {_text(tokens)} and {_text(targets)}, must be int64 [time, batch] twice"
     return _outside("token", torch.cat([tokens, targets]), source, "vocab_size")
+
+
+def _wrong_pairs(sources: Tensor, targets: Tensor, source: Source) -> str | None:
+    for tokens in (sources, targets):
+        if tokens.dtype is not torch.int64 or tokens.dim() != 2 or len(tokens) != len(sources):
+            return f"is {_text(sources)} and {_text(targets)}, must be int64 [batch, words] twice"
+    found = zip((sources, targets), _PAIR_SIZES, strict=True)
+    wrong = [_outside("token", tokens, source, size) for tokens, size in found]
+    if not bool((sources != 0).any(1).all()):
+        wrong.append("has a source of padding (0) alone")
+    return next(filter(None, wrong), None)
 
 
 def _wrong_images(images: Tensor, labels: Tensor, source: Source | None) -> str | None:

@@ -41,6 +41,10 @@ def model_builder(config: schema.ModelConfig, data: Source) -> Callable[[], nn.M
             if config.sampled_softmax is not None:
                 network, own["candidates"] = models.SampledLSTM, config.sampled_softmax
             own["vocab_size"] = _at_least_the_data_s("vocab_size", config, data)
+        case schema.Seq2SeqConfig():
+            network = models.Seq2Seq
+            for key in ("source_vocab_size", "target_vocab_size"):
+                own[key] = _at_least_the_data_s(key, config, data)
         case schema.ConvAutoencoderConfig():
             network = models.ConvAutoencoder
             own["channels"] = data.description["channels"]

@@ -97,9 +97,10 @@ def _check_device(
     """BadInput for a mode that the device does not have."""
     reason = why_unsupported(policy, device, overrides)
     native_cpu = device.type == "cpu" and config.cpu_half == "native"
-    if reason is None and isinstance(config.model, LSTMConfig):
+    if reason is None and config.model.recurrent:
         if device.type != "cpu" or native_cpu:
-            reason = why_no_lstm(policy, device, config.model.projection_size > 0)
+            projected = getattr(config.model, "projection_size", 0) > 0
+            reason = why_no_lstm(policy, device, projected)
         if reason is not None and native_cpu:
             raise BadInput(f"cpu_half=native: {reason}; use cpu_half=emulated")
     if reason is not None:

@@ -45,6 +45,7 @@ from mprun.tasks import (
     SampleDistance,
     Task,
     TrainState,
+    Translation,
 )
 
 if TYPE_CHECKING:
@@ -84,6 +85,7 @@ def build_task(
         "classification": Classification,
         "language_model": LanguageModel,
         "reconstruction": Reconstruction,
+        "translation": Translation,
     }
     if task == "language_model":
         common |= {"time_reduction": model.time_reduction, "sampled": _samples(config)}
@@ -273,7 +275,7 @@ def _check_own_network(
     model = config.model
     own_model = isinstance(model, schema.CustomModelConfig)
     own_data = isinstance(config.data, schema.CustomDataConfig)
-    if not (own_model or (own_data and not isinstance(model, schema.LSTMConfig))):
+    if not (own_model or (own_data and not model.recurrent)):
         return
     if data.batches_per_epoch < 1:
         return  # said with the batch size

@@ -26,7 +26,7 @@ from mprun.precision.random_states import random_states, restore_random_states
 
 
 def known_size(data: Source, name: str) -> int:
-    """`num_classes` of a source of images, `vocab_size` of one of text."""
+    """`num_classes` of a source of images, `vocab_size` of one of text, the two of one of pairs."""
     size: int = getattr(data, name)
     return size
 

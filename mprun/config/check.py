@@ -37,6 +37,7 @@ def check(config: RunConfig, *, files: bool = True) -> None:
         _numerics,
         lambda config: _refused(config, config.device),
         _images_on_disk,
+        _sentence_pairs,
         _sampled_softmax,
         check_own_code,
         _embedded_data,
@@ -324,6 +325,17 @@ def _images_on_disk(config: RunConfig) -> Iterator[str]:
         yield f"data.resize_to={data.resize_to}: must be >= data.image_size ({data.image_size})"
 
 
+def _sentence_pairs(config: RunConfig) -> Iterator[str]:
+    data = config.data
+    if not isinstance(data, schema.ParallelTextConfig):
+        return
+    for key in ("source_language", "target_language"):
+        if not is_label(language := getattr(data, key)):
+            yield f"data.{key}={language[:70]!r}: must be 1 to 64 of letters, digits, . _ and -"
+    if data.source_language == data.target_language:
+        yield f"data.target_language={data.target_language}: must differ from data.source_language"
+
+
 def _sampled_softmax(config: RunConfig) -> Iterator[str]:
     model, optim = config.model, config.optim
     if not isinstance(model, LSTMConfig):
@@ -502,7 +514,7 @@ def why_no_graph(config: RunConfig, device: str) -> str | None:
 
 
 def _why_not_compiled(config: RunConfig, device: str) -> str | None:
-    if isinstance(config.model, LSTMConfig):
+    if config.model.recurrent:
         return "torch.compile passes over nn.LSTM and the function around it: nothing is compiled"
     if config.numerics.enabled:
         return f"{_HOOKS}, which compiled code does not call"

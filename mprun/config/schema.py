@@ -40,9 +40,13 @@ _CACHE = "Folder of the encoded text; null: mprun in the user's cache folder"
 
 @dataclass(slots=True)
 class ModelConfig:
-    """Base of the model schemas; `name` selects the builder, `learns` says what kind of task."""
+    """Base of the model schemas; `name` selects the builder, `learns` says what kind of task.
+
+    recurrent: whether the network has LSTM layers.
+    """
 
     learns: ClassVar[str] = "classification"
+    recurrent: ClassVar[bool] = False
     name: str = setting(MISSING, doc=_NETWORK)
 
 
@@ -78,6 +82,7 @@ class LSTMConfig(ModelConfig):
     """Word or character language model; sizes in units, `projection_size` 0 means none."""
 
     learns: ClassVar[str] = "language_model"
+    recurrent: ClassVar[bool] = True
     name: str = setting("lstm_lm", doc=_NETWORK)
     vocab_size: int | None = ranged(
         None, at_least=2, doc="Words in embedding and softmax; null: as many as the data has"
@@ -111,6 +116,35 @@ class LSTMConfig(ModelConfig):
     )
     embedding_gradient_factor: float = ranged(
         1.0, above=0.0, doc="With sampled_softmax: factor on the embedding's gradient (bigLSTM)"
+    )
+
+
+@dataclass(slots=True)
+class Seq2SeqConfig(ModelConfig):
+    """LSTM encoder, its first layer bidirectional, attention and LSTM decoder; sizes in units."""
+
+    learns: ClassVar[str] = "translation"
+    recurrent: ClassVar[bool] = True
+    name: str = setting("seq2seq", doc=_NETWORK)
+    source_vocab_size: int | None = ranged(
+        None, at_least=4, doc="Words of the sources' embedding; null: as many as the data has"
+    )
+    target_vocab_size: int | None = ranged(
+        None, at_least=4, doc="Words of the targets' embedding and softmax; null: as the data has"
+    )
+    embedding_size: int = ranged(1024, at_least=1, doc="Units of the embedding of a word")
+    hidden_size: int = ranged(1024, at_least=1, doc="Units of each LSTM layer and direction")
+    num_layers: int = ranged(
+        3, at_least=1, at_most=1000, doc="Layers of the encoder, and as many of the decoder"
+    )
+    dropout: float = ranged(
+        0.0,
+        at_least=0.0,
+        below=1.0,
+        doc="Dropout probability on embeddings, between layers and before the softmax",
+    )
+    init_range: float = ranged(
+        0.1, above=0.0, doc="Every parameter starts uniform between minus and plus this"
     )
 
 
@@ -168,6 +202,7 @@ MODELS: dict[str, type[ModelConfig]] = {
     "alexnet": AlexNetConfig,
     "resnet50": ResNet50Config,
     "lstm_lm": LSTMConfig,
+    "seq2seq": Seq2SeqConfig,
     "dcgan": DCGANConfig,
     "conv_autoencoder": ConvAutoencoderConfig,
     "custom": CustomModelConfig,
@@ -175,7 +210,7 @@ MODELS: dict[str, type[ModelConfig]] = {
 
 
 def task_of(model: ModelConfig) -> str:
-    """classification, language_model, gan or reconstruction."""
+    """classification, language_model, translation, gan or reconstruction."""
     return model.task if isinstance(model, CustomModelConfig) else model.learns
 
 
@@ -382,6 +417,52 @@ class Lm1bConfig(DataConfig):
 
 
 @dataclass(slots=True)
+class SentencePairsConfig(DataConfig):
+    """What every source of sentence pairs has."""
+
+    family: ClassVar[str] = "sentence_pairs"
+    max_length: int = ranged(
+        50,
+        at_least=2,
+        at_most=1000,
+        doc="Words of a side, its end included, to which all are padded; longer pairs are left out",
+    )
+    vocab_multiple: int = ranged(8, at_least=1, doc=_VOCAB_MULTIPLE)
+
+
+@dataclass(slots=True)
+class UnicodeNamesConfig(SentencePairsConfig):
+    """Names of Unicode's characters and of what they are composed of (`unicodedata`)."""
+
+    name: str = setting("unicode_names", doc=_SOURCE)
+
+
+@dataclass(slots=True)
+class ParallelTextConfig(SentencePairsConfig):
+    """Two aligned text files below `root` a split, or one of two columns; a vocabulary a side."""
+
+    on_disk: ClassVar[bool] = True
+    name: str = setting("parallel_text", doc=_SOURCE)
+    source_language: str = setting("en", doc="Ending of the files that are translated from")
+    target_language: str = setting("fr", doc="Ending of the files that are translated to")
+    source_vocab_limit: int | None = ranged(
+        None,
+        at_least=5,
+        at_most=1_000_000,
+        doc=f"Sources: {_VOCAB_LIMIT[0].lower()}{_VOCAB_LIMIT[1:]}",
+    )
+    target_vocab_limit: int | None = ranged(
+        None,
+        at_least=5,
+        at_most=1_000_000,
+        doc=f"Targets: {_VOCAB_LIMIT[0].lower()}{_VOCAB_LIMIT[1:]}",
+    )
+    lower: bool = setting(False, doc="Lower-case all words")
+    eval_split: str = one_of("valid", "valid", "test", doc=_EVAL_SPLIT)
+    cache: str | None = setting(None, role=READING, doc=_CACHE)
+
+
+@dataclass(slots=True)
 class CustomDataConfig(DataConfig):
     """The user's own data: `factory` is package.module:function (docs/own_data.md)."""
 
@@ -407,6 +488,8 @@ DATA: dict[str, type[DataConfig]] = {
     "cifar10": Cifar10Config,
     "text": TextConfig,
     "lm1b": Lm1bConfig,
+    "unicode_names": UnicodeNamesConfig,
+    "parallel_text": ParallelTextConfig,
     "custom": CustomDataConfig,
 }
 

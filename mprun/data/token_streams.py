@@ -184,12 +184,12 @@ class TokenStreams(Source):
         return columns.copy_(rows.t())
 
 
-class _TokenFile:
+class TokenFile:
     """An open file of int32 tokens without its last ``overlap`` ones."""
 
     dtype = torch.int32
 
-    def __init__(self, path: Path, overlap: int) -> None:
+    def __init__(self, path: Path, overlap: int = 0) -> None:
         try:
             self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
@@ -213,8 +213,8 @@ class _TokenFile:
             raise DamagedData(f"{self.path}: cut short while it was in use")
 
 
-class _HeldTokens:
-    """A tensor as `_TokenFile` is a file."""
+class HeldTokens:
+    """A tensor as `TokenFile` is a file."""
 
     dtype = torch.int64
 
@@ -228,14 +228,14 @@ class _HeldTokens:
         row[:] = self.tokens[position : position + len(row)]
 
 
-def _opened(part: Path | Tensor, overlap: int = 0) -> _TokenFile | _HeldTokens:
-    return _HeldTokens(part) if isinstance(part, Tensor) else _TokenFile(part, overlap)
+def _opened(part: Path | Tensor, overlap: int = 0) -> TokenFile | HeldTokens:
+    return HeldTokens(part) if isinstance(part, Tensor) else TokenFile(part, overlap)
 
 
 class _Ring:
     """Parts of a sequence one after the other; after the last comes the first."""
 
-    def __init__(self, parts: Sequence[_TokenFile | _HeldTokens]) -> None:
+    def __init__(self, parts: Sequence[TokenFile | HeldTokens]) -> None:
         self._parts, self.dtype = parts, parts[0].dtype
         self._starts = list(accumulate(map(len, parts), initial=0))
         self.tokens = self._starts.pop()

@@ -4,13 +4,17 @@ Blocks keep memory independent of the file and of the length of its lines; what 
 looked up is a dictionary of the different words.
 """
 
+import gzip
 import hashlib
 import heapq
+import io
 import sys
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 
@@ -19,6 +23,7 @@ from mprun.data.source import DamagedData, DataError
 # Larger blocks measured no faster: what is made of one leaves the cache of a core.
 BLOCK = 1 << 18
 LONGEST_WORD = 1 << 16
+LONGEST_LINE = 1 << 20
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _BLANKS = (b" ", b"\n", b"\t", b"\r")
 
@@ -29,7 +34,8 @@ def text_blocks(
     """The text of ``path``, which is UTF-8, in pieces that end in a blank; the last ends in a line.
 
     Lines end in LF or CRLF, a last one without an end gets it. A byte order mark is dropped.
-    ``lower`` lower-cases the text. ``block`` is in bytes, 3 or more.
+    ``lower`` lower-cases the text. ``block`` is in bytes, 3 or more. A file that ends in ``.gz`` is
+    read through gzip; places are then those in its text.
 
     Raises ``DamagedData``, naming file and place, for a file that is gone or unreadable, is not
     UTF-8, has NUL bytes, holds a word of more than ``LONGEST_WORD`` bytes, no word at all, or not
@@ -39,9 +45,9 @@ def text_blocks(
     position = lines = 0  # position: of the first byte of `rest`
     rest, last, words = b"", b"\n", False
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", buffering=0) as raw:
+            file = _hashed(raw, digest, path.suffix == ".gz")
             while read := file.read(block):
-                digest.update(read)
                 last = read[-1:]
                 if position == 0 and not rest and read.startswith(_BYTE_ORDER_MARK):
                     position, read = len(_BYTE_ORDER_MARK), read[len(_BYTE_ORDER_MARK) :]
@@ -57,12 +63,34 @@ def text_blocks(
             text = _decoded(path, rest + b"\n", position, lines, lower)
             words = words or bool(text.strip())
             yield text
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise DamagedData(f"{path}: no whole gzip file ({error})") from error
     except OSError as error:
         raise DamagedData(f"{path}: {error.strerror}") from error
     if digest.hexdigest() != sha256:
         raise DamagedData(f"{path}: changed while it was read")
     if not words:
         raise DamagedData(f"{path}: no words, " + ("empty lines only" if position else "0 bytes"))
+
+
+class _Hashed(io.RawIOBase):
+    """What is read from a file, which a digest is told of."""
+
+    def __init__(self, raw: io.RawIOBase, digest: Any) -> None:
+        self._raw, self._digest = raw, digest
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        count = self._raw.readinto(buffer)
+        self._digest.update(buffer[:count])
+        return count
+
+
+def _hashed(raw: io.RawIOBase, digest: Any, compressed: bool) -> BinaryIO:
+    file = io.BufferedReader(_Hashed(raw, digest), BLOCK)
+    return cast(BinaryIO, gzip.GzipFile(fileobj=file) if compressed else file)
 
 
 def _cut(path: Path, data: bytes, position: int) -> int:
@@ -92,6 +120,20 @@ def _decoded(path: Path, data: bytes, position: int, lines: int, lower: bool) ->
         line = lines + data.count(b"\n", 0, at) + 1
         raise DamagedData(f"{path}: {reason} at byte {position + at}, line {line}")
     return text.lower() if lower else text
+
+
+def text_lines(path: Path, texts: Iterable[str]) -> Iterator[list[str]]:
+    """The lines of ``texts`` (as of ``text_blocks``), without their ends, in lists.
+
+    Raises ``DamagedData``, naming ``path``, for one of more than ``LONGEST_LINE`` characters.
+    """
+    rest, before = "", 0
+    for text in texts:
+        *lines, rest = (rest + text).split("\n")
+        before += len(lines)
+        if len(rest) > LONGEST_LINE:
+            raise DamagedData(f"{path}: line {before + 1} has more than {LONGEST_LINE} characters")
+        yield lines
 
 
 def word_blocks(texts: Iterable[str], marker: str) -> Iterator[list[str]]:

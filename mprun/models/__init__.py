@@ -8,6 +8,7 @@ from mprun.models.classifiers import AlexNet2012, LocalResponseNorm, alexnet, re
 from mprun.models.dcgan import ConvAutoencoder, Discriminator, Generator
 from mprun.models.lstm_lm import LSTMLanguageModel, pad_to_multiple
 from mprun.models.sampled_lstm import LogUniformSampler, RowTable, SampledLSTM, SampledSoftmax
+from mprun.models.seq2seq import Seq2Seq
 
 __all__ = [
     "AlexNet2012",
@@ -20,6 +21,7 @@ __all__ = [
     "RowTable",
     "SampledLSTM",
     "SampledSoftmax",
+    "Seq2Seq",
     "alexnet",
     "pad_to_multiple",
     "resnet50",

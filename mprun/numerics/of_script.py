@@ -111,7 +111,9 @@ class ScriptTask:
         metrics = self.ended(loss)
         skipped = "found_inf" in metrics and bool(metrics["found_inf"] != 0)
         numbers = float(metrics["loss"]), float(metrics["loss_scale"])
-        return StepRow(max(o.steps for o in self.prepared.values()), *numbers, skipped, int(skipped))
+        return StepRow(
+            max(o.steps for o in self.prepared.values()), *numbers, skipped, int(skipped)
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Models, states of the optimizers, loss scales: what the next step depends on."""

@@ -131,7 +131,7 @@ def _remedy(model: Any, size: int, is_last: bool) -> str | None:
         return f"model.pad_to_multiple={MULTIPLE}"
     if model.name in ("alexnet", "resnet50"):
         return f"model.num_classes={_padded(size)}" if is_last else None
-    for key in ("latent_size", "code_size"):
+    for key in ("latent_size", "code_size", "hidden_size", "embedding_size"):
         if getattr(model, key, None) == size:
             return f"model.{key}={_padded(size)}"
     for key in ("width", "generator_width", "discriminator_width"):

@@ -4,6 +4,7 @@ from mprun.tasks.gan import GAN
 from mprun.tasks.sample_distance import SampleDistance
 from mprun.tasks.supervised import Classification, LanguageModel, Reconstruction
 from mprun.tasks.task import Task, TrainState
+from mprun.tasks.translation import Translation
 
 __all__ = [
     "GAN",
@@ -13,4 +14,5 @@ __all__ = [
     "Reconstruction",
     "SampleDistance",
     "Task",
+    "Translation",
 ]

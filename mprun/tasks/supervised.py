@@ -266,13 +266,22 @@ class LanguageModel(Supervised):
 
 
 def cross_entropy(
-    logits: Tensor, labels: Tensor, dtype: torch.dtype, label_smoothing: float = 0.0
+    logits: Tensor,
+    labels: Tensor,
+    dtype: torch.dtype,
+    label_smoothing: float = 0.0,
+    ignored: int = -100,
 ) -> Tensor:
     """Mean over [n, classes] logits, computed in `dtype`: the bits of casting the logits first.
+
+    Rows whose label is `ignored` do not count.
 
     CUDA's softmax reads FP16 and computes in FP32, and its backward writes FP16: neither the
     logits nor their gradient exist in FP32, which for a large vocabulary is most of the memory.
     """
     if label_smoothing:
-        return F.cross_entropy(logits.to(dtype), labels, label_smoothing=label_smoothing)
-    return F.nll_loss(F.log_softmax(logits, 1, dtype=dtype), labels)
+        logits = logits.to(dtype)
+        return F.cross_entropy(
+            logits, labels, ignore_index=ignored, label_smoothing=label_smoothing
+        )
+    return F.nll_loss(F.log_softmax(logits, 1, dtype=dtype), labels, ignore_index=ignored)

@@ -24,6 +24,15 @@ COMMON = [
 # numbers, carried LSTM state, BatchNorm, momentum, a learning rate, two optimizers.
 MODELS = {
     "lstm_lm": [*LM, "model.dropout=0.3", "optim=sgd"],
+    "seq2seq": [
+        "model=seq2seq",
+        "model.hidden_size=8",
+        "model.embedding_size=8",
+        "model.dropout=0.3",
+        "data.max_length=8",
+        "data.batch_size=4",
+        "optim=sgd",
+    ],
     "dcgan": [
         "model=dcgan",
         "data.image_size=32",
@@ -120,7 +129,7 @@ def check_resumed(model, mode, tmp_path, stop, end, *more):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("model", ["lstm_lm", "dcgan", "conv_autoencoder"])
+@pytest.mark.parametrize("model", ["lstm_lm", "seq2seq", "dcgan", "conv_autoencoder"])
 @pytest.mark.few(2)
 def test_stopping_and_resuming_changes_no_bit(model, mode, tmp_path):
     straight = check_resumed(model, mode, tmp_path, 5, 9)

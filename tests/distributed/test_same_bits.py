@@ -25,6 +25,8 @@ TASKS = {
     "reconstruction": f"model=conv_autoencoder {IMAGES}",
     "gan": f"model=dcgan model.image_size=32 data=digits_32 data.value_range=tanh "
     f"model.generator_width=4 model.discriminator_width=4 {IMAGES}",
+    "translation": "model=seq2seq model.embedding_size=8 model.hidden_size=8 model.dropout=0.2 "
+    f"data.max_length=8 {IMAGES}",
     "task of one's own": f"model=custom model.factory=tests.distributed.of_a_rank:small "
     f"model.task=tests.distributed.of_a_rank:Regression optim.lr=0.001 data=digits_32 {IMAGES}",
     "language_model": "model=lstm_lm model.embedding_size=16 model.hidden_size=16 "
@@ -36,7 +38,8 @@ def cases_of(tasks, modes):
     found = {}
     for task in tasks:
         for mode in modes:
-            plants = task != "language_model" and mode in ("fp16_master_scaled", "amp")
+            images = task not in ("language_model", "translation")
+            plants = images and mode in ("fp16_master_scaled", "amp")
             found[f"{task} {mode}"] = {
                 # Adam in FP16 divides by zero: NaN, of which nothing is to be seen.
                 "overrides": [
@@ -86,7 +89,7 @@ def differences(cases, alone, ranks) -> list[str]:
     return found
 
 
-EXACT = ("classification", "reconstruction", "gan", "task of one's own")
+EXACT = ("classification", "reconstruction", "gan", "translation", "task of one's own")
 
 
 def test_two_ranks_are_one(tmp_path):

@@ -43,6 +43,14 @@ SMALL = {
         "model.projection_size=4",
         "model.sampled_softmax=12",
     ],
+    "translation": [
+        "model=seq2seq",
+        "model.embedding_size=8",
+        "model.hidden_size=8",
+        "model.dropout=0.3",
+        "data.batch_size=4",
+        "data.max_length=8",
+    ],
     "gan": ["model=dcgan", *TANH, "model.generator_width=4", "model.discriminator_width=4"],
     "reconstruction": ["model=conv_autoencoder", *TANH, "model.width=2", "model.code_size=4"],
 }

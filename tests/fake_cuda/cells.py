@@ -13,6 +13,7 @@ MODELS = {
     "lstm_lm, 2 layers, dropout": ["model=lstm_lm", *STACKED, "model.dropout=0.3"],
     "lstm_lm_projected": ["model=lstm_lm_projected", *STACKED, "model.projection_size=4"],
     "biglstm": SMALL["sampled"],
+    "seq2seq": SMALL["translation"],
     "dcgan": SMALL["gan"],
     "conv_autoencoder": SMALL["reconstruction"],
 }

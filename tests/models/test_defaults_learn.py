@@ -21,6 +21,9 @@ LOSSES = {
     "lstm_lm_medium": 0.9,
     "lstm_lm_large": 0.9,
     "biglstm": 0.9,
+    "seq2seq": 0.6,
+    "seq2seq_3x1024": 0.9,
+    "seq2seq_5x1024": 0.9,
     "conv_autoencoder": 0.8,
 }
 MODELS = [*CLASSIFIERS, *LOSSES, "dcgan"]

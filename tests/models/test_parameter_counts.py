@@ -10,6 +10,7 @@ from mprun.models import (
     Discriminator,
     Generator,
     LSTMLanguageModel,
+    Seq2Seq,
     alexnet,
     resnet50,
 )
@@ -70,3 +71,24 @@ def test_biglstm():
     assert parameters(model.embedding) == 793_472 * 1024
     assert parameters(model.output) == 793_472 * 1024 + 793_472
     assert round(parameters(model) / 1e9, 3) == 1.777
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "count"),
+    [("seq2seq_3x1024", 3, 253_626_432), ("seq2seq_5x1024", 5, 289_312_832)],
+)
+def test_seq2seq(name, layers, count):
+    config = compose_config([f"model={name}"], files=False).config.model
+    words = {"source_vocab_size": 100_000, "target_vocab_size": 40_000}
+    with torch.device("meta"):
+        model = Seq2Seq(**arguments_of(Seq2Seq, config) | words)
+    h = 1024
+    # Two weights and, in torch, two bias vectors; the second layer of the encoder reads both
+    # directions of the first.
+    lstm = 8 * h * h + 8 * h
+    encoder = 2 * lstm + (layers - 1) * lstm + 4 * h * h
+    # Keys and the combination of what is attended to and the query; the decoder's start.
+    attention, bridge = h * h + 2 * h * h, layers * (h * h + h)
+    tables = 100_000 * h + 40_000 * h + 40_000 * h + 40_000
+    # Ours: the paper gives no number.
+    assert parameters(model) == count == encoder + layers * lstm + attention + bridge + tables

@@ -22,6 +22,13 @@ MODELS = {
         "data.sequence_length=4",
         "data.train_tokens=512",
     ],
+    "seq2seq": [
+        "model=seq2seq",
+        "model.hidden_size=8",
+        "model.embedding_size=8",
+        "data.batch_size=4",
+        "data.max_length=8",
+    ],
     "dcgan": [
         "model=dcgan",
         "data.batch_size=2",
@@ -50,6 +57,7 @@ PRODUCTS = {
     "alexnet": CONVOLUTIONS | MATRICES,
     "resnet50": CONVOLUTIONS | MATRICES,
     "lstm_lm": LSTM | MATRICES,
+    "seq2seq": LSTM | MATRICES | {"forward mm", "forward bmm", "backward bmm"},
     "dcgan": CONVOLUTIONS,
     "conv_autoencoder": CONVOLUTIONS,
 }
@@ -89,7 +97,7 @@ def test_two_steps(build_run, model, mode):
         assert set(states) <= {state_dtype}
     expected = set() if mode == "fp32" else set(PRODUCTS[model])
     # Under autocast the embedding table is FP32 and so is its gradient.
-    if model == "lstm_lm" and parameter_dtype != F32:
+    if model in ("lstm_lm", "seq2seq") and parameter_dtype != F32:
         expected.add("backward embedding_dense_backward")
     assert set(built.arithmetic.rerouted()) == expected
 

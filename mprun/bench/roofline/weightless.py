@@ -68,11 +68,13 @@ class ShapeSource(Source):
         self.samples_per_batch = second.numel() if not images else first[0]
         self.num_classes = about.get("num_classes", 0)
         self.vocab_size = about.get("vocab_size", 0)
+        self.source_vocab_size = about.get("source_vocab_size", 0)
+        self.target_vocab_size = about.get("target_vocab_size", 0)
         self.description = {"name": "shapes", "train_samples": 0, "eval_samples": 0, **about}
 
     def train_batch(self, index: int) -> tuple[Tensor, Tensor]:
         """Images float32 [batch, channels, height, width] and int64 labels [batch], or int64
-        tokens and targets [time, batch]."""
+        tokens and targets [time, batch], or int64 sources and targets [batch, words]."""
         first = torch.float32 if self.images else torch.int64
         return torch.empty(self.first, dtype=first), torch.empty(self.second, dtype=torch.int64)
 
@@ -90,6 +92,9 @@ def shape_source(config: schema.RunConfig) -> ShapeSource:
     data: Any = config.data
     if isinstance(data, schema.CustomDataConfig):
         return _of_own_data(config, data)
+    if isinstance(data, schema.SentencePairsConfig):
+        shape = torch.Size((data.batch_size, data.max_length))
+        return ShapeSource(shape, shape, False, **_vocabularies(config, data))
     if not isinstance(data, schema.ImagesConfig):
         shape = torch.Size((data.sequence_length, data.batch_size))
         return ShapeSource(shape, shape, False, vocab_size=_vocabulary(config, data))
@@ -111,7 +116,7 @@ def _of_own_data(config: schema.RunConfig, data: schema.CustomDataConfig) -> Sha
     first, second = source.train_batch(0)
     kept = ("channels", "image_size")
     about: dict[str, Any] = {k: v for k, v in source.description.items() if k in kept}
-    for key in ("num_classes", "vocab_size"):
+    for key in ("num_classes", "vocab_size", "source_vocab_size", "target_vocab_size"):
         if isinstance(getattr(source, key, None), int):
             about[key] = getattr(source, key)
     images = first.is_floating_point()
@@ -142,13 +147,33 @@ def _vocabulary(config: schema.RunConfig, data: Any) -> int:
         few = dataclasses.replace(data, batch_size=1, sequence_length=1)
         text: Any = build_data(few, config.seed, torch.device("cpu"))
         return text.vocab_size
-    own = getattr(config.model, "vocab_size", None)
-    words = _LM1B_WORDS if data.name == "lm1b" else data.vocab_limit or own
+    if data.name == "lm1b":
+        return _padded_words(_LM1B_WORDS, data)
+    return _in_files(config, data, "vocab")
+
+
+def _vocabularies(config: schema.RunConfig, data: Any) -> dict[str, int]:
+    """The words of both sides, padding included, by the name of their size."""
+    sides = ("source_vocab", "target_vocab")
+    if data.name == "unicode_names":
+        few = dataclasses.replace(data, batch_size=1)
+        names = build_data(few, config.seed, torch.device("cpu"))
+        return {f"{side}_size": getattr(names, f"{side}_size") for side in sides}
+    return {f"{side}_size": _in_files(config, data, side) for side in sides}
+
+
+def _in_files(config: schema.RunConfig, data: Any, name: str) -> int:
+    """As many words as the data are limited to, else as the model has by its own size."""
+    words = getattr(data, f"{name}_limit") or getattr(config.model, f"{name}_size", None)
     if words is None:
         raise BadInput(
-            f"model.vocab_size=null: data={data.name} has its words in files, which a "
-            "count does not read; give model.vocab_size=N or data.vocab_limit=N"
+            f"model.{name}_size=null: data={data.name} has its words in files, which a count does "
+            f"not read; give model.{name}_size=N or data.{name}_limit=N"
         )
+    return _padded_words(words, data)
+
+
+def _padded_words(words: int, data: Any) -> int:
     return -(-words // data.vocab_multiple) * data.vocab_multiple
 
 

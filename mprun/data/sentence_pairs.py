@@ -1,0 +1,242 @@
+"""Pairs of sentences, as batches of word ids of one shape; and those that need no file.
+
+Unicode's names are small enough to lie in memory, and come with every Python.
+"""
+
+import hashlib
+import unicodedata
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import TypedDict, Unpack
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mprun.data.source import Batch, DataError, EpochOrder, Source, permutation
+from mprun.data.token_streams import HeldTokens, TokenFile
+from mprun.data.vocabulary import UNKNOWN, WordIds, build_vocabulary
+
+# Ids of the first entries of each vocabulary, in their order.
+PADDING_ID, BEGIN_ID, END_ID, UNKNOWN_ID = range(4)
+SYMBOLS = ("<pad>", "<s>", "</s>", UNKNOWN)
+
+
+def word_ids(vocabulary: Sequence[str]) -> WordIds:
+    """Ids of the words of a text, in which the symbols but ``<unk>`` are words like any other."""
+    ids = WordIds(vocabulary, UNKNOWN)
+    for symbol in SYMBOLS[:UNKNOWN_ID]:
+        del ids[symbol]
+    return ids
+
+
+class PairSizes(TypedDict):
+    """What every source of pairs is made with."""
+
+    batch_size: int
+    max_length: int
+    vocab_multiple: int
+    seed: int
+    device: torch.device | str
+
+
+class Pairs:
+    """A split of encoded pairs: sources and targets one after the other, each with its END_ID.
+
+    Args:
+        tokens: ids of all pairs: those of a source, then those of its target.
+        starts: int64 ``[pairs + 1]``, where each pair begins, and where the last one ends.
+        left_out: pairs of the text that are not among these.
+    """
+
+    def __init__(
+        self, tokens: TokenFile | HeldTokens, starts: np.ndarray, left_out: int = 0
+    ) -> None:
+        self._tokens, self._starts, self.left_out = tokens, starts, left_out
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    def batch(self, places: Sequence[int], max_length: int, pinned: bool) -> Batch:
+        """The pairs at these places: int64 ``[len(places), max_length]`` twice, on the CPU."""
+        shape = (2, len(places), max_length)
+        rows = torch.zeros(shape, dtype=torch.int64, pin_memory=pinned)
+        sources, targets = rows.numpy()
+        for place, source, target in zip(places, sources, targets, strict=True):
+            pair = self._pair(place)
+            first = int(np.argmax(pair == END_ID)) + 1
+            source[:first] = pair[:first]
+            target[: len(pair) - first] = pair[first:]
+        return rows[0], rows[1]
+
+    def _pair(self, place: int) -> np.ndarray:
+        start, stop = self._starts[place : place + 2]
+        row = torch.empty(int(stop - start), dtype=self._tokens.dtype).numpy()
+        self._tokens.read_into(row, int(start))
+        return row
+
+
+class SentencePairs(Source):
+    """Batches ``(source, target)``, both int64 ``[batch, max_length]`` of word ids.
+
+    Each sentence ends in ``END_ID`` (2), which counts as one of its words, and is padded behind it
+    with ``PADDING_ID`` (0); ``UNKNOWN_ID`` (3) stands for the words outside of the vocabulary.
+    ``BEGIN_ID`` (1) occurs in no batch: it is what a decoder is given in front of a target. All
+    batches have the same shape, so that a recorded step fits them all; buckets of several lengths
+    would need one recording each. What does not fit into ``max_length`` is left out and counted.
+
+    ``samples_per_batch`` is the mean number of target words of a training batch.
+
+    Args:
+        target_words: of the training and of the held-out split, ends included.
+        entries: of the source and of the target vocabulary; ``source_vocab_size`` and
+            ``target_vocab_size`` are these padded to ``vocab_multiple``.
+        about: further plain values for the description.
+
+    Raises:
+        ValueError: There are fewer training pairs than a batch takes.
+        DataError: A split has no pair.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        train: Pairs,
+        held_out: Pairs,
+        target_words: tuple[int, int],
+        entries: tuple[int, int],
+        sha256: str,
+        about: dict[str, str | int | float],
+        **sizes: Unpack[PairSizes],
+    ) -> None:
+        multiple = sizes["vocab_multiple"]
+        padded = [-(-count // multiple) * multiple for count in entries]
+        self.source_vocab_size, self.target_vocab_size = padded
+        self._device, self._batch_size = torch.device(sizes["device"]), sizes["batch_size"]
+        self._train, self._held_out, self._max_length = train, held_out, sizes["max_length"]
+        for which, split in {"training": train, "held-out": held_out}.items():
+            if not len(split):
+                raise DataError(f"data.max_length={self._max_length}: leaves no {which} pair")
+        # On the CPU, where the pairs are.
+        cpu = torch.device("cpu")
+        self._order = EpochOrder(sizes["seed"], len(train), self._batch_size, cpu)
+        self.batches_per_epoch = self._order.batches_per_epoch
+        self.samples_per_batch = round(self._batch_size * target_words[0] / len(train))
+        self.sha256 = sha256
+        self.description = {
+            "name": name,
+            **about,
+            "train_samples": target_words[0],
+            "eval_samples": target_words[1],
+            "train_pairs": len(train),
+            "eval_pairs": len(held_out),
+            "train_pairs_left_out": train.left_out,
+            "eval_pairs_left_out": held_out.left_out,
+            "max_length": self._max_length,
+            "source_vocab_entries": entries[0],
+            "target_vocab_entries": entries[1],
+            "source_vocab_size": self.source_vocab_size,
+            "target_vocab_size": self.target_vocab_size,
+        }
+
+    def train_batch(self, index: int) -> Batch:
+        """Batch ``index`` of the run; raises ``ValueError`` if it is negative."""
+        return self._batch(self._train, self._order.indices(index).tolist())
+
+    def eval_batches(self) -> Iterator[Batch]:
+        """The held-out pairs in their order."""
+        for start in range(0, len(self._held_out), self._batch_size):
+            stop = min(start + self._batch_size, len(self._held_out))
+            yield self._batch(self._held_out, range(start, stop))
+
+    def _batch(self, pairs: Pairs, places: Sequence[int]) -> Batch:
+        # From pinned memory the copy makes the host wait for nothing; torch does not hand the
+        # memory out again before the copy has run.
+        source, target = pairs.batch(places, self._max_length, self._device.type == "cuda")
+        return self._to_device(source), self._to_device(target)
+
+    def _to_device(self, rows: Tensor) -> Tensor:
+        return rows.to(self._device, non_blocking=True)
+
+
+Sentences = tuple[list[str], list[str]]
+HELD_OUT_PAIRS = 400
+# One fixed shuffle for every seed: all runs must be judged on the same pairs.
+SPLIT_SEED = 20171010
+
+
+@cache
+def unicode_names() -> tuple[Sentences, ...]:
+    """(words of a character's name, words of its decomposition), in the order of code points.
+
+    The decomposition is Unicode's, one step of it: the formatting tag, as "<wide>", of a
+    compatibility one, then the names of its characters. Hangul syllables and CJK ideographs, whose
+    names hold their number, have no place here. Of Unicode 3.2, which every Python has beside its
+    own version: neither names nor decompositions of a character ever change.
+    """
+    unicode, found = unicodedata.ucd_3_2_0, []
+    for character in map(chr, range(0x110000)):
+        *tag, codes = unicode.decomposition(character).rpartition("> ")
+        if not codes:
+            continue
+        characters = [character, *(chr(int(code, 16)) for code in codes.split())]
+        name, *parts = map(unicode.name, characters)
+        if not any(one.startswith("CJK ") for one in (name, *parts)):
+            found.append((name.split(), ("".join(tag) + " ".join(parts)).split()))
+    return tuple(found)
+
+
+class UnicodeNames(SentencePairs):
+    """Names of characters, to be translated into the names of what they are composed of.
+
+    "LATIN SMALL LETTER E WITH ACUTE" becomes "LATIN SMALL LETTER E COMBINING ACUTE ACCENT", and
+    "FULLWIDTH DIGIT ONE" "<wide> DIGIT ONE" (`unicode_names`). 400 pairs are held out. The
+    vocabularies have all words of the training pairs. ``sha256`` is that of all pairs, before any
+    are left out, and the same with every version of Python.
+
+    Raises:
+        ValueError: There are fewer training pairs than a batch takes.
+        DataError: No pair of a split is so short.
+    """
+
+    def __init__(self, **sizes: Unpack[PairSizes]) -> None:
+        pairs = unicode_names()
+        order = permutation(SPLIT_SEED, 0, len(pairs)).tolist()
+        train = [pairs[place] for place in order[:-HELD_OUT_PAIRS]]
+        held_out = [pairs[place] for place in order[-HELD_OUT_PAIRS:]]
+        self.vocabularies = tuple(
+            build_vocabulary([pair[side] for pair in train], SYMBOLS, None) for side in range(2)
+        )
+        source, target = self.vocabularies
+        ids = word_ids(source), word_ids(target)
+        splits = [_encoded(split, ids, sizes["max_length"]) for split in (train, held_out)]
+        lines = "".join(f"{' '.join(source)}\t{' '.join(target)}\n" for source, target in pairs)
+        super().__init__(
+            "unicode_names",
+            splits[0][0],
+            splits[1][0],
+            (splits[0][1], splits[1][1]),
+            (len(source), len(target)),
+            hashlib.sha256(lines.encode()).hexdigest(),
+            {
+                "origin": "unicodedata.ucd_3_2_0",
+                "unidata_version": unicodedata.ucd_3_2_0.unidata_version,
+            },
+            **sizes,
+        )
+
+
+def _encoded(
+    pairs: Sequence[Sentences], ids: tuple[WordIds, WordIds], max_length: int
+) -> tuple[Pairs, int]:
+    """The pairs that fit, and their target words."""
+    tokens, starts, words = [], [0], 0
+    for pair in pairs:
+        if max(map(len, pair)) < max_length:
+            for own, sentence in zip(ids, pair, strict=True):
+                tokens += [*map(own.__getitem__, sentence), END_ID]
+            starts.append(len(tokens))
+            words += len(pair[1]) + 1
+    held = HeldTokens(torch.tensor(tokens, dtype=torch.int64))
+    left_out = len(pairs) - len(starts) + 1
+    return Pairs(held, np.array(starts), left_out), words

@@ -1,0 +1,176 @@
+"""Translation: a bidirectional LSTM encoder, attention, an LSTM decoder.
+
+The networks of figure 4 (Micikevicius et al., arXiv 1710.03740, section 4.3) have 3 or 5 layers of
+1024 cells in encoder and decoder each. Not published there, so ours: the form of the attention and
+what the decoder starts from.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+State = tuple[Tensor, Tensor]
+
+
+class Encoded(NamedTuple):
+    """A batch of sources as the decoder reads it.
+
+    Attributes:
+        memory: the encoder's outputs, ``[batch, source, hidden]``.
+        keys: them as they are compared with, in the same shape.
+        padding: bool ``[batch, 1, source]``, where there is no word.
+        state: ``(h, c)`` that the decoder starts from, ``[layers, batch, hidden]`` each.
+    """
+
+    memory: Tensor
+    keys: Tensor
+    padding: Tensor
+    state: State
+
+
+class Seq2Seq(nn.Module):
+    """Encoder, attention and decoder over word ids; id 0 is padding, behind the words of a row.
+
+    Encoder: the first layer reads a sentence in both directions, each with `hidden_size` cells, the
+    others read forwards. Decoder: as many layers, started from the last words that the encoder
+    read: layer by layer tanh of a linear map of the first layer's backward output at the first word
+    (Bahdanau et al., arXiv 1409.0473, appendix A.2.2), its cells from zero. Attention is Luong's
+    (arXiv 1508.04025, section 3.1, "general") on the decoder's last layer, without input feeding:
+    what was attended to is not an input of the next word, so that a layer is one call for all words
+    and its weight gradient is summed once, not once a word in 16 bits.
+
+    Dropout sits on embeddings, between layers and before the softmax. Every parameter starts
+    uniform in +-``init_range``.
+
+    Padding changes no result: forward layers meet it after the last word only, the backward one
+    reads each row reversed within its own length, attention leaves it out. Neither does it shorten
+    the work, which a packed sequence would: that needs lengths on the host.
+
+    Args:
+        source_vocab_size: words of the sources, padding and other symbols included.
+        target_vocab_size: those of the targets.
+    """
+
+    def __init__(
+        self,
+        source_vocab_size: int,
+        target_vocab_size: int,
+        embedding_size: int = 1024,
+        hidden_size: int = 1024,
+        num_layers: int = 3,
+        dropout: float = 0.0,
+        init_range: float = 0.1,
+    ) -> None:
+        super().__init__()
+        between: Any = {"dropout": dropout if num_layers > 2 else 0.0}
+        self.source_embedding = nn.Embedding(source_vocab_size, embedding_size)
+        self.target_embedding = nn.Embedding(target_vocab_size, embedding_size)
+        self.dropout = nn.Dropout(dropout)
+        self.forwards = nn.LSTM(embedding_size, hidden_size)
+        self.backwards = nn.LSTM(embedding_size, hidden_size)
+        self.upper: nn.Module
+        if num_layers > 1:
+            self.upper = nn.LSTM(2 * hidden_size, hidden_size, num_layers - 1, **between)
+        else:
+            self.upper = nn.Linear(2 * hidden_size, hidden_size)
+        self.bridge = nn.Linear(hidden_size, num_layers * hidden_size)
+        self.key = nn.Linear(hidden_size, hidden_size, bias=False)
+        between["dropout"] = dropout if num_layers > 1 else 0.0
+        self.decoder = nn.LSTM(embedding_size, hidden_size, num_layers, **between)
+        self.attention = Attention(hidden_size)
+        self.output = nn.Linear(hidden_size, target_vocab_size)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.uniform_(-init_range, init_range)
+
+    def forward(self, source: Tensor, inputs: Tensor) -> Tensor:
+        """Logits ``[batch, target, target_vocab_size]`` of each next word.
+
+        source: int64 ``[batch, source]``, at least one word in each row. inputs: int64
+        ``[batch, target]``, the words before those that are asked for.
+        """
+        encoded = self.encode(source)
+        return self.decode(inputs, encoded, encoded.state)[0]
+
+    def encode(self, source: Tensor) -> Encoded:
+        """`Encoded` of source, int64 ``[batch, source]``."""
+        padding = source == 0
+        order = reversed_order(padding).t()  # [source, batch]
+        embedded = self.dropout(self.source_embedding(source.t()))
+        onwards, _ = self.forwards(embedded)
+        read, _ = self.backwards(_Reversed.apply(embedded, order))
+        backwards = _Reversed.apply(read, order)
+        both = self.dropout(torch.cat([onwards, backwards], -1))
+        upper = self.upper(both)
+        memory = (upper[0] if isinstance(upper, tuple) else upper).transpose(0, 1)
+        start = torch.tanh(self.bridge(backwards[0]))
+        h = torch.stack(start.chunk(self.decoder.num_layers, -1))
+        return Encoded(memory, self.key(memory), padding[:, None], (h, torch.zeros_like(h)))
+
+    def decode(self, inputs: Tensor, encoded: Encoded, state: State) -> tuple[Tensor, State]:
+        """Logits for the words after `inputs`, int64 ``[batch, target]``, and the state there."""
+        embedded = self.dropout(self.target_embedding(inputs.t()))
+        outputs, state = self.decoder(embedded, state)
+        queries = outputs.transpose(0, 1)
+        attended = self.attention(queries, encoded.keys, encoded.memory, encoded.padding)
+        return self.output(self.dropout(attended)), state
+
+    def translate(self, source: Tensor, words: int, begin: int, end: int) -> Tensor:
+        """Greedily the most likely next word, `words` times: int64 ``[batch, words]``.
+
+        begin: the word in front of every target. end: the last one; padding (0) follows it.
+        """
+        encoded = self.encode(source)
+        state, last = encoded.state, torch.full_like(source[:, :1], begin)
+        ended, found = torch.zeros_like(last, dtype=torch.bool), []
+        for _ in range(words):
+            logits, state = self.decode(last, encoded, state)
+            last = logits.argmax(-1).masked_fill(ended, 0)
+            found.append(last)
+            ended = ended | (last == end)
+        return torch.cat(found, 1)
+
+
+class Attention(nn.Module):
+    """Luong's global attention: tanh of a linear map of what is attended to and the query."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.combine = nn.Linear(2 * hidden_size, hidden_size, bias=False)
+
+    def forward(self, queries: Tensor, keys: Tensor, memory: Tensor, padding: Tensor) -> Tensor:
+        """``[batch, target, hidden]`` for queries of that shape; the others as in `Encoded`."""
+        scores = torch.bmm(queries, keys.transpose(1, 2))
+        # The least finite number: -1e9 does not exist in FP16, and a search for overflows would
+        # find an infinity. Softmax in FP32 in every mode.
+        scores = scores.masked_fill(padding, torch.finfo(scores.dtype).min)
+        weights = torch.softmax(scores, -1, dtype=torch.float32).to(memory.dtype)
+        attended = torch.bmm(weights, memory)
+        return torch.tanh(self.combine(torch.cat([attended, queries], -1)))
+
+
+def reversed_order(padding: Tensor) -> Tensor:
+    """Where each place of a row is read from so that its words come in reverse, int64.
+
+    padding: bool ``[batch, places]``, true behind the words; padding stays where it is.
+    """
+    places = torch.arange(padding.shape[1], device=padding.device)
+    return torch.where(padding, places, (~padding).sum(1, keepdim=True) - 1 - places)
+
+
+class _Reversed(torch.autograd.Function):
+    """Rows of ``[places, batch, width]`` in an order ``[places, batch]`` that is its own inverse.
+
+    So is then the gradient; gather's own adds in no fixed order on CUDA.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, order: Tensor) -> Tensor:
+        ctx.save_for_backward(order)
+        return values.gather(0, order[..., None].expand_as(values))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (order,) = ctx.saved_tensors
+        return gradient.gather(0, order[..., None].expand_as(gradient)), None
