@@ -1,6 +1,6 @@
 """What Micikevicius et al. report (Mixed Precision Training, arXiv 1710.03740 v3, ICLR 2018).
 
-Table 1, its settings and figure 2a were read in the paper's text; table 2 and figures 5 and 6 in
+Table 1, its settings and figure 2a were read in the paper's text; table 2 and figures 4, 5 and 6 in
 notes on version 3. A difference has the sign that `mprun compare` gives it: positive is worse.
 
 Our result stands beside the paper's for the same model, with the scale of both. The paper's data
@@ -98,6 +98,19 @@ DCGAN = Claim(
     "The paper's generator has 7 fractionally-strided convolutions, its discriminator 6 "
     "convolutions and 2 fully connected layers.",
 )
+TRANSLATION = Claim(
+    "LSTM translation, 3 and 5 layers of 1024",
+    "figure 4",
+    _lines(
+        "training perplexity (a figure, no number)",
+        ("mixed, no loss scaling", "slightly worse than FP32"),
+        ("mixed, loss scaling", "among three FP32 runs, which differ visibly"),
+    ),
+    "WMT15 English to French",
+    "WMT15 English to French, 100K and 40K words, SGD, code of the TensorFlow tutorial; three FP32 "
+    "runs, one run per other curve",
+    "Attention is Luong's, without input feeding.",
+)
 MASTER_WEIGHTS = Claim(
     "Mandarin speech model",
     "figure 2a",
@@ -121,10 +134,17 @@ LOSS_SCALING = Claim(
     "Pascal VOC 2007",
     "Pascal VOC 2007 test, VGG-type backbone; one run per column",
 )
-OF_MODEL = {"alexnet": ALEXNET, "resnet50": RESNET50, "lstm_lm": BIGLSTM, "dcgan": DCGAN}
+OF_MODEL = {
+    "alexnet": ALEXNET,
+    "resnet50": RESNET50,
+    "lstm_lm": BIGLSTM,
+    "seq2seq": TRANSLATION,
+    "dcgan": DCGAN,
+}
 _DATA = {
     "digits": "scikit-learn digits (1,437 training and 360 held-out images of 8x8, enlarged)",
     "docs_text": "text of CPython's documentation",
+    "unicode_names": "names of Unicode's characters",
     "synthetic_images": "random images (nothing to learn)",
     "synthetic_tokens": "random tokens (nothing to learn)",
 }
@@ -275,7 +295,7 @@ def _batch(keys: dict, run: RunData) -> str:
     if size is None:
         return ""
     size *= keys.get("train.accumulate") or 1
-    length = keys.get("data.sequence_length")
+    length = keys.get("data.sequence_length") or keys.get("data.max_length")
     return f" of {size}{f' x {length}' if length else ''} {run.sample}s"
 
 

@@ -201,6 +201,25 @@ RECIPES = {
         "compare.metric": "loss",
         "compare.margin": 0.01,
     },
+    "seq2seq_wmt15": {
+        "model.num_layers": 3,
+        "model.hidden_size": 1024,
+        "model.embedding_size": 1024,
+        "model.dropout": 0.0,
+        "data.name": "parallel_text",
+        "data.batch_size": 64,
+        "data.max_length": 50,
+        "data.source_vocab_limit": 100_000,
+        "data.target_vocab_limit": 40_000,
+        "optim.name": "sgd",
+        "optim.lr": 0.5,
+        "optim.momentum": 0.0,
+        "optim.schedule": "constant",
+        "train.steps": 340_000,
+        "train.clip_norm": 5.0,
+        "compare.metric": "loss",
+        "compare.margin": 0.01,
+    },
     "dcgan_celeba": {**FACES, "data.image_size": 64, "train.epochs": 25},
     "dcgan_celeba_128": {**FACES, "data.image_size": 128, "train.steps": 100_000},
     "alexnet_cifar10": {
@@ -245,7 +264,9 @@ def text(recipe):
 def test_the_table_is_complete():
     files = {path.stem for path in (conf_dir() / "experiment").glob("*.yaml")}
     assert {
-        name for name in files if not name.startswith(("quickstart_", "minutes_", "ranks_"))
+        name
+        for name in files
+        if not name.startswith(("quickstart_", "minutes_", "ranks_", "paper_"))
     } == set(RECIPES)
 
 
