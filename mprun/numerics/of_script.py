@@ -81,16 +81,31 @@ class ScriptTask:
         Raises:
             RuntimeError: none of the optimizers took one.
         """
-        taken, before = self._taken(), self._steps
+        one, before = self._one, self._steps
+        taken = self._taken() if one is None else one.steps
         if taken == before:
             raise RuntimeError("no optimizer.step() since the last step; it comes before this call")
-        if self._one is not None and taken > before + 1:
+        if one is not None and taken > before + 1:
             raise RuntimeError(
                 f"{taken - before} calls of optimizer.step() since the last step, one is "
                 "expected; call run.step(loss) after each"
             )
         self._steps = taken
-        found, flags = {"loss": self._scalar("loss", loss)}, []
+        found = {"loss": self._scalar("loss", loss)}
+        if one is not None and (last := one.last) is not None:
+            found["loss_scale"] = last.loss_scale
+            if last.found_inf is not None:
+                found["found_inf"] = last.found_inf
+        else:
+            found |= self._of_several()
+        for name, value in metrics.items():
+            found[name] = self._scalar(name, value)
+        self.metrics = found
+        return found
+
+    def _of_several(self) -> dict[str, Tensor]:
+        """Loss scales by name, and whether one of the optimizers skipped its update."""
+        found, flags = dict[str, Tensor](), []
         for optimizer, name in self._scale_names:
             if (last := optimizer.last) is not None:
                 found[name] = last.loss_scale
@@ -98,9 +113,6 @@ class ScriptTask:
                     flags.append(last.found_inf)
         if flags:
             found["found_inf"] = flags[0] if len(flags) == 1 else torch.stack(flags).amax()
-        for name, value in metrics.items():
-            found[name] = self._scalar(name, value)
-        self.metrics = found
         return found
 
     def take(self, step: Callable[[], Any]) -> StepRow:

@@ -8,10 +8,9 @@ import json
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise, takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mprun.errors import Damaged
 from mprun.record.console import markdown_table
@@ -23,8 +22,7 @@ EXPLOSION = 10.0
 _FILE = Path("numerics") / "post-mortem.json"
 
 
-@dataclass(frozen=True, slots=True)
-class StepRow:
+class StepRow(NamedTuple):
     """One step as numbers: `step` counts from 1; `skipped` is the total up to and with it."""
 
     step: int
@@ -52,7 +50,7 @@ class History:
     def add(self, rows: Iterable[StepRow], metrics: Mapping[str, float]) -> None:
         """Add steps; `metrics`: those of the newest one, by name."""
         for row in rows:
-            self.rows.append({name: getattr(row, name) for name in row.__slots__})
+            self.rows.append(row._asdict())
         if self.rows:
             norms = {name: value for name, value in metrics.items() if name.endswith("grad_norm")}
             self.rows[-1] |= norms

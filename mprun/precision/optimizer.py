@@ -158,6 +158,12 @@ class MixedPrecisionOptimizer:
         # True: torch's operations even so, which show an observer every intermediate result.
         self.observed = False
         self._used: tuple[Ready, Tensor | None] | None = None
+        # Then a step is that of the inner optimizer: nothing else looks at the gradients.
+        self._is_plain = (
+            self.gradients.is_plain
+            and clip_norm is None
+            and not (self.guards or self.rows or self.average)
+        )
 
     @property
     def masters(self) -> dict[str, Tensor]:
@@ -203,13 +209,19 @@ class MixedPrecisionOptimizer:
         """
         self.gradients.backward(loss, self.loss_scales[loss_index])
 
-    @torch.no_grad()
     def step(self, measure_norm: bool = False) -> Update:
         """Clip, update the master weights and copy them to the model; skip if told to.
 
         Args:
             measure_norm: compute the gradient norm although nothing is clipped.
         """
+        if not self._is_plain or measure_norm or self.gradients.single_pass is not None:
+            return self._step(measure_norm)
+        self.inner.step()
+        return Update(self.loss_scales[0].scale, None, None)
+
+    @torch.no_grad()
+    def _step(self, measure_norm: bool) -> Update:
         ready = self.gradients.ready(measure_norm or self.clip_norm is not None)
         found_inf, clip = ready.own.found_inf, None
         if self.clip_norm is not None and ready.norm is not None:
@@ -250,7 +262,11 @@ class MixedPrecisionOptimizer:
         before the next `zero_grad`; what a single pass never wrote to memory is computed here.
         """
         if self._used is None:
-            return {}
+            found = {}
+            if self._is_plain:
+                pairs = zip(self.names, self.updated, strict=True)
+                found = {n: own.grad.detach().clone() for n, own in pairs if own.grad is not None}
+            return found
         (ready, clip), found, gradients = self._used, {}, self.gradients
         of_parameters = zip(
             self.names, self.updated, ready.own.gradients, gradients.is_clipped, strict=False

@@ -224,6 +224,7 @@ class PreparedOptimizer(Optimizer):
         self.steps = 0
         self._inner_may_step = False
         self._told = self._warned = self._begun = False
+        self._is_bare = False  # the gradients of this step: see _step_bare
         self._shares = False  # one of its models with another optimizer
         inner.register_step_pre_hook(self._refuse_step_of_inner)
         self._build()
@@ -362,8 +363,11 @@ class PreparedOptimizer(Optimizer):
         others = [] if alone else [o for o in PreparedOptimizer._alive if o._concerned(self)]
         if not others and not self._collects(scale) and all(m.is_bare for m in self.models):
             scale.backward(loss, retain_graph)
+            self._is_bare = not self._begun
             self._used.setdefault(scale)
             return
+        for one in (self, *others):
+            one._is_bare = False
         everyone = [one for one in (self, *others) if one._collects(scale)]
         for one in everyone:
             one._put_aside()
@@ -417,6 +421,9 @@ class PreparedOptimizer(Optimizer):
                 "no gradients: call optimizer.backward(loss), of the optimizer that mprun.prepare "
                 "returned, in place of loss.backward() (or of a GradScaler)"
             )
+        if self._is_bare:
+            self._step_bare()
+            return
         gradients = self.gradients
         if gradients.collects:
             gradients.values[: len(gradients.updated)] = [
@@ -447,6 +454,22 @@ class PreparedOptimizer(Optimizer):
         if not self._told:
             self._told = True
             self._check_honoured()
+
+    def _step_bare(self) -> None:
+        """`step` where no gradient was scaled, checked or cast, and no other model was reached."""
+        self._inner_may_step = True
+        try:
+            self.last = self.engine.step()
+        finally:
+            self._inner_may_step = False
+        self.steps += 1
+        for model in self.models:
+            model.note_update()
+        self._turns.end(self)
+        self._used.clear()
+        self._is_bare = False
+        for table in self.engine.tables.values():
+            table.gathered = None
 
     def state_dict(self) -> dict[str, Any]:
         """That of `inner`, which any torch optimizer of its kind loads, with the loss scale."""
@@ -529,7 +552,7 @@ class PreparedOptimizer(Optimizer):
         self._forget()
 
     def _forget(self) -> None:
-        self._begun = False
+        self._begun = self._is_bare = False
         # In place: what wraps an optimizer may run its methods as those of another object.
         self._used.clear()
         self._reached.clear()

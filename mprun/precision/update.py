@@ -199,6 +199,12 @@ class Gradients:
         self._copies = [own for own, master in pairs if own is not master]
         self._masters = [master for own, master in pairs if own is not master]
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether they stay where backward leaves them, as they are, for weights without copies."""
+        sums = self.wire is not None or self.reduction is not None
+        return not (self.collects or self.skips or self._copies or sums or self.parts > 1)
+
     def clear(self, single_pass: SinglePass | None) -> None:
         """Forget all of them, in `.grad` too: a new step begins, to be updated by `single_pass`."""
         for tensor in (*self.parameters, *self._masters):
