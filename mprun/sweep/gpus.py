@@ -42,6 +42,11 @@ def _count() -> int:
         return len(list(_DRIVER.glob("*")))
 
 
+def available_cores() -> int:
+    """Cores that this process may run on; `mprun.data.loader` says so too, and loads torch."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 class Gpus:
     """Gives each cell GPUs of its own while it runs; a cell on the CPU needs none.
 

@@ -239,3 +239,29 @@ def test_real_runs_see_their_own(tmp_path, start_sweep, monkeypatch):
     for cell, name in zip(plan([*OWN, "seed=0,1"], None).cells, "ab", strict=True):
         lines = (cell.directory / "console.log").read_text().splitlines()
         assert {line for line in lines if line.startswith("GPUs:")} == {f"GPUs: GPU-{name}"}
+
+
+@pytest.mark.parametrize(
+    ("swept", "given", "threads"),
+    [
+        (["seed=0,1", "-j", "1"], None, None),
+        (["seed=0,1", "-j", "3"], None, "2"),
+        (["seed=0,1", "-j", "8"], None, "1"),
+        (["seed=0,1", "-j", "2", "devices=2", "train.accumulate=2"], None, "1"),
+        (["seed=0,1", "-j", "3"], "5", None),  # it has that of the sweep
+    ],
+)
+def test_runs_beside_each_other_share_the_cores(swept, given, threads, tiny, monkeypatch):
+    found = []
+
+    def start(arguments, log, environment):
+        found.append(environment.get("OMP_NUM_THREADS"))
+        return Run()
+
+    monkeypatch.setattr(run, "quickest_start", lambda: start)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(7)))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if given:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    assert main(["-m", *tiny, *swept]) == 5
+    assert set(found) == {threads}
