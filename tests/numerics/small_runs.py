@@ -27,7 +27,13 @@ SMALL = {
         "model.discriminator_width=8",
     ],
     "conv_autoencoder": ["model=conv_autoencoder", "data.batch_size=4", "train.accumulate=2"],
-    "alexnet": ["model=alexnet", "optim=sgd_alexnet", "data=digits_64", "data.batch_size=2"],
+    "alexnet": [
+        "model=alexnet_2012",
+        "model.width=0.125",
+        "optim=sgd_alexnet",
+        "data=digits_64",
+        "data.batch_size=2",
+    ],
 }
 
 

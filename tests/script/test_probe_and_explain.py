@@ -16,7 +16,13 @@ from mprun.numerics.replay import Steps
 
 from .networks import batches, net
 
-SMALL = ["model=alexnet", "optim=sgd_alexnet", "data=digits_64", "data.batch_size=2"]
+SMALL = [
+    "model=alexnet_2012",
+    "model.width=0.125",
+    "optim=sgd_alexnet",
+    "data=digits_64",
+    "data.batch_size=2",
+]
 
 
 def in_a_script(built):

@@ -65,7 +65,13 @@ def test_clipping_by_torch_clips(mode, own):
 @pytest.mark.parametrize("mode", ["fp16_master_scaled", "amp", "fp32"])
 def test_clipping_by_torch_is_that_of_the_engine(mode, build_run):
     """train.clip_norm of a run, and torch's function in a script, on the same batches."""
-    overrides = ["model=alexnet", "optim=sgd_alexnet", "data=digits_64", "data.batch_size=2"]
+    overrides = [
+        "model=alexnet_2012",
+        "model.width=0.125",
+        "optim=sgd_alexnet",
+        "data=digits_64",
+        "data.batch_size=2",
+    ]
     built = build_run(*overrides, f"precision={mode}", "train.clip_norm=0.05", "optim.lr=0.5")
     task = built.task
     with task.learner.cast.in_fp32() as own:
