@@ -10,6 +10,13 @@ LM = [
     "data.batch_size=4",
     "data.sequence_length=5",
 ]
+SPEECH = [
+    *ONE_CORE,
+    "model=deep_speech2",
+    "model.channels=2",
+    "model.hidden_size=8",
+    "data.batch_size=4",
+]
 # Without the text of the documentation, which takes a moment to read.
 TINY_LM = [
     *ONE_CORE,

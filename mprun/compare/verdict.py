@@ -25,7 +25,7 @@ from mprun.compare.equivalence import FEWEST_SEEDS, Unit
 from mprun.compare.findings import Arm, Group, Outcome, Question, Row, RunData, Verdict, is_gan
 from mprun.compare.grouping import ProtoGroup
 from mprun.compare.load import post_mortems
-from mprun.config.metrics import ACCURACIES, HIGHER_IS_BETTER, IN_POINTS, default_margin
+from mprun.config.metrics import HIGHER_IS_BETTER, IN_POINTS, default_margin
 from mprun.errors import BadInput
 
 GAN_LOSSES = ("loss", "d_loss", "g_loss")
@@ -409,7 +409,7 @@ def assess(
 
     metric, margin: instead of what the runs' configuration says. higher_is_better: for a foreign
     tag; the runs' own metrics are known. absolute: the margin is in the unit of the metric, which
-    it always is where higher is better. BadInput: see `judge`.
+    it always is of metrics in percent and where higher is better. BadInput: see `judge`.
     """
     keys, base = proto.keys, proto.baseline
     question = _question(proto, metric, margin, higher_is_better, absolute)
@@ -458,7 +458,7 @@ def _question(
         margin = keys.get("compare.margin")
     if margin is None:
         margin = default_margin(metric, keys.get("data.name"))
-    relative = not (accuracy or absolute)
+    relative = not (accuracy or absolute or (metric in IN_POINTS and not foreign))
     if relative and margin >= 0.5:
         raise BadInput(
             f"margin {margin:g}: is relative, 0.01 means 1 %; must be below 0.5 (--absolute: in "

@@ -39,8 +39,8 @@ def default_margin(metric: str, data: str | None) -> float:
     """The margin of "matches" for a metric of the evaluation on the data source named `data`.
 
     Relative to the mean of the FP32 runs (0.01 is 1 %) for losses and distances, in percentage
-    points for those in percent. Judgement, not derivation. Half a point of top-1 is above the seed noise
-    of published ResNet-50 runs (0.15 points); of 360 held-out digits one image is 0.28 points
+    points for those in percent. Judgement, not derivation. Half a point of top-1 is above the seed
+    noise of published ResNet-50 runs (0.15 points); of 360 held-out digits one image is 0.28 points
     already. A perplexity is judged as its logarithm, which is a loss. The margin of the sliced
     Wasserstein distance is weighed against measured seed noise in docs/sample_metric.md.
     """

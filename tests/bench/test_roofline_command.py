@@ -42,6 +42,19 @@ def test_json_by_mode(capsys):
 
 
 @pytest.mark.slow
+def test_utterances_of_the_longest_length(capsys):
+    """6 FLOP a weight and frame: 836 frames of 1,671 behind the first stride."""
+    arguments = ["experiment=deep_speech2_librispeech", "data.batch_size=1", "--json"]
+    assert main([*arguments, "--mode", "fp32"]) == 0
+    found = json.loads(capsys.readouterr().out)["modes"]["fp32"]
+    weights = 7680 * (1312 + 2560) + 2 * 7680 * 5120 + 2560 * 2560 + 2560 * 29 + 2560 * 20
+    convolved = 32 * 451 * 81 * 2 / 3 + 32 * 32 * 231 * 41  # the first has no gradient of its input
+    assert found["flops_per_sample"] == pytest.approx(6 * 836 * (weights + convolved), rel=1e-3)
+    with pytest.raises(BadInput, match="data.max_seconds=null: data=speech_manifest has its"):
+        main([*arguments, "data.max_seconds=null"])
+
+
+@pytest.mark.slow
 def test_modes_that_a_gpu_lacks_are_left_out_with_the_reason(capsys):
     assert main([*SMALL, "--gpu", "V100"]) == 0
     text = capsys.readouterr().out

@@ -7,9 +7,13 @@ import pytest
 
 from mprun.compare.divergence import outcomes
 from mprun.compare.findings import Question
+from mprun.compare.grouping import group_runs
+from mprun.compare.load import load_runs
+from mprun.compare.verdict import assess
 from mprun.errors import BadInput
 
 from .made_runs import made_arm, made_run
+from .run_folders import write_run
 
 
 def test_window():
@@ -73,3 +77,18 @@ def test_a_perplexity_must_be_positive():
     own = made_arm({0: 0.0}, "amp", metric="perplexity")
     with pytest.raises(BadInput, match="perplexity must be above 0"):
         outcomes(own, own, Question(metric="perplexity"))
+
+
+def test_an_error_rate_is_judged_in_points_and_lower_is_better(tmp_path):
+    for mode, rates in {"fp32": (1.7, 1.8, 1.9), "amp": (2.7, 2.8, 2.9)}.items():
+        for seed, rate in enumerate(rates):
+            more = {"compare.metric": "cer", "compare.margin": 0.5}
+            run = write_run(tmp_path / f"{mode}{seed}", mode, seed, overrides=more)
+            metrics = run / "metrics.jsonl"
+            metrics.write_text(metrics.read_text().replace('"perplexity": 2.0', f'"cer": {rate}'))
+    runs, _ = load_runs([tmp_path])
+    [proto], _ = group_runs(runs)
+    group = assess(proto)
+    assert not group.relative and not group.higher_is_better
+    [row] = group.rows
+    assert row.verdict.name == "worse" and "+1.00 points" in row.verdict.sentence

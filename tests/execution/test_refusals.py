@@ -19,6 +19,7 @@ from mprun.precision.torch_update import has_fused_kernel
 from mprun.precision.update_choice import torch_path
 
 LSTM = ["model=lstm_lm", "data=synthetic_tokens"]
+MANIFEST = ["model=deep_speech2", "data=speech_manifest", "data.root=."]
 IMAGES = "model=conv_autoencoder"
 GRAPH, COMPILE = "train.cuda_graph=on", "train.compile=default"
 NHWC, AUTOTUNE = "train.channels_last=on", "train.autotune=on"
@@ -26,6 +27,8 @@ REFUSED = [
     ([GRAPH, "device=cpu"], "a CUDA graph needs device=cuda"),
     ([GRAPH, "device=cuda", "numerics=on"], "numerics=on watches tensors with hooks"),
     ([GRAPH, "device=cuda", *LSTM, "train.accumulate=2"], "train.accumulate=2 with a language"),
+    ([GRAPH, "device=cuda", *MANIFEST], "batches differ in length"),
+    ([COMPILE, "model=deep_speech2"], "torch.compile passes over nn.LSTM, nn.GRU"),
     ([COMPILE, *LSTM], "torch.compile passes over nn.LSTM"),
     ([COMPILE, IMAGES, "numerics=on"], "numerics=on watches tensors with hooks"),
     ([COMPILE, IMAGES, "device=cpu", "precision=amp"], "precision=amp is emulated on a CPU"),

@@ -1,0 +1,150 @@
+"""Connectionist temporal classification: its loss, what it decodes to, and how far that is off.
+
+Symbol 0 is the blank. Everything is computed on tensors of one shape, so that nothing waits for
+the device and a step can be a CUDA graph; torch's `ctc_loss` reads lengths on the host and, on
+CUDA, adds up gradients in no fixed order.
+"""
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+BLANK = 0
+
+
+def ctc_losses(logits: Tensor, frames: Tensor, symbols: Tensor, lengths: Tensor) -> Tensor:
+    """Minus the logarithm of each text's probability, in nats, computed in FP32.
+
+    Graves et al. (ICML 2006). A text that no path over its frames spells has probability 0; its
+    loss counts as 0, without a gradient, as published implementations have it.
+
+    Args:
+        logits: `[time, n, num_symbols]` of any dtype; frames: how many count, int64 `[n]`.
+        symbols: int64 `[n, most]`, padded with anything; lengths: how many count, int64 `[n]`.
+
+    Returns:
+        float32 `[n]`.
+    """
+    log_probs = F.log_softmax(logits, 2, dtype=torch.float32)
+    losses: Tensor = _Paths.apply(log_probs, frames, symbols, lengths)
+    return losses
+
+
+class _Paths(torch.autograd.Function):
+    """Minus the log-probability of all paths that spell a text, from `log_probs` float32.
+
+    The sums over paths up to a frame and from a frame on are one recursion, taken side by side
+    over frames in both orders: four operations a frame, forward and backward pass together.
+    """
+
+    @staticmethod
+    def forward(ctx, log_probs: Tensor, frames: Tensor, symbols: Tensor, lengths: Tensor) -> Tensor:
+        time, n, _ = log_probs.shape
+        # A text with a blank in front of, between and behind its symbols: 2 most + 1 places.
+        text = symbols.new_full((n, 2 * symbols.shape[1] + 1), BLANK)
+        behind = torch.arange(symbols.shape[1], device=symbols.device) >= lengths[:, None]
+        text[:, 1::2] = symbols.masked_fill(behind, BLANK)
+        ends = 2 * lengths
+        # The same text from its end, for the recursion from the last frame.
+        both = torch.cat([text, _turned(text, ends)])
+        emitted = log_probs.gather(2, text.expand(time, -1, -1))
+        rows = torch.arange(time, device=frames.device)[:, None]
+        order = torch.where(rows < frames, frames - 1 - rows, rows)
+        back = _turned(emitted.gather(0, order[..., None].expand_as(emitted)), ends)
+        # The blank may be left out in front, and between two different symbols.
+        may_skip = both != BLANK
+        may_skip[:, 2:] &= both[:, 2:] != both[:, :-2]
+        skip = torch.zeros(both.shape, device=text.device).masked_fill_(~may_skip, -torch.inf)
+        paths = _recursion(torch.cat([emitted, back], 1), skip)
+        # At a frame and a place: paths up to there, and from there on, with what is emitted twice.
+        upto, onward = paths[:, :n], _turned(paths[:, n:], ends)
+        onward = onward.gather(0, order[..., None].expand_as(onward))
+        last = upto.gather(0, (frames - 1).clamp(min=0)[None, :, None].expand(1, n, text.shape[1]))
+        final = last[0].gather(1, torch.stack([ends, (ends - 1).clamp(min=0)], 1))
+        final[:, 1].masked_fill_(lengths == 0, -torch.inf)
+        total = final.logsumexp(1)
+        total.masked_fill_((frames == 0) & (lengths == 0), 0.0)
+        possible = total != -torch.inf
+        if ctx.needs_input_grad[0]:
+            share = torch.exp(upto + onward - emitted - total[:, None])
+            places = torch.arange(text.shape[1], device=ends.device) <= ends[:, None]
+            counts = (possible[:, None] & places) & (rows < frames)[..., None]
+            share.masked_fill_(~counts, 0.0)
+            ctx.save_for_backward(_by_symbol(share, text, log_probs))
+        return torch.where(possible, -total, 0.0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        (visits,) = ctx.saved_tensors  # of each symbol at each frame, in expectation
+        return -visits * gradient[:, None], None, None, None
+
+
+def _by_symbol(share: Tensor, text: Tensor, like: Tensor) -> Tensor:
+    """`[time, n, num_symbols]`: the shares `[time, n, places]` of all places that have a symbol.
+
+    One place at a time: a sum whose order is the same on every device.
+    """
+    total = torch.zeros_like(like)
+    total[..., BLANK] = share[..., ::2].sum(2)
+    for place in range(1, text.shape[1], 2):
+        symbol = text[:, place : place + 1].expand(len(share), -1, -1)
+        total.scatter_add_(2, symbol, share[..., place : place + 1])
+    return total
+
+
+def _turned(values: Tensor, ends: Tensor) -> Tensor:
+    """`[..., n, places]` with places 0 to `ends` of each text in reverse."""
+    places = torch.arange(values.shape[-1], device=ends.device)
+    source = torch.where(places <= ends[:, None], ends[:, None] - places, places)
+    return values.gather(-1, source.expand_as(values))
+
+
+def _recursion(emitted: Tensor, skip: Tensor) -> Tensor:
+    """Log-probability of all beginnings of paths that are at a place at a frame.
+
+    emitted: `[time, n, places]`, of each place's symbol. skip: 0 where the place before the last
+    one may be left out, else -inf.
+    """
+    time, n, places = emitted.shape
+    # Two places that nothing comes from in front, and a frame in front in which all begin.
+    paths = emitted.new_full((time + 1, n, places + 2), -torch.inf)
+    paths[0, :, 1] = 0.0
+    for before, now, row in zip(paths[:-1], paths[1:, :, 2:], emitted, strict=True):
+        skipped = before[:, :-2] + skip
+        stepped = torch.logaddexp(before[:, 2:], before[:, 1:-1])
+        torch.add(torch.logaddexp(stepped, skipped), row, out=now)
+    return paths[1:, :, 2:]
+
+
+def greedy(logits: Tensor, frames: Tensor) -> tuple[Tensor, Tensor]:
+    """The text of each frame's likeliest symbol: repetitions, then blanks, are left out.
+
+    Returns:
+        int64 `[n, time]`, of which the first int64 `[n]` are the text.
+    """
+    best = logits.argmax(2).t()
+    counts = torch.arange(best.shape[1], device=frames.device) < frames[:, None]
+    counts = counts & (best != BLANK)
+    counts[:, 1:] &= best[:, 1:] != best[:, :-1]
+    order = (~counts).to(torch.int8).argsort(dim=1, stable=True)
+    return best.gather(1, order), counts.sum(1)
+
+
+def edit_distances(texts: Tensor, lengths: Tensor, others: Tensor, other_lengths: Tensor) -> Tensor:
+    """Levenshtein's: the fewest symbols to insert, leave out or replace, int64 `[n]`.
+
+    texts, others: int64 `[n, any]`, of which the first `lengths` and `other_lengths` count.
+    """
+    places = torch.arange(others.shape[1] + 1, device=others.device)
+    row = places.expand(len(others), -1)
+    found = row
+    for number, symbol in enumerate(texts.t(), start=1):
+        replaced = row[:, :-1] + (others != symbol[:, None])
+        first = torch.full_like(row[:, :1], number)
+        best = torch.cat([first, torch.minimum(row[:, 1:] + 1, replaced)], 1)
+        # Insertions, any number of them: from the best place on the left, one a place.
+        row = (best - places).cummin(1).values + places
+        found = torch.where((lengths == number)[:, None], row, found)
+    return found.gather(1, other_lengths[:, None])[:, 0]

@@ -1,0 +1,120 @@
+"""The speech task: CTC in FP32 in every mode, the character error rate, a run that learns."""
+
+import json
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import mprun.tasks.speech as speech_module
+from mprun.build import build
+from mprun.cli import main
+from mprun.config.compose import compose_config
+
+from ..shipped import MODES
+from ..small import SPEECH
+
+CPU = torch.device("cpu")
+
+
+def built(*overrides):
+    torch.manual_seed(0)
+    return build(compose_config([*SPEECH, *overrides]).config, CPU)
+
+
+QUICK = {"fp16_naive", "amp"}
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param(mode, marks=() if mode in QUICK else pytest.mark.slow)
+        for mode in MODES
+        if mode != "tf32"
+    ],
+)
+def test_the_loss_is_fp32_in_every_mode(monkeypatch, mode):
+    seen = []
+
+    def losses(logits, *others):
+        found = own(logits, *others)
+        seen.append((logits.dtype, found.dtype))
+        return found
+
+    own = speech_module.ctc_losses
+    monkeypatch.setattr(speech_module, "ctc_losses", losses)
+    run = built(f"precision={mode}", "data.batch_size=150")
+    loss = run.task.train_step(0)["loss"]
+    run.task.evaluate()
+    half = run.policy.half_dtype or torch.float32
+    assert seen[0] == (half, torch.float32) and loss.dtype is torch.float32
+    # Master weights are evaluated in FP32.
+    assert seen[1] == (torch.float32, torch.float32)
+
+
+def test_a_step_is_that_of_torch_s_ctc_loss():
+    run = built("optim.lr=1e-3")
+    features, targets = run.data.train_batch(0)
+    network = run.task.learner.model
+    logits, frames = network(features, targets[:, 0])
+    expected = F.ctc_loss(
+        logits.log_softmax(2), targets[:, 2:], frames, targets[:, 1], reduction="none"
+    ).mean()
+    assert run.task.train_step(0)["loss"].item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+class Fixed:
+    """Held-out batches of texts, and a network that hears fixed ones."""
+
+    def __init__(self, texts, heard):
+        self.batches = []
+        for text, path in zip(texts, heard, strict=True):
+            targets = torch.tensor([[len(path), len(text), *text, 0, 0][: 2 + 3]])
+            logits = 20 * F.one_hot(torch.tensor(path)[:, None], 11).float()
+            self.batches.append((logits, targets))
+
+    def __call__(self, features, frames):
+        return features, frames
+
+
+@pytest.mark.parametrize(
+    ("texts", "heard", "cer"),
+    [
+        ([[1, 2, 3]], [[1, 2, 3]], 0.0),
+        ([[1, 2, 3]], [[0, 0, 0, 0]], 100.0),  # blanks alone
+        ([[1, 2, 3], [4]], [[1, 0, 2, 2], [4, 0, 4]], 50.0),  # one left out, one inserted, of 4
+        ([[], [1, 2]], [[0, 0], [1, 2]], 0.0),
+        ([[], [1, 2]], [[3, 0], [1, 2]], 50.0),  # a symbol heard where there is none
+        ([[]], [[3, 0]], 100.0),  # no symbol at all: over 1
+    ],
+)
+def test_character_error_rate_by_hand(monkeypatch, texts, heard, cer):
+    run = built()
+    fixed = Fixed(texts, heard)
+    monkeypatch.setattr(run.data, "eval_batches", lambda: iter(fixed.batches), raising=False)
+    monkeypatch.setattr(type(run.task.learner), "evaluating", lambda *_: _Within(fixed))
+    assert run.task.evaluate()["cer"] == pytest.approx(cer)
+
+
+class _Within:
+    def __init__(self, value):
+        self.value = value
+
+    def __enter__(self):
+        return self.value
+
+    def __exit__(self, *_):
+        pass
+
+
+@pytest.mark.slow
+def test_resumed_in_the_middle_is_the_same_run(tmp_path):
+    whole, part = tmp_path / "whole", tmp_path / "part"
+    common = [*SPEECH, "precision=fp16_master_scaled", "train.eval_every=3"]
+    assert main([*common, f"output_dir='{whole}'", "train.steps=6"]) == 0
+    assert main([*common, f"output_dir='{part}'", "train.steps=3", "train.checkpoint_every=3"]) == 0
+    assert main([f"resume={part}", "train.steps=6"]) == 0
+    ends = [json.loads((d / "metrics.jsonl").read_text().splitlines()[-1]) for d in (whole, part)]
+    for end in ends:
+        del end["seconds"]
+    assert ends[0] == ends[1] and "cer" in ends[0]
