@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mprun.compare.findings import OUTCOMES, Arm, RunData
-from mprun.config.roles import ADDED_LATER, flat
+from mprun.config.roles import flat, with_later_keys
 from mprun.errors import BadInput, Damaged
 from mprun.numerics.post_mortem import read_post_mortem
 from mprun.record.metrics_columns import read_columns
@@ -151,7 +151,7 @@ def load_run(directory: Path, record: dict[str, Any]) -> RunData:
             last_step=record.get("last_step", columns.last_step),
             skipped=record.get("skipped", columns.skipped),
             scale_range=columns.scale_range if has_scale else None,
-            keys=ADDED_LATER | flat(record["config"]) | _data_keys(record),
+            keys=with_later_keys(flat(record["config"])) | _data_keys(record),
             usual_scaler=precision.get("usual_scaler"),
             sample=record.get("sample", "sample"),
             samples_per_s=record.get("throughput", {}).get("samples_per_s"),

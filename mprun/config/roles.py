@@ -125,9 +125,14 @@ def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 # Keys that came later, with what runs without them computed: left out of a hash at these values.
-_LATER = {"precision.reduce_dtype": None, "precision.reduce_divide": "after"}
+_LATER: dict[str, Any] = {"precision.reduce_dtype": None, "precision.reduce_divide": "after"}
+_LATER_OF_MODEL: dict[str, dict[str, Any]] = {
+    "alexnet": {"model.width": 1.0},
+    "resnet50": {"model.width": 1.0, "model.variant": "v1.5"},
+    "custom": {"model.aux_weight": 0.0},
+}
 # The same, and those that every hash has.
-ADDED_LATER = _LATER | {
+_ADDED_LATER = _LATER | {
     "train.compile": "off",
     "train.channels_last": "auto",
     "train.autotune": "auto",
@@ -135,14 +140,22 @@ ADDED_LATER = _LATER | {
 _NEITHER = object()
 
 
+def with_later_keys(keys: dict[str, Any]) -> dict[str, Any]:
+    """The flat keys of a recorded configuration, with those that mprun did not have yet."""
+    return _ADDED_LATER | _LATER_OF_MODEL.get(keys.get("model.name", ""), {}) | keys
+
+
 def config_hash(config: dict[str, Any]) -> str:
     """SHA-256 (hex) over everything in the configuration that can change a number."""
-    return hashlib.sha256(json.dumps(_hashed(config), sort_keys=True).encode()).hexdigest()
+    model = config.get("model") or {}
+    later = _LATER | _LATER_OF_MODEL.get(model.get("name", ""), {})
+    hashed = _hashed(config, later)
+    return hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest()
 
 
-def _hashed(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def _hashed(tree: dict[str, Any], later: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return {
-        key: _hashed(value, f"{prefix}{key}.") if isinstance(value, dict) else value
+        key: _hashed(value, later, f"{prefix}{key}.") if isinstance(value, dict) else value
         for key, value in tree.items()
-        if role_of(f"{prefix}{key}").hashed and _LATER.get(f"{prefix}{key}", _NEITHER) != value
+        if role_of(f"{prefix}{key}").hashed and later.get(f"{prefix}{key}", _NEITHER) != value
     }

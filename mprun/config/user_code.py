@@ -136,11 +136,9 @@ def check_own_code(config: RunConfig) -> Iterator[str]:
                     "the form package.module:Class"
                 )
             check_form("model.task", model.task)
-        if model.task != "classification" and model.label_smoothing:
-            yield (
-                f"model.label_smoothing={model.label_smoothing:g}: must be 0 for "
-                f"model.task={model.task}"
-            )
+        for key in ("label_smoothing", "aux_weight"):
+            if model.task != "classification" and getattr(model, key):
+                yield f"model.{key}={getattr(model, key):g}: must be 0 for model.task={model.task}"
 
 
 def as_overrides(record: Mapping[str, Any]) -> tuple[str, ...]:

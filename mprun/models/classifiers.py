@@ -1,7 +1,7 @@
-"""Image classifiers: ResNet-50 and AlexNet, its single tower of 2014 and its two groups of 2012.
+"""Image classifiers: ResNet-50 in two forms, VGG-16, AlexNet's single tower and its two groups.
 
 torchvision is imported where a network is built: it takes a second, which a language model or a GAN
-should not pay for.
+should not pay for. `width` is the share of the published channels and hidden units that is built.
 """
 
 from torch import Tensor, nn
@@ -17,6 +17,132 @@ def resnet50(num_classes: int = 1000) -> nn.Module:
     from torchvision.models import resnet50 as torchvision_resnet50
 
     return torchvision_resnet50(weights=None, num_classes=num_classes)
+
+
+def scaled(size: int, width: float, multiple: int = 1) -> int:
+    """So much of `size`, as the nearest multiple, and at least one."""
+    return max(1, round(size * width / multiple)) * multiple
+
+
+class PreActivationResNet50(nn.Module):
+    """ResNet-50 with BatchNorm and ReLU in front of the convolutions: 25,549,352 parameters.
+
+    He et al., "Identity Mappings in Deep Residual Networks" (arXiv 1603.05027), as their
+    fb.resnet.torch has it: the first activation right behind the first convolution, so that the
+    first block has none of its own (one behind the other would be 128 parameters more), the first
+    activation of a stage in front of its shortcut too, the stride in the 3x3 convolution.
+
+    Input ``[batch, 3, height, width]``, 32 px or more (published for 224); output logits
+    ``[batch, num_classes]``.
+    """
+
+    def __init__(self, num_classes: int = 1000, width: float = 1.0) -> None:
+        super().__init__()
+        channels = scaled(64, width)
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, channels, 7, 2, 3, bias=False),
+            *_activation(channels),
+            nn.MaxPool2d(3, 2, 1),
+        )
+        self.stages = nn.Sequential()
+        for number, blocks in enumerate((3, 4, 6, 3)):
+            filters = scaled(64 * 2**number, width)
+            stage = nn.Sequential()
+            for block in range(blocks):
+                stride = 2 if number and not block else 1
+                stage.append(_Bottleneck(channels, filters, stride, active=not number + block))
+                channels = 4 * filters
+            self.stages.append(stage)
+        last = nn.Linear(channels, num_classes)
+        self.head = nn.Sequential(
+            *_activation(channels), nn.AdaptiveAvgPool2d(1), nn.Flatten(), last
+        )
+        for layer in self.modules():
+            if isinstance(layer, nn.Conv2d):
+                nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
+        nn.init.zeros_(last.bias)
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.stages(self.stem(images)))
+        return logits
+
+
+class _Bottleneck(nn.Module):
+    """inputs: channels, of maps that are `active` already where there is nothing to add to them."""
+
+    def __init__(self, inputs: int, filters: int, stride: int, active: bool) -> None:
+        super().__init__()
+        self.activation = nn.Sequential(*([] if active else _activation(inputs)))
+        self.residual = nn.Sequential(
+            nn.Conv2d(inputs, filters, 1, bias=False),
+            *_activation(filters),
+            nn.Conv2d(filters, filters, 3, stride, 1, bias=False),
+            *_activation(filters),
+            nn.Conv2d(filters, 4 * filters, 1, bias=False),
+        )
+        self.shortcut = None
+        if inputs != 4 * filters:
+            self.shortcut = nn.Conv2d(inputs, 4 * filters, 1, stride, bias=False)
+
+    def forward(self, maps: Tensor) -> Tensor:
+        activated = self.activation(maps)
+        shortcut = maps if self.shortcut is None else self.shortcut(activated)
+        residual: Tensor = self.residual(activated)
+        return residual + shortcut
+
+
+def _activation(channels: int) -> tuple[nn.Module, nn.Module]:
+    return nn.BatchNorm2d(channels), nn.ReLU(inplace=True)
+
+
+# Filters of the 3x3 convolutions of configuration D, by stage.
+_VGG_D = ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3))
+
+
+class VGG16(nn.Module):
+    """VGG-D (Simonyan and Zisserman, arXiv 1409.1556): 138,357,544 parameters at 1000 classes.
+
+    Network, names of the parameters and their start as in torchvision's ``vgg16``, whose weights
+    can be loaded. With another width linear layers start as much larger as they have fewer inputs,
+    so that signals are as large as in the published network.
+
+    Input ``[batch, 3, height, width]``, 32 px or more (published for 224); output logits
+    ``[batch, num_classes]``.
+    """
+
+    def __init__(self, num_classes: int = 1000, dropout: float = 0.5, width: float = 1.0) -> None:
+        super().__init__()
+        self.features = nn.Sequential()
+        channels = 3
+        for filters, convolutions in _VGG_D:
+            for _ in range(convolutions):
+                self.features.append(nn.Conv2d(channels, scaled(filters, width), 3, padding=1))
+                self.features.append(nn.ReLU(inplace=True))
+                channels = scaled(filters, width)
+            self.features.append(nn.MaxPool2d(2))
+        self.avgpool = MapPool((7, 7))
+        hidden = scaled(4096, width)
+        self.classifier = nn.Sequential(
+            nn.Linear(channels * 7 * 7, hidden),
+            nn.ReLU(inplace=True),
+            nn.Dropout(dropout),
+            nn.Linear(hidden, hidden),
+            nn.ReLU(inplace=True),
+            nn.Dropout(dropout),
+            nn.Linear(hidden, num_classes),
+        )
+        for layer in self.modules():
+            if isinstance(layer, nn.Conv2d):
+                nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
+            elif isinstance(layer, nn.Linear):
+                nn.init.normal_(layer.weight, std=0.01 / width**0.5)
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                nn.init.zeros_(parameter)
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits: Tensor = self.classifier(self.avgpool(self.features(images)).flatten(1))
+        return logits
 
 
 class LocalResponseNorm(nn.LocalResponseNorm):
@@ -62,11 +188,11 @@ def alexnet(num_classes: int = 1000, dropout: float = 0.5) -> nn.Module:
     from torchvision.models import alexnet as torchvision_alexnet
 
     model = torchvision_alexnet(weights=None, num_classes=num_classes, dropout=dropout)
-    model.avgpool = _Pool((6, 6))
+    model.avgpool = MapPool((6, 6))
     return model
 
 
-class _Pool(nn.AdaptiveAvgPool2d):
+class MapPool(nn.AdaptiveAvgPool2d):
     """Means over a map of that size already, as 224 px give it, are the map itself.
 
     So nothing is launched for them, and `deterministic=true` is possible: the gradient of the real
@@ -82,55 +208,55 @@ class AlexNet2012(nn.Module):
 
     60,965,224 parameters at 1000 classes. Groups of 2 in convolutions 2, 4 and 5, local response
     normalisation after the first two, overlapping 3/2 pooling. Weights N(0, 0.01), but 0.005 in
-    the first two linear layers; biases 0.1 in convolutions 2, 4, 5 and those two linear layers,
-    0 elsewhere (the 2012 paper has 1 where Caffe has 0.1).
+    the first two linear layers, and with another width as much larger as there are fewer inputs;
+    biases 0.1 in convolutions 2, 4, 5 and those two linear layers, 0 elsewhere (the 2012 paper has
+    1 where Caffe has 0.1).
 
-    Input ``[batch, 3, 227, 227]`` or ``[batch, 3, 224, 224]``: Caffe rounds pooling sizes up, so
-    both end in a 6 x 6 map. Output logits ``[batch, num_classes]``.
-
-    Raises:
-        ValueError: another size of images, on the first forward pass.
+    Input ``[batch, 3, height, width]``, 63 px or more. Published for 227 px, and 224 px give the
+    same map of 6 x 6, because Caffe rounds pooling sizes up; of other sizes it is made one by
+    means. Output logits ``[batch, num_classes]``.
     """
 
-    def __init__(self, num_classes: int = 1000, dropout: float = 0.5) -> None:
+    def __init__(self, num_classes: int = 1000, dropout: float = 0.5, width: float = 1.0) -> None:
         super().__init__()
+        # Even, for two groups.
+        first, second, third = (scaled(filters, width, 2) for filters in (96, 256, 384))
+        hidden = scaled(4096, width)
         self.features = nn.Sequential(
-            nn.Conv2d(3, 96, 11, stride=4),
+            nn.Conv2d(3, first, 11, stride=4),
             nn.ReLU(),
             LocalResponseNorm(5, 1e-4, 0.75, k=1.0),
             nn.MaxPool2d(3, 2, ceil_mode=True),
-            nn.Conv2d(96, 256, 5, padding=2, groups=2),
+            nn.Conv2d(first, second, 5, padding=2, groups=2),
             nn.ReLU(),
             LocalResponseNorm(5, 1e-4, 0.75, k=1.0),
             nn.MaxPool2d(3, 2, ceil_mode=True),
-            nn.Conv2d(256, 384, 3, padding=1),
+            nn.Conv2d(second, third, 3, padding=1),
             nn.ReLU(),
-            nn.Conv2d(384, 384, 3, padding=1, groups=2),
+            nn.Conv2d(third, third, 3, padding=1, groups=2),
             nn.ReLU(),
-            nn.Conv2d(384, 256, 3, padding=1, groups=2),
+            nn.Conv2d(third, second, 3, padding=1, groups=2),
             nn.ReLU(),
             nn.MaxPool2d(3, 2, ceil_mode=True),
         )
+        self.avgpool = MapPool((6, 6))
         self.classifier = nn.Sequential(
-            nn.Linear(256 * 6 * 6, 4096),
+            nn.Linear(second * 6 * 6, hidden),
             nn.ReLU(),
             nn.Dropout(dropout),
-            nn.Linear(4096, 4096),
+            nn.Linear(hidden, hidden),
             nn.ReLU(),
             nn.Dropout(dropout),
-            nn.Linear(4096, num_classes),
+            nn.Linear(hidden, num_classes),
         )
         layers = [m for m in self.modules() if isinstance(m, (nn.Conv2d, nn.Linear))]
         weight_std = (0.01, 0.01, 0.01, 0.01, 0.01, 0.005, 0.005, 0.01)
         biases = (0.0, 0.1, 0.0, 0.1, 0.1, 0.1, 0.1, 0.0)
-        for layer, std, bias in zip(layers, weight_std, biases, strict=True):
-            nn.init.normal_(layer.weight, std=std)
+        for number, (layer, std, bias) in enumerate(zip(layers, weight_std, biases, strict=True)):
+            nn.init.normal_(layer.weight, std=std / width**0.5 if number else std)
             if layer.bias is not None:
                 nn.init.constant_(layer.bias, bias)
 
     def forward(self, images: Tensor) -> Tensor:
-        maps = self.features(images)
-        if maps.shape[-2:] != (6, 6):
-            size = tuple(images.shape[-2:])
-            raise ValueError(f"image size {size} is not allowed: 227 x 227 or 224 x 224 px")
-        return self.classifier(maps.flatten(1))
+        logits: Tensor = self.classifier(self.avgpool(self.features(images)).flatten(1))
+        return logits

@@ -88,6 +88,18 @@ def test_alexnet2012_dropout_is_off_in_evaluation():
         assert torch.equal(model(x), model(x))
 
 
-def test_refusals(alexnet2012):
-    with pytest.raises(ValueError, match=r"image size \(64, 64\).*227 x 227 or 224 x 224"):
-        alexnet2012(torch.zeros(1, 3, 64, 64))
+def test_alexnet2012_of_another_size_and_width():
+    with torch.device("meta"):
+        model = AlexNet2012(num_classes=10, width=0.1)
+        for size in (63, 64, 100, 224):
+            assert model(torch.empty(1, 3, size, size)).shape == (1, 10)
+    # A tenth of 96, 256, 384 as the nearest even number, of 4,096 as the nearest one.
+    sizes = [m.weight.shape[0] for m in model.modules() if hasattr(m, "weight")]
+    assert sizes == [10, 26, 38, 38, 26, 410, 410, 10]
+
+
+def test_alexnet2012_of_a_quarter_of_the_width_starts_twice_as_large():
+    torch.manual_seed(0)
+    hidden = AlexNet2012(width=0.25).classifier[3].weight
+    # Published 0.005; five standard errors of a standard deviation of n normal samples.
+    assert abs(hidden.std().item() - 0.01) < 5 * 0.01 / (2 * hidden.numel()) ** 0.5
