@@ -174,7 +174,7 @@ class ReadBatch(NamedTuple):
 
     Attributes:
         images: ``[batch, ...]``, as the reader makes them.
-        labels: int64 ``[batch]``.
+        labels: int64 ``[batch]``; of images with boxes float32 ``[batch, most, 6]``.
         replaced: Number in the split of each sample that could not be used, in whose place others
             are here, and what messages call it.
     """

@@ -128,6 +128,18 @@ class Group(Ranks):
         whole = [table[i % self.world, i // self.world] for i in range(sum(sizes))]
         return super().mean(whole, sum(counts))
 
+    def in_order(self, batches: Sequence[Tensor]) -> Tensor:
+        # As for `mean`: ranks take every W-th batch, and the last one may be smaller.
+        said = self.all_of([tuple(batch.shape) for batch in batches])
+        shapes = [own[place] for place in range(len(said[0])) for own in said if place < len(own)]
+        table = torch.zeros(len(said[0]), *shapes[0], device=self.device)
+        for place, batch in enumerate(batches):
+            table[place, : len(batch)] = batch
+        table = self.gather(table).unflatten(0, (self.world, -1))
+        return super().in_order(
+            [table[i % self.world, i // self.world, : shape[0]] for i, shape in enumerate(shapes)]
+        )
+
     def sum(self, tensor: Tensor) -> Any:
         """Begin to sum a tensor over the ranks, in place, as the library adds."""
         return dist.all_reduce(tensor, dist.ReduceOp.SUM, self.tensors, async_op=True)

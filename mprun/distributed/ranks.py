@@ -69,6 +69,11 @@ class Ranks:
             total += row
         return (total / count).tolist()
 
+    def in_order(self, batches: Sequence[Tensor]) -> Tensor:
+        """Of held-out batches `[n, ...]` of this rank and of the others all samples, in the order
+        of batches: `[N, ...]`. Where there are several ranks it waits for the device."""
+        return torch.cat(list(batches))
+
     def first(self, value: T) -> T:
         """The value that rank 0 has; plain values alone."""
         return value

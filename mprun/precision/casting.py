@@ -407,6 +407,8 @@ def _dtype_of(
     name: str, module: nn.Module, policy: PrecisionPolicy, chosen: _Chosen
 ) -> torch.dtype:
     override = _inherited(name, chosen)
+    if getattr(module, "computes_in_fp32", False):
+        return torch.float32
     if isinstance(module, NORM_LAYERS) and name not in chosen:
         # A kernel takes 16-bit norm parameters only together with inputs of the same format.
         both_16_bits = policy.norm_dtype.itemsize == 2
