@@ -109,7 +109,11 @@ def tensors_in(tree: object) -> Iterator[Tensor]:
 def costs(operator: OpOverload, args: tuple, kwargs: dict, results: object) -> Iterator[Cost]:
     """What each kernel of an operation costs; nothing for a view."""
     name = operator._schema.name.partition("::")[2]
-    if operator.namespace != "aten" or name in _FREE or _is_view(operator):
+    if (
+        operator.namespace not in ("aten", "torchvision", "mprun")
+        or name in _FREE
+        or _is_view(operator)
+    ):
         return
     if name in _SPECIAL:
         yield from _SPECIAL[name](args, kwargs, results)
