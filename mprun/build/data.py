@@ -11,29 +11,36 @@ from torch import Tensor
 from mprun.build.user_code import Factory, blaming, known_size
 from mprun.config import schema
 from mprun.config.schema import CustomDataConfig
-from mprun.data import DigitsImages, DocsText, SyntheticImages, SyntheticTokens
+from mprun.data import DigitsImages, DigitStrips, DocsText, SyntheticImages, SyntheticTokens
+from mprun.data.boxes import DigitCanvases
 from mprun.data.cifar10 import Cifar10
 from mprun.data.image_folder import ImageFolder
 from mprun.data.lm1b import Lm1b
 from mprun.data.parallel_text import ParallelText
 from mprun.data.sentence_pairs import UnicodeNames
 from mprun.data.source import Source, completed, kept_random_state
+from mprun.data.speech_manifest import SpeechManifest
 from mprun.data.text import Text
+from mprun.data.voc import Voc
 from mprun.errors import BadInput
 
 # Name in a configuration -> what makes the source; fields are arguments of the same name.
 _SOURCES: dict[str, Callable[..., Source]] = {
     "digits": DigitsImages,
+    "digit_canvases": DigitCanvases,
     "docs_text": DocsText,
     "synthetic_images": SyntheticImages,
     "synthetic_tokens": SyntheticTokens,
     "image_folder": ImageFolder,
     "imagenet": partial(ImageFolder, imagenet=True),
     "cifar10": Cifar10,
+    "voc": Voc,
     "text": Text,
     "lm1b": Lm1b,
     "unicode_names": UnicodeNames,
     "parallel_text": ParallelText,
+    "digit_strips": DigitStrips,
+    "speech_manifest": SpeechManifest,
 }
 
 _PASSED_ON = Parameter.VAR_KEYWORD
@@ -71,11 +78,13 @@ _SIZES_OF: dict[str, tuple[str, ...]] = {
     "classification": ("num_classes",),
     "language_model": ("vocab_size",),
     "translation": _PAIR_SIZES,
+    "speech": ("num_symbols",),
 }
 _KIND = {
     "classification": "classifier",
     "language_model": "language model",
     "translation": "translation model",
+    "speech": "speech recogniser",
 }
 _RANGE_TOLERANCE = 1e-3  # of [-1, 1]: interpolation may overshoot by a rounding
 
@@ -152,7 +161,9 @@ def check_batches(config: CustomDataConfig, task: str, source: Source, device) -
             f"{name}: train_batch(0) of its source differs when it is asked again; it must depend "
             "on seed and index alone"
         )
-    if task not in ("language_model", "translation"):
+    if task == "speech":
+        source.description.setdefault("frequencies", first[0].shape[2])
+    elif task not in ("language_model", "translation"):
         channels, height, width = first[0].shape[1:]
         source.description.setdefault("channels", channels)
         if height == width:
@@ -189,6 +200,8 @@ def _wrong(batch: Any, task: str, source: Source, device: torch.device) -> str |
         return _wrong_tokens(first, second, source)
     if task == "translation":
         return _wrong_pairs(first, second, source)
+    if task == "speech":
+        return _wrong_utterances(first, second, source)
     return _wrong_images(first, second, source if task == "classification" else None)
 
 
@@ -208,6 +221,24 @@ def _wrong_pairs(sources: Tensor, targets: Tensor, source: Source) -> str | None
     if not bool((sources != 0).any(1).all()):
         wrong.append("has a source of padding (0) alone")
     return next(filter(None, wrong), None)
+
+
+def _wrong_utterances(features: Tensor, targets: Tensor, source: Source) -> str | None:
+    if features.dtype is not torch.float32 or features.dim() != 4 or features.shape[1] != 1:
+        return f"has features {_text(features)}, must be float32 [batch, 1, frequencies, time]"
+    if targets.dtype is not torch.int64 or targets.dim() != 2 or targets.shape[1] < 2:
+        return f"has targets {_text(targets)}, must be int64 [batch, 2 + most symbols]"
+    frames, lengths, symbols = targets[:, 0], targets[:, 1], targets[:, 2:]
+    for what, values, least, most in (
+        ("frames", frames, 1, features.shape[3]),
+        ("lengths of texts", lengths, 0, symbols.shape[1]),
+        ("symbols", symbols[torch.arange(symbols.shape[1]) < lengths[:, None].cpu()], 1, None),
+    ):
+        most = known_size(source, "num_symbols") - 1 if most is None else most
+        if len(values) and not least <= values.min().item() <= values.max().item() <= most:
+            low, high = values.min().item(), values.max().item()
+            return f"has {what} from {low} to {high}, must be from {least} to {most}"
+    return None
 
 
 def _wrong_images(images: Tensor, labels: Tensor, source: Source | None) -> str | None:

@@ -12,7 +12,7 @@ from mprun.build.data import arguments_of
 from mprun.build.user_code import Factory, known_size
 from mprun.config import schema
 from mprun.config.check import auto_channels_last
-from mprun.config.schema import CustomModelConfig, RunConfig
+from mprun.config.schema import CustomModelConfig, RunConfig, task_of
 from mprun.data.source import Source, kept_random_state
 from mprun.errors import BadInput
 
@@ -32,10 +32,17 @@ def model_builder(config: schema.ModelConfig, data: Source) -> Callable[[], nn.M
             return OwnModel(config, data)
         case schema.AlexNetConfig():
             network = models.alexnet if config.variant == "torchvision" else models.AlexNet2012
-            own["num_classes"] = _at_least_the_data_s("num_classes", config, data)
         case schema.ResNet50Config():
-            network = models.resnet50
-            own["num_classes"] = _at_least_the_data_s("num_classes", config, data)
+            preactivation = config.variant == "preactivation"
+            network = models.PreActivationResNet50 if preactivation else models.resnet50
+        case schema.VGG16Config():
+            network = models.VGG16
+        case schema.InceptionV3Config():
+            network = models.inception_v3
+        case schema.GoogLeNetConfig():
+            network = models.googlenet
+        case schema.InceptionV2Config():
+            network = models.inception_v2
         case schema.LSTMConfig():
             network = models.LSTMLanguageModel
             if config.sampled_softmax is not None:
@@ -45,11 +52,29 @@ def model_builder(config: schema.ModelConfig, data: Source) -> Callable[[], nn.M
             network = models.Seq2Seq
             for key in ("source_vocab_size", "target_vocab_size"):
                 own[key] = _at_least_the_data_s(key, config, data)
+        case schema.SSDMiniConfig():
+            network = models.ssd_mini
+            own |= {name: data.description[name] for name in ("num_classes", "image_size")}
+        case schema.SSD300Config():
+            network = models.ssd300
+            own["num_classes"] = data.description["num_classes"]
+        case schema.FasterRCNNConfig():
+            from mprun.models import faster_rcnn
+
+            small = config.variant == "small"
+            network = faster_rcnn.faster_rcnn_small if small else faster_rcnn.faster_rcnn_vgg16
+            own |= {name: data.description[name] for name in ("num_classes", "image_size")}
         case schema.ConvAutoencoderConfig():
             network = models.ConvAutoencoder
             own["channels"] = data.description["channels"]
+        case schema.DeepSpeech2Config():
+            network = models.DeepSpeech2
+            own["frequencies"] = data.description["frequencies"]
+            own["num_symbols"] = known_size(data, "num_symbols")
         case _:
             raise BadInput(f"model={config.name}: no builder")
+    if task_of(config) == "classification":
+        own["num_classes"] = _at_least_the_data_s("num_classes", config, data)
     values = arguments_of(network, config) | own
     if isinstance(config, schema.LSTMConfig):
         values |= arguments_of(models.LSTMLanguageModel, config) | own

@@ -21,6 +21,7 @@ from mprun.build.precision import build_loss_scale, optimizer_maker, update_of
 from mprun.build.user_code import Factory, Trial, known_size
 from mprun.config import schema
 from mprun.config.check import engine_of
+from mprun.config.metrics import FAMILIES
 from mprun.config.schema import RunConfig, task_of
 from mprun.data.source import Source, kept_random_state
 from mprun.distributed.ranks import ALONE, Ranks
@@ -40,9 +41,11 @@ from mprun.precision.casting import matching_modules, those_that_match
 from mprun.tasks import (
     GAN,
     Classification,
+    Detection,
     LanguageModel,
     Reconstruction,
     SampleDistance,
+    Speech,
     Task,
     TrainState,
     Translation,
@@ -86,11 +89,14 @@ def build_task(
         "language_model": LanguageModel,
         "reconstruction": Reconstruction,
         "translation": Translation,
+        "speech": Speech,
+        "detection": Detection,
     }
     if task == "language_model":
         common |= {"time_reduction": model.time_reduction, "sampled": _samples(config)}
     elif task == "classification":
         common["label_smoothing"] = model.label_smoothing
+        common["aux_weight"] = getattr(model, "aux_weight", 0.0)
         if known_size(data, "num_classes") < 2:
             raise BadInput(
                 f"data.root={config.data.root}: one class, a classifier needs two; is the "
@@ -275,7 +281,8 @@ def _check_own_network(
     model = config.model
     own_model = isinstance(model, schema.CustomModelConfig)
     own_data = isinstance(config.data, schema.CustomDataConfig)
-    if not (own_model or (own_data and not model.recurrent)):
+    of_tokens = FAMILIES.get(task_of(model)) in ("text", "sentence_pairs")
+    if not (own_model or (own_data and not of_tokens)):
         return
     if data.batches_per_epoch < 1:
         return  # said with the batch size

@@ -137,19 +137,22 @@ class Trial:
         dtype. Takes one batch of the data; leaves every random state as it was.
         """
         with _random_states_kept(self.device):
-            first = self.data.train_batch(0)[0][:_FEW].clone()
+            batch = self.data.train_batch(0)
+            first = batch[0][:_FEW].clone()
+            # What a network is told beside its input.
+            more = (batch[1][:_FEW, 0],) if self.task == "speech" else ()
             if self.task == "language_model":
                 first = first[:, :_FEW]
             for network in self.networks:
                 network.to(self.device).eval()
             with torch.no_grad(), ieee_fp32():
-                self._forward(first, None, "in FP32", nullcontext)
+                self._forward(first, more, None, "in FP32", nullcontext)
             for network in self.networks:
                 matching = {p: overrides[p] for p in those_that_match(network, overrides)}
                 cast_model(network.train(), policy, matching)
             mode = f"in precision={policy.name}"
             with arithmetic:
-                outputs = self._forward(first, policy, mode, arithmetic.autocast)
+                outputs = self._forward(first, more, policy, mode, arithmetic.autocast)
                 total = torch.stack([output.float().sum() for output in outputs]).sum()
                 with blaming(f"{self.name}: backward {mode}"):
                     total.backward()
@@ -159,7 +162,9 @@ class Trial:
                     f"{arithmetic.kind()}; there is nothing to compare"
                 )
 
-    def _forward(self, first: Tensor, policy, how: str, autocast) -> list[Tensor]:
+    def _forward(
+        self, first: Tensor, more: tuple[Tensor, ...], policy, how: str, autocast
+    ) -> list[Tensor]:
         """The outputs that a loss is made of."""
 
         def cast(tensor: Tensor) -> Tensor:
@@ -173,9 +178,14 @@ class Trial:
             return self._language_model(first, call)
         if self.task == "gan":
             return self._gan(cast(first), call, cast)
-        outputs = call("forward", self.networks[0], cast(first))
+        outputs = call("forward", self.networks[0], cast(first), *more)
+        if self.task == "speech":
+            outputs = outputs[0]
         if self.task == "classification":
-            self._expect("forward", outputs, (len(first), known_size(self.data, "num_classes")))
+            # In training with the logits of auxiliary heads, if there are any.
+            several = isinstance(outputs, tuple) and self.networks[0].training
+            for logits in outputs if several else (outputs,):
+                self._expect("forward", logits, (len(first), known_size(self.data, "num_classes")))
         return [outputs] if isinstance(outputs, Tensor) else list(outputs)
 
     def _language_model(self, tokens: Tensor, call) -> list[Tensor]:

@@ -14,7 +14,14 @@ from mprun.config import schema
 from mprun.config.metrics import FAMILIES, IN_POINTS, METRICS
 from mprun.config.option_files import named
 from mprun.config.rules import fields_of, rules_of, violations
-from mprun.config.schema import DTYPES, CustomModelConfig, LSTMConfig, RunConfig, task_of
+from mprun.config.schema import (
+    DTYPES,
+    CustomModelConfig,
+    DeepSpeech2Config,
+    LSTMConfig,
+    RunConfig,
+    task_of,
+)
 from mprun.config.user_code import check_own_code
 from mprun.errors import BadInput
 
@@ -35,10 +42,12 @@ def check(config: RunConfig, *, files: bool = True) -> None:
         _length,
         _compare,
         _numerics,
+        _width,
         lambda config: _refused(config, config.device),
         _images_on_disk,
         _sentence_pairs,
         _sampled_softmax,
+        _row_convolution,
         check_own_code,
         _embedded_data,
         *([_data_folder] if files else []),
@@ -84,7 +93,14 @@ def _data_fits_model(config: RunConfig) -> Iterator[str]:
 
 
 # Network -> the smallest images that it takes, in pixels, and its name.
-_SMALLEST = {"alexnet": (63, "AlexNet"), "resnet50": (32, "ResNet-50")}
+_SMALLEST = {
+    "alexnet": (63, "AlexNet"),
+    "resnet50": (32, "ResNet-50"),
+    "vgg16": (32, "VGG-16"),
+    "googlenet": (32, "GoogLeNet"),
+    "inception_v2": (32, "Inception v2"),
+    "inception_v3": (75, "Inception v3"),
+}
 
 
 def _images_fit(model: schema.ModelConfig, data: schema.ImagesConfig) -> Iterator[str]:
@@ -97,15 +113,36 @@ def _images_fit(model: schema.ModelConfig, data: schema.ImagesConfig) -> Iterato
                 f"data.value_range={data.value_range}: must be tanh for {model.name}, "
                 "whose generator ends in tanh"
             )
+    if isinstance(model, schema.SSD300Config) and size != 300:
+        yield f"data.image_size={size}: the default boxes of SSD300 are those of 300 pixels"
+    if isinstance(model, schema.SSDMiniConfig) and size % 8:
+        yield f"data.image_size={size}: must be a multiple of 8 for ssd_mini"
+    if task_of(model) == "detection" and data.channels != 3:
+        yield f"data.channels={data.channels}: must be 3 for {model.name}"
+    if isinstance(model, schema.FasterRCNNConfig):
+        yield from _faster_rcnn_fits(model, data)
     if model.name in _SMALLEST:
         least, network = _SMALLEST[model.name]
-        of_2012 = isinstance(model, schema.AlexNetConfig) and model.variant == "2012"
-        if of_2012 and size not in (224, 227):
-            yield f"data.image_size={size}: the 2012 AlexNet takes 224 or 227 pixels"
         if size < least:
             yield f"data.image_size={size}: {network} needs at least {least} pixels"
         if data.channels != 3:
             yield f"data.channels={data.channels}: must be 3 for {model.name}"
+
+
+def _faster_rcnn_fits(model: schema.FasterRCNNConfig, data: schema.ImagesConfig) -> Iterator[str]:
+    size, convolutions = data.image_size, 4
+    if model.variant == "small" and size % 4:
+        yield f"data.image_size={size}: must be a multiple of 4 for {model.name}"
+    if model.variant == "vgg16":
+        convolutions = 13
+        if size < 128:
+            yield f"data.image_size={size}: the smallest anchors of VGG-16 take 128 pixels"
+    if model.frozen > convolutions:
+        yield f"model.frozen={model.frozen}: the backbone has {convolutions} convolutions"
+    if data.channels != 3:
+        yield f"data.channels={data.channels}: must be 3 for {model.name}"
+    if model.weights is not None and model.variant != "vgg16":
+        yield f"model.weights={model.weights}: only model.variant=vgg16 takes those of a VGG-16"
 
 
 def _only_what_is_read(group: str, node: object, rule: str, who: str, what: str) -> Iterator[str]:
@@ -336,6 +373,18 @@ def _sentence_pairs(config: RunConfig) -> Iterator[str]:
         yield f"data.target_language={data.target_language}: must differ from data.source_language"
 
 
+def _width(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    if not isinstance(model, schema.AlexNetConfig | schema.ResNet50Config) or model.width == 1:
+        return
+    other = "2012" if isinstance(model, schema.AlexNetConfig) else "preactivation"
+    if model.variant != other:
+        yield (
+            f"model.width={model.width:g}: model.variant={model.variant} is torchvision's, of one "
+            f"width (allowed: 1; model.variant={other} has others)"
+        )
+
+
 def _sampled_softmax(config: RunConfig) -> Iterator[str]:
     model, optim = config.model, config.optim
     if not isinstance(model, LSTMConfig):
@@ -352,6 +401,15 @@ def _sampled_softmax(config: RunConfig) -> Iterator[str]:
         )
     if config.train.accumulate != 1:
         yield f"train.accumulate={config.train.accumulate}: must be 1 with model.sampled_softmax"
+
+
+def _row_convolution(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    if isinstance(model, DeepSpeech2Config) and model.bidirectional and model.row_convolution:
+        yield (
+            f"model.row_convolution={model.row_convolution}: looks ahead for layers that do not; "
+            "must be 0 with model.bidirectional=true"
+        )
 
 
 def world_of(config: RunConfig) -> int | None:
@@ -431,7 +489,7 @@ def _why_no_overlap(config: RunConfig) -> str | None:
     task = task_of(config.model)
     if config.dist.order == "fixed":
         return "dist.order=fixed needs the gradients of each micro-batch"
-    if task not in ("classification", "reconstruction", "language_model"):
+    if task not in ("classification", "reconstruction", "language_model", "speech", "detection"):
         return "two networks are trained in turn" if task == "gan" else f"task {task}"
     if config.scaler.kind == "logmax":
         return f"scaler={config.scaler.name} needs the largest gradient of each rank"
@@ -501,6 +559,8 @@ def why_no_graph(config: RunConfig, device: str) -> str | None:
         return "a CUDA graph needs device=cuda"
     if config.numerics.enabled:
         return f"{_HOOKS}, which a replay does not call"
+    if isinstance(config.model, schema.FasterRCNNConfig):
+        return "of the regions that Faster R-CNN proposes only the device knows how many are left"
     if isinstance(config.model, CustomModelConfig) and config.train.cuda_graph == "auto":
         return "a network of one's own may change with a number that a replay would keep"
     if world_of(config) != 1:
@@ -510,12 +570,17 @@ def why_no_graph(config: RunConfig, device: str) -> str | None:
             f"train.accumulate={config.train.accumulate} with a language model, whose state is "
             "carried on inside of the step"
         )
+    if isinstance(config.data, schema.SpeechManifestConfig):
+        return f"data={config.data.name}: batches differ in length, a graph has one shape"
     return None
 
 
 def _why_not_compiled(config: RunConfig, device: str) -> str | None:
     if config.model.recurrent:
-        return "torch.compile passes over nn.LSTM and the function around it: nothing is compiled"
+        return (
+            "torch.compile passes over nn.LSTM, nn.GRU and the function around them: nothing is "
+            "compiled"
+        )
     if config.numerics.enabled:
         return f"{_HOOKS}, which compiled code does not call"
     if device == "cpu" and config.cpu_half == "emulated" and _has_16_bits(config):

@@ -25,11 +25,21 @@ MAX_STEPS = 10_000_000
 _NETWORK = "Which network is built; model=OPTION sets it"
 _CLASSES = "Outputs of the last layer; null: as many as the data has classes"
 _SMOOTHING = "Label smoothing of the cross-entropy, in classification; 0: none"
+_WIDTH = "Share of the published network's channels and hidden units that is built"
+_DROPOUT = "Dropout probability before the last layer"
+_AUXILIARY = (
+    "Factor on each auxiliary head's loss in training; 0: mprun's networks have no such heads"
+)
+_FREEZE = "Only the convolutions for boxes and classes learn, those that find features do not"
+_WEIGHTS = "File of initial weights (torch.save), of a VGG-16 or of the whole; null: random ones"
 _LATENT = "Length of the generator's random codes"
 _TIME_REDUCTION = "Gradient of the mean over tokens, or of the sum over time and mean over streams"
 _SOURCE = "Which source of data is built; data=OPTION sets it"
 _SIDE = "Side of an image in pixels"
 _FLIP = "Mirror half of the training images"
+_TRAIN_FIRST = "Training images, the first of a fixed order; null: all"
+_EVAL_FIRST = "Held-out images, the first of a fixed order; null: all"
+_PREFETCH = "Batches in flight per loader process"
 _SEQUENCE = "Tokens per step and stream"
 _VOCAB_LIMIT = "Most frequent words that are kept; null: all"
 _VOCAB_MULTIPLE = "The vocabulary is padded to a multiple of this"
@@ -42,7 +52,7 @@ _CACHE = "Folder of the encoded text; null: mprun in the user's cache folder"
 class ModelConfig:
     """Base of the model schemas; `name` selects the builder, `learns` says what kind of task.
 
-    recurrent: whether the network has LSTM layers.
+    recurrent: whether the network has LSTM or GRU layers.
     """
 
     learns: ClassVar[str] = "classification"
@@ -52,7 +62,10 @@ class ModelConfig:
 
 @dataclass(slots=True)
 class AlexNetConfig(ModelConfig):
-    """`variant` torchvision: one tower, no LRN; 2012: two groups and local response norm."""
+    """`variant` torchvision: one tower, no LRN; 2012: two groups and local response norm.
+
+    torchvision's has no other `width` than 1.
+    """
 
     name: str = setting("alexnet", doc=_NETWORK)
     variant: str = one_of(
@@ -64,17 +77,67 @@ class AlexNetConfig(ModelConfig):
     dropout: float = ranged(
         0.5, at_least=0.0, below=1.0, doc="Dropout probability before the fully connected layers"
     )
+    width: float = ranged(1.0, above=0.0, at_most=4.0, doc=_WIDTH)
     num_classes: int | None = ranged(None, at_least=2, doc=_CLASSES)
     label_smoothing: float = ranged(0.0, at_least=0.0, below=1.0, doc=_SMOOTHING)
 
 
 @dataclass(slots=True)
 class ResNet50Config(ModelConfig):
-    """ResNet-50 v1.5 (stride 2 in the 3x3 convolution)."""
+    """`variant` v1.5: torchvision's, stride 2 in the 3x3 convolution, no other `width` than 1."""
 
     name: str = setting("resnet50", doc=_NETWORK)
+    variant: str = one_of(
+        "v1.5",
+        "v1.5",
+        "preactivation",
+        doc="v1.5: torchvision's; preactivation: BatchNorm and ReLU before each convolution",
+    )
+    width: float = ranged(1.0, above=0.0, at_most=4.0, doc=_WIDTH)
     num_classes: int | None = ranged(None, at_least=2, doc=_CLASSES)
     label_smoothing: float = ranged(0.0, at_least=0.0, below=1.0, doc=_SMOOTHING)
+
+
+@dataclass(slots=True)
+class VGG16Config(ModelConfig):
+    """VGG-D, 16 layers with weights, without BatchNorm."""
+
+    name: str = setting("vgg16", doc=_NETWORK)
+    dropout: float = ranged(
+        0.5, at_least=0.0, below=1.0, doc="Dropout probability behind the hidden linear layers"
+    )
+    width: float = ranged(1.0, above=0.0, at_most=4.0, doc=_WIDTH)
+    num_classes: int | None = ranged(None, at_least=2, doc=_CLASSES)
+    label_smoothing: float = ranged(0.0, at_least=0.0, below=1.0, doc=_SMOOTHING)
+
+
+@dataclass(slots=True)
+class InceptionV2Config(ModelConfig):
+    """BN-Inception, which has no auxiliary heads."""
+
+    name: str = setting("inception_v2", doc=_NETWORK)
+    dropout: float = ranged(0.0, at_least=0.0, below=1.0, doc=_DROPOUT)
+    width: float = ranged(1.0, above=0.0, at_most=4.0, doc=_WIDTH)
+    num_classes: int | None = ranged(None, at_least=2, doc=_CLASSES)
+    label_smoothing: float = ranged(0.0, at_least=0.0, below=1.0, doc=_SMOOTHING)
+
+
+@dataclass(slots=True)
+class GoogLeNetConfig(InceptionV2Config):
+    """Inception v1 as Caffe has it: local response normalisation, two auxiliary heads."""
+
+    name: str = setting("googlenet", doc=_NETWORK)
+    dropout: float = ranged(0.4, at_least=0.0, below=1.0, doc=_DROPOUT)
+    aux_weight: float = ranged(0.3, at_least=0.0, at_most=1.0, doc=_AUXILIARY)
+
+
+@dataclass(slots=True)
+class InceptionV3Config(GoogLeNetConfig):
+    """Inception v3 as torchvision has it: one auxiliary head."""
+
+    name: str = setting("inception_v3", doc=_NETWORK)
+    dropout: float = ranged(0.5, at_least=0.0, below=1.0, doc=_DROPOUT)
+    aux_weight: float = ranged(0.4, at_least=0.0, at_most=1.0, doc=_AUXILIARY)
 
 
 @dataclass(slots=True)
@@ -178,6 +241,81 @@ class ConvAutoencoderConfig(ModelConfig):
 
 
 @dataclass(slots=True)
+class DeepSpeech2Config(ModelConfig):
+    """Convolutions, recurrent layers and CTC of Amodei et al., in one or both directions."""
+
+    recurrent: ClassVar[bool] = True
+    learns: ClassVar[str] = "speech"
+    name: str = setting("deep_speech2", doc=_NETWORK)
+    channels: int = ranged(32, at_least=1, doc="Channels of each convolution")
+    frequency_kernels: list[int] = ranged(
+        lambda: [41, 21],
+        at_least=1,
+        doc="Rows of the kernel of each convolution, one after another",
+    )
+    time_kernel: int = ranged(11, at_least=1, doc="Frames of each convolution's kernel")
+    frequency_stride: int = ranged(2, at_least=1, doc="Rows by which each convolution steps")
+    time_stride: int = ranged(
+        2, at_least=1, doc="Frames by which the first convolution steps; the others step by one"
+    )
+    hidden_size: int = ranged(2560, at_least=1, doc="Units of a recurrent layer in each direction")
+    num_layers: int = ranged(3, at_least=1, at_most=1000, doc="GRU layers, one above the other")
+    bidirectional: bool = setting(
+        False, doc="Recurrent layers read in both directions, whose outputs are added"
+    )
+    row_convolution: int = ranged(
+        20,
+        at_least=0,
+        doc="Frames, this one and the next, of the row convolution behind forward layers; 0: none",
+    )
+    fully_connected: int = ranged(
+        2560, at_least=0, doc="Units of the layer in front of the output layer; 0: none"
+    )
+    init_range: float | None = ranged(
+        None,
+        above=0.0,
+        doc="Weights and biases start uniform between minus and plus this; null: as torch's layers",
+    )
+
+
+@dataclass(slots=True)
+class SSDMiniConfig(ModelConfig):
+    """A small single-shot detector for canvases of digits."""
+
+    learns: ClassVar[str] = "detection"
+    name: str = setting("ssd_mini", doc=_NETWORK)
+    freeze_backbone: bool = setting(False, doc=_FREEZE)
+
+
+@dataclass(slots=True)
+class SSD300Config(ModelConfig):
+    """SSD300 on VGG-16, as its authors' for VOC."""
+
+    learns: ClassVar[str] = "detection"
+    name: str = setting("ssd300", doc=_NETWORK)
+    weights: str | None = setting(None, doc=_WEIGHTS)
+    freeze_backbone: bool = setting(False, doc=_FREEZE)
+
+
+@dataclass(slots=True)
+class FasterRCNNConfig(ModelConfig):
+    """`variant` small: for canvases of digits; vgg16: the published network."""
+
+    learns: ClassVar[str] = "detection"
+    name: str = setting("faster_rcnn", doc=_NETWORK)
+    variant: str = one_of(
+        "small", "small", "vgg16", doc="small: for canvases of digits; vgg16: the published one"
+    )
+    dropout: float = ranged(
+        0.0, at_least=0.0, below=1.0, doc="Dropout probability behind the fully connected layers"
+    )
+    frozen: int = ranged(
+        0, at_least=0, at_most=13, doc="First convolutions, which keep their initial weights"
+    )
+    weights: str | None = setting(None, doc=_WEIGHTS)
+
+
+@dataclass(slots=True)
 class CustomModelConfig(ModelConfig):
     """The user's own network: `factory` is package.module:function (docs/own_data.md)."""
 
@@ -192,6 +330,7 @@ class CustomModelConfig(ModelConfig):
     )
     options: dict[str, Any] = setting(dict, doc="Keyword arguments of model.factory")
     label_smoothing: float = ranged(0.0, at_least=0.0, below=1.0, doc=_SMOOTHING)
+    aux_weight: float = ranged(0.0, at_least=0.0, at_most=1.0, doc=_AUXILIARY)
     latent_size: int = ranged(
         100, at_least=1, doc=f"With task=gan: {_LATENT[0].lower()}{_LATENT[1:]}"
     )
@@ -201,16 +340,24 @@ class CustomModelConfig(ModelConfig):
 MODELS: dict[str, type[ModelConfig]] = {
     "alexnet": AlexNetConfig,
     "resnet50": ResNet50Config,
+    "vgg16": VGG16Config,
+    "googlenet": GoogLeNetConfig,
+    "inception_v2": InceptionV2Config,
+    "inception_v3": InceptionV3Config,
     "lstm_lm": LSTMConfig,
     "seq2seq": Seq2SeqConfig,
     "dcgan": DCGANConfig,
     "conv_autoencoder": ConvAutoencoderConfig,
+    "deep_speech2": DeepSpeech2Config,
+    "ssd_mini": SSDMiniConfig,
+    "ssd300": SSD300Config,
+    "faster_rcnn": FasterRCNNConfig,
     "custom": CustomModelConfig,
 }
 
 
 def task_of(model: ModelConfig) -> str:
-    """classification, language_model, translation, gan or reconstruction."""
+    """What kind of task a model learns: a name of `mprun.config.metrics`, or one's own class."""
     return model.task if isinstance(model, CustomModelConfig) else model.learns
 
 
@@ -262,6 +409,16 @@ class DigitsConfig(ImagesConfig):
     """scikit-learn's 1,797 handwritten digits, enlarged from 8x8."""
 
     name: str = setting("digits", doc=_SOURCE)
+
+
+@dataclass(slots=True)
+class DigitCanvasesConfig(ImagesConfig):
+    """1 to 3 of these digits on a canvas of noise, to be found and named."""
+
+    family: ClassVar[str] = "boxes"
+    name: str = setting("digit_canvases", doc=_SOURCE)
+    train_size: int | None = ranged(None, at_least=1, at_most=1000, doc=_TRAIN_FIRST)
+    eval_size: int | None = ranged(None, at_least=1, at_most=300, doc=_EVAL_FIRST)
 
 
 @dataclass(slots=True)
@@ -346,9 +503,7 @@ class ImageFolderConfig(ImagesConfig):
         "skip",
         doc="An unreadable file: stop the run, or skip to the next readable image and count it",
     )
-    prefetch: int = ranged(
-        2, at_least=1, at_most=64, role=READING, doc="Batches in flight per loader process"
-    )
+    prefetch: int = ranged(2, at_least=1, at_most=64, role=READING, doc=_PREFETCH)
 
 
 @dataclass(slots=True)
@@ -372,12 +527,30 @@ class Cifar10Config(ImagesConfig):
         "padded_crop", "padded_crop", "none", doc="padded_crop: 4 pixels around, then a random crop"
     )
     flip: bool = setting(True, doc=_FLIP)
-    train_size: int | None = ranged(
-        None, at_least=1, doc="Training images, the first of a fixed order; null: all"
+    train_size: int | None = ranged(None, at_least=1, doc=_TRAIN_FIRST)
+    eval_size: int | None = ranged(None, at_least=1, doc=_EVAL_FIRST)
+
+
+@dataclass(slots=True)
+class VocConfig(ImagesConfig):
+    """PASCAL VOC: trainval of 2007, or of 2007 and 2012, test of 2007 held out."""
+
+    family: ClassVar[str] = "boxes"
+    on_disk: ClassVar[bool] = True
+    decodes: ClassVar[bool] = True
+    name: str = setting("voc", doc=_SOURCE)
+    image_size: int = ranged(300, at_least=8, at_most=1024, doc=_SIDE)
+    channels: int = one_of(3, 3, doc="Channels of an image: VOC is in colour")
+    years: str = one_of(
+        "2007+2012", "2007", "2007+2012", doc="Whose trainval images are trained on"
     )
-    eval_size: int | None = ranged(
-        None, at_least=1, doc="Held-out images, the first of a fixed order; null: all"
+    difficult: bool = setting(
+        False, doc="Learn from objects that are marked as difficult, too; none is asked for in map"
     )
+    augmentation: str = one_of(
+        "ssd", "ssd", "flip", doc="ssd: colours, zoom, crops, mirrored; flip: half are mirrored"
+    )
+    prefetch: int = ranged(2, at_least=1, at_most=64, role=READING, doc=_PREFETCH)
 
 
 @dataclass(slots=True)
@@ -462,6 +635,57 @@ class ParallelTextConfig(SentencePairsConfig):
     cache: str | None = setting(None, role=READING, doc=_CACHE)
 
 
+class DigitStripsConfig(DataConfig):
+    """Strips of three to five handwritten digits, read column by column in place of audio."""
+
+    family: ClassVar[str] = "utterances"
+    name: str = setting("digit_strips", doc=_SOURCE)
+
+
+@dataclass(slots=True)
+class SpeechManifestConfig(DataConfig):
+    """WAV files and their texts, listed by a manifest for training and one for evaluation.
+
+    A manifest is JSON lines, {"audio_filepath": ..., "text": ..., "duration": ...}, or CSV with
+    such a header; names of files are relative to its folder. Features are the logarithm of a
+    spectrogram, standardised over each utterance.
+    """
+
+    family: ClassVar[str] = "utterances"
+    on_disk: ClassVar[bool] = True
+    decodes: ClassVar[bool] = True
+    name: str = setting("speech_manifest", doc=_SOURCE)
+    train_manifest: str | None = setting(
+        None, doc="Manifest below root that is trained on; null: train.json, .jsonl or .csv"
+    )
+    eval_manifest: str | None = setting(
+        None, doc="Manifest below root that is evaluated; null: dev, val or valid, likewise"
+    )
+    sample_rate: int = ranged(
+        16000, at_least=1000, at_most=192_000, doc="Samples per second of every WAV file"
+    )
+    window_ms: float = ranged(
+        20.0, above=0.0, at_most=1000.0, doc="Length of a frame of the spectrogram in milliseconds"
+    )
+    hop_ms: float = ranged(
+        10.0, above=0.0, at_most=1000.0, doc="Milliseconds from one frame to the next"
+    )
+    alphabet: str = setting(
+        "'abcdefghijklmnopqrstuvwxyz ", doc="Characters of the texts; CTC's blank is not one"
+    )
+    alphabet_file: str | None = setting(
+        None,
+        doc="File below root with the characters, one a line, in place of alphabet; null: none",
+    )
+    lower: bool = setting(True, doc="Lower-case all texts")
+    max_seconds: float | None = ranged(
+        None, above=0.0, doc="Longer utterances are left out of training; null: all are taken"
+    )
+    prefetch: int = ranged(
+        2, at_least=1, at_most=64, role=READING, doc="Batches in flight per loader process"
+    )
+
+
 @dataclass(slots=True)
 class CustomDataConfig(DataConfig):
     """The user's own data: `factory` is package.module:function (docs/own_data.md)."""
@@ -480,16 +704,20 @@ class CustomDataConfig(DataConfig):
 
 DATA: dict[str, type[DataConfig]] = {
     "digits": DigitsConfig,
+    "digit_canvases": DigitCanvasesConfig,
     "docs_text": DocsTextConfig,
     "synthetic_images": SyntheticImagesConfig,
     "synthetic_tokens": SyntheticTokensConfig,
     "image_folder": ImageFolderConfig,
     "imagenet": ImageNetConfig,
     "cifar10": Cifar10Config,
+    "voc": VocConfig,
     "text": TextConfig,
     "lm1b": Lm1bConfig,
     "unicode_names": UnicodeNamesConfig,
     "parallel_text": ParallelTextConfig,
+    "digit_strips": DigitStripsConfig,
+    "speech_manifest": SpeechManifestConfig,
     "custom": CustomDataConfig,
 }
 
@@ -933,7 +1161,7 @@ class RunConfig:
         at_least=1,
         at_most=1024,
         role=MACHINE,
-        doc="Threads of the CPU; null: torch's default",
+        doc="Threads of the CPU; null: torch's default, under -j its share of the cores",
     )
     deterministic: bool = setting(False, doc="Deterministic kernels, cudnn.benchmark off")
     name: str | None = setting(

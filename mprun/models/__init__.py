@@ -2,27 +2,48 @@
 
 Each works in whatever dtype its parameters and inputs have, and under autocast; which dtype that
 is belongs to the precision policy.
+
+Faster R-CNN stands in `mprun.models.faster_rcnn` alone: torchvision's operations, which it takes,
+cost every other run two seconds to import.
 """
 
-from mprun.models.classifiers import AlexNet2012, LocalResponseNorm, alexnet, resnet50
+from mprun.models.classifiers import (
+    VGG16,
+    AlexNet2012,
+    LocalResponseNorm,
+    PreActivationResNet50,
+    alexnet,
+    resnet50,
+)
 from mprun.models.dcgan import ConvAutoencoder, Discriminator, Generator
+from mprun.models.deep_speech import DeepSpeech2
+from mprun.models.inception import googlenet, inception_v2, inception_v3
 from mprun.models.lstm_lm import LSTMLanguageModel, pad_to_multiple
 from mprun.models.sampled_lstm import LogUniformSampler, RowTable, SampledLSTM, SampledSoftmax
 from mprun.models.seq2seq import Seq2Seq
+from mprun.models.ssd import ssd300, ssd_mini
 
 __all__ = [
     "AlexNet2012",
     "ConvAutoencoder",
+    "DeepSpeech2",
     "Discriminator",
     "Generator",
     "LSTMLanguageModel",
     "LocalResponseNorm",
     "LogUniformSampler",
+    "PreActivationResNet50",
     "RowTable",
     "SampledLSTM",
     "SampledSoftmax",
     "Seq2Seq",
+    "VGG16",
     "alexnet",
+    "googlenet",
+    "inception_v2",
+    "inception_v3",
     "pad_to_multiple",
     "resnet50",
+    "ssd300",
+    "ssd_mini",
 ]

@@ -99,8 +99,8 @@ class Seq2Seq(nn.Module):
         order = reversed_order(padding).t()  # [source, batch]
         embedded = self.dropout(self.source_embedding(source.t()))
         onwards, _ = self.forwards(embedded)
-        read, _ = self.backwards(_Reversed.apply(embedded, order))
-        backwards = _Reversed.apply(read, order)
+        read, _ = self.backwards(reordered(embedded, order))
+        backwards = reordered(read, order)
         both = self.dropout(torch.cat([onwards, backwards], -1))
         upper = self.upper(both)
         memory = (upper[0] if isinstance(upper, tuple) else upper).transpose(0, 1)
@@ -159,11 +159,14 @@ def reversed_order(padding: Tensor) -> Tensor:
     return torch.where(padding, places, (~padding).sum(1, keepdim=True) - 1 - places)
 
 
-class _Reversed(torch.autograd.Function):
-    """Rows of ``[places, batch, width]`` in an order ``[places, batch]`` that is its own inverse.
+def reordered(values: Tensor, order: Tensor) -> Tensor:
+    """``[places, batch, width]`` in an order ``[places, batch]`` that is its own inverse."""
+    made: Tensor = _Reordered.apply(values, order)
+    return made
 
-    So is then the gradient; gather's own adds in no fixed order on CUDA.
-    """
+
+class _Reordered(torch.autograd.Function):
+    """The gradient is put back by the same order; gather's own adds in no fixed one on CUDA."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, order: Tensor) -> Tensor:

@@ -129,14 +129,14 @@ def _remedy(model: Any, size: int, is_last: bool) -> str | None:
     """The override that pads this size, where the configuration has one."""
     if model.name == "lstm_lm":
         return f"model.pad_to_multiple={MULTIPLE}"
-    if model.name in ("alexnet", "resnet50"):
-        return f"model.num_classes={_padded(size)}" if is_last else None
+    if hasattr(model, "num_classes") and is_last:
+        return f"model.num_classes={_padded(size)}"
     for key in ("latent_size", "code_size", "hidden_size", "embedding_size"):
         if getattr(model, key, None) == size:
             return f"model.{key}={_padded(size)}"
     for key in ("width", "generator_width", "discriminator_width"):
         width = getattr(model, key, None)
-        if width is not None and width % MULTIPLE and size % width == 0:
+        if isinstance(width, int) and width % MULTIPLE and size % width == 0:
             return f"model.{key}={_padded(width)}"
     return None
 

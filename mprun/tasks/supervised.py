@@ -80,18 +80,34 @@ class Supervised(Task):
 
 
 class Classification(Supervised):
-    """Cross-entropy on labelled images; metrics loss (nats), top1 and top5 (percent)."""
+    """Cross-entropy on labelled images; metrics loss (nats), top1 and top5 (percent).
 
-    def __init__(self, *arguments: Any, label_smoothing: float = 0.0, **named: Any):
+    Args:
+        aux_weight: a network that returns a tuple in training returns its logits and those of
+            auxiliary heads, whose losses are propagated at this share. The loss that is reported is
+            that of the logits alone.
+    """
+
+    def __init__(
+        self,
+        *arguments: Any,
+        label_smoothing: float = 0.0,
+        aux_weight: float = 0.0,
+        **named: Any,
+    ):
         super().__init__(*arguments, **named)
-        self.label_smoothing = label_smoothing
+        self.label_smoothing, self.aux_weight = label_smoothing, aux_weight
 
     def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         images, labels = batch
         with self.arithmetic.autocast():
-            logits = self.learner.network(images)
-        loss = cross_entropy(logits, labels, self.policy.loss_dtype, self.label_smoothing)
-        return loss, loss
+            outputs = self.learner.network(images)
+        dtype, smoothing = self.policy.loss_dtype, self.label_smoothing
+        if isinstance(outputs, Tensor):
+            loss = cross_entropy(outputs, labels, dtype, smoothing)
+            return loss, loss
+        loss, *auxiliary = (cross_entropy(one, labels, dtype, smoothing) for one in outputs)
+        return loss, loss + self.aux_weight * sum(auxiliary)
 
     @shared
     def evaluate(self) -> dict[str, float]:

@@ -51,6 +51,13 @@ MODELS = {
         "optim.eps=1e-3",
     ],
     "resnet50": ["model=resnet50", "optim=sgd", "data.batch_size=4"],
+    "inception_v3": [
+        "model=inception_v3",
+        "model.width=0.0625",
+        "model.dropout=0.3",
+        "data.batch_size=4",
+        "optim=sgd",
+    ],
 }
 MODES = [
     "fp32",
@@ -140,8 +147,9 @@ def test_stopping_and_resuming_changes_no_bit(model, mode, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
-def test_resnet50_too(mode, tmp_path):
-    check_resumed("resnet50", mode, tmp_path, 2, 4)
+@pytest.mark.parametrize("model", ["resnet50", "inception_v3"])
+def test_classifiers_too(model, mode, tmp_path):
+    check_resumed(model, mode, tmp_path, 2, 4)
 
 
 @pytest.mark.parametrize(

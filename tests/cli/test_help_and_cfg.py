@@ -56,7 +56,10 @@ def test_help_of_a_key(capsys):
 def test_help_of_a_key_that_data_sources_differ_in(capsys):
     assert main(["--help", "data.image_size"]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "of data digits, synthetic_images, cifar10" in text and "default 224" in text
+    assert (
+        "of data digits, digit_canvases, synthetic_images, cifar10" in text
+        and "default 224" in text
+    )
     assert "where the model asks for it" in text
 
 
@@ -143,7 +146,7 @@ OPTIONS = ["-m", "--multirun", "--config-dir"]
         ("mprun --config-dir ", []),
         ("mprun opt", ["optim=", "optim."]),
         ("mprun optim.mo", ["optim.momentum="]),
-        ("mprun model=res", ["model=resnet50"]),
+        ("mprun model=res", ["model=resnet50", "model=resnet50_preact"]),
         ("mprun -m precision=fp32,am", ["precision=fp32,amp", "precision=fp32,amp_bf16"]),
         ("mprun device=", ["device=auto", "device=cuda", "device=cpu"]),
         ("mprun deterministic=t", ["deterministic=true"]),

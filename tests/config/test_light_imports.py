@@ -48,6 +48,12 @@ def test_reading_runs_and_drawing_them_loads_no_torch():
     assert ended.returncode == 0, ended.stderr
 
 
+def test_a_run_loads_torchvision_for_those_alone_that_take_it():
+    program = "import sys, mprun.build, mprun.training.run; assert 'torchvision' not in sys.modules"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+
+
 def modules_of(requirements):
     names = [re.match(r"[\w-]+", line)[0] for line in requirements]
     return {MODULES.get(name, name) for name in names}

@@ -9,6 +9,7 @@ from mprun.build.run import schedule_of
 from mprun.config.compose import compose_config
 from mprun.config.option_files import conf_dir
 
+_NO_RECIPES = ("quickstart_", "minutes_", "ranks_", "paper_")
 # Two steps of these run in minutes or less on a CPU, from files that tests have.
 SMALL = {
     "alexnet_cifar10": "cifar10_jpeg",
@@ -62,6 +63,32 @@ SCHEDULES = [
             V15_WARM_UP + (V15_STEPS - V15_WARM_UP) // 3: 0.192,  # cos(pi / 3) = 1/2
         },
     ),
+    (
+        "resnet50_preact_imagenet",
+        5004,
+        90 * 5004,
+        {0: 0.1, 30 * 5004 - 1: 0.1, 30 * 5004: 0.01, 60 * 5004 - 1: 0.01, 60 * 5004: 0.001},
+    ),
+    (
+        "vgg16_imagenet",
+        5004,
+        370_000,
+        {0: 0.01, 92_499: 0.01, 92_500: 1e-3, 185_000: 1e-4, 277_499: 1e-4, 277_500: 1e-5},
+    ),
+    # 0.01 * (1 - t)^0.5
+    ("googlenet_imagenet", 40_036, 2_400_000, {0: 0.01, 1_200_000: 0.01 * 0.5**0.5}),
+    (
+        "inception_v2_imagenet",
+        20_018,
+        1_200_000,
+        {0: 0.045, 20_017: 0.045, 20_018: 0.045 * 0.8801, 40_036: 0.045 * 0.8801**2},
+    ),
+    (
+        "inception_v3_imagenet",
+        40_036,
+        100 * 40_036,
+        {0: 0.045, 40_035: 0.045, 2 * 40_036: 0.045 * 0.97**2},
+    ),
     ("lstm_ptb_small", 2323, 13 * 2323, {4 * 2323 - 1: 1.0, 4 * 2323: 0.5, 13 * 2323 - 1: 2.0**-9}),
     (
         "lstm_ptb_medium",
@@ -76,6 +103,14 @@ SCHEDULES = [
     ("seq2seq_wmt15", 340_000, 340_000, {0: 0.5, 339_999: 0.5}),
     ("dcgan_celeba", 1551, 25 * 1551, {0: 2e-4, 25 * 1551 - 1: 2e-4}),
     ("dcgan_celeba_128", 1551, 100_000, {0: 2e-4, 99_999: 2e-4}),
+    (
+        "deep_speech2_librispeech",
+        4394,  # of 64 of the 281,241 utterances of train-960, were none above 16.7 s
+        20 * 4394,
+        {0: 3e-4, 4393: 3e-4, 4394: 3e-4 * 0.8333333, 20 * 4394 - 1: 3e-4 * 0.8333333**19},
+    ),
+    # 16,551 images of VOC 2007 and 2012.
+    ("ssd300_voc", 517, 120_000, {0: 1e-3, 79_999: 1e-3, 80_000: 1e-4, 100_000: 1e-5}),
     ("alexnet_cifar10", 390, 11_700, {0: 0.01, 5850: 0.005, 3900: 0.0075}),
     (
         "resnet50_cifar10",
@@ -84,6 +119,13 @@ SCHEDULES = [
         {0: 0.1 / 390, 389: 0.1, 5849: 0.1, 5850: 0.01, 8774: 0.01, 8775: 0.001},
     ),
     ("dcgan_cifar10", 390, 25 * 390, {0: 2e-4, 25 * 390 - 1: 2e-4}),
+    # 5,011 images give 2,505 updates of two.
+    (
+        "faster_rcnn_voc",
+        2505,
+        70_000,
+        {0: 1e-3, 49_999: 1e-3, 50_000: 1e-4, 69_999: 1e-4},
+    ),
 ]
 
 

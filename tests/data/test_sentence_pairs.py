@@ -257,7 +257,7 @@ DAMAGES = {
     no_gzip: (4, "train.en.gz: no whole gzip file (Not a gzipped file"),
     three_columns: (4, "train.tsv: line 2 has 3 columns, must be source, tab, target"),
     endless_line: (4, "train.en: line 1 has more than 1048576 characters"),
-    missing: (2, "no valid split (valid.en has no other side)"),
+    missing: (2, "no valid split (valid.en has no "),
 }
 
 

@@ -52,7 +52,20 @@ SMALL = {
         "data.max_length=8",
     ],
     "gan": ["model=dcgan", *TANH, "model.generator_width=4", "model.discriminator_width=4"],
+    "detection": ["model=ssd_mini", "data.batch_size=2", "data.train_size=16", "data.eval_size=4"],
+    "two_stages": [
+        "model=faster_rcnn",
+        "data.batch_size=2",
+        "data.train_size=16",
+        "data.eval_size=4",
+    ],
     "reconstruction": ["model=conv_autoencoder", *TANH, "model.width=2", "model.code_size=4"],
+    "speech": [
+        "model=deep_speech2",
+        "model.channels=2",
+        "model.hidden_size=8",
+        "data.batch_size=4",
+    ],
 }
 
 

@@ -6,9 +6,23 @@ from ..shipped import MODES
 __all__ = ["EXECUTION", "MODELS", "MODES", "STEPS", "overrides", "refusal"]
 
 STACKED = [*TOKENS, "model.embedding_size=8", "model.hidden_size=8", "model.num_layers=2"]
+FORWARD = [
+    "model.bidirectional=false",
+    "model.row_convolution=3",
+    "model.fully_connected=8",
+    "model.num_layers=2",
+]
+# Batches as for ResNet-50: BatchNorm over maps of one pixel.
+NARROW = ["model.width=0.0625", "optim=sgd", "optim.lr=1e-3", "data=synthetic_images"]
+NARROW += ["data.batch_size=8", "data.train_size=32", "data.eval_size=8"]
 MODELS = {
     "alexnet": SMALL["dropout"],
     "resnet50": SMALL["batch_norm"],
+    "resnet50_preact": ["model=resnet50_preact", *NARROW],
+    "vgg16": ["model=vgg16", *NARROW],
+    "googlenet": ["model=googlenet", *NARROW],
+    "inception_v2": ["model=inception_v2", *NARROW],
+    "inception_v3": ["model=inception_v3", *NARROW, "data.image_size=75"],
     "lstm_lm": SMALL["language_model"],
     "lstm_lm, 2 layers, dropout": ["model=lstm_lm", *STACKED, "model.dropout=0.3"],
     "lstm_lm_projected": ["model=lstm_lm_projected", *STACKED, "model.projection_size=4"],
@@ -16,10 +30,15 @@ MODELS = {
     "seq2seq": SMALL["translation"],
     "dcgan": SMALL["gan"],
     "conv_autoencoder": SMALL["reconstruction"],
+    "deep_speech2": SMALL["speech"],
+    "deep_speech2, forward": [*SMALL["speech"], *FORWARD],
+    "ssd_mini": SMALL["detection"],
+    "faster_rcnn": SMALL["two_stages"],
 }
 EXECUTION = ("off", "on")
 STEPS = 12  # 3 to warm up, then with a graph 9 replays
 
+WAITS = "only the device knows how many are left"
 ADAM_16 = "Adam without a fused kernel counts its steps on the host"
 
 
@@ -29,8 +48,10 @@ def refusal(model: str, mode: str, graph: str) -> str | None:
     Naive 16-bit modes update in 16 bits, operation by operation, for which torch's Adam has no
     formula that counts on the device and rounds alike.
     """
+    if graph == "on" and model == "faster_rcnn":
+        return WAITS
     if graph == "on" and mode in ("fp16_naive", "bf16_naive"):
-        if model in ("dcgan", "conv_autoencoder"):
+        if model in ("dcgan", "conv_autoencoder", "ssd_mini"):
             return ADAM_16
     return None
 

@@ -6,8 +6,10 @@ from .cells import EXECUTION, MODELS, MODES, STEPS, overrides, refusal
 
 # A run with a graph begins with eager steps. The rest is slow: runs without one, the large models,
 # and modes of which others take the same ways.
-LARGE = {"alexnet", "resnet50"}
+LARGE = {"alexnet", "resnet50", "resnet50_preact", "vgg16"}
+LARGE |= {"googlenet", "inception_v2", "inception_v3"}
 QUICK = {"fp32", "fp16_naive", "amp", "amp_bf16"}
+QUICK_OF = {"deep_speech2": {"fp16_naive"}, "deep_speech2, forward": {"amp"}}
 WITH_ADAGRAD = {"lstm_lm_projected", "biglstm"}
 
 
@@ -19,7 +21,7 @@ WITH_ADAGRAD = {"lstm_lm_projected", "biglstm"}
             mode,
             graph,
             marks=()
-            if graph == "on" and model not in LARGE and mode in QUICK
+            if graph == "on" and model not in LARGE and mode in QUICK_OF.get(model, QUICK)
             else pytest.mark.slow,
         )
         for model in MODELS

@@ -14,6 +14,8 @@ from mprun.tasks.sample_distance import SampleDistance
 
 # Top-1 in per cent at the end, above it; chance is 10. docs/running.md has what was measured.
 CLASSIFIERS = {"resnet50": 95.0, "alexnet": 85.0, "alexnet_2012": 50.0}
+CLASSIFIERS |= {"resnet50_preact": 90.0, "vgg16": 50.0, "googlenet": 50.0}
+CLASSIFIERS |= {"inception_v2": 85.0, "inception_v3": 50.0}
 # The final evaluation's loss over that of the first step, which comes before any update; below it.
 LOSSES = {
     "lstm_lm": 0.8,
@@ -25,6 +27,10 @@ LOSSES = {
     "seq2seq_3x1024": 0.9,
     "seq2seq_5x1024": 0.9,
     "conv_autoencoder": 0.8,
+    "deep_speech2": 0.1,
+    "ssd_mini": 0.5,
+    "ssd300": 0.9,
+    "faster_rcnn": 0.5,
 }
 MODELS = [*CLASSIFIERS, *LOSSES, "dcgan"]
 

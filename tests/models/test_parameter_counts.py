@@ -1,19 +1,29 @@
 """Parameter counts against published ones, counted on the meta device."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from mprun.build.data import arguments_of
 from mprun.config.compose import compose_config
 from mprun.models import (
+    VGG16,
     AlexNet2012,
     Discriminator,
     Generator,
     LSTMLanguageModel,
+    PreActivationResNet50,
     Seq2Seq,
     alexnet,
+    googlenet,
+    inception_v2,
+    inception_v3,
     resnet50,
+    ssd300,
+    ssd_mini,
 )
+from mprun.models.faster_rcnn import faster_rcnn_small, faster_rcnn_vgg16
 
 
 def parameters(module):
@@ -35,8 +45,29 @@ def lstm_lm(name, vocabulary):
         (alexnet, 61_100_840),  # torchvision's documentation
         (AlexNet2012, 60_965_224),  # Caffe's bvlc_alexnet
         (resnet50, 25_557_032),  # torchvision's documentation
+        # v1.5 without the norms of its shortcuts, 2 x (256 + 512 + 1024 + 2048); the other norms
+        # stand elsewhere and are as large. fb.resnet.torch has as many.
+        (PreActivationResNet50, 25_549_352),
+        (VGG16, 138_357_544),  # torchvision's documentation
+        (partial(googlenet, aux_weight=0.0), 6_998_552),  # Caffe's bvlc_googlenet, deployed
+        (googlenet, 13_378_280),  # and trained
+        (inception_v2, 11_194_984),
+        (partial(inception_v3, aux_weight=0.0), 23_834_568),
+        (inception_v3, 27_161_264),  # torchvision's documentation
         (Generator, 3_576_704),  # PyTorch examples, nc=3
         (Discriminator, 2_765_568),
+        (ssd300, 26_285_486),  # torchvision's ssd300_vgg16 with 21 classes
+        (ssd_mini, 88_764),
+        # VGG-16's convolutions; 3x3, two scores and four offsets for 9 anchors; fc6 and fc7; a
+        # score and four offsets for 21 classes, as in py-faster-rcnn.
+        (
+            faster_rcnn_vgg16,
+            14_714_688
+            + (2_359_808 + 513 * 9 * (2 + 4))
+            + (102_764_544 + 16_781_312)
+            + 4_097 * 21 * (1 + 4),
+        ),
+        (faster_rcnn_small, 115_581),
     ],
 )
 def test_published_counts(build, published):

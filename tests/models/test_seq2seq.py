@@ -72,15 +72,15 @@ def test_the_gradient_is_that_of_gather(network):
     def logits(gathered):
         from mprun.models import seq2seq
 
-        own = seq2seq._Reversed.apply
+        own = seq2seq._Reordered.apply
         if gathered:
-            seq2seq._Reversed.apply = lambda v, o: v.gather(0, o[..., None].expand_as(v))
+            seq2seq._Reordered.apply = lambda v, o: v.gather(0, o[..., None].expand_as(v))
         try:
             network.zero_grad()
             (network(SOURCE, INPUTS)[..., 0] * inputs).sum().backward()
             return [p.grad.clone() for p in network.parameters()]
         finally:
-            seq2seq._Reversed.apply = own
+            seq2seq._Reordered.apply = own
 
     for one, other in zip(logits(False), logits(True), strict=True):
         assert torch.equal(one, other)

@@ -41,6 +41,7 @@ MODELS = {
     "seq2seq": "model=seq2seq model.embedding_size=8 model.hidden_size=8 data.max_length=8",
     "dcgan": f"model=dcgan {IMAGES} {SOME} model.generator_width=4 model.discriminator_width=4",
     "conv_autoencoder": f"model=conv_autoencoder {IMAGES} {SOME} model.width=2 model.code_size=4",
+    "deep_speech2": "model=deep_speech2 model.channels=2 model.hidden_size=8 data.batch_size=4",
     "alexnet": "model=alexnet optim=sgd_alexnet data=digits_64 data.batch_size=2",
     "resnet50": "model=resnet50 optim=sgd data.batch_size=2",
 }
@@ -49,7 +50,7 @@ CASES = [
     for model in ("lstm_lm", "sampled", "seq2seq", "dcgan", "conv_autoencoder")
     for mode in ("fp32", "fp16_naive", "fp16_master_scaled", "amp")
 ]
-CASES.append(("alexnet", "fp16_master_scaled"))
+CASES += [("alexnet", "fp16_master_scaled"), ("deep_speech2", "fp16_master_scaled")]
 
 
 @pytest.fixture(autouse=True)

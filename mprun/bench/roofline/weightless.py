@@ -4,6 +4,7 @@ Batches are known from the configuration alone; memory is what the tensors of a 
 """
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -16,13 +17,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from mprun.build.data import build_data, check_batches, own_source
 from mprun.config import schema
 from mprun.config.schema import task_of
+from mprun.data.digit_strips import COLUMNS, FREQUENCIES, MOST, DigitStrips
 from mprun.data.source import Source
+from mprun.data.speech_manifest import spectrogram_of
 from mprun.errors import BadInput
 
-_CLASSES = {"digits": 10, "cifar10": 10, "imagenet": 1000}
+_CLASSES = {"digits": 10, "digit_canvases": 10, "cifar10": 10, "imagenet": 1000, "voc": 20}
+# Objects that a batch has room for: of VOC the most of an image of 2007 or 2012.
+_MOST_BOXES = {"digit_canvases": 3, "voc": 56}
 # Entries of the vocabulary file of the One Billion Word benchmark (Jozefowicz et al., arXiv
 # 1602.02410, section 4.1).
 _LM1B_WORDS = 793_470
+_CHARACTERS_A_SECOND = 15
 NO_END = 1 << 40
 
 
@@ -53,6 +59,10 @@ class _Newest(dict):
         super().__setitem__(key, value)
 
 
+# What a source knows of its own content, by what is learned from it.
+_SIZES = ("num_classes", "num_symbols", "vocab_size", "source_vocab_size", "target_vocab_size")
+
+
 class ShapeSource(Source):
     """A `mprun.data.source.Source` whose batches have shapes and dtypes and no meaning.
 
@@ -64,19 +74,24 @@ class ShapeSource(Source):
     batches_per_epoch = NO_END
 
     def __init__(self, first: torch.Size, second: torch.Size, images: bool, **about: int):
+        """images: whether the first tensor has some; of several dimensions the second has boxes."""
         self.first, self.second, self.images = first, second, images
         self.samples_per_batch = second.numel() if not images else first[0]
         self.num_classes = about.get("num_classes", 0)
         self.vocab_size = about.get("vocab_size", 0)
         self.source_vocab_size = about.get("source_vocab_size", 0)
         self.target_vocab_size = about.get("target_vocab_size", 0)
+        self.num_symbols = about.get("num_symbols", 0)
         self.description = {"name": "shapes", "train_samples": 0, "eval_samples": 0, **about}
 
     def train_batch(self, index: int) -> tuple[Tensor, Tensor]:
         """Images float32 [batch, channels, height, width] and int64 labels [batch], or int64
-        tokens and targets [time, batch], or int64 sources and targets [batch, words]."""
+        tokens and targets [time, batch], or int64 sources and targets [batch, words]; spectrograms
+        are images, their targets [batch, any]; boxes are float32 [batch, most, 6]."""
         first = torch.float32 if self.images else torch.int64
-        return torch.empty(self.first, dtype=first), torch.empty(self.second, dtype=torch.int64)
+        boxes = self.images and len(self.second) == 3
+        second = torch.float32 if boxes else torch.int64
+        return torch.empty(self.first, dtype=first), torch.empty(self.second, dtype=second)
 
     def eval_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         """None."""
@@ -95,13 +110,43 @@ def shape_source(config: schema.RunConfig) -> ShapeSource:
     if isinstance(data, schema.SentencePairsConfig):
         shape = torch.Size((data.batch_size, data.max_length))
         return ShapeSource(shape, shape, False, **_vocabularies(config, data))
+    if data.family == "utterances":
+        return _of_utterances(data)
     if not isinstance(data, schema.ImagesConfig):
         shape = torch.Size((data.sequence_length, data.batch_size))
         return ShapeSource(shape, shape, False, vocab_size=_vocabulary(config, data))
     size, channels = data.image_size, data.channels
     shape = torch.Size((data.batch_size, channels, size, size))
     about = {"num_classes": _classes(config), "channels": channels, "image_size": size}
-    return ShapeSource(shape, shape[:1], True, **about)
+    second = shape[:1]
+    if data.family == "boxes":
+        second = torch.Size((data.batch_size, _MOST_BOXES[data.name], 6))
+    return ShapeSource(shape, second, True, **about)
+
+
+def _of_utterances(data: Any) -> ShapeSource:
+    """The longest utterances; texts of 15 characters a second, as read English has."""
+    if data.name == "digit_strips":
+        return _utterances(data.batch_size, FREQUENCIES, COLUMNS, MOST, DigitStrips.num_symbols)
+    if data.max_seconds is None:
+        raise BadInput(
+            f"data.max_seconds=null: data={data.name} has its lengths in files, which a count does "
+            "not read; give data.max_seconds=N"
+        )
+    if data.alphabet_file is not None:
+        raise BadInput(
+            f"data.alphabet_file={data.alphabet_file}: a count reads no file; give data.alphabet"
+        )
+    spectrogram = spectrogram_of(data.sample_rate, data.window_ms, data.hop_ms)
+    frames = 1 + int(data.max_seconds * data.sample_rate) // spectrogram.hop
+    symbols = math.ceil(_CHARACTERS_A_SECOND * data.max_seconds)
+    rows, size = spectrogram.frequencies, len(data.alphabet) + 1
+    return _utterances(data.batch_size, rows, frames, symbols, size)
+
+
+def _utterances(n: int, rows: int, frames: int, symbols: int, num_symbols: int) -> ShapeSource:
+    first, second = torch.Size((n, 1, rows, frames)), torch.Size((n, 2 + symbols))
+    return ShapeSource(first, second, True, frequencies=rows, num_symbols=num_symbols)
 
 
 def _of_own_data(config: schema.RunConfig, data: schema.CustomDataConfig) -> ShapeSource:
@@ -114,9 +159,9 @@ def _of_own_data(config: schema.RunConfig, data: schema.CustomDataConfig) -> Sha
     if source.batches_per_epoch < 1:
         raise BadInput(f"data.batch_size={data.batch_size}: too large, the data have no full batch")
     first, second = source.train_batch(0)
-    kept = ("channels", "image_size")
+    kept = ("channels", "image_size", "frequencies")
     about: dict[str, Any] = {k: v for k, v in source.description.items() if k in kept}
-    for key in ("num_classes", "vocab_size", "source_vocab_size", "target_vocab_size"):
+    for key in _SIZES:
         if isinstance(getattr(source, key, None), int):
             about[key] = getattr(source, key)
     images = first.is_floating_point()
