@@ -47,6 +47,7 @@ VERBS = {
         "mprun.cli.scaler_replay",
         "what every loss scaler would have done on a run's overflows",
     ),
+    "paper": ("mprun.cli.paper", "the paper's tables and figures beside ours, run and written"),
     "bench": ("mprun.cli.bench", "speed, memory and energy per mode; share of the limit"),
     "doctor": ("mprun.cli.doctor", "the machine: devices, kernels, graphs, modes (--json)"),
 }
@@ -294,7 +295,7 @@ def _launched(
 
 def _check_room(config: "RunConfig", devices: int) -> None:
     """BadInput for more ranks than this machine holds."""
-    from mprun.data.loader import available_cores
+    from mprun.sweep.gpus import available_cores
     from mprun.training.run import resolve_device
 
     most, what = max(8, 4 * available_cores()), f"{available_cores()} cores"

@@ -116,18 +116,24 @@ def probed_modes(group: Group) -> list[ProbedMode]:
 
 def _of_row(row: Row) -> ProbedMode | None:
     for run in sorted(row.arm.runs, key=lambda run: run.seed):
-        folder = Path(run.path) / FOLDER
-        # Most runs have none: this costs one look at the file system for each.
-        if run.foreign or not folder.is_dir():
-            continue
-        if paths := sorted(folder.glob("step-*.json")):
-            mode = ProbedMode(row.arm.label, run.seed, len(paths))
-            try:
-                _sum_up(mode, [read_probe(path) for path in _drawn(paths)])
-            except (Damaged, OSError) as error:
-                mode.damage = str(error)
+        if not run.foreign and (mode := probed_run(Path(run.path), row.arm.label, run.seed)):
             return mode
     return None
+
+
+def probed_run(directory: Path, label: str, seed: int) -> ProbedMode | None:
+    """The probes of the run in `directory`, under this label; None where there are none."""
+    # Most runs have none: this costs one look at the file system for each.
+    folder = directory / FOLDER
+    paths = sorted(folder.glob("step-*.json")) if folder.is_dir() else []
+    if not paths:
+        return None
+    mode = ProbedMode(label, seed, len(paths))
+    try:
+        _sum_up(mode, [read_probe(path) for path in _drawn(paths)])
+    except (Damaged, OSError) as error:
+        mode.damage = str(error)
+    return mode
 
 
 def _drawn(paths: list[Path]) -> list[Path]:

@@ -1,17 +1,16 @@
-"""What Micikevicius et al. report (Mixed Precision Training, arXiv 1710.03740 v3, ICLR 2018).
+"""Runs beside what Micikevicius et al. report for the same network.
 
-Table 1, its settings and figure 2a were read in the paper's text; table 2 and figures 4, 5 and 6 in
-notes on version 3. A difference has the sign that `mprun compare` gives it: positive is worse.
-
-Our result stands beside the paper's for the same model, with the scale of both. The paper's data
-sets are not those of an embedded run, so a row shows whether the outcome is the same one, and says
-where numbers cannot be compared.
+A difference has the sign that `mprun compare` gives it: positive is worse. Our
+result stands beside the paper's for the same model, with the scale of both. The paper's data sets
+are not those of an embedded run, so a row shows whether the outcome is the same one, and says where
+numbers cannot be compared.
 """
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from mprun.compare.findings import Comparison, Group, Row, RunData
+from mprun.compare.published import PUBLISHED
 from mprun.compare.text import difference_text, metric_name, seeds_text, value_text
 from mprun.record.console import markdown_table
 
@@ -50,38 +49,55 @@ def _lines(metric: str, *results: tuple[str, ...]) -> tuple[PaperLine, ...]:
     )
 
 
-_TABLE_1 = "ILSVRC12, test on a single crop; one run per column; {}; no loss scaling"
 _MASTERS = ("FP16, FP32 master weights", "no accuracy lost")
-ALEXNET = Claim(
-    "AlexNet",
-    "table 1",
-    _lines("top-1 (%)", (*_MASTERS, "56.77", "56.93", "-0.16 points")),
-    "ILSVRC12",
-    _TABLE_1.format(
-        "random crop from 256x256 and horizontal flip; public schedule and batch size, not restated"
-    ),
-)
-RESNET50 = Claim(
-    "ResNet-50",
-    "table 1",
-    _lines("top-1 (%)", (*_MASTERS, "75.92", "76.04", "-0.12 points")),
-    "ILSVRC12",
-    _TABLE_1.format(
-        "augmentation of the PyTorch vision training script; public schedule and batch size, "
-        "not restated"
-    ),
-    "The paper's network has pre-activation blocks; ours is v1.5 (stride 2 in the 3x3 "
-    "convolution).",
-)
+_TABLE_1 = "ILSVRC12, test on a single crop; one run per column; {}; no loss scaling"
+_PUBLIC = "public schedule and batch size, not restated"
+_CAFFE = f"random crop from 256x256 and horizontal flip; {_PUBLIC}"
+_TORCH = f"augmentation of the PyTorch vision training script; {_PUBLIC}"
+
+
+def _table_1(key: str, augmentation: str = _CAFFE, differs: str = "") -> Claim:
+    row = PUBLISHED[key]
+    told = (row.fp32, row.unscaled, row.difference(row.unscaled))
+    lines = _lines(row.metric, (*_MASTERS, *told))
+    return Claim(row.network, row.place, lines, row.data, _TABLE_1.format(augmentation), differs)
+
+
+def _table_2(key: str, outcome: str) -> Claim:
+    """outcome: without a loss scale."""
+    row = PUBLISHED[key]
+    lines = []
+    for mode, told, value in (
+        ("mixed, no loss scaling", outcome, row.unscaled),
+        (f"mixed, loss scale {row.scale}", "matches FP32", row.scaled),
+    ):
+        difference = row.difference(value)
+        lines.append((mode, told, row.fp32, *((value, difference) if difference else ())))
+    scale = f"{row.data} test, VGG-type backbone; one run per column"
+    return Claim(row.network, row.place, _lines(row.metric, *lines), row.data, scale)
+
+
+def _table_3() -> Claim:
+    rows = [PUBLISHED["speech_english"], PUBLISHED["speech_mandarin"]]
+    lines = [
+        (f"{_MASTERS[0]}, {row.network.rpartition(' ')[2]}", "5 to 10 % better", row.fp32,
+         row.unscaled, row.difference(row.unscaled))
+        for row in rows
+    ]  # fmt: skip
+    data = "; ".join(row.data for row in rows)
+    scale = f"{data}; 115 and 215 million parameters, 20 epochs of Nesterov SGD; one run per column"
+    return Claim("Deep Speech 2", "table 3", _lines(rows[0].metric, *lines), data, scale)
+
+
 BIGLSTM = Claim(
-    "bigLSTM language model",
-    "figure 5",
+    PUBLISHED["biglstm"].network,
+    PUBLISHED["biglstm"].place,
     _lines(
         "perplexity (a figure, no number)",
-        ("FP16, loss scale 1", "follows FP32, diverges after 300K iterations"),
-        ("FP16, loss scale 128", "matches FP32"),
+        ("FP16, loss scale 1", PUBLISHED["biglstm"].unscaled),
+        (f"FP16, loss scale {PUBLISHED['biglstm'].scale}", PUBLISHED["biglstm"].scaled),
     ),
-    "One Billion Word",
+    PUBLISHED["biglstm"].data,
     "One Billion Word, vocabulary 793K, 2 layers of 8192 cells with projection 1024, sampled "
     "softmax (8K negatives), Adagrad, batch 1024 over 4 GPUs, 50 epochs; one run per curve",
 )
@@ -99,50 +115,54 @@ DCGAN = Claim(
     "convolutions and 2 fully connected layers.",
 )
 TRANSLATION = Claim(
-    "LSTM translation, 3 and 5 layers of 1024",
-    "figure 4",
+    PUBLISHED["translation"].network,
+    PUBLISHED["translation"].place,
     _lines(
-        "training perplexity (a figure, no number)",
-        ("mixed, no loss scaling", "slightly worse than FP32"),
-        ("mixed, loss scaling", "among three FP32 runs, which differ visibly"),
+        "perplexity (a figure, no number)",
+        ("mixed, no loss scaling", PUBLISHED["translation"].unscaled),
+        ("mixed, loss scaling", PUBLISHED["translation"].scaled),
     ),
-    "WMT15 English to French",
-    "WMT15 English to French, 100K and 40K words, SGD, code of the TensorFlow tutorial; three FP32 "
-    "runs, one run per other curve",
+    PUBLISHED["translation"].data,
+    "English to French, LSTM encoder and decoder with attention, SGD; three FP32 runs, visibly "
+    "apart, one run per other curve",
     "Attention is Luong's, without input feeding.",
 )
 MASTER_WEIGHTS = Claim(
-    "Mandarin speech model",
-    "figure 2a",
+    PUBLISHED["mandarin_weights"].network,
+    PUBLISHED["mandarin_weights"].place,
     _lines(
         "accuracy (a figure)",
         ("FP16, FP16 weights updated directly", "80 % relative loss of accuracy"),
         ("FP16, FP32 master weights", "the curve of FP32"),
     ),
-    "about 800 hours of Mandarin speech",
+    PUBLISHED["mandarin_weights"].data,
     "a subset of about 800 hours, 20 epochs; one run per curve",
     "fp16_naive keeps norm layers and optimizer state in FP16 as well, not the weights alone.",
 )
-LOSS_SCALING = Claim(
-    "Multibox SSD",
-    "table 2",
-    _lines(
-        "mAP (%)",
-        ("mixed, no loss scaling", "diverges", "76.9"),
-        ("mixed, loss scale 8", "matches FP32", "76.9", "77.1", "-0.2 points"),
-    ),
-    "Pascal VOC 2007",
-    "Pascal VOC 2007 test, VGG-type backbone; one run per column",
-)
+LOSS_SCALING = _table_2("ssd", "diverges")
 OF_MODEL = {
-    "alexnet": ALEXNET,
-    "resnet50": RESNET50,
+    "alexnet": _table_1("alexnet"),
+    "vgg16": _table_1("vgg"),
+    "googlenet": _table_1("googlenet"),
+    "inception_v2": _table_1("inception_v2"),
+    "inception_v3": _table_1("inception_v3"),
+    "resnet50": _table_1(
+        "resnet50",
+        _TORCH,
+        "The paper's network has pre-activation blocks; ours is v1.5 (stride 2 in the 3x3 "
+        "convolution).",
+    ),
+    "faster_rcnn": _table_2("faster_rcnn", "matches FP32"),
+    "ssd_mini": LOSS_SCALING,
+    "ssd300": LOSS_SCALING,
+    "deep_speech2": _table_3(),
     "lstm_lm": BIGLSTM,
     "seq2seq": TRANSLATION,
     "dcgan": DCGAN,
 }
 _DATA = {
     "digits": "scikit-learn digits (1,437 training and 360 held-out images of 8x8, enlarged)",
+    "digit_strips": "strips of 3 to 5 scikit-learn digits, read by columns in place of audio",
     "docs_text": "text of CPython's documentation",
     "unicode_names": "names of Unicode's characters",
     "synthetic_images": "random images (nothing to learn)",
@@ -249,8 +269,10 @@ def _reading(group: Group, claim: Claim, any_ours: bool) -> str:
         )
     else:
         said.append(f"Numbers compare only if the data are {claim.data}.")
-    if claim.ours_differs:
+    if claim.ours_differs and group.keys.get("model.variant") != "preactivation":
         said.append(claim.ours_differs)
+    if (width := group.keys.get("model.width", 1)) != 1 and claim.source == "table 1":
+        said.append(f"Ours has {width:g} of the channels.")
     if claim is BIGLSTM:
         said += _about_biglstm(group)
     if claim is DCGAN and group.metric != "sliced_wasserstein":

@@ -27,7 +27,7 @@ from mprun.compare.numerics import PREFIX, ProbedMode, probed_modes
 from mprun.compare.paper import HEADER, PaperRow, paper_markdown, paper_rows
 from mprun.config.roles import flat
 from mprun.errors import BadInput
-from mprun.plots.panel import INK, MARKS, Style, inline_svg, settings, styles
+from mprun.plots.panel import INK, MARKS, Drawing, Style, inline_svg, settings, styles
 
 LIMIT = 1_000_000  # bytes of report.html
 _DPI = 160
@@ -161,15 +161,16 @@ def write_report(comparison: Comparison, folder: Path, paper: Sequence[PaperRow]
 
 def paper_html(rows: Sequence[PaperRow]) -> Markup:
     """The rows beside the paper's as an HTML fragment; empty without rows."""
-    return _render("paper.html", rows=rows, header=HEADER) if rows else Markup("")
+    return render("paper.html", rows=rows, header=HEADER) if rows else Markup("")
 
 
 def numerics_html(modes: Sequence[ProbedMode], looks: dict[str, Style]) -> Markup:
     """The tables of what was probed, with what their words mean; empty without a probe."""
-    return _render("numerics.html", probes=modes, colours=_colours(looks))
+    return render("numerics.html", probes=modes, colours=_colours(looks))
 
 
-def _render(template: str, **given: Any) -> Markup:
+def render(template: str, **given: Any) -> Markup:
+    """A page, or a part of one, of `templates/`; what is given is escaped."""
     return Markup(_TEMPLATES.get_template(template).render(**given).strip())
 
 
@@ -209,7 +210,7 @@ class _Report:
         script = _TEMPLATES.get_template("report.js").render()
         digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
         given |= {"script": Markup(script), "script_hash": f"sha256-{digest}", "facts_of": _facts}
-        return _render("report.html", several=len(sections) > 1, **given)
+        return render("report.html", several=len(sections) > 1, **given)
 
     def _pictures(
         self, group: Group, points: int, kept: tuple[str, ...] | None, png: bool = False
@@ -217,16 +218,10 @@ class _Report:
         """The figures of a group as the page takes them; without SVG what is not kept."""
         pictures = []
         for drawing in group_figures(group, self.looks, points, self.probes[group.slug]):
-            name = f"{group.slug}-{drawing.name}"
             has_room = kept is None or drawing.name in kept
-            svg = inline_svg(drawing.figure, name, drawing.label) if has_room else ""
-            live = json.dumps(drawing.values, separators=(",", ":")) if drawing.values else ""
-            shown = {"file": f"{name}.png", "caption": drawing.caption, "svg": svg, "live": live}
+            name, folder = f"{group.slug}-{drawing.name}", self.folder if png else None
+            shown = picture(drawing, name, folder, svg=has_room)
             pictures.append({**shown, "of_probes": drawing.name.startswith(PREFIX)})
-            if png:
-                # matplotlib would write its own version into it, which says nothing of the runs.
-                about = {"Software": None}
-                drawing.figure.savefig(self.folder / f"{name}.png", dpi=_DPI, metadata=about)
         return pictures
 
     def _section(
@@ -238,7 +233,7 @@ class _Report:
         alike, differing = _environment(group)
         methods = {row.verdict.method for row in group.rows if row.verdict.method}
         how = {"paired": "paired by seed", "Welch": "unpaired (Welch)"}
-        return _render(
+        return render(
             "group.html",
             comparison=self.comparison,
             group=group,
@@ -250,7 +245,7 @@ class _Report:
                 for row in group.every_row
             ],
             pictures=pictures,
-            samples=_samples(group) if kept is None else [],
+            samples=samples(group) if kept is None else [],
             probes=self.probes[group.slug],
             details=details,
             outcomes_by_seed=_outcomes_by_seed(group),
@@ -261,6 +256,20 @@ class _Report:
             one_machine=alike,
             other_machines=differing,
         )
+
+
+def picture(drawing: Drawing, name: str, folder: Path | None, svg: bool = True) -> dict[str, str]:
+    """A figure as a page takes it; with a folder its PNG file is written, too."""
+    if folder is not None:
+        # matplotlib would write its own version into it, which says nothing of the runs.
+        about = {"Software": None}
+        drawing.figure.savefig(folder / f"{name}.png", dpi=_DPI, metadata=about)
+    return {
+        "file": f"{name}.png",
+        "caption": drawing.caption,
+        "svg": inline_svg(drawing.figure, name, drawing.label) if svg else "",
+        "live": json.dumps(drawing.values, separators=(",", ":")) if drawing.values else "",
+    }
 
 
 def _columns(group: Group) -> dict[str, str]:
@@ -347,8 +356,9 @@ def _environment(group: Group) -> tuple[dict[str, str], dict[str, dict[str, list
     return alike, {key: values for key, values in where.items() if len(values) > 1}
 
 
-def _samples(group: Group) -> list[dict[str, Any]]:
-    """Per mode the images of the lowest seed that all modes have some of, if there is one."""
+def samples(group: Group) -> list[dict[str, Any]]:
+    """Per mode the images of the lowest seed that all modes have some of, if there is one, with
+    `path`, the file that they are from."""
     found = [
         (row.arm.label, {run.seed: run.sample_grid for run in row.arm.runs if run.sample_grid})
         for row in group.every_row
@@ -357,7 +367,7 @@ def _samples(group: Group) -> list[dict[str, Any]]:
     shared = set.intersection(*(set(grids) for _, grids in found)) if found else set()
     chosen = [(label, min(shared or grids), grids) for label, grids in found]
     return [
-        {"what": f"{label}, seed {seed}", **_jpeg(Path(grids[seed]))}
+        {"what": f"{label}, seed {seed}", "path": grids[seed], **_jpeg(Path(grids[seed]))}
         for label, seed, grids in chosen
     ]
 

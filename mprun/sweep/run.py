@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from mprun.errors import ASKING, DONE, INTERRUPTED, PREEMPTED, BadInput, MprunError
 from mprun.record.console import columns
@@ -84,6 +84,28 @@ def sweep(
     planned = plan(overrides, config_dir)
     if planned.launcher and jobs is not None:
         raise BadInput(f"-j {jobs}: not with a launcher, which has a number of its own")
+    board = Board(planned, _command(overrides, jobs, config_dir))
+    stop = run_planned(planned, board, jobs, stall_after)
+    print(board.table(columns(1000, sys.stdout) if sys.stdout.isatty() else None))
+    print(f"sweep: {planned.root}", flush=True)
+    if curves is not None and stop.code != DONE:
+        print(f"to go on: {board.command}", file=sys.stderr)
+    if curves is not None and not stop.asked:
+        _say_next(planned, curves)
+    return stop.code
+
+
+class Ended(NamedTuple):
+    """How a sweep ended: its exit code, and whether it was asked to stop before its end."""
+
+    code: int
+    asked: bool
+
+
+def run_planned(
+    planned: Plan, board: Board, jobs: int | None = None, stall_after: float = STALL_AFTER_S
+) -> Ended:
+    """Run the cells that have no outcome yet, `jobs` (None: 1) at a time, told on `board`."""
     finished = [cell for cell in planned.cells if look(cell) is State.FINISHED]
     waiting = [cell for cell in planned.cells if cell not in finished]
     # A launcher places its jobs itself.
@@ -91,7 +113,6 @@ def sweep(
     at_once = gpus.at_once(waiting)
     already = f", {len(finished) if waiting else 'all'} finished already" if finished else ""
     print(f"sweep of {len(planned.cells)} runs in {planned.root}{already}", file=sys.stderr)
-    board = Board(planned, _command(overrides, jobs, config_dir))
     if at_once < min(jobs or 1, len(waiting)):
         print(f"mprun: -j {jobs}: {gpus.in_words(waiting)}", file=sys.stderr)
         jobs = at_once
@@ -101,14 +122,8 @@ def sweep(
         loop = _Loop(planned, jobs or 1, gpus, stall_after, board, stop)
         codes = loop.run(waiting)
     board.write(now=True)
-    print(board.table(columns(1000, sys.stdout) if sys.stdout.isatty() else None))
-    print(f"sweep: {planned.root}", flush=True)
-    code = stop.exit_code if stop.reason is not None else exit_code(codes)
-    if curves is not None and code != DONE:
-        print(f"to go on: {board.command}", file=sys.stderr)
-    if curves is not None and stop.reason is None:
-        _say_next(planned, curves)
-    return code
+    asked = stop.reason is not None
+    return Ended(stop.exit_code if asked else exit_code(codes), asked)
 
 
 def _say_next(planned: Plan, curves: Callable[[list[Path], Path], Path]) -> None:

@@ -1,0 +1,62 @@
+"""What the full recipes of `mprun paper` take on an H200 at its limit: mprun/paper/full_scale.json.
+
+    python -m benchmarks.paper_full_scale [RECIPE ...]
+
+Counted, not measured: the time of a step as `mprun bench --roofline` gives it, times the steps of
+the recipe. Without recipes all of them are counted anew; none is left out.
+"""
+
+import json
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+from mprun.bench.roofline.limits import ceilings_of, limits
+from mprun.cli import roofline
+from mprun.config.compose import compose_config
+from mprun.paper.rows import ROWS, Full
+
+PATH = Path(__file__).parents[1] / "mprun" / "paper" / "full_scale.json"
+GPU, MODES = "H200", "fp32,amp"
+
+
+def steps_of(full: Full) -> int:
+    """The steps of the recipe, as its configuration counts them."""
+    config = compose_config([f"experiment={full.experiment}"], files=False).config
+    if config.train.steps is not None:
+        return config.train.steps
+    if not full.samples:
+        raise ValueError(f"{full.experiment}: counts epochs; mprun.paper.rows needs its samples")
+    batch = config.data.batch_size * config.train.accumulate
+    batch *= getattr(config.data, "sequence_length", 1)
+    return round(config.train.epochs * (full.samples // batch))
+
+
+def hours_of(full: Full) -> dict[str, float]:
+    """Mode -> hours."""
+    options: Namespace = roofline.parse(
+        [f"experiment={full.experiment}", "--gpu", GPU, "--mode", MODES]
+    )
+    steps, ceilings, refused = roofline.counted_modes(options, ceilings_of(GPU))
+    found = limits(steps, ceilings, refused)
+    return {
+        mode: float(f"{own['step_s'] * steps_of(full) / 3600:.3g}")
+        for mode, own in found["modes"].items()
+    }
+
+
+def main(wanted: list[str]) -> None:
+    known = json.loads(PATH.read_text(encoding="utf-8"))
+    full = {row.full.experiment: row.full for row in ROWS if row.full is not None}
+    for name in wanted or full:
+        known["hours"][name] = hours_of(full[name])
+        print(name, steps_of(full[name]), known["hours"][name])
+    known = {
+        "what": f"hours on one {GPU} at the limit of mprun bench --roofline, counted",
+        "hours": {name: known["hours"][name] for name in full if name in known["hours"]},
+    }
+    PATH.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

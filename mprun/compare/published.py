@@ -1,0 +1,95 @@
+"""What Micikevicius et al. report (Mixed Precision Training, arXiv 1710.03740 v3, ICLR 2018).
+
+Table 1, its settings and figure 2a were read in the paper's text; tables 2 and 3 and figures 3 to 6
+in notes on version 3. A number stands here once: beside our runs (`mprun compare --paper`,
+`mprun paper`) and in the tables.
+"""
+
+from typing import NamedTuple
+
+
+class Published(NamedTuple):
+    """One row of a table, or the curves of a figure: one run a column, no interval.
+
+    Attributes:
+        network: as the paper calls it.
+        place: the table or figure.
+        metric: of the columns, with its unit; empty: the paper has no number.
+        fp32: of the FP32 run, as it is printed.
+        unscaled: of mixed precision without loss scaling; a number, or what became of it.
+        scaled: of mixed precision with it.
+        scale: the loss scale; empty: none was needed.
+        data: that it was trained on.
+    """
+
+    network: str
+    place: str
+    metric: str
+    fp32: str
+    unscaled: str
+    scaled: str = ""
+    scale: str = ""
+    data: str = "ILSVRC12"
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether a higher value is better."""
+        return not self.metric.startswith(("CER", "perplexity"))
+
+    def difference(self, value: str) -> str:
+        """A value less FP32's, in points with the sign of `mprun compare`: positive is worse."""
+        try:
+            worse = float(self.fp32) - float(value)
+        except ValueError:
+            return ""
+        return f"{worse if self.is_scored else -worse:+.2f} points"
+
+
+_TOP1, _MAP, _CER = "top-1 (%)", "mAP (%)", "CER (%)"
+_VOC = "Pascal VOC 2007"
+PUBLISHED = {
+    "alexnet": Published("AlexNet", "table 1", _TOP1, "56.77", "56.93"),
+    "vgg": Published("VGG-D", "table 1", _TOP1, "65.40", "65.43"),
+    "googlenet": Published("GoogLeNet", "table 1", _TOP1, "68.33", "68.43"),
+    "inception_v2": Published("Inception v2", "table 1", _TOP1, "70.03", "70.02"),
+    "inception_v3": Published("Inception v3", "table 1", _TOP1, "73.85", "74.13"),
+    "resnet50": Published("ResNet-50", "table 1", _TOP1, "75.92", "76.04"),
+    "faster_rcnn": Published("Faster R-CNN", "table 2", _MAP, "69.1", "68.6", "69.7", "8", _VOC),
+    "ssd": Published("Multibox SSD", "table 2", _MAP, "76.9", "diverges", "77.1", "8", _VOC),
+    "speech_english": Published(
+        "Deep Speech 2, English", "table 3", _CER, "2.20", "1.99", data="6,000 h, tested on WSJ'92"
+    ),
+    "speech_mandarin": Published(
+        "Deep Speech 2, Mandarin", "table 3", _CER, "15.82", "15.01", data="2,600 h, internal"
+    ),
+    "mandarin_weights": Published(
+        "Mandarin speech model",
+        "figure 2a",
+        "",
+        "converges",
+        "the curve of FP32; FP16 weights updated directly: 80 % relative loss of accuracy",
+        data="about 800 hours of Mandarin speech",
+    ),
+    "translation": Published(
+        "seq2seq translation, 3 x 1024 and 5 x 1024",
+        "figure 4",
+        "",
+        "three runs, visibly apart",
+        "slightly worse",
+        "inside the spread of FP32",
+        data="English to French",
+    ),
+    "biglstm": Published(
+        "bigLSTM language model",
+        "figure 5",
+        "",
+        "converges",
+        "follows FP32, diverges after 300K iterations",
+        "matches FP32",
+        "128",
+        data="One Billion Word",
+    ),
+    "dcgan": Published(
+        "DCGAN", "figure 6", "", "faces", "faces that look alike", data="CelebA at 128 px"
+    ),
+}
