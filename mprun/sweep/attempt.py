@@ -338,6 +338,8 @@ def _become_child(arguments: list[str], log: int, environment: Mapping[str, str]
         for descriptor, file in enumerate((null, null, log)):
             os.dup2(file, descriptor)
         os.environ.update(environment)  # CUDA reads it when it is first used, which was not yet
+        if "OMP_NUM_THREADS" in environment:  # that was read when torch was loaded, before the copy
+            sys.modules["torch"].set_num_threads(int(environment["OMP_NUM_THREADS"]))
         sys.argv = ["mprun", *arguments]
         code = import_module("mprun.cli.child").child(arguments)
     except BaseException:

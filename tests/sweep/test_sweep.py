@@ -5,6 +5,7 @@ import json
 import pytest
 
 from mprun.cli import main
+from mprun.sweep.gpus import available_cores
 
 TINY = [
     "device=cpu",
@@ -32,6 +33,15 @@ def test_copies_of_the_sweep_run_as_a_process_of_their_own_would(
     for run in runs:
         same_as_single(run)
         assert (run / "console.log").is_file()
+
+
+@pytest.mark.slow
+def test_runs_beside_each_other_have_a_share_of_the_cores(tmp_path, start_sweep):
+    free = [word for word in TINY if word != "threads=1"]
+    assert start_sweep([*free, "seed=3,4", "-j", "2"], tmp_path).wait() == 0
+    runs = list(tmp_path.glob("outputs/*/*/run.json"))
+    threads = [json.loads(run.read_text())["environment"]["threads"] for run in runs]
+    assert threads == [max(1, available_cores() // 2)] * 2
 
 
 @pytest.mark.slow
