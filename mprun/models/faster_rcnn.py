@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchvision.models import vgg16
-from torchvision.ops import nms, roi_pool
+from torchvision.ops import nms
 
 from mprun.models.boxes import (
     CLASS,
@@ -59,6 +59,20 @@ class Limits(NamedTuple):
     before_in_evaluation: int = 6000
     after_in_evaluation: int = 300
     least_side: float = 16
+
+
+def roi_pool(maps: Tensor, places: Tensor, size: int, scale: float) -> Tensor:
+    """torchvision's ``roi_pool`` with a backward that has a deterministic kernel on CUDA.
+
+    ``maps``: float32 ``[batch, channels, side, side]``; ``places``: float32 ``[batch * k, 5]``, of
+    each image the same number, in order; returns float32 ``[batch * k, channels, size, size]``.
+    """
+    batch = len(maps)
+    with torch.no_grad():
+        _, top = torch.ops.torchvision.roi_pool(maps, places, scale, size, size)
+    top = top.unflatten(0, (batch, -1)).transpose(1, 2).flatten(2).long()
+    found = maps.flatten(2).gather(2, top.clamp(min=0)).masked_fill(top < 0, 0)  # -1: no position
+    return found.unflatten(2, (-1, size, size)).transpose(1, 2).flatten(0, 1)
 
 
 class RegionPool(nn.Module):

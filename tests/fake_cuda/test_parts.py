@@ -141,7 +141,8 @@ def test_deterministic(device, tmp_path, model, mode):
     overrides = [*overrides, "deterministic=true", f"precision={mode}", "train.steps=10"]
     found = device.run(tmp_path / "run", [*overrides, "train.checkpoint_every=0"])
     assert_sound(found)
-    assert found["record"]["execution"]["cuda_graph"] == "on"
+    graph = found["record"]["execution"]["cuda_graph"]
+    assert (graph == "on") == (model != "faster_rcnn")
 
 
 def test_what_has_no_deterministic_kernel_is_refused_before_anything_is_written(device, tmp_path):

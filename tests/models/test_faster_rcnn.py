@@ -10,7 +10,7 @@ from torchvision.models import vgg16
 from torchvision.models.detection.image_list import ImageList
 from torchvision.models.detection.roi_heads import RoIHeads
 from torchvision.models.detection.rpn import RegionProposalNetwork
-from torchvision.ops import nms, roi_align
+from torchvision.ops import nms, roi_align, roi_pool
 
 from mprun.bench.roofline.count import count
 from mprun.data.boxes import digit_canvases
@@ -115,6 +115,24 @@ def test_losses_are_torchvision_s(network, batch, monkeypatch):
     assert whole.detections is None
 
 
+def test_regions_are_pooled_as_by_torchvision():
+    """Small integers: maxima tie, and sums of gradients are exact in any order."""
+    draw = torch.Generator().manual_seed(0)
+    maps = torch.randint(-9, 9, (2, 3, 8, 8), generator=draw).float()
+    corners = torch.randint(-4, 36, (14, 2), generator=draw).float()
+    image = torch.tensor([0.0, 1.0]).repeat_interleave(7)[:, None]
+    places = torch.cat([image, corners, corners + torch.arange(14)[:, None]], 1)
+    places[3, 1:] = 99  # outside: nothing to find
+    own, other = maps.clone().requires_grad_(), maps.clone().requires_grad_()
+    pooled = faster_rcnn.roi_pool(own, places, 4, 0.25)
+    expected = roi_pool(other, places, 4, 0.25)
+    assert torch.equal(pooled, expected) and (pooled[3] == 0).all()
+    gradient = torch.randint(-9, 9, pooled.shape, generator=draw).float()
+    pooled.backward(gradient)
+    expected.backward(gradient)
+    assert torch.equal(own.grad, other.grad) and own.grad.any()
+
+
 def test_proposals_and_detections_are_torchvision_s(network, batch, monkeypatch):
     # Two regions that round to the same one have the same score, and either may be the first.
     monkeypatch.setattr(faster_rcnn, "roi_pool", roi_align)
@@ -133,7 +151,9 @@ def test_proposals_and_detections_are_torchvision_s(network, batch, monkeypatch)
     assert loss.dtype == torch.float32
     regions, valid = network.proposals.propose(scores, offsets, *limits[4:6])
     proposed = [boxes[valid] * SIDE for boxes, valid in zip(regions, valid, strict=True)]
-    results, _ = theirs(network).eval()({"0": maps}, proposed, [(SIDE, SIDE)] * len(images))
+    results, _ = theirs(network, roi_align).eval()(
+        {"0": maps}, proposed, [(SIDE, SIDE)] * len(images)
+    )
     for own, other in zip(detections, results, strict=True):
         own = own[own[:, 4] >= 0]
         assert 2 < len(own) == len(other["scores"])
@@ -142,12 +162,12 @@ def test_proposals_and_detections_are_torchvision_s(network, batch, monkeypatch)
         assert (own[:, 4] + 1).tolist() == other["labels"].tolist()
 
 
-def theirs(network):
+def theirs(network, pool=roi_pool):
     """torchvision's second network, on the layers of ours."""
 
     class Pool(nn.Module):
         def forward(self, maps, boxes, sizes):
-            return faster_rcnn.roi_pool(maps["0"], boxes, 4, 0.25)
+            return pool(maps["0"], boxes, 4, 0.25)
 
     class Predictor(nn.Module):
         def forward(self, found):
