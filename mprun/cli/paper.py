@@ -151,8 +151,9 @@ class _Runs:
         own = [*overrides, *self.options.overrides]
         if self.options.scale == "small":
             own.append("threads=1")
-        given = {override.partition("=")[0] for override in self.options.overrides}
-        for key in sorted(given & {"output_root", "seed", "threads", "experiment"}):
+        given = {override.lstrip("+~").partition("=")[0] for override in self.options.overrides}
+        arms = {own.partition("=")[0] for row in ROWS for arm in row.arms for own in arm.overrides}
+        for key in sorted(given & (arms | {"output_root", "seed", "threads", "experiment"})):
             raise BadInput(f"{key}: not with paper, which sets it (--out sets the folder)")
         own.append(f"output_root={self.options.out / folder}")
         return plan(own, self.options.config_dir)

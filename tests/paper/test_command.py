@@ -36,6 +36,8 @@ def test_a_list_of_the_full_scale_names_what_is_missing(tmp_path, capsys):
         (["--scale", "full", "--data-root", "/nowhere"], "--data-root /nowhere: no such folder"),
         (["-j", "0"], "-j 0: must be"),
         (["--only", "fig5", "seed=3"], "seed: not with paper"),
+        (["--only", "fig5", "precision=amp"], "precision: not with paper"),
+        (["--only", "fig5", "+scaler.scale=8"], "scaler.scale: not with paper"),
         (["--only", "fig5", "train.step=3"], "train.step"),
         (["--only", "fig5", "--out", __file__], "must be a folder"),
         (["table1"], "'table1'"),
