@@ -83,13 +83,8 @@ class ScriptTask:
         """
         one, before = self._one, self._steps
         taken = self._taken() if one is None else one.steps
-        if taken == before:
-            raise RuntimeError("no optimizer.step() since the last step; it comes before this call")
-        if one is not None and taken > before + 1:
-            raise RuntimeError(
-                f"{taken - before} calls of optimizer.step() since the last step, one is "
-                "expected; call run.step(loss) after each"
-            )
+        if taken != before + 1:
+            self._refuse(taken - before)
         self._steps = taken
         found = {"loss": self._scalar("loss", loss)}
         if one is not None and (last := one.last) is not None:
@@ -98,10 +93,19 @@ class ScriptTask:
                 found["found_inf"] = last.found_inf
         else:
             found |= self._of_several()
-        for name, value in metrics.items():
-            found[name] = self._scalar(name, value)
+        if metrics:
+            found |= {name: self._scalar(name, value) for name, value in metrics.items()}
         self.metrics = found
         return found
+
+    def _refuse(self, steps: int) -> None:
+        if steps == 0:
+            raise RuntimeError("no optimizer.step() since the last step; it comes before this call")
+        if self._one is not None:
+            raise RuntimeError(
+                f"{steps} calls of optimizer.step() since the last step, one is expected; call "
+                "run.step(loss) after each"
+            )
 
     def _of_several(self) -> dict[str, Tensor]:
         """Loss scales by name, and whether one of the optimizers skipped its update."""

@@ -7,7 +7,7 @@ scale settles are normal and called so; a row of skips at the floor is called a 
 import json
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,24 +40,27 @@ class StepRow(NamedTuple):
 class History:
     """The newest LAST steps of a run, on the host.
 
-    rows: `StepRow`s as dictionaries, with every recorded metric whose name ends in grad_norm;
-    oldest first.
+    rows: oldest first. norms: step -> every recorded metric whose name ends in grad_norm.
     """
 
     def __init__(self):
-        self.rows: deque[dict] = deque(maxlen=LAST)
+        self.rows: deque[StepRow] = deque(maxlen=LAST)
+        self.norms: dict[int, dict[str, float]] = {}
 
-    def add(self, rows: Iterable[StepRow], metrics: Mapping[str, float]) -> None:
+    def add(self, rows: Sequence[StepRow], metrics: Mapping[str, float]) -> None:
         """Add steps; `metrics`: those of the newest one, by name."""
-        for row in rows:
-            self.rows.append(row._asdict())
-        if self.rows:
-            norms = {name: value for name, value in metrics.items() if name.endswith("grad_norm")}
-            self.rows[-1] |= norms
+        self.rows.extend(rows)
+        norms = {name: value for name, value in metrics.items() if name.endswith("grad_norm")}
+        if norms:
+            self.norms[rows[-1].step] = norms
+            for step in [step for step in self.norms if step < self.rows[0].step]:
+                del self.norms[step]
 
     def up_to(self, step: int) -> list[dict]:
-        """The rows up to and with `step`."""
-        return [row for row in self.rows if row["step"] <= step]
+        """The rows up to and with `step` as dictionaries, with the norms that are known."""
+        return [
+            row._asdict() | self.norms.get(row.step, {}) for row in self.rows if row.step <= step
+        ]
 
 
 def explosion(rows: Sequence[Mapping]) -> tuple[float, int] | None:

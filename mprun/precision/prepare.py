@@ -224,7 +224,7 @@ class PreparedOptimizer(Optimizer):
         self.steps = 0
         self._inner_may_step = False
         self._told = self._warned = self._begun = False
-        self._is_bare = False  # the gradients of this step: see _step_bare
+        self._is_bare = False  # the gradients of this step, see `step`
         self._shares = False  # one of its models with another optimizer
         inner.register_step_pre_hook(self._refuse_step_of_inner)
         self._build()
@@ -422,7 +422,23 @@ class PreparedOptimizer(Optimizer):
                 "returned, in place of loss.backward() (or of a GradScaler)"
             )
         if self._is_bare:
-            self._step_bare()
+            # No gradient was scaled, checked or cast, and no other model was reached.
+            self._inner_may_step = True
+            try:
+                self.last = self.engine.step()
+            finally:
+                self._inner_may_step = False
+            self.steps += 1
+            for model in self.models:
+                model.note_update()
+            if self._turns.shared:
+                self._turns.end(self)
+            else:
+                self.scale.update()
+            self._used.clear()
+            self._is_bare = False
+            if self.engine.tables:
+                self._forget_rows()
             return
         gradients = self.gradients
         if gradients.collects:
@@ -449,25 +465,12 @@ class PreparedOptimizer(Optimizer):
         for scale in self._used:
             (self._turns if scale is self.scale else _turns_of(scale)).end(self)
         self._forget()
-        for table in self.engine.tables.values():
-            table.gathered = None
+        self._forget_rows()
         if not self._told:
             self._told = True
             self._check_honoured()
 
-    def _step_bare(self) -> None:
-        """`step` where no gradient was scaled, checked or cast, and no other model was reached."""
-        self._inner_may_step = True
-        try:
-            self.last = self.engine.step()
-        finally:
-            self._inner_may_step = False
-        self.steps += 1
-        for model in self.models:
-            model.note_update()
-        self._turns.end(self)
-        self._used.clear()
-        self._is_bare = False
+    def _forget_rows(self) -> None:
         for table in self.engine.tables.values():
             table.gathered = None
 

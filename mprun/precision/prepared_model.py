@@ -54,6 +54,7 @@ class PreparedModel:
         stale: the master weights have moved since they were copied.
         ran: there was a training call since the last update.
         bare: `is_bare`, as of its last training call: around a call nothing changes places.
+        direct: bare, and its modules compute as their classes say.
         guard: of its BatchNorm statistics, where updates can be skipped.
         plain: `forward` of each module as the model has it.
 
@@ -76,7 +77,7 @@ class PreparedModel:
         self.trained: set[int] = set()
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         weakref.finalize(self, PreparedModel.waiting.discard, id(self)).atexit = False
-        self.active = self.ran = self.stale = self.bare = False
+        self.active = self.ran = self.stale = self.bare = self.direct = False
         self.guard: BatchNormGuard | None = None
         self._guards_step = False
         self._cast: CastModel | None = None
@@ -155,6 +156,7 @@ class PreparedModel:
             self.build()
         if self.is_bare:
             self.bare, self.inside = True, self._inside
+            self.direct = self.unpatched and not self._inside
             return module.forward(*args, **kwargs)
         if self.guard is not None and not self._guards_step and torch.is_grad_enabled():
             self.guard.save()
@@ -375,6 +377,8 @@ def _face_of(kind: Any) -> type[nn.Module]:
         if shared.bare and shared.model.training:
             if not shared.ran:
                 shared.note_bare_call()
+            if shared.direct:
+                return plain(self, *args, **kwargs)
         elif not shared.active:
             return shared.call(self, args, kwargs)
         if self in shared.inside:

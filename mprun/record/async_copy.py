@@ -38,15 +38,16 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A copy on its way. `arrived`: the moment at which it, and all work before it, is done."""
+    """A copy on its way. `arrived`: the moment at which it, and all work before it, is done.
+    `values`: float32 [n], or numbers that are on the host."""
 
-    values: Tensor
+    values: Tensor | list[float]
     arrived: Moment
 
     def read(self) -> list[float]:
         """The numbers; waits for this copy alone. Only before its slot is used again."""
         self.arrived.wait()
-        return self.values.tolist()
+        return self.values if isinstance(self.values, list) else self.values.tolist()
 
 
 class PinnedRing:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import os
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,6 +15,8 @@ from typing import Any, ClassVar
 from mprun.errors import Damaged
 from mprun.record.metrics_columns import NON_FINITE, complete_lines, parsed_json, read_columns
 from mprun.record.run_directory import replacing
+
+_ENCODER = json.JSONEncoder(allow_nan=False)  # `json.dumps` would make one for each record
 
 
 class MetricsFile:
@@ -91,12 +94,18 @@ def truncate_metrics(path: Path, last_step: int, so_far: dict[str, Any] | None) 
 class TensorBoardView:
     """Mirrors records as scalars `train/...` and `eval/...` in the run directory itself.
 
+    Each event wakes the writer's thread, which a short step pays for with as much again: records
+    of training are handed over together, those of up to two seconds.
+
     Attributes:
         writer: a SummaryWriter; None where TensorBoard is not installed: then nothing is shown.
     """
 
+    TOGETHER_S: ClassVar = 2.0
+
     def __init__(self, directory: Path, purge_step: int | None = None):
         self.writer: Any = None
+        self._waiting: list[tuple[float, dict[str, Any]]] = []
         try:
             # Here and not at the top: reading records must not need torch.
             from torch.utils.tensorboard import SummaryWriter
@@ -109,18 +118,27 @@ class TensorBoardView:
         """Add the numbers of one record at its step; of an evaluation its metrics alone."""
         if self.writer is None:
             return
+        now = time.time()
+        self._waiting.append((now, record))
+        if record["split"] == "eval" or now - self._waiting[0][0] > self.TOGETHER_S:
+            self._hand_over()
+
+    def _hand_over(self) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        left_out = {"split", "step", "epoch"}
-        if record["split"] == "eval":
-            left_out |= {"updates", "skipped", "seconds"}
-        values = [
-            Summary.Value(tag=f"{record['split']}/{key}", simple_value=value)
-            for key, value in record.items()
-            if key not in left_out and isinstance(value, (int, float))
-        ]
-        # In one event: one for each number would take several times as long.
-        self.writer.file_writer.add_summary(Summary(value=values), record["step"])
+        for written, record in self._waiting:
+            left_out = {"split", "step", "epoch"}
+            if record["split"] == "eval":
+                left_out |= {"updates", "skipped", "seconds"}
+            values = [
+                Summary.Value(tag=f"{record['split']}/{key}", simple_value=value)
+                for key, value in record.items()
+                if key not in left_out and isinstance(value, (int, float))
+            ]
+            # In one event: one for each number would take several times as long.
+            summary = Summary(value=values)
+            self.writer.file_writer.add_summary(summary, record["step"], written)
+        self._waiting.clear()
 
     def images(self, tag: str, images, step: int) -> None:
         """Add a grid of images, float [n, channels, height, width] in [0, 1]."""
@@ -143,12 +161,13 @@ class TensorBoardView:
 
     def close(self) -> None:
         if self.writer is not None:
+            self._hand_over()
             self.writer.close()
 
 
 def _line(record: dict[str, Any]) -> str:
     plain = {key: _to_json(value) for key, value in record.items()}
-    return json.dumps(plain, allow_nan=False) + "\n"
+    return _ENCODER.encode(plain) + "\n"
 
 
 def _to_json(value: Any) -> Any:

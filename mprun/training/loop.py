@@ -235,7 +235,7 @@ class Loop:
         if self.buffer.late:
             self.keeper.keep_if(step, self.built.stepper.skipped, self.buffer.sound)
         else:
-            healthy = not self.logger.history.rows[-1]["found_inf"]
+            healthy = not self.logger.history.rows[-1].found_inf
             self.keeper.keep(step, self.buffer.host_skipped, healthy=healthy)
         return True
 

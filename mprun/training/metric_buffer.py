@@ -6,7 +6,7 @@ long arrived, so no step waits for the device, and the device always has an inte
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -77,7 +77,6 @@ class MetricBuffer:
         self.ring = PinnedRing(device, self.late + 1)
         self.unread: deque[_Unread] = deque()
         self.steps: list[int] = []
-        self.on_host = device.type == "cpu"
         self.rows: list[Any] = []  # tensors, on a CPU their values
         self.last: dict[str, Tensor] = {}
         self.restart_clock()
@@ -95,7 +94,7 @@ class MetricBuffer:
         overwritten by the next step and not before.
         """
         found_inf = metrics.get("found_inf")
-        if self.on_host:
+        if not self.late:
             self._add_of_host(metrics, found_inf)
         elif found_inf is None:
             self.rows.append(metrics["loss"].clone())
@@ -107,10 +106,9 @@ class MetricBuffer:
     def _add_of_host(self, metrics: dict[str, Tensor], found_inf: Tensor | None) -> None:
         """On a CPU, where reading waits for nothing and costs less than a copy."""
         if found_inf is None:
-            self.rows.append((metrics["loss"].item(),))
+            self.rows.append(metrics["loss"].item())
         else:
-            kept = metrics["loss"].item(), metrics["loss_scale"].item(), found_inf.item()
-            self.rows.append(kept)
+            self.rows += metrics["loss"].item(), metrics["loss_scale"].item(), found_inf.item()
 
     @torch.no_grad()
     def close(self, logged: bool) -> None:
@@ -121,20 +119,26 @@ class MetricBuffer:
         if not self.rows:
             return
         names = [name for name in self.last if name != "found_inf"]
-        # [n] or [n, 3], the newest metrics, and two numbers for each loss scale.
-        scales = [
-            torch.stack((scale.collapsed(), scale.consecutive_skips)).float()
-            for scale in self.scales.values()
-        ]
-        rows = torch.tensor(self.rows).squeeze(1) if self.on_host else torch.stack(self.rows)
-        self._sound = rows, scales
-        newest = torch.stack([self.last[name].float() for name in names])
-        values = torch.cat([rows.flatten().float(), newest, *scales])
+        # n or n * 3 numbers, the newest metrics, and two for each loss scale.
+        newest = [self.last[name] for name in names]
+        flags = [(scale.collapsed(), scale.consecutive_skips) for scale in self.scales.values()]
+        if self.late:
+            rows, scales = torch.stack(self.rows), [torch.stack(pair).float() for pair in flags]
+            self._sound = rows, scales
+            last = torch.stack([metric.float() for metric in newest])
+            values = torch.cat([rows.flatten().float(), last, *scales])
         waited = None if self.defer_wait is None else self.defer_wait()
-        sent = self.ring.send(values)
+        sent = self.ring.send(values) if self.late else self._sent_of_host(newest, flags)
         self.unread.append(_Unread(self.steps, names, logged, self.began, sent, waited))
         self.began = sent.arrived
         self.steps, self.rows, self.last = [], [], {}
+
+    def _sent_of_host(
+        self, newest: Sequence[Tensor], flags: Sequence[tuple[Tensor, Tensor]]
+    ) -> Sent:
+        numbers = (*newest, *(number for pair in flags for number in pair))
+        values = [*self.rows, *(float(number.item()) for number in numbers)]
+        return Sent(values, Moment(self.device))
 
     def read(self, wait: bool = False) -> Iterator[Interval]:
         """Closed intervals, oldest first; without `wait` those that have had time to arrive."""
@@ -145,7 +149,8 @@ class MetricBuffer:
     def sound(self) -> Tensor:
         """Whether the interval closed last shows nothing wrong: bool, 0-dim, on the device.
 
-        No step of it diverged, no loss scale collapsed, and its last step had its update.
+        Where intervals are read late; elsewhere the rows tell it. No step of it diverged, no loss
+        scale collapsed, and its last step had its update.
         """
         rows, scales = self._sound
         if rows.dim() == 1:

@@ -103,11 +103,12 @@ class Records:
         self.history.add(rows, interval.metrics)
         window = self._window(interval)
         for row in rows:
-            full = row is newest and (interval.logged or row.diverged)
-            if full or row.step <= EARLY_STEPS or row.found_inf or row.diverged:
+            diverged = row.diverged
+            full = row is newest and (interval.logged or diverged)
+            if full or diverged or row.found_inf or row.step <= EARLY_STEPS:
                 extra = {**window, **interval.metrics} if full else {}
                 self._write(self._record(row) | extra)
-            if row.diverged:
+            if diverged:
                 self.diverged_at = row.step
                 self._tell_divergence(row)
                 return "non-finite loss"

@@ -375,7 +375,7 @@ class Run:
             skipped = torch.full((), self._buffer.host_skipped, device=self.task.device)
             self._keeper.keep_if(self.steps, skipped, self._buffer.sound)
         elif self._records.history.rows:
-            healthy = not self._records.history.rows[-1]["found_inf"]
+            healthy = not self._records.history.rows[-1].found_inf
             self._keeper.keep(self.steps, self._buffer.host_skipped, healthy=healthy)
 
     def _diverge(self, step: int, cause: str) -> None:

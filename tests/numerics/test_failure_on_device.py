@@ -9,7 +9,7 @@ from mprun.numerics.failure import FailureKeeper, Suspect
 from mprun.numerics.replay import Snapshot
 from mprun.numerics.state import all_finite, finite_on_device
 from mprun.record import checkpoint
-from mprun.training.metric_buffer import MetricBuffer
+from mprun.training.metric_buffer import LATE, MetricBuffer
 
 from .failing_runs import CPU, GAN, LM, set_weight
 from .test_failure import assert_same_state
@@ -138,9 +138,10 @@ def test_a_new_copy_settles_the_one_before(build_run):
     assert keeper.snapshot.step == 9
 
 
-def test_a_record_knows_which_step_the_copy_is_of(tmp_path, build_run):
+def test_a_record_knows_which_step_the_copy_is_of(tmp_path, build_run, monkeypatch):
     """Steps 3 and 4 are trained after the copy; the replay starts from the copy all the same."""
     built = build_run(*LM, "precision=fp32", "optim=sgd_plain", "model.dropout=0.3")
+    monkeypatch.setitem(LATE, "cpu", 1)  # as on a device
     keeper, trace, losses = keeper_of(built), MetricBuffer(CPU), {}
     for index in range(4):
         metrics = built.task.train_step(index)

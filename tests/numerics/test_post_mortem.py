@@ -116,10 +116,11 @@ def test_the_history_holds_the_last_steps_and_their_gradient_norms():
     for step in range(1, 71, 10):
         rows = [StepRow(step + i, float(step + i), 1.0, False, 0) for i in range(10)]
         history.add(rows, {"loss": 1.0, "grad_norm": 0.5, "g_grad_norm": 0.25})
-    assert [row["step"] for row in history.rows] == list(range(21, 71))
-    assert len(history.rows) == LAST
-    assert history.rows[-1]["grad_norm"] == 0.5 and history.rows[-1]["g_grad_norm"] == 0.25
-    assert "grad_norm" not in history.rows[-2] and "loss" in history.rows[-2]
+    rows = history.up_to(70)
+    assert [row["step"] for row in rows] == list(range(21, 71))
+    assert len(rows) == LAST
+    assert rows[-1]["grad_norm"] == 0.5 and rows[-1]["g_grad_norm"] == 0.25
+    assert "grad_norm" not in rows[-2] and "loss" in rows[-2]
     assert [row["step"] for row in history.up_to(22)] == [21, 22]
 
 

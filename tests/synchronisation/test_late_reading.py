@@ -191,7 +191,7 @@ NAN, INF = math.nan, math.inf
         ([NAN, 2], None, False),
     ],
 )
-def test_what_the_device_calls_sound(losses, flags, sound):
+def test_what_the_device_calls_sound(losses, flags, sound, late):
     trace = MetricBuffer(CPU)
     for step, loss in enumerate(losses):
         trace.add(step + 1, metrics(loss, 1.0, None if flags is None else flags[step]))
@@ -199,7 +199,7 @@ def test_what_the_device_calls_sound(losses, flags, sound):
     assert bool(trace.sound()) is sound
 
 
-def test_a_collapse_is_not_sound():
+def test_a_collapse_is_not_sound(late):
     scale = StaticLossScale(2.0, 1)
     trace = MetricBuffer(CPU, loss_scales={"loss_scale": scale})
     for found_inf in (0, 1):
