@@ -75,4 +75,4 @@ def test_one_step_in_the_middle_of_a_run(model, tmp_path):
         loop.logger.close()
     assert sorted(file for file in files if file.startswith(OWN)) == CASES[model]
     # The loop, what it keeps of a step, and the source of its data.
-    assert len(files) <= 14
+    assert len(files) <= 16
