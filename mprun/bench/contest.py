@@ -11,6 +11,7 @@ from mprun.bench.plan import REFERENCES, Case, Group, Row, without_device
 from mprun.bench.report import markdown
 from mprun.bench.summary import summarise
 from mprun.build import policy_from
+from mprun.config.check import updates_in_16_bits
 from mprun.config.compose import compose_config
 from mprun.config.schema import task_of
 from mprun.errors import BadInput
@@ -136,7 +137,7 @@ def learns_as_fp32(case: Case) -> bool:
     """Whether the mode loses no small updates (16 bits without masters) or FP16 gradients."""
     config = case.config()
     precision = config.precision
-    loses_updates = precision.param_dtype != "fp32" and precision.master_dtype is None
+    loses_updates = updates_in_16_bits(precision)
     in_fp16 = "fp16" in (precision.param_dtype, precision.autocast_dtype)
     return not loses_updates and not (in_fp16 and config.scaler.kind == "none")
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from mprun.build.data import arguments_of
 from mprun.config import schema
-from mprun.config.option_files import MODE_FIELDS
+from mprun.config.option_files import mode_values
 from mprun.config.rules import fields_of
 from mprun.errors import BadInput
 from mprun.precision import LossScale, PrecisionPolicy, build_policy
@@ -27,7 +27,7 @@ _OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 def policy_from(config: schema.PrecisionConfig) -> PrecisionPolicy:
     """The precision policy that a configuration describes."""
-    return build_policy(config.name, {field: getattr(config, field) for field in MODE_FIELDS})
+    return build_policy(config.name, mode_values(config))
 
 
 def build_loss_scale(config: schema.ScalerConfig, device: torch.device) -> LossScale:
@@ -70,7 +70,7 @@ def optimizer_maker(
             )
         fused = False
     if implementation in ("auto", "single_pass"):
-        in_16_bits = policy.master_dtype is None and policy.param_dtype.itemsize == 2
+        in_16_bits = policy.masters == "none" and policy.param_dtype.itemsize == 2
         implementation = "fused" if fused and not in_16_bits else "foreach"
     elif implementation == "fused" and not fused:
         raise BadInput(

@@ -176,12 +176,18 @@ def _learners(
     modules = [cast.module for cast in casts]
     skips = config.scaler.kind != "none"
     parts = zip(casts, scales, guards, _limits(config, modules), strict=True)
-    found = []
+    found: list[TrainState] = []
     for cast, scale, guard, limits in parts:
         make = optimizer_maker(config.optim, cast.policy, device, skips, cast.module)
         reduction = _reduction(config, ranks, device)
         optimizer = MixedPrecisionOptimizer(
-            cast, make, scale, guards=guard, reduction=reduction, **limits
+            cast,
+            make,
+            scale,
+            guards=guard,
+            reduction=reduction,
+            seed=1009 * config.seed + len(found),
+            **limits,
         )
         found.append(TrainState(cast, optimizer))
         if reduction is not None:

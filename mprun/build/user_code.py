@@ -156,10 +156,10 @@ class Trial:
                 total = torch.stack([output.float().sum() for output in outputs]).sum()
                 with blaming(f"{self.name}: backward {mode}"):
                     total.backward()
-            if arithmetic.emulations and not arithmetic.rerouted():
+            if missing := arithmetic.missing():
                 raise BadInput(
                     f"{self.name} precision={policy.name}: no operation of the network ran in "
-                    f"{arithmetic.kind()}; there is nothing to compare"
+                    f"{missing}; there is nothing to compare"
                 )
 
     def _forward(

@@ -16,7 +16,6 @@ from mprun.distributed.places import place_from
 from mprun.errors import BadInput
 from mprun.execution.graphed_step import why_no_replay_on
 from mprun.precision import (
-    DTYPE_NAMES,
     ForwardContext,
     PrecisionPolicy,
     get_policy,
@@ -94,7 +93,7 @@ def _verdict(name: str, device: torch.device, config_dir: str | None) -> tuple[s
     refusal = why_unsupported(policy, device)
     if refusal is not None:
         return "refused", refusal
-    if policy.half_dtype is None:
+    if not policy.formats:
         tf32 = policy.fp32_math == "tf32"
         return "honoured", "TF32 products, FP32 sums" if tf32 else "FP32 products"
     with warnings.catch_warnings():
@@ -108,8 +107,8 @@ def _verdict(name: str, device: torch.device, config_dir: str | None) -> tuple[s
     cores = torch.cuda.get_device_capability(device) >= (7, 0)
     where = "on Tensor Cores" if cores else "without Tensor Cores (compute capability below 7.0)"
     missing = f"; model=lstm_lm refused: {no_lstm}" if no_lstm else ""
-    half = DTYPE_NAMES[policy.half_dtype]
-    return "honoured", f"native-{half} products {where}, FP32 sums{missing}"
+    kind = ForwardContext(policy, device).kind()
+    return "honoured", f"{kind} products {where}, FP32 sums{missing}"
 
 
 def _policy(name: str, config_dir: str | None) -> PrecisionPolicy:

@@ -177,7 +177,7 @@ def _representable(config: RunConfig) -> Iterator[str]:
     """torch refuses a factor of an update that its dtype cannot hold, in the middle of a step."""
     optim, precision = config.optim, config.precision
     dtypes = (precision.param_dtype, precision.norm_dtype, *precision.overrides.values())
-    narrow = "fp16" in dtypes and precision.master_dtype is None
+    narrow = "fp16" in dtypes and updates_in_16_bits(precision)
     largest, dtype = (65504.0, "FP16") if narrow else (3e38, "FP32")
     # Adam's first update divides the rate by 1 - beta1.
     most_lr = largest * (1 - (optim.betas or [0.0])[0]) / max(1.0, optim.bias_lr_factor)
@@ -211,9 +211,15 @@ def _schedule(optim: schema.OptimConfig) -> Iterator[str]:
         )
 
 
+def updates_in_16_bits(precision: schema.PrecisionConfig) -> bool:
+    """Whether an update is rounded operation by operation."""
+    is_narrow = precision.master_dtype is None and precision.param_dtype != "fp32"
+    return is_narrow and precision.update.rounding == "nearest"
+
+
 def _implementation(config: RunConfig) -> Iterator[str]:
     precision, implementation = config.precision, config.optim.implementation
-    in_16_bits = precision.master_dtype is None and precision.param_dtype != "fp32"
+    in_16_bits = updates_in_16_bits(precision)
     if implementation == "fused" and in_16_bits:
         yield (
             f"optim.implementation=fused: {precision.name} updates in 16 bits operation by "
@@ -278,10 +284,18 @@ def _precision(config: RunConfig) -> Iterator[str]:
             yield f"precision.overrides.{pattern}={dtype}: must be one of {allowed}"
     if precision.autocast_dtype is not None and precision.param_dtype != "fp32":
         yield f"precision.param_dtype={precision.param_dtype}: must be fp32 under autocast"
-    if precision.master_dtype is None and precision.grad_dtype != precision.param_dtype:
+    yield from _products(precision.products)
+    rounding = precision.update.rounding
+    if rounding != "nearest" and (precision.master_dtype, precision.param_dtype) != (None, "bf16"):
         yield (
-            f"precision.grad_dtype={precision.grad_dtype}: must equal param_dtype "
-            f"({precision.param_dtype}) without master weights"
+            f"precision.update.rounding={rounding}: is of BF16 weights without masters, needs "
+            "precision.param_dtype=bf16 and precision.master_dtype=null"
+        )
+    update_dtype = "fp32" if rounding != "nearest" else precision.param_dtype
+    if precision.master_dtype is None and precision.grad_dtype != update_dtype:
+        yield (
+            f"precision.grad_dtype={precision.grad_dtype}: must be {update_dtype} without master "
+            "weights, the dtype of their update"
         )
     if precision.reduce_dtype is not None and config.train.accumulate == 1:
         yield (
@@ -306,6 +320,26 @@ def _precision(config: RunConfig) -> Iterator[str]:
             f"precision={precision.name}: TF32 needs a GPU of the Ampere generation or "
             "later, a CPU has none; use precision=fp32 or device=cuda"
         )
+
+
+def _products(products: schema.ProductsConfig) -> Iterator[str]:
+    formats = {field: getattr(products, field) for field in ("input", "weight", "grad_output")}
+    missing = [field for field, own in formats.items() if own is None]
+    if missing and len(missing) < len(formats):
+        yield f"precision.products.{missing[0]}=null: give the format of all operands, or of none"
+    if products.grad_output == "e5m2" and "e5m2" in (products.input, products.weight):
+        yield (
+            "precision.products.grad_output=e5m2: a GPU multiplies no two E5M2 operands "
+            "(allowed: e4m3, or input and weight in e4m3)"
+        )
+    for name in products.high_precision:
+        if name not in ("output", "grad_input", "grad_weight"):
+            yield (
+                f"precision.products.high_precision={list(products.high_precision)}: must be of "
+                "output, grad_input, grad_weight"
+            )
+    if not products.modules:
+        yield "precision.products.modules=[]: must name a layer, or leave the formats null"
 
 
 def _length(config: RunConfig) -> Iterator[str]:

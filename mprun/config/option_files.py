@@ -4,13 +4,15 @@ They are the only list of modes and loss scalers; those of a user's own `--confi
 as mprun's. Read without Hydra: who only compares runs need not wait for its import.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from mprun.config.roles import flat
 from mprun.config.schema import DTYPES, PrecisionConfig
 
 
@@ -48,8 +50,15 @@ def what_it_is(path: Path) -> str:
     return lines[0].removeprefix("# ") if lines and lines[0].startswith("# ") else ""
 
 
-# What makes a mode: all of its values but those that one run adds.
-MODE_FIELDS = tuple(f.name for f in fields(PrecisionConfig) if f.name not in ("name", "overrides"))
+# What makes a mode, by dotted key: all of its values but those that one run adds.
+MODE_FIELDS = tuple(
+    key for key in flat(asdict(PrecisionConfig(name=""))) if key not in ("name", "overrides")
+)
+
+
+def mode_values(config: PrecisionConfig) -> dict[str, Any]:
+    """What a configuration says of each of `MODE_FIELDS`."""
+    return {field: attrgetter(field)(config) for field in MODE_FIELDS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +74,8 @@ class Mode:
 
         "fp32" is a baseline; "fp32+param_dtype=fp16" is not.
         """
-        changed = [
-            f"{field}={getattr(config, field)}"
-            for field, value in self.values.items()
-            if getattr(config, field) != value
-        ]
+        own = mode_values(config)
+        changed = [f"{k}={own[k]}" for k, value in self.values.items() if own[k] != value]
         changed += [f"{pattern}={dtype}" for pattern, dtype in config.overrides.items()]
         return "+".join([self.name, *changed])
 
@@ -87,7 +93,9 @@ def modes(config_dir: str | None = None) -> dict[str, Mode]:
         half = mode.values["autocast_dtype"] or mode.values["param_dtype"]
         autocast, masters = mode.values["autocast_dtype"], mode.values["master_dtype"]
         place = DTYPES.index(half) if half in DTYPES else len(DTYPES)
-        return place, autocast is not None, masters is not None, mode.values["fp32_math"], mode.name
+        in_8_bits = mode.values["products.input"] is not None
+        rest = autocast is not None, masters is not None, mode.values["fp32_math"], mode.name
+        return in_8_bits, place, *rest
 
     files = option_files("precision", config_dir)
     found = sorted((_mode(name, files) for name in files), key=rank)
@@ -96,8 +104,7 @@ def modes(config_dir: str | None = None) -> dict[str, Mode]:
 
 def _mode(name: str, files: dict[str, Path]) -> Mode:
     """A mode may build on another, which its list of defaults names."""
-    schema: dict[str, Any] = {field.name: field.default for field in fields(PrecisionConfig)}
-    values, scaler = {field: schema[field] for field in MODE_FIELDS}, "none"
+    values, scaler = mode_values(PrecisionConfig()), "none"
     content = _mapping_in(files[name])
     for entry in content.get("defaults") or ():
         if isinstance(entry, dict):
@@ -106,7 +113,7 @@ def _mode(name: str, files: dict[str, Path]) -> Mode:
         elif entry in files and entry != name:
             base = _mode(entry, files)
             values, scaler = base.values, base.scaler
-    own = {field: content[field] for field in content.keys() & set(MODE_FIELDS)}
+    own = {key: value for key, value in flat(content).items() if key in MODE_FIELDS}
     return Mode(name, values | own, scaler)
 
 

@@ -125,7 +125,19 @@ def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 # Keys that came later, with what runs without them computed: left out of a hash at these values.
-_LATER: dict[str, Any] = {"precision.reduce_dtype": None, "precision.reduce_divide": "after"}
+_LATER: dict[str, Any] = {
+    "precision.reduce_dtype": None,
+    "precision.reduce_divide": "after",
+    "precision.products.input": None,
+    "precision.products.weight": None,
+    "precision.products.grad_output": None,
+    "precision.products.granularity": "tensor",
+    "precision.products.power_of_two": False,
+    "precision.products.high_precision": [],
+    "precision.products.modules": ["*"],
+    "precision.update.rounding": "nearest",
+    "precision.update.state_dtype": None,
+}
 _LATER_OF_MODEL: dict[str, dict[str, Any]] = {
     "alexnet": {"model.width": 1.0},
     "resnet50": {"model.width": 1.0, "model.variant": "v1.5"},
@@ -154,8 +166,12 @@ def config_hash(config: dict[str, Any]) -> str:
 
 
 def _hashed(tree: dict[str, Any], later: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    return {
-        key: _hashed(value, later, f"{prefix}{key}.") if isinstance(value, dict) else value
-        for key, value in tree.items()
-        if role_of(f"{prefix}{key}").hashed and later.get(f"{prefix}{key}", _NEITHER) != value
-    }
+    found = {}
+    for key, value in tree.items():
+        own = f"{prefix}{key}"
+        if not role_of(own).hashed or later.get(own, _NEITHER) == value:
+            continue
+        found[key] = _hashed(value, later, f"{own}.") if isinstance(value, dict) else value
+        if found[key] == {} and any(name.startswith(f"{own}.") for name in later):
+            del found[key]  # a group that came later
+    return found

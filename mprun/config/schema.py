@@ -814,6 +814,50 @@ class OptimConfig:
     )
 
 
+def _format(of: str) -> Any:
+    return one_of(None, "e4m3", "e5m2", doc=f"FP8 format of {of} in linear layers; null: not cast")
+
+
+@dataclass(slots=True)
+class ProductsConfig:
+    """In which format the products of linear layers take their operands."""
+
+    input: str | None = _format("the input")
+    weight: str | None = _format("the weight")
+    grad_output: str | None = _format("the gradient of the output")
+    granularity: str = one_of(
+        "tensor",
+        "none",
+        "tensor",
+        "row",
+        doc="What has an FP8 scale of its own; none: the scale is 1",
+    )
+    power_of_two: bool = setting(False, doc="Round FP8 scales down to powers of two")
+    high_precision: list[str] = setting(
+        list, doc="Of output, grad_input, grad_weight: products that stay as without FP8"
+    )
+    modules: list[str] = setting(
+        lambda: ["*"],
+        doc="Name patterns of the linear layers in FP8; the output layer only by its full name",
+    )
+
+
+@dataclass(slots=True)
+class UpdateConfig:
+    """How weights are stored that have no master copy, and the optimizer's state."""
+
+    rounding: str = one_of(
+        "nearest",
+        "nearest",
+        "stochastic",
+        "kahan",
+        doc="Store of BF16 weights without masters; but for nearest they are updated in FP32",
+    )
+    state_dtype: str | None = one_of(
+        None, "fp32", "bf16", doc="Dtype that the optimizer's state is kept in; null: the update's"
+    )
+
+
 @dataclass(slots=True)
 class PrecisionConfig:
     """One precision mode as plain values; its name is that of its file."""
@@ -852,6 +896,8 @@ class PrecisionConfig:
         "split",
         doc="Where that sum is divided by the number of ranks; split: by its root before",
     )
+    products: ProductsConfig = setting(ProductsConfig, doc="Linear layers in FP8")
+    update: UpdateConfig = setting(UpdateConfig, doc="Store of weights and optimizer state")
     overrides: dict[str, str] = setting(
         dict, doc="Module-name pattern: dtype of these modules, as precision.overrides.fc=fp32"
     )

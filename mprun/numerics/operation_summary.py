@@ -15,7 +15,7 @@ RECURRENT = frozenset(
     "lstm gru rnn _cudnn_rnn _cudnn_rnn_backward mkldnn_rnn_layer mkldnn_rnn_layer_backward "
     "miopen_rnn miopen_rnn_backward".split()
 )
-_MATRIX = frozenset("mm addmm bmm baddbmm addmm_ baddbmm_ _addmm_activation".split())
+_MATRIX = frozenset("mm addmm bmm baddbmm addmm_ baddbmm_ _addmm_activation scaled_mm".split())
 _CONVOLUTION, _CONVOLUTION_BACKWARD = (
     (f"convolution{ending}", f"convolution{ending}_overrideable") for ending in ("", "_backward")
 )
@@ -38,7 +38,7 @@ def flops(name: str, args: tuple, kwargs: dict[str, Any], result: Any) -> int:
     layers: `recurrent_flops`; attention is not counted).
     """
     if name in _MATRIX | {"linear"}:
-        left = args[0] if name in ("mm", "bmm", "linear") else args[1]
+        left = args[0] if name in ("mm", "bmm", "linear", "scaled_mm") else args[1]
         return 2 * result.numel() * left.shape[-1]
     if name in _CONVOLUTION:
         return _convolution(result, args[0], args[1], transposed=args[6])

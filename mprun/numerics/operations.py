@@ -213,6 +213,9 @@ class FirstStep:
     def _dtype(
         self, name: str, operands: list[Tensor], results: list[Tensor], emulated: bool
     ) -> str:
+        if name == "scaled_mm":  # its scales are FP32
+            operands = operands[:2]
+            emulated = not operands[0].is_cuda
         given, made = ([dtype_name(t.dtype) for t in tensors] for tensors in (operands, results))
         names = sorted(set(given or made))
         if emulated:

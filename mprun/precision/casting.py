@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_map
 from mprun.precision.policy import PrecisionPolicy
 from mprun.precision.recurrent import own_recurrent
 from mprun.precision.row_updates import row_tables
+from mprun.precision.scaled_products import install
 
 
 def _names_like(model: nn.Module, pattern: str) -> list[str]:
@@ -288,6 +289,8 @@ def cast_model(
         else:
             _make_copies(cast, dtypes, policy.master_dtype)
     own_recurrent(model)
+    if policy.products is not None:  # before the casts around modules, which go around these too
+        install(model, policy.products, chosen)
     _cast_around_modules(model, policy, chosen)
     for attributes, before in forwards:
         if (now := attributes.get("forward")) is not before:

@@ -34,6 +34,7 @@ from mprun.precision.autocast import cuda_lists
 from mprun.precision.emulated_recurrent import emulated_recurrent
 from mprun.precision.policy import DTYPE_NAMES, PrecisionPolicy
 from mprun.precision.recurrent import LAYERS, RecurrentCall, own_recurrent
+from mprun.precision.scaled_products import calls
 
 aten = torch.ops.aten
 F32 = torch.float32
@@ -76,6 +77,7 @@ class ForwardContext:
     ):
         self.policy, self.device = policy, device
         wanted = [dtype for dtype in (policy.half_dtype, *overrides) if dtype is not None]
+        self._before = calls.copy()
         self.half_dtypes = tuple(dict.fromkeys(d for d in wanted if d.itemsize == 2))
         emulated = self.half_dtypes if device.type == "cpu" and not native else ()
         self.emulations = tuple(HalfEmulation(dtype) for dtype in emulated)
@@ -102,12 +104,25 @@ class ForwardContext:
         total: Counter[tuple[str, str]] = Counter()
         for emulation in self.emulations:
             total += emulation.rerouted
-        return {f"{phase} {operation}": n for (operation, phase), n in sorted(total.items())}
+        found = {f"{phase} {operation}": n for (operation, phase), n in sorted(total.items())}
+        return found | {name: n for name, n in sorted((calls - self._before).items())}
 
     def kind(self) -> str:
         """How 16-bit products are computed: "emulated-fp16", "native-bf16", ... or "none"."""
         how = "emulated" if self.emulations else "native"
-        return " ".join(f"{how}-{DTYPE_NAMES[d]}" for d in self.half_dtypes) or "none"
+        found = [f"{how}-{DTYPE_NAMES[dtype]}" for dtype in self.half_dtypes]
+        how = "emulated" if self.device.type == "cpu" else "native"
+        if (products := self.policy.products) is not None:
+            found += [f"{how}-{DTYPE_NAMES[dtype]}" for dtype in products.formats]
+        return " ".join(found) or "none"
+
+    def missing(self) -> str | None:
+        """What of the mode has not happened so far, "emulated-fp16"; None: nothing, or unknown."""
+        if self.policy.products is not None and not calls - self._before:
+            return " ".join(kind for kind in self.kind().split() if "-e" in kind)
+        if not self.emulations or any(emulation.rerouted for emulation in self.emulations):
+            return None
+        return self.kind()
 
 
 def why_unsupported(
@@ -128,6 +143,12 @@ def why_unsupported(
     name = f"{torch.cuda.get_device_name(device)} (compute capability {major}.{minor})"
     if policy.fp32_math == "tf32" and major < 8:
         return f"{name} has no TF32; compute capability 8.0 or later has it"
+    if policy.products is not None:
+        # torch documentation, torch._scaled_mm; scales by row are of Hopper's instructions.
+        least = (9, 0) if policy.products.granularity == "row" else (8, 9)
+        if (major, minor) < least:
+            what = "FP8 products with scales by row" if least == (9, 0) else "FP8 products"
+            return f"{name} has no {what}; compute capability {least[0]}.{least[1]} has them"
     if torch.bfloat16 in (policy.half_dtype, *overrides) and major < 8:
         return f"{name} has no bfloat16 products; compute capability 8.0 or later has them"
     return None

@@ -29,6 +29,8 @@ from torch.optim import Optimizer
 
 from mprun.precision.casting import CastModel, matching_parameters
 from mprun.precision.loss_scale import LossScale, NoLossScale
+from mprun.precision.narrow_weights import NarrowWeights
+from mprun.precision.policy import PrecisionPolicy
 from mprun.precision.reduction import Reduction, Wire
 from mprun.precision.row_updates import RowUpdate, row_tables
 from mprun.precision.torch_update import initialise_state
@@ -91,6 +93,7 @@ class MixedPrecisionOptimizer:
             None: all of them are propagated here.
         parameters: name -> (what the model computes with, what is updated), where the caller has
             them and brings the first up to date itself; None: all that train, of `cast`.
+        seed: of the random bits of stochastic rounding.
 
     Raises:
         ValueError: a pattern that matches no module, an average of row tables, a rule that would
@@ -112,6 +115,7 @@ class MixedPrecisionOptimizer:
         parts: int = 1,
         reduction: Reduction | None = None,
         parameters: Mapping[str, tuple[Tensor, Tensor]] | None = None,
+        seed: int = 0,
     ):
         # The second of each pair is what the optimizer updates: the master of a parameter, or
         # itself. The masters are those of `cast`, updated in place: a copy would cost 4 bytes a
@@ -136,8 +140,13 @@ class MixedPrecisionOptimizer:
         self.has_masters = cast.policy.master_dtype is not None
 
         self.inner = make_optimizer(list(zip(self.names, self.updated, strict=True)))
-        initialise_state(self.inner)
         self.tables = row_tables(cast.module)
+        self.narrow = self._narrow_of(cast.policy, seed)
+        if self.narrow is None:
+            initialise_state(self.inner)
+        else:
+            with self.narrow.in_fp32((), None, stores=False):
+                initialise_state(self.inner)
         self.rows = [
             RowUpdate(f"{name}.{key}", table, key, self.inner)
             for name, table in self.tables.items()
@@ -301,7 +310,8 @@ class MixedPrecisionOptimizer:
         The model's own parameters, row tables among them, belong to the model's state.
         """
         state = {name: dict(own) for name, own in self.state_by_name().items()}
-        return {"masters": self.masters, "state": state, "averages": dict(self.averages)}
+        saved = {"masters": self.masters, "state": state, "averages": dict(self.averages)}
+        return saved if self.narrow is None else saved | {"narrow": self.narrow.state_dict()}
 
     @torch.no_grad()
     def load_state_dict(self, saved: dict) -> None:
@@ -328,6 +338,30 @@ class MixedPrecisionOptimizer:
                 raise ValueError(f"optimizer state of {name} is of another optimizer")
             for key, value in saved["state"][name].items():
                 copy_exactly(f"{key} of {name}", own[key], value)
+        if self.narrow is not None:
+            self.narrow.load_state_dict(saved["narrow"])
+
+    def _narrow_of(self, policy: PrecisionPolicy, seed: int) -> NarrowWeights | None:
+        """Those of `updated` that are BF16 but updated in FP32, or have a state in BF16."""
+        narrow = policy.masters == "transient"
+        if not narrow and policy.state_dtype is None:
+            return None
+        if self.tables:
+            raise ValueError(
+                f"precision={policy.name}: row tables ({', '.join(self.tables)}) are updated row "
+                "by row, for which there is no other rounding and no other dtype of the state"
+            )
+        chosen = {
+            name: own
+            for name, own in zip(self.names, self.updated, strict=True)
+            if not own.is_complex() and (policy.state_dtype or own.dtype is torch.bfloat16)
+        }
+        if not chosen:
+            return None
+        rounding = policy.rounding if narrow else "nearest"
+        return NarrowWeights(
+            self.inner, list(chosen), list(chosen.values()), rounding, policy.state_dtype, seed
+        )
 
     def _gradients_of(
         self,
@@ -363,6 +397,7 @@ class MixedPrecisionOptimizer:
             ),
             skips=self.skips,
             copies=self._copies,
+            narrow=self.narrow,
             parts=parts,
             wire=wire,
             reduction=reduction,
@@ -374,8 +409,9 @@ class MixedPrecisionOptimizer:
         made = [*(own.dtype for own in self.parameters), *(row.row_dtype for row in self.rows)]
         updated = [*self.updated, *(row.tensor for row in self.rows)]
         # Without master weights a parameter that an override keeps in FP32 has FP32 gradients.
+        in_grad_dtype = self.has_masters or self.narrow is not None
         used = [
-            self.grad_dtype if self.has_masters and not tensor.is_complex() else tensor.dtype
+            self.grad_dtype if in_grad_dtype and not tensor.is_complex() else tensor.dtype
             for tensor in updated
         ]
         return list(zip(made, used, (tensor.numel() for tensor in updated), strict=True))

@@ -23,9 +23,17 @@ import torch
 import yaml
 from torch import Tensor
 
+from mprun.precision.scaled_products import (
+    FORMAT_NAMES,
+    FORMATS,
+    GRANULARITIES,
+    ScaledProducts,
+)
+
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 DIVIDE = ("after", "before", "split")  # where a sum over ranks is divided
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+ROUNDINGS = ("nearest", "stochastic", "kahan")
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()} | FORMAT_NAMES
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +51,12 @@ class PrecisionPolicy:
     reduce_dtype: dtype in which gradients are summed over ranks, scaled as backward made them.
         None: in grad_dtype, unscaled. The micro-batches of an update count as ranks.
     reduce_divide: where that sum is divided, see `mprun.precision.reduction.factors`.
+    rounding: how 16-bit weights without a master copy are stored. "nearest": in the update's own
+        arithmetic, which is theirs; "stochastic", "kahan": after an update in FP32, see
+        `mprun.precision.narrow_weights`.
+    state_dtype: in which the optimizer's state is kept between two updates. None: as the update
+        computes it.
+    products: of linear layers, in 8 bits; None: they run as all others.
     """
 
     name: str
@@ -55,6 +69,17 @@ class PrecisionPolicy:
     fp32_math: str = "ieee"
     reduce_dtype: torch.dtype | None = None
     reduce_divide: str = "after"
+    rounding: str = "nearest"
+    state_dtype: torch.dtype | None = None
+    products: ScaledProducts | None = None
+
+    @property
+    def masters(self) -> str:
+        """Where weights are updated: "kept" from step to step, "transient" for the length of an
+        update, or "none": each in its own dtype."""
+        if self.master_dtype is not None:
+            return "kept"
+        return "none" if self.rounding == "nearest" else "transient"
 
     @property
     def half_dtype(self) -> torch.dtype | None:
@@ -62,30 +87,64 @@ class PrecisionPolicy:
         dtype = self.autocast_dtype or self.param_dtype
         return dtype if dtype.itemsize == 2 else None
 
+    @property
+    def formats(self) -> tuple[torch.dtype, ...]:
+        """The dtypes below FP32 that products run in: of 16 bits, then of 8."""
+        narrow = () if self.half_dtype is None else (self.half_dtype,)
+        return narrow if self.products is None else (*narrow, *self.products.formats)
+
     def cast_inputs(self, inputs: Tensor) -> Tensor:
         """Floating-point model inputs in the dtype of the parameters; other dtypes unchanged."""
         return inputs.to(self.param_dtype) if inputs.is_floating_point() else inputs
 
 
-def build_policy(name: str, values: Mapping[str, str | None]) -> PrecisionPolicy:
-    """A policy from dtype names (`fp32`, `fp16`, `bf16`, None) and `fp32_math`.
+# Fields of a policy that are words, with those that are allowed; all others are dtypes.
+_WORDS = {"fp32_math": ("ieee", "tf32"), "reduce_divide": DIVIDE, "rounding": ROUNDINGS}
+
+
+def build_policy(name: str, values: Mapping[str, Any]) -> PrecisionPolicy:
+    """A policy from what a mode's file says: names of dtypes (`fp32`, `fp16`, `bf16`, None), words.
 
     Raises:
-        ValueError: another dtype name, `fp32_math` or `reduce_divide`.
+        ValueError: another dtype or word.
     """
-    fields = dict(values)
-    fp32_math = fields.pop("fp32_math", "ieee")
-    if fp32_math not in ("ieee", "tf32"):
-        raise ValueError(f"fp32_math={fp32_math!r}: must be 'ieee' or 'tf32'")
-    divide = fields.pop("reduce_divide", "after") or "after"
-    if divide not in DIVIDE:
-        raise ValueError(f"reduce_divide={divide!r}: must be one of {', '.join(DIVIDE)}")
-    dtypes: dict[str, Any] = {}
-    for field, value in fields.items():
-        if value is not None and value not in DTYPES:
-            raise ValueError(f"{field}={value!r}: must be one of {', '.join(DTYPES)}")
-        dtypes[field] = None if value is None else DTYPES[value]
-    return PrecisionPolicy(name=name, fp32_math=fp32_math, reduce_divide=divide, **dtypes)
+    found: dict[str, Any] = {}
+    products: dict[str, Any] = {}
+    for key, value in _dotted(values).items():
+        group, _, field = key.rpartition(".")
+        if group == "products":
+            products[field] = tuple(value) if isinstance(value, list | tuple) else value
+            continue
+        allowed = _WORDS.get(field, DTYPES)
+        if value not in allowed and (value is not None or field in _WORDS):
+            raise ValueError(f"{key}={value!r}: must be one of {', '.join(allowed)}")
+        found[field] = value if field in _WORDS or value is None else DTYPES[value]
+    return PrecisionPolicy(name=name, products=_products(products), **found)
+
+
+def _dotted(values: Mapping[str, Any]) -> dict[str, Any]:
+    """{"update": {"rounding": "kahan"}} as {"update.rounding": "kahan"}."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        inner = value if isinstance(value, Mapping) else None
+        found |= {key: value} if inner is None else {f"{key}.{k}": v for k, v in inner.items()}
+    return found
+
+
+def _products(values: dict[str, Any]) -> ScaledProducts | None:
+    if values.get("input") is None:
+        return None
+    for field in ("input", "weight", "grad_output"):
+        if field in values and values[field] not in FORMATS:
+            raise ValueError(f"products.{field}={values[field]!r}: must be one of e4m3, e5m2")
+        if field in values:
+            values[field] = FORMATS[values[field]]
+    if values.get("granularity", "tensor") not in GRANULARITIES:
+        allowed = ", ".join(GRANULARITIES)
+        raise ValueError(
+            f"products.granularity={values['granularity']!r}: must be one of {allowed}"
+        )
+    return ScaledProducts(**values)
 
 
 def get_policy(name: str, folder: Path | None = None) -> PrecisionPolicy:

@@ -292,7 +292,10 @@ class PreparedOptimizer(Optimizer):
         )
         self.gradients = self.engine.gradients
         self._copied = [master for copy, master in own.values() if copy is not master]
+        narrow = self.engine.narrow
         for _, updated in own.values():
+            if narrow is not None and updated in narrow:
+                continue
             for key, value in self.inner.state.get(updated, {}).items():
                 # Made before the weights were cast; torch has it in their dtype.
                 if isinstance(value, Tensor) and value.shape == updated.shape:
@@ -476,13 +479,22 @@ class PreparedOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """That of `inner`, which any torch optimizer of its kind loads, with the loss scale."""
-        return self.inner.state_dict() | {"loss_scale": self.scale.state_dict()}
+        saved = self.inner.state_dict() | {"loss_scale": self.scale.state_dict()}
+        narrow = self.engine.narrow
+        return saved if narrow is None else saved | {"narrow": narrow.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Of `state_dict`, or of a plain torch optimizer: then the loss scale stays as it is."""
         state = dict(state_dict)
-        scale = state.pop("loss_scale", None)
-        self.inner.load_state_dict(state)
+        scale, counter = state.pop("loss_scale", None), state.pop("narrow", None)
+        narrow = self.engine.narrow
+        if narrow is None:
+            self.inner.load_state_dict(state)
+        else:  # torch casts a state to the dtype of its weight
+            with narrow.in_fp32((), None, stores=False):
+                self.inner.load_state_dict(state)
+            if counter is not None:
+                narrow.load_state_dict(counter)
         if scale is not None and scale["kind"] == self.scale.kind:
             self.scale.load_state_dict(scale)
 
@@ -571,10 +583,10 @@ class PreparedOptimizer(Optimizer):
 
     def _check_honoured(self) -> None:
         arithmetic = self.models[0].arithmetic
-        if arithmetic.half_dtypes and arithmetic.emulations and not arithmetic.rerouted():
+        if missing := arithmetic.missing():
             raise RuntimeError(
-                f"precision={arithmetic.policy.name}: no operation of the model ran in "
-                f"{arithmetic.kind()}; there is nothing to compare"
+                f"precision={arithmetic.policy.name}: no operation of the model ran in {missing}; "
+                "there is nothing to compare"
             )
 
 

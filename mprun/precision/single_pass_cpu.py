@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mprun.precision.narrow_weights import NarrowWeights, widen
 from mprun.precision.update import (
     Checked,
     Scaled,
@@ -43,22 +44,35 @@ class _Block:
     Attributes:
         copies, copied: what is copied from which masters, for those that have a copy.
         buffers: each piece's place in the buffer, with the strides of its master.
+        narrow: pieces that live in BF16, each with its place in `wide`, which is its master here.
     """
 
-    def __init__(self, pieces: list[Weight], buffer: Tensor | None = None):
+    def __init__(
+        self, pieces: list[Weight], buffer: Tensor | None = None, wide: Tensor | None = None
+    ):
         self.pieces = pieces
         self.masters = [piece.master.detach() for piece in pieces]
+        self.narrow: list[tuple[Weight, Tensor]] = []
+        if wide is not None:
+            places = self._places(wide)
+            for number, (piece, place) in enumerate(zip(pieces, places, strict=True)):
+                if piece.master.dtype is not torch.float32:
+                    self.masters[number] = place
+                    self.narrow.append((piece, place))
         self.states = [list(tensors) for tensors in zip(*(p.state for p in pieces), strict=True)]
         self.steps = [piece.step for piece in pieces if piece.step is not None]
         self.copies = [piece.own.detach() for piece in pieces if piece.has_copy]
         self.copied = [piece.master.detach() for piece in pieces if piece.has_copy]
         if buffer is not None:
-            sizes = [_aligned(master.numel()) for master in self.masters]
-            starts = accumulate(sizes, initial=0)
-            self.buffers = [
-                buffer.as_strided(master.shape, master.stride(), start)
-                for master, start in zip(self.masters, starts, strict=False)
-            ]
+            self.buffers = self._places(buffer)
+
+    def _places(self, buffer: Tensor) -> list[Tensor]:
+        sizes = [_aligned(master.numel()) for master in self.masters]
+        starts = accumulate(sizes, initial=0)
+        return [
+            buffer.as_strided(master.shape, master.stride(), start)
+            for master, start in zip(self.masters, starts, strict=False)
+        ]
 
 
 @dataclass(slots=True)
@@ -118,6 +132,8 @@ class BlockedUpdate(SinglePass):
             return
         self._plan(gradients)
         unscale, factor = (1.0 if number is None else float(number) for number in (inverse, clip))
+        narrow = self.narrow
+        keys = narrow.keys() if narrow is not None and narrow.rounding == "stochastic" else []
         for part in self._parts:
             if part.steps:
                 torch._foreach_add_(part.steps, 1)
@@ -130,7 +146,13 @@ class BlockedUpdate(SinglePass):
             if direct and part.whole is not None:
                 blocks = [part.whole]
             for block in blocks:
+                for piece, wide in block.narrow:
+                    widen(wide, piece.own, piece.kept)
                 self._run(block, gradients, factors, settings, direct=direct)
+                if narrow is not None:
+                    self._store(narrow, block, keys)
+        if narrow is not None:
+            narrow.count()
 
     def _run(
         self,
@@ -162,6 +184,12 @@ class BlockedUpdate(SinglePass):
                 torch._fused_adagrad_(masters, pieces, states[0], steps, **settings)
         if block.copies:
             torch._foreach_copy_(block.copies, block.copied)
+
+    def _store(self, narrow: NarrowWeights, block: _Block, keys: Sequence[Tensor]) -> None:
+        for piece, wide in block.narrow:
+            key = narrow.key_of(keys, self.updated[piece.index]) if keys else None
+            start = 0 if piece.part is None else piece.part * self.block
+            narrow.store(piece.own, wide, key, piece.kept, start)
 
     def _piece(self, gradients: Sequence[Tensor | None], index: int, part: int | None) -> Tensor:
         gradient = gradients[index]
@@ -229,13 +257,14 @@ class BlockedUpdate(SinglePass):
         blocks = [self._in_blocks(weights) for weights in kinds.values()]
         sizes = [sum(_aligned(p.master.numel()) for p in block) for of in blocks for block in of]
         buffer = torch.empty(max(sizes, default=0))
+        wide = None if self.narrow is None else torch.empty_like(buffer)
         self._parts = [
             _Part(
                 weights[0].group,
                 clipped,
                 in_fp32,
-                [_Block(pieces, buffer) for pieces in in_blocks],
-                None if any(weight.has_copy for weight in weights) else _Block(weights),
+                [_Block(pieces, buffer, wide) for pieces in in_blocks],
+                None if wide is not None or any(w.has_copy for w in weights) else _Block(weights),
                 [weight.step for weight in weights if weight.step is not None],
             )
             for ((_, clipped, in_fp32), weights), in_blocks in zip(
@@ -257,13 +286,15 @@ class BlockedUpdate(SinglePass):
 
     def _pieces(self, weight: Weight) -> Iterator[Weight]:
         """The weight in pieces of a block; all of it where its copy lies in another order."""
-        tensors = (weight.own, weight.master, *weight.state)
+        kept = [] if weight.kept is None else [weight.kept]
+        tensors = (weight.own, weight.master, *kept, *weight.state)
         if weight.master.numel() <= self.block or not same_order(weight.own, weight.master):
             yield weight
             return
         parts = [in_memory_order(tensor).split(self.block) for tensor in tensors]
         for part, (own, master, *state) in enumerate(zip(*parts, strict=True)):
-            yield replace(weight, own=own, master=master, state=state, part=part)
+            rest = None if weight.kept is None else state.pop(0)
+            yield replace(weight, own=own, master=master, state=state, kept=rest, part=part)
 
 
 def _aligned(numel: int) -> int:

@@ -13,6 +13,7 @@ continues in the other.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mprun.precision.loss_scale import LossScale
+from mprun.precision.narrow_weights import COMPENSATION, NarrowWeights
 from mprun.precision.reduction import Reduction, Wire
 from mprun.precision.row_updates import RowUpdate
 from mprun.precision.torch_update import STATE, rule_of, step_unless
@@ -81,6 +83,7 @@ class Weight:
         state: in the order in which kernels take it, in memory as `master` is: kernels look at no
             strides.
         step: the optimizer's counter; None: it keeps none.
+        kept: of a narrow weight, what its last rounding took away; None: nothing is kept.
         part: number of the piece; None: the whole parameter.
     """
 
@@ -91,6 +94,7 @@ class Weight:
     has_copy: bool
     state: list[Tensor]
     step: Tensor | None
+    kept: Tensor | None = None
     part: int | None = None
 
 
@@ -101,6 +105,7 @@ class SinglePass(ABC):
         parameters: what the model computes with.
         updated: what `inner` updates for each of them, its master or itself.
         is_clipped: whether the gradient of each counts in the norm and is clipped.
+        narrow: see `Gradients`.
     """
 
     def __init__(
@@ -109,8 +114,10 @@ class SinglePass(ABC):
         parameters: Sequence[Tensor],
         updated: Sequence[Tensor],
         is_clipped: Sequence[bool],
+        narrow: NarrowWeights | None = None,
     ):
         self.inner, self.rule, self.is_clipped = inner, rule_of(inner), list(is_clipped)
+        self.narrow = narrow
         self.parameters, self.updated = list(parameters), list(updated)
 
     @abstractmethod
@@ -136,8 +143,9 @@ class SinglePass(ABC):
                 names = [name for name in STATE[self.rule] if name in state]
                 for name in names:
                     state[name] = in_order_of(master, state[name])
-                kept = [state[name] for name in names]
-                yield Weight(index, group, own, master, own is not master, kept, state.get("step"))
+                tensors, step = [state[name] for name in names], state.get("step")
+                kept = state.get(COMPENSATION)
+                yield Weight(index, group, own, master, own is not master, tensors, step, kept)
 
 
 class Gradients:
@@ -154,6 +162,7 @@ class Gradients:
         skips: whether a step with a gradient that is not finite is skipped.
         copies: whether the update also brings `parameters` up to date; else the caller does.
         parts: micro-batches whose mean the update takes: sums are divided by it, after unscaling.
+        narrow: those of `updated` that are BF16 and updated in FP32 all the same.
         wire: sums and divides instead, before unscaling, what `parts` ranks would exchange.
         reduction: sums over ranks, of which each has some of the micro-batches; None: there is one
             rank.
@@ -176,6 +185,7 @@ class Gradients:
         collects: bool,
         skips: bool,
         copies: bool = True,
+        narrow: NarrowWeights | None = None,
         parts: int = 1,
         wire: Wire | None = None,
         reduction: Reduction | None = None,
@@ -188,7 +198,7 @@ class Gradients:
         self.inner, self.rows = inner, list(rows)
         self.parameters, self.updated = list(parameters), list(updated)
         self.dtypes, self.is_clipped = list(dtypes), list(is_clipped)
-        self.collects, self.skips = collects, skips
+        self.collects, self.skips, self.narrow = collects, skips, narrow
         self.found_inf = torch.zeros((), device=self.updated[0].device)
         self.values: list[Tensor | None] = [None] * len(self.dtypes)
         self.single_pass: SinglePass | None = None
@@ -203,7 +213,8 @@ class Gradients:
     def is_plain(self) -> bool:
         """Whether they stay where backward leaves them, as they are, for weights without copies."""
         sums = self.wire is not None or self.reduction is not None
-        return not (self.collects or self.skips or self._copies or sums or self.parts > 1)
+        apart = self.collects or self.skips or self._copies or self.narrow is not None
+        return not (apart or sums or self.parts > 1)
 
     def clear(self, single_pass: SinglePass | None) -> None:
         """Forget all of them, in `.grad` too: a new step begins, to be updated by `single_pass`."""
@@ -290,13 +301,17 @@ class Gradients:
         if clip is not None:
             for group in by_dtype(self.clipped([*own, *ready.rows])):
                 torch._foreach_mul_(group, clip)
-        if self.collects:
-            for updated, gradient in zip(self.updated, own, strict=True):
-                updated.grad = None if gradient is None else gradient.to(updated.dtype)
-        if found_inf is not None:
-            step_unless(self.inner, found_inf)
-        else:
-            self.inner.step()
+        wide: AbstractContextManager[list[Tensor]] = nullcontext(self.updated)
+        if self.narrow is not None:
+            wide = self.narrow.in_fp32(self.updated, found_inf)
+        with wide as every:
+            if self.collects or self.narrow is not None:
+                for updated, gradient in zip(every, own, strict=True):
+                    updated.grad = None if gradient is None else gradient.to(updated.dtype)
+            if found_inf is not None:
+                step_unless(self.inner, found_inf)
+            else:
+                self.inner.step()
         if self._copies:
             torch._foreach_copy_(self._copies, self._masters)
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from mprun.precision.narrow_weights import is_dense
 from mprun.precision.torch_update import (
     RULES,
     has_fused_kernel,
@@ -73,7 +74,7 @@ def choose_update(asked: str, gradients: Gradients, *, gains: bool) -> UpdateCho
 
         kind, reason = KernelUpdate, f"a Triton kernel for {rule}"
     is_clipped = gradients.is_clipped[: len(updated)]
-    single_pass = kind(inner, gradients.parameters, updated, is_clipped)
+    single_pass = kind(inner, gradients.parameters, updated, is_clipped, gradients.narrow)
     return UpdateChoice(single_pass, "single_pass", reason)
 
 
@@ -90,7 +91,7 @@ def torch_path(inner: Optimizer) -> str:
 def _why_slower(gradients: Gradients, gains: bool) -> str | None:
     if not gains:
         return "no cast and no loss scale: torch's own update is one pass over the weights"
-    if gradients.updated[0].device.type != "cpu":
+    if gradients.updated[0].device.type != "cpu" or gradients.narrow is not None:
         return None
     # Measured (benchmarks/update_speed.py --mode amp): one core writes as fast as it reads.
     pairs = zip(gradients.parameters, gradients.updated, strict=True)
@@ -111,11 +112,15 @@ def _why_not(gradients: Gradients) -> str | None:
         return f"there is none for {device}"
     if any(tensor.is_complex() for tensor in updated):
         return "a weight is complex"
-    if any(tensor.dtype is not torch.float32 for tensor in updated):
+    narrow = gradients.narrow
+    if narrow is not None and (narrow.state_dtype or device == "cuda"):
+        what = "the state is kept in 16 bits" if narrow.state_dtype else f"{narrow.rounding} store"
+        return f"{what}: it has no kernel for this"
+    if any(t.dtype is not torch.float32 and not (narrow and t in narrow) for t in updated):
         return "weights are updated in 16 bits, operation by operation"
     if set(gradients.dtypes[: len(updated)]) != {torch.float32}:
         return "gradients are unscaled in 16 bits (precision.grad_dtype)"
-    if not all(_is_dense(tensor) for tensor in updated):
+    if not all(is_dense(tensor) for tensor in updated):
         return "a parameter has gaps between its values"
     for group in inner.param_groups:
         for setting in _UNKNOWN_SETTINGS:
@@ -127,17 +132,6 @@ def _why_not(gradients: Gradients) -> str | None:
     if device == "cpu" and not is_fused(inner):
         return f"torch's {rule} has no fused kernel in use here, which is what a CPU runs in blocks"
     return None
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether the values fill their part of memory, in whatever order of dimensions."""
-    expected = 1
-    sizes = [(s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1]
-    for stride, size in sorted(sizes):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 # Values of a tensor: one, a whole block, a part of one, two blocks of which the last has a number

@@ -386,10 +386,9 @@ def _result(outcome: Outcome, built: Built, seconds: float) -> dict:
 
 def _check_honoured(built: Built) -> None:
     """A 16-bit mode on a CPU in which nothing was computed as asked for is a bug, not a result."""
-    if built.arithmetic.emulations and not built.arithmetic.rerouted():
+    if missing := built.arithmetic.missing():
         raise MprunError(
-            f"precision={built.policy.name}: no operation ran in "
-            f"{built.arithmetic.kind()}; the mode did not happen"
+            f"precision={built.policy.name}: no operation ran in {missing}; the mode did not happen"
         )
 
 

@@ -1,4 +1,4 @@
-"""The nine modes as values: what their files say, in the schema and in the engine."""
+"""The modes as values: what their files say, in the schema and in the engine."""
 
 import dataclasses
 
@@ -25,14 +25,33 @@ TABLE = {
     "bf16_master": (B16, F32, F32, F32, F32, None, "ieee"),
     "amp_bf16": (F32, F32, F32, F32, F32, B16, "ieee"),
 }
+BF16 = (B16, F32, None, F32, F32, None, "ieee")
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+# Beside these: rounding, and formats, granularity, power_of_two of the products.
+OTHERS = {
+    "bf16_kahan": (BF16, "kahan", None),
+    "bf16_stochastic": (BF16, "stochastic", None),
+    "fp8_rowwise": (TABLE["bf16_master"], "nearest", (E4M3, E4M3, E4M3, "row", True)),
+    "fp8_tensorwise": (TABLE["bf16_master"], "nearest", (E4M3, E4M3, E5M2, "tensor", False)),
+    "fp8_unscaled": (TABLE["bf16_master"], "nearest", (E4M3, E4M3, E5M2, "none", False)),
+}
+REST = (None, "after", "nearest", None, None)  # of reductions, update and products
 
 
 @pytest.mark.parametrize("name", TABLE)
 def test_the_table(name):
-    assert dataclasses.astuple(get_policy(name)) == (name, *TABLE[name], None, "after")
+    assert dataclasses.astuple(get_policy(name)) == (name, *TABLE[name], *REST)
 
 
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("name", OTHERS)
+def test_the_table_of_the_formats_that_came_after(name):
+    dtypes, rounding, products = OTHERS[name]
+    products = None if products is None else (*products, (), ("*",))
+    expected = (name, *dtypes, None, "after", rounding, None, products)
+    assert dataclasses.astuple(get_policy(name)) == expected
+
+
+@pytest.mark.parametrize("name", [*TABLE, *OTHERS])
 def test_the_yaml_file_says_the_same(name):
     device = "cuda" if name == "tf32" else "cpu"
     config = compose_config([f"precision={name}", f"device={device}"]).config
@@ -41,25 +60,34 @@ def test_the_yaml_file_says_the_same(name):
 
 
 def test_these_are_all_files_and_this_is_their_order():
-    assert MODES == list(TABLE)
+    order = [*TABLE]
+    order[6:6] = ["bf16_kahan"]
+    order[8:8] = ["bf16_stochastic"]
+    assert MODES == [*order, "fp8_rowwise", "fp8_tensorwise", "fp8_unscaled"]
 
 
 def test_a_folder_of_ones_own_says_what_a_mode_is(tmp_path):
     (tmp_path / "mine.yaml").write_text("# FP16 weights, nothing else.\nparam_dtype: fp16\n")
     policy = get_policy("mine", tmp_path)
-    mine = ("mine", F16, F32, F32, F32, F32, None, "ieee", None, "after")
+    mine = ("mine", F16, F32, F32, F32, F32, None, "ieee", *REST)
     assert dataclasses.astuple(policy) == mine
     with pytest.raises(ValueError, match="'fp32'.*one of mine"):
         get_policy("fp32", tmp_path)
 
 
 def test_unknown_names_are_refused():
-    with pytest.raises(ValueError, match="'fp8'.*fp32, tf32"):
+    with pytest.raises(ValueError, match="'fp8'.*fp32, fp8_rowwise"):
         get_policy("fp8")
     with pytest.raises(ValueError, match="param_dtype='fp64'"):
         build_policy("x", {"param_dtype": "fp64"})
     with pytest.raises(ValueError, match="fp32_math='fast'"):
         build_policy("x", {"fp32_math": "fast"})
+    with pytest.raises(ValueError, match=r"update.rounding='up': must be one of nearest"):
+        build_policy("x", {"update": {"rounding": "up"}})
+    with pytest.raises(ValueError, match=r"products.weight='e3m4': must be one of e4m3, e5m2"):
+        build_policy("x", {"products": {"input": "e4m3", "weight": "e3m4"}})
+    with pytest.raises(ValueError, match=r"products.granularity='block'"):
+        build_policy("x", {"products": {"input": "e4m3", "granularity": "block"}})
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,274 @@
+"""BF16 weights that are updated in FP32: stochastic rounding, Kahan's compensation, narrow state."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import mprun
+from mprun.precision import MixedPrecisionOptimizer, StaticLossScale, cast_model, get_policy
+from mprun.precision.narrow_weights import NarrowWeights, random_bits, round_stochastically
+
+KEY = torch.tensor(20261123, dtype=torch.int32)
+
+
+def rounded(wide, key=KEY, start=0):
+    own = torch.empty_like(wide, dtype=torch.bfloat16)
+    round_stochastically(own, wide, key, start)
+    return own
+
+
+@pytest.mark.parametrize("share", [0.0, 2.0**-16, 0.3, 0.5, 0.99])
+@pytest.mark.parametrize("base", [1.0, -3.0, 2.0**-126, -(2.0**-130)])
+def test_the_mean_is_the_number(share, base):
+    """Of n coins the mean of what is rounded up is within 4.5 deviations (1 in 100,000)."""
+    ulp = 2.0 ** (max(math.frexp(abs(base))[1] - 1, -126) - 7)
+    below = abs(base)
+    number = math.copysign(below + share * ulp, base)
+    wide = torch.full((1 << 20,), number)
+    exact = (abs(wide[0].double()) - below) / ulp
+    own = rounded(wide)
+    up = (own.double().abs() - below) / ulp
+    assert set(up.unique().tolist()) <= {0.0, 1.0}
+    deviation = math.sqrt(exact * (1 - exact) / len(wide))
+    assert abs(up.mean() - exact) <= 4.5 * deviation
+
+
+def test_what_is_in_bf16_stays():
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    own = rounded(every.float())
+    assert torch.equal(own.nan_to_num(7.5), every.nan_to_num(7.5))
+    nan = torch.full((64,), 0x7FFFFFFF, dtype=torch.int32).view(torch.float32)
+    assert rounded(nan).isnan().all()
+
+
+def test_random_bits_are_uniform_and_of_their_place():
+    bits = random_bits(1 << 18, KEY)
+    counts = torch.bincount(bits >> 8, minlength=256).double()
+    expected = (1 << 18) / 256
+    chi_square = ((counts - expected) ** 2 / expected).sum().item()
+    assert abs(chi_square - 255) < 4.5 * math.sqrt(2 * 255)
+    assert torch.equal(random_bits(1000, KEY, 5000), bits[5000:6000])
+    # By hand: "lowbias32" of key ^ 0 in Python's integers.
+    x = int(KEY)
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        x = ((x ^ x >> shift) * factor) % 2**32
+    x ^= x >> 16
+    assert bits[:2].tolist() == [x & 0xFFFF, x >> 16]
+
+
+def test_other_updates_and_names_have_other_bits():
+    weights = [torch.zeros(4096, dtype=torch.bfloat16) for _ in range(2)]
+    inner = torch.optim.SGD(weights, 0.1)
+    keys = []
+    for seed in (0, 1):
+        narrow = NarrowWeights(inner, ["a", "b"], weights, "stochastic", seed=seed)
+        for _ in range(3):
+            keys += narrow.keys()
+            narrow.count()
+    drawn = torch.stack([random_bits(4096, key) for key in keys]).float()
+    # Correlations of independent draws have the deviation 1/64; 66 of them.
+    assert torch.corrcoef(drawn).fill_diagonal_(0).abs().max() < 5 / 64
+
+
+def trained(mode, update, rule, steps=4, skip=None, scale=None, **settings):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 37), nn.LayerNorm(37), nn.Linear(37, 3))
+    cast = cast_model(model, get_policy(mode))
+    loss_scale = None if scale is None else StaticLossScale(scale)
+    optimizer = MixedPrecisionOptimizer(
+        cast,
+        lambda named: rule([p for _, p in named], **settings),
+        loss_scale,
+        clip_norm=1.0,
+        update=update,
+        seed=3,
+    )
+    if optimizer.update_path == "single_pass":
+        optimizer._single_pass.block = 512  # so that weights lie in several
+    draw = torch.Generator().manual_seed(1)
+    for step in range(steps):
+        optimizer.zero_grad()
+        outputs = model(torch.randn(8, 40, generator=draw).bfloat16()).float()
+        optimizer.backward(outputs.square().mean() * (math.inf if step == skip else 1.0))
+        optimizer.step()
+        if loss_scale is not None:
+            loss_scale.update()
+    return model, optimizer
+
+
+ADAM = {"lr": 1e-3, "weight_decay": 0.1, "fused": True}
+RULES = [
+    (torch.optim.SGD, {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.1, "fused": True}),
+    (torch.optim.Adam, ADAM),
+    (torch.optim.AdamW, ADAM),
+    (torch.optim.Adagrad, {"lr": 0.01, "fused": True}),
+]
+
+
+def state_of(model, optimizer):
+    found = {f"weight {name}": own for name, own in model.named_parameters()}
+    for name, state in optimizer.state_by_name().items():
+        found |= {f"{key} of {name}": torch.as_tensor(value) for key, value in state.items()}
+    return found | {"updates": optimizer.narrow.updates}
+
+
+@pytest.mark.parametrize("mode", ["bf16_stochastic", "bf16_kahan"])
+@pytest.mark.parametrize(("rule", "settings"), RULES, ids=lambda x: getattr(x, "__name__", ""))
+def test_a_single_pass_gives_the_same_bits(mode, rule, settings):
+    model, plain = trained(mode, "plain", rule, skip=2, scale=64.0, **settings)
+    expected = state_of(model, plain)
+    model, single = trained(mode, "single_pass", rule, skip=2, scale=64.0, **settings)
+    assert (plain.update_path, single.update_path) == ("fused", "single_pass")
+    for name, tensor in state_of(model, single).items():
+        assert tensor.dtype is expected[name].dtype and torch.equal(tensor, expected[name]), name
+    assert single.narrow.updates == 3  # of 4 steps, one of which was skipped
+    dtypes = {own.dtype for name, own in model.named_parameters() if name.startswith("1.")}
+    assert dtypes == {torch.float32}  # the norm layer
+    assert model[0].weight.dtype is torch.bfloat16 and not single.masters
+
+
+@pytest.mark.parametrize("mode", ["bf16_stochastic", "bf16_kahan"])
+def test_a_skipped_step_changes_nothing(mode):
+    model, optimizer = trained(mode, "plain", torch.optim.AdamW, 3, scale=64.0, **ADAM)
+    before = {name: tensor.clone() for name, tensor in state_of(model, optimizer).items()}
+    model, optimizer = trained(mode, "plain", torch.optim.AdamW, 4, skip=3, scale=64.0, **ADAM)
+    after = state_of(model, optimizer)
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+def test_the_update_is_that_of_fp32_but_for_one_rounding():
+    """Against float64: decay and Adam's rule act on the widened weight, and are rounded once."""
+    model, optimizer = trained("bf16_stochastic", "plain", torch.optim.AdamW, 0, **ADAM)
+    weight = model[0].weight
+    before = weight.detach().double()
+    optimizer.zero_grad()
+    optimizer.backward(model(torch.ones(8, 40).bfloat16()).float().square().mean())
+    optimizer.step()
+    gradient = optimizer.unscaled_gradients()["0.weight"].double()
+    wanted = before * (1 - 1e-4) - 1e-3 * gradient / (gradient.abs() + 1e-8)
+    ulp = 2.0 ** (torch.frexp(wanted).exponent - 8)
+    assert ((weight.double() - wanted).abs() < ulp * (1 + 2.0**-14)).all()  # a neighbour
+    assert (weight.double() != before).any()
+
+
+def test_updates_far_below_the_format_add_up():
+    """1,000 updates of 2^-12 of a unit: lost to nearest, a quarter of a unit to the others."""
+    moved = {}
+    for mode in ("bf16_naive", "bf16_stochastic", "bf16_kahan", "bf16_master"):
+        model = nn.Linear(4096, 1, bias=False)
+        nn.init.constant_(model.weight, 1.0)
+        cast = cast_model(model, get_policy(mode))
+        optimizer = MixedPrecisionOptimizer(
+            cast, lambda named: torch.optim.SGD([p for _, p in named], 2.0**-19), seed=5
+        )
+        for _ in range(1000):
+            optimizer.zero_grad()
+            optimizer.backward(model(torch.full((1, 4096), -1.0).bfloat16()).float().sum())
+            optimizer.step()
+        moved[mode] = (model.weight.double().mean() - 1).item()
+    expected = 1000 * 2.0**-19
+    assert moved["bf16_naive"] == 0
+    # 4096 weights, each a random walk of 1000 coins of probability 2^-12 of 2^-7.
+    deviation = 2.0**-7 * math.sqrt(1000 * 2.0**-12 / 4096)
+    assert abs(moved["bf16_stochastic"] - expected) < 4.5 * deviation
+    # To nearest: a quarter of a unit is kept beside the weight.
+    assert moved["bf16_kahan"] == 0 and abs(moved["bf16_master"]) == 0
+    kept = optimizer.masters["weight"]
+    assert (kept.double() - 1 - expected).abs().max() < 1e-6
+
+
+def test_kahan_keeps_what_the_store_takes_away():
+    """A loss linear in the weights has the same gradient in every step: by hand in float64."""
+    model, steps = nn.Linear(64, 8, bias=False), 50
+    cast = cast_model(model, get_policy("bf16_kahan"))
+    expected = model.weight.detach().double()
+    optimizer = MixedPrecisionOptimizer(
+        cast, lambda named: torch.optim.SGD([p for _, p in named], 2.0**-9, weight_decay=0.125)
+    )
+    inputs = torch.randn(4, 64).bfloat16()
+    for _ in range(steps):
+        optimizer.zero_grad()
+        optimizer.backward(model(inputs).float().sum())
+        optimizer.step()
+        gradient = optimizer.unscaled_gradients()["weight"].double()
+        expected -= 2.0**-9 * (gradient + 0.125 * expected)
+    kept = optimizer.state_by_name()["weight"]["compensation"]
+    assert kept.dtype is torch.bfloat16 and (kept != 0).any()
+    found = model.weight.double() + kept.double()
+    # Each step rounds two BF16 numbers, the second of at most half a unit (2^-9) of the first: to
+    # 2^-18 of the weight, which stays below 1 here.
+    assert expected.abs().max() < 1
+    assert (found - expected).abs().max() < steps * 2.0**-18
+    assert (model.weight.double() - expected).abs().max() > 2.0**-11
+
+
+def test_narrow_state_is_kept_in_its_dtype():
+    policy = mprun.precision.build_policy("own", {"update": {"state_dtype": "bf16"}})
+    torch.manual_seed(0)
+    model = nn.Linear(16, 4)
+    expected = nn.Linear(16, 4)
+    expected.load_state_dict(model.state_dict())
+    optimizer = MixedPrecisionOptimizer(
+        cast_model(model, policy), lambda named: torch.optim.AdamW([p for _, p in named], 1e-2)
+    )
+    other = torch.optim.AdamW(expected.parameters(), 1e-2)
+    for step in range(3):
+        inputs = torch.randn(8, 16)
+        optimizer.zero_grad()
+        optimizer.backward(model(inputs).square().mean())
+        optimizer.step()
+        other.zero_grad()
+        expected(inputs).square().mean().backward()
+        other.step()
+        for parameter in expected.parameters():  # what BF16 holds of it, by hand
+            for key in ("exp_avg", "exp_avg_sq"):
+                state = other.state[parameter]
+                state[key].copy_(state[key].bfloat16())
+        for own, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+            assert torch.equal(own, theirs), step
+            assert optimizer.inner.state[own]["exp_avg_sq"].dtype is torch.bfloat16
+            assert torch.equal(
+                optimizer.inner.state[own]["exp_avg_sq"].float(), other.state[theirs]["exp_avg_sq"]
+            )
+
+
+@pytest.mark.parametrize("mode", ["bf16_stochastic", "bf16_kahan"])
+def test_a_prepared_optimizer_goes_on_bit_for_bit(mode):
+    def made():
+        torch.manual_seed(0)
+        model = nn.Linear(16, 4)
+        return mprun.prepare(model, torch.optim.AdamW(model.parameters(), 1e-2), mode)
+
+    def step(model, optimizer, number):
+        optimizer.zero_grad()
+        inputs = torch.randn(8, 16, generator=torch.Generator().manual_seed(number))
+        optimizer.backward(model(inputs).square().mean())
+        optimizer.step()
+
+    model, optimizer = made()
+    for number in range(3):
+        step(model, optimizer, number)
+    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(saved, buffer := __import__("io").BytesIO())
+    buffer.seek(0)
+    for number in range(3, 6):
+        step(model, optimizer, number)
+    again, other = made()
+    saved = torch.load(buffer, weights_only=True)
+    again.load_state_dict(saved["model"])
+    other.load_state_dict(saved["optimizer"])
+    for number in range(3, 6):
+        step(again, other, number)
+    for own, theirs in zip(again.parameters(), model.parameters(), strict=True):
+        assert own.dtype is torch.bfloat16 and torch.equal(own, theirs)
+        mine, state = other.state[own], optimizer.state[theirs]
+        assert all(torch.equal(mine[key], state[key]) for key in state)
+        assert mine["exp_avg"].dtype is torch.float32
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match=r"weight: has gaps"):
+        gaps = torch.zeros(4, 8, dtype=torch.bfloat16)[:, ::2]
+        NarrowWeights(torch.optim.SGD([gaps], 0.1), ["weight"], [gaps], "stochastic")

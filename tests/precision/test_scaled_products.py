@@ -1,0 +1,207 @@
+"""Linear layers in FP8: casts, products, gradients; torch's kernels and torchao's layers agree."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import mprun
+from mprun.precision import ForwardContext, cast_model, get_policy
+from mprun.precision.scaled_products import (
+    FORMATS,
+    ScaledProducts,
+    calls,
+    cast,
+    decoded,
+    install,
+    product,
+)
+
+E4M3, E5M2 = FORMATS.values()
+TENSOR = ScaledProducts()
+ROW = ScaledProducts(grad_output=E4M3, granularity="row", power_of_two=True)
+UNSCALED = ScaledProducts(granularity="none")
+WEIGHT_IN_BF16 = ScaledProducts(
+    grad_output=E4M3, granularity="row", power_of_two=True, high_precision=("grad_weight",)
+)
+
+
+@pytest.mark.parametrize("dtype", FORMATS.values(), ids=FORMATS)
+def test_every_finite_number_is_decoded(dtype):
+    every = torch.arange(256, dtype=torch.uint8).view(dtype)
+    expected = every.float()
+    finite = expected.isfinite()
+    found = decoded(every, torch.tensor(0.375))
+    assert torch.equal(found[finite], expected[finite] * 0.375)
+    assert torch.equal(
+        decoded(every.view(16, 16).t(), torch.ones(())), found.view(16, 16).t() / 0.375
+    )
+
+
+@pytest.mark.parametrize(
+    ("products", "amax", "factor"),
+    [
+        (TENSOR, 896.0, 2.0),
+        (TENSOR, 100.0, float(torch.tensor(4.48, dtype=torch.float32).reciprocal())),
+        (ROW, 100.0, 0.25),
+        (ROW, 448.0, 1.0),
+        (UNSCALED, 1e6, 1.0),
+        (TENSOR, 0.0, 1e-12 / 448),
+    ],
+)
+def test_scales_by_hand(products, amax, factor):
+    found = cast(torch.tensor([[amax, -amax / 2], [0.0, 0.0]]), E4M3, products)
+    assert found.factor.reshape(-1)[0].item() == pytest.approx(factor, rel=2.0**-23)
+    largest = found.values.float()[0, 0].item()
+    if products is not UNSCALED and amax:
+        assert largest == min(448.0, float(torch.tensor(amax / factor).to(E4M3).float()))
+    assert largest <= 448.0
+
+
+@pytest.mark.parametrize("products", [TENSOR, ROW, UNSCALED], ids=lambda p: p.granularity)
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_what_is_not_finite_is_not_hidden_by_the_cast(products, bad):
+    left, right = torch.ones(3, 16), torch.ones(16, 5)
+    left[1, 2] = bad
+    own, other = cast(left, E4M3, products), cast(right, E4M3, products, 0)
+    found = product(own, other, torch.bfloat16)
+    assert not found[1].isfinite().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("products", [TENSOR, ROW, UNSCALED], ids=lambda p: p.granularity)
+@pytest.mark.parametrize("formats", [(E4M3, E4M3), (E5M2, E4M3)])
+def test_a_product_is_that_of_torch_s_own_kernel(products, dtype, formats):
+    if products is ROW and dtype is torch.float32:
+        pytest.skip("torch stores sums with scales by row in BF16 alone")
+    draw = torch.Generator().manual_seed(0)
+    left, right = torch.randn(37, 53, generator=draw) * 3, torch.randn(29, 53, generator=draw)
+    own, other = cast(left, formats[0], products), cast(right, formats[1], products).T
+    expected = torch._scaled_mm(own.values, other.values, own.factor, other.factor, out_dtype=dtype)
+    assert torch.equal(product(own, other, dtype), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("recipe", "products"),
+    [("tensorwise", TENSOR), ("rowwise", ROW), ("rowwise_with_gw_hp", WEIGHT_IN_BF16)],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_torchao_gives_the_same_bits(recipe, products, dtype):
+    pytest.importorskip("torchao")
+    from torchao.float8.config import Float8LinearConfig
+    from torchao.float8.float8_linear import Float8Linear
+
+    torch.manual_seed(0)
+    layer, theirs = (nn.Linear(48, 64).to(dtype) for _ in range(2))
+    theirs.load_state_dict(layer.state_dict())
+    theirs = Float8Linear.from_float(theirs, Float8LinearConfig.from_recipe_name(recipe))
+    install(nn.Sequential(layer, nn.ReLU()), products, {})
+    own = torch.randn(4, 32, 48, dtype=dtype).requires_grad_()
+    other = own.detach().clone().requires_grad_()
+    found, expected = layer(own), theirs(other)
+    gradient = torch.randn_like(found)
+    found.backward(gradient)
+    expected.backward(gradient)
+    assert torch.equal(found, expected) and torch.equal(own.grad, other.grad)
+    assert torch.equal(layer.weight.grad, theirs.weight.grad)
+    assert torch.equal(layer.bias.grad, theirs.bias.grad)
+
+
+def test_gradients_against_float64():
+    """Errors of casts to 3 and 2 bits of mantissa: 2^-4 and 2^-3 of each factor at most; sums of
+    64 and more products of both signs come closer."""
+    torch.manual_seed(0)
+    layer = nn.Linear(64, 48)
+    install(nn.Sequential(layer, nn.ReLU()), TENSOR, {})
+    x = torch.randn(96, 64, requires_grad=True)
+    gradient = torch.randn(96, 48)
+    layer(x).backward(gradient)
+    exact_x = gradient.double() @ layer.weight.double()
+    exact_weight = gradient.double().t() @ x.double()
+    for found, exact in ((x.grad, exact_x), (layer.weight.grad, exact_weight)):
+        error = (found.double() - exact).norm() / exact.norm()
+        assert 0.01 < error < 2.0**-3
+
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inputs, self.inner = nn.Linear(16, 32), nn.Sequential(nn.Linear(32, 32), nn.ReLU())
+        self.output = nn.Linear(32, 4)
+
+    def forward(self, x):
+        return self.output(self.inner(self.inputs(x)))
+
+
+@pytest.mark.parametrize(
+    ("modules", "overrides", "expected"),
+    [
+        (("*",), {}, ["inputs", "inner.0"]),
+        (("inner.*",), {}, ["inner.0"]),
+        (("*", "output"), {}, ["inputs", "inner.0", "output"]),
+        (("*",), {"inner": torch.float32}, ["inputs"]),
+        (("*",), {"inner": torch.bfloat16}, ["inputs", "inner.0"]),
+    ],
+)
+def test_which_layers(modules, overrides, expected):
+    assert install(Two(), ScaledProducts(modules=modules), overrides) == expected
+
+
+@pytest.mark.parametrize(
+    ("modules", "overrides", "words"),
+    [
+        (("middle",), {}, "'middle' matches no nn.Linear; some: inputs, inner.0, output"),
+        (("out*",), {}, "no nn.Linear is left to compute in FP8; output, the output layer"),
+        (("inputs",), {"inputs": torch.float32}, "no nn.Linear is left"),
+    ],
+)
+def test_refused(modules, overrides, words):
+    with pytest.raises(ValueError, match=words):
+        install(Two(), ScaledProducts(modules=modules), overrides)
+
+
+def test_an_fp32_override_stays_fp32_and_evaluation_is_without_fp8():
+    torch.manual_seed(0)
+    model = Two()
+    cast_made = cast_model(model, get_policy("fp8_tensorwise"), {"inner": torch.float32})
+    before = calls.copy()
+    x = torch.randn(8, 16).bfloat16()
+    with ForwardContext(get_policy("fp8_tensorwise"), x.device):
+        model(x).float().sum().backward()
+    # The first layer's input needs no gradient.
+    assert calls - before == {"forward e4m3 x e4m3": 1, "backward e5m2 x e4m3": 1}
+    before = calls.copy()
+    with cast_made.in_fp32(cast_made.masters) as plain, torch.no_grad():
+        plain(x.float())
+    assert calls == before
+
+
+def test_a_prepared_model_trains_in_fp8():
+    torch.manual_seed(0)
+    model = Two()
+    model, optimizer = mprun.prepare(
+        model, torch.optim.SGD(model.parameters(), 0.1), "fp8_tensorwise"
+    )
+    x, losses = torch.randn(64, 16), []
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = (model(x) - x[:, :4]).square().mean()
+        optimizer.backward(loss)
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.8 * losses[0]
+    arithmetic = optimizer.models[0].arithmetic
+    assert arithmetic.kind() == "emulated-bf16 emulated-e4m3 emulated-e5m2"
+    assert arithmetic.rerouted()["forward e4m3 x e4m3"] == 40
+
+
+def test_sums_are_those_of_scaled_factors():
+    """2^19 in one place of a tensor flushes what is below 2^19 * 2^-18.8; by row it does not."""
+    x = torch.full((2, 16), 0.5)
+    x[0, 0] = 2.0**19
+    weight = torch.eye(16)
+    for products, expected in ((TENSOR, 0.0), (ROW, 0.5)):
+        own, other = cast(x, E4M3, products), cast(weight, E4M3, products).T
+        assert product(own, other, torch.bfloat16)[1, 3].item() == expected
