@@ -16,12 +16,12 @@ from mprun.compare.text import console, markdown, results
 from mprun.errors import DIVERGED, DONE, BadInput
 
 _WHAT = """\
-Does each precision mode match FP32?
+Does each precision mode match FP32, or another baseline?
 
 PATH is a run directory or a folder that holds runs (searched to any depth). Verdicts rest on
 metrics.jsonl and run.json alone; the report also shows probes (numerics=on). Per mode: a
 divergence rule, then an equivalence test (paired TOST over seeds) against the margin that the
-runs' configuration fixed (compare.metric, compare.margin)."""
+runs' configuration fixed (compare.metric, compare.margin, compare.baseline)."""
 _MORE = """\
 Logs of other tools, a path a run:
   mprun compare --tag train/loss fp32=base0,base1,base2 amp=amp0,amp1,amp2
@@ -82,8 +82,9 @@ def parse(words: Sequence[str]) -> Namespace:
     arguments = Arguments("compare", _WHAT, _MORE)
     add = arguments.add_argument
     add("paths", nargs="*", metavar="PATH", help="with --tag: LABEL=PATH[,PATH...], a path a run")
-    what = "the runs below PATH are the baseline (default: precision=fp32, scaler=none)"
-    add("--baseline", type=Path, metavar="PATH", help=what)
+    what = "the runs of this precision mode, or below this path, are the baseline (default: the "
+    what += "mode that the runs' compare.baseline names, fp32)"
+    add("--baseline", metavar="MODE|PATH", help=what)
     what = "compare although these keys differ from the baseline's (the report says so)"
     add("--allow", type=_keys, default=(), metavar="KEY[,KEY...]", help=what)
     add("--metric", metavar="NAME", help="another metric of the evaluation than compare.metric")

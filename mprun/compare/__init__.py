@@ -50,7 +50,8 @@ def compare(
     Args:
         paths: Run directories, or folders that hold runs (searched to any depth); with `tag`
             "LABEL=PATH[,PATH...]" for each label, as on the command line.
-        baseline: The runs below this path are the baseline (None: precision=fp32, scaler=none).
+        baseline: A precision mode whose runs are the baseline, or a path below which they are
+            (None: the mode that the runs' compare.baseline names).
         allow: Keys in which runs may differ from the baseline all the same.
         metric: Another metric of the evaluation than the runs' compare.metric.
         margin: Another margin than the runs' compare.margin: relative (0.01 = 1 %) for losses and
@@ -83,7 +84,7 @@ def compare(
     if not places:
         raise BadInput("compare: needs at least one PATH, e.g. outputs")
     asked: dict[str, Any] = {
-        "--baseline": None if baseline is None else Path(baseline),
+        "--baseline": None if baseline is None else _path_or_mode(baseline),
         "--allow": tuple(map(str, _several(allow))),
         "--metric": metric,
         "--margin": None if margin is None else checked_margin(margin),
@@ -101,11 +102,20 @@ def compare(
     )
     plan = planned_looks(looks) if looks else []
     if tag is None:
-        runs, notes = load_runs(places, asked["--baseline"])
+        given = asked["--baseline"]
+        path, mode = (given, None) if isinstance(given, Path) else (None, given)
+        runs, notes = load_runs(places, path)
+        there = sorted({run.mode for run in runs})
+        if mode is not None and mode not in there:
+            raise BadInput(
+                f"--baseline {mode}: no such path, and no run of such a mode; there are runs of "
+                f"{', '.join(there)}"
+            )
         protos, refused = group_runs(
             runs,
             allow=asked["--allow"],
-            baseline_path=asked["--baseline"],
+            baseline_path=path,
+            baseline_mode=mode,
             judged_otherwise=metric is not None or margin is not None,
         )
     else:
@@ -144,6 +154,12 @@ def compare(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         version=__version__,
     )
+
+
+def _path_or_mode(given: str | Path) -> str | Path:
+    """What --baseline names: a path that there is, else a precision mode by its name."""
+    is_name = isinstance(given, str) and not Path(given).exists() and "/" not in given
+    return given if is_name else Path(given)
 
 
 def _several(given: Any) -> list[Any]:
@@ -201,17 +217,17 @@ def _stamps(asked: dict[str, Any], runs: "list[RunData]") -> list[str]:
     if asked["--allow"]:
         keys = ",".join(asked["--allow"])
         stamps.append(f"--allow {keys}: runs that differ in more than precision")
-    for flag in ("--metric", "--margin"):
+    for flag in ("--metric", "--margin", "--baseline"):
         given = asked[flag]
         configured = {run.keys.get(f"compare.{flag[2:]}") for run in runs} - {None}
-        if given is not None and configured - {given}:
+        if given is not None and not isinstance(given, Path) and configured - {given}:
             before = ", ".join(str(value) for value in sorted(configured, key=str))
             stamps.append(f"{flag} {given}: chosen after the runs, which say {before}")
     if asked["--tag"] is not None:
         margin = asked["--margin"]
         told = "the default of 1 %" if margin is None else f"--margin {margin:g}"
         stamps.append(f"foreign logs name no margin: {told} was taken when they were compared")
-    if asked["--baseline"] is not None:
+    if isinstance(asked["--baseline"], Path):
         stamps.append(f"--baseline {asked['--baseline']}: chosen on the command line")
     return stamps
 

@@ -2,8 +2,8 @@
 
 Runs belong together if their configurations agree in everything but precision, scaler and seed
 (and what cannot change a number). Those that differ in nothing but the seed are a cell, which
-becomes an arm of its group. The baseline of a group is FP32 without loss scaling, as its recorded
-configuration says.
+becomes an arm of its group. The baseline of a group is the mode that its recorded configuration
+names (compare.baseline): FP32 without loss scaling, unless it says otherwise.
 """
 
 import json
@@ -39,6 +39,8 @@ _MOST_KEYS_ALLOWED = 5  # more than these to allow is another experiment, not wo
 _JUDGED = ("compare.metric", "compare.margin")
 # Runs of another length or judged otherwise cannot be compared, whatever is allowed.
 _NEVER_ALLOWED = ("train.steps", "train.epochs", "compare.metric", "compare.window")
+# What runs may differ in if the command line says it for all of them.
+_SAID_BY = {"compare.margin": "--margin X", "compare.baseline": "--baseline MODE"}
 _LEARNED = ("model", "data")
 
 
@@ -62,8 +64,9 @@ class Cell:
     runs: list[RunData]
     shared: dict[str, Any]  # keys that must agree inside a group
     own: dict[str, Any]  # keys that make the arm
-    is_baseline: bool = False  # one may be: FP32 without scaler, or given by --baseline
-    given: bool = False  # by --baseline
+    is_baseline: bool = False  # one may be: of the mode that is the baseline, or given by a path
+    given: bool = False  # by --baseline PATH
+    wanted: str = BASELINE  # the mode that is its baseline
 
     @property
     def first(self) -> RunData:
@@ -76,6 +79,7 @@ def group_runs(
     allow: Sequence[str] = (),
     baseline_path: Path | None = None,
     judged_otherwise: bool = False,
+    baseline_mode: str | None = None,
 ) -> tuple[list[ProtoGroup], list[str]]:
     """Groups with a baseline and at least one other arm, and one line for each cell without one.
 
@@ -90,13 +94,16 @@ def group_runs(
         baseline_path: runs below it are the baseline of their group, whatever their mode.
         judged_otherwise: the command line gives metric or margin, so that compare.metric and
             compare.margin of the runs may differ.
+        baseline_mode: runs of this mode are the baseline, whatever compare.baseline says.
 
     Raises:
         BadInput: an allowed key that no run has, or more than one configuration that could be the
             baseline.
     """
     _check_allowed(allow, runs)
-    cells = cells_of(runs, baseline_path, ignored=_JUDGED if judged_otherwise else ())
+    ignored = [*_JUDGED] if judged_otherwise else []
+    ignored += ["compare.baseline"] if baseline_path or baseline_mode else []
+    cells = cells_of(runs, baseline_path, ignored, baseline_mode)
     families: dict[str, list[Cell]] = {}
     for cell in cells:
         strict = {k: v for k, v in cell.shared.items() if not _matches(k, allow)}
@@ -123,7 +130,10 @@ def group_runs(
 
 
 def cells_of(
-    runs: Sequence[RunData], baseline_path: Path | None, ignored: Sequence[str]
+    runs: Sequence[RunData],
+    baseline_path: Path | None,
+    ignored: Sequence[str],
+    baseline_mode: str | None = None,
 ) -> list[Cell]:
     """The cells of all runs, in the order of their first run; `ignored` keys separate none."""
     cells: dict[tuple, Cell] = {}
@@ -136,7 +146,9 @@ def cells_of(
         # FP32 computes nothing in 16 bits: there such a key makes no arm.
         telling = {key: own[key] for key in own if not (plain_fp32 and key in _ARM_KEYS)}
         key = (run.mode, run.scaler, canonical(telling), canonical(shared), given)
-        cell = cells.setdefault(key, Cell([], shared, own, given or plain_fp32, given))
+        wanted = baseline_mode or run.keys.get("compare.baseline", BASELINE)
+        may_be = plain_fp32 if wanted == BASELINE else run.mode == wanted
+        cell = cells.setdefault(key, Cell([], shared, own, given or may_be, given, wanted))
         cell.runs.append(run)
     return list(cells.values())
 
@@ -253,20 +265,25 @@ def _baseline(family: list[Cell], allow: Sequence[str]) -> Cell | None:
     following = {id(cell): others.count(canonical(cell.shared)) for cell in candidates}
     first, second = sorted(candidates, key=lambda cell: -following[id(cell)])[:2]
     if following[id(first)] == following[id(second)]:
+        asked = f"--allow {','.join(allow)}" if allow else f"baseline {first.wanted}"
+        # The keys of an arm differ only where a mode other than FP32 is the baseline.
+        found = differences(first, second) or differences(first, second, of_arms=True)
         raise BadInput(
-            f"--allow {','.join(allow)}: {first.first.path} and {second.first.path} could both be "
-            f"the baseline (they differ in {pairs_text(differences(first, second))}); say which "
-            "with --baseline PATH"
+            f"{asked}: {first.first.path} and {second.first.path} could both be "
+            f"the baseline (they differ in {pairs_text(found)}); say which with --baseline PATH"
         )
     return first
 
 
 def _candidates(family: list[Cell]) -> list[Cell]:
-    """Those given by --baseline, else those of FP32 by name, else those that compute so."""
+    """Those given by a path, else those of the mode by name and with the scaler that is usual for
+    it, else those that compute so."""
     plain = [cell for cell in family if cell.is_baseline]
     given = [cell for cell in plain if cell.given]
     # A mode of the user's own that is FP32 under another name gives way to it.
-    return given or [cell for cell in plain if cell.first.mode == BASELINE] or plain
+    named = [cell for cell in plain if cell.first.mode == cell.wanted]
+    usual = [cell for cell in named if cell.first.scaler == _usual_scaler(cell.first)]
+    return given or usual or named or plain
 
 
 def _group(baseline: Cell, family: list[Cell]) -> ProtoGroup:
@@ -308,21 +325,33 @@ def _why_not(rest: list[Cell], baselines: list[Cell]) -> Iterator[str]:
     """A line for each configuration that has no baseline, with all of its modes."""
     merged: dict[str, Cell] = {}
     for cell in rest:
-        merged.setdefault(canonical(cell.shared), Cell([], cell.shared, {})).runs.extend(cell.runs)
+        both = merged.setdefault(canonical(cell.shared), Cell([], cell.shared, {}))
+        both.wanted = cell.wanted
+        both.runs.extend(cell.runs)
     for cell in merged.values():
         what = _runs_text(cell)
-        if not baselines:
+        if not baselines and cell.wanted == BASELINE:
             yield f"{what}: not compared, no FP32 runs (precision=fp32, scaler=none) were given"
+            continue
+        if not baselines:
+            yield f"compare.baseline={cell.wanted}: no run of that mode, so not compared: {what}"
             continue
         best = min(baselines, key=lambda baseline: len(differences(baseline, cell)))
         found = differences(best, cell)
         # The keys first: as an error this line is cut in the middle.
         line = (
-            f"{pairs_text(found)}: not as in the nearest FP32 runs ({best.first.path}), so not "
-            f"compared: {what}; run it with precision=fp32"
+            f"{pairs_text(found)}: not as in the nearest {_name(best)} runs ({best.first.path}), "
+            f"so not compared: {what}; run it with precision={cell.wanted}"
         )
         hopeless = len(found) > _MOST_KEYS_ALLOWED or not found.keys().isdisjoint(_NEVER_ALLOWED)
-        yield line if hopeless else f"{line}, or --allow {','.join(found)}"
+        allowed = ",".join(key for key in found if key not in _SAID_BY)
+        flags = [f"--allow {allowed}"] if allowed else []
+        flags += [flag for key, flag in _SAID_BY.items() if key in found]
+        yield line if hopeless else f"{line}, or {' '.join(flags)}"
+
+
+def _name(cell: Cell) -> str:
+    return "FP32" if cell.first.mode == BASELINE else cell.first.mode
 
 
 def pairs_text(differences: dict[str, tuple[Any, Any]]) -> str:

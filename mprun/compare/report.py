@@ -83,7 +83,7 @@ _TEMPLATES.globals |= {
     name: getattr(text, name)
     for name in (
         *("answer", "baseline_name", "cells", "costs_shown", "costs_text", "level_text"),
-        *("margin_text", "metric_name", "setting_text", "value_text"),
+        *("margin_text", "metric_name", "question", "setting_text", "value_text"),
     )
 } | {
     "marks": MARKS,
@@ -306,7 +306,9 @@ def _facts(group: Group) -> dict[str, str]:
     steps = told(*(run.keys.get("train.steps") for run in runs))
     dates = sorted({run.created[:10] for run in runs if run.created})
     batches = told(*(run.keys.get("data.batch_size") for run in runs))
+    base = text.baseline_name(group)
     found = {
+        "Baseline": "" if foreign or base == "FP32" else base,
         "Model": learned("model"),
         "Data": learned("data") + (f", batches of {batches}" if batches else ""),
         "Runs": f"{len(runs)}, in {len(every)} modes"

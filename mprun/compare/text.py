@@ -111,6 +111,14 @@ def baseline_name(group: Group) -> str:
     return group.baseline.arm.reference
 
 
+def question(comparison: Comparison) -> str:
+    """What a page answers: "does lower precision match FP32?", and of another baseline its name."""
+    names = {baseline_name(group) for group in comparison.groups if not group.baseline.arm.foreign}
+    if names <= {"FP32"}:
+        return "does lower precision match FP32?"
+    return f"does each mode match {names.pop() if len(names) == 1 else 'its baseline'}?"
+
+
 def answer(group: Group, row: Row) -> str:
     """What a reader wants to know of one mode, in one short sentence."""
     name, label, base = row.verdict.name, row.arm.label, baseline_name(group)
@@ -283,7 +291,7 @@ def _power(value: float) -> str:
 
 def markdown(comparison: Comparison) -> str:
     """report.md: per group the verdict table, its sentences and notes; stamps first."""
-    parts = ["# Does lower precision match FP32?"]
+    parts = [f"# D{question(comparison)[1:]}"]
     if comparison.stamps:
         parts += ["**Not the comparison that the runs were set up for:**", _list(comparison.stamps)]
     for group in comparison.groups:
@@ -337,6 +345,8 @@ def judged(comparison: Comparison, group: Group) -> str:
     text = f"Judged: {metric_name(group)}, "
     if group.baseline.arm.foreign:
         text += f"{'higher' if group.higher_is_better else 'lower'} is better, "
+    elif baseline_name(group) != "FP32":
+        text += f"baseline {baseline_name(group)}, "
     text += "as its logarithm, " if group.as_logarithm else ""
     text += f"margin ±{margin_text(group)}; positive is worse"
     text += "." if group.baseline.arm.foreign else f"; {costs_text(group)}."

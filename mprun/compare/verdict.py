@@ -455,6 +455,8 @@ def _question(
     of_script = keys.get("compare.higher_is_better")
     accuracy = higher_is_better if foreign else of_script or metric in HIGHER_IS_BETTER
     if margin is None and keys.get("compare.metric") == metric:
+        if not foreign and "compare.margin" not in keys:
+            raise BadInput("compare.margin: the runs differ in it; give --margin")
         margin = keys.get("compare.margin")
     if margin is None:
         margin = default_margin(metric, keys.get("data.name"))

@@ -358,8 +358,8 @@ def _compare(config: RunConfig) -> Iterator[str]:
         )
     if margin is not None and margin >= 0.5 and metric not in IN_POINTS:
         yield (
-            f"compare.margin={margin:g}: is relative to the FP32 mean, 0.01 means 1 %; must be "
-            "below 0.5"
+            f"compare.margin={margin:g}: is relative to the baseline's mean, 0.01 means 1 %; must "
+            "be below 0.5"
         )
     train = config.train
     if train.steps is not None and window > 1:

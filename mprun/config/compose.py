@@ -27,7 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from mprun.config.check import check
 from mprun.config.metrics import default_margin, default_metric
-from mprun.config.option_files import conf_dir, mode_of
+from mprun.config.option_files import conf_dir, mode_of, modes
 from mprun.config.overrides import MAPPING, line_of, mapping_of, parse_overrides, printable
 from mprun.config.rules import did_you_mean, key_called, must_be, nearest
 from mprun.config.schema import DATA, MODELS, RunConfig, register_schemas, task_of
@@ -181,6 +181,8 @@ def compose_config(
     _length_as_given(config, {override.key_or_group for override in parsed})
     _fill_compare(config)
     check(config, files=files)
+    if (baseline := config.compare.baseline) not in (known := modes(config_dir)):
+        raise BadInput(f"compare.baseline={baseline}: {must_be(baseline, known, 'precision')}")
     mode = mode_of(config.precision.name, config_dir)
     return Composed(config, choices, overrides, mode.label(config.precision), mode.scaler)
 

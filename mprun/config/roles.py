@@ -137,6 +137,7 @@ _LATER: dict[str, Any] = {
     "precision.products.modules": ["*"],
     "precision.update.rounding": "nearest",
     "precision.update.state_dtype": None,
+    "compare.baseline": "fp32",
 }
 _LATER_OF_MODEL: dict[str, dict[str, Any]] = {
     "alexnet": {"model.width": 1.0},

@@ -1105,8 +1105,9 @@ class CompareConfig:
     margin: float | None = ranged(
         None,
         above=0.0,
-        doc="Difference that still matches: share of FP32's mean, top1: points; null: the metric's",
+        doc="Difference that still matches: share of baseline's mean, top1: points; null: default",
     )
+    baseline: str = setting("fp32", doc="Precision mode that the others are judged against")
     window: int = ranged(1, at_least=1, doc="Last evaluations, averaged into the outcome of a run")
 
 

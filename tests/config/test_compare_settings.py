@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from mprun.config.compose import compose_config, config_from_record
-from mprun.config.roles import config_hash
+from mprun.config.roles import config_hash, role_of
 from mprun.errors import BadInput
 
 
@@ -41,6 +41,24 @@ def test_a_default_that_is_spelled_out_is_the_same_run():
     assert config_hash(other) not in hashes
 
 
+def test_the_baseline_is_a_mode_and_fp32_goes_without_saying():
+    composed = compose_config(["model=lstm_lm"])
+    record = composed.as_dict()
+    assert record["compare"]["baseline"] == "fp32"
+    assert role_of("compare.baseline") == role_of("compare.margin")
+    before = {**record, "compare": {k: v for k, v in record["compare"].items() if k != "baseline"}}
+    assert config_hash(before) == config_hash(record)  # of runs that were recorded without it
+    other = compose_config(["model=lstm_lm", "compare.baseline=amp_bf16"]).as_dict()
+    assert config_hash(other) != config_hash(record)
+
+
+def test_a_mode_of_ones_own_may_be_the_baseline(tmp_path):
+    (tmp_path / "precision").mkdir()
+    (tmp_path / "precision" / "mine.yaml").write_text("defaults: [amp_bf16]\n")
+    config = compose_config(["compare.baseline=mine"], str(tmp_path)).config
+    assert config.compare.baseline == "mine"
+
+
 def test_a_record_without_the_number_gets_it_too():
     composed = compose_config(["model=resnet50", "compare.metric=top1"])
     plain = yaml.safe_load(yaml.safe_dump(composed.as_dict()))
@@ -53,6 +71,7 @@ def test_a_record_without_the_number_gets_it_too():
     [
         ("compare.margin=-1", "compare.margin=-1.0|> 0"),
         ("compare.margin=inf", "compare.margin=inf|finite"),
+        ("compare.baseline=bf16", "compare.baseline=bf16|did you mean|amp_bf16"),
         ("compare.window=0", "compare.window=0|>= 1"),
         ("compare.window=2", "compare.window=2|train.eval_every=0|1 to 1"),
         ("compare.window=4 train.steps=5 train.eval_every=2", "compare.window=4|1 to 3"),
