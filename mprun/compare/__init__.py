@@ -75,6 +75,7 @@ def compare(
     """
     with needing("notebook"):  # here and not at the top: who reads one run needs no statistics
         from mprun.compare.equivalence import ALPHA, nominal_alpha
+        from mprun.compare.gaps import follow_gaps
         from mprun.compare.grouping import group_runs
         from mprun.compare.load import load_runs
         from mprun.compare.notebook import ComparedRuns
@@ -141,6 +142,7 @@ def compare(
         except BadInput as error:  # of one group: the others are compared all the same
             refused.append(f"{error} ({proto.title}: not compared)")
         else:
+            follow_gaps(group)
             groups.append(group)
     if not groups:
         raise BadInput(refused[-1].removesuffix(f" ({protos[-1].title}: not compared)"))

@@ -13,10 +13,10 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 from matplotlib.transforms import blended_transform_factory
 
-from mprun.compare.equivalence import ALPHA, FEWEST_SEEDS, paired_interval, welch_interval
-from mprun.compare.findings import Band, Curve, Group, Row, RunData, bands, curve, grid, on_grid
+from mprun.compare.equivalence import FEWEST_SEEDS
+from mprun.compare.findings import Band, Curve, Gap, Group, Row, RunData, bands, curve
+from mprun.compare.gaps import Plot, differences
 from mprun.compare.text import baseline_name, margin_text, signed, unit
-from mprun.compare.verdict import pairing
 from mprun.plots.panel import (
     GREY,
     INK,
@@ -35,38 +35,6 @@ _HEIGHT = 2.5  # inches
 _ROW = 0.92  # inches, of a mode in `difference_rows`
 _TEXT = 0.24  # of that, for its text
 _DASH = 3.5  # points, of the shortest dash
-
-
-@dataclass(frozen=True, slots=True)
-class Plot:
-    """Which columns of the runs a figure of curves shows, and what they are called."""
-
-    name: str
-    title: str
-    xlabel: str
-    ylabel: str
-    x: str
-    y: str
-    of_evals: bool = False
-
-    def curve_of(self, run: RunData) -> Curve:
-        """What a run recorded."""
-        return curve(run.evals if self.of_evals else run.train, self.x, self.y)
-
-
-TRAINING = tuple(
-    Plot(name, f"Training loss over {title}", xlabel, "training loss", x, "loss")
-    for name, title, xlabel, x in (
-        ("loss-steps", "steps", "step", "step"),
-        ("loss-updates", "applied updates", "applied updates", "updates"),
-    )
-)
-
-
-def evaluation(metric: str) -> Plot:
-    """A metric of the evaluations over steps."""
-    name = "".join(c if c.isalnum() or c in "_-" else "_" for c in metric)
-    return Plot(f"eval-{name}", f"Evaluation: {metric}", "step", metric, "step", metric, True)
 
 
 def curves(group: Group, styles: dict[str, Style], plot: Plot, points: int) -> Drawing | None:
@@ -257,62 +225,6 @@ def _courses(bands: list[tuple[Row, Band]]) -> str:
     return "; ".join(f"{label} from {mean[0]:.3g} to {mean[-1]:.3g}" for label, mean in known)
 
 
-def differences(group: Group, plot: Plot, points: int) -> list[tuple[Row, Band, str]]:
-    """Mode minus baseline over x, and "paired" or "Welch", for each mode; positive is worse.
-
-    As the verdict does it, at each point alone: the same pairing, unit and interval (90 %), in
-    percent of the baseline's mean there if the verdict is relative or on another quantity. The
-    interval needs three seeds that still run; of two in all it is their range, of one nothing.
-    """
-    sign = -1 if plot.of_evals and group.higher_is_better else 1
-    every = [[plot.curve_of(run) for run in row.arm.runs] for row in group.every_row]
-    x = grid([one for own in every for one in own], points)
-    by_row = [
-        {run.seed: sign * on_grid(*one, x) for run, one in zip(row.arm.runs, own, strict=True)}
-        for row, own in zip(group.every_row, every, strict=True)
-    ]
-    if plot.of_evals and group.as_logarithm:
-        with np.errstate(all="ignore"):
-            by_row = [{seed: np.log(y) for seed, y in own.items()} for own in by_row]
-    found = []
-    for row, own in zip(group.rows, by_row[1:], strict=True):
-        every_seed = sorted(own), sorted(by_row[0])
-        method, seeds, base_seeds = (
-            pairing(*every_seed) if group.by_seed else ("Welch", *every_seed)
-        )
-        if seeds and base_seeds:
-            arms = np.stack([own[s] for s in seeds]), np.stack([by_row[0][s] for s in base_seeds])
-            relative = group.relative or not plot.of_evals
-            at_points = [
-                _difference(*values, method, relative)
-                for values in zip(arms[0].T, arms[1].T, strict=True)
-            ]
-            found.append((row, Band(x, *np.array(at_points).reshape(-1, 3).T), method))
-    return found
-
-
-def _difference(
-    own: np.ndarray, base: np.ndarray, method: str, relative: bool
-) -> tuple[float, float, float]:
-    """(difference, low, high) at one point, NaN where it cannot be told; a value a seed."""
-    known = np.isfinite(own), np.isfinite(base)
-    if method == "paired":
-        known = (known[0] & known[1],) * 2
-    seeds, (own, base) = len(own), (own[known[0]], base[known[1]])
-    if not len(own) or not len(base):
-        return (np.nan,) * 3
-    mean = float(base.mean())
-    unit = (100 / abs(mean) if mean else np.nan) if relative else 1.0
-    if min(len(own), len(base)) >= FEWEST_SEEDS:
-        estimate = paired_interval if method == "paired" else welch_interval
-        interval = estimate(own.tolist(), base.tolist(), ALPHA)
-        return unit * interval.difference, unit * interval.low, unit * interval.high
-    low = high = np.nan
-    if method == "paired" and len(own) == seeds == 2:
-        low, high = sorted(own - base)
-    return unit * (float(own.mean()) - mean), unit * low, unit * high
-
-
 def difference_rows(
     group: Group, styles: dict[str, Style], plot: Plot, points: int
 ) -> Drawing | None:
@@ -329,7 +241,7 @@ def difference_rows(
     rows, numbers = _Rows.of([b for _, b, _ in found], linear), _numbers(group)
     title = f"Difference to {baseline_name(group)} over steps: {plot.ylabel}"
     figure, axes = panel(title, _ROW * len(found))
-    texts, ended = [_row_text(row, b, linear, suffix) for row, b, _ in found], []
+    texts, ended = [_row_text(row, b, linear, suffix, plot.of_evals) for row, b, _ in found], []
     for place, (row, b, _) in enumerate(found):
         label = row.arm.label
         if judged:
@@ -337,6 +249,8 @@ def difference_rows(
                 rows.y(place, -linear), rows.y(place, linear), color=GREY, alpha=0.22, lw=0
             )
         _draw_row(axes, rows, place, b, styles[label], numbers[label], plot.of_evals)
+        if row.gap is not None and row.gap.of_evals == plot.of_evals:
+            _draw_trend(axes, rows, place, row.gap)
         ended += [at for _, at, _ in _ends(row, plot)]
         for _, at, _ in _ends(row, plot):
             _cross(axes, at, rows.y(place, rows.high) + 0.07, styles[label], numbers[label])
@@ -369,6 +283,15 @@ def _draw_row(
     dots: dict[str, Any] = {"marker": "." if markers and known.sum() <= 40 else None}
     line = {**style.line, **series(number), **dots, "linewidth": 1.5, "zorder": 20}
     axes.plot(b.x[known], rows.y(place, b.mean[known]), **line, markersize=5)
+
+
+def _draw_trend(axes: Axes, rows: "_Rows", place: int, gap: Gap) -> None:
+    """The mean slope that was tested, over the steps that it was tested on."""
+    if gap.slope is None or gap.end is None or gap.per is None or gap.steps is None:
+        return
+    x = np.linspace(*gap.steps, 20)  # straight on no scale but a linear one
+    y = rows.y(place, gap.end + gap.slope / gap.per * (x - x[-1]))
+    axes.plot(x, y, color=INK, linewidth=1.0, linestyle=(0, (3, 2)), zorder=30)
 
 
 def _set_rows(axes: Axes, rows: "_Rows", count: int) -> None:
@@ -428,13 +351,14 @@ class _Rows:
         return found
 
 
-def _row_text(row: Row, b: Band, margin: float, suffix: str) -> str:
+def _row_text(row: Row, b: Band, margin: float, suffix: str, of_evals: bool) -> str:
     lost, runs = sum(bool(outcome.diverged) for outcome in row.outcomes), len(row.outcomes)
     parts = [f"diverged in {lost} of {runs} runs"] if lost else []
     known = b.mean[np.isfinite(b.mean)]
     if len(known) and lost < runs:
         last = float(known[-1])
         parts.append(f"ends at {signed(last, margin, [last])} {suffix}".rstrip())
+    parts += ["grows"] if row.gap and row.gap.grows and row.gap.of_evals == of_evals else []
     return f"{row.arm.label}: {', '.join(parts)}"
 
 
@@ -460,6 +384,10 @@ def _difference_caption(
     if judged:
         text += f" Shaded: the margin, ±{margin_text(group)}"
         text += "." if plot.of_evals else ", which is set for the final evaluation."
+    tested = any(
+        r.gap and r.gap.of_evals == plot.of_evals and r.gap.slope is not None for r, *_ in found
+    )
+    text += " Dashed: the mean slope of the last half, which is tested." if tested else ""
     return text + " One scale for all rows, logarithmic far from zero."
 
 

@@ -7,8 +7,9 @@ from typing import cast
 import numpy as np
 from matplotlib.axes import Axes
 
-from mprun.compare.curves import TRAINING, curves, difference_rows, evaluation, loss_scale
+from mprun.compare.curves import curves, difference_rows, loss_scale
 from mprun.compare.findings import Group, Row, is_gan
+from mprun.compare.gaps import TRAINING, evaluation
 from mprun.compare.numerics import ProbedMode, numerics_figures
 from mprun.compare.text import (
     answer,

@@ -135,6 +135,45 @@ class Verdict:
 
 
 @dataclass(slots=True)
+class Band:
+    """Mean, lowest and highest seed at each x, float64 [points]; NaN where no seed has a value."""
+
+    x: np.ndarray
+    mean: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+
+
+@dataclass(slots=True)
+class Gap:
+    """A mode minus the baseline over steps, paired by seed, and whether it grows; `unit`: "%" of
+    the baseline's mean at that step, "points", or "" for the metric's own. Positive is worse.
+
+    slope, low, high: per `per` steps, with the verdict's confidence; None: not assessed.
+    """
+
+    of: str  # "loss of the evaluations", "training loss"
+    of_evals: bool  # of the judged metric, not of the training loss
+    unit: str
+    band: Band  # mean over seeds and 90 % interval at each point alone
+    name: str  # "grows", "no growth seen", "not assessed"
+    sentence: str
+    seeds: list[int] = field(default_factory=list)
+    slope: float | None = None
+    low: float | None = None
+    high: float | None = None
+    per: int | None = None
+    steps: tuple[float, float] | None = None  # first and last of those tested
+    end: float | None = None  # of the mean line at the last of them, in `unit`
+    level: float = 0.90
+
+    @property
+    def grows(self) -> bool:
+        """Whether it does, with the error rate of the verdict."""
+        return self.name == "grows"
+
+
+@dataclass(slots=True)
 class Row:
     """One mode against the baseline of its group."""
 
@@ -150,6 +189,7 @@ class Row:
     memory_ratio: float | None = None
     saved_ratio: float | None = None
     first_steps: float | None = None  # median |relative loss difference| over steps 1 to 20
+    gap: Gap | None = None  # over steps
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -221,16 +261,6 @@ class Comparison:
     alpha: float = 0.05  # one-sided, per look
     created: str = ""
     version: str = ""
-
-
-@dataclass(slots=True)
-class Band:
-    """Mean, lowest and highest seed at each x, float64 [points]; NaN where no seed has a value."""
-
-    x: np.ndarray
-    mean: np.ndarray
-    low: np.ndarray
-    high: np.ndarray
 
 
 def bands(group: Group, read: Callable[[RunData], Curve], points: int) -> list[tuple[Row, Band]]:

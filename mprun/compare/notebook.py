@@ -309,6 +309,7 @@ class ComparedRuns(Comparison):
                 "table": text.table(group, {"mean": group.metric, "kept for backward": ""}),
                 "sentences": {row.arm.label: row.verdict.sentence for row in group.rows},
                 "notes": text.notes_of(group),
+                "growing": text.gap_lines(row for row in group.rows if row.gap and row.gap.grows),
                 "figures": [],
             }
             for group in self.groups

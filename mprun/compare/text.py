@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from mprun.compare.findings import Comparison, Group, Row, Verdict
+from mprun.compare.findings import Comparison, Gap, Group, Row, Verdict
 from mprun.config.metrics import IN_POINTS
 from mprun.record.console import columns, markdown_table
 
@@ -248,9 +248,10 @@ def _counted_text(group: Group, row: Row) -> str:
 
 
 def costs_shown(group: Group) -> bool:
-    """Whether speed and peak memory are told: not if emulation made them in every mode."""
+    """Whether speed and peak memory are told: not if emulation made them in every mode, or in the
+    baseline, which all ratios are over."""
     modes = [row.emulated for row in group.rows if row.arm.runs]
-    return not modes or not all(modes)
+    return not group.baseline.emulated and not (modes and all(modes))
 
 
 def marked(row: Row, text: str) -> str:
@@ -314,6 +315,7 @@ def group_markdown(comparison: Comparison, group: Group) -> str:
         markdown_table(header, [[_plain(cell) for cell in row] for row in rows]),
         _plain(judged(comparison, group)),
         "\n".join(sentences),
+        _list(gap_lines(group.rows)),
         _list(notes_of(group)),
     ]
     return "\n\n".join(part for part in parts if part)
@@ -327,6 +329,7 @@ def console(comparison: Comparison) -> str:
         parts[-1] += _wrapped(comparison.stamps)
     for group in comparison.groups:
         said = [f"{row.arm.label}: {row.verdict.sentence}" for row in group.rows]
+        said += gap_lines(row for row in group.rows if row.gap and row.gap.grows)
         means = {row.arm.label: mean_text(group, row).partition(" (")[2] for row in group.every_row}
         said += [f"{label}: mean over {seeds[:-1]}" for label, seeds in means.items() if seeds]
         said += [f"note: {note}" for note in notes_of(group)]
@@ -338,6 +341,11 @@ def console(comparison: Comparison) -> str:
         notes = _wrapped([f"note: {line}" for line in comparison.notes], indent="")
         parts.append(notes.removeprefix("\n"))
     return "\n\n".join(parts) or "nothing was compared"
+
+
+def gap_lines(rows: Iterable[Row]) -> list[str]:
+    """What is said of the gaps over steps, a line for each row that has one."""
+    return [f"{row.arm.label}, over steps: {row.gap.sentence}" for row in rows if row.gap]
 
 
 def judged(comparison: Comparison, group: Group) -> str:
@@ -418,7 +426,7 @@ def results(comparison: Comparison) -> dict[str, Any]:
     differs (key -> [baseline's, own]), skipped (updates, all seeds), scale_range, samples_per_s
     (median), speedup, peak_bytes, memory_ratio, saved_ratio, emulated (speed and peak memory are
     the emulation's, not the mode's), first_steps (median relative
-    difference of the training loss over steps 1 to 20), notes.
+    difference of the training loss over steps 1 to 20), gap, notes.
 
     Verdict: name, sentence, method, seeds, baseline_seeds, level, needed (about so many more
     seeds), look, least_margin (no smaller one can be shown with these seeds), left_out (runs, and
@@ -426,6 +434,12 @@ def results(comparison: Comparison) -> dict[str, Any]:
     low, high, margin in the unit of the judged value (nats for perplexity) with positive worse;
     shown: the same four in `unit`, "%" of the baseline's mean, "points", or "" for the metric's
     own.
+
+    Gap (over steps; null where there is no curve): of, unit ("%" of the baseline's mean at that
+    step, "points" or ""), name ("grows", "no growth seen", "not assessed"), sentence, seeds, slope,
+    low, high (per `per` steps, `level` interval), steps (first and last of those tested), end (of
+    the mean line there), and the curve: step, mean, and mean_low and mean_high, the 90 % interval
+    at each step alone; null where it is not known.
     """
     told = ("version", "created", "alpha", "looks", "stamps", "not_compared", "notes")
     groups = [_group_results(group) for group in comparison.groups]
@@ -457,8 +471,20 @@ def _row_results(group: Group, row: Row) -> dict[str, Any]:
         **_fields(
             row, (*measured, "peak_bytes", "memory_ratio", "saved_ratio", "emulated", "first_steps")
         ),
+        "gap": None if row.gap is None else _gap_results(row.gap),
         "notes": row.every_note,
     }
+
+
+def _gap_results(gap: Gap) -> dict[str, Any]:
+    names = ("of", "unit", "name", "sentence", "seeds", "slope", "low", "high", "per", "steps")
+    curves = (gap.band.x, gap.band.mean, gap.band.low, gap.band.high)
+    step, *numbers = (
+        [float(f"{value:.6g}") if math.isfinite(value) else None for value in part]
+        for part in curves
+    )
+    named = dict(zip(("mean", "mean_low", "mean_high"), numbers, strict=True))
+    return {**_fields(gap, (*names, "end", "level")), "step": step, **named}
 
 
 def _fields(of: Any, names: Iterable[str]) -> dict[str, Any]:

@@ -4,7 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from mprun.compare.curves import TRAINING, curves, evaluation
+from mprun.compare.curves import curves
+from mprun.compare.gaps import TRAINING, evaluation
 from mprun.compare.numerics import exponent_shares, numerics_figures, probed_run, share_text
 from mprun.paper.outcomes import Found
 from mprun.plots.panel import Drawing, styles

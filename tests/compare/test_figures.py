@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_hex
 
-from mprun.compare.curves import TRAINING, differences, evaluation
 from mprun.compare.figures import group_figures
 from mprun.compare.findings import Verdict, band, grid
+from mprun.compare.gaps import TRAINING, differences, evaluation
 from mprun.plots.panel import GREY, INK, SHIPPED, inline_svg, settings, styles
 
 from .made_comparison import gan_group, group, row, run

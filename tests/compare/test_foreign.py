@@ -13,8 +13,8 @@ from tensorboard.compat.proto.tensor_pb2 import TensorProto
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from mprun.cli import main
-from mprun.compare.curves import differences, evaluation
 from mprun.compare.external_logs import load_foreign
+from mprun.compare.gaps import differences, evaluation
 from mprun.compare.verdict import assess
 from mprun.errors import BadInput, Damaged
 

@@ -1,0 +1,253 @@
+"""The gap of a mode to the baseline over steps, and whether it grows.
+
+Failures of low precision come late. A verdict on the last evaluation sees those that have happened;
+the gap at the same steps of the same seeds tells which way it goes. Differences are as in a
+verdict: mode minus baseline, paired by seed, positive is worse.
+
+The test: of each seed the least-squares slope of its gap over the last half of the steps, and a
+one-sided t test of these slopes, of which each seed gives one. Within a seed neighbouring gaps
+depend on each other as they like; the slopes of different seeds do not.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from mprun.compare.equivalence import (
+    ALPHA,
+    FEWEST_SEEDS,
+    Interval,
+    paired_interval,
+    welch_interval,
+)
+from mprun.compare.findings import Band, Curve, Gap, Group, Row, RunData, curve, grid, on_grid
+from mprun.compare.text import baseline_name, seeds_text, signed, unit
+from mprun.compare.verdict import GAN_LOSSES, pairing
+
+POINTS = 60  # of a gap that is tested and recorded; more records are averaged into them
+FEWEST_POINTS = 3  # of them in the last half
+
+
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """Which columns of the runs a figure of curves shows, and what they are called."""
+
+    name: str
+    title: str
+    xlabel: str
+    ylabel: str
+    x: str
+    y: str
+    of_evals: bool = False
+
+    def curve_of(self, run: RunData) -> Curve:
+        """What a run recorded."""
+        return curve(run.evals if self.of_evals else run.train, self.x, self.y)
+
+
+TRAINING = tuple(
+    Plot(name, f"Training loss over {title}", xlabel, "training loss", x, "loss")
+    for name, title, xlabel, x in (
+        ("loss-steps", "steps", "step", "step"),
+        ("loss-updates", "applied updates", "applied updates", "updates"),
+    )
+)
+
+
+def evaluation(metric: str) -> Plot:
+    """A metric of the evaluations over steps."""
+    name = "".join(c if c.isalnum() or c in "_-" else "_" for c in metric)
+    return Plot(f"eval-{name}", f"Evaluation: {metric}", "step", metric, "step", metric, True)
+
+
+def differences(group: Group, plot: Plot, points: int) -> list[tuple[Row, Band, str]]:
+    """Mode minus baseline over x, and "paired" or "Welch", for each mode; positive is worse.
+
+    As the verdict does it, at each point alone: the same pairing, unit and interval (90 %), in
+    percent of the baseline's mean there if the verdict is relative or on another quantity. The
+    interval needs three seeds that still run; of two in all it is their range, of one nothing.
+    """
+    return _differences(group, plot, *_by_seed(group, plot, points))
+
+
+def _differences(
+    group: Group, plot: Plot, x: np.ndarray, by_row: list[dict[int, np.ndarray]]
+) -> list[tuple[Row, Band, str]]:
+    found = []
+    for row, own in zip(group.rows, by_row[1:], strict=True):
+        every_seed = sorted(own), sorted(by_row[0])
+        method, seeds, base_seeds = (
+            pairing(*every_seed) if group.by_seed else ("Welch", *every_seed)
+        )
+        if seeds and base_seeds:
+            arms = np.stack([own[s] for s in seeds]), np.stack([by_row[0][s] for s in base_seeds])
+            at_points = [
+                _difference(*values, method, is_relative(group, plot))
+                for values in zip(arms[0].T, arms[1].T, strict=True)
+            ]
+            found.append((row, Band(x, *np.array(at_points).reshape(-1, 3).T), method))
+    return found
+
+
+def is_relative(group: Group, plot: Plot) -> bool:
+    """Whether differences of what is plotted are in percent of the baseline's mean."""
+    return group.relative or not plot.of_evals
+
+
+def _by_seed(
+    group: Group, plot: Plot, points: int
+) -> tuple[np.ndarray, list[dict[int, np.ndarray]]]:
+    """x [points], and of each row seed -> what is judged there, lower is better, [points]."""
+    sign = -1 if plot.of_evals and group.higher_is_better else 1
+    every = [[plot.curve_of(run) for run in row.arm.runs] for row in group.every_row]
+    x = grid([one for own in every for one in own], points)
+    by_row = [
+        {run.seed: sign * on_grid(*one, x) for run, one in zip(row.arm.runs, own, strict=True)}
+        for row, own in zip(group.every_row, every, strict=True)
+    ]
+    if plot.of_evals and group.as_logarithm:
+        with np.errstate(all="ignore"):
+            by_row = [{seed: np.log(y) for seed, y in own.items()} for own in by_row]
+    return x, by_row
+
+
+def _difference(
+    own: np.ndarray, base: np.ndarray, method: str, relative: bool
+) -> tuple[float, float, float]:
+    """(difference, low, high) at one point, NaN where it cannot be told; a value a seed."""
+    known = np.isfinite(own), np.isfinite(base)
+    if method == "paired":
+        known = (known[0] & known[1],) * 2
+    seeds, (own, base) = len(own), (own[known[0]], base[known[1]])
+    if not len(own) or not len(base):
+        return (np.nan,) * 3
+    mean = float(base.mean())
+    unit = (100 / abs(mean) if mean else np.nan) if relative else 1.0
+    if min(len(own), len(base)) >= FEWEST_SEEDS:
+        estimate = paired_interval if method == "paired" else welch_interval
+        interval = estimate(own.tolist(), base.tolist(), ALPHA)
+        return unit * interval.difference, unit * interval.low, unit * interval.high
+    low = high = np.nan
+    if method == "paired" and len(own) == seeds == 2:
+        low, high = sorted(own - base)
+    return unit * (float(own.mean()) - mean), unit * low, unit * high
+
+
+def follow_gaps(group: Group) -> None:
+    """Give each row of a judged group its gap over steps.
+
+    Of the judged metric, or of the training loss where the last half of the steps has fewer than
+    three evaluations. A row without any curve beside the baseline's gets none.
+    """
+    plots = [] if group.gan and group.metric in GAN_LOSSES else [evaluation(group.metric)]
+    plots += [] if group.gan or group.baseline.arm.foreign else TRAINING[:1]
+    for plot in plots:
+        if plot is not plots[-1] and not all(
+            np.sum(2 * steps >= run.last_step) >= FEWEST_POINTS
+            for run in group.baseline.arm.runs
+            for steps in plot.curve_of(run)[:1]
+        ):
+            continue
+        x, by_row = _by_seed(group, plot, POINTS)
+        values = {row.arm.label: own for row, own in zip(group.every_row, by_row, strict=True)}
+        for row, band, _ in _differences(group, plot, x, by_row):
+            if np.isfinite(band.mean).any():
+                row.gap = _gap(group, row, plot, band, values[row.arm.label], by_row[0])
+        return
+
+
+def _gap(
+    group: Group,
+    row: Row,
+    plot: Plot,
+    band: Band,
+    own: dict[int, np.ndarray],
+    base: dict[int, np.ndarray],
+) -> Gap:
+    evaluated = plot.of_evals and not group.baseline.arm.foreign
+    of = f"{plot.ylabel} of the evaluations" if evaluated else plot.ylabel
+    in_unit = unit(group) if plot.of_evals else "%"
+    gap = Gap(of, plot.of_evals, in_unit, band, "not assessed", "")
+    why = _why_not(row)
+    if why is None:
+        seeds = row.verdict.seeds
+        values, reference = (np.stack([arm[seed] for seed in seeds]) for arm in (own, base))
+        gaps = paired_gaps(values, reference, is_relative(group, plot))
+        x, gaps = last_half(band.x, gaps)
+        if len(x) >= FEWEST_POINTS:
+            gap.seeds, gap.level = seeds, row.verdict.level
+            _say(gap, group, x, gaps)
+            return gap
+        why = f"fewer than {FEWEST_POINTS} recorded steps in the last half"
+    gap.sentence = f"not assessed: {why}."
+    return gap
+
+
+def _why_not(row: Row) -> str | None:
+    """Why the slopes of a row are not tested; None: they are."""
+    verdict = row.verdict
+    if verdict.method is None or verdict.name == "diverged":
+        return f"the verdict is '{verdict.name}'"
+    if verdict.method != "paired":
+        return "the runs are not paired by seed"
+    if verdict.low is None:
+        count = len(verdict.seeds)
+        has = "one seed" if count == 1 else f"{count} seeds"
+        return f"{has} ({count + (verdict.needed or 0)} are needed)"
+    return None
+
+
+def paired_gaps(own: np.ndarray, base: np.ndarray, relative: bool) -> np.ndarray:
+    """float64 [seeds, points]: own - base of each seed, in percent of the mean of `base` at that
+    point if `relative`; both [seeds, points]."""
+    with np.errstate(all="ignore"):
+        return (own - base) * (100 / np.abs(base.mean(0)) if relative else 1.0)
+
+
+def last_half(x: np.ndarray, gaps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The points from half of the last step on, as far as all seeds have a gap there."""
+    known = np.isfinite(gaps).all(0)
+    x, gaps = x[known], gaps[:, known]
+    late = x >= x.max() / 2 if len(x) else known[:0]
+    return x[late], gaps[:, late]
+
+
+def slope_interval(x: np.ndarray, gaps: np.ndarray, alpha: float = ALPHA) -> Interval:
+    """For the mean over seeds of the least-squares slope of each seed's gap against x.
+
+    Grows, with error rate `alpha`, if the interval lies above 0: t test with seeds - 1 degrees of
+    freedom. gaps: float64 [seeds >= 2, points >= 2].
+    """
+    away = x - x.mean()
+    slopes = gaps @ (away / (away @ away))
+    return paired_interval(slopes.tolist(), [0.0] * len(slopes), alpha)
+
+
+def _say(gap: Gap, group: Group, x: np.ndarray, gaps: np.ndarray) -> None:
+    """The test and its sentence."""
+    interval = slope_interval(x, gaps, (1 - gap.level) / 2)
+    gap.steps = (float(x[0]), float(x[-1]))
+    gap.per = 10 ** max(0, math.floor(math.log10(x[-1] - x[0])))
+    numbers = [gap.per * part for part in (interval.difference, interval.low, interval.high)]
+    gap.slope, gap.low, gap.high = numbers
+    gap.end = float(gaps.mean() + interval.difference * (x[-1] - x.mean()))
+    gap.name = "grows" if interval.low > 0 else "no growth seen"
+    digits_of = max(map(abs, numbers)) / 2 or 1.0  # two to three digits of the largest are shown
+    slope, low, high = (signed(number, digits_of, numbers) for number in numbers)
+    per = "step" if gap.per == 1 else f"{gap.per:,} steps"
+    in_unit = f"{gap.unit} per {per}".strip()
+    around = f"({100 * gap.level:.3g} % interval {low} to {high})"
+    base = baseline_name(group)
+    if gap.name == "grows" and gap.end < 0:
+        text = f"the lead over {base} shrinks: {slope} {in_unit} {around}"
+    elif gap.name == "grows":
+        text = f"the gap to {base} grows by {slope} {in_unit} {around}"
+    elif interval.identical:
+        text = "no growth seen (no gap changes)"
+    elif interval.high < 0:
+        text = f"no growth seen: {slope} {in_unit} {around}"
+    else:
+        text = f"no growth seen (at most {high} {in_unit})"
+    over = f"{gap.of}, steps {x[0]:,.0f} to {x[-1]:,.0f}"
+    gap.sentence = f"{text}; {over}, seeds {seeds_text(gap.seeds)}."

@@ -1,0 +1,172 @@
+"""The gap over steps: what is tested, what is said of it, where it is said."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from mprun.compare.findings import Arm
+from mprun.compare.gaps import follow_gaps, last_half, paired_gaps, slope_interval
+from mprun.compare.grouping import ProtoGroup
+from mprun.compare.report import write_folder
+from mprun.compare.text import console, gap_lines, group_markdown, results
+from mprun.compare.verdict import assess
+
+from .made_comparison import comparison, group
+from .made_runs import made_run
+
+STEPS = list(range(100, 2001, 100))  # of the evaluations
+KEYS = {"compare.metric": "loss", "compare.margin": 0.0025, "compare.window": 1}
+
+
+def followed(gaps, base=(2.0, 2.1, 1.9), seeds=None, keys=KEYS, steps=STEPS, looks=(), **fields):
+    """The group of FP32 and a mode whose losses lie gaps[seed](step) nats above; each is flat."""
+    own_seeds = range(len(gaps)) if seeds is None else seeds
+    arms = [Arm("fp32", "fp32", []), Arm("amp", "amp", [])]
+    for seed, loss in enumerate(base):
+        arms[0].runs.append(made_run(seed, *[loss for _ in steps], steps=steps, **fields))
+    for seed, gap in zip(own_seeds, gaps, strict=True):
+        loss = base[seed] if seed < len(base) else base[0]
+        values = [loss + gap(step) for step in steps]
+        arms[1].runs.append(made_run(seed, *values, mode="amp", steps=steps, **fields))
+    found = assess(ProtoGroup("made", "made", arms[0], arms[1:], keys), looks=looks)
+    follow_gaps(found)
+    return found
+
+
+def rising(*slopes):
+    """A gap a seed that is 0 up to step 1,000 and then rises by so many nats a step."""
+    return [lambda step, slope=slope: max(0, step - 1000) * slope for slope in slopes]
+
+
+def test_the_slope_is_that_of_each_seed_and_its_interval_students():
+    generator = np.random.default_rng(1)
+    x = np.sort(generator.uniform(0, 5000, 40))
+    gaps = generator.standard_normal((4, 40)).cumsum(1) + 0.001 * x
+    found = slope_interval(x, gaps)
+    slopes = [np.polyfit(x, gap, 1)[0] for gap in gaps]
+    assert found.difference == pytest.approx(np.mean(slopes), rel=1e-9)
+    low, high = stats.t.interval(0.90, 3, np.mean(slopes), stats.sem(slopes))
+    assert (found.low, found.high) == pytest.approx((low, high), rel=1e-6)
+    # Above zero is what the one-sided test says at 5 %.
+    for alpha in (0.2, 0.05, 0.01, 0.001):
+        p = stats.ttest_1samp(slopes, 0, alternative="greater").pvalue
+        assert (slope_interval(x, gaps, alpha).low > 0) == (p < alpha)
+
+
+def test_gaps_are_relative_to_the_mean_of_the_baseline_at_that_point():
+    own, base = np.array([[2.0, 4.4], [4.0, 3.6]]), np.array([[1.0, 4.0], [3.0, 4.0]])
+    # Means of the baseline 2 and 4.
+    np.testing.assert_allclose(paired_gaps(own, base, True), [[50, 10], [50, -10]])
+    np.testing.assert_allclose(paired_gaps(own, base, False), [[1, 0.4], [1, -0.4]])
+    assert math.isinf(paired_gaps(own, 0 * base, True)[0, 0])
+
+
+def test_the_last_half_is_of_the_steps_and_only_where_all_seeds_are_known():
+    x = np.array([1.0, 40, 50, 60, 100, 120])
+    gaps = np.arange(12.0).reshape(2, 6)
+    gaps[1, 5] = np.nan
+    late, of_them = last_half(x, gaps)
+    np.testing.assert_array_equal(late, [50, 60, 100])
+    np.testing.assert_array_equal(of_them, [[2, 3, 4], [8, 9, 10]])
+
+
+def test_a_gap_that_grows_is_said_everywhere():
+    # Steps 1,000 to 2,000, where the gap rises by 1e-5, 2e-5, 3e-5 nats a step on a mean of 2:
+    # 0.5, 1.0, 1.5 % per 1,000 steps; t(0.95, 2) = 2.919986, s = 0.5.
+    a_group = followed(rising(1e-5, 2e-5, 3e-5))
+    gap = a_group.rows[0].gap
+    half = 2.919986 * 0.5 / math.sqrt(3)
+    assert gap.name == "grows" and gap.per == 1000 and gap.steps == (1000, 2000)
+    numbers = (gap.slope, gap.low, gap.high, gap.end)
+    assert numbers == pytest.approx((1.0, 1 - half, 1 + half, 1.0), rel=1e-6)
+    assert gap.sentence == (
+        "the gap to FP32 grows by +1.00 % per 1,000 steps (90 % interval +0.16 to +1.84); loss of "
+        "the evaluations, steps 1,000 to 2,000, seeds 0-2."
+    )
+    a_comparison = comparison(a_group)
+    line = f"amp, over steps: {gap.sentence}"
+    assert " ".join(console(a_comparison).split()).count(line) == 1
+    assert line in group_markdown(a_comparison, a_group)
+    recorded = json.loads(json.dumps(results(a_comparison)))["groups"][0]["modes"][0]["gap"]
+    assert recorded["step"] == STEPS and len(recorded["mean_low"]) == len(STEPS)
+    assert recorded["mean"][-1] == pytest.approx(1.0, rel=1e-5)
+    # 0.5, 1 and 1.5 % at the last step, as the slopes.
+    assert recorded["mean_high"][-1] == pytest.approx(1 + half, rel=1e-5)
+    assert (recorded["slope"], recorded["steps"]) == (pytest.approx(1.0), [1000, 2000])
+
+
+def test_what_does_not_grow_is_said_in_the_report_alone(tmp_path):
+    a_group = followed(rising(1e-5, -1e-5, 0.0))
+    gap = a_group.rows[0].gap
+    # Slopes 0.5, -0.5, 0 % per 1,000 steps.
+    most = 2.919986 * 0.5 / math.sqrt(3)
+    assert gap.name == "no growth seen" and gap.high == pytest.approx(most, rel=1e-6)
+    assert gap.sentence.startswith("no growth seen (at most +0.84 % per 1,000 steps); loss of the")
+    a_comparison = comparison(a_group)
+    assert "growth" not in console(a_comparison)
+    page = write_folder(a_comparison, tmp_path / "report").read_text()
+    assert f"<dd>Over steps: {gap.sentence}</dd>" in page
+    assert gap.sentence in (tmp_path / "report" / "report.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("gaps", "words"),
+    [
+        (rising(-1e-5, -2e-5, -3e-5), "no growth seen: -1.00 % per 1,000 steps (90 % interval -1"),
+        (
+            [lambda step, k=k: k * 1e-5 * (step - 3000) for k in (1, 2, 3)],
+            "the lead over FP32 shrinks: +1.00 % per 1,000 steps (90 % interval +0.16 to +1.84)",
+        ),
+        (rising(0, 0, 0), "no growth seen (no gap changes); "),
+    ],
+)
+def test_a_gap_below_zero_or_without_any_change(gaps, words):
+    assert followed(gaps).rows[0].gap.sentence.startswith(words)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"gaps": rising(1e-5), "base": (2.0,)}, "one seed (3 are needed)"),
+        ({"gaps": rising(1e-5, 2e-5), "base": (2.0, 2.1)}, "2 seeds (3 are needed)"),
+        ({"gaps": rising(1, 2, 3), "looks": (5, 10)}, "3 seeds (5 are needed)"),
+        ({"gaps": rising(1, 2, 3), "seeds": (5, 6, 7)}, "the runs are not paired by seed"),
+        ({"gaps": rising(1, 2, 3), "status": "diverged"}, "the verdict is 'invalid baseline'"),
+        ({"gaps": rising(1, 2, 3), "steps": [2000]}, "fewer than 3 recorded steps in the last"),
+    ],
+)
+def test_what_is_not_assessed_says_why(given, words):
+    gap = followed(**given).rows[0].gap
+    assert gap is None or gap.sentence.startswith(f"not assessed: {words}")
+    assert gap is not None or given["steps"] == [2000]  # a single evaluation, no training curve
+
+
+def test_looks_test_the_slopes_as_strictly_as_the_verdict():
+    gaps, base = rising(1e-5, 2e-5, 3e-5, 4e-5), (2.0, 2.1, 1.9, 2.0)
+    gap = followed(gaps, base, looks=(3, 5)).rows[0].gap
+    assert gap.seeds == [0, 1, 2] and gap.level > 0.90  # the fourth waits for its look
+    assert gap.low < 0.16  # wider than at 90 %
+
+
+def test_few_evaluations_leave_it_to_the_training_loss():
+    a_group = group(seeds=3, steps=400)
+    for a_row in a_group.every_row:
+        for run in a_row.arm.runs:
+            run.evals = {name: column[-2:] for name, column in run.evals.items()}
+    follow_gaps(a_group)
+    of = {row.arm.label: row.gap.of for row in a_group.rows}
+    assert of["amp"] == "training loss" and a_group.rows[-1].gap.unit == "%"
+    lines = gap_lines(a_group.rows)
+    assert lines[0] == "fp16_naive, over steps: not assessed: the verdict is 'diverged'."
+
+
+def test_a_metric_in_points_keeps_its_unit_and_turns():
+    keys = {**KEYS, "compare.metric": "top1", "compare.margin": 0.5}
+    falling = [lambda step, k=k: -k * 1e-3 * max(0, step - 1000) for k in (1, 2, 3)]
+    gap = followed(falling, (70.0, 71.0, 69.0), keys=keys, metric="top1").rows[0].gap
+    # Fewer points are worse: 1, 2, 3 points per 1,000 steps.
+    assert gap.unit == "points" and gap.slope == pytest.approx(2.0, rel=1e-9)
+    assert "grows by +2.0 points per 1,000 steps" in gap.sentence
