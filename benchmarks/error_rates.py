@@ -1,12 +1,16 @@
 """How often `mprun compare` is wrong: its error rates by simulation, through the shipped code.
 
-    python benchmarks/error_rates.py [--draws 20000] [--write docs]
+    python benchmarks/error_rates.py [--draws 20000] [--only growth] [--write docs]
 
 Every draw fills two arms of runs with final losses of known truth and asks `compare.verdict.judge`,
 the function behind the command, for its verdict. Baseline mean 2 nats, margin 1 % of the baseline's
 mean (as drawn, like in a real comparison), seed standard deviations in percent of it. Same seeds
 share noise: correlation 0.3 between the arms where they are paired. One process, CPU, fixed seeds.
-Prints Markdown; --write puts error_rates.md and error_rates.json into a folder.
+Prints Markdown; --write puts error_rates.md and error_rates.json into a folder. --only makes one
+table anew, of tables that lie in that folder.
+
+Of the gaps over steps (table "growth") a draw is the curves of all seeds, for the functions that
+`compare.gaps` tests them with.
 """
 
 import argparse
@@ -24,6 +28,7 @@ from error_rates_document import document, summary
 
 from mprun.compare.equivalence import nominal_alpha
 from mprun.compare.findings import VERDICTS, Arm, Question, RunData
+from mprun.compare.gaps import last_half, paired_gaps, slope_interval
 from mprun.compare.verdict import CONCLUSIVE, judge
 
 MEAN = 2.0  # nats
@@ -52,6 +57,16 @@ NOISES = {
     "mode in ten, which ends ten times as much worse",
 }
 RARE = 0.1  # share of bad seeds
+GAP_POINTS = 60  # of a curve of 6,000 steps
+GAP_SD = 0.0005  # of a gap within a seed, relative to the loss
+PLANTED = ("0", "0.0005", "0.0025")  # growth over the last half, relative to the loss
+GAPS = {
+    "independent": "independent from point to point",
+    "AR(1) 0.95": "autoregressive, correlation 0.95 from one point to the next",
+    "random walk": "a random walk, which ends with 4 standard deviations",
+    "skewed slopes": "autoregressive, and each seed has a slope of its own: an exponential that is "
+    "turned round, of mean 0, so that one seed in many falls much",
+}
 RECORDS = [
     (np.array(runs, dtype=np.float64) - np.mean(runs)) / np.std(runs)
     for runs in json.loads(Path(__file__).with_name("mlperf_records.json").read_text())[
@@ -140,6 +155,55 @@ def rates(
     share = warned / max(1, found["matches"])
     more = {"seeds": seeds / draws, "warned": share}
     return {name: found[name] / draws for name in VERDICTS} | more
+
+
+def gap_noise(kind: str, shape: tuple[int, int, int], generator: np.random.Generator) -> np.ndarray:
+    """What gaps do without any growth, float64 [draws, seeds, points], in GAP_SD."""
+    steps = generator.standard_normal(shape)
+    if kind == "independent":
+        return steps
+    if kind == "random walk":
+        return steps.cumsum(-1) * 4 / math.sqrt(shape[-1])
+    for point in range(1, shape[-1]):
+        steps[..., point] *= math.sqrt(1 - 0.95**2)
+        steps[..., point] += 0.95 * steps[..., point - 1]
+    if kind == "skewed slopes":
+        own = 4 * (1 - generator.exponential(size=(*shape[:2], 1)))
+        steps += own * np.linspace(0, 1, shape[-1])
+    return steps
+
+
+def growth(kind: str, seeds: int, planted: float, draws: int) -> float:
+    """The share of draws in which the gap is said to grow.
+
+    planted: by how much it does over the last half of the steps, relative to the loss. The curves
+    of the baseline fall from 6 to 2 nats and scatter by 1 % over seeds.
+    """
+    generator = np.random.default_rng(list(repr((kind, seeds, planted)).encode()))
+    x = np.linspace(100, 6000, GAP_POINTS)
+    fall = MEAN * (1 + 2 * np.exp(-x / 1000))
+    late = np.clip(x / 3000 - 1, 0, 1)
+    found = 0
+    for start in range(0, draws, 1000):  # as much as memory holds
+        many = min(1000, draws - start)
+        scatter = 0.01 * generator.standard_normal((many, seeds, 1))
+        base = fall * (1 + scatter)
+        gaps = GAP_SD * gap_noise(kind, (many, seeds, GAP_POINTS), generator) + planted * late
+        for own, other in zip(base + fall * gaps, base, strict=True):
+            found += slope_interval(*last_half(x, paired_gaps(own, other, True))).low > 0
+    return found / draws
+
+
+def growth_table(draws: int) -> list[dict]:
+    return [
+        {
+            "noise": kind,
+            "seeds": seeds,
+            "rates": {planted: growth(kind, seeds, float(planted), draws) for planted in PLANTED},
+        }
+        for kind in GAPS
+        for seeds in (3, 5, 10)
+    ]
 
 
 def paired_table(draws: int) -> list[dict]:
@@ -232,7 +296,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--draws", type=int, default=20_000, help="per cell")
     parser.add_argument("--write", type=Path, metavar="DIR")
+    tables = {
+        "paired": paired_table,
+        "welch": welch_table,
+        "looks": looks_table,
+        "noise": noise_table,
+        "growth": growth_table,
+    }
+    parser.add_argument("--only", choices=tables, help="the other tables are those of --write DIR")
     arguments = parser.parse_args()
+    if arguments.only and not arguments.write:
+        parser.error("--only: needs --write")
     started = time.perf_counter()
     results = {
         "command": "python benchmarks/error_rates.py "
@@ -243,16 +317,16 @@ def main() -> None:
         f"scipy {scipy.__version__}",
         "nominal_alpha": nominal_alpha(LOOKS),
     }
-    for name, table in (
-        ("paired", paired_table),
-        ("welch", welch_table),
-        ("looks", looks_table),
-        ("noise", noise_table),
-    ):
-        results[name] = table(arguments.draws)
-        print(f"{name}: {time.perf_counter() - started:.0f} s", file=sys.stderr)
-    results["seconds"] = round(time.perf_counter() - started)
-    results["noises"] = NOISES
+    if arguments.only:
+        results = json.loads((arguments.write / "error_rates.json").read_text(encoding="utf-8"))
+        arguments.draws = results["draws"]
+    for name, table in tables.items():
+        if arguments.only in (None, name):
+            results[name] = table(arguments.draws)
+            print(f"{name}: {time.perf_counter() - started:.0f} s", file=sys.stderr)
+    if not arguments.only:
+        results["seconds"] = round(time.perf_counter() - started)
+    results["noises"], results["gaps"] = NOISES, GAPS
     results["summary"] = summary(results)
     text = document(results)
     print(text)

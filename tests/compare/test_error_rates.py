@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from scipy.stats import linregress
 
 from mprun.compare.findings import Question
 from mprun.compare.verdict import judge
@@ -17,11 +18,16 @@ FEW, MANY = 2_000, 20_000
 
 
 @pytest.fixture
-def rates(monkeypatch):
+def simulated(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    from error_rates import rates
+    import error_rates
 
-    return rates
+    return error_rates
+
+
+@pytest.fixture
+def rates(simulated):
+    return simulated.rates
 
 
 def above(rate: float, draws: int) -> float:
@@ -60,6 +66,30 @@ def test_equal_modes_mostly_match(rates):
     assert rates(0, 0.004, (5, 5), FEW)["matches"] > 1 - above(0.05, FEW)
 
 
+KINDS = ["independent", "AR(1) 0.95", "random walk"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seeds", [3, 5])
+def test_gaps_that_wander_are_rarely_said_to_grow(simulated, kind, seeds):
+    assert simulated.growth(kind, seeds, 0.0, FEW) < above(0.05, FEW)
+
+
+def test_a_test_that_counted_steps_would_break_the_rate(simulated):
+    # The slope of the mean gap of three seeds, each of its points taken for a new observation.
+    gaps = simulated.gap_noise("AR(1) 0.95", (300, 3, 60), np.random.default_rng(5)).mean(1)
+    said = [
+        linregress(np.arange(30), gap, alternative="greater").pvalue < 0.05 for gap in gaps[:, 30:]
+    ]
+    assert np.mean(said) > 0.25
+
+
+def test_planted_growth_is_found(simulated):
+    # By 0.25 % over the last half, five times the standard deviation of a gap within a seed.
+    assert simulated.growth("AR(1) 0.95", 3, 0.0025, FEW) > 0.93
+    assert simulated.growth("AR(1) 0.95", 5, 0.0025, FEW) > 0.99
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("sd", [0.002, 0.004, 0.006, 0.01])
 @pytest.mark.parametrize("looks", [(), (3, 5, 10)], ids=["fixed", "looks"])
@@ -91,6 +121,7 @@ def test_the_committed_results_keep_what_is_promised():
     assert results["summary"]["false_matches_normal"] <= 0.055
     assert results["summary"]["false_claims_when_equal_normal"] <= 0.055
     assert results["summary"]["matches_when_equal_sd_0.4_n_5"] >= 0.95
+    assert max(results["summary"][f"false_growth_{kind}"] for kind in KINDS) <= 0.055
 
 
 def test_the_committed_document_is_made_of_the_committed_results(monkeypatch):

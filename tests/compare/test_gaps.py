@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+import mprun
 from mprun.compare.findings import Arm
 from mprun.compare.gaps import follow_gaps, last_half, paired_gaps, slope_interval
 from mprun.compare.grouping import ProtoGroup
@@ -149,6 +150,23 @@ def test_looks_test_the_slopes_as_strictly_as_the_verdict():
     gap = followed(gaps, base, looks=(3, 5)).rows[0].gap
     assert gap.seeds == [0, 1, 2] and gap.level > 0.90  # the fourth waits for its look
     assert gap.low < 0.16  # wider than at 90 %
+
+
+def test_logs_of_other_tools_that_name_their_seeds_are_followed(tmp_path):
+    for seed, slope in enumerate((1e-3, 2e-3, 3e-3)):
+        for label, growth in (("fp32", 0.0), ("amp", slope)):
+            rows = (f"{step},{2 + 0.1 * seed + growth * step}" for step in range(1, 51))
+            text = "\n".join(["step,train_loss", *rows]) + "\n"
+            (tmp_path / f"{label}-seed{seed}.csv").write_text(text)
+    paths = {
+        label: ",".join(str(tmp_path / f"{label}-seed{seed}.csv") for seed in range(3))
+        for label in ("fp32", "amp")
+    }
+    found = mprun.compare([f"{label}={paths[label]}" for label in paths], tag="train_loss")
+    gap = found.groups[0].rows[0].gap
+    # 1e-3, 2e-3, 3e-3 a step on a mean of 2.1.
+    assert gap.name == "grows" and gap.per == 10 and gap.of == "train_loss"
+    assert gap.slope == pytest.approx(100 * 10 * 2e-3 / 2.1, rel=1e-6)
 
 
 def test_few_evaluations_leave_it_to_the_training_loss():
