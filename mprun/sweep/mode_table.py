@@ -46,9 +46,10 @@ def _group(overrides: Iterable[str], swept: Iterable[str]) -> tuple[str, ...]:
 
 
 def table(records: list[dict], swept: Iterable[str] = (), width: int | None = None) -> str:
-    """A Markdown table, one row per mode (and per what else is swept), FP32 first.
+    """A Markdown table, one row per mode (and per what else is swept), the baseline first.
 
-    Difference: of the mean losses over the seeds that FP32 and the mode share, as in `compare`.
+    The baseline is the mode that compare.baseline of the first record names, FP32 without one.
+    Difference: of the mean losses over the seeds that it and the mode share, as in `compare`.
     A run without an outcome is in no mean; of the loss it had, its step says that it is not final.
     Speed and peak memory that emulation made are marked, and left out if every mode's are.
 
@@ -64,10 +65,12 @@ def table(records: list[dict], swept: Iterable[str] = (), width: int | None = No
     seeds = sorted({record["seed"] for record in records})
     measures = (record.get("memory", {}).get("measure") for record in records)
     samples = (record.get("sample") for record in records)
+    configured = (record.get("config", {}).get("compare", {}).get("baseline") for record in records)
+    baseline = next(filter(None, configured), "fp32")
     header = [
         "mode",
         *(f"loss, seed {seed}" for seed in seeds),
-        *("mean", "vs FP32", "skipped", "status"),
+        *("mean", f"vs {'FP32' if baseline == 'fp32' else baseline}", "skipped", "status"),
         f"{next(filter(None, samples), 'sample')}s/s",
         *("saved MiB", "peak MiB"),
     ]
@@ -78,7 +81,7 @@ def table(records: list[dict], swept: Iterable[str] = (), width: int | None = No
     rows = []
     for group, own in groups.items():
         shown = [text for text in group if text not in everywhere]
-        rows += [[" ".join([label, *shown]), *row] for label, *row in _rows(own, seeds)]
+        rows += [[" ".join([label, *shown]), *row] for label, *row in _rows(own, seeds, baseline)]
     peak = f"peak MiB: {next(filter(None, measures), 'peak memory')}; "
     modes = [_half_products(r) for r in records if r["precision"]["mode"] != "fp32"]
     known = [half_products for half_products in modes if half_products is not None]
@@ -104,24 +107,32 @@ def _fitting(header: list[str], rows: list[list[str]], width: int) -> str:
     return text
 
 
-def _rows(records: list[dict], seeds: list[int]) -> Iterator[list[str]]:
-    """A row of each mode and scaler among runs that differ in nothing else; FP32 first."""
+def _is_of(baseline: str, record: dict) -> bool:
+    """Whether a run is of that mode, with the scaler that is usual for it."""
+    precision = record["precision"]
+    usual = precision.get("usual_scaler") or precision["scaler"]  # not recorded by earlier ones
+    return precision["mode"] == baseline and precision["scaler"] == usual
+
+
+def _rows(records: list[dict], seeds: list[int], baseline: str) -> Iterator[list[str]]:
+    """A row of each mode and scaler among runs that differ in nothing else; the baseline first."""
     found: dict[tuple[str, str], dict[int, dict]] = {}
-    for record in sorted(records, key=lambda record: record["precision"]["mode"] != "fp32"):
+    for record in sorted(records, key=lambda record: not _is_of(baseline, record)):
         precision = record["precision"]
         found.setdefault((precision["mode"], precision["scaler"]), {})[record["seed"]] = record
     names = [mode for mode, _ in found]
-    fp32 = [record for record in records if record["precision"]["mode"] == "fp32"]
-    baseline = {record["seed"]: _loss(record) for record in fp32 if _is_outcome(record)}
+    of_it = [record for record in records if _is_of(baseline, record)]
+    losses = {record["seed"]: _loss(record) for record in of_it if _is_outcome(record)}
     for (mode, scaler), by_seed in found.items():
         label = f"{mode} ({scaler})" if names.count(mode) > 1 else mode
-        yield [label, *_cells(by_seed, seeds, None if mode == "fp32" else baseline)]
+        own = any(_is_of(baseline, record) for record in by_seed.values())
+        yield [label, *_cells(by_seed, seeds, None if own else losses)]
 
 
 def _cells(
     by_seed: dict[int, dict], seeds: list[int], baseline: dict[int, float] | None
 ) -> list[str]:
-    """baseline: the loss of FP32 by seed; None of FP32 itself."""
+    """baseline: its loss by seed; None of itself."""
     own = list(by_seed.values())
     losses = {seed: _loss(record) for seed, record in by_seed.items() if _is_outcome(record)}
     memory = [record.get("memory", {}) for record in own]
@@ -189,13 +200,13 @@ def _number(value: float) -> str:
 
 
 def _percent(losses: dict[int, float], baseline: dict[int, float]) -> str:
-    """How far the losses of the seeds that both have are from those of FP32, together.
+    """How far the losses of the seeds that both have are from those of the baseline, together.
 
     Zero has no sign; "0 (identical)" where each loss equals its counterpart.
     """
     shared = losses.keys() & baseline.keys()
     if not shared:
-        return "no FP32 loss" if losses else ""
+        return "no baseline loss" if losses else ""
     mean = sum(baseline[seed] for seed in losses if seed in shared)
     own = sum(losses[seed] for seed in losses if seed in shared)
     difference = (own - mean) / mean if mean else math.nan

@@ -112,7 +112,23 @@ def test_a_preempted_run_shows_the_loss_it_had_and_is_in_no_mean():
 
 def test_without_a_baseline_there_is_no_difference():
     found = rows([run("amp", 0, 2.0), run("bf16_master", 0, 2.0)])
-    assert {row["vs FP32"] for row in found.values()} == {"no FP32 loss"}
+    assert {row["vs FP32"] for row in found.values()} == {"no baseline loss"}
+
+
+def test_the_baseline_is_the_mode_that_the_configuration_names():
+    config = {"config": {"compare": {"baseline": "amp_bf16"}}}
+    static = {"precision": {"mode": "amp_bf16", "scaler": "static", "usual_scaler": "none"}}
+    usual = {"precision": {"mode": "amp_bf16", "scaler": "none", "usual_scaler": "none"}}
+    found = rows(
+        [
+            run("fp32", 0, 2.2, **config),
+            run("amp_bf16", 0, 1.0, **config, **static),
+            run("amp_bf16", 0, 2.0, **config, **usual),
+        ]
+    )
+    assert list(found) == ["amp_bf16 (none)", "fp32", "amp_bf16 (static)"]
+    told = [row["vs amp_bf16"] for row in found.values()]
+    assert told == ["baseline", "+10.00 %", "-50.00 %"]
 
 
 def test_only_seeds_that_both_have_are_compared():
