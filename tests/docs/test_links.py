@@ -75,7 +75,7 @@ def test_every_field_of_a_runs_files_and_of_a_comparison_is_on_the_page(tmp_path
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     (group,) = results["groups"]
     (mode,) = group["modes"]
-    fields = {*results, *group, *mode, *mode["verdict"], *mode["outcomes"][0]}
+    fields = {*results, *group, *mode, *mode["verdict"], *mode["outcomes"][0], *mode["gap"]}
     assert fields <= named["compare/results.json"]
 
 

@@ -57,7 +57,8 @@ def test_run_json_holds_the_configuration_of_config_yaml_also_after_a_resume(tmp
     record = record_of(directory)
     assert record["config"] == composed.as_dict()
     assert record["config"] == yaml.safe_load((directory / "config.yaml").read_text())
-    assert record["config"]["compare"] == {"metric": "loss", "margin": 0.01, "window": 1}
+    compared = {"metric": "loss", "margin": 0.01, "window": 1, "baseline": "fp32"}
+    assert record["config"]["compare"] == compared
     assert main([f"resume={directory}", "train.steps=5", "train.log_every=7"]) == 0
     record = record_of(directory)
     train = record["config"]["train"]
