@@ -21,6 +21,7 @@ from mprun.data.sentence_pairs import UnicodeNames
 from mprun.data.source import Source, completed, kept_random_state
 from mprun.data.speech_manifest import SpeechManifest
 from mprun.data.text import Text
+from mprun.data.token_files import TokenFiles
 from mprun.data.voc import Voc
 from mprun.errors import BadInput
 
@@ -37,6 +38,7 @@ _SOURCES: dict[str, Callable[..., Source]] = {
     "voc": Voc,
     "text": Text,
     "lm1b": Lm1b,
+    "token_files": TokenFiles,
     "unicode_names": UnicodeNames,
     "parallel_text": ParallelText,
     "digit_strips": DigitStrips,

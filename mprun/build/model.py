@@ -48,6 +48,10 @@ def model_builder(config: schema.ModelConfig, data: Source) -> Callable[[], nn.M
             if config.sampled_softmax is not None:
                 network, own["candidates"] = models.SampledLSTM, config.sampled_softmax
             own["vocab_size"] = _at_least_the_data_s("vocab_size", config, data)
+        case schema.GPTConfig():
+            network = models.GPT
+            own["vocab_size"] = _at_least_the_data_s("vocab_size", config, data)
+            own["context_length"] = _context_length(config, data)
         case schema.Seq2SeqConfig():
             network = models.Seq2Seq
             for key in ("source_vocab_size", "target_vocab_size"):
@@ -132,6 +136,16 @@ def _at_least_the_data_s(key: str, config: schema.ModelConfig, data: Source) -> 
     if wanted is not None and wanted < given:
         raise BadInput(f"model.{key}={wanted}: must be >= {given}, what the data have")
     return wanted or given
+
+
+def _context_length(config: schema.GPTConfig, data: Source) -> int:
+    length = config.context_length or data.description.get("sequence_length")
+    if not isinstance(length, int):
+        raise BadInput(
+            "model.context_length=null: the data do not say how long their windows are; "
+            "give model.context_length=N"
+        )
+    return length
 
 
 class OwnModel:

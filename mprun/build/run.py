@@ -11,7 +11,14 @@ from mprun.build.model import uses_channels_last
 from mprun.build.precision import policy_from
 from mprun.build.task import build_task
 from mprun.config.check import refuse_on, why_no_graph
-from mprun.config.schema import MAX_STEPS, CustomModelConfig, LSTMConfig, OptimConfig, RunConfig
+from mprun.config.schema import (
+    MAX_STEPS,
+    CustomModelConfig,
+    GPTConfig,
+    LSTMConfig,
+    OptimConfig,
+    RunConfig,
+)
 from mprun.data import DataError
 from mprun.data.source import DamagedData, Source
 from mprun.distributed.ranks import ALONE, Ranks
@@ -143,7 +150,7 @@ def build_step_runner(
         CudaRecorder(device, stream),
         required=required,
         clock=None if required else HostBound(device),
-        zero_state=isinstance(config.model, LSTMConfig),
+        zero_state=isinstance(config.model, GPTConfig | LSTMConfig),
     )
     return StepRunner(
         task, rate, device, graph=graph, compilation=compilation, stream=stream, settings=settings

@@ -48,6 +48,7 @@ def check(config: RunConfig, *, files: bool = True) -> None:
         _sentence_pairs,
         _sampled_softmax,
         _row_convolution,
+        _gpt,
         check_own_code,
         _embedded_data,
         *([_data_folder] if files else []),
@@ -443,6 +444,28 @@ def _row_convolution(config: RunConfig) -> Iterator[str]:
         yield (
             f"model.row_convolution={model.row_convolution}: looks ahead for layers that do not; "
             "must be 0 with model.bidirectional=true"
+        )
+
+
+def _gpt(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    if not isinstance(model, schema.GPTConfig):
+        return
+    heads, kv_heads = model.num_heads, model.kv_heads
+    if model.hidden_size % heads:
+        yield f"model.num_heads={heads}: must divide model.hidden_size ({model.hidden_size})"
+    if kv_heads is not None and heads % kv_heads:
+        yield f"model.kv_heads={kv_heads}: must divide model.num_heads ({heads})"
+    if model.positions == "rotary" and model.hidden_size // heads % 2:
+        yield (
+            f"model.positions=rotary: turns pairs of a head's units, of which there are "
+            f"{model.hidden_size // heads} (model.hidden_size / model.num_heads); must be even"
+        )
+    length = getattr(config.data, "sequence_length", None)
+    if length and model.context_length is not None and model.context_length < length:
+        yield (
+            f"model.context_length={model.context_length}: must be >= data.sequence_length "
+            f"({length})"
         )
 
 

@@ -183,6 +183,45 @@ class LSTMConfig(ModelConfig):
 
 
 @dataclass(slots=True)
+class GPTConfig(ModelConfig):
+    """Decoder-only transformer: GPT-2 as in nanoGPT, Llama's parts as values; without dropout."""
+
+    learns: ClassVar[str] = "language_model"
+    name: str = setting("gpt", doc=_NETWORK)
+    vocab_size: int | None = ranged(
+        None, at_least=2, doc="Words in embedding and softmax; null: as many as the data has"
+    )
+    context_length: int | None = ranged(
+        None, at_least=1, doc="Most tokens of a window; null: data.sequence_length"
+    )
+    hidden_size: int = ranged(128, at_least=2, doc="Units of the residual stream")
+    num_layers: int = ranged(2, at_least=1, at_most=1000, doc="Blocks, one above the other")
+    num_heads: int = ranged(4, at_least=1, doc="Heads of attention, which share hidden_size out")
+    kv_heads: int | None = ranged(
+        None, at_least=1, doc="Heads of keys and values; null: as many as num_heads"
+    )
+    norm: str = one_of("layer", "layer", "rms", doc="LayerNorm, or RMSNorm as in Llama")
+    positions: str = one_of(
+        "learned", "learned", "rotary", doc="Added to the embeddings, or queries and keys turned"
+    )
+    mlp: str = one_of(
+        "gelu",
+        "gelu",
+        "swiglu",
+        doc="gelu: 4 hidden units a unit; swiglu: gated, 8/3, to a multiple of 64",
+    )
+    qk_norm: bool = setting(False, doc="Norm queries and keys of each head before their product")
+    attention: str = one_of(
+        "fused",
+        "fused",
+        "manual",
+        doc="fused: torch's kernel; manual: its parts, whose scores overflow FP16 beyond 65,504",
+    )
+    bias: bool = setting(False, doc="Linear layers and LayerNorm have biases, as OpenAI's GPT-2")
+    time_reduction: str = one_of("mean", "mean", "sum", doc=_TIME_REDUCTION)
+
+
+@dataclass(slots=True)
 class Seq2SeqConfig(ModelConfig):
     """LSTM encoder, its first layer bidirectional, attention and LSTM decoder; sizes in units."""
 
@@ -345,6 +384,7 @@ MODELS: dict[str, type[ModelConfig]] = {
     "inception_v2": InceptionV2Config,
     "inception_v3": InceptionV3Config,
     "lstm_lm": LSTMConfig,
+    "gpt": GPTConfig,
     "seq2seq": Seq2SeqConfig,
     "dcgan": DCGANConfig,
     "conv_autoencoder": ConvAutoencoderConfig,
@@ -590,6 +630,31 @@ class Lm1bConfig(DataConfig):
 
 
 @dataclass(slots=True)
+class TokenFilesConfig(DataConfig):
+    """Files of uint16 tokens below `root`, encoded before: nanoGPT's or llm.c's."""
+
+    family: ClassVar[str] = "text"
+    on_disk: ClassVar[bool] = True
+    name: str = setting("token_files", doc=_SOURCE)
+    sequence_length: int = ranged(1024, at_least=1, doc=_SEQUENCE)
+    vocab_size: int = ranged(
+        50_257, at_least=2, at_most=65_536, doc="Different tokens; one beyond them is refused"
+    )
+    vocab_multiple: int = ranged(64, at_least=1, doc=_VOCAB_MULTIPLE)
+    rotate: bool = setting(
+        True, doc="Each epoch starts elsewhere in the tokens; false: always at their start"
+    )
+    eval_tokens: int | None = ranged(
+        None, at_least=32, doc="First held-out tokens that are evaluated; null: all"
+    )
+    cache: str | None = setting(
+        None,
+        role=READING,
+        doc="Folder of remembered hashes of files; null: mprun in the user's cache folder",
+    )
+
+
+@dataclass(slots=True)
 class SentencePairsConfig(DataConfig):
     """What every source of sentence pairs has."""
 
@@ -714,6 +779,7 @@ DATA: dict[str, type[DataConfig]] = {
     "voc": VocConfig,
     "text": TextConfig,
     "lm1b": Lm1bConfig,
+    "token_files": TokenFilesConfig,
     "unicode_names": UnicodeNamesConfig,
     "parallel_text": ParallelTextConfig,
     "digit_strips": DigitStripsConfig,

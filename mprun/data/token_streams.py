@@ -31,7 +31,6 @@ from mprun.data.source import (
 EVAL_STREAMS = 16
 # Read at once, over all streams: 3 MB of memory, and system calls become a small part of a batch.
 BLOCK_TOKENS = 1 << 18
-_ITEM = 4  # bytes of an int32
 
 
 class Sizes(TypedDict):
@@ -70,11 +69,12 @@ class TokenStreams(Source):
 
     A sequence is an integer tensor ``[tokens]``, held on the CPU as int64, or a file of
     little-endian int32. Files are read with ``pread``: mapped pages would count as memory of the
-    process. They stay open, so that a folder that is deleted or replaced changes nothing.
+    process. They stay open, so that a folder that is deleted or replaced changes nothing. A
+    `TokenFile` is such a file in a form of its own.
 
     Args:
         train: What makes up the training sequence, one after the other.
-        held_out: The held-out sequence.
+        held_out: The held-out sequence, or the files that make it up.
         rotate: Each epoch turns the training sequence to a start drawn from (seed, epoch).
         shuffle_files: Each epoch permutes the parts of ``train`` by (seed, epoch). With neither,
             each epoch starts at the first token.
@@ -90,8 +90,8 @@ class TokenStreams(Source):
 
     def __init__(
         self,
-        train: Sequence[Path | Tensor],
-        held_out: Path | Tensor,
+        train: Sequence["Path | Tensor | TokenFile"],
+        held_out: "Path | Tensor | Sequence[TokenFile]",
         batch_size: int,
         sequence_length: int,
         seed: int,
@@ -110,7 +110,8 @@ class TokenStreams(Source):
             if value < least:
                 raise ValueError(f"{name}={value} is not allowed: {least} or more")
         self._parts = [_opened(part, overlap) for part in train]
-        self._eval_ring = _Ring([_opened(held_out)])
+        several = [held_out] if isinstance(held_out, Path | Tensor) else held_out
+        self._eval_ring = _Ring([_opened(part) for part in several])
         self.train_tokens = sum(map(len, self._parts))
         self.eval_tokens = min(self._eval_ring.tokens, eval_tokens or self._eval_ring.tokens)
         if batch_size * sequence_length > self.train_tokens:
@@ -195,15 +196,19 @@ class TokenFile:
         except OSError as error:
             raise DamagedData(f"{path}: {error.strerror}") from error
         weakref.finalize(self, os.close, self.descriptor)
-        self.path = path
-        self.tokens = os.fstat(self.descriptor).st_size // _ITEM - overlap
+        self.path, self.start = path, 0  # bytes before the first token
+        self.bytes = os.fstat(self.descriptor).st_size
+        self.tokens = self.bytes // self.dtype.itemsize - overlap
 
     def __len__(self) -> int:
         return self.tokens
 
     def read_into(self, row: np.ndarray, position: int) -> None:
         """Fill ``row``, of this dtype, with the tokens from ``position`` on."""
-        rest, offset = row.data.cast("B"), position * _ITEM
+        self._read_bytes(row, self.start + position * self.dtype.itemsize)
+
+    def _read_bytes(self, row: np.ndarray, offset: int) -> None:
+        rest = row.data.cast("B")
         try:
             while rest and (done := os.preadv(self.descriptor, [rest], offset)):
                 rest, offset = rest[done:], offset + done
@@ -228,7 +233,9 @@ class HeldTokens:
         row[:] = self.tokens[position : position + len(row)]
 
 
-def _opened(part: Path | Tensor, overlap: int = 0) -> TokenFile | HeldTokens:
+def _opened(part: Path | Tensor | TokenFile, overlap: int = 0) -> TokenFile | HeldTokens:
+    if isinstance(part, TokenFile):
+        return part
     return HeldTokens(part) if isinstance(part, Tensor) else TokenFile(part, overlap)
 
 

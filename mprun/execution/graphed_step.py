@@ -171,8 +171,8 @@ class GraphedStep:
         required: a step that cannot be captured ends the run (BadInput); else the steps stay eager,
             and `off` says why.
         clock: eager steps are timed first, and recorded only if the host is what limits them.
-        zero_state: a carried state that starts anew is zero (an LSTM of mprun); else the first step
-            of an epoch is eager.
+        zero_state: a carried state that starts anew is zero (an LSTM of mprun), or there is none;
+            else the first step of an epoch is eager.
     """
 
     def __init__(

@@ -17,6 +17,7 @@ from mprun.models.classifiers import (
 )
 from mprun.models.dcgan import ConvAutoencoder, Discriminator, Generator
 from mprun.models.deep_speech import DeepSpeech2
+from mprun.models.gpt import GPT
 from mprun.models.inception import googlenet, inception_v2, inception_v3
 from mprun.models.lstm_lm import LSTMLanguageModel, pad_to_multiple
 from mprun.models.sampled_lstm import LogUniformSampler, RowTable, SampledLSTM, SampledSoftmax
@@ -24,6 +25,8 @@ from mprun.models.seq2seq import Seq2Seq
 from mprun.models.ssd import ssd300, ssd_mini
 
 __all__ = [
+    "GPT",
+    "VGG16",
     "AlexNet2012",
     "ConvAutoencoder",
     "DeepSpeech2",
@@ -37,7 +40,6 @@ __all__ = [
     "SampledLSTM",
     "SampledSoftmax",
     "Seq2Seq",
-    "VGG16",
     "alexnet",
     "googlenet",
     "inception_v2",

@@ -34,8 +34,9 @@ PRODUCTS = _MATRIX.union(_CONVOLUTION, _CONVOLUTION_BACKWARD, _OTHERS, _ATTENTIO
 def flops(name: str, args: tuple, kwargs: dict[str, Any], result: Any) -> int:
     """Floating-point operations of one call, 2 for a multiplication and addition.
 
-    Of matrix products and convolutions with their gradients; 0 for everything else (recurrent
-    layers: `recurrent_flops`; attention is not counted).
+    Of matrix products, convolutions and attention with their gradients; 0 for everything else
+    (recurrent layers: `recurrent_flops`). Attention counts every pair of a query and a key, those
+    that a causal mask leaves out too, as the roofline and torch's FlopCounterMode do.
     """
     if name in _MATRIX | {"linear"}:
         left = args[0] if name in ("mm", "bmm", "linear", "scaled_mm") else args[1]
@@ -46,7 +47,17 @@ def flops(name: str, args: tuple, kwargs: dict[str, Any], result: Any) -> int:
         mask = kwargs.get("output_mask", args[-1])
         one = _convolution(args[0], args[1], args[2], transposed=args[7])
         return one * (bool(mask[0]) + bool(mask[1]))
+    if name in _ATTENTION:
+        return _attention(args[1:4], 3, 2) if "backward" in name else _attention(args[:3], 1, 1)
     return 0
+
+
+def _attention(tensors: tuple[Tensor, Tensor, Tensor], of_keys: int, of_values: int) -> int:
+    # [batch, heads, tokens, size] each. Products over the size of keys and of values: backward
+    # makes the scores again, then the gradients of values, weights, queries and keys.
+    query, key, value = tensors
+    pairs = query.shape[:-1].numel() * key.shape[-2]
+    return 2 * pairs * (of_keys * query.shape[-1] + of_values * value.shape[-1])
 
 
 def _convolution(outputs: Tensor, inputs: Tensor, weight: Tensor, transposed: bool) -> int:

@@ -232,11 +232,12 @@ def _counted(phase: str, a: Cast, b: Cast, dtype: torch.dtype, products: ScaledP
 
 def _forward(module: nn.Linear, products: ScaledProducts, x: Tensor) -> Tensor:
     weight = module.weight
+    bias: Tensor | None = module.bias
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight = x.to(dtype), weight.to(dtype)
     found: Tensor = _Linear.apply(x, weight, products)
-    return found if module.bias is None else found + module.bias.to(found.dtype)
+    return found if bias is None else found + bias.to(found.dtype)
 
 
 def install(

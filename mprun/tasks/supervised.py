@@ -275,7 +275,7 @@ class LanguageModel(Supervised):
     def load_state_dict(self, state: dict) -> None:
         super().load_state_dict(state)
         hidden, device = state["hidden"], self.arithmetic.device
-        if hidden is not None and self.ranks.world > 1:
+        if hidden and self.ranks.world > 1:
             own = self.ranks.streams(hidden[0].shape[1])
             hidden = tuple(part[:, own].contiguous() for part in hidden)
         self.hidden = None if hidden is None else tuple(part.to(device) for part in hidden)

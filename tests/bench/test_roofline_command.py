@@ -143,6 +143,7 @@ def test_json_of_ranks(capsys):
     [
         (["model=alexnet", "data=imagenet"], 256),
         (["model=lstm_lm", "data=lm1b"], 128 * 20),
+        (["model=gpt", "data=token_files"], 128 * 1024),
         (["model=lstm_lm", "data=text", "data.vocab_limit=10000"], 20 * 35),
         (["model=dcgan", "data=image_folder", "data.layout=flat", "data.image_size=64"], 128),
         (["model=conv_autoencoder", "data=cifar10"], 128),

@@ -11,7 +11,7 @@ from mprun.cli import main
 from mprun.record import checkpoint
 from mprun.record.metrics import read_metrics
 
-from ..small import LM
+from ..small import LM, ONE_CORE
 
 COMMON = [
     "device=cpu",
@@ -24,6 +24,16 @@ COMMON = [
 # numbers, carried LSTM state, BatchNorm, momentum, a learning rate, two optimizers.
 MODELS = {
     "lstm_lm": [*LM, "model.dropout=0.3", "optim=sgd"],
+    "gpt": [
+        *ONE_CORE,
+        "model=gpt",
+        "model.hidden_size=16",
+        "model.positions=rotary",
+        "data.batch_size=4",
+        "data.sequence_length=5",
+        "optim=adamw",
+        "optim.eps=1e-3",
+    ],
     "seq2seq": [
         "model=seq2seq",
         "model.hidden_size=8",
@@ -136,7 +146,7 @@ def check_resumed(model, mode, tmp_path, stop, end, *more):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("model", ["lstm_lm", "seq2seq", "dcgan", "conv_autoencoder"])
+@pytest.mark.parametrize("model", ["lstm_lm", "gpt", "seq2seq", "dcgan", "conv_autoencoder"])
 @pytest.mark.few(2)
 def test_stopping_and_resuming_changes_no_bit(model, mode, tmp_path):
     straight = check_resumed(model, mode, tmp_path, 5, 9)

@@ -75,6 +75,38 @@ WIKITEXT2 = {
     "optim.lr": 20.0,
     "train.clip_norm": 0.25,
 }
+GPT = {
+    "model.name": "gpt",
+    "model.norm": "layer",
+    "model.positions": "learned",
+    "model.mlp": "gelu",
+    "model.qk_norm": False,
+    "model.kv_heads": None,
+    "model.attention": "fused",
+    "model.time_reduction": "mean",
+    "data.name": "token_files",
+    "optim.name": "adamw",
+    "optim.weight_decay": 0.1,
+    "optim.decay_bias": False,
+    "optim.decay_norm": False,
+    "optim.eps": 1e-8,
+    "optim.schedule": "cosine",
+    "train.clip_norm": 1.0,
+    "compare.metric": "loss",
+    "compare.margin": 0.0025,
+}
+GPT2 = {
+    **GPT,
+    "model.hidden_size": 768,
+    "model.num_layers": 12,
+    "model.num_heads": 12,
+    "model.context_length": 1024,
+    "data.sequence_length": 1024,
+    "data.vocab_size": 50_257,
+    "data.vocab_multiple": 64,
+    "optim.lr": 6e-4,
+    "optim.betas": [0.9, 0.95],
+}
 GAN = {
     "model.name": "dcgan",
     "model.latent_size": 100,
@@ -279,6 +311,40 @@ RECIPES = {
         "compare.metric": "loss",
         "compare.margin": 0.01,
     },
+    "gpt2_openwebtext": {
+        **GPT2,
+        "model.bias": False,
+        "data.batch_size": 12,
+        "optim.warmup_updates": 2000,
+        "optim.final_factor": 0.1,
+        "train.accumulate": 5 * 8,
+        "train.steps": 600_000,
+    },
+    "gpt2_fineweb": {
+        **GPT2,
+        "model.bias": True,
+        "data.batch_size": 64,
+        "data.eval_tokens": 20 * 64 * 1024 * 8,
+        "optim.warmup_updates": 700,
+        "optim.final_factor": 0.0,
+        "train.accumulate": 524_288 // (64 * 1024),
+        "train.steps": 18_865,
+    },
+    "gpt_shakespeare_char": {
+        **GPT,
+        "model.hidden_size": 128,
+        "model.num_layers": 4,
+        "model.num_heads": 4,
+        "data.batch_size": 12,
+        "data.sequence_length": 64,
+        "data.vocab_size": 65,
+        "optim.lr": 1e-3,
+        "optim.betas": [0.9, 0.99],
+        "optim.warmup_updates": 100,
+        "optim.final_factor": 0.1,
+        "train.accumulate": 1,
+        "train.steps": 2000,
+    },
     "ssd300_voc": {
         "data.name": "voc",
         "data.years": "2007+2012",
@@ -441,9 +507,9 @@ def test_the_file_names_source_expected_result_difference_and_margin(recipe):
     source, rest = joined.split("Source: ")[1].split("Expected FP32 result: ")
     expected, rest = rest.split("Differs from the source: ")
     difference, margin = rest.split("Margin: ")
-    assert re.search(r"arXiv \d{4}\.\d{4,5}|\w+/[\w-]+ \S+/", source)
+    assert re.search(r"arXiv \d{4}\.\d{4,5}|\w+/[\w.-]+ \S+/", source)
     assert "no published figure" in expected or re.search(
-        r"(top-1|perplexity|error rate|mAP)\D*\d", expected
+        r"(top-1|perplexity|error rate|mAP|loss)\D*\d", expected
     )
     assert len(difference.split()) > 5
     # The number of the comment is the number of the file.
@@ -452,10 +518,11 @@ def test_the_file_names_source_expected_result_difference_and_margin(recipe):
         "top1": "{:g} point",
         "cer": "{:g} point",
         "map": "{:g} point",
-        "loss": "{:.0%} of the loss",
+        "loss": "{:.3g}% of the loss",
         "sliced_wasserstein": "{:.0%} of",
     }
-    stated = stated[config.metric].format(config.margin).replace("%", " %")
+    value = 100 * config.margin if config.metric == "loss" else config.margin
+    stated = stated[config.metric].format(value).replace("%", " %")
     assert margin.startswith(stated)
 
 

@@ -43,6 +43,15 @@ SMALL = {
         "model.projection_size=4",
         "model.sampled_softmax=12",
     ],
+    "transformer": [
+        "model=gpt",
+        *TOKENS,
+        "model.hidden_size=8",
+        "model.num_heads=2",
+        "model.positions=rotary",
+        "model.qk_norm=true",
+        "optim.eps=1e-3",
+    ],
     "translation": [
         "model=seq2seq",
         "model.embedding_size=8",

@@ -27,6 +27,15 @@ MODELS = {
     "lstm_lm, 2 layers, dropout": ["model=lstm_lm", *STACKED, "model.dropout=0.3"],
     "lstm_lm_projected": ["model=lstm_lm_projected", *STACKED, "model.projection_size=4"],
     "biglstm": SMALL["sampled"],
+    "gpt": SMALL["transformer"],
+    "gpt, manual": [
+        "model=gpt",
+        *TOKENS,
+        "model.hidden_size=8",
+        "model.num_heads=2",
+        "model.attention=manual",
+    ],
+    "gpt_llama": ["model=gpt_llama", *TOKENS, "model.hidden_size=16"],
     "seq2seq": SMALL["translation"],
     "dcgan": SMALL["gan"],
     "conv_autoencoder": SMALL["reconstruction"],
@@ -39,7 +48,7 @@ EXECUTION = ("off", "on")
 STEPS = 12  # 3 to warm up, then with a graph 9 replays
 
 WAITS = "only the device knows how many are left"
-ADAM_16 = "Adam without a fused kernel counts its steps on the host"
+ADAM_16 = "without a fused kernel counts its steps on the host"
 
 
 def refusal(model: str, mode: str, graph: str) -> str | None:
@@ -51,7 +60,7 @@ def refusal(model: str, mode: str, graph: str) -> str | None:
     if graph == "on" and model == "faster_rcnn":
         return WAITS
     if graph == "on" and mode in ("fp16_naive", "bf16_naive"):
-        if model in ("dcgan", "conv_autoencoder", "ssd_mini"):
+        if model in ("dcgan", "conv_autoencoder", "ssd_mini") or model.startswith("gpt"):
             return ADAM_16
     return None
 

@@ -9,7 +9,8 @@ from .cells import EXECUTION, MODELS, MODES, STEPS, overrides, refusal
 LARGE = {"alexnet", "resnet50", "resnet50_preact", "vgg16"}
 LARGE |= {"googlenet", "inception_v2", "inception_v3"}
 QUICK = {"fp32", "fp16_naive", "amp", "amp_bf16"}
-QUICK_OF = {"deep_speech2": {"fp16_naive"}, "deep_speech2, forward": {"amp"}}
+QUICK_OF = {"gpt, manual": {"amp"}, "gpt_llama": {"amp_bf16"}}
+QUICK_OF |= {"deep_speech2": {"fp16_naive"}, "deep_speech2, forward": {"amp"}}
 WITH_ADAGRAD = {"lstm_lm_projected", "biglstm"}
 
 

@@ -154,6 +154,30 @@ def test_calls_elements_and_flops_by_hand():
     assert rows["mm", "backward"]["flops"] == 2 * LINEAR_FLOPS
 
 
+@pytest.mark.parametrize(("mode", "dtype"), [("fp32", "fp32"), ("amp", "emulated fp16")])
+@pytest.mark.parametrize("mode_of_attention", ["fused", "manual"])
+def test_attention_is_counted_with_its_flops(build_run, mode, dtype, mode_of_attention):
+    words = ["model=gpt_llama", f"model.attention={mode_of_attention}", f"precision={mode}"]
+    built = build_run(*words, "data.batch_size=3", "data.sequence_length=16")
+    with FirstStep(built.task, built.policy, {}) as first:
+        built.task.train_step(0)
+    assert first.not_in_16_bits() == []
+    rows = {(r["operation"], r["phase"]): r for r in first.operations()["rows"]}
+    # Scores and what is attended to: 2 layers, 3 windows, 4 heads of 32 units, 16 x 16 pairs, of
+    # which a causal mask needs half.
+    product = 2 * 2 * 3 * 4 * 16 * 16 * 32
+    name = "_scaled_dot_product_flash_attention_for_cpu"
+    if mode_of_attention == "manual":
+        forward, backward = rows["bmm", "forward"], rows["bmm", "backward"]
+        assert (forward["flops"], backward["flops"]) == (2 * product, 4 * product)
+    else:
+        forward, backward = rows[name, "forward"], rows[f"{name}_backward", "backward"]
+        # Scores are made again.
+        assert (forward["flops"], backward["flops"]) == (2 * product, 5 * product)
+        assert forward["calls"] == backward["calls"] == 2
+    assert forward["dtype"] == backward["dtype"] == dtype
+
+
 def test_native_kernels_are_not_called_emulated():
     assert dtypes_of(watched("bf16_master", native=True), *PRODUCTS) == all_products("bf16")
 

@@ -1,4 +1,4 @@
-"""BF16 weights that are updated in FP32: stochastic rounding, Kahan's compensation, narrow state."""
+"""BF16 weights updated in FP32: stochastic rounding, Kahan's compensation, narrow state."""
 
 import math
 

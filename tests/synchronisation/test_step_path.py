@@ -38,6 +38,7 @@ SOME = "data.batch_size=4 data.train_size=32 data.eval_size=8"
 MODELS = {
     "lstm_lm": f"model=lstm_lm {TOKENS} {TINY} model.num_layers=1",
     "sampled": f"model=biglstm {TOKENS} {TINY} model.projection_size=4 model.sampled_softmax=12",
+    "gpt": f"model=gpt_llama {TOKENS} model.hidden_size=16 model.qk_norm=true",
     "seq2seq": "model=seq2seq model.embedding_size=8 model.hidden_size=8 data.max_length=8",
     "dcgan": f"model=dcgan {IMAGES} {SOME} model.generator_width=4 model.discriminator_width=4",
     "conv_autoencoder": f"model=conv_autoencoder {IMAGES} {SOME} model.width=2 model.code_size=4",
@@ -50,7 +51,8 @@ CASES = [
     for model in ("lstm_lm", "sampled", "seq2seq", "dcgan", "conv_autoencoder")
     for mode in ("fp32", "fp16_naive", "fp16_master_scaled", "amp")
 ]
-CASES += [("alexnet", "fp16_master_scaled"), ("deep_speech2", "fp16_master_scaled")]
+CASES += [("gpt", "fp16_master_scaled"), ("alexnet", "fp16_master_scaled")]
+CASES += [("deep_speech2", "fp16_master_scaled")]
 
 
 @pytest.fixture(autouse=True)

@@ -36,6 +36,22 @@ MODELS = {
         "data.sequence_length=4",
         "data.train_tokens=512",
     ],
+    "gpt": [
+        "model=gpt",
+        "data=synthetic_tokens",
+        "data.vocab_size=50",
+        "data.batch_size=4",
+        "data.sequence_length=8",
+    ],
+    "gpt_llama": [
+        "model=gpt_llama",
+        "model.qk_norm=true",
+        "model.attention=manual",
+        "data=synthetic_tokens",
+        "data.vocab_size=50",
+        "data.batch_size=4",
+        "data.sequence_length=8",
+    ],
     "seq2seq": [
         "model=seq2seq",
         "model.hidden_size=8",
@@ -70,10 +86,14 @@ EXPECTED = {
 CONVOLUTIONS = {"forward convolution", "backward convolution_backward"}
 MATRICES = {"forward addmm", "backward mm"}
 LSTM = {"forward lstm", "backward lstm"}
+LINEAR = {"forward mm", "backward mm"}
+ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 PRODUCTS = {
     "alexnet": CONVOLUTIONS | MATRICES,
     "resnet50": CONVOLUTIONS | MATRICES,
     "lstm_lm": LSTM | MATRICES,
+    "gpt": LINEAR | {f"forward {ATTENTION}", f"backward {ATTENTION}_backward"},
+    "gpt_llama": LINEAR | {"forward bmm", "backward bmm"},
     "seq2seq": LSTM | MATRICES | {"forward mm", "forward bmm", "backward bmm"},
     "dcgan": CONVOLUTIONS,
     "conv_autoencoder": CONVOLUTIONS,
@@ -94,7 +114,7 @@ def test_two_steps(build_run, model, mode):
     parameter_dtype, norm_dtype, state_dtype = EXPECTED[mode]
     losses = [built.task.train_step(step)["loss"] for step in range(2)]
     # Adam's eps of 1e-8 is 0 in FP16, and 0/0 from the first update on (test_paper_examples).
-    if mode == "fp16_naive" and model in ("dcgan", "conv_autoencoder"):
+    if mode == "fp16_naive" and model in ("dcgan", "conv_autoencoder", "gpt", "gpt_llama"):
         assert not torch.isfinite(losses[1])
     else:
         assert torch.isfinite(torch.stack(losses)).all()
@@ -116,7 +136,7 @@ def test_two_steps(build_run, model, mode):
         assert set(states) <= {state_dtype}
     expected = set() if mode == "fp32" else set(PRODUCTS[model])
     # Under autocast the embedding table is FP32 and so is its gradient.
-    if model in ("lstm_lm", "seq2seq") and parameter_dtype != F32:
+    if model in ("lstm_lm", "seq2seq", "gpt", "gpt_llama") and parameter_dtype != F32:
         expected.add("backward embedding_dense_backward")
     assert set(built.arithmetic.rerouted()) == expected
 

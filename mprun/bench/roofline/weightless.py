@@ -114,7 +114,8 @@ def shape_source(config: schema.RunConfig) -> ShapeSource:
         return _of_utterances(data)
     if not isinstance(data, schema.ImagesConfig):
         shape = torch.Size((data.sequence_length, data.batch_size))
-        return ShapeSource(shape, shape, False, vocab_size=_vocabulary(config, data))
+        about = {"vocab_size": _vocabulary(config, data), "sequence_length": data.sequence_length}
+        return ShapeSource(shape, shape, False, **about)
     size, channels = data.image_size, data.channels
     shape = torch.Size((data.batch_size, channels, size, size))
     about = {"num_classes": _classes(config), "channels": channels, "image_size": size}
@@ -194,6 +195,8 @@ def _vocabulary(config: schema.RunConfig, data: Any) -> int:
         return text.vocab_size
     if data.name == "lm1b":
         return _padded_words(_LM1B_WORDS, data)
+    if data.name == "token_files":
+        return _padded_words(data.vocab_size, data)
     return _in_files(config, data, "vocab")
 
 

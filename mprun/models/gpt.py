@@ -1,0 +1,245 @@
+"""A decoder-only transformer: GPT-2 as in nanoGPT, and the parts that Llama replaced, as values.
+
+karpathy/nanoGPT, model.py: norms in front of each block's two halves and behind the last block, one
+table for embedding and output, GELU by its error function.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+State = tuple[Tensor, ...]
+ROTARY_BASE = 10_000.0  # Su et al., arXiv 2104.09864, section 3.2.2
+
+
+class GPT(nn.Module):
+    """``forward(tokens, state)``: ``tokens`` int64 ``[time, batch]``; the state is always ``()``.
+
+    Returns logits ``[time, batch, vocab_size]`` and ``()``: each column is a window of its own,
+    nothing is carried from one to the next. Weights start normal with deviation 0.02, those that
+    write into the residual stream with 0.02 / sqrt(2 * num_layers) (Radford et al., GPT-2, section
+    2.3), biases at zero.
+
+    Args:
+        vocab_size: entries of the table that is both embedding and output.
+        context_length: most tokens of a window.
+        kv_heads: heads of keys and values, each read by as many query heads (Ainslie et al., arXiv
+            2305.13245); None: as many as ``num_heads``.
+        norm: "layer" (LayerNorm) or "rms" (Zhang and Sennrich, arXiv 1910.07467).
+        positions: "learned", a vector added to each embedding; "rotary", queries and keys turned.
+        mlp: "gelu", 4 hidden units a unit; "swiglu" (Shazeer, arXiv 2002.05202), 8/3 rounded up to
+            a multiple of 64, so that it has as many weights.
+        qk_norm: a norm of queries and of keys, each head's for itself, before they are turned.
+        attention: "fused", torch's kernel; "manual", its parts one by one, scores before they are
+            divided by the root of the head's size.
+        bias: linear layers, and LayerNorm, have one.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        context_length: int,
+        hidden_size: int = 128,
+        num_layers: int = 2,
+        num_heads: int = 4,
+        kv_heads: int | None = None,
+        norm: str = "layer",
+        positions: str = "learned",
+        mlp: str = "gelu",
+        qk_norm: bool = False,
+        attention: str = "fused",
+        bias: bool = False,
+    ) -> None:
+        super().__init__()
+        self.context_length = context_length
+        self.embedding = nn.Embedding(vocab_size, hidden_size)
+        self.positions = (
+            nn.Embedding(context_length, hidden_size) if positions == "learned" else None
+        )
+        turned = context_length if positions == "rotary" else 0
+        self.blocks = nn.ModuleList(
+            Block(
+                Attention(
+                    hidden_size,
+                    num_heads,
+                    kv_heads or num_heads,
+                    bias,
+                    norm if qk_norm else None,
+                    turned,
+                    attention == "fused",
+                ),
+                (GELU if mlp == "gelu" else SwiGLU)(hidden_size, bias),
+                [_norm(norm, hidden_size, bias) for _ in range(2)],
+            )
+            for _ in range(num_layers)
+        )
+        self.norm = _norm(norm, hidden_size, bias)
+        self.output = TiedOutput()
+        for name, parameter in self.named_parameters():
+            if parameter.dim() > 1:
+                writes = name.endswith("output.weight")
+                nn.init.normal_(parameter, std=0.02 / (2 * num_layers) ** 0.5 if writes else 0.02)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+
+    def forward(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+        x = self.embedding(tokens.t())
+        if self.positions is not None:
+            x = x + self.positions(torch.arange(len(tokens), device=tokens.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.output(self.norm(x).transpose(0, 1), self.embedding.weight), ()
+
+
+class TiedOutput(nn.Module):
+    """Logits by the table of the embedding, ``[vocab_size, width]``, in the format of ``x``.
+
+    The table is no weight of this module, so that embedding and output can be overridden apart.
+    """
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        return F.linear(x, table.to(x.dtype))
+
+
+class Block(nn.Module):
+    """``[batch, time, width]`` plus what attention, then what an MLP makes of it, each normed."""
+
+    def __init__(self, attention: nn.Module, mlp: nn.Module, norms: list[nn.Module]) -> None:
+        super().__init__()
+        self.attention_norm, self.mlp_norm = norms
+        self.attention, self.mlp = attention, mlp
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Attention(nn.Module):
+    """Causal self-attention on ``[batch, time, width]``, without dropout.
+
+    With dropout torch would leave its fused kernel on a CPU for one that computes in FP32.
+
+    Args:
+        qk_norm: which norm queries and keys get, or None.
+        turned: length for which there are rotary positions, 0 for none.
+        fused: by F.scaled_dot_product_attention, else part by part.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        kv_heads: int,
+        bias: bool,
+        qk_norm: str | None,
+        turned: int,
+        fused: bool,
+    ) -> None:
+        super().__init__()
+        self.size, self.fused = width // heads, fused
+        self.heads = [heads, kv_heads, kv_heads]
+        self.inputs = nn.Linear(width, sum(self.heads) * self.size, bias=bias)
+        self.output = nn.Linear(width, width, bias=bias)
+        self.query_norm = _norm(qk_norm, self.size, False) if qk_norm else None
+        self.key_norm = _norm(qk_norm, self.size, False) if qk_norm else None
+        self.rotary = Rotary(turned, self.size) if turned else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        # [batch, heads, time, size] each
+        query, key, value = (
+            part.unflatten(-1, (heads, self.size)).transpose(1, 2)
+            for part, heads in zip(
+                self.inputs(x).split([n * self.size for n in self.heads], -1),
+                self.heads,
+                strict=True,
+            )
+        )
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
+        if self.rotary is not None:
+            query, key = self.rotary(query), self.rotary(key)
+        if (times := self.heads[0] // self.heads[1]) > 1:
+            # Not by enable_gqa, which not every fused kernel has.
+            key, value = (part.repeat_interleave(times, 1) for part in (key, value))
+        if self.fused:
+            attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        else:
+            attended = manual_attention(query, key, value)
+        return self.output(attended.transpose(1, 2).flatten(2))
+
+
+def manual_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """What the fused kernel computes, ``[batch, heads, time, size]``, in operations of its own.
+
+    The scores exist in the format of the queries before they are divided by the root of the head's
+    size: beyond 65,504 FP16 has them infinite, which the fused kernel, in FP32 inside, has not.
+    """
+    scores = query @ key.transpose(-2, -1) * query.shape[-1] ** -0.5
+    later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+    # The least finite number, not an infinity that a search for overflows would find.
+    scores = scores.masked_fill(later, torch.finfo(scores.dtype).min)
+    weights = torch.softmax(scores, -1, dtype=torch.float32)
+    return weights.to(value.dtype) @ value
+
+
+class Rotary(nn.Module):
+    """Turns pairs (i, i + size / 2) of the last dimension by position / base^(2 i / size).
+
+    The scores of two tokens then depend on their distance alone. Halves, as GPT-NeoX and Llama in
+    Hugging Face's form have them, in place of neighbours.
+
+    Args:
+        length: positions from 0 on.
+        size: of a head, even.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, length: int, size: int) -> None:
+        super().__init__()
+        places = torch.arange(length, dtype=torch.float64)
+        exponents = torch.arange(0, size, 2, dtype=torch.float64) / size
+        angles = places[:, None] * ROTARY_BASE**-exponents
+        # float32 [length, size / 2], in the format of their module in a 16-bit mode
+        self.register_buffer("cos", angles.cos().float(), persistent=False)
+        self.register_buffer("sin", angles.sin().float(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., time, size]``."""
+        cos, sin = self.cos[: x.shape[-2]], self.sin[: x.shape[-2]]
+        one, other = x.chunk(2, -1)
+        return torch.cat([one * cos - other * sin, other * cos + one * sin], -1)
+
+
+class GELU(nn.Module):
+    """Two linear layers and the exact GELU between them."""
+
+    def __init__(self, width: int, bias: bool) -> None:
+        super().__init__()
+        self.inputs = nn.Linear(width, 4 * width, bias=bias)
+        self.output = nn.Linear(4 * width, width, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.output(F.gelu(self.inputs(x)))
+
+
+class SwiGLU(nn.Module):
+    """SiLU of one linear layer times another, and a third."""
+
+    def __init__(self, width: int, bias: bool) -> None:
+        super().__init__()
+        hidden = -(-8 * width // (3 * 64)) * 64
+        self.inputs = nn.Linear(width, 2 * hidden, bias=bias)
+        self.output = nn.Linear(hidden, width, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, linear = self.inputs(x).chunk(2, -1)
+        return self.output(F.silu(gate) * linear)
+
+
+def _norm(kind: str, width: int, bias: bool) -> nn.Module:
+    # RMSNorm's own default is the smallest step of the format, which differs from mode to mode.
+    if kind == "rms":
+        return nn.RMSNorm(width, eps=1e-5)
+    return nn.LayerNorm(width, eps=1e-5, bias=bias)

@@ -1,0 +1,146 @@
+"""nanoGPT's and llm.c's files of tokens: values, boundaries, and what is refused."""
+
+import numpy as np
+import pytest
+import torch
+
+from mprun.cli import main
+from mprun.data.source import DamagedData
+from mprun.data.token_files import TokenFiles
+from mprun.data.token_streams import TokenStreams
+
+SIZES = {"batch_size": 4, "sequence_length": 5, "seed": 3, "device": "cpu"}
+WORDS = 65_536
+TRAIN = (np.arange(103) * 631 + 40_000) % WORDS  # up to 65,240: beyond int16
+HELD_OUT = np.arange(40, 0, -1)
+
+
+def write(path, tokens, header=None):
+    tokens = np.asarray(tokens, "<u2").tobytes()
+    head = b""
+    if header is not None:
+        head = np.array([*header, *[0] * (256 - len(header))], "<i4").tobytes()
+    path.write_bytes(head + tokens)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write(tmp_path / "train.bin", TRAIN)
+    write(tmp_path / "val.bin", HELD_OUT)
+    return tmp_path
+
+
+@pytest.fixture
+def shards(tmp_path):
+    """llm.c's: two for training, in the order of their names."""
+    for name, tokens in (
+        ("fineweb_train_000002.bin", TRAIN[60:]),
+        ("fineweb_train_000001.bin", TRAIN[:60]),
+        ("fineweb_val_000000.bin", HELD_OUT),
+    ):
+        write(tmp_path / name, tokens, header=(20240520, 1, len(tokens)))
+    return tmp_path
+
+
+def source(root, vocab_size=WORDS, **options):
+    return TokenFiles(root, vocab_size=vocab_size, **(SIZES | options))
+
+
+@pytest.mark.parametrize("kind", ["folder", "shards"])
+def test_batches_are_those_of_the_tokens_in_memory(kind, request):
+    files = source(request.getfixturevalue(kind))
+    memory = TokenStreams([torch.from_numpy(TRAIN)], torch.from_numpy(HELD_OUT), **SIZES)
+    assert files.batches_per_epoch == memory.batches_per_epoch == 5
+    for index in range(3 * files.batches_per_epoch):
+        for ours, theirs in zip(files.train_batch(index), memory.train_batch(index), strict=True):
+            assert ours.dtype == torch.int64 and torch.equal(ours, theirs)
+    for ours, theirs in zip(files.eval_batches(), memory.eval_batches(), strict=True):
+        assert all(map(torch.equal, ours, theirs))
+
+
+def test_the_vocabulary_is_padded_and_recorded(folder):
+    tokens = TRAIN % 50_257
+    write(folder / "train.bin", tokens)
+    files = TokenFiles(folder, **SIZES)
+    assert files.vocab_size == 50_304 and files.vocab_size % 64 == 0
+    assert files.description["vocab_entries"] == 50_257
+    assert (files.description["train_samples"], files.description["eval_samples"]) == (103, 40)
+    assert source(folder, 65, vocab_multiple=1).vocab_size == 65
+
+
+def test_the_hash_covers_every_file(folder):
+    before = source(folder).sha256
+    assert source(folder, batch_size=2).sha256 == before
+    write(folder / "val.bin", HELD_OUT + 1)
+    assert source(folder).sha256 != before
+
+
+def test_a_token_beyond_the_vocabulary_is_named_where_it_is_read(folder):
+    most = int(TRAIN.max())
+    for index in range(5):
+        source(folder, most + 1).train_batch(index)
+    files = source(folder, most, rotate=False)
+    place = int(TRAIN.argmax())
+    with pytest.raises(DamagedData, match=rf"train.bin: token {most} at place {place}, must"):
+        for index in range(5):
+            files.train_batch(index)
+    write(folder / "val.bin", [*HELD_OUT, 60])
+    with pytest.raises(DamagedData, match=r"val.bin: token 60 at place 40, must be below"):
+        list(source(folder, 60).eval_batches())
+
+
+@pytest.mark.parametrize(
+    ("header", "says"),
+    [
+        ((20240520, 1, 104), r"103 tokens, its header \(version 1\) says 104"),
+        ((20240520, 2, 103), r"103 tokens, its header \(version 2\) says 103"),
+    ],
+)
+def test_a_header_that_says_something_else_is_refused(folder, header, says):
+    write(folder / "train.bin", TRAIN, header)
+    with pytest.raises(DamagedData, match=says):
+        source(folder)
+
+
+def test_odd_empty_missing_and_ambiguous_files_are_refused(folder):
+    (folder / "val.bin").write_bytes(b"\x01\x00\x02")
+    with pytest.raises(DamagedData, match=r"val.bin: an odd number of bytes \(3\)"):
+        source(folder)
+    (folder / "val.bin").write_bytes(b"")
+    with pytest.raises(DamagedData, match=r"val.bin: no token"):
+        source(folder)
+    write(folder / "a_val_0.bin", HELD_OUT)
+    with pytest.raises(DamagedData, match=r"has both of val.bin and \*_val_\*.bin, must have one"):
+        source(folder)
+    for name in ("val.bin", "a_val_0.bin"):
+        (folder / name).unlink()
+    with pytest.raises(DamagedData, match=r"has neither of val.bin and \*_val_\*.bin"):
+        source(folder)
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_refused(folder):
+    files = source(folder)
+    with (folder / "train.bin").open("r+b") as file:
+        file.truncate(20)
+    with pytest.raises(DamagedData, match="cut short while it was in use"):
+        files.train_batch(0)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        ([], 0, ""),
+        (["data.vocab_size=30"], 4, "train.bin: token "),
+        (["data.vocab_size=70000"], 2, "data.vocab_size=70000: must be"),
+    ],
+)
+def test_a_run_reads_them_or_ends_with_one_line(folder, tmp_path, capsys, words, code, says):
+    write(folder / "train.bin", np.arange(2000) % 60)
+    network = ["model=gpt", "model.hidden_size=8", "model.num_layers=1", "model.num_heads=2"]
+    data = ["data=token_files", f"data.root='{folder}'", "data.vocab_size=60"]
+    sizes = ["data.batch_size=2", "data.sequence_length=8", "train.steps=2", "threads=1"]
+    command = [*network, *data, *sizes, *words, "device=cpu", f"output_dir='{tmp_path}/run'"]
+    assert main(command) == code
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("mprun: ")]
+    if code:
+        assert len(lines) == 1 and says in lines[0]

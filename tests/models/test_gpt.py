@@ -1,0 +1,249 @@
+"""The transformer against plain float64 equations, and what its parts promise."""
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from mprun.build.data import arguments_of
+from mprun.config.compose import compose_config
+from mprun.distributed.ranks import Ranks
+from mprun.models import GPT
+from mprun.models.gpt import Attention, Rotary, manual_attention
+
+WORDS, LENGTH = 11, 9
+VARIANTS = {
+    "gpt2": {},
+    "biases": {"bias": True},
+    "rms": {"norm": "rms"},
+    "rotary": {"positions": "rotary"},
+    "swiglu": {"mlp": "swiglu"},
+    "qk_norm": {"qk_norm": True},
+    "kv_heads": {"kv_heads": 1},
+    "manual": {"attention": "manual"},
+    "llama": {
+        "norm": "rms",
+        "positions": "rotary",
+        "mlp": "swiglu",
+        "qk_norm": True,
+        "kv_heads": 2,
+        "attention": "manual",
+    },
+}
+
+
+def small(**options):
+    """Weights ten times as large as at the start, so that attention is not even."""
+    torch.manual_seed(0)
+    model = GPT(WORDS, LENGTH, hidden_size=16, num_layers=2, num_heads=4, **options)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) / 4)
+            else:
+                parameter.mul_(10)
+    return model
+
+
+def tokens(length=LENGTH, batch=3):
+    return torch.randint(WORDS, (length, batch), generator=torch.Generator().manual_seed(1))
+
+
+def by_the_equations(model, ids, norm="layer", mlp="gelu", **_):
+    """Logits in float64, one stream and one head at a time."""
+    weights = {name: p.detach().double() for name, p in model.named_parameters()}
+
+    def normed(name, x):
+        if norm == "layer":
+            x = x - x.mean(-1, keepdim=True)
+        scale = (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+        return x / scale * weights[f"{name}.weight"] + weights.get(f"{name}.bias", 0.0)
+
+    def linear(name, x):
+        return x @ weights[f"{name}.weight"].T + weights.get(f"{name}.bias", 0.0)
+
+    def turned(x):
+        # Pairs (i, i + d/2) as complex numbers.
+        half = x.shape[-1] // 2
+        angles = torch.tensor(
+            [[t * 10_000 ** (-2 * i / (2 * half)) for i in range(half)] for t in range(len(x))],
+            dtype=torch.float64,
+        )
+        pairs = torch.complex(x[:, :half], x[:, half:]) * torch.exp(1j * angles)
+        return torch.cat([pairs.real, pairs.imag], -1)
+
+    def attention(name, x):
+        size = 4
+        found = linear(f"{name}.inputs", x)
+        kv = (found.shape[1] - 16) // 2
+        queries, keys, values = (part.split(size, 1) for part in found.split([16, kv, kv], 1))
+        heads = []
+        for head, q in enumerate(queries):
+            own = head * len(keys) // len(queries)
+            k, v = keys[own], values[own]
+            if f"{name}.query_norm.weight" in weights:
+                q, k = normed(f"{name}.query_norm", q), normed(f"{name}.key_norm", k)
+            if "positions.weight" not in weights:
+                q, k = turned(q), turned(k)
+            rows = []
+            for t in range(len(q)):
+                shares = torch.softmax(k[: t + 1] @ q[t] / math.sqrt(size), 0)
+                rows.append(shares @ v[: t + 1])
+            heads.append(torch.stack(rows))
+        return linear(f"{name}.output", torch.cat(heads, 1))
+
+    def hidden(name, x):
+        found = linear(f"{name}.inputs", x)
+        if mlp == "swiglu":
+            gate, other = found.chunk(2, -1)
+            return linear(f"{name}.output", gate * torch.sigmoid(gate) * other)
+        return linear(f"{name}.output", found * (1 + torch.erf(found / math.sqrt(2))) / 2)
+
+    streams = []
+    for stream in ids.t():
+        x = weights["embedding.weight"][stream]
+        if "positions.weight" in weights:
+            x = x + weights["positions.weight"][: len(stream)]
+        for block in range(2):
+            x = x + attention(
+                f"blocks.{block}.attention", normed(f"blocks.{block}.attention_norm", x)
+            )
+            x = x + hidden(f"blocks.{block}.mlp", normed(f"blocks.{block}.mlp_norm", x))
+        streams.append(normed("norm", x) @ weights["embedding.weight"].T)
+    return torch.stack(streams, 1)
+
+
+@pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
+def test_equals_the_equations(options):
+    model = small(**options).double()
+    logits, state = model(tokens())
+    assert logits.shape == (LENGTH, 3, WORDS) and state == ()
+    # The manual form has its softmax in FP32 in every mode, and rotary tables are FP32.
+    exact = model.blocks[0].attention.fused and model.positions is not None
+    expected = by_the_equations(model, tokens(), **options)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-12 if exact else 1e-5)
+
+
+@pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
+def test_a_later_token_changes_nothing_before_it(options):
+    model, ids = small(**options), tokens()
+    changed = ids.clone()
+    changed[5] = (changed[5] + 1) % WORDS
+    first, second = model(ids)[0], model(changed)[0]
+    assert torch.equal(first[:5], second[:5])
+    assert (first[5:] != second[5:]).any(-1).all()
+
+
+@pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
+def test_a_shorter_window_is_the_beginning_of_a_longer_one(options):
+    model = small(**options)
+    whole, part = model(tokens())[0], model(tokens()[:4])[0]
+    torch.testing.assert_close(part, whole[:4], rtol=0, atol=2e-5)
+
+
+def test_the_empty_state_is_restored_on_several_ranks(build_run):
+    built = build_run("model=gpt", "data.batch_size=2", "model.hidden_size=16")
+    built.task.train_step(0)
+    state = built.task.state_dict()
+    assert state["hidden"] == ()
+    built.task.hidden, built.task.ranks = None, Ranks(0, 2)
+    built.task.load_state_dict(state)
+    assert built.task.hidden == ()
+
+
+def test_rotary_scores_depend_on_the_distance_alone():
+    rotary = Rotary(40, 8).double()
+    query, key = torch.randn(2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    turned = [rotary(vector.expand(40, 8)) for vector in (query, key)]
+    scores = turned[0] @ turned[1].T
+    for distance in range(40):
+        along = scores.diagonal(distance)
+        # Tables of FP32.
+        torch.testing.assert_close(along, along[:1].expand_as(along), rtol=0, atol=1e-6)
+    torch.testing.assert_close(turned[0].norm(dim=1), query.norm().expand(40))
+    assert scores[0].std() > 0.1
+
+
+def test_shared_heads_are_equal_heads():
+    shared, own = (Attention(16, 4, heads, False, None, 0, True) for heads in (2, 4))
+    q, k, v = shared.inputs.weight.detach().split([16, 8, 8])
+    twice = [part.unflatten(0, (2, 4)).repeat_interleave(2, 0).flatten(0, 1) for part in (k, v)]
+    own.load_state_dict(
+        {"inputs.weight": torch.cat([q, *twice]), "output.weight": shared.output.weight.detach()}
+    )
+    x = torch.randn(3, LENGTH, 16)
+    torch.testing.assert_close(shared(x), own(x))
+
+
+def test_manual_and_fused_agree_in_fp32_forward_and_backward():
+    inputs = [torch.randn(2, 4, 33, 16, requires_grad=True) for _ in range(3)]
+    manual = manual_attention(*inputs)
+    fused = F.scaled_dot_product_attention(*inputs, is_causal=True)
+    torch.testing.assert_close(manual, fused, rtol=0, atol=2e-6)
+    gradient = torch.randn_like(fused)
+    for a, b in zip(
+        torch.autograd.grad(manual, inputs, gradient),
+        torch.autograd.grad(fused, inputs, gradient),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+
+
+def test_scores_of_the_manual_form_overflow_in_fp16_where_those_of_the_kernel_do_not():
+    # q.k = 16 * 80^2 = 102,400, and a quarter of it is 25,600.
+    query = torch.full((1, 1, 2, 16), 80.0, dtype=torch.float16)
+    value = torch.ones_like(query)
+    assert manual_attention(query, query, value).isnan().any()
+    fused = F.scaled_dot_product_attention(query, query, value, is_causal=True)
+    assert torch.equal(fused, value)
+
+
+def test_the_start_is_gpt_2_s():
+    torch.manual_seed(0)
+    model = GPT(1000, 64, hidden_size=256, num_layers=8, num_heads=4, bias=True)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1:
+            assert parameter.unique().tolist() == [0.0 if name.endswith("bias") else 1.0]
+            continue
+        # Deviation of the mean square of n numbers: sqrt(2 / n), at most 1.1 % here.
+        expected = 0.02 / 4 if name.endswith("output.weight") else 0.02
+        assert parameter.std().item() == pytest.approx(expected, rel=0.04), name
+
+
+@pytest.mark.parametrize(
+    ("options", "count"),
+    [
+        # OpenAI's, with 50,257 words.
+        (["model.bias=true"], 124_439_808),
+        # Without biases: 12 x (3 + 1 + 4 + 4) x 768 of them and 25 x 768 of LayerNorm.
+        ([], 124_439_808 - 12 * 12 * 768 + 12 * 3 * 768 - 25 * 768),
+    ],
+)
+def test_the_published_count(options, count):
+    model = compose_config(["model=gpt2", *options], files=False).config.model
+    with torch.device("meta"):
+        network = GPT(**arguments_of(GPT, model) | {"vocab_size": 50_257})
+    assert sum(p.numel() for p in network.parameters()) == count
+
+
+def test_nano_gpt_s_count():
+    """ "number of parameters: 123.59M", printed without positions, words padded to 50,304."""
+    model = compose_config(["model=gpt2"], files=False).config.model
+    with torch.device("meta"):
+        network = GPT(**arguments_of(GPT, model) | {"vocab_size": 50_304})
+    h = 768
+    block = 3 * h * h + h * h + 2 * 4 * h * h + 2 * h
+    count = sum(p.numel() for p in network.parameters())
+    assert count == 50_304 * h + 1024 * h + 12 * block + h == 124_373_760
+    assert round((count - 1024 * h) / 1e6, 2) == 123.59
+
+
+def test_llama_s_parts_have_the_counts_of_their_shapes():
+    h, words = 128, 104
+    model = compose_config(["model=gpt_llama"], files=False).config.model
+    with torch.device("meta"):
+        network = GPT(**arguments_of(GPT, model) | {"vocab_size": words, "context_length": 64})
+    # Queries 128, two heads of keys and of values of 32; 8/3 x 128 = 341.3, up to 384.
+    block = h * (128 + 2 * 64) + h * h + 3 * h * 384 + 2 * h
+    assert sum(p.numel() for p in network.parameters()) == words * h + 2 * block + h
