@@ -15,7 +15,7 @@ import operator
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +120,27 @@ def build_policy(name: str, values: Mapping[str, Any]) -> PrecisionPolicy:
             raise ValueError(f"{key}={value!r}: must be one of {', '.join(allowed)}")
         found[field] = value if field in _WORDS or value is None else DTYPES[value]
     return PrecisionPolicy(name=name, products=_products(products), **found)
+
+
+def policy_values(policy: PrecisionPolicy) -> dict[str, Any]:
+    """What `build_policy` makes `policy` of, in the form of a configuration."""
+    words = {
+        field.name: _word(getattr(policy, field.name))
+        for field in fields(policy)
+        if field.name not in ("name", "products")
+    }
+    products = policy.products or ScaledProducts()
+    of_products = {field.name: _word(getattr(products, field.name)) for field in fields(products)}
+    if policy.products is None:
+        of_products |= dict.fromkeys(("input", "weight", "grad_output"))
+    update = {name: words.pop(name) for name in ("rounding", "state_dtype")}
+    return words | {"products": of_products, "update": update}
+
+
+def _word(value: Any) -> Any:
+    if isinstance(value, torch.dtype):
+        return DTYPE_NAMES[value]
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _dotted(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -42,7 +42,7 @@ from mprun.numerics.post_mortem import StepRow, write_post_mortem
 from mprun.numerics.probe import chosen_modules
 from mprun.numerics.probing import Probing
 from mprun.precision import DTYPE_NAMES, LossScale, PrecisionPolicy, read_math_flags
-from mprun.precision.policy import usual_scaler
+from mprun.precision.policy import policy_values, usual_scaler
 from mprun.record import memory
 from mprun.record.run_directory import (
     Heartbeat,
@@ -480,11 +480,8 @@ def _mode(policy: PrecisionPolicy, overrides: Mapping[str, torch.dtype]) -> str:
 
 
 def _precision(policy: PrecisionPolicy, overrides: Mapping[str, torch.dtype]) -> dict[str, Any]:
-    fields = {
-        name: value if value is None or isinstance(value, str) else DTYPE_NAMES[value]
-        for name, value in asdict(policy).items()
-    }
-    return fields | {"overrides": {p: DTYPE_NAMES[dtype] for p, dtype in overrides.items()}}
+    named = {pattern: DTYPE_NAMES[dtype] for pattern, dtype in overrides.items()}
+    return {"name": policy.name, **policy_values(policy), "overrides": named}
 
 
 def _scaler(name: str, scale: LossScale, count: int) -> dict[str, Any]:

@@ -79,6 +79,7 @@ MODES = [
     "bf16_master",
     "amp_bf16",
 ]
+LATER = ["bf16_stochastic", "bf16_kahan", "fp8_tensorwise", "fp8_rowwise", "fp8_unscaled"]
 # A scale that overflows FP16 at first and grows again every third clean step: the checkpoint
 # falls between two growths, and skipped updates lie on both sides of it.
 SCALER = ["scaler=dynamic", "scaler.init_scale=16777216", "scaler.growth_interval=3"]
@@ -153,6 +154,15 @@ def test_stopping_and_resuming_changes_no_bit(model, mode, tmp_path):
     record = json.loads((straight / "run.json").read_text())
     if mode in ("amp", "fp16_master_scaled"):
         assert record["skipped"] > 0  # else the scaler's state was not put to the test
+
+
+@pytest.mark.parametrize("mode", LATER)
+@pytest.mark.few(1)
+def test_resuming_in_the_formats_that_came_after(mode, tmp_path):
+    """A norm in FP16 has gradients overflow under a loss scale, which BF16's and FP8's do not."""
+    straight = check_resumed("gpt", mode, tmp_path, 5, 9, *SCALER, "precision.overrides.norm=fp16")
+    record = json.loads((straight / "run.json").read_text())
+    assert 0 < record["skipped"] < 9
 
 
 @pytest.mark.slow

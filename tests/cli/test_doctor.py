@@ -37,11 +37,13 @@ def test_every_mode_has_a_verdict_that_follows_from_its_definition():
 @pytest.mark.few(2)
 def test_a_run_meets_what_the_doctor_said(build_run, mode):
     verdict = modes(CPU)[mode]["verdict"]
+    # FP8 is of linear layers, of which the LSTM's network has none but the output's.
+    small = TINY if get_policy(mode).products is None else ["model=gpt", "data.batch_size=2"]
     if verdict == "refused":
         with pytest.raises(BadInput):
-            build_run(*TINY, f"precision={mode}")
+            build_run(*small, f"precision={mode}")
         return
-    built = build_run(*TINY, f"precision={mode}")
+    built = build_run(*small, f"precision={mode}")
     built.task.train_step(0)
     assert bool(built.arithmetic.rerouted()) == (verdict == "emulated")
 

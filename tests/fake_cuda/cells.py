@@ -47,6 +47,11 @@ MODELS = {
 EXECUTION = ("off", "on")
 STEPS = 12  # 3 to warm up, then with a graph 9 replays
 
+# Layers that FP8 could take: linear, not the output.
+WITH_LINEAR = {"alexnet", "vgg16", "googlenet", "gpt", "gpt, manual", "gpt_llama"}
+WITH_LINEAR |= {"inception_v3", "seq2seq", "deep_speech2, forward", "faster_rcnn"}
+NO_LINEAR = "no nn.Linear"
+ROW_TABLES = "row tables"
 WAITS = "only the device knows how many are left"
 ADAM_16 = "without a fused kernel counts its steps on the host"
 
@@ -57,6 +62,10 @@ def refusal(model: str, mode: str, graph: str) -> str | None:
     Naive 16-bit modes update in 16 bits, operation by operation, for which torch's Adam has no
     formula that counts on the device and rounds alike.
     """
+    if mode.startswith("fp8") and model not in WITH_LINEAR:
+        return NO_LINEAR
+    if mode in ("bf16_stochastic", "bf16_kahan") and model == "biglstm":
+        return ROW_TABLES
     if graph == "on" and model == "faster_rcnn":
         return WAITS
     if graph == "on" and mode in ("fp16_naive", "bf16_naive"):

@@ -53,13 +53,15 @@ TASKS = {
     "conv_autoencoder": [*MODELS["conv_autoencoder"], "train.accumulate=2"],
     "lstm_lm, 2 layers, dropout": MODELS["lstm_lm, 2 layers, dropout"],
     "dcgan": [*MODELS["dcgan"], "train.accumulate=2"],
+    "gpt": [override for override in MODELS["gpt"] if "eps" not in override],
 }
+# FP8 is of linear layers, output layers left out: none but the transformer has one.
+CASES = [(mode, task) for mode in MODES for task in TASKS if task == "gpt" or "fp8" not in mode]
 ENGINES = {"ddp": "dist.engine=auto", "flat": "dist.engine=flat", "fixed": "dist.order=fixed"}
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("task", TASKS)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "task"), CASES)
 @pytest.mark.few(2)
 def test_a_rank_in_every_mode(device, task, mode, engine, tmp_path):
     own = [*TASKS[task], f"precision={mode}", ENGINES[engine], "device=cuda", "threads=1"]

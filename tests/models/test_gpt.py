@@ -147,7 +147,8 @@ def test_the_empty_state_is_restored_on_several_ranks(build_run):
     built.task.train_step(0)
     state = built.task.state_dict()
     assert state["hidden"] == ()
-    built.task.hidden, built.task.ranks = None, Ranks(0, 2)
+    built.task.hidden, built.task.ranks = None, Ranks()
+    built.task.ranks.world = 2
     built.task.load_state_dict(state)
     assert built.task.hidden == ()
 

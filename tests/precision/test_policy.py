@@ -8,6 +8,7 @@ import torch
 from mprun.build import policy_from
 from mprun.config.compose import compose_config
 from mprun.precision import ForwardContext, build_policy, get_policy, why_unsupported
+from mprun.precision.policy import policy_values
 
 from ..shipped import MODES
 
@@ -55,7 +56,11 @@ def test_the_table_of_the_formats_that_came_after(name):
 def test_the_yaml_file_says_the_same(name):
     device = "cuda" if name == "tf32" else "cpu"
     config = compose_config([f"precision={name}", f"device={device}"]).config
-    assert policy_from(config.precision) == get_policy(name)
+    policy = policy_from(config.precision)
+    assert policy == get_policy(name)
+    # and back, as a script's run records it
+    values = {"name": name, **policy_values(policy), "overrides": {}}
+    assert values == dataclasses.asdict(config.precision)
     assert config.scaler.name == ("dynamic" if name in ("fp16_master_scaled", "amp") else "none")
 
 
