@@ -74,13 +74,16 @@ class NarrowWeights:
     def __contains__(self, weight: Tensor) -> bool:
         return id(weight) in self._number
 
-    def keys(self) -> list[Tensor]:
-        """Of this update and each weight: int32, 0-dim."""
-        mixed = self._names + self.updates * 0x85EBCA6B
-        return list(_hashed((mixed & _32_BITS).to(torch.int32)).unbind())
+    def number(self, weight: Tensor) -> int:
+        """Of a weight among all of them."""
+        return self._number[id(weight)]
 
-    def key_of(self, keys: Sequence[Tensor], weight: Tensor) -> Tensor:
-        return keys[self._number[id(weight)]]
+    def keys(self) -> Tensor | None:
+        """Of this update, one for each weight: int32 [weights]; None: nothing is random."""
+        if self.rounding != "stochastic":
+            return None
+        mixed = self._names + self.updates * 0x85EBCA6B
+        return _hashed((mixed & _32_BITS).to(torch.int32))
 
     @contextmanager
     def in_fp32(
@@ -142,9 +145,9 @@ class NarrowWeights:
         return kept
 
     def _store_all(self, wide: Mapping[int, Tensor], found_inf: Tensor | None) -> None:
-        keys = self.keys() if self.rounding == "stochastic" else []
-        for weight in self.weights:
-            key = self.key_of(keys, weight) if keys else None
+        keys = self.keys()
+        for number, weight in enumerate(self.weights):
+            key = None if keys is None else keys[number]
             self._store_unless(found_inf, weight, wide[id(weight)], key)
         self.count(found_inf)
 
@@ -171,7 +174,7 @@ class NarrowWeights:
         """Round `wide` into `own`, in memory both in the same order.
 
         Args:
-            key: of `keys`, for stochastic rounding.
+            key: one of `keys`, for stochastic rounding.
             kept: takes what the rounding took away.
             start: place of the first number in the memory of the whole weight, an even one.
         """

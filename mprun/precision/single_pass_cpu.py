@@ -133,7 +133,7 @@ class BlockedUpdate(SinglePass):
         self._plan(gradients)
         unscale, factor = (1.0 if number is None else float(number) for number in (inverse, clip))
         narrow = self.narrow
-        keys = narrow.keys() if narrow is not None and narrow.rounding == "stochastic" else []
+        keys = None if narrow is None else narrow.keys()
         for part in self._parts:
             if part.steps:
                 torch._foreach_add_(part.steps, 1)
@@ -185,9 +185,9 @@ class BlockedUpdate(SinglePass):
         if block.copies:
             torch._foreach_copy_(block.copies, block.copied)
 
-    def _store(self, narrow: NarrowWeights, block: _Block, keys: Sequence[Tensor]) -> None:
+    def _store(self, narrow: NarrowWeights, block: _Block, keys: Tensor | None) -> None:
         for piece, wide in block.narrow:
-            key = narrow.key_of(keys, self.updated[piece.index]) if keys else None
+            key = None if keys is None else keys[narrow.number(self.updated[piece.index])]
             start = 0 if piece.part is None else piece.part * self.block
             narrow.store(piece.own, wide, key, piece.kept, start)
 

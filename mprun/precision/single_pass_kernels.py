@@ -2,10 +2,11 @@
 
 A program works on BLOCK consecutive values of one tensor. Which ones, it reads from `chunks`
 (int32 [programs, 2]: row of the tensor in the tables, number of the block in it). The tables hold
-addresses as int64: `gradients` [tensors], and `tensors` [tensors, 6] with the number of values and
-the addresses of master, first state, second state, copy and step. So one launch serves any number
-of tensors, and a kernel needs no recompilation where addresses change. ALIGNED promises that all
-addresses and numbers of values are multiples of 16.
+addresses as int64: `gradients` [tensors], and `tensors` [tensors, 7] with the number of values, the
+addresses of master, first state, second state, copy and step, and the number of a BF16 weight among
+those that have no master: it stands in its place, and what its rounding took away in the copy's.
+So one launch serves any number of tensors, and a kernel needs no recompilation where addresses
+change. ALIGNED promises that all addresses and numbers of values are multiples of 16.
 
 Formulas and order of operations are those of torch.optim's foreach implementations, in FP32 with
 every operation rounded once (launched with enable_fp_fusion=False): the interpreter computes the
@@ -17,7 +18,7 @@ Imported only where Triton is there.
 import triton
 import triton.language as tl
 
-COLUMNS = tl.constexpr(6)
+COLUMNS = tl.constexpr(7)
 
 
 @triton.jit
@@ -91,6 +92,37 @@ def check_kernel(
 
 
 @triton.jit
+def _narrow(places, writes):
+    """BF16 as FP32. By bits: the interpreter has no BF16 of its own."""
+    bits = tl.load(places, mask=writes, other=0).to(tl.int32) << 16
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _bits(wide):
+    """Of FP32, uint32; of every NaN those that stay one whatever is added below."""
+    bits = wide.to(tl.uint32, bitcast=True)
+    return tl.where(wide == wide, bits, 0x7FC00000)
+
+
+@triton.jit
+def _nearest(wide):
+    """FP32 rounded to a number of BF16, ties to even: its 16 bits."""
+    bits = _bits(wide)
+    return (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+
+
+@triton.jit
+def _random_bits(offsets, key):
+    """`narrow_weights.random_bits`: 0 to 65535, two from each hash."""
+    x = (offsets // 2).to(tl.uint32) ^ key
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    x = x ^ (x >> 16)
+    return tl.where(offsets % 2 == 0, x & 0xFFFF, x >> 16)
+
+
+@triton.jit
 def update_kernel(
     gradients,
     tensors,
@@ -100,6 +132,7 @@ def update_kernel(
     clip,
     found_inf,
     logarithms,
+    keys,
     weight_decay,
     momentum,
     beta1_rest,
@@ -115,6 +148,7 @@ def update_kernel(
     DECAYS: tl.constexpr,
     MOMENTUM: tl.constexpr,
     NESTEROV: tl.constexpr,
+    NARROW: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -125,6 +159,9 @@ def update_kernel(
     adam, adamw: `step` of the table has counted this step already. logarithms: float64 [2], of
     beta1 and beta2: a power of beta2 = 0.999 in FP32 would leave four digits of the first
     corrections. *_rest: 1 - beta.
+
+    NARROW: "no", or how a BF16 weight without a master is stored, "stochastic" or "kahan"; see
+    `narrow_weights`. keys: int32, one for each of those weights.
     """
     # From the end: what the check read last is still in the cache.
     program = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -135,9 +172,16 @@ def update_kernel(
         gradient = gradient * tl.load(inverse)
     if CLIP:
         gradient = gradient * tl.load(clip)
-    masters = _at(tl.load(tensors + row * COLUMNS + 1), offsets, tl.float32, ALIGNED, BLOCK)
     firsts = _at(tl.load(tensors + row * COLUMNS + 2), offsets, tl.float32, ALIGNED, BLOCK)
-    master = tl.load(masters, mask=writes, other=0.0)
+    if NARROW == "no":
+        masters = _at(tl.load(tensors + row * COLUMNS + 1), offsets, tl.float32, ALIGNED, BLOCK)
+        master = tl.load(masters, mask=writes, other=0.0)
+    else:
+        masters = _at(tl.load(tensors + row * COLUMNS + 1), offsets, tl.uint16, ALIGNED, BLOCK)
+        master = _narrow(masters, writes)
+    if NARROW == "kahan":
+        rests = _at(tl.load(tensors + row * COLUMNS + 4), offsets, tl.uint16, ALIGNED, BLOCK)
+        master = master + _narrow(rests, writes)
     rate = tl.load(lr)
     if DECAYS:
         if RULE == "adamw":
@@ -172,7 +216,17 @@ def update_kernel(
         deviation = tl.div_rn(tl.sqrt_rn(second), tl.sqrt_rn(correction2)) + eps
         master = master - tl.div_rn(rate, correction1) * tl.div_rn(first, deviation)
 
-    tl.store(masters, master, mask=writes)
+    if NARROW == "stochastic":
+        key = tl.load(keys + tl.load(tensors + row * COLUMNS + 6)).to(tl.uint32, bitcast=True)
+        stored = (_bits(master) + _random_bits(offsets, key)) >> 16
+        tl.store(masters, stored.to(tl.uint16), mask=writes)
+    elif NARROW == "kahan":
+        stored = _nearest(master)
+        rest = master - (stored << 16).to(tl.float32, bitcast=True)
+        tl.store(masters, stored.to(tl.uint16), mask=writes)
+        tl.store(rests, _nearest(rest).to(tl.uint16), mask=writes)
+    else:
+        tl.store(masters, master, mask=writes)
     if HAS_COPY:
         pointers = _at(tl.load(tensors + row * COLUMNS + 4), offsets, COPY, ALIGNED, BLOCK)
         tl.store(pointers, master.to(COPY), mask=writes)

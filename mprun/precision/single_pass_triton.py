@@ -73,12 +73,18 @@ _LAUNCH = {"num_warps": WARPS, "enable_fp_fusion": False}
 
 
 class _Kind(NamedTuple):
-    """What the tensors of one launch have in common; `group`: the id of the optimizer's."""
+    """What the tensors of one launch have in common.
+
+    Attributes:
+        group: the id of the optimizer's.
+        narrow: how a BF16 weight without a master is stored; "no": it is none.
+    """
 
     group: int
     gradient_dtype: torch.dtype
     copy_dtype: torch.dtype | None
     clipped: bool
+    narrow: str
     aligned: bool
 
 
@@ -190,14 +196,23 @@ class KernelUpdate(SinglePass):
         else:
             plan, table, _ordered = self._prepare(scaled.gradients)
         self._count_step(plan.steps, scaled.found_inf)
+        keys = None if self.narrow is None else self.narrow.keys()
         with self._on_device():
             for launch in plan.launches:
-                self._launch(launch, plan.tensors, table, scaled, clip)
+                self._launch(launch, plan.tensors, table, scaled, clip, keys)
+        if self.narrow is not None:
+            self.narrow.count(scaled.found_inf)
         if plan.strided[0]:
             torch._foreach_copy_(*plan.strided)
 
     def _launch(
-        self, launch: _Launch, tensors: Tensor, table: Tensor, scaled: Scaled, clip: Tensor | None
+        self,
+        launch: _Launch,
+        tensors: Tensor,
+        table: Tensor,
+        scaled: Scaled,
+        clip: Tensor | None,
+        keys: Tensor | None,
     ) -> None:
         group, kind = launch.group, launch.kind
         clips = clip is not None and kind.clipped
@@ -211,6 +226,7 @@ class KernelUpdate(SinglePass):
             clip if clips else self._one,
             self._zero if scaled.found_inf is None else scaled.found_inf,
             self._zero if launch.logarithms is None else launch.logarithms,
+            self._zero if keys is None else keys,
             float(group["weight_decay"]),
             float(group.get("momentum", 0.0)),
             1.0 - beta1,
@@ -226,6 +242,7 @@ class KernelUpdate(SinglePass):
             DECAYS=group["weight_decay"] != 0,
             MOMENTUM=group.get("momentum", 0.0) != 0,
             NESTEROV=bool(group.get("nesterov")),
+            NARROW=kind.narrow,
             ALIGNED=kind.aligned,
             BLOCK=BLOCK,
             **_LAUNCH,
@@ -294,7 +311,7 @@ class KernelUpdate(SinglePass):
                 strided[0].append(weight.own.detach())
                 strided[1].append(weight.master.detach())
                 weight = replace(weight, has_copy=False)
-            row, blocks = _row(weight), range(-(-weight.master.numel() // BLOCK))
+            row, blocks = self._row(weight), range(-(-weight.master.numel() // BLOCK))
             chunks = places.setdefault(self._kind(weight, row, kinds), [])
             chunks.extend([len(rows), block] for block in blocks)
             rows.append(row)
@@ -311,6 +328,9 @@ class KernelUpdate(SinglePass):
             dtype,
             weight.own.dtype if weight.has_copy else None,
             self.is_clipped[weight.index],
+            "no"
+            if self.narrow is None or weight.master not in self.narrow
+            else self.narrow.rounding,
             aligned and not any(value % 16 for value in row[:5]),
         )
 
@@ -351,17 +371,18 @@ class KernelUpdate(SinglePass):
     def _on_device(self):
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
-
-def _row(weight: Weight) -> list[int]:
-    """A row of the table of tensors, see `single_pass_kernels`; 0: there is none."""
-    states = [tensor.data_ptr() for tensor in weight.state] + [0, 0]
-    step = weight.step
-    row = [
-        weight.master.numel(),
-        weight.master.data_ptr(),
-        *states[:2],
-        weight.own.data_ptr() if weight.has_copy else 0,
-        0 if step is None or step.device != weight.master.device else step.data_ptr(),
-    ]
-    assert len(row) == COLUMNS.value
-    return row
+    def _row(self, weight: Weight) -> list[int]:
+        """A row of the table of tensors, see `single_pass_kernels`; 0: there is none."""
+        states = [tensor.data_ptr() for tensor in weight.state] + [0, 0]
+        step, beside = weight.step, weight.own if weight.has_copy else weight.kept
+        narrow = self.narrow
+        row = [
+            weight.master.numel(),
+            weight.master.data_ptr(),
+            *states[:2],
+            0 if beside is None else beside.data_ptr(),
+            0 if step is None or step.device != weight.master.device else step.data_ptr(),
+            0 if narrow is None or weight.master not in narrow else narrow.number(weight.master),
+        ]
+        assert len(row) == COLUMNS.value
+        return row

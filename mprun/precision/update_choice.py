@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mprun.precision.narrow_weights import is_dense
+from mprun.precision.narrow_weights import COMPENSATION, NarrowWeights, is_dense
 from mprun.precision.torch_update import (
     RULES,
     has_fused_kernel,
@@ -57,7 +57,7 @@ def choose_update(asked: str, gradients: Gradients, *, gains: bool) -> UpdateCho
     if why is None and asked == "auto":
         why = _why_slower(gradients, gains)
     if why is None and rule is not None and device.type == "cuda":
-        why = why_not_on(device, rule)
+        why = why_not_on(device, rule, getattr(gradients.narrow, "rounding", None))
     if why is not None:
         if asked == "auto":
             return UpdateChoice(None, path, why)
@@ -113,9 +113,8 @@ def _why_not(gradients: Gradients) -> str | None:
     if any(tensor.is_complex() for tensor in updated):
         return "a weight is complex"
     narrow = gradients.narrow
-    if narrow is not None and (narrow.state_dtype or device == "cuda"):
-        what = "the state is kept in 16 bits" if narrow.state_dtype else f"{narrow.rounding} store"
-        return f"{what}: it has no kernel for this"
+    if narrow is not None and narrow.state_dtype is not None:
+        return "the state is kept in 16 bits, for which it has no kernel"
     if any(t.dtype is not torch.float32 and not (narrow and t in narrow) for t in updated):
         return "weights are updated in 16 bits, operation by operation"
     if set(gradients.dtypes[: len(updated)]) != {torch.float32}:
@@ -163,8 +162,11 @@ def take_for_granted() -> None:
 
 
 @functools.cache
-def why_not_on(device: torch.device, rule: str) -> str | None:
-    """Why the kernel of `rule` cannot be used on `device`, None: it can. Waits for the device."""
+def why_not_on(device: torch.device, rule: str, rounding: str | None = None) -> str | None:
+    """Why the kernel of `rule` cannot be used on `device`, None: it can. Waits for the device.
+
+    rounding: of BF16 weights without masters, see `NarrowWeights`; None: there are none.
+    """
     if _granted:
         return None
     try:
@@ -173,7 +175,7 @@ def why_not_on(device: torch.device, rule: str) -> str | None:
     except ImportError as error:
         return f"Triton cannot be imported ({error})"
     try:
-        return difference(device, rule)
+        return difference(device, rule) or (rounding and store_difference(device, rule, rounding))
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # whatever a compiler or a driver may raise
@@ -242,6 +244,44 @@ def _difference_of(
         if not torch.equal(copy, master.to(copy.dtype)):
             return "the copy of the weights"
     return _moves_where_skipped(single, gradients, inverse)
+
+
+def store_difference(device: torch.device, rule: str, rounding: str) -> str | None:
+    """In what BF16 weights that the kernel stores differ from those of torch's operations.
+
+    Random bits are the same, but where the numbers that are rounded differ in their last bits a few
+    are rounded apart: less than one in 2^8, against one in two with other random bits.
+    """
+    from mprun.precision.single_pass_triton import KernelUpdate
+
+    random = torch.Generator().manual_seed(1)
+    start = [torch.randn(n, generator=random).bfloat16().to(device) for n in _SIZES]
+    found: list[Tensor] = []
+    gradients = [torch.randn(n, generator=random).to(device) for n in _SIZES]
+    for by_kernel in (True, False):
+        weights = [tensor.clone().requires_grad_() for tensor in start]
+        way = "fused" if by_kernel and has_fused_kernel(rule, device) else "foreach"
+        inner = RULES[rule](weights, _LR, weight_decay=_DECAY, **{way: True})
+        narrow = NarrowWeights(inner, list("abcd"), weights, rounding)
+        with narrow.in_fp32((), None, stores=False):
+            initialise_state(inner)
+        for _ in range(2):
+            if by_kernel:
+                single = KernelUpdate(inner, weights, weights, [True] * len(weights), narrow)
+                single.update(Scaled(gradients, None, None), None)
+                continue
+            with narrow.in_fp32(weights, None) as wide:
+                for tensor, gradient in zip(wide, gradients, strict=True):
+                    tensor.grad = gradient
+                inner.step()
+        stored = torch.cat([weight.detach().float() for weight in weights])
+        if rounding == "kahan":
+            stored += torch.cat([inner.state[weight][COMPENSATION].float() for weight in weights])
+        found.append(stored)
+    apart = (found[0] - found[1]).abs() > 2.0**-14 * found[1].abs()  # BF16 twice: 16 bits
+    if float(apart.float().mean()) < 2.0**-8 and torch.allclose(found[0], found[1], rtol=2.0**-7):
+        return None
+    return f"its Triton kernel for {rule} differs from torch here in the {rounding} store"
 
 
 def _misread(single: SinglePass, scaled: Scaled, unscaled: Tensor) -> str | None:

@@ -60,7 +60,7 @@ def expected_path(mode):
     if mode.endswith("_naive"):
         return "foreach"
     gains = mode in ("fp16_master", "fp16_master_scaled", "amp", "bf16_master")
-    gains = gains or mode.startswith("fp8")  # beside it as bf16_master
+    gains = gains or mode in ("bf16_stochastic", "bf16_kahan") or mode.startswith("fp8")
     return "single_pass" if gains else "fused"
 
 

@@ -16,11 +16,12 @@ from torch import nn  # noqa: E402
 from torch.optim import SGD, Adagrad, Adam, AdamW  # noqa: E402
 
 from mprun.precision import LogMaxLossScale, MixedPrecisionOptimizer, cast_model, get_policy
+from mprun.precision.narrow_weights import NarrowWeights, widen  # noqa: E402
 from mprun.precision.single_pass_cpu import BlockedUpdate  # noqa: E402
 from mprun.precision.single_pass_triton import KernelUpdate  # noqa: E402
 from mprun.precision.torch_update import initialise_state  # noqa: E402
 from mprun.precision.update import Scaled  # noqa: E402
-from mprun.precision.update_choice import difference  # noqa: E402
+from mprun.precision.update_choice import difference, store_difference  # noqa: E402
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
@@ -172,6 +173,60 @@ def a_whole_optimizer():
         torch.testing.assert_close(a, b, rtol=0, atol=0.01 * 2.0**-6)
 
 
+def store(rule, rounding):
+    found = store_difference(CPU, rule, rounding)
+    assert found is None, found
+
+
+def store_notices():
+    """Random bits of the next update."""
+    keys = NarrowWeights.keys
+    numbers = iter(range(100))
+
+    def others(self):
+        self.updates += next(numbers)
+        return keys(self)
+
+    NarrowWeights.keys = others
+    try:
+        found = store_difference(CPU, "sgd", "stochastic")
+    finally:
+        NarrowWeights.keys = keys
+    assert found is not None and "stochastic store" in found, found
+
+
+def store_by_hand(rounding):
+    """SGD at a rate of 1 is one subtraction: then every bit is that of `NarrowWeights.store`."""
+    random = torch.Generator().manual_seed(5)
+    start = [torch.randn(n, generator=random).bfloat16() for n in (4100, 16, 33)]
+    weights = [tensor.clone().requires_grad_() for tensor in start]
+    inner = SGD(weights, 1.0, fused=True)
+    narrow, other = (NarrowWeights(inner, list("abc"), weights, rounding, seed=3) for _ in "ab")
+    single = KernelUpdate(inner, weights, weights, [True] * 3, narrow)
+    expected = [tensor.clone() for tensor in start]
+    rests = [torch.zeros_like(tensor) for tensor in start] if rounding == "kahan" else [None] * 3
+    for step in range(4):
+        gradients = [torch.randn(t.shape, generator=random) * 2.0**-8 for t in start]
+        if step == 3:
+            special = [float("inf"), float("-inf"), float("nan"), 3.4e38, -3.4e38, 2.0**-140]
+            gradients[0][: len(special)] = torch.tensor(special)
+        single.update(Scaled(gradients, None, torch.ones(())), None)  # skipped
+        single.update(Scaled(gradients, None, torch.zeros(())), None)
+        keys = other.keys()
+        for number, gradient in enumerate(gradients):
+            wide = widen(torch.empty_like(gradient), expected[number], rests[number]) - gradient
+            key = None if keys is None else keys[number]
+            other.store(expected[number], wide, key, rests[number])
+        other.count()
+        for number, (weight, theirs) in enumerate(zip(weights, expected, strict=True)):
+            # Of a NaN not its payload.
+            assert torch.equal(weight.detach().nan_to_num(7.5), theirs.nan_to_num(7.5))
+            if rounding == "kahan":
+                kept = inner.state[weight]["compensation"]
+                torch.testing.assert_close(kept, rests[number], rtol=0, atol=0, equal_nan=True)
+    assert narrow.updates == 4
+
+
 CHECKS = {f"self test of {rule}": (self_test, rule) for rule in ("sgd", "adam", "adamw", "adagrad")}
 CHECKS |= {
     f"{name} in {dtype}": (against_blocks, name, dtype)
@@ -179,6 +234,14 @@ CHECKS |= {
     for dtype in (torch.float16, torch.bfloat16)
 }
 CHECKS |= {
+    f"{rounding} store of {rule}": (store, rule, rounding)
+    for rounding in ("stochastic", "kahan")
+    for rule in ("sgd", "adamw", "adagrad")
+}
+CHECKS |= {
+    "stochastic store by hand": (store_by_hand, "stochastic"),
+    "kahan store by hand": (store_by_hand, "kahan"),
+    "the test of the store notices": (store_notices,),
     "the self test notices": (self_test_notices,),
     "adam by hand": (adam_by_hand,),
     "a whole optimizer": (a_whole_optimizer,),

@@ -37,12 +37,13 @@ def run_in_interpreter(*labels):
 @pytest.mark.slow
 def test_one_kernel_of_each_kind():
     labels = ("momentum in torch.float16", "adagrad in torch.float16", "adam by hand")
-    assert run_in_interpreter(*labels, "a whole optimizer", "the self test notices") == 5
+    labels += ("stochastic store by hand", "kahan store by hand", "the test of the store notices")
+    assert run_in_interpreter(*labels, "a whole optimizer", "the self test notices") == 8
 
 
 @pytest.mark.slow
 def test_all_of_them():
-    assert run_in_interpreter() == 19
+    assert run_in_interpreter() == 28
 
 
 def test_a_kernel_that_does_not_run_is_a_reason_not_an_error():
