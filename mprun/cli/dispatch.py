@@ -47,6 +47,7 @@ VERBS = {
         "mprun.cli.scaler_replay",
         "what every loss scaler would have done on a run's overflows",
     ),
+    "mismatch": ("mprun.cli.mismatch", "log-probabilities of the same weights in several modes"),
     "paper": ("mprun.cli.paper", "the paper's tables and figures beside ours, run and written"),
     "bench": ("mprun.cli.bench", "speed, memory and energy per mode; share of the limit"),
     "doctor": ("mprun.cli.doctor", "the machine: devices, kernels, graphs, modes (--json)"),

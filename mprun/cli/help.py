@@ -224,7 +224,7 @@ _REMOVED = {
     "zsh": "compdef -d mprun; unfunction _mprun",
     "fish": "complete -e -c mprun; functions -e __mprun",
 }
-_TAKE_OVERRIDES = ("advise", "bench")
+_TAKE_OVERRIDES = ("advise", "bench", "mismatch")
 # Options whose value is a list of options of a group.
 _LISTS = {"--modes": "precision", "--mode": "precision", "--scalers": "scaler"}
 
@@ -270,6 +270,8 @@ def completions(line: str, verbs: dict[str, str], options: list[str]) -> list[st
         found = _options_of(verbs[verb], words[1:]) if verb else options
     elif verb is None or verb in _TAKE_OVERRIDES:
         first = [] if words else list(verbs)
+        if verb == "mismatch":
+            first = list(option_files("precision", config_dir))
         keys = _overrides(word, words, config_dir)
         found = [*first, *(key for key in keys if key.rstrip(".") not in first)]
     return [one for one in found if one.startswith(word)]

@@ -156,6 +156,9 @@ OPTIONS = ["-m", "--multirun", "--config-dir"]
         ("mprun bench --modes fp32,tf", ["fp32,tf32"]),
         ("mprun bench data.batch", ["data.batch_size="]),
         ("mprun explain data.batch", []),
+        ("mprun mismatch fp32 fp8_r", ["fp8_rowwise"]),
+        ("mprun mismatch fp32 data.batch", ["data.batch_size="]),
+        ("mprun mismatch outputs/", []),  # files
     ],
 )
 def test_completion(line, wanted):

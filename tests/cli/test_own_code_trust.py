@@ -102,6 +102,7 @@ def refused(capsys, *arguments: str) -> str:
         ["explain", "run", "--no-cures"],
         ["advise", "run"],
         ["advise", "run", "--check"],
+        ["mismatch", "amp", "run"],
     ],
 )
 @pytest.mark.few(2)

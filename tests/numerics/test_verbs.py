@@ -1,4 +1,4 @@
-"""What advise, explain and scaler-replay have in common: help pages, and bad input found early."""
+"""What the verbs of one run have in common: help pages, and bad input found early."""
 
 import subprocess
 import sys
@@ -10,6 +10,7 @@ from mprun.cli import main
 OPTIONS = {
     "advise": ["--steps", "--every", "--share", "--check", "--json", "--config-dir"],
     "explain": ["--json", "--no-cures", "--config-dir"],
+    "mismatch": ["--tokens", "--window", "--batch", "--pad", "--band", "--log-softmax", "--json"],
     "scaler-replay": ["--scalers", "--json", "--out", "--no-files", "--config-dir"],
 }
 
@@ -47,6 +48,10 @@ def test_bad_input_is_found_before_torch_is_imported(tmp_path):
         ["explain"],
         ["explain", "run", "--json", "--fast"],
         ["explain", "done"],
+        ["mismatch", "fp32", "fp16"],
+        ["mismatch", "amp", "optim.lr=-1"],
+        ["mismatch", "amp", "model=resnet50"],
+        ["mismatch", "amp", "done"],
         ["scaler-replay", "trace.csv"],
         ["scaler-replay", "trace.csv", "scaler.bogus=1"],
         ["scaler-replay", "done", "--scalers", "torhc"],

@@ -1,0 +1,138 @@
+"""Log-probabilities of the same tokens under the same weights, and how far two sets of them differ.
+
+The quantity that reinforcement learning of language models calls the mismatch of training and
+inference: the ratio exp(a - b) of a token's probability under two computations of one policy, which
+importance sampling takes for a change of the policy (Qi et al., arXiv 2510.26788).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mprun.data.source import Source
+from mprun.tasks import LanguageModel
+
+
+class Windows(NamedTuple):
+    """tokens, targets: int64 [windows, time], targets one token ahead."""
+
+    tokens: Tensor
+    targets: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """How far log-probabilities a are from b, both in nats.
+
+    tokens, differing, nonfinite: of all tokens, those where a is not b, and those where a or b is
+        not finite, which count as outside of the band and in nothing else.
+    rms, mean, largest: of a - b: root mean square, bias, largest magnitude, in nats.
+    ratio_rms: root mean square of exp(a - b) - 1, the probability ratio less one.
+    outside: share of the tokens with |exp(a - b) - 1| above the band.
+    """
+
+    tokens: int
+    differing: int
+    nonfinite: int
+    rms: float
+    mean: float
+    largest: float
+    ratio_rms: float
+    outside: float
+
+
+def held_out_windows(data: Source, tokens: int, length: int | None = None) -> Windows:
+    """The first windows of the held-out data, at least one and at most `tokens` tokens.
+
+    Args:
+        length: tokens of a window; None: as long as the first held-out batch is. Longer batches are
+            cut, what is left over is dropped.
+
+    Raises:
+        ValueError: no held-out batch is so long.
+    """
+    longest = 0
+
+    def cut():
+        nonlocal length, longest
+        for batch in data.eval_batches():
+            longest, length = max(longest, len(batch[0])), length or len(batch[0])
+            for parts in zip(*(side.split(length) for side in batch), strict=True):
+                if len(parts[0]) == length:
+                    yield from zip(*(part.unbind(1) for part in parts), strict=True)
+
+    windows = cut()
+    first = next(windows, None)
+    if first is None:
+        raise ValueError(f"the held-out data have windows of at most {longest} tokens")
+    found = [first, *islice(windows, max(0, tokens // len(first[0]) - 1))]
+    return Windows(*map(torch.stack, zip(*found, strict=True)))
+
+
+def log_probs(
+    task: LanguageModel, windows: Windows, batch: int, pad: int = 0, *, own_format: bool = False
+) -> Tensor:
+    """Log-probability of each target in the task's mode, float64 [windows, time], on the CPU.
+
+    Forward in eval mode without gradients, each window from its start with no carried state;
+    weights are what an evaluation takes: averages where the run has them.
+
+    Args:
+        batch: windows side by side; the last batch may be smaller.
+        pad: tokens put behind each window. They change nothing that a causal model computes for the
+            tokens before them but the shapes of its products.
+        own_format: let the mode decide the format of log-softmax (that of the logits; FP32 under
+            autocast) in place of FP32, to which logits are widened. A sampled softmax is FP32.
+    """
+    time = windows.tokens.shape[1]
+    dtype = None if own_format else torch.float32
+    found = []
+    with task.learner.evaluating(task.arithmetic, in_mode=True) as model:
+        for sides in zip(*(side.split(batch) for side in windows), strict=True):
+            tokens, targets = (F.pad(side, (0, pad)).t().contiguous() for side in sides)
+            if task.sampled:
+                values = -model(tokens, targets, None)[0]
+            else:
+                logits = model(tokens, None)[0]
+                values = F.log_softmax(logits, -1, dtype=dtype)
+                values = values.gather(-1, targets[..., None]).squeeze(-1)
+            found.append(values[:time].t().double().cpu())
+    return torch.cat(found)
+
+
+def mismatch(a: Tensor, b: Tensor, band: float) -> Mismatch:
+    """How far `a` is from `b`, floating point of one shape; computed in FP64."""
+    a, b = a.double(), b.double()
+    apart = a - b
+    apart = apart[torch.isfinite(apart)]
+    ratio = torch.expm1(apart)
+    lost = a.numel() - apart.numel()
+    return Mismatch(
+        a.numel(),
+        int((a != b).sum()),
+        lost,
+        rms=apart.square().mean().sqrt().item(),
+        mean=apart.mean().item(),
+        largest=apart.abs().max().item() if apart.numel() else float("nan"),
+        ratio_rms=ratio.square().mean().sqrt().item(),
+        outside=(int((ratio.abs() > band).sum()) + lost) / a.numel(),
+    )
+
+
+def by_position(a: Tensor, b: Tensor, band: float, bins: int = 8) -> dict[int, Mismatch]:
+    """`mismatch` of consecutive parts of the window, by the last position (from 1) of each part.
+
+    a, b: [windows, time]. The parts are as long as each other, or one longer at the beginning.
+    """
+    parts = zip(*(side.tensor_split(min(bins, side.shape[1]), 1) for side in (a, b)), strict=True)
+    found, last = {}, 0
+    for one, other in parts:
+        last += one.shape[1]
+        found[last] = mismatch(one, other, band)
+    return found
