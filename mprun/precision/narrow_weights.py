@@ -10,7 +10,9 @@ FP32, and there is one rounding, at the store:
     kahan       to nearest, and what the rounding took away is kept in a second BF16 number that the
                 next update begins with (Zamirai et al., arXiv 2010.06192, section 4)
 
-Bytes of a parameter with AdamW and its gradient in BF16: 12 and 14; with master weights 16.
+Bytes of a parameter with AdamW and its gradient in BF16: 12 and 14; with master weights 16. Where
+torch's operations update them gradients are collected in FP32 first, 2 more; the weights in FP32
+are those of a chunk at a time.
 """
 
 from __future__ import annotations
@@ -24,7 +26,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from mprun.precision.torch_update import rule_of
+
 COMPENSATION = "compensation"  # in the state of a weight
+# Numbers that are widened at a time, and rounded: 32 MiB in FP32. A weight beyond that is a chunk.
+CHUNK = 2**23
 _32_BITS = 0xFFFFFFFF
 
 
@@ -69,7 +75,8 @@ class NarrowWeights:
         self._number = {id(weight): number for number, weight in enumerate(self.weights)}
         if rounding == "kahan":
             for weight in self.weights:
-                inner.state[weight].setdefault(COMPENSATION, torch.zeros_like(weight))
+                if weight.dtype is not torch.float32:
+                    inner.state[weight].setdefault(COMPENSATION, torch.zeros_like(weight))
 
     def __contains__(self, weight: Tensor) -> bool:
         return id(weight) in self._number
@@ -85,25 +92,46 @@ class NarrowWeights:
         mixed = self._names + self.updates * 0x85EBCA6B
         return _hashed((mixed & _32_BITS).to(torch.int32))
 
+    def chunks(self, updated: Sequence[Tensor]) -> list[list[int]]:
+        """Places in `updated` of what is updated together, one list after the other.
+
+        Of torch's own rules, which update each weight by itself; another optimizer may look at
+        several, and all are one chunk.
+        """
+        if rule_of(self.inner) is None:
+            return [list(range(len(updated)))]
+        found: list[list[int]] = [[]]
+        size = 0
+        for place, tensor in enumerate(updated):
+            numel = tensor.numel() if tensor in self else 0
+            if found[-1] and size + numel > CHUNK:
+                found.append([])
+                size = 0
+            found[-1].append(place)
+            size += numel
+        return found
+
     @contextmanager
     def in_fp32(
-        self, updated: Sequence[Tensor], found_inf: Tensor | None, *, stores: bool = True
+        self, updated: Sequence[Tensor] | None, found_inf: Tensor | None, *, stores: bool = True
     ) -> Iterator[list[Tensor]]:
-        """Within it `inner` holds each weight, and its state, in FP32; afterwards they are stored.
+        """Within it `inner` holds weights, and their state, in FP32; afterwards they are stored.
 
-        Costs 4 bytes for each weight meanwhile.
+        Costs 4 bytes for each of them meanwhile. An update is counted by `count`, after all of it.
 
         Args:
-            updated: all that `inner` updates.
-            found_inf: not 0: nothing is stored, and nothing counted.
+            updated: what `inner` updates meanwhile, alone (see `chunks`); None: all, as it is.
+            found_inf: not 0: nothing is stored.
             stores: whether there is an update.
 
         Yields:
             `updated`, in FP32.
         """
         inner, wide, states = self.inner, {}, {}
+        only = None if updated is None else {id(tensor) for tensor in updated}
+        chosen = [weight for weight in self.weights if only is None or id(weight) in only]
         with torch.no_grad():
-            for weight in self.weights:
+            for weight in chosen:
                 state = states[id(weight)] = inner.state.pop(weight, {})
                 kept = state.get(COMPENSATION)
                 own = weight.detach()
@@ -117,18 +145,19 @@ class NarrowWeights:
                 }
         groups = [group["params"] for group in inner.param_groups]
         for group, params in zip(inner.param_groups, groups, strict=True):
-            group["params"] = [wide.get(id(param), param) for param in params]
+            held = [param for param in params if only is None or id(param) in only]
+            group["params"] = [wide.get(id(param), param) for param in held]
         try:
-            yield [wide.get(id(tensor), tensor) for tensor in updated]
+            yield [wide.get(id(tensor), tensor) for tensor in updated or ()]
         finally:
             for group, params in zip(inner.param_groups, groups, strict=True):
                 group["params"] = params
             with torch.no_grad():
-                for weight in self.weights:
+                for weight in chosen:
                     found = inner.state.pop(wide[id(weight)], {})
                     inner.state[weight] = self._kept_state(weight, states[id(weight)], found)
                 if stores:
-                    self._store_all(wide, found_inf)
+                    self._store_all(chosen, wide, found_inf)
 
     def _kept_state(self, weight: Tensor, before: dict, found: dict) -> dict[Any, Any]:
         """`found` in the dtypes in which it is kept; in the tensors of before, where a captured
@@ -144,25 +173,30 @@ class NarrowWeights:
             kept[name] = value
         return kept
 
-    def _store_all(self, wide: Mapping[int, Tensor], found_inf: Tensor | None) -> None:
+    def _store_all(
+        self, chosen: Sequence[Tensor], wide: Mapping[int, Tensor], found_inf: Tensor | None
+    ) -> None:
         keys = self.keys()
-        for number, weight in enumerate(self.weights):
-            key = None if keys is None else keys[number]
+        for weight in chosen:
+            if weight.dtype is torch.float32:  # only its state is narrow
+                continue
+            key = None if keys is None else keys[self.number(weight)]
             self._store_unless(found_inf, weight, wide[id(weight)], key)
-        self.count(found_inf)
 
     def _store_unless(
         self, found_inf: Tensor | None, weight: Tensor, wide: Tensor, key: Tensor | None
     ) -> None:
         kept = self.inner.state[weight].get(COMPENSATION)
-        if found_inf is None:
-            self.store(weight, wide, key, kept)
-            return
-        tensors = [weight] if kept is None else [weight, kept]
-        before = [tensor.clone() for tensor in tensors]
-        self.store(weight, wide, key, kept)
-        for tensor, old in zip(tensors, before, strict=True):
-            tensor.copy_(torch.where(found_inf != 0, old, tensor))
+        tensors = [weight.detach(), wide] if kept is None else [weight.detach(), wide, kept]
+        # Rounding takes a multiple of what it rounds.
+        flat = [tensor.as_strided((tensor.numel(),), (1,)).split(CHUNK) for tensor in tensors]
+        for number, (own, new, *rest) in enumerate(zip(*flat, strict=True)):
+            written = [own, *rest]
+            before = [] if found_inf is None else [tensor.clone() for tensor in written]
+            self.store(own, new, key, rest[0] if rest else None, number * CHUNK)
+            if found_inf is not None:
+                for tensor, old in zip(written, before, strict=True):
+                    tensor.copy_(torch.where(found_inf != 0, old, tensor))
 
     def count(self, found_inf: Tensor | None = None) -> None:
         """There was an update, unless `found_inf` is not 0."""

@@ -145,7 +145,7 @@ class MixedPrecisionOptimizer:
         if self.narrow is None:
             initialise_state(self.inner)
         else:
-            with self.narrow.in_fp32((), None, stores=False):
+            with self.narrow.in_fp32(None, None, stores=False):
                 initialise_state(self.inner)
         self.rows = [
             RowUpdate(f"{name}.{key}", table, key, self.inner)
@@ -260,8 +260,9 @@ class MixedPrecisionOptimizer:
         reduction.overlaps = last and not reduction.muted
         return reduction.overlaps
 
-    def use(self, single_pass: SinglePass) -> None:
-        """Take `single_pass` for the updates of this optimizer, whatever was chosen."""
+    def use(self, single_pass: SinglePass | None) -> None:
+        """Take `single_pass` for the updates of this optimizer, whatever was chosen; None: torch's
+        operations."""
         self._single_pass = self.gradients.single_pass = single_pass
 
     def unscaled_gradients(self) -> dict[str, Tensor]:

@@ -491,7 +491,7 @@ class PreparedOptimizer(Optimizer):
         if narrow is None:
             self.inner.load_state_dict(state)
         else:  # torch casts a state to the dtype of its weight
-            with narrow.in_fp32((), None, stores=False):
+            with narrow.in_fp32(None, None, stores=False):
                 self.inner.load_state_dict(state)
             if counter is not None:
                 narrow.load_state_dict(counter)

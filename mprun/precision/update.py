@@ -13,7 +13,6 @@ continues in the other.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -301,19 +300,30 @@ class Gradients:
         if clip is not None:
             for group in by_dtype(self.clipped([*own, *ready.rows])):
                 torch._foreach_mul_(group, clip)
-        wide: AbstractContextManager[list[Tensor]] = nullcontext(self.updated)
-        if self.narrow is not None:
-            wide = self.narrow.in_fp32(self.updated, found_inf)
-        with wide as every:
-            if self.collects or self.narrow is not None:
-                for updated, gradient in zip(every, own, strict=True):
-                    updated.grad = None if gradient is None else gradient.to(updated.dtype)
-            if found_inf is not None:
-                step_unless(self.inner, found_inf)
-            else:
-                self.inner.step()
+        if self.narrow is None:
+            self._step(self.updated, own if self.collects else None, found_inf)
+        else:
+            for places in self.narrow.chunks(self.updated):
+                chunk, gradients = [self.updated[n] for n in places], [own[n] for n in places]
+                with self.narrow.in_fp32(chunk, found_inf) as wide:
+                    self._step(wide, gradients, found_inf)
+            self.narrow.count(found_inf)
         if self._copies:
             torch._foreach_copy_(self._copies, self._masters)
+
+    def _step(
+        self,
+        updated: Sequence[Tensor],
+        gradients: Sequence[Tensor | None] | None,
+        found_inf: Tensor | None,
+    ) -> None:
+        """Let `inner`, which holds these, take a step. gradients: None: they have them."""
+        for tensor, gradient in zip(updated, gradients or (), strict=False):
+            tensor.grad = None if gradient is None else gradient.to(tensor.dtype)
+        if found_inf is not None:
+            step_unless(self.inner, found_inf)
+        else:
+            self.inner.step()
 
     def clipped(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
         """Those that count in the norm and are clipped; in the order of `values`."""

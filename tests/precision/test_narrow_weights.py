@@ -1,13 +1,21 @@
 """BF16 weights updated in FP32: stochastic rounding, Kahan's compensation, narrow state."""
 
 import math
+from contextlib import contextmanager
 
 import pytest
 import torch
 from torch import nn
 
 import mprun
-from mprun.precision import MixedPrecisionOptimizer, StaticLossScale, cast_model, get_policy
+from mprun.precision import (
+    MixedPrecisionOptimizer,
+    StaticLossScale,
+    build_policy,
+    cast_model,
+    get_policy,
+    narrow_weights,
+)
 from mprun.precision.narrow_weights import NarrowWeights, random_bits, round_stochastically
 
 KEY = torch.tensor(20261123, dtype=torch.int32)
@@ -116,7 +124,9 @@ def state_of(model, optimizer):
 
 @pytest.mark.parametrize("mode", ["bf16_stochastic", "bf16_kahan"])
 @pytest.mark.parametrize(("rule", "settings"), RULES, ids=lambda x: getattr(x, "__name__", ""))
-def test_a_single_pass_gives_the_same_bits(mode, rule, settings):
+def test_a_single_pass_gives_the_same_bits(mode, rule, settings, monkeypatch):
+    # A weight, of 1,480 numbers, to an update; rounded in pieces.
+    monkeypatch.setattr(narrow_weights, "CHUNK", 512)
     model, plain = trained(mode, "plain", rule, skip=2, scale=64.0, **settings)
     expected = state_of(model, plain)
     model, single = trained(mode, "single_pass", rule, skip=2, scale=64.0, **settings)
@@ -127,6 +137,52 @@ def test_a_single_pass_gives_the_same_bits(mode, rule, settings):
     dtypes = {own.dtype for name, own in model.named_parameters() if name.startswith("1.")}
     assert dtypes == {torch.float32}  # the norm layer
     assert model[0].weight.dtype is torch.bfloat16 and not single.masters
+
+
+@pytest.mark.parametrize("rounding", ["stochastic", "kahan"])
+@pytest.mark.parametrize("scale", [None, 64.0])
+def test_narrow_state_beside_fp32_norms(rounding, scale, monkeypatch):
+    """With a narrow state the norm layer's FP32 weights are among them, and are not rounded."""
+    values = {"param_dtype": "bf16", "master_dtype": None, "update.state_dtype": "bf16"}
+    policy = build_policy("own", values | {"update.rounding": rounding})
+    monkeypatch.setitem(trained.__globals__, "get_policy", lambda mode: policy)
+    skip = None if scale is None else 1
+    model, optimizer = trained(policy.name, "auto", torch.optim.AdamW, 2, skip, scale, **ADAM)
+    norm, state = model[1].weight, optimizer.inner.state[model[1].weight]
+    assert norm.dtype is torch.float32 and state["exp_avg"].dtype is torch.bfloat16
+    assert "compensation" not in state and (norm != norm.bfloat16()).any()
+
+
+@pytest.mark.parametrize("mode", ["bf16_stochastic", "bf16_kahan"])
+def test_no_more_than_a_chunk_is_in_fp32(mode, monkeypatch):
+    monkeypatch.setattr(narrow_weights, "CHUNK", 1500)
+    sizes = []
+
+    class Seen(NarrowWeights):
+        @contextmanager
+        def in_fp32(self, updated, found_inf, *, stores=True):
+            with super().in_fp32(updated, found_inf, stores=stores) as wide:
+                assert all(tensor.dtype is torch.float32 for tensor in wide)
+                sizes.append([tensor.numel() for tensor in wide])
+                yield wide
+
+    monkeypatch.setattr("mprun.precision.optimizer.NarrowWeights", Seen)
+    _, optimizer = trained(mode, "plain", torch.optim.AdamW, 1, **ADAM)
+    # Two linear layers, their biases, and the norm layer's weights, which are in FP32 anyway.
+    assert sizes[1:] == [[1480], [37, 37, 37, 111, 3]]
+    assert optimizer.narrow.updates == 1
+
+
+def test_an_unknown_optimizer_is_given_all_weights_at_once(monkeypatch):
+    monkeypatch.setattr(narrow_weights, "CHUNK", 2)
+
+    class Own(torch.optim.SGD):
+        pass
+
+    weights = [torch.zeros(4, dtype=torch.bfloat16) for _ in range(3)]
+    for rule, chunks in ((torch.optim.SGD, [[0], [1], [2]]), (Own, [[0, 1, 2]])):
+        narrow = NarrowWeights(rule(weights, 0.1), ["a", "b", "c"], weights, "stochastic")
+        assert narrow.chunks(weights) == chunks
 
 
 @pytest.mark.parametrize("mode", ["bf16_stochastic", "bf16_kahan"])
