@@ -203,9 +203,9 @@ def count_synchronisations(
 def measure_ceilings(device: torch.device, seconds: float = 6.0, size: int | None = None) -> dict:
     """{"bandwidth": bytes/s, read and written together, "flops": {format: FLOP/s}, ...}.
 
-    A multiply-add is 2 FLOP. Formats: fp32 (TF32 off), tf32 where the GPU has it, fp16, bf16; each
-    is the median of up to five windows, of fewer where `seconds` in all do not allow them. Leaves
-    the flags of FP32 products at "ieee".
+    A multiply-add is 2 FLOP. Formats: fp32 (TF32 off), tf32 where the GPU has it, fp16, bf16, fp8
+    (E4M3, one scale, fast accumulation) where it has it; each is the median of up to five windows,
+    of fewer where `seconds` in all do not allow them. Leaves the flags of FP32 products at "ieee".
 
     Args:
         size: side of the matrices, for tests.
@@ -223,8 +223,7 @@ def measure_ceilings(device: torch.device, seconds: float = 6.0, size: int | Non
     for name, dtype, fp32_math in formats:
         pin_math_flags(fp32_math)
         a, b = (torch.rand(size, size, device=device).sub_(0.5).to(dtype) for _ in range(2))
-        out = torch.empty_like(a)
-        work = partial(torch.mm, a, b, out=out)
+        work = _product_of(a, b)
         once, windows[name] = _median_s(work, device, each)
         flops[name] = 2 * size**3 / once
     pin_math_flags("ieee")
@@ -238,15 +237,27 @@ def measure_ceilings(device: torch.device, seconds: float = 6.0, size: int | Non
     }
 
 
+def _product_of(a: torch.Tensor, b: torch.Tensor) -> Callable[[], object]:
+    """A product of two square matrices of one dtype."""
+    if a.dtype.itemsize > 1:
+        return partial(torch.mm, a, b, out=torch.empty_like(a))
+    one = torch.ones((), device=a.device)
+    fp8 = partial(torch._scaled_mm, out_dtype=torch.bfloat16, use_fast_accum=True)
+    return partial(fp8, a, b.t(), one, one)
+
+
 def _formats(device: torch.device) -> list[tuple[str, torch.dtype, str]]:
     """(name, dtype of the operands, FP32 flag) of each rate that the device has."""
     on_gpu = device.type == "cuda"
-    modern = on_gpu and torch.cuda.get_device_capability(device) >= (8, 0)
+    capability = torch.cuda.get_device_capability(device) if on_gpu else (0, 0)
+    modern = capability >= (8, 0)
     formats = {
         ("fp32", torch.float32, "ieee"): True,
         ("tf32", torch.float32, "tf32"): modern,
         ("fp16", torch.float16, "ieee"): True,
         ("bf16", torch.bfloat16, "ieee"): modern or not on_gpu,
+        # As `mprun.precision.why_unsupported` has it.
+        ("fp8", torch.float8_e4m3fn, "ieee"): capability >= (8, 9),
     }
     return [form for form, has in formats.items() if has]
 

@@ -5,10 +5,11 @@ Products are what Tensor Cores do; beside their dtype stands their share of the 
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch._ops import OpOverload
 
 # One call is a whole recurrent layer; the first three are the emulated ones.
 RECURRENT = frozenset(
@@ -31,12 +32,14 @@ _ATTENTION = frozenset(
 PRODUCTS = _MATRIX.union(_CONVOLUTION, _CONVOLUTION_BACKWARD, _OTHERS, _ATTENTION, RECURRENT)
 
 
-def flops(name: str, args: tuple, kwargs: dict[str, Any], result: Any) -> int:
+def flops(
+    name: str, args: tuple, kwargs: dict[str, Any], result: Any, *, causal: bool = False
+) -> int:
     """Floating-point operations of one call, 2 for a multiplication and addition.
 
     Of matrix products, convolutions and attention with their gradients; 0 for everything else
-    (recurrent layers: `recurrent_flops`). Attention counts every pair of a query and a key, those
-    that a causal mask leaves out too, as the roofline and torch's FlopCounterMode do.
+    (recurrent layers: `recurrent_flops`). See `attention_flops`; where attention is written out in
+    products, all pairs are multiplied.
     """
     if name in _MATRIX | {"linear"}:
         left = args[0] if name in ("mm", "bmm", "linear", "scaled_mm") else args[1]
@@ -48,15 +51,40 @@ def flops(name: str, args: tuple, kwargs: dict[str, Any], result: Any) -> int:
         one = _convolution(args[0], args[1], args[2], transposed=args[7])
         return one * (bool(mask[0]) + bool(mask[1]))
     if name in _ATTENTION:
-        return _attention(args[1:4], 3, 2) if "backward" in name else _attention(args[:3], 1, 1)
+        if "backward" in name:  # scores again; gradients of values, weights, queries and keys
+            return attention_flops(args[1:4], 3, 2, causal=causal)
+        return attention_flops(args[:3], 1, 1, causal=causal)
     return 0
 
 
-def _attention(tensors: tuple[Tensor, Tensor, Tensor], of_keys: int, of_values: int) -> int:
-    # [batch, heads, tokens, size] each. Products over the size of keys and of values: backward
-    # makes the scores again, then the gradients of values, weights, queries and keys.
+def is_causal(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether an attention kernel leaves out what a causal mask does."""
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.name == "is_causal":
+            return bool(args[place] if place < len(args) else kwargs.get("is_causal", False))
+    return False
+
+
+def attention_flops(
+    tensors: Sequence[Tensor], of_keys: int, of_values: int, *, causal: bool
+) -> int:
+    """FLOPs of products over all pairs of a query and a key.
+
+    With a causal mask only over those that it leaves, as a fused kernel multiplies them (Dao, arXiv
+    2307.08691, section 3.1); torch's FlopCounterMode counts all pairs.
+
+    Args:
+        tensors: queries, keys, values, ``[batch, heads, tokens, size]`` each.
+        of_keys, of_values: products over the size of keys, and of values.
+        causal: query i sees the keys up to i.
+    """
     query, key, value = tensors
-    pairs = query.shape[:-1].numel() * key.shape[-2]
+    queries, keys = query.shape[-2], key.shape[-2]
+    pairs = queries * keys
+    if causal:
+        few = min(queries, keys)
+        pairs = few * (few + 1) // 2 + (queries - few) * keys
+    pairs *= query.shape[:-2].numel()
     return 2 * pairs * (of_keys * query.shape[-1] + of_values * value.shape[-1])
 
 

@@ -17,7 +17,14 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
 from mprun.numerics.dispatch import UNWRITTEN, Watch, dtype_name, in_backward, name_of
-from mprun.numerics.operation_summary import PRODUCTS, RECURRENT, flops, lines, recurrent_flops
+from mprun.numerics.operation_summary import (
+    PRODUCTS,
+    RECURRENT,
+    flops,
+    is_causal,
+    lines,
+    recurrent_flops,
+)
 from mprun.numerics.state import named_modules
 from mprun.precision import PrecisionPolicy, read_math_flags
 from mprun.record.memory import SavedForBackward, memory_by_kind
@@ -192,7 +199,9 @@ class FirstStep:
             dtype = self._dtype(name, operands, results, emulated)
             # Operations on lists of tensors in place (the optimizer's) return nothing.
             changed = results or [t for t in tree_leaves(args[:1]) if isinstance(t, Tensor)]
-            row = Row(1, sum(t.numel() for t in changed), flops(name, args, kwargs, result))
+            causal = is_causal(func, args, kwargs)
+            work = flops(name, args, kwargs, result, causal=causal)
+            row = Row(1, sum(t.numel() for t in changed), work)
             with self._lock:
                 self._add(self._phase(), name, dtype, row)
                 if finite is not None:

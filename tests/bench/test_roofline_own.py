@@ -1,14 +1,17 @@
 """Networks and data of the user's own, modes and settings: whatever runs can be counted."""
 
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
 from mprun.bench.roofline.count import count
+from mprun.bench.roofline.operations import FORMATS
 from mprun.bench.roofline.weightless import shape_source
 from mprun.config.compose import compose_config
 from mprun.errors import BadInput
+from mprun.precision import get_policy
 
 from ..shipped import MODES
 
@@ -96,17 +99,24 @@ def test_own_network_that_looks_at_values_is_refused_in_one_line(networks):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.few(5)
 def test_every_mode(mode):
-    small = ("model=lstm_lm", "data=synthetic_tokens", "data.batch_size=4")
-    found = count(small, mode)
-    forms = {"fp": "fp32", "tf": "tf32", "bf": "bf16"}
-    wanted = (
-        "fp16"
-        if "fp16" in mode or mode == "amp"
-        else forms[mode[:2]]
-        if mode[:2] in forms
-        else "bf16"
-    )
-    assert {row.form for row in found.rows if row.kind.startswith("recurrent product")} == {wanted}
+    policy = get_policy(mode)
+    # Without FP8 products: with them the largest layer has none of its own, an LSTM or the output.
+    plain = replace(policy, products=None).formats
+    wanted = FORMATS[plain[0]] if plain else {"ieee": "fp32", "tf32": "tf32"}[policy.fp32_math]
+    small = ("data=synthetic_tokens", "data.batch_size=4")
+    if policy.products is None:
+        found = count(("model=lstm_lm", *small), mode)
+        recurrent = [row for row in found.rows if row.kind.startswith("recurrent product")]
+        assert {row.form for row in recurrent} == {wanted}
+        return
+    found = count(("model=gpt", *small), mode)
+    forms = {row.kind: row.form for row in found.rows if row.flops}
+    assert forms == {
+        "fp8 product": "fp8",
+        "matrix product": wanted,  # the output layer's
+        "attention": wanted,
+        "attention backward": wanted,
+    }
 
 
 @pytest.mark.parametrize(

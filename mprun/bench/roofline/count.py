@@ -33,6 +33,7 @@ from mprun.config.schema import DataConfig, RunConfig
 from mprun.errors import BadInput, MprunError, raised
 from mprun.precision import DTYPES, ForwardContext, PrecisionPolicy
 from mprun.precision.update import Checked, Scaled, SinglePass
+from mprun.precision.update_choice import torch_path
 
 _CPU = torch.device("cpu")
 
@@ -145,7 +146,9 @@ def _step(config: RunConfig, policy: PrecisionPolicy, source: ShapeSource):
         with cuda_kernels(counter.write), weightless():
             task = _built(config, policy, source)
             for optimizer in (learner.optimizer for learner in task.learners.values()):
-                if optimizer.update_path == "single_pass":
+                if optimizer.narrow is not None:
+                    _without_kernel(optimizer, counter)
+                elif optimizer.update_path == "single_pass":
                     # The kernels themselves are of one device and no dispatcher sees them.
                     optimizer.use(CountedPass(optimizer, counter.write))
                 for name in ("backward", "zero_grad", "step"):
@@ -153,6 +156,7 @@ def _step(config: RunConfig, policy: PrecisionPolicy, source: ShapeSource):
             with counter:
                 task.compute(task.load(0))
             counter.rows.clear()
+            counter._casts.clear()
             held = held_bytes(task.learners.values())
             models = [learner.model for learner in task.learners.values()]
             # Parameters and buffers are held anyway: a graph that keeps them costs nothing more.
@@ -181,12 +185,33 @@ def _built(config: RunConfig, policy: PrecisionPolicy, source: ShapeSource):
         source.batches_per_epoch = NO_END
 
 
+def _without_kernel(optimizer, counter: "Counter") -> None:
+    """Let BF16 weights without masters be updated by torch's operations, as on CUDA, foldable into
+    the single pass that a CPU has."""
+    optimizer.use(None)
+    optimizer.update_path = torch_path(optimizer.inner)
+    plain, gradients, rows = optimizer.gradients.apply, optimizer.gradients, counter.rows
+    least: list[int] = []
+    one = CountedPass(optimizer, lambda kind, dtype, flops, size, launches: least.append(size))
+
+    def apply(ready, clip) -> None:
+        before = len(rows)
+        plain(ready, clip)
+        rows[before:] = [dataclasses.replace(row, folded_bytes=0) for row in rows[before:]]
+        one.update(ready.own, clip)
+        rows.append(Row("update in one pass", "update", "", 0, 0, 0, folded_bytes=least.pop()))
+
+    gradients.apply = apply
+
+
 class Counter(TorchDispatchMode):
     """Within it every operation adds its rows to `rows`. The tensors are fake ones.
 
     Foldable into a BatchNorm kernel are a ReLU (or leaky ReLU) of a BatchNorm's output, its
     gradient, the addition of a residual to such an output, of which the residual is still read,
-    and the addition of the two gradients that meet there, of which one is still read.
+    and the addition of the two gradients that meet there, of which one is still read. The kernels
+    that make a 16-bit tensor FP8 (widen, scale, clamp, narrow) are foldable into one that reads it
+    and writes the other; the search for its largest number is a pass of its own.
 
     Args:
         fp32_math: "ieee" or "tf32", how FP32 products are computed.
@@ -200,6 +225,8 @@ class Counter(TorchDispatchMode):
         self._normalised: dict[int, Tensor] = {}
         self._activated: dict[int, Tensor] = {}
         self._residual_shapes: set[torch.Size] = set()
+        # Of what may become FP8: the tensor, bytes of what it was made of, places of its rows.
+        self._casts: dict[int, tuple[Tensor, int, list[int]]] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -213,6 +240,7 @@ class Counter(TorchDispatchMode):
             folded = self._folded(kind, args, results)
             form = self._format(next(tensors_in(args)).dtype) if flops else ""
             self.rows.append(Row(kind, self.phase, form, flops, size, folded_bytes=folded))
+            self._follow_cast(kind, args, results)
         return results
 
     @contextmanager
@@ -249,6 +277,22 @@ class Counter(TorchDispatchMode):
             return kind
         return "gradient add" if self.phase == "backward" else "residual add"
 
+    def _follow_cast(self, kind: str, args, results) -> None:
+        """Note the last row where it may belong to an FP8 cast; fold them where it ends one."""
+        if kind not in ("cast", "mul", "clamp_") or not isinstance(results, Tensor):
+            return
+        _, size, places = self._casts.get(storage_key(args[0]), (None, bytes_of(args[0]), []))
+        if not places and (kind != "cast" or args[0].element_size() != 2):
+            return
+        places = [*places, len(self.rows) - 1]
+        if results.dtype is torch.float32:
+            self._casts[storage_key(results)] = results, size, places
+        elif FORMATS.get(results.dtype) == "fp8":
+            for place in places:
+                self.rows[place] = dataclasses.replace(self.rows[place], folded_bytes=0)
+            left = size + bytes_of(results)
+            self.rows[-1] = dataclasses.replace(self.rows[-1], folded_bytes=left)
+
     def _folded(self, kind: str, args, results) -> int | None:
         """The bytes left where this kernel can be folded into a BatchNorm's, else None."""
         match kind:
@@ -273,8 +317,8 @@ class Counter(TorchDispatchMode):
 class CountedPass(SinglePass):
     """A single pass on tensors without values: writes what it costs.
 
-    Check: every gradient read once. Update: gradients read; weights and optimizer state read and
-    written; 16-bit copies written.
+    Check: every gradient read once. Update: gradients read; weights and optimizer state, what
+    roundings took away among it, read and written; 16-bit copies of masters written.
     """
 
     def __init__(self, optimizer, write: Write):

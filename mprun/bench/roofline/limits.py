@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 # Seconds per kernel, an assumption: replayed from a CUDA graph, and started one by one.
 GRAPH_LAUNCH_S, EAGER_LAUNCH_S = 1.5e-6, 8e-6
 LAUNCH_SOURCE = "assumed: 1.5 us a kernel in a CUDA graph, 8 us eager"
+# Without torch: what `operations.FORMATS` says.
+_FORMATS = {"torch.float16": "fp16", "torch.bfloat16": "bf16"}
+_FORMATS |= dict.fromkeys(("torch.float8_e4m3fn", "torch.float8_e5m2"), "fp8")
 _RATES = ("eager", "fused", "flop_only")  # of a limit that a table shows
 # Bytes per parameter and step of SGD with momentum, the write of the gradient and autocast's cast
 # of the weight included: benchmarks/update_bytes.py counts them.
@@ -38,8 +41,8 @@ class Ceilings:
 
     Attributes:
         source: where the rates are from.
-        flops: FLOP/s of large products by number format, of "fp16", "bf16", "tf32" and "fp32"
-            those that the GPU has; a multiply-add is 2.
+        flops: FLOP/s of large products by number format, of "fp8", "fp16", "bf16", "tf32" and
+            "fp32" those that the GPU has; a multiply-add is 2.
         bandwidth: bytes/s of a copy, read and written together.
         memory: bytes.
         graph_launch_s, eager_launch_s: seconds that one kernel takes at least.
@@ -55,15 +58,24 @@ class Ceilings:
 
 
 def _gpu(
-    name: str, half: float, tf32: float | None, fp32: float, bandwidth: float, gib: float
+    name: str,
+    half: float,
+    tf32: float | None,
+    fp32: float,
+    bandwidth: float,
+    gib: float,
+    fp8: float | None = None,
 ) -> Ceilings:
     flops = {"fp16": half, "fp32": fp32}
     if tf32 is not None:
         # BF16 Tensor Cores came with TF32 and run at the rate of FP16 (NVIDIA A100 data sheet).
         flops |= {"bf16": half, "tf32": tf32}
+    if fp8 is not None:
+        flops |= {"fp8": fp8}
     source = (
         f"assumed for {name}: FP16 products {half / 1e12:g} TFLOP/s and copies "
         f"{bandwidth / 1e12:g} TB/s as programs reach them; FP32 0.86 of the data sheet"
+        f"{'' if fp8 is None else '; FP8 twice FP16, as there'}"
     )
     return Ceilings(name, source, flops, bandwidth, gib * 2**30)
 
@@ -71,10 +83,11 @@ def _gpu(
 # FP16 rate and bandwidth of H200: matrix products and copies seen on one (769 to 798 TFLOP/s,
 # 4.3 TB/s); of the others: what published training runs were judged by. TF32 is half of FP16 on
 # every one of them. FP32 is 0.86 of the data sheet (15.7, 19.5, 67 TFLOP/s), as 57.5 of 67 is on
-# an H200, the middle of 55 to 60.
+# an H200, the middle of 55 to 60. FP8 is twice FP16, as on the data sheets of H100 and H200
+# (1,979 and 989.5 TFLOP/s, dense).
 GPUS = {
-    "H200": _gpu("H200", 790e12, 395e12, 57.5e12, 4.3e12, 139),
-    "H100": _gpu("H100", 740e12, 370e12, 57.5e12, 3.0e12, 79),
+    "H200": _gpu("H200", 790e12, 395e12, 57.5e12, 4.3e12, 139, fp8=1580e12),
+    "H100": _gpu("H100", 740e12, 370e12, 57.5e12, 3.0e12, 79, fp8=1480e12),
     "A100": _gpu("A100", 260e12, 130e12, 16.7e12, 1.75e12, 79),
     "V100": _gpu("V100", 100e12, None, 13.5e12, 0.80e12, 31.5),
 }
@@ -93,16 +106,16 @@ def ceilings_of(name: str) -> Ceilings:
 def why_not(policy: PrecisionPolicy, overrides: Sequence[str], ceilings: Ceilings) -> str | None:
     """The reason why this GPU has no such mode, or None.
 
-    TF32 and BF16 products exist from compute capability 8.0 on (NVIDIA Ampere), V100 is 7.0.
+    TF32 and BF16 products exist from compute capability 8.0 on (NVIDIA Ampere), V100 is 7.0; FP8
+    ones from 8.9 on, with scales by row from 9.0 on: H100 and H200 have both, the others none.
 
     Args:
         overrides: dtype names of module overrides.
     """
-    names = {"torch.float16": "fp16", "torch.bfloat16": "bf16"}
-    wanted = [names.get(str(policy.half_dtype)), *overrides]
-    wanted.append("tf32" if policy.fp32_math == "tf32" else None)
+    wanted = [*(_FORMATS[str(dtype)] for dtype in policy.formats), *overrides]
+    wanted += ["tf32"] if policy.fp32_math == "tf32" else []
     for form in wanted:
-        if form is not None and form not in ceilings.flops:
+        if form not in ceilings.flops:
             has = ", ".join(sorted(ceilings.flops))
             return f"{ceilings.name} has no {form.upper()} products (it has {has})"
     return None
@@ -113,7 +126,8 @@ def limit(counted: Counted, ceilings: Ceilings) -> dict[str, Any]:
 
     eager: samples per second if each operation takes the longer of its products and its traffic,
     one after the other. fused: the same with ReLUs, residuals and their gradients folded into
-    BatchNorm kernels; None where there is nothing to fold. flop_only: products at their full rate,
+    BatchNorm kernels, each FP8 cast in one kernel, and the update of BF16 weights without masters
+    in one pass; None where there is nothing to fold. flop_only: products at their full rate,
     traffic free. Each of the three with the update. without_update: eager, forward and backward
     alone. memory_bound_share: part of the eager time in which traffic takes longer than products.
     step_s, update_s: the eager time, and the part of the update in it. launches: kernels per step.
@@ -121,8 +135,14 @@ def limit(counted: Counted, ceilings: Ceilings) -> dict[str, Any]:
     time and nothing else. kinds: rows of one kind and phase, most expensive first.
 
     Raises:
-        KeyError: where the GPU has no such products (`why_not`).
+        BadInput: where the ceilings have no such products (see `why_not`).
     """
+    lacks = {row.form for row in counted.rows if row.flops} - ceilings.flops.keys()
+    if lacks:
+        names = ", ".join(sorted(form.upper() for form in lacks))
+        raise BadInput(
+            f"{ceilings.name}: no ceiling of {names} products, of which the step has some"
+        )
     costs = [(row, row.seconds(ceilings.flops, ceilings.bandwidth)) for row in counted.rows]
     timed = [(row, max(both)) for row, both in costs]
     total = sum(seconds for _, seconds in timed)
@@ -151,6 +171,7 @@ def limit(counted: Counted, ceilings: Ceilings) -> dict[str, Any]:
         "update_bytes": counted.bytes(("update",)),
         "update": counted.update,
         "memory": asdict(counted.memory) | {"total": counted.memory.total},
+        "bytes_per_parameter": counted.memory.of_weights / counted.parameters,
         "counted_s": counted.counted_s,
     }
 
@@ -230,7 +251,7 @@ def as_text(found: dict[str, Any], top: int) -> str:
 
 
 def _speed(modes: dict[str, dict], unit: str) -> str:
-    header = ["mode", f"limit {unit}s/s", "BN fused", "FLOP only", f"GFLOP/{unit}", f"MB/{unit}"]
+    header = ["mode", f"limit {unit}s/s", "fused", "FLOP only", f"GFLOP/{unit}", f"MB/{unit}"]
     header += ["memory-bound", "update ms", "kernels", "x fp32", "x tf32"]
     rows = [
         [
@@ -254,9 +275,10 @@ def _memory(modes: dict[str, dict], card: float) -> str:
         total = line["memory"]["total"]
         of_fp32 = f"{total / modes['fp32']['memory']['total']:.2f}" if "fp32" in modes else "-"
         sizes = [f"{size / 2**30:.3g}" for size in line["memory"].values()]
-        rows.append([mode, *sizes, of_fp32, "yes" if total < card else "no"])
+        each = f"{line['bytes_per_parameter']:.3g}"
+        rows.append([mode, *sizes, each, of_fp32, "yes" if total < card else "no"])
     kinds = next(iter(modes.values()))["memory"]
-    header = ["memory, GiB", *kinds, "x fp32", f"fits {card / 2**30:.3g} GiB"]
+    header = ["memory, GiB", *kinds, "B/parameter", "x fp32", f"fits {card / 2**30:.3g} GiB"]
     return markdown_table(header, rows)
 
 
@@ -274,7 +296,7 @@ def _notes(found: dict[str, Any]) -> list[str]:
         f"({LAUNCH_SOURCE}).",
         f"Update counted as: {paths}. SGD with momentum on these parameters, ms a step with the "
         f"gradient's write and the weights' cast: {recipes}.",
-        "Memory without workspaces and results on their way.",
+        "Memory without workspaces and results on their way; B/parameter without activations.",
     ]
 
 

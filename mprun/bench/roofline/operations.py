@@ -17,6 +17,8 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from mprun.numerics.operation_summary import attention_flops
+
 aten = torch.ops.aten
 
 # (kind, FLOPs, bytes) of one kernel
@@ -25,6 +27,8 @@ Cost = tuple[str, int, int]
 Write = Callable[[str, torch.dtype, int, int, int], None]
 # How products are computed, by dtype; FP32 ones may be in TF32, which the counter knows.
 FORMATS = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+# Both run at one rate (NVIDIA H100 data sheet).
+FORMATS |= dict.fromkeys((torch.float8_e4m3fn, torch.float8_e5m2), "fp8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +39,8 @@ class Row:
         kind: "convolution", "batch norm backward", "cast", ...
         phase: "forward", "backward" or "update".
         form: number format of the products, "" where there are none.
-        folded_bytes: what is left of the bytes where the kernel's work is folded into a BatchNorm
-            kernel beside it; None: it cannot be.
+        folded_bytes: what is left of the bytes where the kernel's work is folded into one beside
+            it, of a BatchNorm or of an FP8 cast; None: it cannot be.
     """
 
     kind: str
@@ -191,18 +195,28 @@ def _batch_norm_backward(args, kwargs, results) -> Iterator[Cost]:
 
 
 def _attention(args, kwargs, results) -> Iterator[Cost]:
-    query, key, value = args[:3]
-    products = query.shape[:-1].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
-    yield "attention", 2 * products, _total(args[:3], results[0])
+    flops = attention_flops(args[:3], 1, 1, causal=_given(args, 4, kwargs))
+    yield "attention", flops, _total(args[:3], results[0])
 
 
 def _attention_backward(args, kwargs, results) -> Iterator[Cost]:
-    gradient, query, key, value, outputs = args[:5]
-    pairs = query.shape[:-1].numel() * key.shape[-2]
     # Scores again, then the gradients of values, scores, queries and keys.
-    flops = 2 * pairs * (3 * query.shape[-1] + 2 * value.shape[-1])
-    moved = _total(gradient, query, key, value, outputs, results)
-    yield "attention backward", flops, moved
+    flops = attention_flops(args[1:4], 3, 2, causal=_given(args, 7, kwargs))
+    yield "attention backward", flops, _total(args[:5], results)
+
+
+def _given(args: tuple, place: int, kwargs: dict) -> bool:
+    return bool(args[place] if len(args) > place else kwargs.get("is_causal", False))
+
+
+def _scaled_product(args, kwargs, results) -> Iterator[Cost]:
+    """cuBLAS takes the left matrix by rows and the right by columns: what lies otherwise is copied
+    (`mprun.precision.scaled_products`)."""
+    a, b = args[:2]
+    for operand in (a, b.t()):
+        if not operand.is_contiguous():
+            yield "fp8 transpose", 0, 2 * bytes_of(operand)
+    yield "fp8 product", 2 * results.numel() * a.shape[-1], _total(args[:4], results)
 
 
 def _fused_update(state_lists: Iterable[int]) -> Callable:
@@ -227,6 +241,7 @@ _SPECIAL: dict[str, Callable[[tuple, dict, Any], Iterable[Cost]]] = {
     "native_batch_norm": _batch_norm,
     "_native_batch_norm_legit": _batch_norm,
     "native_batch_norm_backward": _batch_norm_backward,
+    "scaled_mm": _scaled_product,
     "_scaled_dot_product_flash_attention_for_cpu": _attention,
     "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
     # Rows of a table: as many as there are ids, not the table.

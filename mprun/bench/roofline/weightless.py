@@ -232,7 +232,7 @@ class Memory:
     Attributes:
         parameters, masters, optimizer: as they are held between steps (buffers and averages count
             as parameters).
-        gradients: as backward makes them, all at once.
+        gradients: as backward makes them, all at once, and what they are added up in.
         activations: the most that is kept for a backward pass at one time, inputs included,
             parameters not.
     """
@@ -244,8 +244,13 @@ class Memory:
     activations: int
 
     @property
+    def of_weights(self) -> int:
+        """What their number alone decides."""
+        return self.parameters + self.masters + self.optimizer + self.gradients
+
+    @property
     def total(self) -> int:
-        return self.parameters + self.masters + self.optimizer + self.gradients + self.activations
+        return self.of_weights + self.activations
 
 
 class SavedTensors:
@@ -303,6 +308,14 @@ def held_bytes(learners) -> dict[str, int]:
         held["masters"] += _distinct(learner.cast.masters.values())
         held["optimizer"] += _distinct(value for value in state if isinstance(value, Tensor))
         held["gradients"] += _distinct(p for p in parameters if p.requires_grad)
+        # Micro-batches are added up in tensors of their own, and so is what is cast.
+        adds = optimizer.gradients.parts > 1
+        pairs = zip(optimizer.parameters, optimizer.gradients.values, strict=False)
+        held["gradients"] += _distinct(
+            value
+            for own, value in pairs
+            if value is not None and (adds or value.dtype != own.dtype)
+        )
     return held
 
 
