@@ -12,10 +12,12 @@ from mprun.bench.plan import Case
 from mprun.errors import BadInput
 
 FP32, AMP = ("fp32", "tf32"), ("amp", "amp_bf16")
+FP8 = ("fp8_tensorwise", "fp8_rowwise")
 TASKS = ("classification", "reconstruction", "language_model", "gan")
 # Modes that no other tool's loop has, and the mode in which its peers are: same kernels, same
 # memory formats, another way to the update.
 NEAREST_MODE = {"fp16_master": "amp", "fp16_master_scaled": "amp", "bf16_master": "amp_bf16"}
+NEAREST_MODE |= dict.fromkeys(("bf16_stochastic", "bf16_kahan"), "amp_bf16")
 
 # With two optimizers these update the loss scale after each one's step, not once per iteration.
 SCALES_PER_OPTIMIZER = ("fabric", "trainer", "accelerate")
@@ -48,6 +50,10 @@ PEERS = {
     "amp": Entry("torch.amp recipe of the PyTorch documentation", None, AMP),
     "amp+": Entry("the recipe with NHWC, fused optimizer and torch.compile", None, AMP),
     "timm": Entry("timm's training step", "timm", (*FP32, *AMP), ("classification",)),
+    "torchao": Entry("torchao's FP8 layers in the recipe", "torchao", FP8, ("language_model",)),
+    "torchao+": Entry(
+        "the same with fused optimizer and torch.compile", "torchao", FP8, ("language_model",)
+    ),
     "fabric": Entry("Lightning Fabric", "lightning", (*FP32, *AMP)),
     "trainer": Entry("lightning.Trainer, nothing logged", "lightning", (*FP32, *AMP)),
     "accelerate": Entry("Hugging Face Accelerate", "accelerate", (*FP32, *AMP)),
@@ -115,6 +121,10 @@ def _maker(name: str) -> Callable:
             from benchmarks.suite.peers.timm_step import make_timm
 
             return make_timm
+        case "torchao" | "torchao+":
+            from benchmarks.suite.peers.torchao_loop import make_torchao, make_tuned_torchao
+
+            return make_torchao if name == "torchao" else make_tuned_torchao
         case "fabric":
             from benchmarks.suite.peers.fabric import make_fabric
 

@@ -8,8 +8,8 @@ between two of them is rounding and its growth.
 How fast rounding grows depends on the model: a tiny LSTM keeps a difference of 1e-7, ResNet-50 on
 32 pixels and random labels makes 1e-2 of it in one update. So it is measured: a *twin* of the
 plainest contender starts from weights that are off by a factor 1 + p N(0, 1) with p = max(u,
-2^-20), u being half a unit in the last place of the format in which the mode multiplies (2^-24
-FP32, 2^-11 TF32 and FP16, 2^-8 BF16). Allowed at a step is
+2^-20), u being half a unit in the last place of the coarsest format in which the mode multiplies
+(2^-24 FP32, 2^-11 TF32 and FP16, 2^-8 BF16, 2^-4 E4M3, 2^-3 E5M2). Allowed at a step is
 
     max(floor, 4 * the twin's largest difference so far)
 
@@ -36,6 +36,7 @@ from torch import Tensor
 
 from benchmarks.suite.contenders import NEAREST_MODE, SCALES_PER_OPTIMIZER, make
 from mprun.bench.contender import Contender
+from mprun.bench.contest import learns_as_fp32
 from mprun.bench.measure import first_steps
 from mprun.bench.own import Own
 from mprun.bench.plan import Case
@@ -43,9 +44,6 @@ from mprun.bench.worker import release
 from mprun.config.schema import task_of
 from mprun.precision import get_policy
 
-# Modes that change what is learned: without master weights updates are lost, without loss scaling
-# FP16 gradients are. Their contenders are compared with each other, not with FP32.
-UNLIKE_FP32 = ("fp16_naive", "fp16_master", "bf16_naive")
 _REFERENCES = ("loop", "amp", "mprun")  # the plainest first
 TWINS = ("loop", "amp")  # contenders of which a twin is run
 _FLOOR, _PERTURBATION, _DRAWS = 2.0**-16, 2.0**-20, 4.0
@@ -87,8 +85,8 @@ class Verdict:
 def rounding_unit(mode: str) -> float:
     """u of the module docstring."""
     policy = get_policy(mode)
-    if policy.half_dtype is not None:
-        return torch.finfo(policy.half_dtype).eps / 2
+    if policy.formats:
+        return max(torch.finfo(dtype).eps for dtype in policy.formats) / 2
     return 2.0**-11 if policy.fp32_math == "tf32" else 2.0**-24
 
 
@@ -183,12 +181,14 @@ def check(rows: Sequence) -> dict[str, tuple[bool, str]]:
     mode should learn as FP32 does to the plainest FP32 one.
     """
     trials = {row.key: _trial(row) for row in rows}
+    # Others change what is learned: they are compared with each other, not with FP32.
+    as_fp32 = {row.case.mode for row in rows if learns_as_fp32(row.case)}
     verdicts = {}
     for key, trial in trials.items():
         references = [_plainest(trials.values(), trial.mode)]
         if references[0] is trial:
             references.append(_plainest(trials.values(), NEAREST_MODE.get(trial.mode)))
-        if trial.mode not in UNLIKE_FP32:
+        if trial.mode in as_fp32:
             references.append(_plainest(trials.values(), "fp32"))
         twins = [_plainest(trials.values(), NEAREST_MODE.get(trial.mode, trial.mode))]
         held = [r for r in references if r is not None and r is not trial]

@@ -84,6 +84,15 @@ _BIGLSTM = _group(
     50,
 )
 
+# Rates and schedule are constant, as peers have them.
+_GPT2 = _group(
+    "GPT-2 b12",
+    ("model=gpt2", "optim.schedule=constant", "optim.warmup_updates=0", *_tokens(50_304, 1024, 12)),
+    ("fp32", "tf32", "amp_bf16", "bf16_stochastic", "fp8_tensorwise", "fp8_rowwise"),
+    60,
+    ("amp_bf16", "fp8_tensorwise"),
+)
+
 # What most is asked of comes first: a budget may end before the last.
 GPU_SUITE = (
     _resnet(256, 200),
@@ -94,6 +103,7 @@ GPU_SUITE = (
     _resnet(32, 50),
     _BIGLSTM,
     _dcgan(512, 30),
+    _GPT2,
 )
 
 CPU_SUITE = (

@@ -13,7 +13,6 @@ from mprun.bench.summary import summarise
 from mprun.build import policy_from
 from mprun.config.check import updates_in_16_bits
 from mprun.config.compose import compose_config
-from mprun.config.schema import task_of
 from mprun.errors import BadInput
 from mprun.precision import why_no_lstm, why_unsupported
 
@@ -126,7 +125,7 @@ def why_not(case: Case, device: torch.device) -> str | None:
     config = case.config()
     policy = policy_from(config.precision)
     reason = why_unsupported(policy, device)
-    if reason is None and task_of(config.model) == "language_model" and device.type == "cuda":
+    if reason is None and config.model.recurrent and device.type == "cuda":
         reason = why_no_lstm(policy, device)
     if reason is None:
         case.config(f"device={device.type}")
@@ -134,12 +133,14 @@ def why_not(case: Case, device: torch.device) -> str | None:
 
 
 def learns_as_fp32(case: Case) -> bool:
-    """Whether the mode loses no small updates (16 bits without masters) or FP16 gradients."""
+    """Whether the mode loses no small updates (16 bits without masters), and no small gradients (in
+    FP16, or in FP8 without scales of its own, without loss scaling)."""
     config = case.config()
-    precision = config.precision
-    loses_updates = updates_in_16_bits(precision)
-    in_fp16 = "fp16" in (precision.param_dtype, precision.autocast_dtype)
-    return not loses_updates and not (in_fp16 and config.scaler.kind == "none")
+    policy = policy_from(config.precision)
+    unscaled = policy.products is not None and policy.products.granularity == "none"
+    loses_gradients = torch.float16 in policy.formats or unscaled
+    loses_updates = updates_in_16_bits(config.precision)
+    return not loses_updates and not (loses_gradients and config.scaler.kind == "none")
 
 
 def _held_to(other: Row, row: Row) -> tuple[bool, str]:

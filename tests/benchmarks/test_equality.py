@@ -26,10 +26,12 @@ from benchmarks.suite.peers import amp, loop
 from benchmarks.suite.peers.equipment import plain, tuned
 from benchmarks.suite.peers.task import set_up
 from mprun.bench.contender import FIRST_STEPS
+from mprun.bench.contest import learns_as_fp32
 from mprun.bench.own import Own
 from mprun.bench.plan import Case
 from mprun.config.compose import compose_config
 
+from ..shipped import MODES
 from .peer_cases import MODELS, make_peer, tiny_network  # noqa: F401
 
 CPU = torch.device("cpu")
@@ -148,6 +150,14 @@ def test_nobody_else_is_accused(reference, make_peer, kind, mode):  # noqa: F811
         assert trials["kernels"].losses != own.losses or trials["nhwc"].losses != own.losses
 
 
+def test_which_modes_learn_as_fp32():
+    """Not those that lose small updates, or small gradients without a scale."""
+    unlike = {
+        mode for mode in MODES if not learns_as_fp32(Case("gpt", ("model=gpt",), mode, "mprun"))
+    }
+    assert unlike == {"fp16_naive", "fp16_master", "bf16_naive", "fp8_unscaled"}
+
+
 STEADY = tuple((0.01 * (step + 1), 0.5) for step in range(FIRST_STEPS))
 
 
@@ -164,7 +174,10 @@ def with_twin(name, mode, off=0.0):
 def test_the_limits():
     assert rounding_unit("fp32") == 2**-24 and rounding_unit("tf32") == 2**-11
     assert rounding_unit("amp") == rounding_unit("fp16_naive") == 2**-11
-    assert rounding_unit("amp_bf16") == 2**-8
+    assert rounding_unit("amp_bf16") == rounding_unit("bf16_stochastic") == 2**-8
+    # E4M3 has 3 bits behind the point, E5M2, of fp8_tensorwise's gradients, 2.
+    assert rounding_unit("fp8_rowwise") == 2**-4
+    assert rounding_unit("fp8_tensorwise") == rounding_unit("fp8_unscaled") == 2**-3
     reference = with_twin("loop", "fp32")
 
     def ok(**changes):

@@ -234,6 +234,28 @@ def test_who_can_do_what(monkeypatch):
     assert "not installed" in why("nobody", "fp32")
 
 
+@pytest.mark.parametrize(
+    "mode", [pytest.param("fp8_tensorwise", marks=pytest.mark.slow), "fp8_rowwise"]
+)
+def test_torchao_trains_the_same_layers_in_fp8(mode):
+    float8 = pytest.importorskip("torchao.float8.float8_linear")
+    constant = ("optim.schedule=constant", "optim.warmup_updates=0", "data.batch_size=2")
+    own, peer = (
+        registry.make(Case("gpt", ("model=gpt", *TOKENS[:2], *constant), mode, name), CPU)
+        for name in ("mprun", "torchao")
+    )
+    (network,) = peer.task.networks
+    converted = {n for n, m in network.named_modules() if isinstance(m, float8.Float8Linear)}
+    (learner,) = own.task.learners.values()
+    assert converted == {
+        n for n, m in learner.model.named_modules() if isinstance(m, torch.nn.Linear)
+    }
+    losses = [[float(contender.step()) for _ in range(STEPS)] for contender in (own, peer)]
+    # Weights are in BF16 in one and in FP32 in the other: a rounding of BF16 in each step.
+    assert losses[0][0] == pytest.approx(losses[1][0], rel=2**-8)
+    assert losses[0] == pytest.approx(losses[1], rel=STEPS * 2**-8)
+
+
 @pytest.mark.slow
 def test_a_plain_loop_loads_no_package_of_a_peer():
     script = (

@@ -3,8 +3,8 @@
 After the PyTorch notes "Automatic Mixed Precision examples": "Typical Mixed Precision Training",
 "Gradient clipping" (unscale_ before it), and "Working with Multiple Models, Losses, and
 Optimizers" (one scaler; `update` once, after the steps of all optimizers). Defaults throughout:
-GradScaler's numbers are those of scaler=dynamic, but for its floor and ceiling. In amp_bf16 there
-is no scaler, as the notes on autocast have it.
+GradScaler's numbers are those of scaler=dynamic, but for its floor and ceiling. In BF16 there is no
+scaler, as the notes on autocast have it; what is in FP8 there the layers know themselves.
 """
 
 import torch
@@ -18,6 +18,7 @@ from benchmarks.suite.peers.task import PeerTask
 from mprun.data.source import Batch
 
 AUTOCAST = {"amp": torch.float16, "amp_bf16": torch.bfloat16}
+AUTOCAST |= dict.fromkeys(("fp8_tensorwise", "fp8_rowwise"), torch.bfloat16)
 
 
 def make_amp(task: PeerTask) -> Peer:

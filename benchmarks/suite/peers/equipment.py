@@ -32,11 +32,11 @@ def plain(task: PeerTask) -> Equipment:
 
 
 def tuned(task: PeerTask, channels_last: bool, compiler: str | None = None) -> Equipment:
-    """Fused optimizer; convolutional networks in NHWC, if told to, and compiled.
+    """Fused optimizer; convolutional networks in NHWC, if told to; compiled.
 
-    NHWC and torch.compile are left out where they gain nothing: outside convolutional networks
-    (torch.compile falls back to eager at nn.LSTM), NHWC in FP32 without Tensor Cores, and
-    compilation on a CPU, where it takes minutes. compiler: a backend of torch.compile to use all
+    NHWC and torch.compile are left out where they gain nothing: NHWC outside convolutional networks
+    and in FP32 without Tensor Cores, compilation of recurrent layers (it falls back to eager at
+    nn.LSTM) and on a CPU, where it takes minutes. compiler: a backend of torch.compile to use all
     the same.
     """
     channels_last = channels_last and task.is_convolutional
@@ -48,7 +48,7 @@ def tuned(task: PeerTask, channels_last: bool, compiler: str | None = None) -> E
         # A fused SGD whose very first step is skipped goes on with an uninitialised momentum.
         initialise_state(optimizer)
     networks: tuple[Callable, ...] = task.networks
-    if compiler is None and task.is_convolutional and task.device.type == "cuda":
+    if compiler is None and not task.is_recurrent and task.device.type == "cuda":
         compiler = "inductor"
     if compiler is not None:
         networks = tuple(torch.compile(network, backend=compiler) for network in networks)

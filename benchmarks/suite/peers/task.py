@@ -76,8 +76,13 @@ class PeerTask:
 
     @property
     def is_convolutional(self) -> bool:
-        """Whether the networks have convolutions: NHWC and torch.compile can help them."""
+        """Whether the networks have convolutions: NHWC can help them."""
         return any(isinstance(m, nn.Conv2d) for net in self.networks for m in net.modules())
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether they have recurrent layers: torch.compile cannot help them."""
+        return any(isinstance(m, nn.RNNBase) for net in self.networks for m in net.modules())
 
 
 def set_up(case: Case, device: torch.device) -> PeerTask:
