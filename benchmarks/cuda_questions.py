@@ -22,6 +22,7 @@ import torch
 from questions.accumulation import embedding_gradient, reduced_precision
 from questions.answer import Answer
 from questions.kernels import batch_norm_backend, first_convolution, host_time
+from questions.low_bits import fp8_products, stochastic_rounding
 from questions.lstm_graph import lstm_graph
 from questions.machine import ceilings, energy_counter
 from questions.skipped_updates import (
@@ -43,6 +44,8 @@ QUESTIONS: dict[str, Callable[[torch.device], Answer]] = {
         batch_norm_after_skip,
         fused_sgd_half,
         linear_cross_entropy,
+        fp8_products,
+        stochastic_rounding,
         lstm_graph,
         reduced_precision,
         energy_counter,

@@ -6,7 +6,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gpu_check_processes import Step
@@ -16,6 +16,8 @@ _MODES = "fp32,tf32,fp16_naive,fp16_master,fp16_master_scaled,amp,bf16_naive,bf1
 # The bench of the first call: large convolutions, a small network, a recurrent one.
 _OWN = "ResNet-50 b256,DCGAN b128,LSTM LM"
 _OWN_MODES = "fp32,tf32,fp16_master_scaled,amp"
+_GPT_SHARE = 6.0  # of its bench, to 1 of its questions
+_GPT_MODES = "fp32,tf32,amp_bf16,bf16_stochastic,fp8_tensorwise,fp8_rowwise"
 # Of the tests of graphs these modes can wait; "]" ends the name of a test, and tells the mode
 # fp16_master from fp16_master_scaled.
 _LATER_MODES = ("fp16_naive", "fp16_master]", "bf16_master")
@@ -123,7 +125,24 @@ def bench_peers(setting: Setting, seconds: float) -> list[Step]:
     return [_bench(setting, seconds, "bench_peers", ["--peers", "all"])]
 
 
-def _bench(setting: Setting, seconds: float, name: str, usual: list[str]) -> Step:
+def gpt(setting: Setting, seconds: float) -> list[Step]:
+    """GPT-2 beside a plain loop in torch.amp and torchao's FP8, each compiled and not; whether FP8
+    products and stochastic rounding have the emulation's bits."""
+    bits = _questions(setting, seconds, "gpt_bits", "fp8_products", "stochastic_rounding")
+    usual = ["--peers", "all", "--only", "GPT-2", "--modes", _GPT_MODES]
+    dry = "--modes fp32,fp8_tensorwise --peers loop model=gpt data=synthetic_tokens "
+    dry += "optim.schedule=constant optim.warmup_updates=0 data.batch_size=2"
+    rest = seconds * _GPT_SHARE / (1 + _GPT_SHARE)
+    return [bits, replace(_bench(setting, rest, "bench_gpt", usual, dry), share=_GPT_SHARE)]
+
+
+def _bench(
+    setting: Setting,
+    seconds: float,
+    name: str,
+    usual: list[str],
+    dry: str = "--modes fp32 --peers loop model=conv_autoencoder data.batch_size=4",
+) -> Step:
     out = setting.work / name
     # It ends by its own budget, of at least 20 s; the rest is for imports and for the report.
     budget = str(int(max(seconds - 20, 20)))
@@ -131,8 +150,7 @@ def _bench(setting: Setting, seconds: float, name: str, usual: list[str]) -> Ste
     if "BENCH" in os.environ:
         usual = shlex.split(os.environ["BENCH"])
     elif setting.dry:
-        smallest = "--windows 2 --steps-per-window 2 --modes fp32 --peers loop device=cpu"
-        usual = [*smallest.split(), "model=conv_autoencoder", "data.batch_size=4"]
+        usual = ["--windows", "2", "--steps-per-window", "2", "device=cpu", *dry.split()]
     return Step(name, [*command, *usual], table=out / "bench.md", record=out / "bench.json")
 
 
@@ -163,10 +181,15 @@ def bench_ranks(setting: Setting, seconds: float) -> list[Step]:
 
 
 def questions(setting: Setting, seconds: float) -> list[Step]:
-    record = setting.work / "questions.json"
+    return [_questions(setting, seconds, "questions")]
+
+
+def _questions(setting: Setting, seconds: float, name: str, *only: str) -> Step:
+    record = setting.work / f"{name}.json"
     command = _python("benchmarks/cuda_questions.py", "--device", setting.device)
     command += ["--limit", str(int(seconds / 3)), "--json", str(record)]
-    return [Step("questions", command, record=record)]
+    command += [word for question in only for word in ("--only", question)]
+    return Step(name, command, record=record)
 
 
 def fidelity(setting: Setting, seconds: float) -> list[Step]:
@@ -228,6 +251,7 @@ PARTS = {
     "questions": Part(75, questions),
     "results": Part(280, results),
     "data": Part(225, real_data),
+    "gpt": Part(505, gpt),
     "bench_peers": Part(240, bench_peers),
     "update": Part(35, update),
     "tests_others": Part(110, tests_others),
@@ -239,6 +263,7 @@ PARTS = {
 CALLS = {
     "first": ("tests_models", "tests_update", "tests_graphs", "bench", "fidelity", "questions"),
     "verdicts": ("results", "data"),
+    "gpt": ("gpt",),
     "peers": ("bench_peers", "update", "tests_others", "tests_slow"),
     "ranks": ("tests_ranks", "bench_ranks"),
 }

@@ -256,7 +256,7 @@ def test_the_bench_of_the_first_call_is_mprun_alone(module, tmp_path, monkeypatc
     setting = parts.Setting(tmp_path, "cuda", None)
 
     def parsed(name):
-        (step,) = parts.PARTS[name].steps(setting, 150.0)
+        *_, step = parts.PARTS[name].steps(setting, 150.0)
         return parse(step.command[step.command.index("benchmarks.suite") + 1 :])
 
     own, peers = parsed("bench"), parsed("bench_peers")
@@ -265,6 +265,8 @@ def test_the_bench_of_the_first_call_is_mprun_alone(module, tmp_path, monkeypatc
     measured = [e.label for e in suite if any(e.label.startswith(name) for name in own.only)]
     assert measured == ["ResNet-50 b256", "DCGAN b128", "LSTM LM b128"]
     assert peers.peers == ["all"] and peers.only is None
+    gpt = parsed("gpt")
+    assert gpt.peers == ["all"] and gpt.only == ["GPT-2"] and "fp8_rowwise" in gpt.modes
     monkeypatch.setenv("BENCH", '--only "DCGAN b512" --windows 3')
     assert parsed("bench").only == ["DCGAN b512"] and parsed("bench_peers").windows == 3
 
@@ -483,7 +485,7 @@ def test_a_kill_while_a_file_is_written_leaves_the_one_before(module, tmp_path, 
     [
         (
             {"PARTS": "fidelity,benhc"},
-            "PARTS=benhc: one of first, verdicts, peers, ranks, environ",
+            "PARTS=benhc: one of first, verdicts, gpt, peers, ranks, environ",
         ),
         ({"PARTS": "data"}, "PARTS=data: needs the folder"),
         ({"DEVICE": "tpu"}, "DEVICE=tpu: cuda, or cpu"),
@@ -526,8 +528,12 @@ def test_a_dry_run_of_every_part_with_one_that_fails(module, tmp_path):
     """Real code at its smallest size; the folder of real data is empty, so that part fails."""
     (tmp_path / "empty").mkdir()
     out = tmp_path / "out"
-    settings = {"PARTS": "first,verdicts,peers,ranks", "LIMIT": "900", "MPRUN_COMMIT": "abc123"}
-    done = gpu_check(out, tmp_path / "empty", timeout=900, **settings)
+    settings = {
+        "PARTS": "first,verdicts,gpt,peers,ranks",
+        "LIMIT": "1150",
+        "MPRUN_COMMIT": "abc123",
+    }
+    done = gpu_check(out, tmp_path / "empty", timeout=1150, **settings)
     record = json.loads((out / "gpu_check.json").read_text())
     assert done.returncode == 1, done.stdout + done.stderr
     assert list(record["parts"]) == list(module("gpu_check_parts").PARTS)
