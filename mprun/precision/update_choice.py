@@ -263,7 +263,7 @@ def store_difference(device: torch.device, rule: str, rounding: str) -> str | No
         way = "fused" if by_kernel and has_fused_kernel(rule, device) else "foreach"
         inner = RULES[rule](weights, _LR, weight_decay=_DECAY, **{way: True})
         narrow = NarrowWeights(inner, list("abcd"), weights, rounding)
-        with narrow.in_fp32((), None, stores=False):
+        with narrow.in_fp32(None, None, stores=False):
             initialise_state(inner)
         for _ in range(2):
             if by_kernel:
@@ -274,6 +274,7 @@ def store_difference(device: torch.device, rule: str, rounding: str) -> str | No
                 for tensor, gradient in zip(wide, gradients, strict=True):
                     tensor.grad = gradient
                 inner.step()
+            narrow.count()
         stored = torch.cat([weight.detach().float() for weight in weights])
         if rounding == "kahan":
             stored += torch.cat([inner.state[weight][COMPENSATION].float() for weight in weights])

@@ -2,6 +2,9 @@
 
 import pytest
 
+from mprun.precision import get_policy
+from mprun.precision.policy import usual_scaler
+
 from .cells import EXECUTION, MODELS, MODES, STEPS, overrides, refusal
 
 # A run with a graph begins with eager steps. The rest is slow: runs without one, the large models,
@@ -56,12 +59,13 @@ def test_a_run_from_start_to_end(device, tmp_path, model, mode, graph):
 
 
 def expected_path(mode):
-    """One pass over the weights, but where the update itself is in 16 bits."""
-    if mode.endswith("_naive"):
+    """One pass over the weights where there is a cast or a scale, but where the update itself is in
+    16 bits."""
+    policy = get_policy(mode)
+    if policy.masters == "none":
         return "foreach"
-    gains = mode in ("fp16_master", "fp16_master_scaled", "amp", "bf16_master")
-    gains = gains or mode in ("bf16_stochastic", "bf16_kahan") or mode.startswith("fp8")
-    return "single_pass" if gains else "fused"
+    casts = policy.param_dtype.itemsize == 2
+    return "single_pass" if casts or usual_scaler(mode) != "none" else "fused"
 
 
 def assert_sound(found):
