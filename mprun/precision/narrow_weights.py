@@ -11,8 +11,8 @@ FP32, and there is one rounding, at the store:
                 next update begins with (Zamirai et al., arXiv 2010.06192, section 4)
 
 Bytes of a parameter with AdamW and its gradient in BF16: 12 and 14; with master weights 16. Where
-torch's operations update them gradients are collected in FP32 first, 2 more; the weights in FP32
-are those of a chunk at a time.
+torch's operations update them and no single pass, gradients are collected in FP32 first, 4 more,
+and the weights in FP32 are those of a chunk at a time.
 """
 
 from __future__ import annotations

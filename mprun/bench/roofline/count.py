@@ -33,7 +33,6 @@ from mprun.config.schema import DataConfig, RunConfig
 from mprun.errors import BadInput, MprunError, raised
 from mprun.precision import DTYPES, ForwardContext, PrecisionPolicy
 from mprun.precision.update import Checked, Scaled, SinglePass
-from mprun.precision.update_choice import torch_path
 
 _CPU = torch.device("cpu")
 
@@ -146,9 +145,7 @@ def _step(config: RunConfig, policy: PrecisionPolicy, source: ShapeSource):
         with cuda_kernels(counter.write), weightless():
             task = _built(config, policy, source)
             for optimizer in (learner.optimizer for learner in task.learners.values()):
-                if optimizer.narrow is not None:
-                    _without_kernel(optimizer, counter)
-                elif optimizer.update_path == "single_pass":
+                if optimizer.update_path == "single_pass":
                     # The kernels themselves are of one device and no dispatcher sees them.
                     optimizer.use(CountedPass(optimizer, counter.write))
                 for name in ("backward", "zero_grad", "step"):
@@ -183,25 +180,6 @@ def _built(config: RunConfig, policy: PrecisionPolicy, source: ShapeSource):
         raise BadInput(str(error)) from error
     finally:
         source.batches_per_epoch = NO_END
-
-
-def _without_kernel(optimizer, counter: "Counter") -> None:
-    """Let BF16 weights without masters be updated by torch's operations, as on CUDA, foldable into
-    the single pass that a CPU has."""
-    optimizer.use(None)
-    optimizer.update_path = torch_path(optimizer.inner)
-    plain, gradients, rows = optimizer.gradients.apply, optimizer.gradients, counter.rows
-    least: list[int] = []
-    one = CountedPass(optimizer, lambda kind, dtype, flops, size, launches: least.append(size))
-
-    def apply(ready, clip) -> None:
-        before = len(rows)
-        plain(ready, clip)
-        rows[before:] = [dataclasses.replace(row, folded_bytes=0) for row in rows[before:]]
-        one.update(ready.own, clip)
-        rows.append(Row("update in one pass", "update", "", 0, 0, 0, folded_bytes=least.pop()))
-
-    gradients.apply = apply
 
 
 class Counter(TorchDispatchMode):
