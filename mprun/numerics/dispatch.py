@@ -198,8 +198,11 @@ def floats(tree) -> list[Tensor]:
 
 
 def has_values(leaf) -> bool:
-    """Whether it is a tensor of numbers that can overflow (on the meta device there are none)."""
-    if not isinstance(leaf, Tensor) or leaf.is_meta:
+    """Whether it is a tensor of numbers that can overflow (on the meta device there are none).
+
+    What is in 8 bits cannot: it was made to fit, and means something with its factor alone.
+    """
+    if not isinstance(leaf, Tensor) or leaf.is_meta or leaf.itemsize == 1:
         return False
     return leaf.is_floating_point() and leaf.numel() > 0
 
@@ -224,7 +227,7 @@ def in_fp32(func, args, kwargs, place: int) -> float | None:
 
     def widened(value):
         if isinstance(value, Tensor) and value.is_floating_point():
-            return value.float()
+            return value if value.itemsize == 1 else value.float()
         half = value is torch.float16 or value is torch.bfloat16
         return torch.float32 if half else value
 

@@ -164,11 +164,17 @@ def _proposed(
     modules = _modules(config, finding) if half != "fp32" else []
     for key in (*modules[:1], "precision.norm_dtype", "precision.loss_dtype"):
         yield {key: "fp32"}
+    if (products := precision.get("products") or {}).get("input"):
+        if products["granularity"] == "none":
+            yield {"precision.products.granularity": "tensor"}
+        operands = ("input", "weight", "grad_output")
+        yield {f"precision.products.{operand}": None for operand in operands}
     if half == "fp16":
         yield from _scales(config["scaler"], finding, phase)
     if phase == Phase.UPDATE and optim["name"] in ("adam", "adamw", "adagrad"):
         yield from ({"optim.eps": eps} for eps in (1e-6, 1e-4) if eps > (optim["eps"] or 0.0))
-    if precision["master_dtype"] is None:
+    # Those of transient masters are updated in FP32 already.
+    if precision["master_dtype"] is None and precision["update"]["rounding"] == "nearest":
         yield {"precision.master_dtype": "fp32", "precision.grad_dtype": "fp32"}
     yield from ({key: "fp32"} for key in modules[1:])
     far = phase == Phase.UPDATE or exploding
@@ -228,8 +234,10 @@ def _scales(scaler: dict, finding: Finding, phase: str | None) -> Iterator[dict[
         yield {"scaler": "dynamic"}
 
 
-def _typed(value: str | float) -> str:
+def _typed(value: str | float | None) -> str:
     """All digits of a number, so that what is typed is what was tried."""
+    if value is None:
+        return "null"
     return value if isinstance(value, str) else repr(value).removesuffix(".0")
 
 
@@ -318,6 +326,8 @@ def transplant(built: Built, saved: dict) -> None:
         for targets in (learner.model.state_dict(), optimizer.masters):
             for key, tensor in targets.items():
                 tensor.copy_(found[key])
+        if optimizer.narrow is not None and "narrow" in theirs:  # draws what the run drew
+            optimizer.narrow.load_state_dict(theirs["narrow"])
         for key, average in optimizer.averages.items():
             average.copy_(theirs["averages"][key])
         for key, state in optimizer.state_by_name().items():

@@ -41,6 +41,7 @@ from mprun.numerics.dispatch import (
     storage_of,
 )
 from mprun.numerics.state import named_learners, named_modules, optimizer_state
+from mprun.precision import scaled_products
 
 _MARK = "mprun.module"
 _RAMPS = 50  # events that have one of their own
@@ -86,6 +87,9 @@ class Observation:
         self._forwarded = self._propagated = False
         self._where = ""
         self._of_module: dict[str, set[int]] = {}
+        self._cast = scaled_products.cast
+        # By the storage of a cast to 8 bits: it, and what is known of what was cast.
+        self._casts: dict[int, tuple[Tensor, _Inputs]] = {}
         self._watch = Watch(built.arithmetic, self._see)
         self._name(built.task)
 
@@ -97,11 +101,14 @@ class Observation:
         # A single pass shows neither casts nor unscaling, and on a GPU not even the update.
         for learner in self.built.task.learners.values():
             learner.optimizer.observed = True
+        # Looked at from outside: its scales and scaled values are no values of the network.
+        setattr(scaled_products, "cast", self._see_cast)  # noqa: B010 - for mypy no function
         self._watch.__enter__()
         return self
 
     def __exit__(self, *exception) -> None:
         self._watch.__exit__(*exception)
+        scaled_products.cast = self._cast
         for learner in self.built.task.learners.values():
             learner.optimizer.observed = False
         for hook in self._hooks:
@@ -266,6 +273,13 @@ class Observation:
                 groups.setdefault(operand.index, _Inputs()).add(given)
         return groups
 
+    def _see_cast(self, matrix: Tensor, *args: Any, **kwargs: Any) -> scaled_products.Cast:
+        with _disable_current_modes():
+            found = self._cast(matrix, *args, **kwargs)
+            given = self._input(matrix.detach(), False)
+            self._casts[storage_of(found.values)] = found.values, given
+        return found
+
     def _inputs(self, tensors: Iterable[Tensor]) -> _Inputs:
         total = _Inputs()
         for tensor in tensors:
@@ -273,6 +287,9 @@ class Observation:
         return total
 
     def _input(self, tensor: Tensor, singular: bool) -> _Inputs:
+        known = self._casts.get(storage_of(tensor)) if tensor.itemsize == 1 else None
+        if known is not None:
+            return known[1]
         if not has_values(tensor):
             return _Inputs()
         largest = largest_of(tensor)

@@ -41,7 +41,8 @@ def announce(directory: Path, config: RunConfig, built: Built, record: dict, sta
     half = config.precision.autocast_dtype or config.precision.param_dtype
     if device.type == "cpu" and half != "fp32":
         how = "emulated" if config.cpu_half == "emulated" else "by native kernels"
-        name += f" ({half} products {how})"
+        of_fp8 = "" if config.precision.products.input is None else ", those in FP8 emulated"
+        name += f" ({half} products {how}{of_fp8})"
     threads = torch.get_num_threads()
     place = f"cpu, {threads} thread{'s' * (threads != 1)}"
     if device.type == "cuda":

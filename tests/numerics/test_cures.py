@@ -39,6 +39,48 @@ def test_a_module_s_overflow_in_fp16_master():
     ]
 
 
+GPT_TINY = ["model=gpt", "data=synthetic_tokens", "data.sequence_length=16"]
+NONE = "precision.products.input=null precision.products.weight=null "
+NONE += "precision.products.grad_output=null"
+
+
+def test_products_in_fp8():
+    """With a scale, then without FP8; what is left of it fits together."""
+    of = finding("forward", "blocks.0.mlp.inputs", operation="scaled_mm")
+    found = tried(*GPT_TINY, "precision=fp8_unscaled", of=of)
+    assert found == [
+        "precision.overrides.blocks.0.mlp.inputs=fp32",
+        "precision.products.granularity=tensor",
+        NONE,
+        "precision.overrides.blocks.0.mlp=fp32",
+        "optim.lr=0.0001",
+        "precision=fp32",
+    ]
+    of_rows = tried(*GPT_TINY, "precision=fp8_rowwise", of=of)
+    assert of_rows == [one for one in found if "granularity" not in one]
+    for mode in ("fp8_rowwise", "fp8_unscaled"):
+        changed = compose_config([*GPT_TINY, f"precision={mode}", *NONE.split()]).config
+        assert changed.precision.products.input is None
+
+
+@pytest.mark.parametrize("mode", ["bf16_stochastic", "bf16_kahan"])
+def test_weights_that_are_updated_in_fp32_need_no_masters(mode):
+    found = tried(*GPT_TINY, f"precision={mode}", of=finding("update", operation="_fused_adamw_"))
+    assert not any("master_dtype" in one or "grad_dtype" in one for one in found)
+    naive = tried(*GPT_TINY, "precision=bf16_naive", of=finding("update"))
+    assert "precision.master_dtype=fp32 precision.grad_dtype=fp32" in naive
+
+
+def test_a_trial_draws_the_random_bits_of_the_run(build_run):
+    run = [*GPT_TINY, "model.hidden_size=32", "data.vocab_size=64", "data.batch_size=2"]
+    run += ["data.train_tokens=2048", "precision=bf16_stochastic"]
+    one, other = build_run(*run), build_run(*run, "optim.lr=1e-4")
+    for step in range(2):
+        one.task.train_step(step)
+    transplant(other, one.task.state_dict())
+    assert other.task.learner.optimizer.narrow.updates == 2
+
+
 def test_an_update_in_fp16_without_masters():
     of = finding(
         "update", tensor="exp_avg of output.bias", operation="_foreach_addcdiv_", at_zero=True

@@ -95,6 +95,36 @@ def test_an_explanation_is_equal_to_that_of_a_run(mode, build_run):
 
 def test_an_explanation_names_the_module_and_puts_everything_back():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
+@pytest.mark.parametrize("mode", ["fp8_tensorwise", "fp8_rowwise", "fp8_unscaled"])
+def test_an_overflow_of_a_product_in_fp8_is_that_of_its_layer(mode):
+    """2^70 * 2^70 * 16 is beyond BF16; casts and their scales are no values of the network."""
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16), nn.Linear(16, 1))
+    with torch.no_grad():
+        model[0].weight.fill_(2.0**66)
+        model[2].weight.fill_(2.0**70)
+    # Without a scale all saturates at 448: the third layer, in BF16, is where it ends.
+    model[3].weight.data.fill_(2.0**120)
+    model, optimizer = mprun.prepare(model, torch.optim.SGD(model.parameters(), 0.1), mode)
+
+    def step():
+        optimizer.zero_grad()
+        loss = model(torch.ones(4, 16)).float().sum()
+        optimizer.backward(loss)
+        optimizer.step()
+        return loss
+
+    found = mprun.explain(step, optimizer)
+    assert found.reproduced and found.event.phase == "forward"
+    if mode == "fp8_unscaled":
+        assert found.event.module == "3"
+        return
+    assert (found.event.module, found.event.operation) == ("2", "scaled_mm")
+    assert found.event.largest_input == pytest.approx(2.0**70, rel=0.01)
+    assert found.event.would_be == float("inf")
+    [first] = [one for one in found.ramp if one.module == "0"]
+    assert first.value == pytest.approx(2.0**70, rel=0.01)
+
+
     with torch.no_grad():
         for own in model.parameters():
             own.fill_(100.0)
