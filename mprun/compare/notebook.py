@@ -134,7 +134,8 @@ class RecordedRun:
         1) of the `nonzero` finite values that FP16 rounds to zero, below its normal range and to
         infinity, as they were measured: gradients times 2^log2_loss_scale (the largest, where the
         losses have several scales). lost_fp16 and lost_bf16 (of updates): parts of the updates
-        that round away in that format. cosine, norm_ratio and relative_error (of weight
+        that round away in that format; applied: sum of the updates that 16-bit weights took over
+        that of the wanted ones. cosine, norm_ratio and relative_error (of weight
         gradients): against those of the FP32 shadow step.
         """
         return _frame(self.columns("probes"))
@@ -389,6 +390,7 @@ def _measured(learner: LearnerProbe) -> list[tuple[str, str]]:
     """(kind, module) of all that was measured, a shadow step's weight gradients included."""
     found = [(kind, module) for kind, modules in learner.tensors.items() for module in modules]
     found += [("updates", module) for module in learner.lost_updates]
+    found += [("updates", module) for module in learner.applied_updates]
     found += [("weight_gradients", module) for module in learner.shadow or ()]
     return list(dict.fromkeys(found))
 
@@ -404,6 +406,8 @@ def _stats(learner: LearnerProbe, kind: str, module: str) -> dict[str, Any]:
     if kind == "updates" and module in learner.lost_updates:
         lost = learner.lost_updates[module]
         row |= {"lost_fp16": lost.share("fp16"), "lost_bf16": lost.share("bf16")}
+    if kind == "updates" and module in learner.applied_updates:
+        row["applied"] = learner.applied_updates[module].ratio
     if kind == "weight_gradients" and learner.shadow and module in learner.shadow:
         agreement = learner.shadow[module]
         names = ("cosine", "norm_ratio", "relative_error")

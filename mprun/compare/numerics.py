@@ -17,7 +17,7 @@ from matplotlib.ticker import FuncFormatter
 
 from mprun.compare.findings import Group, Row
 from mprun.errors import Damaged
-from mprun.numerics.exponent_shares import LostUpdates, merged
+from mprun.numerics.exponent_shares import AppliedUpdates, LostUpdates, merged
 from mprun.numerics.probe_record import (
     FOLDER,
     KINDS,
@@ -67,6 +67,7 @@ class ProbedMode:
     tensors: dict[str, TensorStats] = field(default_factory=dict)
     gradients: dict[str, Gradients] = field(default_factory=dict)
     lost: LostUpdates = LostUpdates()
+    applied: AppliedUpdates = AppliedUpdates()
     cosine: float | None = None
     relative_error: float | None = None
     damage: str | None = None  # why the probes could not be read
@@ -81,13 +82,15 @@ class ProbedMode:
         return text + (f", without {self.skipped} of skipped updates" if self.skipped else "")
 
     def numbers(self) -> tuple[str, ...]:
-        """Seed, loss scale, updates lost in FP16 and in BF16, cosine, relative error."""
+        """Seed, loss scale, updates lost in FP16 and in BF16, part of the wanted update that was
+        applied, cosine, relative error."""
         lost = [share_text(self.lost.share(name)) for name in ("fp16", "bf16")]
         low, high = (f"2^{scale:.4g}" for scale in self.scales) if self.scales else ("", "")
         return (
             str(self.seed),
             low if low == high else f"{low} to {high}",
             *(lost if self.lost.nonzero else ("", "")),
+            f"{self.applied.ratio:.4g}" if self.applied.wanted else "",
             # A cosine may be 0.99999 and an error 0.0001.
             *("" if part is None else f"{part:.5g}" for part in (self.cosine, self.relative_error)),
         )
@@ -167,6 +170,7 @@ def _add_tensors(mode: ProbedMode, learner: LearnerProbe, log2_scales: dict[str,
     reached = [*scales, *(mode.scales or ())]
     mode.scales = min(reached), max(reached)
     mode.lost = mode.lost.merge(learner.total_lost())
+    mode.applied = mode.applied.merge(learner.total_applied())
     for kind in learner.tensors:
         total = learner.total(kind)
         if total is None:

@@ -19,7 +19,13 @@ from mprun.numerics.advice_report import (
     Worst,
     words,
 )
-from mprun.numerics.exponent_shares import FORMATS, FP16_LOST, LostUpdates, merged
+from mprun.numerics.exponent_shares import (
+    FORMATS,
+    FP16_LOST,
+    AppliedUpdates,
+    LostUpdates,
+    merged,
+)
 from mprun.numerics.probe_record import (
     GRADIENT_KINDS,
     Gradients,
@@ -191,7 +197,9 @@ def notes_on_naive(used: Sequence[ProbeRecord], layout: Layout, optim: OptimConf
 
 def _master_weights(used: Sequence[ProbeRecord], layout: Layout) -> MasterWeights:
     by_module: dict[str, LostUpdates] = {}
+    applied = AppliedUpdates()
     for learner, own, _ in _learners(used):
+        applied = applied.merge(own.total_applied())
         for module, lost in own.lost_updates.items():
             name = layout.named((learner, module))
             by_module[name] = by_module.get(name, LostUpdates()).merge(lost)
@@ -201,7 +209,12 @@ def _master_weights(used: Sequence[ProbeRecord], layout: Layout) -> MasterWeight
     shares = {format: total.share(format) for format in FORMATS}
     highest = max(shares["fp16"], worst["fp16"].share if worst["fp16"] else 0.0)
     zero = total.zero / total.total if total.total else 0.0
-    return MasterWeights(highest > LOST_THRESHOLD, LOST_THRESHOLD, shares, worst, zero)
+    bias = applied.ratio if applied.wanted else None
+    # What weights of 16 bits have lost is among the zeros: the meter sees it.
+    needed: bool | None = highest > LOST_THRESHOLD
+    if bias is not None:
+        needed = (needed or bias < 1 - LOST_THRESHOLD) if total.total else None
+    return MasterWeights(needed, LOST_THRESHOLD, shares, worst, zero, bias)
 
 
 def _gradients(used: Sequence[ProbeRecord], kind: str, layout: Layout) -> dict[Key, Gradients]:

@@ -24,14 +24,18 @@ class MasterWeights:
     """Lost updates by format ("fp16", "bf16"): of all weights, and of the worst module.
 
     share, worst: parts of the non-zero updates, over all probes. needed: a share in FP16, in
-    total or of a module with 1,000 non-zero updates, is above `threshold`.
+    total or of a module with 1,000 non-zero updates, is above `threshold`, or 16-bit weights took a
+    smaller part of their updates than 1 - threshold; None: the run stored its weights with
+    stochastic rounding or a compensation, of which single updates tell nothing. applied: part of
+    the wanted updates that 16-bit weights took, None where weights are updated in FP32.
     """
 
-    needed: bool
+    needed: bool | None
     threshold: float
     share: dict[str, float]
     worst: dict[str, Worst | None]
     zero_share: float
+    applied: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +178,14 @@ def _evidence(advice: Advice) -> list[str]:
 
 
 def _masters(advice: Advice) -> list[str]:
-    found = advice.master_weights
+    found, bias = advice.master_weights, []
+    if found.applied is not None:
+        part = f"{found.applied:.4g} of their wanted updates (1: all)"
+        bias = [f"  this run's 16-bit weights took {part}"]
+    if found.needed is None:
+        how = "its stores are stochastic or compensated"
+        return [f"1 master weights: cannot be told from this run, {how}", *bias]
+    zero = _percent(found.zero_share)
     return [
         f"1 master weights: {'needed' if found.needed else 'not needed at this learning rate'}",
         *(
@@ -184,7 +195,7 @@ def _masters(advice: Advice) -> list[str]:
         ),
         f"  needed above {_percent(found.threshold)}, in total or in one module: weights that lose "
         "their updates stand still",
-        f"  updates that are zero in FP32 too, not counted: {_percent(found.zero_share)}",
+        *(bias or [f"  updates that are zero in FP32 too, not counted: {zero}"]),
     ]
 
 

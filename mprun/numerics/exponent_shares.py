@@ -11,7 +11,8 @@ That is all it takes to know exactly what FP16 (round to nearest, ties to even) 
 times 2^k, for every integer k: below exponent -25 it is 0, at -25 class 0 is 0; up to -15 it is
 subnormal but for classes 2 and 3 at -15; at 15 class 3 is infinite, above 15 everything is.
 
-Beside them: how many updates a 16-bit format would have lost.
+Beside them: how many updates a 16-bit format would have lost, and which part of the wanted updates
+a 16-bit weight took.
 """
 
 import math
@@ -220,3 +221,30 @@ class LostUpdates(Sums):
     def from_json(cls, content: Mapping) -> "LostUpdates":
         """The inverse of `to_json`; TypeError or ValueError for anything else."""
         return cls(**{name: int(count) for name, count in content.items()})
+
+
+@dataclass(frozen=True, slots=True)
+class AppliedUpdates(Sums):
+    """What became of the updates of 16-bit weights, as sums over those of a module or a model.
+
+    A weight is stored in 16 bits and its update rounded with it. Single updates say little about
+    such a store: stochastic rounding leaves most weights where they were, and is right on average.
+
+    applied: of the change of the weight, Kahan's compensation included, times the sign of the
+    wanted update. wanted: of the magnitude of the wanted update, which is that of the same rule in
+    float64, from the weight, gradient and state that there were. squares: of applied minus wanted.
+    """
+
+    applied: float = 0.0
+    wanted: float = 0.0
+    squares: float = 0.0
+
+    @property
+    def ratio(self) -> float:
+        """Applied / wanted: 1 without bias, 0 for weights that stand still; NaN without updates."""
+        return self.applied / self.wanted if self.wanted else math.nan
+
+    @property
+    def standard_error(self) -> float:
+        """Of `ratio`, where errors are independent with mean 0, as of stochastic rounding."""
+        return math.sqrt(self.squares) / self.wanted if self.wanted else math.nan

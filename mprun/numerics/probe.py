@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from mprun.errors import BadInput
+from mprun.numerics.applied_updates import UpdateMeter
 from mprun.numerics.exponent_counter import (
     OUTCOMES,
     Tally,
@@ -26,7 +27,7 @@ from mprun.numerics.exponent_counter import (
     sampled,
     sampling_stride,
 )
-from mprun.numerics.exponent_shares import BINS, ExponentCounts
+from mprun.numerics.exponent_shares import BINS, AppliedUpdates, ExponentCounts
 from mprun.numerics.probe_record import KINDS, LearnerProbe, TensorStats
 from mprun.numerics.state import Learner
 from mprun.precision import DTYPE_NAMES
@@ -81,7 +82,8 @@ class Probe:
 
     chosen: the modules to measure, from `chosen_modules`. Of tensors of more than 2^18 values a
     part is counted (`sampling_stride`). Costs about two training steps of time and a copy of the
-    weights that are counted. Of row tables (mprun.precision.row_updates) the gradients of the rows
+    weights that are counted, where these are updated in 16 bits also of their state and gradients
+    (`UpdateMeter`). Of row tables (mprun.precision.row_updates) the gradients of the rows
     that the step uses are counted, not the weights and their updates.
     """
 
@@ -92,6 +94,8 @@ class Probe:
         # tensor itself.
         self.before: list[tuple[tuple[str, str], Tensor, int, Tensor]] = []
         self.lost: dict[tuple[str, str], Tensor] = {}
+        self.meters: dict[str, UpdateMeter] = {}
+        self.applied: dict[tuple[str, str], Tensor] = {}
         self._handles: list = []
 
     @torch.no_grad()
@@ -114,6 +118,8 @@ class Probe:
                     amax = largest(updated)
                     self.tally.add_sample((name, "weights", inside), values, stride, amax)
                     self.before.append(((name, inside), values, stride, updated))
+            names = [own for own in optimizer.names if owner(own, chosen) is not None]
+            self.meters[name] = UpdateMeter(optimizer, names)
             for table_name, module in optimizer.tables.items():
                 if table_name in chosen:
                     hook = partial(self._on_gradient, (name, "weight_gradients", table_name))
@@ -148,16 +154,25 @@ class Probe:
 
     @torch.no_grad()
     def _count_updates(self) -> None:
-        updates = []
+        asked, updates = [], []
         for (name, module), old, stride, updated in self.before:
             update = sampled(updated, stride).float() - old.float()
             self.tally.add_sample((name, "updates", module), update, stride, largest(update))
-            updates.append(update)
+            narrow = self.task.learners[name].optimizer.narrow
+            # What a store keeps on average no single update tells.
+            if narrow is None or narrow.rounding == "nearest":
+                asked.append(((name, module), old, stride))
+                updates.append(update)
         if updates:
-            outcomes = lost_updates([old for _, old, _, _ in self.before], updates)
-            for (key, _, stride, _), counts in zip(self.before, outcomes, strict=True):
+            outcomes = lost_updates([old for _, old, _ in asked], updates)
+            for (key, _, stride), counts in zip(asked, outcomes, strict=True):
                 self.lost[key] = self.lost.get(key, 0) + counts * stride
-        self.before = []
+        for name, meter in self.meters.items():
+            for parameter, sums in meter.sums().items():
+                inside = owner(parameter, self.chosen[name])
+                assert inside is not None  # only such are measured
+                self.applied[name, inside] = self.applied.get((name, inside), 0) + sums
+        self.before, self.meters = [], {}
 
     def read(self, scalars: Sequence[Tensor]) -> tuple[dict[str, LearnerProbe], list[float]]:
         """(learner -> what was measured in it, `scalars` as floats).
@@ -166,7 +181,8 @@ class Probe:
         for the device, in one transfer.
         """
         tally, keys = self.tally, list(self.tally.counts)
-        floats = torch.stack([x.double() for x in (*(tally.amax[key] for key in keys), *scalars)])
+        singles = [x.double() for x in (*(tally.amax[key] for key in keys), *scalars)]
+        floats = torch.cat([torch.stack(singles), *self.applied.values()])
         integers = [*(tally.counts[key] for key in keys), *self.lost.values()]
         packed = torch.cat([*integers, floats.view(torch.int64)]).cpu()
         sizes = [BINS] * len(keys) + [OUTCOMES] * len(self.lost) + [len(floats)]
@@ -175,6 +191,11 @@ class Probe:
         for key, row, amax in zip(keys, rows, values, strict=False):
             dtypes = "+".join(sorted(DTYPE_NAMES[dtype] for dtype in tally.dtypes[key]))
             stats[key] = TensorStats(ExponentCounts(row.numpy()), amax, dtypes, tally.strides[key])
+        ends = len(keys) + len(scalars)
+        applied = {
+            key: AppliedUpdates(*values[place : place + 3])
+            for place, key in zip(range(ends, len(values), 3), self.applied, strict=True)
+        }
         outcomes = zip(self.lost, rows[len(keys) :], strict=True)
         lost = {key: read_counts(row.tolist()) for key, row in outcomes}
         learners = {
@@ -185,10 +206,11 @@ class Probe:
                     for kind in KINDS
                 },
                 {m: lost[name, m] for m in own if (name, m) in lost},
+                applied_updates={m: applied[name, m] for m in own if (name, m) in applied},
             )
             for name, own in self.chosen.items()
         }
-        return learners, values[len(keys) :]
+        return learners, values[len(keys) : ends]
 
 
 def loss_scale_names(task, learner: str) -> tuple[str, ...]:

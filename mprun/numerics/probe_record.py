@@ -10,6 +10,7 @@
         loss_scales     names of the scales its losses were multiplied by, each once
         tensors         kind -> module name -> histogram
         lost_updates    module name -> {total, zero, nonfinite, fp16, bf16}, see LostUpdates
+        applied_updates module name -> {applied, wanted, squares}, see AppliedUpdates
         shadow          null, or what the FP32 shadow step found:
             modules     module name -> {dot, own, fp32, difference}, see Agreement
     loss                {own, fp32}, the loss of the step in both arithmetics; null without a shadow
@@ -32,7 +33,9 @@ modules are not stored. Numbers that are not finite are the strings "NaN", "Infi
 Of tensors with more than 2^18 values every stride-th one is counted, as often as the stride, so
 that sums over modules weigh each with its size; stride is the largest of the tensors, 1 if all
 values were counted. amax is over all values whatever the stride, but for updates, which are formed
-for the counted weights alone. lost_updates have the stride of the weights.
+for the counted weights alone. lost_updates and applied_updates have the stride of the weights.
+lost_updates has no weights of a run that stores them with stochastic rounding or a compensation,
+applied_updates only weights that are updated in 16 bits.
 
 Which loss scales FP16 can hold the gradients of several probes with, on the host.
 
@@ -57,6 +60,7 @@ from mprun.numerics.exponent_shares import (
     FP16_LOST,
     HIGHEST,
     LOWEST,
+    AppliedUpdates,
     ExponentCounts,
     LostUpdates,
     Sums,
@@ -137,6 +141,7 @@ class LearnerProbe:
     tensors: dict[str, dict[str, TensorStats]] = field(default_factory=dict)
     lost_updates: dict[str, LostUpdates] = field(default_factory=dict)
     shadow: dict[str, Agreement] | None = None
+    applied_updates: dict[str, AppliedUpdates] = field(default_factory=dict)
 
     def total(self, kind: str) -> TensorStats | None:
         """Over all modules; None if nothing of this kind was measured."""
@@ -145,6 +150,10 @@ class LearnerProbe:
     def total_lost(self) -> LostUpdates:
         """Over all modules."""
         return merged(self.lost_updates.values()) or LostUpdates()
+
+    def total_applied(self) -> AppliedUpdates:
+        """Over all modules."""
+        return merged(self.applied_updates.values()) or AppliedUpdates()
 
     def total_agreement(self) -> Agreement | None:
         """Over all modules; None without a shadow step."""
@@ -224,12 +233,16 @@ def _learner(content: Mapping) -> LearnerProbe:
     def agreement(found: Mapping) -> Agreement:
         return Agreement(**{name: float(value) for name, value in found.items()})
 
+    def applied(found: Mapping) -> AppliedUpdates:
+        return AppliedUpdates(**{name: float(value) for name, value in found.items()})
+
     shadow = content["shadow"]
     return LearnerProbe(
         tuple(content["loss_scales"]),
         {kind: _each(stats, modules) for kind, modules in content["tensors"].items()},
         _each(LostUpdates.from_json, content["lost_updates"]),
         None if shadow is None else _each(agreement, shadow["modules"]),
+        _each(applied, content.get("applied_updates", {})),  # older files have none
     )
 
 
@@ -252,13 +265,14 @@ def _learner_to_json(learner: LearnerProbe) -> dict:
         start = {"dtype": stats.dtype, "stride": stats.stride, "amax": _number(stats.amax)}
         return start | stats.counts.to_json()
 
-    def sums(found: Agreement) -> dict:
+    def sums(found: Agreement | AppliedUpdates) -> dict:
         return _each(_number, asdict(found))
 
     return {
         "loss_scales": list(learner.loss_scales),
         "tensors": {kind: _each(plain, modules) for kind, modules in learner.tensors.items()},
         "lost_updates": _each(LostUpdates.to_json, learner.lost_updates),
+        "applied_updates": _each(sums, learner.applied_updates),
         "shadow": None if learner.shadow is None else {"modules": _each(sums, learner.shadow)},
     }
 

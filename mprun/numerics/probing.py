@@ -317,8 +317,9 @@ def show_probe(writer: "SummaryWriter", record: ProbeRecord) -> None:
     Every tag begins with `values_`. Histograms `exponents/KIND`: the binary exponents of all
     non-zero finite values, one bucket each. Scalars KIND_underflow, KIND_overflow (shares in FP16,
     of the non-zero values), KIND_zeros (share of all), KIND_log2_amax and KIND_headroom (powers of
-    two), lost_updates_fp16 and lost_updates_bf16 (shares), shadow_cosine, shadow_norm_ratio and
-    shadow_relative_error, each `/total` and `/MODULE`. A GAN has the learner behind the slash.
+    two), lost_updates_fp16 and lost_updates_bf16 (shares), applied_updates (ratio to the wanted
+    ones), shadow_cosine, shadow_norm_ratio and shadow_relative_error, each `/total` and `/MODULE`.
+    A GAN has the learner behind the slash.
     """
     from tensorboard.compat.proto.summary_pb2 import Summary
 
@@ -351,6 +352,8 @@ def _scalars(measured: LearnerProbe) -> Iterator[tuple[str, str, float | None]]:
     for name, lost in _with_total(measured.lost_updates):
         for format in FORMATS:
             yield f"lost_updates_{format}", name, lost.share(format)
+    for name, applied in _with_total(measured.applied_updates):
+        yield "applied_updates", name, applied.ratio
     for name, sums in _with_total(measured.shadow or {}):
         for number in ("cosine", "norm_ratio", "relative_error"):
             yield f"shadow_{number}", name, getattr(sums, number)

@@ -268,8 +268,9 @@ class MixedPrecisionOptimizer:
     def unscaled_gradients(self) -> dict[str, Tensor]:
         """Gradients of the last step by parameter name, as the update used them: also clipped.
 
-        Copies in the dtype of the update; parameters without a gradient are left out. To be read
-        before the next `zero_grad`; what a single pass never wrote to memory is computed here.
+        Copies in the dtype of the update, FP32 for narrow weights; parameters without a gradient
+        are left out. To be read before the next `zero_grad`; what a single pass never wrote to
+        memory is computed here.
         """
         if self._used is None:
             found = {}
@@ -284,7 +285,8 @@ class MixedPrecisionOptimizer:
         for name, tensor, own, is_clipped in of_parameters:
             if own is None:
                 continue
-            gradient = own.detach().to(tensor.dtype, copy=True)
+            in_fp32 = self.narrow is not None and tensor in self.narrow
+            gradient = own.detach().to(torch.float32 if in_fp32 else tensor.dtype, copy=True)
             if ready.own.inverse is not None:
                 gradient.mul_(ready.own.inverse)
             # torch's operations have clipped the gradients themselves.

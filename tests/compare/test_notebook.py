@@ -13,7 +13,7 @@ import pytest
 import mprun
 from mprun.cli import main
 from mprun.errors import BadInput, Damaged, MissingExtra
-from mprun.numerics.exponent_shares import ExponentCounts, LostUpdates
+from mprun.numerics.exponent_shares import AppliedUpdates, ExponentCounts, LostUpdates
 from mprun.numerics.probe_record import (
     Agreement,
     LearnerProbe,
@@ -115,6 +115,7 @@ def test_probes_are_rows(tmp_path):
             "updates": {"head": stats(2.0**-12, 3)},
         },
         lost_updates={"head": LostUpdates(total=4, zero=1, fp16=2, bf16=3)},
+        applied_updates={"head": AppliedUpdates(applied=3.0, wanted=4.0)},
         shadow={"head": Agreement(dot=2.0, own=4.0, fp32=1.0, difference=0.25)},
     )
     write_probe(folder, ProbeRecord(5, False, {"loss_scale": 16.0}, {"model": learner}))
@@ -131,6 +132,7 @@ def test_probes_are_rows(tmp_path):
     assert gradients["cosine"] == 1.0 and gradients["norm_ratio"] == 2.0
     assert gradients["relative_error"] == 0.5 and math.isnan(gradients["lost_fp16"])
     assert (at[5, "updates"]["lost_fp16"], at[5, "updates"]["lost_bf16"]) == (2 / 3, 1.0)
+    assert at[5, "updates"]["applied"] == 0.75 and math.isnan(at[5, "weights"]["applied"])
     assert at[5, "weights"]["underflow"] == 0 and math.isnan(at[5, "weights"]["log2_loss_scale"])
     assert at[9, "weight_gradients"]["cosine"] == 1 and math.isnan(
         at[9, "weight_gradients"]["amax"]

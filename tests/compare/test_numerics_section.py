@@ -8,7 +8,7 @@ import pytest
 from mprun.compare import compare
 from mprun.compare.numerics import exponent_shares, numerics_figures, overflow, probed_modes
 from mprun.compare.report import LIMIT, numerics_html, write_report
-from mprun.numerics.exponent_shares import ExponentCounts, LostUpdates
+from mprun.numerics.exponent_shares import AppliedUpdates, ExponentCounts, LostUpdates
 from mprun.numerics.post_mortem import write_post_mortem
 from mprun.numerics.probe_record import (
     Agreement,
@@ -51,6 +51,7 @@ def record(step: int, log2_scale: int = 0, skipped=False, shadow=None) -> ProbeR
             "activation_gradients": {"a": values(log2_scale - 10)},
         },
         lost_updates={"a": LostUpdates(total=10, zero=1, nonfinite=1, fp16=2, bf16=4)},
+        applied_updates={"a": AppliedUpdates(applied=5.0, wanted=8.0)},
         shadow=shadow,
     )
     return ProbeRecord(step, skipped, {"loss_scale": float(log2_scale)}, {"model": learner})
@@ -147,6 +148,7 @@ def test_the_tables(probed_group):
     assert "2, steps 10 to 20, without 1 of skipped updates" in amp
     assert "2<sup>10</sup> to 2<sup>12</sup>" in amp
     # 4 of 16 and 8 of 16 non-zero finite updates
+    assert ">0.625</td>" in amp  # 2 probes of 5 of 8
     assert ">25 %</td>" in amp and ">50 %</td>" in amp and ">0.5</td>" in amp
 
 

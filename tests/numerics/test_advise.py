@@ -12,7 +12,7 @@ from mprun.errors import BadInput
 from mprun.models import ConvAutoencoder
 from mprun.numerics.advice import advise
 from mprun.numerics.advice_report import as_text
-from mprun.numerics.exponent_shares import ExponentCounts, LostUpdates
+from mprun.numerics.exponent_shares import AppliedUpdates, ExponentCounts, LostUpdates
 from mprun.numerics.probe_record import LearnerProbe, ProbeRecord, TensorStats
 from mprun.numerics.shapes import Layout, idle_shapes
 from mprun.precision import NoLossScale
@@ -156,6 +156,25 @@ def test_master_weights_by_the_share_of_lost_updates():
     assert found.needed and found.share["fp16"] == 40 / 5000
     assert (found.worst["fp16"].module, found.worst["fp16"].share) == ("output", 0.02)
     assert found.worst["bf16"].share == 1.0
+
+
+def test_weights_that_were_16_bits_wide_are_judged_by_what_they_took():
+    """Their lost updates are zeros. Without any single updates nothing is told."""
+    zeros = {"middle": LostUpdates(total=3000, zero=2900)}
+
+    def judged(applied, lost=None):
+        took = {"middle": AppliedUpdates(applied, 4.0)}
+        learner = LearnerProbe(("loss_scale",), GRADIENTS, lost or {}, applied_updates=took)
+        record = ProbeRecord(1, False, {"loss_scale": 0.0}, {"model": learner})
+        found = advice_from(record)
+        return found.master_weights.needed, "\n".join(as_text(found))
+
+    needed, text = judged(1.0, zeros)
+    assert needed and "this run's 16-bit weights took 0.25 of their wanted updates" in text
+    assert judged(3.99, zeros)[0] is False
+    unknown, text = judged(1.0)
+    assert unknown is None and "1 master weights: cannot be told from this run" in text
+    assert "would lose" not in text
 
 
 def test_values_beyond_fp16_are_kept_in_fp32_with_what_reads_them():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mprun.errors import Damaged
-from mprun.numerics.exponent_shares import BINS, ExponentCounts, LostUpdates
+from mprun.numerics.exponent_shares import BINS, AppliedUpdates, ExponentCounts, LostUpdates
 from mprun.numerics.probe_record import (
     Agreement,
     LearnerProbe,
@@ -35,6 +35,7 @@ def record(step: int, **fields) -> ProbeRecord:
             "updates": {"a": stats(3, math.nan), "b.c": stats(4, math.inf)},
         },
         lost_updates={"a": LostUpdates(9, 1, 2, 3, 4), "b.c": LostUpdates(5, 0, 0, 5, 5)},
+        applied_updates={"a": AppliedUpdates(0.5, 1.0, 2.0**-40)},
         shadow={"a": Agreement(0.5, 1e-300, math.inf, 2.0), "b.c": Agreement(1.0, 4.0, 1.0, 1.0)},
     )
     return ProbeRecord(step, True, {"loss_scale": -3.5}, {"model": learner}, **fields)

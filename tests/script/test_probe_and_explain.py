@@ -50,7 +50,7 @@ def in_a_script(built):
     return step, optimizer
 
 
-@pytest.mark.parametrize("mode", ["fp32", "fp16_master_scaled", "amp"])
+@pytest.mark.parametrize("mode", ["fp32", "fp16_master_scaled", "amp", "bf16_naive", "bf16_kahan"])
 def test_a_probe_is_equal_to_that_of_a_run(mode, build_run):
     built = build_run(*SMALL, f"precision={mode}")
     step, optimizer = in_a_script(built)
@@ -71,6 +71,8 @@ def test_a_probe_is_equal_to_that_of_a_run(mode, build_run):
     assert {n: asdict(v) for n, v in own.lost_updates.items()} == {
         n: asdict(v) for n, v in theirs.lost_updates.items()
     }
+    assert own.applied_updates == theirs.applied_updates
+    assert bool(own.applied_updates) == (mode in ("bf16_naive", "bf16_kahan"))
 
 
 @pytest.mark.parametrize("mode", ["fp16_naive", "fp16_master_scaled", "amp"])
@@ -93,8 +95,6 @@ def test_an_explanation_is_equal_to_that_of_a_run(mode, build_run):
     assert [one for one in found.ramp if one.module] == expected.ramp
 
 
-def test_an_explanation_names_the_module_and_puts_everything_back():
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
 @pytest.mark.parametrize("mode", ["fp8_tensorwise", "fp8_rowwise", "fp8_unscaled"])
 def test_an_overflow_of_a_product_in_fp8_is_that_of_its_layer(mode):
     """2^70 * 2^70 * 16 is beyond BF16; casts and their scales are no values of the network."""
@@ -125,6 +125,8 @@ def test_an_overflow_of_a_product_in_fp8_is_that_of_its_layer(mode):
     assert first.value == pytest.approx(2.0**70, rel=0.01)
 
 
+def test_an_explanation_names_the_module_and_puts_everything_back():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
     with torch.no_grad():
         for own in model.parameters():
             own.fill_(100.0)
