@@ -1,4 +1,4 @@
-"""`mprun advise`: what FP16 needs for this configuration, from probes of a few FP32 steps.
+"""`mprun advise`: what FP16 and FP8 need for this configuration, from probes of a few FP32 steps.
 
 With --check also brief runs with the advice and without it, beside FP32.
 """
@@ -43,7 +43,8 @@ _WHAT = """\
 
 Trains the first steps in FP32 with probes, in a run directory of its own (advise-...), and prints
 whether master weights matter, whether loss scaling matters and which scales suit, which modules
-should stay in FP32, which sizes leave Tensor Cores idle, and the command line to use it all.
+should stay in FP32, which sizes leave Tensor Cores idle, which linear layers FP8 would flush to
+zero, and the command lines to use it all.
 """  # noqa: E501 - the help page breaks lines
 _MORE = (
     "Exit codes: 0 done, 2 bad input, 3 FP32 itself diverged, 4 damaged record, 130 interrupted."
@@ -133,6 +134,7 @@ def advise_run(directory: Path, *, share: float = SHARE, given: Vouched = NOTHIN
     probes = read_probes(directory)
     if not probes:
         raise BadInput(f"advise {directory}: no probes there; train it with numerics=on")
+    in_fp8 = plain["precision"].get("products", {}).get("input") is not None
     fp32 = compose_config(_FP32).as_dict()
     plain |= {"device": "cpu", "numerics": {}}
     plain |= {group: fp32[group] for group in ("precision", "scaler")}
@@ -150,13 +152,19 @@ def advise_run(directory: Path, *, share: float = SHARE, given: Vouched = NOTHIN
         advice = advise(probes, layout(built.task), shapes, config, rates, share=share)
     except BadInput as error:
         raise BadInput(f"advise {directory}: {error}") from None
-    command = shlex.join(["mprun", *_own(record.get("overrides", [])), *advice.overrides])
+    start = ["mprun", *_own(record.get("overrides", []))]
+    command, fp8 = shlex.join([*start, *advice.overrides]), advice.fp8
+    if fp8.overrides:
+        fp8 = replace(fp8, command=shlex.join([*start, *fp8.overrides]))
+    if in_fp8:
+        what = "linear layers multiplied in FP8: what that flushed was gone before it was counted"
+        advice.evidence.problems.append(what)
     notes, rows = advice.notes, read_metrics(directory / "metrics.jsonl")
     losses = [row["loss"] for row in rows if row["split"] == "train"]
     if len(losses) > 1 and losses[-1] > 1.5 * abs(losses[0]):
         rose = f"the loss rose from {losses[0]:.4g} to {losses[-1]:.4g} over the measured steps"
         notes = [*notes, f"{rose}: the advice fits an unstable recipe; mend that first"]
-    return replace(advice, command=command, run=str(directory), notes=notes)
+    return replace(advice, command=command, fp8=fp8, run=str(directory), notes=notes)
 
 
 def _measure(options: Namespace, base: list[str]) -> tuple[Path, int]:

@@ -1,5 +1,7 @@
 """From the probes of a run to what FP16 needs: master weights, a loss scale, modules in FP32.
 
+And to which linear layers could have their products in FP8 (`mprun.numerics.fp8`).
+
 Micikevicius et al., arXiv 1710.03740, section 3: master weights (3.1) where updates round away in
 FP16 weights, loss scaling (3.2) where gradients underflow, FP32 where values exceed FP16's range.
 """
@@ -26,6 +28,7 @@ from mprun.numerics.exponent_shares import (
     LostUpdates,
     merged,
 )
+from mprun.numerics.fp8 import fp8_advice
 from mprun.numerics.probe_record import (
     GRADIENT_KINDS,
     Gradients,
@@ -94,7 +97,8 @@ def advise(
         problems=_problems(formats, gradients, layout),
     )
     masters, notes = _master_weights(used, layout), notes_on_naive(used, layout, config.optim)
-    return Advice(evidence, masters, scaling, keep, largest, notes, idle, *_modes(scaling, keep))
+    fp8, modes = fp8_advice(used, layout), _modes(scaling, keep)
+    return Advice(evidence, masters, scaling, keep, largest, notes, idle, fp8, *modes)
 
 
 def _learners(used: Sequence[ProbeRecord]) -> Iterator[tuple[str, LearnerProbe, ProbeRecord]]:

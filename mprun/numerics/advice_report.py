@@ -1,8 +1,9 @@
-"""What `mprun advise` finds out: as data, from which --json is made, and as about 25 lines."""
+"""What `mprun advise` finds out: as data, from which --json is made, and as about 30 lines."""
 
 import shlex
 from dataclasses import asdict, dataclass, field
 
+from mprun.numerics.fp8 import OPERANDS, Fp8Advice
 from mprun.numerics.post_mortem import plain
 from mprun.numerics.probe_record import ScaleRange
 from mprun.numerics.shapes import MULTIPLE, IdleShape
@@ -107,7 +108,7 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """What FP16 needs.
+    """What FP16 needs, and what FP8 products would lose.
 
     overrides: the advised mode, as one would type it behind `mprun`: `static` where a loss scale is
     needed, else a mode without one. static, dynamic: the mode with either scaler, empty without a
@@ -121,6 +122,7 @@ class Advice:
     largest_activation: tuple[str, float] | None
     notes: list[str]
     idle_shapes: list[IdleShape]
+    fp8: Fp8Advice
     overrides: list[str]
     static: list[str]
     dynamic: list[str]
@@ -140,9 +142,12 @@ class Advice:
 
 def as_text(advice: Advice) -> list[str]:
     """As lines for the console, without the check and the last line."""
-    parts = (_evidence, _masters, _scaling, _fp32, _shapes)
+    parts = (_evidence, _masters, _scaling, _fp32, _shapes, _fp8)
     lines = [line for part in parts for line in part(advice)]
-    return [*lines, "use it", f"  {advice.command}"]
+    lines += ["use it", f"  {advice.command}"]
+    if advice.fp8.command:
+        lines += ["or with FP8 products", f"  {advice.fp8.command}"]
+    return lines
 
 
 def check_as_text(check: dict) -> list[str]:
@@ -264,6 +269,39 @@ def _shapes(advice: Advice) -> list[str]:
         lines.append(f"  {module}{shape.dimension} {shape.size}{end}")
     more = len(found) - _SHAPES
     return [*lines, f"  and {more} more (--json)"] if more > 0 else lines
+
+
+def _fp8(advice: Advice) -> list[str]:
+    found = advice.fp8
+    count = len(found.layers)
+    if not count:
+        why = f"the probes lack {found.unmeasured[0]}" if found.unmeasured else "there is none"
+        return [f"5 FP8 products of linear layers, without that of the output: {why}"]
+    fit = count - len(found.excluded)
+    bound, lines = _percent(found.threshold), []
+    for operand, (_, format) in OPERANDS.items():
+        name, share = found.worst(operand, "most")
+        bare, zero = found.worst(operand, "unscaled")
+        _, high = found.worst(operand, "saturated")
+        over = f", above {format.largest:g} {_percent(high)}" if high else ""
+        lines.append(
+            f"  {operand} ({format.name.upper()}): at most {_percent(share)} ({name}); "
+            f"unscaled {_percent(zero)} ({bare}){over}"
+        )
+    head = f"5 FP8 products: tensor-wise scales suit {fit} of {count} linear layers"
+    lines = [f"{head}; flushed to zero, worst layer", *lines]
+    for name in found.excluded:
+        shares = {operand: one.most for operand, one in found.layers[name].items()}
+        above = [f"{o} {_percent(s)}" for o, s in shares.items() if s > found.threshold]
+        lines.append(f"  not {name}: {', '.join(above)}; above {bound}")
+    if found.unmeasured:
+        lines.append(f"  not probed, left out: {', '.join(found.unmeasured)}")
+    name, share = found.worst("output gradient", "unscaled")
+    if share > found.threshold:
+        power = found.loss_scale
+        what = "no loss scale brings" if power is None else f"a loss scale of 2^{power} brings"
+        lines.append(f"  without scales of tensors, {what} output gradients to {bound}")
+    return lines
 
 
 def _percent(share: float) -> str:

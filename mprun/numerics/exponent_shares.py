@@ -30,6 +30,8 @@ _FIRST = CLASSES
 FP16_MAX = 65504.0
 FP16_LOST = -25  # values with a lower exponent are 0 in FP16, and so is 2^-25 itself
 _INFINITE = CLASSES * (HIGHEST - LOWEST + 2)
+# Where classes 1, 2 and 3 begin, and 3 ends.
+_EDGES = np.array([1, 2 - 2.0**-10, 2 - 2.0**-11, 2])
 BINS = _INFINITE + CLASSES
 
 
@@ -132,6 +134,20 @@ class ExponentCounts:
         overflow = counts[exponents > 15].sum() + counts[exponents == 15, 3].sum()
         found = (underflow, below_normal - underflow, overflow)
         return Shares(*(int(count) / total for count in found))
+
+    def up_to(self, limit: float) -> tuple[int, int]:
+        """(least, most) number of non-zero finite elements whose magnitude is at most `limit`.
+
+        A bin that `limit` falls into counts for the larger number alone. Where it is a power of two
+        both are equal: that power has a bin of its own.
+        """
+        counts, powers = self.by_class(), np.exp2(np.arange(LOWEST, HIGHEST + 1, dtype=np.float64))
+        edges = powers[:, None] * _EDGES
+        below = edges[:, 1:] <= limit  # ends of classes 1 to 3, which do not belong to them
+        one = edges[:, :1] <= limit
+        most = np.concatenate([one, edges[:, :1] < limit, edges[:, 1:3] <= limit], axis=1)
+        least = np.concatenate([one, below], axis=1)
+        return int(counts[least].sum()), int(counts[most].sum())
 
     def merge(self, other: "ExponentCounts") -> "ExponentCounts":
         """The histogram of the elements of both."""

@@ -137,6 +137,9 @@ class Probe:
     def _on_output(self, learner: str, name: str, module, inputs, output) -> None:
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         with _plainly():
+            # What FP8 products take beside weight and output gradient (`mprun.numerics.fp8`).
+            if isinstance(module, nn.Linear) and inputs:
+                self.tally.add((learner, "inputs", name), inputs[0])
             for tensor in tensors:
                 self.tally.add((learner, "activations", name), tensor)
         # A hook of the tensor gets the gradient of these very values, also where the next module

@@ -19,6 +19,7 @@ A probe has tensors and no shadow, a shadow step the reverse, a step that is bot
 
     weights                 what the optimizer updates (master weights where there are some), before
                             the update
+    inputs                  inputs of linear layers (nn.Linear), of all their calls in this step
     activations             outputs of the modules, of all their calls in this step
     activation_gradients    gradients of the loss in these outputs, times the loss scale
     weight_gradients        gradients of the parameters as they leave the backward pass: times the
@@ -69,7 +70,7 @@ from mprun.numerics.exponent_shares import (
 )
 
 VERSION = 1
-KINDS = ("weights", "activations", "activation_gradients", "weight_gradients", "updates")
+KINDS = ("weights", "inputs", "activations", "activation_gradients", "weight_gradients", "updates")
 GRADIENT_KINDS = ("activation_gradients", "weight_gradients")  # times the loss scale
 FOLDER = "numerics"
 _NAME = re.compile(r"step-(\d{8,})\.json$")

@@ -13,6 +13,7 @@ from torch import nn
 
 from mprun.config.schema import RunConfig
 from mprun.precision.casting import NORM_LAYERS
+from mprun.precision.scaled_products import ScaledProducts, chosen_layers
 
 MULTIPLE = 8
 Key = tuple[str, str]  # learner, module
@@ -41,12 +42,13 @@ class Layout:
     """Modules without modules inside, by learner, in the order of the model's definition.
 
     leaves: learner -> names. norms and products: (learner, name) of norm layers, and of linear,
-    recurrent and convolution layers.
+    recurrent and convolution layers. scaled: those whose products can be in FP8, in that order.
     """
 
     leaves: dict[str, tuple[str, ...]]
     norms: frozenset[Key]
     products: frozenset[Key]
+    scaled: tuple[Key, ...] = ()
 
     def named(self, key: Key) -> str:
         """What a module is called: with the learner where there are several."""
@@ -65,7 +67,15 @@ def layout(task) -> Layout:
         {label: tuple(name for own, name in leaves if own == label) for label in task.learners},
         frozenset(key for key, module in leaves.items() if isinstance(module, NORM_LAYERS)),
         frozenset(key for key, module in leaves.items() if isinstance(module, _PRODUCTS)),
+        tuple((label, name) for label, own in task.learners.items() for name in _scaled(own.model)),
     )
+
+
+def _scaled(model: nn.Module) -> list[str]:
+    try:
+        return chosen_layers(model, ScaledProducts(), {})
+    except ValueError:  # no linear layer but that of the output
+        return []
 
 
 def idle_shapes(task, config: RunConfig) -> list[IdleShape]:

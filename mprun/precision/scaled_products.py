@@ -243,7 +243,19 @@ def _forward(module: nn.Linear, products: ScaledProducts, x: Tensor) -> Tensor:
 def install(
     model: nn.Module, products: ScaledProducts, chosen: Mapping[str, torch.dtype]
 ) -> list[str]:
-    """Let the chosen layers of `model` compute in FP8; their names.
+    """Let the `chosen_layers` of `model`, which raises for both, compute in FP8; their names."""
+    names = chosen_layers(model, products, chosen)
+    for name in names:
+        module = model.get_submodule(name)
+        assert isinstance(module, nn.Linear)
+        module.__dict__["forward"] = partial(_forward, module, products)
+    return names
+
+
+def chosen_layers(
+    model: nn.Module, products: ScaledProducts, chosen: Mapping[str, torch.dtype]
+) -> list[str]:
+    """Names of the layers of `model` whose products are taken.
 
     Args:
         chosen: name of a module -> dtype in which it is to compute instead; FP32 leaves it alone.
@@ -273,9 +285,6 @@ def install(
             f"precision.products.modules={list(products.modules)}: no nn.Linear is left to compute "
             f"in FP8; {output}, the output layer, has to be named"
         )
-    for name in names:
-        module = linears[name]
-        module.__dict__["forward"] = partial(_forward, module, products)
     return names
 
 

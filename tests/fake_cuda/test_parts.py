@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from mprun.numerics.probe_record import read_probes
+
 from .cells import MODELS, STEPS
 from .test_every_mode import LARGE, assert_sound
 
@@ -129,6 +131,18 @@ def test_probes_and_shadow_steps(device, tmp_path, model, mode):
     found = device.run(tmp_path / "run", overrides)
     assert_sound(found)
     assert (tmp_path / "run" / "numerics").is_dir()
+
+
+@pytest.mark.parametrize(
+    "mode", ["bf16_kahan", *slow("bf16_naive", "bf16_stochastic", "fp8_tensorwise")]
+)
+def test_probes_of_narrow_modes(device, tmp_path, mode):
+    """What 16-bit weights took of their updates, and inputs of linear layers, stay there too."""
+    overrides = [*MODELS["gpt"], f"precision={mode}", "train.steps=7", "numerics=on"]
+    overrides += ["numerics.every=3", "numerics.shadow_every=2"]
+    assert_sound(device.run(tmp_path / "run", overrides))
+    own = read_probes(tmp_path / "run")[-1].learners["model"]
+    assert own.tensors["inputs"] and bool(own.applied_updates) == mode.startswith("bf16")
 
 
 @pytest.mark.parametrize("mode", ["fp16_master_scaled", *slow("fp32")])
