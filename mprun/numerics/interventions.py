@@ -187,7 +187,8 @@ def _proposed(
 
 
 def _modules(config: dict, finding: Finding) -> list[str]:
-    """Keys of precision.overrides: of the culprit's module, then of the one around it."""
+    """Keys of precision.overrides: of the culprit's module, of those at its place in other layers,
+    then of the one around it."""
     module = finding.module
     if not module:
         return []
@@ -195,8 +196,10 @@ def _modules(config: dict, finding: Finding) -> list[str]:
     if model["name"] == "dcgan" or model.get("task") == "gan":
         # Overrides name modules inside generator and discriminator.
         module = module.partition(".")[2]
-    around = module.rpartition(".")[0]
-    return [f"precision.overrides.{name}" for name in (module, around) if name]
+    parts, around = module.split("."), module.rpartition(".")[0]
+    alike = ".".join("*" if part.isdigit() else part for part in parts)
+    names = (module, alike if any(part.isalpha() for part in parts) else "", around)
+    return [f"precision.overrides.{name}" for name in dict.fromkeys(names) if name]
 
 
 def _in_bf16(precision: dict, options: Options) -> dict[str, Any]:

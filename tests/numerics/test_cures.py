@@ -52,6 +52,7 @@ def test_products_in_fp8():
         "precision.overrides.blocks.0.mlp.inputs=fp32",
         "precision.products.granularity=tensor",
         NONE,
+        "precision.overrides.blocks.*.mlp.inputs=fp32",
         "precision.overrides.blocks.0.mlp=fp32",
         "optim.lr=0.0001",
         "precision=fp32",
