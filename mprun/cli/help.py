@@ -102,7 +102,7 @@ def key_help(word: str, verbs: Collection[str], config_dir: str | None = None) -
     Raises:
         BadInput: no key and no group is called so.
     """
-    if word in (*GROUPS, "compare"):
+    if word in (*GROUPS, "compare") or any(key.startswith(f"{word}.") for key in FIELDS):
         return _keys_of(word, verbs, config_dir)
     key = word if word in FIELDS else word.rpartition(".")[0]
     # An entry of a mapping: precision.overrides.fc
