@@ -150,6 +150,7 @@ def test_nobody_else_is_accused(reference, make_peer, kind, mode):  # noqa: F811
         assert trials["kernels"].losses != own.losses or trials["nhwc"].losses != own.losses
 
 
+@pytest.mark.slow
 def test_which_modes_learn_as_fp32():
     """Not those that lose small updates, or small gradients without a scale."""
     unlike = {

@@ -50,6 +50,7 @@ def state_of(directory):
     return found.step, digest(found.state["task"])
 
 
+@pytest.mark.slow
 def test_a_run_of_two_ranks_is_that_of_one_and_goes_on_with_any_number(tmp_path):
     straight, two = tmp_path / "straight", tmp_path / "optim.lr=0.1"
     assert mprun(*EXACT, "train.steps=8", f"output_dir={straight}").returncode == 0

@@ -284,6 +284,7 @@ assert mprun.load(run.directory).status == "done"
     [("", "done", 0), ("raise ValueError('no')", "failed", 1), ("run.evaluate(loss=1e999)",
      "diverged", 3)],
 )  # fmt: skip
+@pytest.mark.few(1)
 def test_a_script_without_a_with_block_is_recorded_too(tmp_path, end, status, code):
     script = f"""
 import torch, mprun
