@@ -95,6 +95,27 @@ def plant(defect: str) -> dict[str, int]:
             return done
 
         MixedPrecisionOptimizer.step = without_copies
+    elif defect == "decay_apart":
+        # OneTrainer #996: BF16 weights decay in an operation of its own, whose result
+        # is rounded to nearest, before an update that is rounded stochastically.
+        step = torch.optim.AdamW.step
+
+        @torch.no_grad()
+        def decay_first(self, *arguments, **named):
+            decays = [group["weight_decay"] for group in self.param_groups]
+            for group in self.param_groups:
+                for weight in group["params"]:
+                    decayed = weight * (1 - float(group["lr"]) * group["weight_decay"])
+                    rounded = decayed.bfloat16().float()
+                    planted["acted"] += int(not torch.equal(rounded, decayed))
+                    weight.copy_(rounded)
+                group["weight_decay"] = 0.0
+            done = step(self, *arguments, **named)
+            for group, decay in zip(self.param_groups, decays, strict=True):
+                group["weight_decay"] = decay
+            return done
+
+        torch.optim.AdamW.step = decay_first
     elif defect != "none":
         raise ValueError(f"{defect}: no such defect")
     return planted

@@ -137,6 +137,7 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self.size, self.fused = width // heads, fused
+        self.scale = self.size**-0.5  # of the scores
         self.heads = [heads, kv_heads, kv_heads]
         self.inputs = nn.Linear(width, sum(self.heads) * self.size, bias=bias)
         self.output = nn.Linear(width, width, bias=bias)
@@ -162,19 +163,21 @@ class Attention(nn.Module):
             # Not by enable_gqa, which not every fused kernel has.
             key, value = (part.repeat_interleave(times, 1) for part in (key, value))
         if self.fused:
-            attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+            attended = F.scaled_dot_product_attention(
+                query, key, value, is_causal=True, scale=self.scale
+            )
         else:
-            attended = manual_attention(query, key, value)
+            attended = manual_attention(query, key, value, self.scale)
         return self.output(attended.transpose(1, 2).flatten(2))
 
 
-def manual_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def manual_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     """What the fused kernel computes, ``[batch, heads, time, size]``, in operations of its own.
 
-    The scores exist in the format of the queries before they are divided by the root of the head's
-    size: beyond 65,504 FP16 has them infinite, which the fused kernel, in FP32 inside, has not.
+    The scores exist in the format of the queries before they are scaled: beyond 65,504 FP16 has
+    them infinite, which the fused kernel, in FP32 inside, has not.
     """
-    scores = query @ key.transpose(-2, -1) * query.shape[-1] ** -0.5
+    scores = query @ key.transpose(-2, -1) * scale
     later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
     # The least finite number, not an infinity that a search for overflows would find.
     scores = scores.masked_fill(later, torch.finfo(scores.dtype).min)

@@ -179,7 +179,7 @@ def test_shared_heads_are_equal_heads():
 
 def test_manual_and_fused_agree_in_fp32_forward_and_backward():
     inputs = [torch.randn(2, 4, 33, 16, requires_grad=True) for _ in range(3)]
-    manual = manual_attention(*inputs)
+    manual = manual_attention(*inputs, inputs[0].shape[-1] ** -0.5)
     fused = F.scaled_dot_product_attention(*inputs, is_causal=True)
     torch.testing.assert_close(manual, fused, rtol=0, atol=2e-6)
     gradient = torch.randn_like(fused)
@@ -195,7 +195,7 @@ def test_scores_of_the_manual_form_overflow_in_fp16_where_those_of_the_kernel_do
     # q.k = 16 * 80^2 = 102,400, and a quarter of it is 25,600.
     query = torch.full((1, 1, 2, 16), 80.0, dtype=torch.float16)
     value = torch.ones_like(query)
-    assert manual_attention(query, query, value).isnan().any()
+    assert manual_attention(query, query, value, 1.0).isnan().any()
     fused = F.scaled_dot_product_attention(query, query, value, is_causal=True)
     assert torch.equal(fused, value)
 
