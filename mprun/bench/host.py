@@ -57,8 +57,14 @@ NUMBERS = (
 
 
 def host_row(case: Case, execution: str, **numbers: Any) -> dict[str, Any]:
-    """A row of host.json. execution: "eager" or "replayed"; numbers: of `NUMBERS`, else None."""
+    """A row of host.json. execution: "eager" or "replayed"; numbers: of `NUMBERS`, else None.
+
+    recipe: torch.amp's mode with 16-bit products of the same format.
+    """
+    precision = case.config().precision
+    half = precision.autocast_dtype or precision.param_dtype
     place = {"label": case.label, "mode": case.mode, "contender": case.contender}
+    place["recipe"] = "amp_bf16" if half == "bf16" else "amp"
     return place | {"execution": execution} | dict.fromkeys(NUMBERS) | numbers
 
 
@@ -199,7 +205,7 @@ def _cells(row: dict, peaks: dict[tuple, int], card: int | None) -> list[str]:
     cells = [
         _mib(peak),
         over("fp32", contender),
-        over("amp_bf16" if "bf16" in mode else "amp", "amp") if held else "",
+        over(row["recipe"], "amp") if held else "",
         _mib(row["reserved"]),
         launches if work is None else f"{launches} + {_count(work)} replayed",
         *(_count(row[name]) for name in ("triton", "library", "copies", "waits")),
