@@ -32,6 +32,10 @@ ensure_environment() {  # arguments: further packages
         "${PYTHON:-python3}" -m venv .venv
     fi
     install_with_uv "$@" || "${pip[@]}" -c constraints.txt -e ".[cli]" "$@"
+    if [[ " $* " == *" pytest "* ]]; then
+        # What FP8 is held against, wherever it can be had.
+        "${pip[@]}" -c constraints.txt torchao || echo "no torchao: its tests are skipped" >&2
+    fi
     echo "$wanted" > "$stamp"
 }
 
