@@ -5,9 +5,11 @@ from typing import Any
 import yaml
 
 from mprun.config.option_files import modes, option_files
-from mprun.precision import DynamicLossScale
+from mprun.precision import DynamicLossScale, get_policy
 
 MODES = list(modes())
+# FP8 takes a linear layer that is not the output, which not every network has.
+OF_ANY_NETWORK = [mode for mode in MODES if get_policy(mode).products is None]
 
 
 def scaler_file(name: str) -> dict[str, Any]:

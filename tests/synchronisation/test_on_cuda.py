@@ -13,7 +13,7 @@ from mprun.training.loop import train
 from mprun.training.run import prepare
 from mprun.training.signals import Interruption
 
-from ..shipped import MODES
+from ..shipped import OF_ANY_NETWORK
 from .test_step_path import MODELS
 
 CUDA = torch.device("cuda")
@@ -63,7 +63,7 @@ def default_mode_afterwards():
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:LSTM with projections")
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", OF_ANY_NETWORK)
 @pytest.mark.parametrize("model", MODELS)
 def test_three_intervals_and_copies_for_a_replay(
     tmp_path, monkeypatch, default_mode_afterwards, model, mode

@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_leaves
 from mprun import models
 from mprun.precision import read_math_flags
 
-from ..shipped import MODES
+from ..shipped import OF_ANY_NETWORK
 
 RUNS = {
     "dcgan": [
@@ -30,7 +30,7 @@ RUNS = {
     ],
 }
 AUTOENCODER = ["model=conv_autoencoder", "data.batch_size=16", "optim=sgd"]
-EVERY_MODE = [(mode, "fp32") for mode in sorted(set(MODES) - {"tf32"})]
+EVERY_MODE = [(mode, "fp32") for mode in sorted(set(OF_ANY_NETWORK) - {"tf32"})]
 
 
 def final_state(task, evaluate):

@@ -11,7 +11,7 @@ from mprun.build import build
 from mprun.cli import main
 from mprun.config.compose import compose_config
 
-from ..shipped import MODES
+from ..shipped import OF_ANY_NETWORK
 from ..small import SPEECH
 
 CPU = torch.device("cpu")
@@ -29,7 +29,7 @@ QUICK = {"fp16_naive", "amp"}
     "mode",
     [
         pytest.param(mode, marks=() if mode in QUICK else pytest.mark.slow)
-        for mode in MODES
+        for mode in OF_ANY_NETWORK
         if mode != "tf32"
     ],
 )
