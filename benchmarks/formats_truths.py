@@ -118,7 +118,7 @@ QUESTIONS = (
     ),
     Question(
         "embedding",
-        "The embedding alone kept and updated in BF16, most of it standing still",
+        "The embedding alone kept and updated in BF16, part of it standing still",
         f"{PLANTED} ++model.options.untied=true",
         (Arm(EMBEDDING, MATCHES),),
     ),
