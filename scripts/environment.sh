@@ -5,6 +5,8 @@
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 cd "$root"
+# Hundreds of processes import the same files: compiled once, whatever the shell is set to.
+unset PYTHONDONTWRITEBYTECODE
 
 # The dependency groups of pyproject.toml: older versions of pip cannot install groups.
 testers=(pytest pytest-xdist hypothesis expecttest pandas hatchling hatch-fancy-pypi-readme)

@@ -371,12 +371,13 @@ def _by_hydra(flag: list[str], overrides: list[str], config_dir: str | None) -> 
     import hydra
     from hydra.core.config_store import ConfigStore
 
-    from mprun.config.compose import hydra_overrides
+    from mprun.config.overrides import as_hydra_takes, line_of, parse_overrides
     from mprun.config.schema import register_schemas
 
     register_schemas(ConfigStore.instance())
     source = [] if config_dir is None else ["--config-dir", config_dir]
-    before, sys.argv = sys.argv, ["mprun", *flag, *source, *hydra_overrides(overrides)]
+    lines = [line_of(override) for override in as_hydra_takes(parse_overrides(overrides))]
+    before, sys.argv = sys.argv, ["mprun", *flag, *source, *lines]
     shown_by = hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")
     try:
         shown_by(_not_a_run)()

@@ -28,9 +28,17 @@ from omegaconf.errors import OmegaConfBaseException
 from mprun.config.check import check
 from mprun.config.metrics import default_margin, default_metric
 from mprun.config.option_files import conf_dir, mode_of, modes
-from mprun.config.overrides import MAPPING, line_of, mapping_of, parse_overrides, printable
+from mprun.config.overrides import (
+    MAPPING,
+    as_hydra_takes,
+    line_of,
+    mapping_of,
+    parse_overrides,
+    printable,
+)
 from mprun.config.rules import did_you_mean, key_called, must_be, nearest
 from mprun.config.schema import DATA, MODELS, RunConfig, register_schemas, task_of
+from mprun.config.selection import select
 from mprun.config.user_code import FACTORY_KEYS, NOTHING, Vouched, check_vouched, recorded_factories
 from mprun.errors import BadInput
 
@@ -159,24 +167,12 @@ def compose_config(
     for override in parsed:
         if override.is_sweep_override():
             raise BadInput(f"{override.input_line}: several values; add -m to sweep over them")
-    with hydra_session(config_dir):
-        for override in parsed:  # Hydra would put several options of a group into one another
-            a_list = isinstance(override.value(), list)
-            if a_list and override.key_or_group in loader().list_groups(""):
-                raise BadInput(diagnose([override], TypeError("a list")))
-        try:
-            composed = compose(
-                "config", overrides=hydra_overrides(overrides), return_hydra_config=True
-            )
-            choices = _plain(composed.hydra.runtime.choices)
-            OmegaConf.set_struct(composed, False)
-            del composed["hydra"]
-            _factories_given(composed)
-            for group in ("precision", "scaler"):
-                composed[group].name = choices[group]  # an option is called like its file
-            config = _as_object(composed)
-        except COMPOSITION_ERRORS as error:
-            raise BadInput(diagnose(parsed, error)) from None
+    _check_folder(config_dir)
+    try:
+        folders = [str(conf_dir()), *([] if config_dir is None else [config_dir])]
+        config, choices = _finished(*select(as_hydra_takes(parsed), folders))
+    except COMPOSITION_ERRORS:  # which Hydra knows to explain, or to compose after all
+        config, choices = _composed_by_hydra(parsed, config_dir)
     choices = {key: value for key, value in choices.items() if not key.startswith("hydra")}
     _length_as_given(config, {override.key_or_group for override in parsed})
     _fill_compare(config)
@@ -185,6 +181,35 @@ def compose_config(
         raise BadInput(f"compare.baseline={baseline}: {must_be(baseline, known, 'precision')}")
     mode = mode_of(config.precision.name, config_dir)
     return Composed(config, choices, overrides, mode.label(config.precision), mode.scaler)
+
+
+def _composed_by_hydra(
+    parsed: list[Override], config_dir: str | None
+) -> tuple[RunConfig, dict[str, str | None]]:
+    """Compose as Hydra does in full. Raises BadInput with what is wrong."""
+    with hydra_session(config_dir):
+        for override in parsed:  # Hydra would put several options of a group into one another
+            a_list = isinstance(override.value(), list)
+            if a_list and override.key_or_group in loader().list_groups(""):
+                raise BadInput(diagnose([override], TypeError("a list")))
+        try:
+            overrides = [line_of(override) for override in as_hydra_takes(parsed)]
+            composed = compose("config", overrides=overrides, return_hydra_config=True)
+            choices = _plain(composed.hydra.runtime.choices)
+            OmegaConf.set_struct(composed, False)
+            del composed["hydra"]
+            return _finished(composed, choices)
+        except COMPOSITION_ERRORS as error:
+            raise BadInput(diagnose(parsed, error)) from None
+
+
+def _finished(
+    composed: DictConfig, choices: dict[str, str | None]
+) -> tuple[RunConfig, dict[str, str | None]]:
+    _factories_given(composed)
+    for group in ("precision", "scaler"):
+        composed[group].name = choices[group]  # an option is called like its file
+    return _as_object(composed), choices
 
 
 def _as_object(node: Any) -> RunConfig:
@@ -269,12 +294,9 @@ def _no_interpolation(value: object, key: str = "config.yaml") -> None:
         _no_interpolation(item, printable(name))
 
 
-def hydra_overrides(overrides: Iterable[str]) -> list[str]:
-    """The overrides as Hydra takes them: an entry of a free-form mapping needs its `++`."""
-    return [
-        f"++{line_of(o).lstrip('+')}" if mapping_of(o.key_or_group) else line_of(o)
-        for o in parse_overrides(overrides)
-    ]
+def _check_folder(config_dir: str | None) -> None:
+    if config_dir is not None and not os.path.isdir(config_dir):
+        raise BadInput(f"--config-dir {config_dir}: no such folder")
 
 
 class _UserOptions(SearchPathPlugin):
@@ -290,8 +312,7 @@ class _UserOptions(SearchPathPlugin):
 @contextmanager
 def hydra_session(config_dir: str | None) -> Iterator[None]:
     """Hydra's compose API with the schemas registered, and nothing left behind."""
-    if config_dir is not None and not os.path.isdir(config_dir):
-        raise BadInput(f"--config-dir {config_dir}: no such folder")
+    _check_folder(config_dir)
     logger = logging.getLogger("hydra")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import get_args
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -26,10 +27,10 @@ def parse_overrides(overrides: Iterable[str]) -> list[Override]:
     `precision.overrides.layer4.*=fp32` becomes an entry of the mapping `precision.overrides`, and
     `train.steps=1e3` the integer that it is.
     """
-    parser, parsed = OverridesParser.create(), []
+    parsed = []
     for text in overrides:
         try:
-            [override] = parser.parse_overrides([_entry_as_mapping(_whole_as_int(text))])
+            override = _parse(_entry_as_mapping(_whole_as_int(text)))
         except OSError:  # no descriptor left for a part of the parser, say
             raise
         # Not only Hydra's own: int() refuses 4,300 digits, deep nesting exhausts the stack.
@@ -40,6 +41,19 @@ def parse_overrides(overrides: Iterable[str]) -> list[Override]:
         _refuse(override, text)
         parsed.append(override)
     return parsed
+
+
+def as_hydra_takes(parsed: Iterable[Override]) -> list[Override]:
+    """The overrides for Hydra's own composition: an entry of a free-form mapping needs its `++`."""
+    return [
+        _parse(f"++{line_of(o).lstrip('+')}") if mapping_of(o.key_or_group) else o for o in parsed
+    ]
+
+
+@lru_cache(1024)  # a millisecond each, and the runs of a sweep have most of them in common
+def _parse(text: str) -> Override:
+    [override] = OverridesParser.create().parse_overrides([text])
+    return override
 
 
 def line_of(override: Override) -> str:
