@@ -12,6 +12,8 @@ from mprun.precision import pin_math_flags
 
 from .real_data import unpacked
 
+pytest.register_assert_rewrite("tests.helpers")
+
 STARTED = pytest.StashKey[float]()
 
 

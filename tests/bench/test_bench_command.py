@@ -17,7 +17,7 @@ from mprun.config.compose import compose_config
 from mprun.config.option_files import conf_dir
 from mprun.errors import BadInput
 
-from ..small import TINY_LM as TINY
+from ..helpers import TINY_LM as TINY
 
 CPU = torch.device("cpu")
 

@@ -15,7 +15,7 @@ from mprun.cli import main
 from mprun.errors import Damaged
 from mprun.record import checkpoint
 
-from ..small import LM
+from ..helpers import LM
 
 RUN = [
     *LM,

@@ -11,7 +11,7 @@ from mprun.cli import main
 from mprun.record import checkpoint
 from mprun.record.metrics import read_metrics
 
-from ..small import LM, ONE_CORE
+from ..helpers import LM, ONE_CORE
 
 COMMON = [
     "device=cpu",

@@ -14,7 +14,7 @@ from mprun.models import GPT
 from mprun.numerics.mismatch import by_position, held_out_windows, log_probs, mismatch
 from mprun.precision import pin_math_flags
 
-from ..small import ONE_CORE, TINY_LM
+from ..helpers import ONE_CORE, TINY_LM
 
 WORDS, LENGTH = 24, 12
 MODEL = ["model.hidden_size=32", "model.num_layers=2", "model.num_heads=4"]

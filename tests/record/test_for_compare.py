@@ -17,7 +17,7 @@ from mprun.record.metrics import read_metrics, write_sample_grid
 from mprun.record.run_directory import write_json
 from mprun.training.metric_logger import EARLY_STEPS
 
-from ..small import LM
+from ..helpers import LM
 
 GAN = [
     "device=cpu",

@@ -9,7 +9,7 @@ from mprun.cli import main
 from mprun.errors import Damaged
 from mprun.record.run_directory import read_record
 
-from ..small import TINY_LM
+from ..helpers import TINY_LM
 
 WRONG = [None, 5, -1, 1.5, True, "x", [], {}, [[]], {"a": {}}]
 

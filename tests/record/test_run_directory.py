@@ -13,7 +13,7 @@ from mprun.config.compose import compose_config
 from mprun.config.roles import config_hash
 from mprun.record.metrics import read_metrics
 
-from ..small import LM as SMALL_LM
+from ..helpers import LM as SMALL_LM
 
 LM = [
     *SMALL_LM,

@@ -11,8 +11,8 @@ from mprun.build import build
 from mprun.cli import main
 from mprun.config.compose import compose_config
 
+from ..helpers import SPEECH
 from ..shipped import OF_ANY_NETWORK
-from ..small import SPEECH
 
 CPU = torch.device("cpu")
 

@@ -1,0 +1,142 @@
+"""What many tests need: small runs and networks, one step, equal bits, refusals in one line."""
+
+import json
+import re
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._pytree import keystr, tree_flatten_with_path
+
+from mprun.cli import main
+from mprun.precision import MixedPrecisionOptimizer, cast_model, get_policy
+from mprun.record.metrics import read_metrics
+
+# Small runs as the overrides a user would type: a step takes milliseconds on one core.
+ONE_CORE = ["device=cpu", "threads=1"]
+LM = [
+    *ONE_CORE,
+    "model=lstm_lm",
+    "model.hidden_size=16",
+    "model.embedding_size=16",
+    "data.vocab_limit=100",
+    "data.batch_size=4",
+    "data.sequence_length=5",
+]
+SPEECH = [
+    *ONE_CORE,
+    "model=deep_speech2",
+    "model.channels=2",
+    "model.hidden_size=8",
+    "data.batch_size=4",
+]
+# Without the text of the documentation, which takes a moment to read.
+TINY_LM = [
+    *ONE_CORE,
+    "model=lstm_lm",
+    "model.hidden_size=8",
+    "model.embedding_size=8",
+    "data=synthetic_tokens",
+    "data.vocab_size=16",
+    "data.sequence_length=4",
+    "data.batch_size=2",
+    "data.train_tokens=200",
+]
+TINY_GAN = [
+    *ONE_CORE,
+    "model=dcgan",
+    "data=synthetic_images",
+    "data.value_range=tanh",
+    "data.image_size=32",
+    "data.train_size=64",
+    "data.eval_size=16",
+    "data.batch_size=8",
+    "model.latent_size=8",
+    "model.generator_width=4",
+    "model.discriminator_width=4",
+]
+
+
+def run(directory, *overrides) -> int:
+    """The exit code of `mprun ... output_dir=directory` in this process."""
+    return main([*overrides, f"output_dir='{directory}'"])
+
+
+def record_of(directory) -> dict:
+    """What run.json holds."""
+    return json.loads((Path(directory) / "run.json").read_text())
+
+
+def rows_of(directory, split=None) -> list[dict]:
+    """The lines of metrics.jsonl, of one split or of all."""
+    rows = read_metrics(Path(directory) / "metrics.jsonl")
+    return [row for row in rows if split in (None, row["split"])]
+
+
+def network(inputs=6, hidden=16, outputs=3, norm=None, activation=nn.ReLU) -> nn.Sequential:
+    """Two linear layers from seed 0; norm: a class of layers between them, nn.BatchNorm1d say."""
+    torch.manual_seed(0)
+    between = [] if norm is None else [norm(hidden)]
+    return nn.Sequential(
+        nn.Linear(inputs, hidden), *between, activation(), nn.Linear(hidden, outputs)
+    )
+
+
+def making(optimizer, *arguments, **settings):
+    """What makes torch's optimizer of (name, tensor) pairs: making(torch.optim.SGD, 0.1)."""
+    return lambda named: optimizer([tensor for _, tensor in named], *arguments, **settings)
+
+
+def mixed(model, mode, make=None, scale=None, **options):
+    """(the model cast to a mode, its optimizer); make: as of `making`, plain SGD of rate 1."""
+    cast = cast_model(model, get_policy(mode))
+    make = make or making(torch.optim.SGD, 1.0)
+    return cast, MixedPrecisionOptimizer(cast, make, scale, **options)
+
+
+def one_step(cast, optimizer, inputs, loss=lambda outputs: outputs.square().mean(), measure=False):
+    """Take one step on the FP32 outputs, the scale's included; what `optimizer.step` says of it."""
+    optimizer.zero_grad()
+    optimizer.backward(loss(cast.module(cast.policy.cast_inputs(inputs)).float()))
+    update = optimizer.step(measure)
+    for scale in optimizer.loss_scales:
+        scale.update()
+    return update
+
+
+def assert_same_bits(one, other) -> None:
+    """Nested values of the same form: tensors of equal dtype and bits, NaN being equal to NaN."""
+    (left, form), (right, other_form) = tree_flatten_with_path(one), tree_flatten_with_path(other)
+    assert form == other_form
+    for (path, a), (_, b) in zip(left, right, strict=True):
+        if isinstance(a, torch.Tensor):
+            assert (a.dtype, a.shape) == (b.dtype, b.shape), keystr(path)
+            a, b = a.detach().reshape(-1, 1), b.detach().reshape(-1, 1)
+            same = (a.view(torch.uint8) == b.view(torch.uint8)).all(1)
+            assert (same | (a.isnan() & b.isnan())[:, 0]).all(), keystr(path)
+        else:
+            assert a == b or (a != a and b != b), keystr(path)
+
+
+def refused(capsys, *arguments, says=(), code=2) -> str:
+    """The one line of a command that must end with `code`; `says`: what the line must hold."""
+    capsys.readouterr()
+    assert main([str(argument) for argument in arguments]) == code
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.count("\n") == 1, printed
+    for part in (says,) if isinstance(says, str) else says:
+        assert part in printed.err
+    return printed.err
+
+
+@contextmanager
+def raises_line(error, *parts):
+    """`error` must be raised with one line that holds every part, literally."""
+    with pytest.raises(error) as caught:
+        yield caught
+    message = str(caught.value)
+    assert "\n" not in message
+    for part in parts:
+        assert re.search(re.escape(part), message), message
