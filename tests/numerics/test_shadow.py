@@ -5,6 +5,7 @@ import statistics
 
 import pytest
 import torch
+from torch import nn
 
 from mprun.numerics.probe import chosen_modules
 from mprun.numerics.probe_record import read_probes
@@ -57,26 +58,37 @@ def test_clipping_is_undone(build_run):
         assert abs(sums.norm_ratio - 1) < 2.0**-22
 
 
+def smooth(task):
+    """The task with tanh in place of every ReLU: a small error in stays a small error out."""
+    for learner in task.learners.values():
+        for parent in list(learner.model.modules()):
+            for name, child in list(parent.named_children()):
+                if isinstance(child, nn.ReLU | nn.LeakyReLU):
+                    setattr(parent, name, nn.Tanh())
+    return task
+
+
 @pytest.mark.parametrize("model", FAST)
 def test_rounding_has_the_size_of_the_format(build_run, model):
     """BF16 has 8 significant bits, FP16 has 11: errors 8 times as large where all is smooth.
 
-    A ReLU whose input rounds to the other side of zero adds errors of another size to both, so that
-    a single module can be far from it; the geometric mean over the modules is not.
+    A ReLU whose input rounds to the other side of zero adds an error of another size, so there is
+    none. What is left is the chance of roundings, which a geometric mean over modules levels.
     """
     fp16, bf16 = (
-        shadowed(build_run(*SMALL[model], f"precision={mode}", *SCALED[mode]).task)
+        shadowed(smooth(build_run(*SMALL[model], f"precision={mode}", *SCALED[mode]).task))
         for mode in SCALED
     )
-    # The loss itself: FP32 on outputs of a few roundings.
-    assert fp16[1] != fp16[2] and fp16[1] == pytest.approx(fp16[2], rel=2.0**-11)
-    assert bf16[1] != bf16[2] and bf16[1] == pytest.approx(bf16[2], rel=2.0**-8)
+    # The loss itself: FP32 on outputs of a few roundings, so one of the two may hit it.
+    assert fp16[1] == pytest.approx(fp16[2], rel=2.0**-11)
+    assert bf16[1] == pytest.approx(bf16[2], rel=2.0**-8)
+    assert (fp16[1], bf16[1]) != (fp16[2], bf16[2])
     ratios = []
     for learner, modules in fp16[0].items():
         for name, sums in modules.items():
-            assert 2.0**-14 < sums.relative_error < 0.2 and sums.cosine > 0.98, name
+            assert 2.0**-16 < sums.relative_error < 2.0**-6 and sums.cosine > 0.9999, name
             ratios.append(bf16[0][learner][name].relative_error / sums.relative_error)
-    assert 2.5 < statistics.geometric_mean(ratios) < 16
+    assert 4 < statistics.geometric_mean(ratios) < 16
 
 
 @pytest.mark.parametrize("mode", ["fp32", "fp16_master_scaled"])
