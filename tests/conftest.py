@@ -20,12 +20,12 @@ STARTED = pytest.StashKey[float]()
 def pytest_addoption(parser):
     most = "start no test after so many minutes; those left are skipped, and told"
     parser.addoption("--minutes", type=float, metavar="N", help=most)
+    threads = "threads of torch in each process of the tests (default: 1)"
+    parser.addoption("--threads", type=int, default=1, metavar="N", help=threads)
 
 
 def pytest_configure(config):
     config.stash[STARTED] = time.monotonic()
-    # Threads that outnumber the free cores wait for each other: seconds become minutes.
-    torch.set_num_threads(1)
 
 
 @pytest.hookimpl(tryfirst=True)  # before fixtures are made
@@ -33,6 +33,9 @@ def pytest_runtest_setup(item):
     minutes = item.config.option.minutes
     if minutes is not None and time.monotonic() - item.config.stash[STARTED] > 60 * minutes:
         pytest.skip(f"no time left of {minutes:g} minutes")
+    # Threads that outnumber the free cores wait for each other: seconds become minutes. Before each
+    # test, since `threads=` of a run in this process stays.
+    torch.set_num_threads(item.config.option.threads)
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m looks at the markers

@@ -8,13 +8,8 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 @pytest.fixture(autouse=True)
-def _seeded_one_thread():
-    # Small operations on a busy machine spend most of two threads' time waiting for each other.
-    threads = torch.get_num_threads()
+def _seeded():
     torch.manual_seed(0)
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def relative(value, reference):
