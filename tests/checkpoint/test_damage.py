@@ -182,6 +182,34 @@ def test_what_a_resumed_run_does_not_take(run, extra, named, capsys):
     assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} == before
 
 
+def test_other_data_than_the_run_began_with_are_refused(run, capsys):
+    record = json.loads((run / "run.json").read_text())
+    record["data"]["sha256"] = 64 * "0"
+    (run / "run.json").write_text(json.dumps(record))
+    before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
+    assert main([f"resume={run}", "train.steps=7"]) == 2
+    assert "the data are not those that the run began with" in capsys.readouterr().err
+    assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} == before
+
+
+def test_a_checkpoint_appears_once_it_is_on_the_disk_and_then_its_name_is(tmp_path, monkeypatch):
+    """What is not synchronised may be lost with the power, the name of a whole file too."""
+    done, sync, rename = [], os.fsync, os.replace
+
+    def synced(descriptor):
+        done.append(os.readlink(f"/proc/self/fd/{descriptor}").rpartition("/")[2])
+        sync(descriptor)
+
+    def replaced(source, target):
+        done.append("rename")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", replaced)
+    checkpoint.save(tmp_path / "checkpoints", 1, {"x": torch.ones(1)}, keep=1)
+    assert done == ["state.pt", "manifest.json", "rename", "checkpoints"]
+
+
 def test_rotation_keeps_the_newest(tmp_path):
     for step in (2, 9, 10, 11, 100):
         checkpoint.save(tmp_path, step, {"x": torch.ones(1)}, keep=2)

@@ -215,6 +215,15 @@ def test_a_resumed_gan_has_no_grid_from_a_future_that_was_not(gan, tmp_path):
     assert (directory / "samples" / "step-00000004.png").read_bytes() == kept
 
 
+def test_what_a_run_has_at_its_checkpoint_is_neither_made_again_nor_lost(gan, tmp_path):
+    directory = tmp_path / "run"
+    shutil.copytree(gan, directory)
+    assert main([f"resume={directory}", "train.steps=7"]) == 0
+    assert grids(directory) == [f"step-{step:08}.png" for step in (2, 4, 6, 7)]
+    evaluated = [r for r in read_metrics(directory / "metrics.jsonl") if r["split"] == "eval"]
+    assert [record["step"] for record in evaluated] == [2, 4, 6, 7]
+
+
 def test_other_models_have_no_grids(tmp_path):
     assert run(tmp_path / "run", *LM, "train.steps=1") == 0
     assert not (tmp_path / "run" / "samples").exists()
