@@ -14,12 +14,17 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import torch
 
+from mprun.build import build
 from mprun.cli import main
+from mprun.config.compose import compose_config
 from mprun.config.roles import config_hash
+from mprun.distributed.ranks import Ranks
 from mprun.execution import Compilation
 from mprun.record.console import Progress
 from mprun.record.metrics import read_metrics
+from mprun.training.loop import train
 from mprun.training.messages import _next
 from mprun.training.signals import Interruption, Stopped
 
@@ -158,6 +163,26 @@ def test_a_scale_that_collapses_is_3(tmp_path, capsys):
     assert (record["status"], record["updates"]) == ("diverged", 0)
     assert "4 skipped updates in a row" in record["cause"]
     assert "4 skipped" in capsys.readouterr().err
+
+
+class Two(Ranks):
+    """Of several ranks the first, which hears nothing of the others."""
+
+    world = 2
+
+
+@pytest.mark.parametrize(("steps", "status"), [(1, "done"), (2, "preempted")])
+def test_a_signal_in_the_last_step_of_several_ranks_leaves_a_run_that_is_done(
+    steps, status, tmp_path
+):
+    """One rank leaves its last evaluation at once; several take it, since each needs the others."""
+    config = compose_config([*TINY_LM, f"train.steps={steps}"]).config
+    built = build(config, torch.device("cpu"))
+    built.task.ranks = Two()
+    with Interruption() as interruption:
+        os.kill(os.getpid(), signal.SIGTERM)
+        outcome = train(built, config, tmp_path, interruption)
+    assert (outcome.status, outcome.step, bool(outcome.final)) == (status, 1, status == "done")
 
 
 def test_a_parser_without_a_descriptor_does_not_blame_the_command_line(monkeypatch, capsys):

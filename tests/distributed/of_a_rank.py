@@ -124,6 +124,14 @@ def taken(overrides: list[str], ranks, plants: bool) -> dict:
     }
 
 
+def exchanged(ranks) -> dict:
+    """Of held-out batches of 3, 3 and 2 samples each rank has every W-th: what all come to."""
+    whole = torch.arange(16.0).reshape(8, 2).split(3)
+    own = whole[ranks.rank :: ranks.world]
+    sums, count = [batch.double().sum(0) for batch in own], sum(map(len, own))
+    return {"in order": ranks.in_order(own), "mean": ranks.mean(sums, count)}
+
+
 def main() -> None:
     torch.set_num_threads(1)
     cases, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
@@ -133,6 +141,7 @@ def main() -> None:
 
         ranks = join(place, torch.device("cpu"), 60.0)
     found = {name: taken(own["overrides"], ranks, own["plants"]) for name, own in cases.items()}
+    found["exchanged"] = exchanged(ranks)
     torch.save(found, out / f"{ranks.rank}.pt")
     ranks.leave(0)
 

@@ -7,10 +7,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from mprun.distributed.group import Group
+from mprun.distributed.launch import _judged
+from mprun.distributed.places import Place
+from mprun.errors import RankFailed
 from mprun.record import checkpoint
 from mprun.record.run_directory import locked
 
@@ -248,6 +254,35 @@ def test_ranks_of_different_configurations_do_not_meet(tmp_path):
         assert process.returncode == 2, stderr
         assert "the ranks were given different configurations" in stderr
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("codes", "word", "asked", "ends"),
+    [
+        ([3, 3], None, 0, (3, None)),
+        ([5, 4], None, 0, (4, None)),  # files are damaged; who lost the other ran out of ranks
+        ([4, 4], (1, 4, "bad file"), 0, (4, None)),
+        ([None, 4], (1, 4, "bad file"), 0, (4, "rank 1: bad file")),  # 0 had no time to say it
+        ([0, -9], None, 0, (5, "rank 1 was killed (SIGKILL)")),
+        ([130, -2], None, signal.SIGINT, (130, None)),
+        ([75, 75], None, signal.SIGTERM, (75, None)),
+    ],
+)
+def test_a_run_ends_with_the_code_of_the_rank_that_failed(codes, word, asked, ends):
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    if word is not None:
+        rank, *said = word
+        Group.fail(SimpleNamespace(store=store, rank=rank), *said)
+    place = Place(None, 0, 0, 1, 2, "127.0.0.1", 0, served=True)
+    assert _judged(dict(enumerate(codes)), store, place, asked) == ends
+
+
+def test_what_fails_on_one_rank_fails_on_all_with_its_code():
+    """The exchange alone is made: this is rank 0, and rank 1 has damaged files."""
+    rank_0 = SimpleNamespace(rank=0, all_of=lambda own: [own, ("bad file", 4)])
+    with pytest.raises(RankFailed, match="rank 1: bad file") as failed:
+        Group.together(rank_0, lambda: "built")
+    assert failed.value.exit_code == 4
 
 
 def test_a_sweep_is_started_once(tmp_path):
