@@ -2,13 +2,17 @@
 
 import math
 import random
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mprun.compare.divergence import curve_facts
 from mprun.compare.findings import Arm, Question
-from mprun.compare.verdict import judge, pairing
+from mprun.compare.grouping import ProtoGroup
+from mprun.compare.verdict import assess, judge, pairing
 from mprun.errors import BadInput
 
 from .made_runs import made_arm, made_run
@@ -237,6 +241,52 @@ def test_accuracy_is_turned_and_in_points():
         "worse than FP32 by at least 0.53 points: difference +0.70 points (90 % CI +0.53 to +0.87 "
         "points; positive is worse), outside the margin of ±0.50 points, 3 seeds, paired."
     )
+
+
+def top1(samples: int) -> ProtoGroup:
+    keys = {"compare.metric": "top1", "compare.margin": 0.5, "compare.window": 1}
+    base, own = (
+        made_arm(dict.fromkeys(range(3), 90.0), mode, metric="top1") for mode in ("a", "b")
+    )
+    return ProtoGroup("t", "", base, [own], keys | {"data.eval_samples": samples}, [])
+
+
+def test_a_split_whose_samples_are_coarser_than_half_the_margin_is_told():
+    # 100 / 400 is half the margin of 0.5 points, 100 / 399 is more.
+    assert assess(top1(400)).notes == []
+    [note] = assess(top1(399)).notes
+    assert note.startswith("one evaluated sample is 0.25 points, too coarse for a margin of 0.5")
+
+
+@pytest.mark.parametrize(("margin", "allowed"), [(0.5, False), (math.nextafter(0.5, 0), True)])
+def test_a_relative_margin_is_below_a_half(margin, allowed):
+    """At a half the baseline and zero are as close to what is judged."""
+    keys = {"compare.metric": "loss", "compare.margin": margin, "compare.window": 1}
+    proto = ProtoGroup("t", "", made_arm(FP32), [shifted(0.0)], keys, [])
+    if allowed:
+        assert assess(proto).rows[0].verdict.name == "matches"
+        return
+    with pytest.raises(BadInput, match="margin 0.5: is relative, .* must be below 0.5"):
+        assess(proto)
+
+
+def test_an_absolute_margin_is_below_half_of_the_mean():
+    question = {**LOSS, "relative": False}  # the mean is 2
+    assert verdict_of(shifted(0), made_arm(FP32), question | {"margin_setting": 0.999}).name
+    with pytest.raises(BadInput, match="must be below half of it, 1 "):
+        verdict_of(shifted(0), made_arm(FP32), question | {"margin_setting": 1.0})
+
+
+def test_curves_of_different_lengths_are_compared_where_both_are():
+    def run(mode, steps, times):
+        columns = {"step": np.array(steps, float), "loss": times * 4.0 / np.array(steps)}
+        return replace(made_run(0, 1.0, mode=mode), train=columns)
+
+    question = Question(**LOSS)
+    # In common are 4, 6, 8, at other places of either; 4 of 100 more there.
+    facts = curve_facts(run("amp", range(4, 10), 1.04), run("fp32", range(2, 9, 2), 1), question)
+    assert facts["steps"] == 3 and facts["first_step"] == 4.0
+    assert [facts[key] for key in ("first", "largest", "end")] == pytest.approx([4.0] * 3)
 
 
 def test_perplexity_is_judged_as_its_logarithm():
