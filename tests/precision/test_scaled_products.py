@@ -8,6 +8,7 @@ from torch import nn
 
 import mprun
 from mprun.precision import ForwardContext, cast_model, get_policy
+from mprun.precision.emulation import why_unsupported
 from mprun.precision.scaled_products import (
     FORMATS,
     ScaledProducts,
@@ -25,6 +26,23 @@ UNSCALED = ScaledProducts(granularity="none")
 WEIGHT_IN_BF16 = ScaledProducts(
     grad_output=E4M3, granularity="row", power_of_two=True, high_precision=("grad_weight",)
 )
+
+
+@pytest.mark.parametrize(
+    ("mode", "capability", "named"),
+    [
+        ("fp8_tensorwise", (8, 9), None),
+        ("fp8_tensorwise", (8, 6), "has no FP8 products; compute capability 8.9"),
+        ("fp8_rowwise", (9, 0), None),
+        ("fp8_rowwise", (8, 9), "has no FP8 products with scales by row; compute capability 9.0"),
+    ],
+)
+def test_gpus_that_lack_the_products_are_refused(mode, capability, named, monkeypatch):
+    """As torch._scaled_mm does it; the GPU that answers is made."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Made")
+    reason = why_unsupported(get_policy(mode), torch.device("cuda"))
+    assert reason is None if named is None else named in reason
 
 
 @pytest.mark.parametrize("dtype", FORMATS.values(), ids=FORMATS)

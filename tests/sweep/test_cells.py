@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import os
 import signal
 import threading
 import time
@@ -222,6 +223,14 @@ def test_a_record_is_believed_where_it_is_complete(cell):
 )
 def test_the_worst_code_is_the_sweeps(codes, expected):
     assert exit_code(codes) == expected
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
+def test_a_stopped_sweep_ends_with_the_code_of_its_signal(number, code):
+    with run.StopRequest() as stop:
+        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), signal.SIGHUP)  # one that comes later says nothing else
+    assert (stop.reason, stop.exit_code) == (number.name, code)
 
 
 def test_a_heartbeat_is_seen_from_outside(tmp_path, monkeypatch):

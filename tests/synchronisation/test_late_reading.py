@@ -5,6 +5,7 @@ On a CPU, where nothing has to be late: `LATE` makes the same code read as it do
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ import torch
 from mprun.numerics import failure
 from mprun.numerics.post_mortem import read_post_mortem
 from mprun.precision import DynamicLossScale, NoLossScale, StaticLossScale
+from mprun.record import async_copy, checkpoint
 from mprun.record.async_copy import PinnedRing
+from mprun.record.metrics import read_metrics
 from mprun.record.run_directory import read_json
 from mprun.training import metric_buffer as trace_module
 from mprun.training.metric_buffer import MetricBuffer
@@ -227,6 +230,33 @@ def test_time_and_waiting_belong_to_their_interval(late):
 
 
 # The loop
+
+
+def test_throughput_is_of_training_alone(tmp_path, monkeypatch):
+    """On a clock of its own: a batch takes a second, an evaluation and a checkpoint an hour."""
+    clock, save = [0.0], checkpoint.save
+    monkeypatch.setattr(async_copy, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+
+    def taking(seconds, done):
+        clock[0] += seconds
+        return done
+
+    def plant(built):
+        with_data(lambda _, batch: taking(1, batch))(built)
+        evaluate = built.task.evaluate
+        built.task.evaluate = lambda: taking(3600, evaluate())
+
+    monkeypatch.setattr(checkpoint, "save", lambda *a, **k: taking(3600, save(*a, **k)))
+    settings = ["train.log_every=1", "train.checkpoint_every=2", "train.eval_every=3"]
+    directory, code = run(tmp_path, *AUTOENCODER, *settings, plant=plant, steps=6)
+    record = read_json(directory / "run.json")
+    assert code == 0 and record["throughput"]["samples_per_s"] == record["samples_per_step"]
+    speeds = [
+        one["samples_per_s"]
+        for one in read_metrics(directory / "metrics.jsonl")
+        if one["split"] == "train"
+    ]
+    assert speeds == [record["samples_per_step"]] * 6
 
 
 def nan_at(bad):
