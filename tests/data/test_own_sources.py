@@ -91,6 +91,8 @@ def test_what_an_item_draws_depends_on_seed_epoch_and_index_alone():
     both = [values for values in drawn.values() if len(values) == 2]
     # The two epochs share at least 16 of the 20 images, each with a draw of its own.
     assert len(both) >= 16 and all(values[0] != values[1] for values in both)
+    # So has each image of an epoch: what was added to its number.
+    assert len({round(values[0] % 1, 4) for values in drawn.values() if 0 in values}) == 18
     theirs = torch.cat([other.train_batch(number)[0][:, 0, 0, 0] for number in range(3)])
     assert not set(theirs.tolist()) & {value for values in drawn.values() for value in values}
 

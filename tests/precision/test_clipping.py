@@ -109,11 +109,11 @@ def test_the_norm_is_computed_only_when_asked_for():
 
 
 def test_the_norm_of_fp16_gradients_does_not_overflow():
-    model = nn.Linear(1, 1, bias=False)
+    model = nn.Linear(1, 289, bias=False)
     cast = cast_model(model, get_policy("fp16_naive"))
     optimizer = MixedPrecisionOptimizer(
         cast, lambda named: torch.optim.SGD([t for _, t in named], 2.0**-10, foreach=True)
     )
     optimizer.backward((model.weight.float() * 4096).sum())
-    # 4096^2 = 2^24 is beyond 65504, the largest FP16 number.
-    assert optimizer.step(measure_norm=True).grad_norm.item() == 4096.0
+    # 4096^2 = 2^24 and the norm, 17 times 4096, are beyond 65504, the largest FP16 number.
+    assert optimizer.step(measure_norm=True).grad_norm.item() == 69632.0

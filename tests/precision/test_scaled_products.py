@@ -77,6 +77,13 @@ def test_scales_by_hand(products, amax, factor):
     assert largest <= 448.0
 
 
+def test_scales_by_row_go_along_the_sum():
+    matrix = torch.tensor([[1.0, 1024.0], [0.5, 2.0]])
+    # Down to powers of two: of the columns 448 / 1 and 448 / 1024, of the rows 448 / 1024 and 224.
+    assert cast(matrix, E4M3, ROW, 0).factor.tolist() == [[2.0**-8, 4.0]]
+    assert cast(matrix, E4M3, ROW).factor.tolist() == [[4.0], [2.0**-7]]
+
+
 @pytest.mark.parametrize("products", [TENSOR, ROW, UNSCALED], ids=lambda p: p.granularity)
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 def test_what_is_not_finite_is_not_hidden_by_the_cast(products, bad):
