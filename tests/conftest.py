@@ -1,5 +1,6 @@
 """Which tests run, and how a test builds a run from the overrides a user would type."""
 
+import os
 import time
 from collections import defaultdict
 
@@ -26,6 +27,8 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.stash[STARTED] = time.monotonic()
+    # Commands that a test starts have as many threads as the tests.
+    os.environ.setdefault("OMP_NUM_THREADS", str(config.option.threads))
 
 
 @pytest.hookimpl(tryfirst=True)  # before fixtures are made

@@ -36,7 +36,8 @@ def test_copies_of_the_sweep_run_as_a_process_of_their_own_would(
 
 
 @pytest.mark.slow
-def test_runs_beside_each_other_have_a_share_of_the_cores(tmp_path, start_sweep):
+def test_runs_beside_each_other_have_a_share_of_the_cores(tmp_path, start_sweep, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS")
     free = [word for word in TINY if word != "threads=1"]
     assert start_sweep([*free, "seed=3,4", "-j", "2"], tmp_path).wait() == 0
     runs = list(tmp_path.glob("outputs/*/*/run.json"))
