@@ -1,7 +1,7 @@
 """Which tests run, and how a test builds a run from the overrides a user would type."""
 
 import os
-import time
+import zlib
 from collections import defaultdict
 
 import pytest
@@ -15,27 +15,21 @@ from .real_data import unpacked
 
 pytest.register_assert_rewrite("tests.helpers")
 
-STARTED = pytest.StashKey[float]()
-
 
 def pytest_addoption(parser):
-    most = "start no test after so many minutes; those left are skipped, and told"
-    parser.addoption("--minutes", type=float, metavar="N", help=most)
+    part = "of N parts of the tests only the K-th; a test stays in its own when others come or go"
+    parser.addoption("--slice", metavar="K/N", help=part)
     threads = "threads of torch in each process of the tests (default: 1)"
     parser.addoption("--threads", type=int, default=1, metavar="N", help=threads)
 
 
 def pytest_configure(config):
-    config.stash[STARTED] = time.monotonic()
     # Commands that a test starts have as many threads as the tests.
     os.environ.setdefault("OMP_NUM_THREADS", str(config.option.threads))
 
 
 @pytest.hookimpl(tryfirst=True)  # before fixtures are made
 def pytest_runtest_setup(item):
-    minutes = item.config.option.minutes
-    if minutes is not None and time.monotonic() - item.config.stash[STARTED] > 60 * minutes:
-        pytest.skip(f"no time left of {minutes:g} minutes")
     # Threads that outnumber the free cores wait for each other: seconds become minutes. Before each
     # test, since `threads=` of a run in this process stays.
     torch.set_num_threads(item.config.option.threads)
@@ -52,11 +46,15 @@ def pytest_collection_modifyitems(config, items):
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    left_out = set()
     if not config.option.markexpr:
-        slow = [item for item in items if item.get_closest_marker("slow")]
-        if slow:
-            config.hook.pytest_deselected(items=slow)
-            items[:] = [item for item in items if item not in slow]
+        left_out.update(item for item in items if item.get_closest_marker("slow"))
+    if config.option.slice:
+        k, n = map(int, config.option.slice.split("/"))
+        left_out.update(i for i in items if zlib.crc32(i.nodeid.encode()) % n != k % n)
+    if left_out:
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
 
 
 def _mark_the_rest_slow(items):
