@@ -34,7 +34,7 @@ CASES = [
     ("model=", "model=|alexnet"),
     ("model=null", "model=null|alexnet"),
     ("model=[a,b]", "model=|alexnet"),
-    ("model=[lstm_lm]", "model=['lstm_lm']|lstm_lm_projected"),
+    ("model=[lstm_lm]", "model=['lstm_lm']|did you mean 'lstm_lm'"),
     ("precision=[amp]", "precision=['amp']|fp16_naive"),
     ("experiment=[quickstart_underflow]", "experiment=["),
     # unknown key
@@ -140,7 +140,10 @@ CASES = [
         "model=resnet50 data=docs_words",
         "data.name=docs_text|images; choose data=cifar10, digits_224",
     ),
-    ("model=lstm_lm data=digits_32", "data.name=digits|text; choose data=docs_chars, docs_words"),
+    (
+        "model=lstm_lm data=digits_32",
+        "data.name=digits|text; choose data=docs_chars, docs_chars_64, docs_words",
+    ),
     ("model=alexnet data=digits_32", "data.image_size=32|63"),
     ("model=alexnet_2012 data=digits_32", "data.image_size=32|63"),
     ("model=inception_v3 data=digits_64", "data.image_size=64|75"),

@@ -356,7 +356,7 @@ RECIPES = {
         "optim.momentum": 0.9,
         "optim.weight_decay": 5e-4,
         "optim.schedule": "step",
-        "optim.milestones": [2 / 3, 5 / 6],
+        "optim.milestones": [0.6666666, 0.8333333],  # of 120,000: after 80,000 and 100,000
         "train.steps": 120_000,
         "compare.metric": "map",
         "compare.margin": 0.5,
