@@ -1,5 +1,7 @@
 """What the configuration files compose to: every pair runs, values agree, order holds."""
 
+import dataclasses
+
 import pytest
 import yaml
 
@@ -9,7 +11,7 @@ from mprun.config.compose import compose_config, config_from_record
 from mprun.config.option_files import conf_dir, mode_values, modes, option_files
 from mprun.config.overrides import parse_overrides
 from mprun.config.roles import FIELDS, flat
-from mprun.config.rules import _ELSEWHERE, meant, must_be
+from mprun.config.rules import _ELSEWHERE, meant, must_be, ranged, violations
 from mprun.config.schema import MODELS, PrecisionConfig
 from mprun.config.user_code import vouched
 from mprun.errors import BadInput
@@ -122,6 +124,21 @@ def test_the_command_line_wins_over_the_model_and_the_model_over_the_defaults():
         assert (composed.config.train.steps, composed.config.optim.lr) == (3, 0.5)
     assert compose_config(["precision=amp", "scaler=none"]).config.scaler.kind == "none"
     assert compose_config(["scaler=static", "precision=amp"]).config.scaler.kind == "static"
+
+
+def test_the_last_of_two_overrides_wins():
+    assert compose_config(["optim.lr=0.5", "optim.lr=0.1"]).config.optim.lr == 0.1
+
+
+@pytest.mark.parametrize(
+    ("bound", "inside", "outside"),
+    [("above", 2, 1), ("at_least", 1, 0), ("below", 0, 1), ("at_most", 1, 2)],
+)
+def test_a_bound_of_1_is_inside_or_outside_as_it_says(bound, inside, outside):
+    field = ranged(0, doc="Some number.", **{bound: 1})
+    made = dataclasses.make_dataclass("Made", [("number", int, field)])
+    assert list(violations(made(inside))) == []
+    assert len(list(violations(made(outside)))) == 1
 
 
 def test_an_experiment_wins_over_the_defaults_and_the_command_line_over_both(tmp_path):

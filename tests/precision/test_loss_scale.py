@@ -107,6 +107,9 @@ def test_fairseq_tolerates_overflows_below_the_rate():
     scale = published_scale("fairseq", init_scale=8.0, tolerance=0.25)
     # Rates at the o's: 1/1, 1/5, 2/7.
     assert trace(scale, "o....o.o") == [4, 4, 4, 4, 4, 4, 4, 2]
+    # 1/1 and 1/4, the rate itself.
+    scale = published_scale("fairseq", init_scale=8.0, tolerance=0.25)
+    assert trace(scale, "o...o") == [4, 4, 4, 4, 2]
 
 
 def test_fairseq_does_not_reach_its_floor_the_others_sit_on_it():
