@@ -142,7 +142,8 @@ def has_ended(one: Running) -> bool:
 def ended(one: Running) -> dict | None:
     """The outcome of a defect, printed, and its copy as it was; None of the tests without any."""
     code, output = one.process.returncode, one.output.read_text(errors="replace")
-    failed = [line.split()[1] for line in output.splitlines() if line.startswith("FAILED ")]
+    lines = (line.removeprefix("FAILED ") for line in output.splitlines() if line[:7] == "FAILED ")
+    failed = [line.partition(" - ")[0] for line in lines]
     shutil.rmtree(one.output.parent, ignore_errors=True)
     if one.mutant is None:
         if code != 0:

@@ -33,10 +33,6 @@ def test_it_is_what_hydra_composes(overrides):
     assert quick[0] == config and list(quick[1].items()) == list(of_mprun.items())
 
 
-def test_the_last_of_two_values_counts():
-    assert compose_config(["train.steps=3", "seed=1", "train.steps=5"]).config.train.steps == 5
-
-
 def test_a_file_that_changed_is_read_again(tmp_path):
     (tmp_path / "train").mkdir()
     own = tmp_path / "train" / "own.yaml"
