@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 import tomllib
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -108,7 +109,8 @@ def run(mutants: list[dict], folder: Path, jobs: int) -> list[dict]:
                     found.append(outcome)
     finally:
         for one in running:
-            os.killpg(one.process.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it has just ended
+                os.killpg(one.process.pid, signal.SIGKILL)
             one.process.wait()
     return found
 
