@@ -2,8 +2,10 @@
 
 import copy
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from mprun.cli import main
 from mprun.config.roles import config_hash
 from mprun.record.metrics import MetricsFile
 
@@ -98,3 +100,24 @@ def write_metrics(path: Path, final: float) -> None:
         file.write({"split": "train", **head, "loss": final + 1 / step, "loss_scale": 1.0})
     file.write({"split": "eval", **head, "loss": final, "perplexity": 2.0, "seconds": 0.1})
     file.close()
+
+
+def write_study(folder: Path, finals: Mapping[str, Sequence[float]], **more) -> Path:
+    """A run of each mode and seed in <mode>-s<seed>; finals: mode -> what each seed ends with."""
+    for mode, losses in finals.items():
+        for seed, loss in enumerate(losses):
+            write_run(folder / f"{mode}-s{seed}", mode, seed, final=loss, **more)
+    return folder
+
+
+def change_record(folder: Path, **changes) -> None:
+    """Write other values into run.json; None: without this key."""
+    record = json.loads((folder / "run.json").read_text()) | changes
+    kept = {key: value for key, value in record.items() if value is not None}
+    (folder / "run.json").write_text(json.dumps(kept))
+
+
+def compared(capsys, *words, code: int = 0) -> dict:
+    """What `mprun compare WORDS --json --no-report` prints."""
+    assert main(["compare", *map(str, words), "--json", "--no-report"]) == code
+    return json.loads(capsys.readouterr().out)

@@ -7,7 +7,8 @@ import pytest
 from mprun.cli import main
 from mprun.record.metrics import MetricsFile
 
-from .run_folders import write_run
+from ..helpers import refused
+from .run_folders import change_record, compared, write_run, write_study
 
 FINAL = (2.00, 2.02, 1.99)
 
@@ -16,20 +17,17 @@ FINAL = (2.00, 2.02, 1.99)
 def study(tmp_path, monkeypatch):
     """runs/: three seeds of FP32 and of an amp that equals them."""
     monkeypatch.chdir(tmp_path)
-    for mode in ("fp32", "amp"):
-        for seed, loss in enumerate(FINAL):
-            write_run(tmp_path / f"runs/{mode}-s{seed}", mode, seed, final=loss)
-    return tmp_path / "runs"
+    return write_study(tmp_path / "runs", {"fp32": FINAL, "amp": FINAL})
 
 
-def verdicts(capsys, *words) -> dict[str, dict]:
-    assert main(["compare", *words, "--json", "--no-report"]) == 0
-    [group] = json.loads(capsys.readouterr().out)["groups"]
-    return {row["label"]: row for row in group["modes"]}
+def row_of_amp(capsys) -> dict:
+    [group] = compared(capsys, "runs")["groups"]
+    [row] = group["modes"]
+    return row
 
 
 def write_losses(path, losses: list[float], evaluation: float) -> None:
-    path.unlink()
+    path.unlink(missing_ok=True)
     file = MetricsFile(path)
     for step, loss in enumerate(losses, start=1):
         head = {"step": step, "updates": step, "skipped": 0, "epoch": step / 40}
@@ -39,7 +37,7 @@ def write_losses(path, losses: list[float], evaluation: float) -> None:
 
 
 def test_the_study_matches_as_it_stands(study, capsys):
-    assert verdicts(capsys, "runs")["amp"]["verdict"]["name"] == "matches"
+    assert row_of_amp(capsys)["verdict"]["name"] == "matches"
     assert main(["compare", "runs", "--check", "--no-report"]) == 0
 
 
@@ -56,41 +54,24 @@ def test_the_study_matches_as_it_stands(study, capsys):
 def test_equal_to_a_baseline_that_learned_nothing_is_no_match(study, capsys, losses):
     for path in study.iterdir():
         write_losses(path / "metrics.jsonl", losses, evaluation=2.0)
-    verdict = verdicts(capsys, "runs")["amp"]["verdict"]
+    verdict = row_of_amp(capsys)["verdict"]
     assert verdict["name"] == "invalid baseline"
     assert "learned next to nothing" in verdict["sentence"]
 
 
 def test_other_data_under_the_same_name_is_refused(study, capsys):
     for path in study.iterdir():
-        record = json.loads((path / "run.json").read_text())
-        record["data"] = {"sha256": path.name[:3]}
-        (path / "run.json").write_text(json.dumps(record))
-    assert main(["compare", "runs"]) == 2
-    assert "data.sha256 (fp3, here amp)" in capsys.readouterr().err
+        change_record(path, data={"sha256": path.name[:3]})
+    refused(capsys, "compare", "runs", says="data.sha256 (fp3, here amp)")
 
 
 def test_a_missing_seed_fails_the_check(study, capsys):
     write_run(study / "fp32-s3", "fp32", 3, final=2.01)
     write_run(study / "amp-s3", "amp", 3, final=2.01, status="failed", cause="killed by SIGKILL")
-    row = verdicts(capsys, "runs")["amp"]
+    row = row_of_amp(capsys)
     assert row["verdict"]["name"] == "matches" and row["verdict"]["seeds"] == [0, 1, 2]
     assert any("seed 3: failed (killed by SIGKILL)" in note for note in row["notes"])
     assert main(["compare", "runs", "--check", "--no-report"]) == 3
-
-
-def test_means_are_over_the_seeds_that_are_compared(study, capsys):
-    write_run(study / "fp32-s7", "fp32", 7, final=9.0)
-    assert main(["compare", "runs", "--json", "--no-report"]) == 0
-    [group] = json.loads(capsys.readouterr().out)["groups"]
-    assert group["modes"][0]["mean"] == pytest.approx(sum(FINAL) / 3)
-
-
-def test_a_relative_margin_of_1_is_not_one_percent(study, capsys):
-    assert main(["compare", "runs", "--margin", "1"]) == 2
-    assert "0.01 means 1 %" in capsys.readouterr().err
-    assert main(["compare.margin=1"]) == 2
-    assert "0.01 means 1 %" in capsys.readouterr().err
 
 
 def test_a_skipped_warm_up_is_no_warning(study, capsys):
@@ -103,40 +84,29 @@ def test_a_skipped_warm_up_is_no_warning(study, capsys):
                 record["loss"] *= 1.5
         text = "".join(json.dumps(record) + "\n" for record in records)
         (path / "metrics.jsonl").write_text(text)
-    row = verdicts(capsys, "runs")["amp"]
+    row = row_of_amp(capsys)
     assert row["first_steps"] is None
     assert not any("first 20 steps" in note for note in row["notes"])
 
 
 def test_one_bad_group_does_not_stop_the_others(study, capsys):
-    for mode in ("fp32", "amp"):
-        for seed in range(3):
-            write_run(study / f"other/{mode}{seed}", mode, seed, overrides={"optim.lr": 0.7})
-    evaluation = study / "other/amp1/metrics.jsonl"
+    write_study(study / "other", {"fp32": FINAL, "amp": FINAL}, overrides={"optim.lr": 0.7})
+    evaluation = study / "other/amp-s1/metrics.jsonl"
     lines = evaluation.read_text().splitlines()
     evaluation.write_text("\n".join(lines[:-1]) + "\n")
-    assert main(["compare", "runs", "--json", "--no-report"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = compared(capsys, "runs")
     assert len(found["groups"]) == 1
-    assert "amp1" in found["not_compared"][0]
+    assert "amp-s1" in found["not_compared"][0]
 
 
 def test_a_truncated_record_is_damaged(study, capsys):
     path = study / "amp-s1/metrics.jsonl"
     path.write_text("\n".join(path.read_text().splitlines()[:5]) + "\n")
-    assert main(["compare", "runs"]) == 4
-    assert "ends at step 5, the run at 40" in capsys.readouterr().err
+    refused(capsys, "compare", "runs", says="ends at step 5, the run at 40", code=4)
 
 
 @pytest.mark.slow
-def test_a_folder_with_files_of_the_user_is_left_alone(study, capsys):
-    mine = study.parent / "mine"
-    mine.mkdir()
-    (mine / "results.json").write_text('{"my": 1}')
-    (mine / "precious.png").write_text("P")
-    assert main(["compare", "runs", "--out", "mine"]) == 2
-    assert (mine / "results.json").read_text() == '{"my": 1}'
-    # Beside our own report, too: only figures that results.json lists are replaced.
+def test_of_figures_beside_the_report_only_its_own_are_replaced(study):
     assert main(["compare", "runs", "--out", "ours"]) == 0
     (study.parent / "ours/precious.png").write_text("P")
     assert main(["compare", "runs", "--out", "ours"]) == 0
@@ -155,28 +125,18 @@ def csv_logs(folder, name: str, every: int, count: int = 3) -> str:
     return ",".join(names)
 
 
-def test_one_log_cannot_stand_for_several_runs(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    csv_logs(tmp_path, "a", 10)
-    words = ["--tag", "loss", "fp32=a0.csv,a1.csv,a2.csv", "amp=a0.csv,a1.csv,a2.csv"]
-    assert main(["compare", *words]) == 2
-    assert "a0.csv: listed twice" in capsys.readouterr().err
-
-
 def test_logs_of_other_intervals_are_not_averaged_over_other_stretches(
     tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
     # The last tenth of 1,000 steps against the last three of five values: from 920 and from 600.
     dense, sparse = csv_logs(tmp_path, "dense", 10), csv_logs(tmp_path, "sparse", 200)
-    words = ["--tag", "loss", f"fp32={sparse}", f"same={dense}", "--json", "--no-report"]
-    assert main(["compare", *words]) == 0
-    [group] = json.loads(capsys.readouterr().out)["groups"]
+    [group] = compared(capsys, "--tag", "loss", f"fp32={sparse}", f"same={dense}")["groups"]
     assert "logs of unequal steps: compared at the 5 steps that all have" in group["notes"]
     assert group["modes"][0]["mean"] == group["baseline"]["mean"]
     offset = csv_logs(tmp_path, "offset", 333)  # 333, 666, 999
-    assert main(["compare", "--tag", "loss", f"fp32={sparse}", f"same={offset}"]) == 2
-    assert "0 steps in common" in capsys.readouterr().err
+    words = ["compare", "--tag", "loss", f"fp32={sparse}", f"same={offset}"]
+    refused(capsys, *words, says="0 steps in common")
 
 
 def test_a_tag_that_is_not_in_the_file_name_is_told(tmp_path, monkeypatch, capsys):
@@ -192,8 +152,7 @@ def test_a_tag_that_is_not_in_the_file_name_is_told(tmp_path, monkeypatch, capsy
         f"{label}=" + ",".join(f"run-{label[0]}{seed}-tag-train_loss.csv" for seed in range(3))
         for label in ("a_base", "b_mode")
     ]
-    assert main([*words, *arms]) == 2
-    assert "train_loss" in capsys.readouterr().err
+    refused(capsys, *words, *arms, says="train_loss")
     arms = ["baseline=a0.csv,a1.csv,a2.csv", "b=b0.csv,b1.csv,b2.csv"]
     assert main([*words, *arms]) == 0
     assert "names no tag; taken for eval/loss" in capsys.readouterr().out
@@ -209,15 +168,15 @@ def test_a_seed_without_a_partner_fails_the_check_and_is_said_first(study, capsy
     assert "LEFT OUT of amp: having no partner: seed 3 of this mode" in printed[:250]
     assert "Over all, unpaired: inconclusive, difference +2" in printed
     assert "0-2 (not 3)" in printed
-    verdict = verdicts(capsys, "runs")["amp"]["verdict"]
+    verdict = row_of_amp(capsys)["verdict"]
     assert verdict["left_out"] == ["having no partner: seed 3 of this mode"]
 
 
-def test_the_mean_of_the_baseline_is_over_the_seeds_that_are_compared(study, capsys):
+def test_means_are_over_the_seeds_that_are_compared(study, capsys):
     write_run(study / "fp32-s7", "fp32", 7, final=9.0)
-    assert main(["compare", "runs", "--json", "--no-report"]) == 0
-    [group] = json.loads(capsys.readouterr().out)["groups"]
-    assert group["baseline"]["mean"] == pytest.approx(sum(FINAL) / 3)
+    [group] = compared(capsys, "runs")["groups"]
+    for row in (group["baseline"], *group["modes"]):
+        assert row["mean"] == pytest.approx(sum(FINAL) / 3)
     assert main(["compare", "runs", "--markdown", "--no-report"]) == 0
     assert "2.003 (seeds 0-2)" in capsys.readouterr().out
 
@@ -228,7 +187,7 @@ def test_a_seed_of_its_own_sort_is_named(study, capsys):
         write_run(study / f"fp32-s{seed}", "fp32", seed, final=loss)
         write_run(study / f"amp-s{seed}", "amp", seed, final=loss + 1e-3)
     write_losses(study / "amp-s3/metrics.jsonl", losses, evaluation=2.01 + 7.9)
-    verdict = verdicts(capsys, "runs")["amp"]["verdict"]
+    verdict = row_of_amp(capsys)["verdict"]
     assert verdict["name"] == "inconclusive"
     assert "One stands out: seed 3 of this mode differs by 7.9," in verdict["sentence"]
 
@@ -242,6 +201,6 @@ def test_a_repeat_that_is_left_out_fails_the_check(study, capsys):
 def test_one_seed_of_each_gives_facts(study, capsys):
     for path in (*study.glob("*-s1"), *study.glob("*-s2")):
         path.rename(study.parent / path.name)
-    verdict = verdicts(capsys, "runs")["amp"]["verdict"]
+    verdict = row_of_amp(capsys)["verdict"]
     assert verdict["sentence"].startswith("inconclusive: needs at least 3 seeds (has 1)")
     assert verdict["sentence"].endswith("identical at all 22 steps, bit for bit.")

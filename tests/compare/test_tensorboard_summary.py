@@ -161,15 +161,6 @@ def test_labels_become_folders_that_stay_below_the_summary(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["_summary"]
 
 
-def test_no_torch_and_no_tensorflow_are_loaded():
-    program = (
-        "import sys, mprun.compare.tensorboard_summary;"
-        "assert not {'torch', 'tensorflow', 'matplotlib'} & set(sys.modules)"
-    )
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr
-
-
 @pytest.fixture
 def server(tmp_path):
     """Address of a TensorBoard that shows the summaries of two groups."""
