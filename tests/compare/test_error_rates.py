@@ -1,5 +1,6 @@
 """The promised error rates, by the simulation of benchmarks/error_rates.py."""
 
+import importlib
 import json
 import math
 from pathlib import Path
@@ -14,15 +15,13 @@ from mprun.compare.verdict import judge
 from .made_runs import made_arm
 
 ROOT = Path(__file__).parents[2]
-FEW, MANY = 2_000, 20_000
+FEW, MANY = 1_000, 20_000
 
 
 @pytest.fixture
 def simulated(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    import error_rates
-
-    return error_rates
+    return importlib.import_module("error_rates")
 
 
 @pytest.fixture
@@ -45,11 +44,14 @@ def above(rate: float, draws: int) -> float:
     ],
     ids=["paired", "Welch", "looks", "looks by Welch"],
 )
+@pytest.mark.few(2)
 def test_a_difference_of_the_margin_rarely_matches(rates, way):
     assert rates(1, 0.004, draws=FEW, **way)["matches"] < above(0.05, FEW)
 
 
-@pytest.mark.parametrize("looks", [(), (3, 5, 10)], ids=["fixed", "looks"])
+@pytest.mark.parametrize(
+    "looks", [pytest.param((), marks=pytest.mark.slow), (3, 5, 10)], ids=["fixed", "looks"]
+)
 def test_equal_modes_are_rarely_called_worse_or_better(rates, looks):
     found = rates(0, 0.01, (10, 10), FEW, looks=looks)
     assert found["worse"] + found["likely worse"] < above(0.05, FEW)
@@ -101,7 +103,7 @@ def test_false_matches_at_full_size(rates, sd, looks):
 @pytest.mark.parametrize("count", [3, 5])
 def test_logs_in_the_order_of_their_values_match_no_more_often(count):
     """Logs without seeds, both arms sorted, the means a margin of 1 % apart."""
-    draws = 1 + 0.004 * np.random.default_rng(3).standard_normal((4 * FEW, 2, count))
+    draws = 1 + 0.004 * np.random.default_rng(3).standard_normal((8 * FEW, 2, count))
     question = Question(metric="loss", by_seed=False)
     matches = 0
     for own, base in draws.tolist():
@@ -115,20 +117,13 @@ def test_true_matches_at_full_size(rates):
     assert rates(0, 0.004, (5, 5), MANY)["matches"] >= 0.95
 
 
-def test_the_committed_results_keep_what_is_promised():
+def test_the_committed_results_keep_what_is_promised(simulated):
     results = json.loads((ROOT / "docs" / "error_rates.json").read_text(encoding="utf-8"))
     assert results["draws"] == MANY
     assert results["summary"]["false_matches_normal"] <= 0.055
     assert results["summary"]["false_claims_when_equal_normal"] <= 0.055
     assert results["summary"]["matches_when_equal_sd_0.4_n_5"] >= 0.95
     assert max(results["summary"][f"false_growth_{kind}"] for kind in KINDS) <= 0.055
-
-
-def test_the_committed_document_is_made_of_the_committed_results(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    from error_rates_document import document, summary
-
-    results = json.loads((ROOT / "docs" / "error_rates.json").read_text(encoding="utf-8"))
-    assert results["summary"] == summary(results)
+    assert results["summary"] == simulated.summary(results)
     text = (ROOT / "docs" / "error_rates.md").read_text(encoding="utf-8")
-    assert text == document(results)
+    assert text == simulated.document(results)

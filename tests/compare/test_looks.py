@@ -35,13 +35,11 @@ def test_looks_that_are_none(looks, words):
         checked_looks(looks)
     with pytest.raises(ValueError, match=words):
         nominal_alpha(tuple(looks))
-
-
-def test_looks_that_are_some():
     assert checked_looks([3, 5, 10]) == (3, 5, 10)
 
 
 @pytest.mark.parametrize(("count", "constant"), [(2, 1.875), (3, 1.992), (5, 2.122)])
+@pytest.mark.few(1)
 def test_pocock_constants(count, constant):
     """Equal groups so large that t is normal: Jennison and Turnbull (2000), table 2.1, alpha 0.1.
 
@@ -75,20 +73,20 @@ def test_one_look_alone_is_an_ordinary_test():
 
 
 def test_more_looks_are_stricter():
-    alphas = [nominal_alpha(looks) for looks in ((3, 10), (3, 5, 10), (3, 5, 7, 10))]
+    alphas = [nominal_alpha(looks) for looks in ((3, 7), (3, 5, 7), (3, 4, 5, 7))]
     assert 0.05 > alphas[0] > alphas[1] > alphas[2] > 0.05 / 4  # never below Bonferroni's
 
 
 def test_the_alpha_does_not_change_from_call_to_call():
-    first = nominal_alpha((3, 5, 10))
-    nominal_alpha.cache_clear()
-    assert nominal_alpha((3, 5, 10)) == first
-    other = nominal_alpha((3, 5, 10), seed=1)
+    first = nominal_alpha((3, 7))
+    assert nominal_alpha.__wrapped__((3, 7)) == first  # beside the cache
+    other = nominal_alpha((3, 7), seed=1)
     assert other != first
     assert other == pytest.approx(first, abs=4 * math.sqrt(2) * LEVEL_ERROR)
 
 
 @pytest.mark.parametrize(("looks", "level"), [((3, 7), 0.069), ((5, 10), 0.067)])
+@pytest.mark.few(1)
 def test_looks_planned_after_a_test_do_not_hold_the_level(looks, level):
     """Recomputed value by value: the first test at 5 %, the second at the alpha of both looks."""
     values = np.random.default_rng(11).standard_normal((40_000, looks[1]))

@@ -340,7 +340,7 @@ def test_the_baseline_is_called_by_its_name():
     assert verdict_of(shifted(0.0), base).sentence.startswith("matches amp: ")
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=20)
 @given(st.randoms(), st.sampled_from([0.0, 0.0171, 0.0231, -0.0231]))
 def test_the_order_of_runs_changes_nothing(generator: random.Random, shift):
     own, base = shifted(shift), made_arm(FP32)

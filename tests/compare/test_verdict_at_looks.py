@@ -105,11 +105,6 @@ def test_looks_at_other_seeds_take_the_first_of_both_arms():
     assert (verdict.seeds, verdict.baseline_seeds) == ([20, 21, 22], [0, 1, 2])
 
 
-def test_looks_that_are_none():
-    with pytest.raises(ValueError, match="must ascend"):
-        verdict_of(differing(*JITTER), made_arm(TEN), looks=[5, 3])
-
-
 def test_logs_without_seeds_have_no_order_in_which_looks_could_take_them():
     base = made_arm({seed: 2.0 + JITTER[seed] for seed in range(5)})
     own = made_arm({seed: 2.0 + JITTER[seed] for seed in range(5)}, mode="amp")
