@@ -11,13 +11,13 @@ import torch
 
 from mprun.bench.contest import Contest
 from mprun.bench.plan import Case, Row
-from mprun.cli import main
 from mprun.cli.bench import exit_code, parse
 from mprun.config.compose import compose_config
 from mprun.config.option_files import conf_dir
 from mprun.errors import BadInput
 
 from ..helpers import TINY_LM as TINY
+from ..helpers import refused
 
 CPU = torch.device("cpu")
 
@@ -45,9 +45,7 @@ CPU = torch.device("cpu")
 )
 def test_bad_input_is_one_line_and_writes_nothing(arguments, line, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert main(["bench", *arguments]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"mprun: {line}") and error.count("\n") == 1
+    refused(capsys, "bench", *arguments, says=f"mprun: {line}")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -62,8 +60,8 @@ def test_bad_input_is_found_without_torch():
 
 def test_a_folder_that_holds_something_is_not_written_to(tmp_path, capsys):
     (tmp_path / "bench.json").touch()
-    assert main(["bench", *TINY, "--out", str(tmp_path)]) == 2
-    assert f"--out {tmp_path}: exists and is not empty" in capsys.readouterr().err
+    told = f"--out {tmp_path}: exists and is not empty"
+    refused(capsys, "bench", *TINY, "--out", tmp_path, says=told)
     assert [path.name for path in tmp_path.iterdir()] == ["bench.json"]
 
 

@@ -21,14 +21,15 @@ class Bench:
     """A session over scripted children, and what they were asked."""
 
     def __init__(self, folder: Path, budget_s: float = 30.0):
-        self.folder, self.trace = folder, folder / "trace"
+        self.folder, self.trace, self.room = folder, folder / "trace", folder / "room"
         self.trace.touch()
+        self.room.mkdir()
         self.interruption = Interruption()
         self.deadline = time.monotonic() + budget_s
         self.cases: list[Case] = []
 
     def add(self, contender: str, mode: str = "amp", **extra) -> None:
-        extra = {"trace": str(self.trace), **extra}
+        extra = {"trace": str(self.trace), "room_folder": str(self.room), **extra}
         self.cases.append(Case("model", (), mode, contender, extra=extra))
 
     def run(self, windows: int = 2, check=lambda rows: {}):
@@ -77,11 +78,9 @@ def test_a_child_that_dies_is_a_row_with_its_reason_and_the_rest_goes_on(bench):
     assert bench.asked("window") == ["fabric", "trainer"] * 2
 
 
-def test_without_memory_for_all_the_rest_follows_beside_mprun(bench, tmp_path):
-    room = tmp_path / "room"
-    room.mkdir()
+def test_without_memory_for_all_the_rest_follows_beside_mprun(bench):
     for name in ("mprun", "loop", "fabric"):
-        bench.add(name, room=2, room_folder=str(room))
+        bench.add(name, room=2)
     rows = bench.run(windows=2)
     # The child that found no memory is started again, with mprun as its partner.
     assert bench.asked("build") == ["mprun", "loop", "fabric", "mprun", "fabric"]
@@ -91,11 +90,9 @@ def test_without_memory_for_all_the_rest_follows_beside_mprun(bench, tmp_path):
 
 
 @pytest.mark.slow
-def test_each_mode_of_a_later_cohort_has_mprun_beside_it(bench, tmp_path):
-    room = tmp_path / "room"
-    room.mkdir()
+def test_each_mode_of_a_later_cohort_has_mprun_beside_it(bench):
     for name, mode in (("mprun", "fp32"), ("mprun", "amp"), ("amp", "amp"), ("loop", "fp32")):
-        bench.add(name, mode, room=2, room_folder=str(room))
+        bench.add(name, mode, room=2)
     rows = bench.run(windows=1)
     cohorts = {(r.case.mode, r.case.contender): [w["cohort"] for w in r.windows] for r in rows}
     assert cohorts == {
@@ -107,11 +104,9 @@ def test_each_mode_of_a_later_cohort_has_mprun_beside_it(bench, tmp_path):
     assert all(row.status == "measured" and row.reason == "" for row in rows)
 
 
-def test_a_child_that_has_no_memory_beside_mprun_alone_is_given_up(bench, tmp_path):
-    room = tmp_path / "room"
-    room.mkdir()
+def test_a_child_that_has_no_memory_beside_mprun_alone_is_given_up(bench):
     for name in ("mprun", "loop"):
-        bench.add(name, room=1, room_folder=str(room))
+        bench.add(name, room=1)
     mprun, loop = bench.run()
     assert mprun.status == "measured"
     assert (loop.status, loop.kind, loop.reason) == ("failed", "memory", "out of memory: as told")

@@ -1,5 +1,7 @@
 """A transformer in FP8 and in BF16 without masters: FLOPs, bytes and memory by hand."""
 
+from functools import cache
+
 import pytest
 import torch
 from torch import nn
@@ -14,9 +16,10 @@ from mprun.precision.scaled_products import ScaledProducts, install
 
 from .test_roofline_operations import rows_of
 
-WIDTH, LAYERS, TIME, BATCH, WORDS = 128, 2, 64, 4, 1024
+WIDTH, LAYERS, TIME, BATCH, WORDS = 128, 1, 64, 4, 1024
 SMALL = (
     "model=gpt",
+    f"model.num_layers={LAYERS}",
     "data=synthetic_tokens",
     f"data.vocab_size={WORDS}",
     f"data.sequence_length={TIME}",
@@ -28,16 +31,9 @@ POSITIONS = TIME * WIDTH
 NARROW = BLOCKS + TABLE + POSITIONS  # BF16 in the modes that keep norms in FP32
 
 
-@pytest.fixture(scope="module")
-def counted():
-    known = {}
-
-    def of(mode, *more):
-        if (mode, more) not in known:
-            known[mode, more] = count((*SMALL, *more), mode)
-        return known[mode, more]
-
-    return of
+@cache
+def counted(mode, *more):
+    return count((*SMALL, *more), mode)
 
 
 def flops_by_form(found):
@@ -49,7 +45,7 @@ def flops_by_form(found):
 
 
 @pytest.mark.parametrize("mode", ["fp32", "tf32", "amp_bf16", "bf16_stochastic", "fp8_tensorwise"])
-def test_products_by_format(counted, mode):
+def test_products_by_format(mode):
     tokens = BATCH * TIME
     linear, output = (3 * 2 * tokens * weights for weights in (BLOCKS, TABLE))
     # Scores and what is attended to; backward the scores again and four gradients. Query i sees i
@@ -129,7 +125,7 @@ STEP = {
 
 
 @pytest.mark.parametrize("mode", STEP)
-def test_bytes_of_the_update_in_one_pass(counted, mode):
+def test_bytes_of_the_update_in_one_pass(mode):
     rows = counted(mode).rows
     one = [row for row in rows if row.kind == "update in one pass"]
     check = [row for row in rows if row.kind == "check of gradients"]
@@ -139,7 +135,7 @@ def test_bytes_of_the_update_in_one_pass(counted, mode):
 
 
 @pytest.mark.parametrize("mode", ["bf16_stochastic", "bf16_kahan"])
-def test_weights_without_masters_are_updated_in_one_pass(counted, mode):
+def test_weights_without_masters_are_updated_in_one_pass(mode):
     found = counted(mode)
     assert found.update == "single_pass" and found.memory.masters == 0
     narrow_state = counted(mode, "precision.update.state_dtype=bf16")
@@ -163,7 +159,7 @@ HELD = [
 
 
 @pytest.mark.parametrize(("mode", "more", "size"), HELD)
-def test_bytes_of_a_parameter(counted, mode, more, size):
+def test_bytes_of_a_parameter(mode, more, size):
     found = counted(mode, *more)
     norms = NORMS * 16
     if found.policy.state_dtype is not None:
@@ -178,7 +174,7 @@ def found_steps(found):
     return range(4 * LAYERS + 2 + 2 * LAYERS + 1)
 
 
-def test_sums_of_micro_batches_are_counted(counted):
+def test_sums_of_micro_batches_are_counted():
     one, several = (counted("bf16_master", *more) for more in ((), ("train.accumulate=2",)))
     assert several.memory.gradients - one.memory.gradients == 4 * one.parameters
 
@@ -191,7 +187,7 @@ def test_what_has_fp8_products():
     assert GPUS["H200"].flops["fp8"] == 2 * GPUS["H200"].flops["bf16"]
 
 
-def test_measured_ceilings_without_fp8_are_no_error_of_the_program(counted):
+def test_measured_ceilings_without_fp8_are_no_error_of_the_program():
     known = {"flops": {"bf16": 1e12, "fp32": 1e11}, "bandwidth": 1e11}
     with pytest.raises(BadInput, match="no ceiling of FP8 products"):
         measured_limit(counted("fp8_tensorwise"), known, "toy")

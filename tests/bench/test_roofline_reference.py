@@ -97,6 +97,7 @@ def test_resnet50_limits(mode, reference):
     assert limit(found, GPUS["H200"])["memory_bound_share"] == GIVEN(0.82, abs=0.01)
 
 
+@pytest.mark.slow
 def test_resnet50_fp32_limit_between_those_of_55_and_60_tflops():
     found = counted("resnet50", "fp32")
     for fp32, reference in ((55e12, 1660), (60e12, 1760)):

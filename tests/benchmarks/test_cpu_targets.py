@@ -1,20 +1,15 @@
 """How targets are judged; one case of the runner, measured for real, at the smallest count."""
 
-import importlib
 import json
-from pathlib import Path
 
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[2]
-
 
 @pytest.fixture
-def cpu_targets(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+def cpu_targets(module):
     threads = torch.get_num_threads()
-    yield importlib.import_module("cpu_targets")
+    yield module("cpu_targets")
     torch.set_num_threads(threads)
 
 
@@ -34,9 +29,9 @@ def test_nothing_measured_is_nothing_reached(cpu_targets, capsys):
     assert cpu_targets.main(["--only=runner", "--case=no such case"]) == 1
 
 
-def test_every_case_of_the_emulation_is_there(cpu_targets):
-    emulation_cost = importlib.import_module("emulation_cost")
-    there = {(work.name, work.batch): work.target for work in emulation_cost.workloads()}
+def test_every_case_of_the_emulation_is_there(cpu_targets, module):
+    works = module("emulation_cost").workloads()
+    there = {(work.name, work.batch): work.target for work in works}
     limits = {name: there[key] for key, name in cpu_targets._EMULATED.items()}
     assert {limit for name, limit in limits.items() if "LSTM" not in name} == {1.3}
     assert {limit for name, limit in limits.items() if "LSTM" in name} == {1.5}

@@ -1,15 +1,12 @@
 """Distances in ulp by hand, rounding against numpy, and the emulation against its references."""
 
-import importlib
 import json
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[2]
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 INF, NAN = float("inf"), float("nan")
 F64 = torch.float64
@@ -18,21 +15,18 @@ ONE_ROUNDING = {F16: 1.01 * 2.0**-11, BF16: 1.01 * 2.0**-8}
 
 
 @pytest.fixture
-def ulp(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    return importlib.import_module("fidelity.ulp")
+def ulp(module):
+    return module("fidelity.ulp")
 
 
 @pytest.fixture
-def comparison(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    return importlib.import_module("fidelity.comparison")
+def comparison(module):
+    return module("fidelity.comparison")
 
 
 @pytest.fixture
-def operations(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    return importlib.import_module("fidelity.operations").operations(full=False)
+def operations(module):
+    return module("fidelity.operations").operations(full=False)
 
 
 @pytest.mark.parametrize(
@@ -93,12 +87,14 @@ def test_what_a_distance_counts(ulp):
 
 
 def test_distances_that_have_no_meaning_are_refused(ulp):
-    with pytest.raises(ValueError, match="float64"):
-        ulp.ulp_distance(torch.ones(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64))
-    with pytest.raises(ValueError, match="ulp distance of"):
-        ulp.ulp_distance(torch.ones(1, dtype=F16), torch.ones(1, dtype=BF16))
-    with pytest.raises(ValueError, match="shapes"):
-        ulp.distance(torch.ones(1, dtype=F16), torch.ones(2, dtype=F16))
+    one = {dtype: torch.ones(1, dtype=dtype) for dtype in (F16, BF16, F64)}
+    for measure, a, b, named in (
+        (ulp.ulp_distance, one[F64], one[F64], "float64"),
+        (ulp.ulp_distance, one[F16], one[BF16], "ulp distance of"),
+        (ulp.distance, one[F16], torch.ones(2, dtype=F16), "shapes"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            measure(a, b)
 
 
 def test_rounding_is_done_once(ulp):
@@ -181,19 +177,19 @@ def test_native_half_sums_are_told_from_emulated_ones(comparison, operations):
 @pytest.mark.parametrize("dtype", [F16, BF16])
 def test_magnitudes_reach_both_ends_of_the_format(comparison, operations, dtype):
     (linear,) = (o for o in operations if o.name == "linear" and o.size.startswith("64x"))
-    generator = torch.Generator
+    small, large = (
+        comparison._inputs(linear, dtype, f"{name} inputs", torch.Generator().manual_seed(0))
+        for name in ("small", "large")
+    )
     smallest = torch.finfo(dtype).tiny
-    small = comparison._inputs(linear, dtype, "small inputs", generator().manual_seed(0))
     assert small["x"].abs().max() < smallest and small["x"].count_nonzero() > 0
     assert small["weight"].abs().max() > smallest
-    large = comparison._inputs(linear, dtype, "large inputs", generator().manual_seed(0))
     assert large["x"].isfinite().all()
     assert large["x"].abs().max() > torch.finfo(dtype).max / 2**8
 
 
-def test_the_command_writes_both_forms(monkeypatch, tmp_path, capsys):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    half_fidelity = importlib.import_module("half_fidelity")
+def test_the_command_writes_both_forms(module, tmp_path, capsys):
+    half_fidelity = module("half_fidelity")
     files = [f"--json={tmp_path / 'f.json'}", f"--markdown={tmp_path / 'f.md'}"]
     chosen = ["--only=relu", "--dtype=float16", "--reference=native"]
     assert half_fidelity.main([*chosen, *files]) == 0
@@ -208,9 +204,8 @@ def test_the_command_writes_both_forms(monkeypatch, tmp_path, capsys):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the CUDA reference is there")
-def test_without_a_gpu_its_reference_is_refused(monkeypatch, capsys):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    assert importlib.import_module("half_fidelity").main(["--reference=cuda"]) == 2
+def test_without_a_gpu_its_reference_is_refused(module, capsys):
+    assert module("half_fidelity").main(["--reference=cuda"]) == 2
     assert "native or float64" in capsys.readouterr().err
 
 

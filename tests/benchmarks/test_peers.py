@@ -15,10 +15,11 @@ from mprun.bench.plan import Case
 from mprun.errors import BadInput
 from mprun.precision.policy import read_math_flags
 
-from .peer_cases import MODELS, TOKENS, make_peer, offered, own_losses, tiny_network  # noqa: F401
+from .peer_cases import MODELS, TOKENS, offered, own_losses
 
 CPU = torch.device("cpu")
 STEPS = 5
+PLAIN = ("loop", "loop+", "timm")
 EVERY = [(kind, "fp32", name) for kind in MODELS for name in offered(kind, "fp32")]
 EVERY += [
     pytest.param(
@@ -35,14 +36,18 @@ def known():
     return {}
 
 
+def losses_of(peer, steps=STEPS):
+    return torch.stack([peer.step() for _ in range(steps)])
+
+
 @pytest.mark.parametrize("kind, mode, name", EVERY)
 @pytest.mark.few(1)
-def test_losses_equal_mprun_s_own(make_peer, build_run, known, kind, mode, name):  # noqa: F811
+def test_losses_equal_mprun_s_own(make_peer, build_run, known, kind, mode, name):
     if (kind, mode) not in known:
         known[kind, mode], _ = own_losses(build_run, kind, mode, steps=STEPS)
     expected = known[kind, mode]
     peer = make_peer(kind, mode, name)
-    losses = torch.stack([peer.step() for _ in range(STEPS)])
+    losses = losses_of(peer)
     if name.endswith("+") and mode == "amp_bf16":
         # NHWC kernels round elsewhere: one unit in the last place of bfloat16.
         torch.testing.assert_close(losses, expected, rtol=2**-8, atol=0)
@@ -56,41 +61,38 @@ def test_losses_equal_mprun_s_own(make_peer, build_run, known, kind, mode, name)
     assert len(set(expected.tolist())) == STEPS
 
 
-@pytest.mark.parametrize("name", offered("language_model", "fp32"))
-@pytest.mark.few(1)
-def test_clipping_and_a_loss_summed_over_time(make_peer, build_run, name):  # noqa: F811
-    overrides = ("train.clip_norm=0.5", "model.time_reduction=sum", "optim.lr=0.5")
-    expected, _ = own_losses(build_run, "language_model", "fp32", *overrides, steps=STEPS)
-    peer = make_peer("language_model", "fp32", name, *overrides)
-    losses = torch.stack([peer.step() for _ in range(STEPS)])
+# Settings of mprun, who has them, and the relative difference that rounding makes.
+SETTINGS = {
     # The norm is a sum in another order: a few roundings of FP32.
-    torch.testing.assert_close(losses, expected, rtol=4 * 2**-23, atol=0)
-
-
-@pytest.mark.parametrize("name", offered("gan", "fp32"))
-@pytest.mark.slow
-def test_clipping_two_networks(make_peer, build_run, name):  # noqa: F811
-    expected, _ = own_losses(build_run, "gan", "fp32", "train.clip_norm=0.1", steps=2)
-    peer = make_peer("gan", "fp32", name, "train.clip_norm=0.1")
-    losses = torch.stack([peer.step() for _ in range(2)])
-    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
-
-
-@pytest.mark.parametrize("optim", ["adamw", "adagrad"])
-@pytest.mark.parametrize("name", ["loop", "loop+", "timm"])
-@pytest.mark.few(2)
-def test_the_other_optimizers(make_peer, build_run, optim, name):  # noqa: F811
-    own = (f"optim={optim}", "optim.lr=0.01")
-    expected, _ = own_losses(build_run, "classification", "fp32", *own, steps=STEPS)
-    peer = make_peer("classification", "fp32", name, *own)
-    losses = torch.stack([peer.step() for _ in range(STEPS)])
+    "clipping and a loss summed over time": (
+        "language_model",
+        ("train.clip_norm=0.5", "model.time_reduction=sum", "optim.lr=0.5"),
+        offered("language_model", "fp32"),
+        4 * 2**-23,
+    ),
+    "clipping two networks": ("gan", ("train.clip_norm=0.1",), offered("gan", "fp32"), 1e-5),
     # torch's fused and looped formulas of one optimizer differ in their last roundings.
-    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
+    **{
+        optim: ("classification", (f"optim={optim}", "optim.lr=0.01"), PLAIN, 1e-5)
+        for optim in ("adamw", "adagrad")
+    },
+}
+
+
+@pytest.mark.parametrize(
+    "settings, name", [(settings, name) for settings in SETTINGS for name in SETTINGS[settings][2]]
+)
+@pytest.mark.few(2)
+def test_settings_of_mprun_are_those_of_its_peers(make_peer, build_run, settings, name):
+    kind, overrides, _, rtol = SETTINGS[settings]
+    expected, _ = own_losses(build_run, kind, "fp32", *overrides, steps=STEPS)
+    losses = losses_of(make_peer(kind, "fp32", name, *overrides))
+    torch.testing.assert_close(losses, expected, rtol=rtol, atol=0)
 
 
 @pytest.mark.filterwarnings("ignore:LSTM with projections")
-@pytest.mark.parametrize("name", ["loop", "accelerate"])
-def test_dense_tables_learn_as_row_tables_do(make_peer, build_run, name):  # noqa: F811
+@pytest.mark.parametrize("name", ["loop", pytest.param("accelerate", marks=pytest.mark.slow)])
+def test_dense_tables_learn_as_row_tables_do(make_peer, build_run, name):
     overrides = (
         "model=biglstm",
         "model.embedding_size=16",
@@ -104,14 +106,13 @@ def test_dense_tables_learn_as_row_tables_do(make_peer, build_run, name):  # noq
     )
     expected, _ = own_losses(build_run, "language_model", "fp32", *overrides, steps=STEPS)
     peer = make_peer("language_model", "fp32", name, *overrides)
-    losses = torch.stack([peer.step() for _ in range(STEPS)])
-    torch.testing.assert_close(losses, expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(losses_of(peer), expected, rtol=1e-6, atol=0)
     assert peer.task.networks[0].embedding.weight.grad.shape == (100, 16)
 
 
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.few(2)
-def test_weights_are_mprun_s_and_no_flag_moves(make_peer, build_run, kind):  # noqa: F811
+def test_weights_are_mprun_s_and_no_flag_moves(make_peer, build_run, kind):
     built = build_run(*MODELS[kind], "precision=fp32")
     models = [learner.model for learner in built.task.learners.values()]
     own = [parameter.detach() for model in models for parameter in model.parameters()]
@@ -127,15 +128,15 @@ def test_weights_are_mprun_s_and_no_flag_moves(make_peer, build_run, kind):  # n
 # torch.compile looks at `.grad` of the generated images.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 @pytest.mark.parametrize("kind", ["classification", "gan"])
-def test_a_compiled_network_computes_the_same(make_peer, build_run, tiny_network, kind):  # noqa: F811
+def test_a_compiled_network_computes_the_same(make_peer, build_run, tiny_network, kind):
     expected, _ = own_losses(build_run, kind, "fp32", steps=3)
     task = set_up(Case(kind, MODELS[kind], "fp32", "loop+"), CPU)
     peer = make_tuned_loop(task, compiler="eager")
     assert peer.settings() == {"optimizer": "fused", "channels_last": False, "compile": "eager"}
-    assert torch.equal(torch.stack([peer.step() for _ in range(3)]), expected)
+    assert torch.equal(losses_of(peer, 3), expected)
 
 
-def test_nhwc_reaches_weights_and_images(tiny_network):  # noqa: F811
+def test_nhwc_reaches_weights_and_images(tiny_network):
     task = set_up(Case("", MODELS["classification"], "amp_bf16", "amp+"), CPU)
     peer = make_tuned_amp(task)
     peer.step()
@@ -146,7 +147,7 @@ def test_nhwc_reaches_weights_and_images(tiny_network):  # noqa: F811
         assert not tensor.is_contiguous()
 
 
-def test_the_trainer_takes_as_many_steps_as_asked_for(make_peer, build_run):  # noqa: F811
+def test_the_trainer_takes_as_many_steps_as_asked_for(make_peer, build_run):
     expected, _ = own_losses(build_run, "reconstruction", "fp32", steps=6)
     peer = make_peer("reconstruction", "fp32", "trainer")
     losses, taken = [], []
@@ -160,7 +161,7 @@ def test_the_trainer_takes_as_many_steps_as_asked_for(make_peer, build_run):  # 
     assert not peer._thread.is_alive()
 
 
-def test_what_fails_in_the_trainer_s_thread_is_raised(make_peer):  # noqa: F811
+def test_what_fails_in_the_trainer_s_thread_is_raised(make_peer):
     peer = make_peer("reconstruction", "fp32", "trainer")
     peer.step()
     peer._module.network.register_forward_hook(lambda *_: 1 / 0)
@@ -189,7 +190,7 @@ def test_skipped_updates_are_counted_by_step(fused):
     assert scaler.get_scale() == 4.0 / 2**3
 
 
-def test_tf32_flags_can_be_read_by_the_older_functions_too(tiny_network):  # noqa: F811
+def test_tf32_flags_can_be_read_by_the_older_functions_too(tiny_network):
     try:
         task = set_up(Case("", MODELS["classification"], "fp32", "loop"), CPU)
         task.config.precision.fp32_math = "tf32"
@@ -210,7 +211,7 @@ def test_tf32_flags_can_be_read_by_the_older_functions_too(tiny_network):  # noq
 @pytest.mark.parametrize(
     "override", ["optim.schedule=cosine", "train.accumulate=2", "optim.average_decay=0.9"]
 )
-def test_settings_that_no_peer_has_are_refused(tiny_network, override):  # noqa: F811
+def test_settings_that_no_peer_has_are_refused(tiny_network, override):
     case = Case("", (*MODELS["classification"], override), "fp32", "loop")
     with pytest.raises(BadInput, match=override.partition("=")[0]):
         registry.make(case, CPU)
@@ -234,9 +235,8 @@ def test_who_can_do_what(monkeypatch):
     assert "not installed" in why("nobody", "fp32")
 
 
-@pytest.mark.parametrize(
-    "mode", [pytest.param("fp8_tensorwise", marks=pytest.mark.slow), "fp8_rowwise"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["fp8_tensorwise", "fp8_rowwise"])
 def test_torchao_trains_the_same_layers_in_fp8(mode):
     float8 = pytest.importorskip("torchao.float8.float8_linear")
     constant = ("optim.schedule=constant", "optim.warmup_updates=0", "data.batch_size=2")

@@ -8,7 +8,7 @@ from benchmarks.suite.equality import compare, rounding_unit, sensitivity, trial
 from mprun.bench.plan import Case
 from mprun.precision.policy import read_math_flags
 
-from .peer_cases import MODELS, make_peer, own_losses, tiny_network  # noqa: F401
+from .peer_cases import MODELS, own_losses
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,7 +24,7 @@ MODES = ("fp32", "tf32", "fp16_naive", "amp", "amp_bf16")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("name", PEERS)
-def test_losses_equal_mprun_s_own(make_peer, build_run, kind, mode, name):  # noqa: F811
+def test_losses_equal_mprun_s_own(make_peer, build_run, kind, mode, name):
     reason = available(name, mode, kind, torch.device("cuda"))
     if reason is not None:
         pytest.skip(reason)
@@ -47,7 +47,7 @@ def test_losses_equal_mprun_s_own(make_peer, build_run, kind, mode, name):  # no
 
 
 @pytest.mark.parametrize("name", ["loop", "loop+", "amp", "amp+"])
-def test_no_step_of_a_plain_loop_waits_but_for_the_scaler(make_peer, name):  # noqa: F811
+def test_no_step_of_a_plain_loop_waits_but_for_the_scaler(make_peer, name):
     mode = "fp32" if name.startswith("loop") else "amp_bf16"
     peer = make_peer("classification", mode, name, device="cuda")
     for _ in range(3):
@@ -61,7 +61,7 @@ def test_no_step_of_a_plain_loop_waits_but_for_the_scaler(make_peer, name):  # n
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_a_fused_optimizer_s_skips_are_counted_without_waiting(make_peer):  # noqa: F811
+def test_a_fused_optimizer_s_skips_are_counted_without_waiting(make_peer):
     peer = make_peer("classification", "amp", "amp+", device="cuda")
     factor = torch.ones((), device="cuda")
     peer.task.networks[0][8].bias.register_hook(lambda gradient: gradient * factor)
@@ -79,7 +79,7 @@ def test_a_fused_optimizer_s_skips_are_counted_without_waiting(make_peer):  # no
 
 
 @pytest.mark.parametrize("mode", ["fp32", "tf32", "amp", "amp_bf16"])
-def test_the_equality_check_accuses_nobody(make_peer, mode):  # noqa: F811
+def test_the_equality_check_accuses_nobody(make_peer, mode):
     name = "loop" if mode in ("fp32", "tf32") else "amp"
     device, kind = torch.device("cuda"), "classification"
     case = Case(kind, MODELS[kind], mode, name)

@@ -1,6 +1,5 @@
 """The questions that a CPU can answer, and that one question's failure leaves the others alone."""
 
-import importlib
 import json
 import subprocess
 import sys
@@ -12,13 +11,6 @@ import torch
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "cuda_questions.py"
 CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def module(monkeypatch):
-    """``module("questions.answer")``, as the script imports it."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    return importlib.import_module
 
 
 def test_embedding_gradients_on_a_cpu(module):

@@ -15,12 +15,6 @@ from mprun.errors import BadInput
 from ..bench.test_bench_command import CPU, TINY
 
 
-def bench(*arguments, **more) -> subprocess.Popen:
-    command = [sys.executable, "-m", "benchmarks.suite", *arguments]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, **more)
-
-
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
@@ -54,24 +48,6 @@ def test_peers_may_stand_alone_or_with_names():
 
 
 @pytest.mark.slow
-def test_a_peer_runs_in_the_modes_that_it_has():
-    options = parse([*TINY, "--modes=fp32,amp_bf16", "--peers=loop,amp"])
-    ((group,), left_out) = Suite().plan(options, CPU)
-    assert [(c.mode, c.contender) for c in group.cases] == [
-        ("fp32", "mprun"),
-        ("amp_bf16", "mprun"),
-        ("amp_bf16", "amp"),
-        ("fp32", "loop"),
-    ]
-    assert {(left["mode"], left["contender"]) for left in left_out} == {
-        ("fp32", "amp"),
-        ("amp_bf16", "loop"),
-    }
-    assert "device=cpu" not in group.cases[0].overrides
-    assert group.cases[0].label == "lstm_lm b2"
-
-
-@pytest.mark.slow
 def test_the_suite_takes_what_does_not_choose_a_configuration():
     groups, _ = Suite().plan(parse(["device=cpu", "threads=1", "--modes=fp32"]), CPU)
     assert [group.label for group in groups] == [entry.label for entry in CPU_SUITE]
@@ -79,18 +55,21 @@ def test_the_suite_takes_what_does_not_choose_a_configuration():
 
 
 @pytest.mark.slow
-def test_what_says_most_is_measured_first_and_compiles_last_of_what_a_ratio_needs():
-    options = parse([*TINY, "--modes=fp32,amp_bf16", "--peers=all"])
-    ((group,), _) = Suite().plan(options, CPU)
-    order = [(case.mode, case.contender) for case in group.cases]
-    half = [contender for mode, contender in order if mode == "amp_bf16"]
+def test_a_peer_runs_in_the_modes_that_it_has_and_what_says_most_is_measured_first():
+    def order(peers):
+        ((group,), left) = Suite().plan(parse([*TINY, "--modes=fp32,amp_bf16", peers]), CPU)
+        assert group.label == "lstm_lm b2" and "device=cpu" not in group.cases[0].overrides
+        return [(case.mode, case.contender) for case in group.cases], left
+
+    first = [("fp32", "mprun"), ("amp_bf16", "mprun"), ("amp_bf16", "amp"), ("fp32", "loop")]
+    found, left_out = order("--peers=loop,amp")
+    assert found == first
+    left = {(case["mode"], case["contender"]) for case in left_out}
+    assert left == {("fp32", "amp"), ("amp_bf16", "loop")}
+    found, _ = order("--peers=all")
+    assert found[:4] == first
+    half = [contender for mode, contender in found if mode == "amp_bf16"]
     assert half[:3] == ["mprun", "amp", "amp+"]
-    assert order[:4] == [
-        ("fp32", "mprun"),
-        ("amp_bf16", "mprun"),
-        ("amp_bf16", "amp"),
-        ("fp32", "loop"),
-    ]
 
 
 @pytest.mark.slow
@@ -106,7 +85,7 @@ def test_in_a_suite_the_references_have_the_loop_alone():
 
 
 @pytest.mark.parametrize("entry", [*GPU_SUITE, *CPU_SUITE], ids=lambda entry: entry.label)
-@pytest.mark.few(6)
+@pytest.mark.few(4)
 def test_every_case_of_the_suites_can_be_configured(entry):
     config = compose_config([*entry.overrides, f"precision={entry.modes[-1]}"]).config
     assert config.data.name.startswith("synthetic_")
@@ -126,9 +105,9 @@ def test_a_bench_on_a_gpu(tmp_path):
     folder = tmp_path / "bench"
     tiny = [override for override in TINY if override != "device=cpu"]
     arguments = (*tiny, "--modes", "fp32,amp", "--peers", "loop,amp", "--budget", "180")
-    process = bench(*arguments, "--out", str(folder))
-    _, error = process.communicate()
-    assert process.returncode == 0, error
+    command = [sys.executable, "-m", "benchmarks.suite", *arguments, "--out", str(folder)]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
     rows = json.loads((folder / "bench.json").read_text())["rows"]
     assert {row["status"] for row in rows} == {"measured"}, [row["reason"] for row in rows]
     own = [row for row in rows if row["case"]["contender"] == "mprun"]
