@@ -40,29 +40,13 @@ def answer(what: str, extra: dict) -> dict:
         alive = [pid for pid in os.listdir(folder) if Path(f"/proc/{pid}").exists()]
         if len(alive) > extra["room"]:
             raise MemoryError("as told")
+    losses = [extra.get("loss", 1.0)] * 20
+    memory, steady = {"free": 1000, "held": 1}, {"steady": True, "apart": 0.01}
     answers = {
         "build": {"samples_per_step": 10, "sample": "image", "threads": 1},
-        "first_steps": {
-            "losses": [extra.get("loss", 1.0)] * 20,
-            "skipped": 0,
-            "seconds": [0.01] * 20,
-        },
-        "prepare": {
-            "settings": {},
-            "flags": {},
-            "first_use_s": 0.5,
-            "replays": False,
-            "free": 1000,
-            "held": 1,
-        },
-        "warm_up": {
-            "steps_per_window": 3,
-            "step_s": 0.01,
-            "steps": 9,
-            "seconds": 0.1,
-            "steady": True,
-            "apart": 0.01,
-        },
+        "first_steps": {"losses": losses, "skipped": 0, "seconds": [0.01] * 20},
+        "prepare": {"settings": {}, "flags": {}, "first_use_s": 0.5, "replays": False, **memory},
+        "warm_up": {"steps_per_window": 3, "step_s": 0.01, "steps": 9, "seconds": 0.1, **steady},
         "window": {
             "steps": 3,
             "samples": 30,

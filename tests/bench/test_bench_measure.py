@@ -113,10 +113,6 @@ def test_a_window_grows_when_steps_become_shorter():
     assert found["steps_per_window"] == 30 == steps_for(0.01)
 
 
-def test_host_time_is_the_median_of_single_steps():
-    assert 0.004 <= host_seconds(Sleeper(0.004), CPU, repeats=3) < 1
-
-
 def test_mprun_as_a_contender_takes_the_steps_of_a_run_on_rotating_batches(build_run):
     """Equal to the bit: the same objects do the same arithmetic."""
     own = make("fp16_master_scaled")
@@ -196,6 +192,14 @@ def test_the_time_split_puts_a_slow_phase_where_it_is():
     assert found["data"] >= 0.05
 
 
+def test_a_cpu_waits_for_nobody_and_host_time_is_that_of_single_steps():
+    assert 0.004 <= host_seconds(Sleeper(0.004), CPU, repeats=3) < 1
+    worker = Worker()
+    worker.build(Case("tiny", TINY, "fp32", "mprun"), "cpu")
+    found = worker.details(step_s=0.001, seconds=0.1)
+    assert found["synchronisations"] is None and found["time_split"]["step"] > 0
+
+
 def test_a_look_inside_has_memory_by_kind():
     """fp16_master_scaled: 2 bytes a parameter, 4 a master; all of them have one here."""
     own = make("fp16_master_scaled")
@@ -205,14 +209,6 @@ def test_a_look_inside_has_memory_by_kind():
     assert found["memory_by_kind"]["parameters"] == {"float16": 2 * count}
     assert found["memory_by_kind"]["master_weights"] == {"float32": 4 * count}
     assert found["time_split"]["step"] > 0
-
-
-def test_a_cpu_waits_for_nobody():
-    worker = Worker()
-    case = Case("tiny", TINY, "fp32", "mprun")
-    worker.build(case, "cpu")
-    found = worker.details(step_s=0.001, seconds=0.1)
-    assert found["synchronisations"] is None and found["time_split"]["step"] > 0
 
 
 def test_ceilings_are_those_of_the_product_and_the_copy():

@@ -111,6 +111,7 @@ def test_attention_multiplies_what_the_mask_leaves(causal):
         return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=causal).sum().backward()
 
     pairs = 16 * 17 // 2 if causal else 16 * 16
+    # As torch's formulas of both passes have it, which take every pair.
     found = [row.flops for row in rows_of(step) if row.flops]
     assert found == [2 * 2 * 2 * 3 * pairs * 8, 5 * 2 * 2 * 3 * pairs * 8]
 
@@ -164,14 +165,9 @@ def test_bytes_of_a_parameter(mode, more, size):
     norms = NORMS * 16
     if found.policy.state_dtype is not None:
         norms = NORMS * (4 + 4 + 4)
-    counters = 4 * len(found_steps(found))
+    counters = 4 * (4 * LAYERS + 2 + 2 * LAYERS + 1)  # of each matrix and norm
     wide = found.parameters * 16 if mode in ("fp32", "amp_bf16") else NARROW * size + norms
     assert found.memory.of_weights == pytest.approx(wide, abs=counters)
-
-
-def found_steps(found):
-    """Matrices and norms of the network, each with a counter of its own."""
-    return range(4 * LAYERS + 2 + 2 * LAYERS + 1)
 
 
 def test_sums_of_micro_batches_are_counted():

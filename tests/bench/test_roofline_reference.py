@@ -122,10 +122,9 @@ def test_resnet50_fused_limit():
 
 
 @pytest.mark.slow
-def test_resnet50_memory():
-    gigabytes = {m: counted("resnet50", m).memory.total / 1e9 for m in ("fp32", "fp16_master")}
-    assert gigabytes["fp32"] == GIVEN(22.3, rel=0.01)
-    assert gigabytes["fp16_master"] == GIVEN(11.5, rel=0.01)
+@pytest.mark.parametrize("mode, gigabytes", [("fp32", 22.3), ("fp16_master", 11.5)])
+def test_resnet50_memory(mode, gigabytes):
+    assert counted("resnet50", mode).memory.total / 1e9 == GIVEN(gigabytes, rel=0.01)
 
 
 @pytest.mark.parametrize(

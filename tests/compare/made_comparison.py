@@ -1,5 +1,6 @@
 """Comparisons made by hand for the tests of what a person looks at: no training, fixed numbers."""
 
+from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
@@ -44,12 +45,11 @@ def run(mode: str, seed: int, *, steps=2000, dies_at=None, gan=False, grid=None)
         "loss_scale": scale[:end],
     }
     at = np.arange(steps // 8, end + 1, steps // 8)
+    fallen = _LEVEL.get(mode, 0.302) + 2.0 * np.exp(-at / (steps / 6))
     evals = {
         "step": at.astype(float),
         "updates": train["updates"][at - 1],
-        "loss": _LEVEL.get(mode, 0.302)
-        + 2.0 * np.exp(-at / (steps / 6))
-        + rng.normal(0, 0.004, len(at)),
+        "loss": fallen + rng.normal(0, 0.004, len(at)),
     }
     if gan:
         evals |= {"d_loss": evals["loss"], "g_loss": evals["loss"] + 1}
@@ -141,54 +141,37 @@ def group(seeds=5, steps=2000) -> Group:
         )
 
     dead = {s: steps // 3 + 50 * s for s in every[::2]}
-    ratios = {"memory_ratio": 0.75, "saved_ratio": 0.55}
-    rows = [
-        row(
-            [run("fp16_naive", s, steps=steps, dies_at=dead.get(s)) for s in every],
-            judged(
-                "diverged",
-                f"diverged in {len(dead)} of {seeds} runs (first at step {min(dead.values())}: "
-                f"non-finite loss). FP32 diverged in 0 of {seeds}.",
-            ),
-            speedup=0.98,
-            **ratios,
+    verdicts = {
+        "fp16_naive": judged(
+            "diverged",
+            f"diverged in {len(dead)} of {seeds} runs (first at step {min(dead.values())}: "
+            f"non-finite loss). FP32 diverged in 0 of {seeds}.",
         ),
-        row(
-            [run("fp16_master", s, steps=steps) for s in every],
-            judged("worse", "worse than FP32 by at least 38.1 %.", 0.401, 0.381, 0.421),
-            speedup=0.94,
-            **ratios,
+        "fp16_master": judged("worse", "worse than FP32 by at least 38.1 %.", 0.401, 0.381, 0.421),
+        "fp16_master_scaled": judged(
+            "inconclusive",
+            "inconclusive: needs about 4 more seeds; the interval (+-1.2 %) is wider than the "
+            "margin (+-1 %).",
+            *(0.006, -0.006, 0.018),
+            needed=4,
         ),
-        row(
-            [run("fp16_master_scaled", s, steps=steps) for s in every],
-            judged(
-                "inconclusive",
-                "inconclusive: needs about 4 more seeds; the interval (+-1.2 %) is wider than the "
-                "margin (+-1 %).",
-                0.006,
-                -0.006,
-                0.018,
-                needed=4,
-            ),
-            speedup=1.26,
-            notes=["seed 3: failed (out of memory)"],
-            **ratios,
+        "amp": judged(
+            "matches",
+            "matches FP32: difference +0.12 % (90% CI -0.31..+0.55) is inside the +-1 % "
+            f"margin, {seeds} seeds.",
+            *(0.0012, -0.0031, 0.0055),
         ),
-        row(
-            [run("amp", s, steps=steps) for s in every],
-            judged(
-                "matches",
-                "matches FP32: difference +0.12 % (90% CI -0.31..+0.55) is inside the +-1 % "
-                f"margin, {seeds} seeds.",
-                0.0012,
-                -0.0031,
-                0.0055,
-            ),
-            speedup=0.76,
-            first_steps=0.004,
-            **ratios,
-        ),
-    ]
+    }
+    more = {mode: {"memory_ratio": 0.75, "saved_ratio": 0.55} for mode in verdicts}
+    for mode, speedup in zip(verdicts, (0.98, 0.94, 1.26, 0.76), strict=True):
+        more[mode]["speedup"] = speedup
+    more["fp16_master_scaled"]["notes"] = ["seed 3: failed (out of memory)"]
+    more["amp"]["first_steps"] = 0.004
+    rows = []
+    for mode, verdict in verdicts.items():
+        ends = dead if mode == "fp16_naive" else {}
+        runs = [run(mode, s, steps=steps, dies_at=ends.get(s)) for s in every]
+        rows.append(row(runs, verdict, **more[mode]))
     return Group(
         title="resnet50-digits_32",
         slug="resnet50-digits_32",
@@ -215,9 +198,8 @@ def write_grid(path: Path, seed: int) -> Path:
 
     rng = np.random.default_rng(seed)
     tiles = np.kron(rng.uniform(40, 230, (8, 8)), np.ones((64, 64)))
-    Image.fromarray((tiles + rng.normal(0, 12, tiles.shape)).clip(0, 255).astype("uint8")).save(
-        path
-    )
+    grey = (tiles + rng.normal(0, 12, tiles.shape)).clip(0, 255).astype("uint8")
+    Image.fromarray(grey).save(path)
     return path
 
 
@@ -249,3 +231,41 @@ def comparison(*groups: Group, **more) -> Comparison:
     return Comparison(
         list(groups) or [group()], created="2026-01-09T12:00:00", version="0.1", **more
     )
+
+
+VOID = {"meta", "br", "wbr", "img"}
+
+
+class Page(HTMLParser):
+    """Text by tag, attributes of every element, and a check that every element is closed."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.open: list[str] = []
+        self.elements: list[tuple[str, dict]] = []
+        self.texts: list[tuple[str, str]] = []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        self.elements.append((tag, dict(attributes)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.elements.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.texts.append((self.open[-1] if self.open else "", data))
+
+    def all(self, tag: str) -> list[dict]:
+        return [attributes for name, attributes in self.elements if name == tag]
+
+    @property
+    def words(self) -> str:
+        return " ".join(
+            " ".join(data for tag, data in self.texts if tag not in ("style", "script")).split()
+        )

@@ -64,6 +64,13 @@ def test_the_browser_shows_tables_figures_and_images_and_logs_nothing(page):
     assert "CONSOLE" not in ended.stderr, ended.stderr
 
 
+def changed(path, name: str, old: str, new: str):
+    """A copy of the page beside it, with one thing replaced."""
+    copy = path.with_name(f"{name}.html")
+    copy.write_text(path.read_text(encoding="utf-8").replace(old, new), encoding="utf-8")
+    return copy
+
+
 def requested(folder, uri: str) -> set[str]:
     """Every address that the browser's own network log says was asked for."""
     log = folder / "net.json"
@@ -79,17 +86,13 @@ def test_the_page_asks_no_server_for_anything(page):
     assert "https://leak.example/x.png" in requested(folder, leaking.as_uri())
     own = requested(folder, path.as_uri())  # what the browser asks for itself stays out of this
     assert {url for url in own if "example" in url or "mprun" in url or "w3.org" in url} == set()
-    text = path.read_text(encoding="utf-8").replace("</main>", image + "</main>")
-    leaking.write_text(text, encoding="utf-8")
+    leaking = changed(path, "leaking", "</main>", image + "</main>")
     assert "https://leak.example/x.png" not in requested(folder, leaking.as_uri())
 
 
 def test_a_script_in_the_page_would_not_run(page):
     folder, path = page
-    text = path.read_text(encoding="utf-8")
-    forged = path.with_name("forged.html")
-    script = "<script>document.title='ran'</script>"
-    forged.write_text(text.replace("</main>", script + "</main>"), encoding="utf-8")
+    forged = changed(path, "forged", "</main>", "<script>document.title='ran'</script></main>")
     ended = browse(folder, "--dump-dom", forged.as_uri())
     assert "<title>ran" not in ended.stdout
     assert "Content Security Policy" in ended.stderr

@@ -1,7 +1,5 @@
 """Curves that mprun did not record: every point is read, and what is missing is told."""
 
-import json
-import re
 import shutil
 import struct
 
@@ -16,7 +14,10 @@ from mprun.cli import main
 from mprun.compare.external_logs import load_foreign
 from mprun.compare.gaps import differences, evaluation
 from mprun.compare.verdict import assess
-from mprun.errors import BadInput, Damaged
+from mprun.errors import BadInput
+
+from ..helpers import raises_line, refused
+from .run_folders import compared
 
 
 def write_events(folder, curves, as_tensors=False):
@@ -44,6 +45,12 @@ def write_csv(path, text):
     return path
 
 
+def specs(**labels) -> list[str]:
+    """LABEL=PATH,PATH of each label's paths, or of its only one."""
+    several = {label: p if isinstance(p, list) else [p] for label, p in labels.items()}
+    return [f"{label}={','.join(map(str, paths))}" for label, paths in several.items()]
+
+
 def arms(specs, tag):
     group = load_foreign(specs, tag)
     return group, {arm.label: arm for arm in (group.baseline, *group.arms)}
@@ -68,16 +75,14 @@ def test_every_point_is_read(tmp_path, count, as_tensors):
 
 
 def test_labels_become_arms_and_every_run_is_told(tmp_path):
-    for number, name in enumerate(("b0", "b1", "a0", "a1", "a2")):
-        write_csv(tmp_path / f"{name}.csv", f"step,loss\n1,2.5\n2,{number}\n")
-    b0, b1, a0, a1, a2 = (tmp_path / f"{name}.csv" for name in ("b0", "b1", "a0", "a1", "a2"))
-    group, found = arms([f"amp={a0},{a1},{a2}", f"fp32={b0},{b1}"], "loss")
+    paths = [tmp_path / f"{name}.csv" for name in ("b0", "b1", "a0", "a1", "a2")]
+    for number, path in enumerate(paths):
+        write_csv(path, f"step,loss\n1,2.5\n2,{number}\n")
+    b0, b1, a0, a1, a2 = paths
+    group, found = arms(specs(amp=[a0, a1, a2], fp32=[b0, b1]), "loss")
     assert group.title == "loss" and group.baseline.label == "fp32"
-    assert [(run.seed, run.path) for run in found["amp"].runs] == [
-        (0, str(a0)),
-        (1, str(a1)),
-        (2, str(a2)),
-    ]
+    told = [(run.seed, run.path) for run in found["amp"].runs]
+    assert told == [(0, str(a0)), (1, str(a1)), (2, str(a2))]
     assert [run.mode for run in found["fp32"].runs] == ["fp32", "fp32"]
     assert group.notes[:2] == [f"amp is 3 runs: {a0}, {a1}, {a2}", f"fp32 is 2 runs: {b0}, {b1}"]
     assert "the logs name no seeds, so runs are not paired" in group.notes[2]
@@ -88,64 +93,40 @@ def test_labels_become_arms_and_every_run_is_told(tmp_path):
 def test_the_baseline_is_the_label_of_that_name_else_the_first(tmp_path):
     log = write_csv(tmp_path / "a.csv", "step,loss\n1,2\n")
     other = write_csv(tmp_path / "b.csv", "step,loss\n1,2\n")
-    for specs, baseline in (
-        (["x", "Baseline"], "Baseline"),
-        (["x", "FP32"], "FP32"),
-        (["x", "y"], "x"),
-    ):
-        group, _ = arms([f"{specs[0]}={log}", f"{specs[1]}={other}"], "loss")
+    for label, baseline in (("Baseline", "Baseline"), ("FP32", "FP32"), ("y", "x")):
+        group, _ = arms(specs(x=log, **{label: other}), "loss")
         assert group.baseline.label == baseline
         said = any(f"the first one, {baseline}, is the baseline" in note for note in group.notes)
         assert said == (baseline == "x")
-    with pytest.raises(BadInput, match="two labels name a baseline"):
-        load_foreign([f"fp32={log}", f"baseline={other}"], "loss")
 
 
 def test_a_folder_per_label_holds_its_runs_in_natural_order(tmp_path):
     for number in (10, 2, 1):
         write_events(tmp_path / "amp" / f"s{number}", {"loss": [(1, number)]})
         write_csv(tmp_path / "base" / f"s{number}.csv", f"step,loss\n1,{number}\n")
-        write_csv(
-            tmp_path / "deep" / f"version_{number}" / "metrics.csv", f"step,loss\n1,{number}\n"
-        )
-    specs = [f"fp32={tmp_path / 'base'}", f"amp={tmp_path / 'amp'}", f"deep={tmp_path / 'deep'}"]
-    _, found = arms(specs, "loss")
+        deep = tmp_path / "deep" / f"version_{number}" / "metrics.csv"
+        write_csv(deep, f"step,loss\n1,{number}\n")
+    folders = {name: tmp_path / name for name in ("base", "amp", "deep")}
+    _, found = arms(specs(**folders), "loss")
     for arm in found.values():
         assert [run.evals["loss"][0] for run in arm.runs] == [1, 2, 10]
         assert [run.seed for run in arm.runs] == [0, 1, 2]
 
 
-@pytest.mark.parametrize(
-    ("text", "tag"),
-    [
-        ("Wall time,Step,Value\n1.5,1,0.5\n1.6,2,0.25\n", "anything"),  # TensorBoard
-        ('"Step","amp-s0 - loss","amp-s0 - loss__MIN"\n"1","0.5","0"\n"2","0.25","0"\n', "loss"),
-        ("\ufeffepoch,step,val,loss\r\n0,1,,0.5\r\n0,1,3,\r\n\r\n0,2,,0.25\r\n", "loss"),  # gaps
-        ("loss,step\n0.25,2\n0.5,1\n", "loss"),  # not in order
-    ],
-)
-def test_tables_of_several_tools(tmp_path, text, tag):
-    log, same = (write_csv(tmp_path / name, text) for name in ("a.csv", "b.csv"))
-    group, _ = arms([f"fp32={log}", f"amp={same}"], tag)
-    [run] = group.baseline.runs
-    assert run.evals["step"].tolist() == [1, 2] and run.evals[tag].tolist() == [0.5, 0.25]
-
-
 def test_steps_written_twice_count_once_and_are_noted(tmp_path):
-    text = "step,loss\n1,9\n2,8\n3,7\n2,6\n3,5\n4,4\n"
+    text = "loss,step\n4,4\n9,1\n8,2\n7,3\n6,2\n5,3\n"  # and not in order
     log, same = (write_csv(tmp_path / name, text) for name in ("a.csv", "b.csv"))
-    group, _ = arms([f"fp32={log}", f"amp={same}"], "loss")
+    group, _ = arms(specs(fp32=log, amp=same), "loss")
     [run] = group.baseline.runs
     assert run.evals["step"].tolist() == [1, 2, 3, 4] and run.evals["loss"].tolist() == [9, 6, 5, 4]
     assert f"{log}: 2 steps written twice; the last value counts" in group.notes
 
 
 def test_values_that_are_not_finite_survive_and_are_noted(tmp_path):
-    events = write_events(
-        tmp_path / "e", {"loss": [(1, 1.0), (2, float("nan")), (3, float("inf"))]}
-    )
+    points = [(1, 1.0), (2, float("nan")), (3, float("inf"))]
+    events = write_events(tmp_path / "e", {"loss": points})
     log = write_csv(tmp_path / "a.csv", "step,loss\n1,1\n2,NaN\n3,-Infinity\n")
-    group, found = arms([f"fp32={log}", f"amp={events}"], "loss")
+    group, found = arms(specs(fp32=log, amp=events), "loss")
     np.testing.assert_array_equal(found["fp32"].runs[0].evals["loss"], [1, np.nan, -np.inf])
     np.testing.assert_array_equal(found["amp"].runs[0].evals["loss"], [1, np.nan, np.inf])
     assert sum("2 of 3 values of loss are not finite" in note for note in group.notes) == 2
@@ -155,22 +136,20 @@ def test_values_that_are_not_finite_survive_and_are_noted(tmp_path):
 def test_a_missing_tag_lists_what_there_is(tmp_path):
     curves = {f"train/metric{i}": [(1, 0.5)] for i in range(12)}
     events = write_events(tmp_path / "e", curves)
-    with pytest.raises(BadInput) as refused:
-        load_foreign([f"fp32={events}", f"amp={events}"], "train/metricc3")
     listed = ", ".join(f"train/metric{i}" for i in range(10))
-    assert str(refused.value) == (
-        f"{events}: --tag train/metricc3: not there; has {listed} and 2 more; "
-        "did you mean 'train/metric3'?"
-    )
+    told = f"{events}: --tag train/metricc3: not there; has {listed} and 2 more; "
+    with raises_line(BadInput, told + "did you mean 'train/metric3'?"):
+        load_foreign(specs(fp32=events, amp=events), "train/metricc3")
     log = write_csv(tmp_path / "a.csv", "step,loss,lr\n1,2,3\n")
-    with pytest.raises(BadInput, match="--tag losss: not there; has loss, lr; did you mean 'loss'"):
-        load_foreign([f"fp32={log}", f"amp={log}"], "losss")
+    with raises_line(BadInput, "--tag losss: not there; has loss, lr; did you mean 'loss'"):
+        load_foreign(specs(fp32=log, amp=log), "losss")
 
 
 def test_what_is_no_log_is_bad_input(tmp_path):
     log = write_csv(tmp_path / "a.csv", "step,loss\n1,2\n")
+    other = write_csv(tmp_path / "e.csv", "step,loss\n1,3\n")
     (tmp_path / "empty").mkdir()
-    for specs, reason in (
+    for words, reason in (
         ([f"{log}", f"amp={log}"], "with --tag give LABEL=PATH"),
         ([f"={log}", f"amp={log}"], "with --tag give LABEL=PATH"),
         (["fp32=", f"amp={log}"], "with --tag give LABEL=PATH"),
@@ -182,25 +161,10 @@ def test_what_is_no_log_is_bad_input(tmp_path):
         ([f"fp32={write_csv(tmp_path / 'c.csv', 'step,loss')}", f"amp={log}"], "'loss' is empty"),
         ([f"fp32={write_csv(tmp_path / 'd.csv', '')}", f"amp={log}"], "has none"),
         ([f"fp32={log}", f"amp={log}"], "a.csv: listed twice"),
+        ([f"fp32={log}", f"baseline={other}"], "two labels name a baseline"),
     ):
-        with pytest.raises(BadInput, match=reason):
-            load_foreign(specs, "loss")
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("step,loss\n1,2\n2,abc\n", "line 3: 'abc' is not a number"),
-        ("step,loss\n1,2\n2\n", "line 3: 1 cells"),
-        ("step,loss\nnan,2\n", "steps must be finite"),
-        (b"step,loss\n1,2\xff\n", "not a text file"),
-    ],
-)
-def test_a_damaged_table_is_told_with_the_line(tmp_path, text, reason):
-    log = tmp_path / "a.csv"
-    log.write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(Damaged, match=f"{log}: .*{reason}"):
-        load_foreign([f"fp32={log}", f"amp={log}"], "loss")
+        with raises_line(BadInput, reason):
+            load_foreign(words, "loss")
 
 
 def test_a_torn_event_file_gives_what_is_whole(tmp_path):
@@ -213,16 +177,19 @@ def test_a_torn_event_file_gives_what_is_whole(tmp_path):
         at += 16 + struct.unpack_from("<Q", whole, at)[0]
         ends.append(at)
     file.write_bytes(whole[: ends[60] + 5])  # one record is the header: 60 points are whole
-    group, _ = arms([f"fp32={folder}", f"amp={file}"], "loss")
+    group, _ = arms(specs(fp32=folder, amp=file), "loss")
     assert group.baseline.runs[0].evals["loss"].tolist() == list(range(1, 61))
     assert group.arms[0].runs[0].evals["loss"].tolist() == list(range(1, 61))
 
 
-def final_values(folder, values, tag="loss") -> str:
-    """One log a value, of the last step alone; their paths with commas between."""
-    runs = enumerate(values)
-    paths = [write_csv(folder / f"r{i}.csv", f"step,{tag}\n9,{value}\n") for i, value in runs]
-    return ",".join(map(str, paths))
+def final_values(folder, tag="loss", **labels) -> list[str]:
+    """The words of labels whose runs are a log a value, of the last step alone."""
+    found = {}
+    for label, values in labels.items():
+        places = [folder / label / f"r{number}.csv" for number in range(len(values))]
+        cells = [f"step,{tag}\n9,{value}\n" for value in values]
+        found[label] = list(map(write_csv, places, cells))
+    return specs(**found)
 
 
 def curve(path, final, end=100, every=1, step=None):
@@ -237,25 +204,22 @@ def curve(path, final, end=100, every=1, step=None):
 
 def verdict(capsys, *words, check=False) -> dict:
     """The only mode's row of results.json; `check`: what --check has to say."""
-    code = main(["compare", "--tag", "loss", "--json", "--no-report", "--check", *words])
-    printed = capsys.readouterr()
-    assert code == (0 if check else 3), printed.err
-    found = json.loads(printed.out)
+    found = compared(capsys, "--tag", "loss", "--check", *words, code=0 if check else 3)
     [group] = found["groups"]
     [row] = group["modes"]
     return row | {"group": group, "stamps": found["stamps"]}
 
 
 SIX = (1.0, 1.1, 0.9, 1.05, 0.95, 1.02)
+AROUND_0 = (0.01, -0.02, 0.015, 0.003, -0.01)
 
 
 def test_a_run_more_is_judged_with_the_others(tmp_path, capsys):
     """MLPerf's gpt3 at batch 3,072: six records, and the same six with one at eleven times."""
-    base, own = final_values(tmp_path / "a", SIX), final_values(tmp_path / "b", (*SIX, 11.4))
-    row = verdict(capsys, f"fp32={base}", f"amp={own}")
+    row = verdict(capsys, *final_values(tmp_path, fp32=SIX, amp=(*SIX, 11.4)))
     assert row["verdict"]["name"] == "inconclusive" and row["verdict"]["method"] == "Welch"
     assert row["mean"] == pytest.approx((sum(SIX) + 11.4) / 7)
-    assert f"One stands out: {tmp_path / 'b/r6.csv'} of this mode" in row["verdict"]["sentence"]
+    assert f"One stands out: {tmp_path / 'amp/r6.csv'} of this mode" in row["verdict"]["sentence"]
 
 
 def test_the_order_of_unpaired_logs_changes_nothing(tmp_path, capsys):
@@ -263,8 +227,7 @@ def test_the_order_of_unpaired_logs_changes_nothing(tmp_path, capsys):
     own = (2.05, 1.92, 2.12, 1.99, 2.01, 1.95, 2.08, 2.0, 1.91, 2.1)
     found = []
     for name, order in (("listed", list), ("sorted", sorted)):
-        arms = (final_values(tmp_path / f"{name}{i}", order(a)) for i, a in enumerate((base, own)))
-        words = [f"{label}={paths}" for label, paths in zip(("fp32", "amp"), arms, strict=True)]
+        words = final_values(tmp_path / name, fp32=order(base), amp=order(own))
         found.append(verdict(capsys, *words))
         numbers = [found[-1]["verdict"][key] for key in ("name", "low", "high")]
         assert numbers == [found[0]["verdict"][key] for key in ("name", "low", "high")]
@@ -290,7 +253,7 @@ def test_seeds_pair_logs_where_every_run_names_its_own(tmp_path):
     twice = named.split(",")[0] + "," + str(curve(tmp_path / "d/seed0.csv", 2.0))
     assert not load_foreign([f"fp32={twice}", f"amp={other}"], "loss").by_seed
     given = ",".join(f"seed{7 + n}:{path}" for n, path in enumerate(plain.split(",")))
-    with pytest.raises(BadInput, match="give the seed of every run, or of none"):
+    with raises_line(BadInput, "give the seed of every run, or of none"):
         load_foreign([f"fp32={named}", f"amp={given}"], "loss")
     base = ",".join(f"seed{n}:{path}" for n, path in enumerate(named.split(",")))
     group, found = arms([f"fp32={base}", f"amp={given}"], "loss")
@@ -300,7 +263,7 @@ def test_seeds_pair_logs_where_every_run_names_its_own(tmp_path):
         ([f"fp32=seed1:{tmp_path / 'a'}", f"amp={given}"], False, "holds 3 runs"),
         ([f"fp32={base}", f"amp={given.replace('seed8', 'seed7')}"], False, "given to two runs"),
     ):
-        with pytest.raises(BadInput, match=reason):
+        with raises_line(BadInput, reason):
             load_foreign(words, "loss", paired=paired)
 
 
@@ -312,36 +275,27 @@ def test_seeds_pair_logs_where_every_run_names_its_own(tmp_path):
             ["--higher-is-better", "--margin", "1"],
             (0.76, 0.761, 0.759),
             (0.10, 0.101, 0.099),
-            "--margin 1: is absolute, and the mean accuracy of FP32 is 0.76: must be below half",
+            ["--margin 1: is absolute, and the mean accuracy of FP32 is 0.76: must be below half"],
         ),
-        ("top1", ["--margin", "0.4"], (76.0, 76.1, 75.9), (70.8, 70.9, 70.7), "more of it better"),
-        ("val/score", [], (1.0, 1.1, 0.9), (1.0, 1.1, 0.9), "--lower-is-better"),
-        (
-            "kl",
-            [],
-            (0.01, -0.02, 0.015, 0.003, -0.01),
-            (0.01, -0.02, 0.015, 0.003, -0.01),
-            "which must not be 0: it is 0.0004, within two standard errors of it .*--absolute",
-        ),
-        ("loss", ["--margin", "2", "--absolute"], (2, 2.1, 1.9), (2, 2.1, 1.9), "must be below h"),
-        ("loss", ["--absolute"], SIX, SIX, "--absolute: needs --margin"),
-        ("loss", ["--lower-is-better", "--higher-is-better"], SIX, SIX, "give one of the two"),
+        ("top1", ["--margin", "0.4"], (76, 76.1, 75.9), (70.8, 70.9, 70.7), ["more of it better"]),
+        ("val/score", [], SIX, SIX, ["--lower-is-better"]),
+        ("kl", [], AROUND_0, AROUND_0, ["must not be 0: it is 0.0004, within two", "--absolute"]),
+        ("loss", ["--margin", "2", "--absolute"], SIX, SIX, ["must be below h"]),
+        ("loss", ["--lower-is-better", "--higher-is-better"], SIX, SIX, ["give one of the two"]),
     ],
 )
 def test_units_and_directions_are_asked_for(tmp_path, capsys, tag, words, base, own, reason):
-    arms = final_values(tmp_path / "a", base, tag), final_values(tmp_path / "b", own, tag)
-    told = ["--tag", tag, f"fp32={arms[0]}", f"amp={arms[1]}"]
-    assert main(["compare", "--no-report", *told, *words]) == 2
-    printed = capsys.readouterr()
-    assert re.search(reason, printed.err) and not printed.out
+    told = ["--tag", tag, *final_values(tmp_path, tag, fp32=base, amp=own)]
+    refused(capsys, "compare", "--no-report", *told, *words, says=reason)
 
 
 def test_an_absolute_margin_around_zero(tmp_path, capsys):
-    base = final_values(tmp_path / "a", (0.01, -0.02, 0.015, 0.003, -0.01))
-    own = final_values(tmp_path / "b", (0.011, -0.02, 0.014, 0.001, -0.012))
-    words = [f"fp32={base}", f"amp={own}", "--margin", "0.05", "--absolute"]
-    row = verdict(capsys, *words, check=True)
+    words = final_values(tmp_path, fp32=AROUND_0, amp=(0.011, -0.02, 0.014, 0.001, -0.012))
+    row = verdict(capsys, *words, "--margin", "0.05", "--absolute", check=True)
     assert row["verdict"]["margin"] == 0.05 and "±0.050, 5 and 5 runs" in row["verdict"]["sentence"]
+
+
+COPIED = [("fp32", "a"), ("amp", "b")]
 
 
 def test_copies_are_one_run(tmp_path, capsys):
@@ -352,16 +306,15 @@ def test_copies_are_one_run(tmp_path, capsys):
     # A run and its beginning, as a checkpoint leaves it, too.
     whole = tmp_path / "a2.csv"
     whole.write_text("\n".join(whole.read_text().splitlines()[:60]) + "\n")
-    words = [f"fp32={tmp_path}/a0.csv,{tmp_path}/a1.csv,{tmp_path}/a2.csv"]
-    words += [f"amp={tmp_path}/b0.csv,{tmp_path}/b1.csv,{tmp_path}/b2.csv"]
-    row = verdict(capsys, *words)
+    paths = {label: [tmp_path / f"{name}{i}.csv" for i in range(3)] for label, name in COPIED}
+    row = verdict(capsys, *specs(**paths))
     assert row["verdict"]["name"] == "inconclusive" and row["verdict"]["seeds"] == [0]
     said = [note for note in row["group"]["notes"] if "bit for bit: one run, not two" in note]
     assert len(said) == 4
     # Values alone: equal ones may be chance, but not if all are.
-    words = [f"{name}={final_values(tmp_path / name, (2, 2, 2))}" for name in ("fp32", "amp")]
+    words = final_values(tmp_path, fp32=(2, 2, 2), amp=(2, 2, 2))
     assert verdict(capsys, *words)["verdict"]["name"] == "inconclusive"
-    words = [f"{name}={final_values(tmp_path / name, (3, 3, 4, 3))}" for name in ("fp32", "amp")]
+    words = final_values(tmp_path, fp32=(3, 3, 4, 3), amp=(3, 3, 4, 3))
     assert verdict(capsys, *words)["verdict"]["seeds"] == [0, 1, 2, 3]
 
 
@@ -369,8 +322,7 @@ def test_curves_of_both_labels_that_are_equal_are_told(tmp_path, capsys):
     base = [curve(tmp_path / f"a{n}.csv", 2.0) for n in range(3)]
     own = [write_csv(tmp_path / f"b{n}.csv", path.read_text()) for n, path in enumerate(base)]
     own[0] = curve(tmp_path / "b.csv", 2.0)
-    words = [f"{name}={','.join(map(str, p))}" for name, p in (("fp32", base), ("amp", own))]
-    notes = verdict(capsys, *words, check=True)["group"]["notes"]
+    notes = verdict(capsys, *specs(fp32=base, amp=own), check=True)["group"]["notes"]
     assert any(note.startswith("2 of 3 runs of amp are runs of fp32 bit for bit") for note in notes)
 
 
@@ -380,22 +332,20 @@ def test_several_runs_in_one_log_are_refused(tmp_path):
         write_events(tmp_path / "a", {"loss": [(step, value + 1 / step) for step in (1, 2, 3)]})
         write_events(tmp_path / "b", {"loss": [(step, 2 + 1 / step) for step in (1, 2, 3)]})
     other = curve(tmp_path / "c.csv", 2.0)
-    with pytest.raises(BadInput, match="3 of 3 steps are written again, with another value"):
-        load_foreign([f"fp32={other}", f"amp={tmp_path / 'a'}"], "loss")
-    group, _ = arms([f"fp32={other}", f"amp={tmp_path / 'b'}"], "loss")
+    with raises_line(BadInput, "3 of 3 steps are written again, with another value"):
+        load_foreign(specs(fp32=other, amp=tmp_path / "a"), "loss")
+    group, _ = arms(specs(fp32=other, amp=tmp_path / "b"), "loss")
     assert any("3 steps written twice" in note for note in group.notes)
 
 
 def test_runs_that_ended_with_the_same_value_are_told(tmp_path, capsys):
-    for label in ("fp32", "amp"):
+    labels = ("fp32", "amp")
+    for label in labels:
         for seed in range(3):
             rows = "".join(f"{s},{2 + 0.1 * seed if s < 9 else 2}\n" for s in range(1, 13))
             write_csv(tmp_path / f"{label}{seed}.csv", "step,loss\n" + rows)
-    words = [
-        f"{label}=" + ",".join(str(tmp_path / f"{label}{seed}.csv") for seed in range(3))
-        for label in ("fp32", "amp")
-    ]
-    row = verdict(capsys, *words, check=True)
+    paths = {name: [tmp_path / f"{name}{seed}.csv" for seed in range(3)] for name in labels}
+    row = verdict(capsys, *specs(**paths), check=True)
     assert "All 3 runs of this mode ended with the same value" in row["verdict"]["sentence"]
 
 
@@ -406,14 +356,14 @@ def test_parts_of_runs_are_no_runs(tmp_path, parts):
         for part in parts:
             curve(tmp_path / run / part / f"{run}{part}.csv", 2.0)
     k0, k1, m0, m1 = (tmp_path / run for run in ("k0", "k1", "m0", "m1"))
-    with pytest.raises(BadInput, match="runs, or parts of one"):
-        load_foreign([f"fp32={k0},{k1}", f"amp={m0},{m1}"], "loss")
+    words = specs(fp32=[k0, k1], amp=[m0, m1])
+    with raises_line(BadInput, "runs, or parts of one"):
+        load_foreign(words, "loss")
     for run in (k0, k1, m0, m1):  # one part each is the run itself
         shutil.rmtree(run / parts[1])
-    found = arms([f"fp32={k0},{k1}", f"amp={m0},{m1}"], "loss")[1]
-    assert [len(arm.runs) for arm in found.values()] == [2, 2]
-    specs = [f"fp32={k0 / parts[0]},{k1 / parts[0]}", f"amp={m0 / parts[0]},{m1 / parts[0]}"]
-    assert [len(arm.runs) for arm in arms(specs, "loss")[1].values()] == [2, 2]
+    first = [path / parts[0] for path in (k0, k1, m0, m1)]
+    for one in (words, specs(fp32=first[:2], amp=first[2:])):
+        assert [len(arm.runs) for arm in arms(one, "loss")[1].values()] == [2, 2]
 
 
 def test_a_divergence_begins_where_the_values_end(tmp_path, capsys):
@@ -422,12 +372,11 @@ def test_a_divergence_begins_where_the_values_end(tmp_path, capsys):
     lines[10] = "10,nan"  # and finite again
     lines[40:] = [f"{step},nan" for step in range(40, 101)]
     paths["b"][1].write_text("\n".join(lines) + "\n")
-    listed = {label: ",".join(map(str, runs)) for label, runs in paths.items()}
-    row = verdict(capsys, f"fp32={listed['a']}", f"amp={listed['b']}")
+    row = verdict(capsys, *specs(fp32=paths["a"], amp=paths["b"]))
     assert row["verdict"]["sentence"].startswith(
         "diverged in 1 of 3 runs (first at step 40: non-finite loss)"
     )
-    row = verdict(capsys, f"fp32={listed['b']}", f"amp={listed['a']}")
+    row = verdict(capsys, *specs(fp32=paths["b"], amp=paths["a"]))
     assert "FP32 itself diverged in 1 of 3 runs (first at step 40" in row["verdict"]["sentence"]
     assert any("cut them off if they only fill the log up" in n for n in row["group"]["notes"])
 
@@ -449,7 +398,7 @@ def test_a_short_log_shortens_the_comparison_and_fails_the_check(tmp_path, capsy
     for label in ("fp32", "amp"):
         ends = (100, 100, 60 if label == "amp" else 100)
         paths = [curve(tmp_path / f"{label}{n}.csv", 2.0, end) for n, end in enumerate(ends)]
-        words.append(f"{label}=" + ",".join(map(str, paths)))
+        words += specs(**{label: paths})
     row = verdict(capsys, *words)
     assert row["verdict"]["name"] == "matches" and row["outcomes"][0]["value"] > 2.01  # 1 / 60
     [left] = row["verdict"]["left_out"]
@@ -463,11 +412,9 @@ def test_a_short_log_shortens_the_comparison_and_fails_the_check(tmp_path, capsy
 
 @pytest.mark.parametrize("tag", ["perplexity", "eval/ppl"])
 def test_a_perplexity_is_judged_as_its_logarithm_and_it_is_said(tmp_path, capsys, tag):
-    words = ["compare", "--no-report", "--tag", tag]
-    for label, shift in (("fp32", 1.0), ("amp", 1.05)):
-        values = [np.exp(shift * loss) for loss in (4.0, 4.01, 3.99)]
-        words.append(f"{label}={final_values(tmp_path / label, values, tag)}")
-    assert main(words) == 0
+    base = np.array([4.0, 4.01, 3.99])
+    words = final_values(tmp_path, tag, fp32=np.exp(base), amp=np.exp(1.05 * base))
+    assert main(["compare", "--no-report", "--tag", tag, *words]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "lower is better, as its logarithm, margin ±1 % of FP32's mean logarithm" in printed
     assert "difference +5.00 %" in printed
@@ -477,13 +424,13 @@ def test_one_run_each_gives_facts(tmp_path, capsys):
     rows = [(step, 2 + 1 / step) for step in range(1, 101)]
     text = "step,loss\n" + "".join(f"{step},{value!r}\n" for step, value in rows)
     a, b = (write_csv(tmp_path / name, text) for name in ("a.csv", "b.csv"))
-    found = verdict(capsys, f"fp32={a}", f"amp={b}")["verdict"]
+    found = verdict(capsys, *specs(fp32=a, amp=b))["verdict"]
     assert found["name"] == "inconclusive" and found["facts"]["identical"]
     assert found["sentence"].endswith("The two curves are identical at all 100 steps, bit for bit.")
     # A gap of (step - 1/2) / 50 percent: 1.01 % at step 51, 1.99 % at the last.
     text = "step,loss\n" + "".join(f"{s},{v * (1 + (s - 0.5) / 5000)!r}\n" for s, v in rows)
     b.write_text(text)
-    found = verdict(capsys, f"fp32={a}", f"amp={b}")["verdict"]
+    found = verdict(capsys, *specs(fp32=a, amp=b))["verdict"]
     assert found["sentence"].endswith(
         "The two curves at 100 common steps: +0.01 % at the first (1), median 0.2 % over the "
         "first 20, first above 1 % at step 51, largest +2 % (step 100), +1.9 % over the last tenth."
@@ -492,7 +439,7 @@ def test_one_run_each_gives_facts(tmp_path, capsys):
 
 def test_the_gap_of_two_runs_is_drawn(tmp_path):
     paths = [curve(tmp_path / f"{name}.csv", 2.0) for name in "ab"]
-    group = assess(load_foreign([f"fp32={paths[0]}", f"amp={paths[1]}"], "loss"), metric="loss")
+    group = assess(load_foreign(specs(fp32=paths[0], amp=paths[1]), "loss"), metric="loss")
     [(_, band, _)] = differences(group, evaluation("loss"), 240)
     own, base = (group.every_run[i].evals["loss"] for i in (1, 0))
     np.testing.assert_allclose(band.mean, 100 * (own / base - 1), atol=1e-9)

@@ -1,14 +1,13 @@
 """Which runs are compared with which, what the arms are called, and what is refused."""
 
-import json
-
 import pytest
 
 from mprun.compare.grouping import group_runs
 from mprun.compare.load import load_runs
 from mprun.errors import BadInput
 
-from .run_folders import write_run
+from ..helpers import raises_line
+from .run_folders import write_run, write_study
 
 
 def grouped(folder, baseline=None, **options):
@@ -26,9 +25,7 @@ def seeds(arm):
 
 
 def test_modes_and_seeds_make_one_group(tmp_path):
-    for seed in (2, 0, 1):
-        write_run(tmp_path / f"amp-s{seed}", "amp", seed)
-        write_run(tmp_path / f"fp32-s{seed}", "fp32", seed)
+    write_study(tmp_path, {"amp": [1.0] * 3, "fp32": [1.0] * 3})
     for seed in (5, 7):
         write_run(tmp_path / f"bf16-s{seed}", "amp_bf16", seed)
     [group], lines = grouped(tmp_path)
@@ -47,20 +44,14 @@ def test_modes_and_seeds_make_one_group(tmp_path):
     assert group.baseline.differs == {}
     assert group.keys["optim.lr"] == 0.1 and group.keys["compare.margin"] == 0.01
     assert group.keys["precision.fp32_math"] == "ieee"
-    assert not {"seed", "name", "output_root", "train.log_every", "precision.name"} & set(
-        group.keys
-    )
+    own = {"seed", "name", "output_root", "train.log_every", "precision.name"}
+    assert not own & set(group.keys)
 
 
 def test_what_changes_no_number_separates_no_runs(tmp_path):
     write_run(tmp_path / "a")
-    changed = {
-        "name": "x",
-        "output_root": "elsewhere",
-        "train.log_every": 1,
-        "train.checkpoint_every": 5,
-    }
-    write_run(tmp_path / "b", "amp", overrides=changed)
+    changed = {"name": "x", "output_root": "elsewhere", "train.log_every": 1}
+    write_run(tmp_path / "b", "amp", overrides=changed | {"train.checkpoint_every": 5})
     write_run(tmp_path / "c", seed=1, overrides={"cpu_half": "native"})  # FP32: no 16-bit products
     [group], lines = grouped(tmp_path)
     assert labels(group) == ["fp32", "amp"] and seeds(group.baseline) == [0, 1] and lines == []
@@ -68,32 +59,18 @@ def test_what_changes_no_number_separates_no_runs(tmp_path):
 
 def test_other_configurations_are_other_groups(tmp_path):
     for name, lr in (("a", 0.05), ("b", 0.1)):
-        for mode in ("fp32", "amp"):
-            write_run(tmp_path / f"{name}-{mode}", mode, overrides={"optim.lr": lr})
+        study = {"fp32": [1.0], "amp": [1.0]}
+        write_study(tmp_path / name, study, overrides={"optim.lr": lr})
     groups, lines = grouped(tmp_path)
     assert lines == []
-    assert [g.title for g in groups] == [
-        "lstm_lm-docs_words optim.lr=0.05",
-        "lstm_lm-docs_words optim.lr=0.1",
-    ]
-    assert [g.slug for g in groups] == [
-        "lstm_lm-docs_words-optim.lr-0.05",
-        "lstm_lm-docs_words-optim.lr-0.1",
-    ]
-    assert all(g.baseline.runs[0].keys["optim.lr"] == g.keys["optim.lr"] for g in groups)
-
-
-def test_the_title_is_the_experiment(tmp_path):
-    choices = {"experiment": "quickstart_underflow", "model": "conv_autoencoder", "data": "d"}
-    for mode in ("fp32", "amp"):
-        write_run(tmp_path / mode, mode, choices=choices)
-    [group], _ = grouped(tmp_path)
-    assert group.title == "quickstart_underflow"
+    for group, lr in zip(groups, (0.05, 0.1), strict=True):
+        assert group.title == f"lstm_lm-docs_words optim.lr={lr}"
+        assert group.slug == f"lstm_lm-docs_words-optim.lr-{lr}"
+        assert group.baseline.runs[0].keys["optim.lr"] == group.keys["optim.lr"] == lr
 
 
 def test_scaler_settings_make_arms_that_say_in_what_they_differ(tmp_path):
-    write_run(tmp_path / "fp32")
-    write_run(tmp_path / "dynamic", "amp")
+    write_study(tmp_path, {"fp32": [1.0], "amp": [1.0]})
     for scale in (8.0, 128.0):
         overrides = {"scaler.scale": scale}
         write_run(tmp_path / f"static-{scale:g}", "amp", scaler="static", overrides=overrides)
@@ -101,14 +78,8 @@ def test_scaler_settings_make_arms_that_say_in_what_they_differ(tmp_path):
     write_run(tmp_path / "native", "amp_bf16", overrides={"cpu_half": "native"})
     [group], lines = grouped(tmp_path)
     assert lines == []
-    assert labels(group) == [
-        "fp32",
-        "fp32 (static)",
-        "amp",
-        "amp (static scale=8)",
-        "amp (static scale=128)",
-        "amp_bf16",
-    ]
+    static = ["amp (static scale=8)", "amp (static scale=128)"]
+    assert labels(group) == ["fp32", "fp32 (static)", "amp", *static, "amp_bf16"]
     assert group.arms[-1].differs["cpu_half"] == ("emulated", "native")
 
 
@@ -165,11 +136,9 @@ def test_a_wholly_other_configuration_gets_no_hint_to_allow_it(tmp_path):
 
 
 def test_allowed_keys_join_the_group_and_show_in_the_label(tmp_path):
-    for seed in (0, 1):
-        write_run(tmp_path / f"fp32-s{seed}", seed=seed)
-        write_run(tmp_path / f"amp-s{seed}", "amp", seed)
-        write_run(tmp_path / f"amp-slow-s{seed}", "amp", seed, overrides={"optim.lr": 0.05})
-    write_run(tmp_path / "slow", overrides={"optim.lr": 0.02})
+    write_study(tmp_path, {"fp32": [1.0] * 2, "amp": [1.0] * 2})
+    write_study(tmp_path / "slow", {"amp": [1.0] * 2}, overrides={"optim.lr": 0.05})
+    write_run(tmp_path / "slower", overrides={"optim.lr": 0.02})
     groups, lines = grouped(tmp_path)
     assert len(groups) == 1 and labels(groups[0]) == ["fp32", "amp"] and len(lines) == 2
     [group], lines = grouped(tmp_path, allow=("optim.lr",))
@@ -185,50 +154,43 @@ def test_allowed_keys_join_the_group_and_show_in_the_label(tmp_path):
 
 def test_two_possible_baselines_are_refused_until_one_is_given(tmp_path):
     for name, lr in (("a", 0.05), ("b", 0.1)):
-        for mode in ("fp32", "amp"):
-            write_run(tmp_path / name / mode, mode, overrides={"optim.lr": lr})
-    with pytest.raises(BadInput) as refused:
+        study = {"fp32": [1.0], "amp": [1.0]}
+        write_study(tmp_path / name, study, overrides={"optim.lr": lr})
+    first, second = (tmp_path / name / "fp32-s0" for name in "ab")
+    both = f"--allow optim.lr: {first} and {second} could both be the baseline (they differ in "
+    both += "optim.lr (0.05, here 0.1)); say which with --baseline PATH"
+    with raises_line(BadInput, both):
         grouped(tmp_path, allow=("optim.lr",))
-    assert str(refused.value) == (
-        f"--allow optim.lr: {tmp_path / 'a' / 'fp32'} and {tmp_path / 'b' / 'fp32'} could both be "
-        "the baseline (they differ in optim.lr (0.05, here 0.1)); say which with --baseline PATH"
-    )
-    [group], _ = grouped(tmp_path, tmp_path / "b" / "fp32", allow=("optim.lr",))
+    [group], _ = grouped(tmp_path, second, allow=("optim.lr",))
     assert labels(group) == ["fp32", "fp32 optim.lr=0.05", "amp", "amp optim.lr=0.05"]
     assert group.baseline.runs[0].keys["optim.lr"] == 0.1
 
 
 def test_an_allowed_key_that_no_run_has_is_bad_input(tmp_path):
     write_run(tmp_path / "fp32")
-    with pytest.raises(BadInput, match="--allow optim.lrr: no run .*; did you mean 'optim.lr'"):
-        grouped(tmp_path, allow=("optim.lrr",))
-    with pytest.raises(BadInput, match="--allow opt: no run has this key"):
-        grouped(tmp_path, allow=("opt",))
+    for key, said in (("optim.lrr", "did you mean 'optim.lr'"), ("opt", "no run has this key")):
+        with raises_line(BadInput, f"--allow {key}: no run ", said):
+            grouped(tmp_path, allow=(key,))
 
 
 def test_a_given_baseline_may_be_any_mode_even_fp32_against_fp32(tmp_path):
-    for seed in range(3):
-        write_run(tmp_path / "old" / f"fp32-s{seed}", seed=seed)
-        write_run(tmp_path / "new" / f"fp32-s{seed}", seed=seed)
-        write_run(tmp_path / "new" / f"amp-s{seed}", "amp", seed)
-        write_run(tmp_path / "amp" / f"amp-s{seed}", "amp", seed)
+    three = [1.0] * 3
+    write_study(tmp_path / "old", {"fp32": three})
+    write_study(tmp_path / "new", {"fp32": three, "amp": three})
+    write_study(tmp_path / "amp", {"amp": three})
     [group], lines = grouped(tmp_path / "new", tmp_path / "old")
     assert labels(group) == ["fp32", "fp32 (other)", "amp"] and lines == []
-    assert [run.path for run in group.baseline.runs] == [
-        str(tmp_path / "old" / f"fp32-s{seed}") for seed in range(3)
-    ]
+    assert all(run.path.startswith(str(tmp_path / "old")) for run in group.baseline.runs)
     assert seeds(group.arms[0]) == [0, 1, 2]
     [group], _ = grouped(tmp_path / "new", tmp_path / "amp")
     assert labels(group) == ["amp", "fp32", "amp (other)"]
     # A folder that is no single arm is refused.
-    with pytest.raises(BadInput, match="--baseline: .*precision.name .*give one configuration"):
+    with raises_line(BadInput, "--baseline: ", "precision.name ", "give one configuration"):
         grouped(tmp_path / "old", tmp_path / "new")
 
 
 def test_runs_without_an_outcome_are_named(tmp_path):
-    for seed in range(3):
-        write_run(tmp_path / f"fp32-s{seed}", seed=seed)
-    write_run(tmp_path / "amp-s0", "amp", 0)
+    write_study(tmp_path, {"fp32": [1.0] * 3, "amp": [1.0]})
     write_run(tmp_path / "amp-s1", "amp", 1, status="diverged")
     write_run(tmp_path / "amp-s2", "amp", 2, status="failed", cause="OutOfMemory: no\nmore")
     write_run(tmp_path / "amp-s3", "amp", 3, status="preempted", cause="SIGTERM")
@@ -278,11 +240,8 @@ def test_of_one_seed_twice_in_an_arm_the_first_counts(tmp_path):
 
 def test_environments_that_differ_are_noted(tmp_path):
     write_run(tmp_path / "fp32")
-    write_run(
-        tmp_path / "amp",
-        "amp",
-        environment={"packages": {"torch": "2.14.0"}, "device": "cuda", "gpu": "H200"},
-    )
+    other = {"packages": {"torch": "2.14.0"}, "device": "cuda", "gpu": "H200"}
+    write_run(tmp_path / "amp", "amp", environment=other)
     write_run(tmp_path / "bf16", "amp_bf16", environment={"commit": "b" * 40, "dirty": True})
     [group], _ = grouped(tmp_path)
     assert group.notes == [
@@ -302,43 +261,22 @@ def test_a_baseline_with_tf32_on_is_noted(tmp_path):
     ]
 
 
-def test_slugs_are_unique_and_safe(tmp_path):
-    for experiment in ("a b", "a/b", "A-b"):
-        for mode in ("fp32", "amp"):
-            number = len(list(tmp_path.iterdir()))
-            write_run(
-                tmp_path / str(number),
-                mode,
-                choices={"experiment": experiment},
-                overrides={"optim.lr": number // 2 + 1.0},
-            )
+def test_the_title_is_the_experiment_and_its_slug_is_unique_and_safe(tmp_path):
+    for number, experiment in enumerate(("a b", "a/b", "A-b")):
+        more = {"choices": {"experiment": experiment}, "overrides": {"optim.lr": number + 1.0}}
+        write_study(tmp_path / str(number), {"fp32": [1.0], "amp": [1.0]}, **more)
     groups, _ = grouped(tmp_path)
+    assert [group.title.partition(" optim")[0] for group in groups] == ["a b", "a/b", "A-b"]
     assert [group.slug for group in groups] == ["a-b", "a-b-2", "A-b-3"]
 
 
-def usually(path, scaler):
-    """Record that the run's mode comes with `scaler`, as its file says."""
-    content = json.loads((path / "run.json").read_text())
-    content["precision"]["usual_scaler"] = scaler
-    (path / "run.json").write_text(json.dumps(content))
-
-
-def test_a_mode_of_the_users_own_is_called_by_its_name(tmp_path):
-    write_run(tmp_path / "fp32")
-    write_run(tmp_path / "amp", "amp")
-    write_run(tmp_path / "mine", "mine", scaler="dynamic")
-    usually(tmp_path / "mine", "dynamic")
-    [group], _ = grouped(tmp_path)
-    assert labels(group) == ["fp32", "amp", "mine"]
-
-
-def test_another_scaler_of_ones_own_mode_is_named(tmp_path):
-    write_run(tmp_path / "fp32")
+def test_a_mode_of_ones_own_is_called_by_its_name_and_another_scaler_named(tmp_path):
+    write_study(tmp_path, {"fp32": [1.0], "amp": [1.0]})
     for scaler in ("dynamic", "static"):
-        write_run(tmp_path / scaler, "mine", scaler=scaler)
-        usually(tmp_path / scaler, "dynamic")
+        recorded = {"mode": "mine", "scaler": scaler, "usual_scaler": "dynamic"}
+        write_run(tmp_path / scaler, "mine", scaler=scaler, precision=recorded)
     [group], _ = grouped(tmp_path)
-    assert labels(group) == ["fp32", "mine", "mine (static)"]
+    assert labels(group) == ["fp32", "amp", "mine", "mine (static)"]
 
 
 FULL_FP32 = {

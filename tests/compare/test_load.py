@@ -122,11 +122,8 @@ def test_runs_of_a_given_baseline_are_told_apart_from_equal_others(tmp_path):
     write_run(tmp_path / "old" / "fp32-s0")
     write_run(tmp_path / "new" / "fp32-s0")
     runs, notes = load_runs([tmp_path / "new"], baseline=tmp_path / "old")
-    assert [run.path for run in runs] == [
-        str(tmp_path / "new" / "fp32-s0"),
-        str(tmp_path / "old" / "fp32-s0"),
-    ]
-    assert notes == []
+    places = [str(tmp_path / name / "fp32-s0") for name in ("new", "old")]
+    assert [run.path for run in runs] == places and notes == []
     runs, notes = load_runs([tmp_path / "new", tmp_path / "old"])
     assert len(runs) == 1 and len(notes) == 1
 
@@ -138,7 +135,7 @@ def test_a_run_that_has_not_recorded_yet_is_read(tmp_path):
     assert run.last_step == 0 and run.evals["step"].size == 0
     folder = write_run(tmp_path / "ended", seed=1)
     (folder / "metrics.jsonl").unlink()
-    with pytest.raises(Damaged, match="metrics.jsonl: missing, though the run is recorded as done"):
+    with raises_line(Damaged, "metrics.jsonl: missing, though the run is recorded as done"):
         load_runs([folder])
 
 
@@ -178,21 +175,21 @@ def test_what_is_no_run_is_bad_input(tmp_path):
                 load_runs([*before, tmp_path / name])
 
 
+TRAINED = '{"split": "train", "step": 1, "updates": 1, "skipped": 0, "loss": 1.0}'
+NO_RECORDS = ('{"config": {}}', '{"config": 3, "status": "done"}')
+
+
 @pytest.mark.parametrize(
-    "content", ["", "{", "[]", '{"config": {}}', '{"config": 3, "status": "done"}', "\xff"]
+    ("name", "content", "said"),
+    [
+        *(("run.json", text, "run/run.json: ") for text in ("", "{", "[]", "\xff", *NO_RECORDS)),
+        ("metrics.jsonl", f'{TRAINED}\n{{"step"; 3}}\n{TRAINED}\n', "metrics.jsonl: line 2"),
+    ],
 )
-def test_a_damaged_record_is_told_with_its_path(tmp_path, content):
+def test_a_damaged_record_is_told_with_its_path(tmp_path, name, content, said):
     folder = write_run(tmp_path / "run")
-    (folder / "run.json").write_bytes(content.encode("latin-1"))
-    with pytest.raises(Damaged, match="run/run.json: "):
-        load_runs([tmp_path])
-
-
-def test_damaged_metrics_are_told_with_path_and_line(tmp_path):
-    folder = write_run(tmp_path / "run")
-    text = (folder / "metrics.jsonl").read_text()
-    (folder / "metrics.jsonl").write_text(text.replace('"step": 3,', '"step"; 3,'))
-    with pytest.raises(Damaged, match="metrics.jsonl: line 3"):
+    (folder / name).write_bytes(content.encode("latin-1"))
+    with raises_line(Damaged, said):
         load_runs([tmp_path])
 
 

@@ -13,6 +13,8 @@ from mprun.compare.external_logs import load_foreign
 from mprun.compare.log_formats import read_logs
 from mprun.errors import BadInput, Damaged
 
+from ..helpers import raises_line
+
 MEGATRON = (
     " [2026-01-01 00:00:0{s}] iteration        {s}/     100 | consumed samples:           32 | "
     "elapsed time per iteration (ms): 9.1 | learning rate: 1.0E-06 | lm loss: {v:.6E} | "
@@ -53,6 +55,9 @@ OLD_GOLDEN = {"lm loss": {"start_step": 1, "end_step": 2, "step_interval": 1, "v
         ("keras0.csv", lines("{s},0.6,{v}", "epoch,accuracy,loss\n"), "loss", "epoch"),
         ("keras0.csv", lines("{s};0.6;{v}", "epoch;accuracy;loss\n"), "loss", "epoch"),
         ("keras0.csv", lines("{s}\t0.6\t{v}", "epoch\taccuracy\tloss\n"), "loss", "epoch"),
+        ("tensorboard.csv", lines("1.5,{s},{v}", "Wall time,Step,Value\n"), "anything", "Step"),
+        ("gaps.csv", "\ufeffepoch,step,val,loss\r\n0,1,,0.5\r\n0,1,3,\r\n\r\n0,2,,0.25\r\n",
+         "loss", "step"),
         ("history.json", json.dumps({"accuracy": [0.6, 0.6], "loss": VALUES}), "loss", ""),
         (
             "summary.csv",
@@ -95,20 +100,28 @@ def test_a_log_is_read_in_its_own_form(tmp_path, name, text, tag, steps):
     assert log.steps == steps
 
 
-def test_a_loss_scale_or_another_loss_is_not_the_loss(tmp_path):
-    log = tmp_path / "megatron.log"
-    log.write_text(lines(MEGATRON))
-    with pytest.raises(BadInput, match="--tag loss: not there; has .*lm loss, loss scale"):
-        read_logs(log, "loss")
+BOTH = "".join(f'{{"split": "{s}", "step": 1, "loss": 2}}\n' for s in ("train", "eval"))
+FRAMES = ",frames,loss\n0,100,0.5\n1,200,0.25\n"
 
 
-def test_records_of_training_and_evaluation_are_not_mixed(tmp_path):
-    log = tmp_path / "metrics.jsonl"
-    log.write_text(
-        "".join(f'{{"split": "{s}", "step": 1, "loss": 2}}\n' for s in ("train", "eval"))
-    )
-    with pytest.raises(BadInput, match=r"is of several values of 'split' \(eval, train\); must be"):
-        read_logs(log, "loss")
+@pytest.mark.parametrize(
+    ("name", "text", "step", "said"),
+    [
+        (
+            "megatron.log",
+            lines(MEGATRON),
+            None,
+            ["--tag loss: not there; has ", "lm loss, loss sc"],
+        ),
+        ("a.jsonl", BOTH, None, ["is of several values of 'split' (eval, train); must be"]),
+        ("a.csv", FRAMES, None, ["no column 'step' or 'epoch'; has frames, loss; say with"]),
+        ("a.csv", FRAMES, "frame", ["--step frame: not there; has frames, loss"]),
+    ],
+)
+def test_what_is_not_the_loss_or_no_step_is_asked_for(tmp_path, name, text, step, said):
+    (tmp_path / name).write_text(text)
+    with raises_line(BadInput, *said):
+        read_logs(tmp_path / name, "loss", step)
 
 
 EXPORT = (
@@ -135,32 +148,18 @@ def test_all_runs_of_an_export_stand_in_one_file(tmp_path):
 
 def test_any_column_can_count_the_steps(tmp_path):
     log = tmp_path / "a.csv"
-    log.write_text(",frames,loss\n0,100,0.5\n1,200,0.25\n")
-    with pytest.raises(BadInput, match="no column 'step' or 'epoch'; has frames, loss; say with"):
-        read_logs(log, "loss")
+    log.write_text(FRAMES)
     assert read_logs(log, "loss", "frames")[0].points.tolist() == [[100, 0.5], [200, 0.25]]
-    with pytest.raises(BadInput, match="--step frame: not there; has frames, loss"):
-        read_logs(log, "loss", "frame")
 
 
 def test_epochs_are_not_compared_with_steps(tmp_path):
     for name in ("epoch", "step"):
         (tmp_path / f"{name}.csv").write_text(f"{name},loss\n1,2\n2,1\n")
     (tmp_path / "history.json").write_text('{"loss": [2, 1]}')
-    for first, second, words in (
-        (
-            "epoch.csv",
-            "step.csv",
-            r"epoch.csv counts epoch, .*step.csv counts step: must be the sa",
-        ),
-        (
-            "epoch.csv",
-            "history.json",
-            "history.json counts places in a list, .*epoch.csv counts ep",
-        ),
-    ):
-        with pytest.raises(BadInput, match=words):
-            load_foreign([f"fp32={tmp_path / first}", f"amp={tmp_path / second}"], "loss")
+    for second, counts in (("step.csv", "step"), ("history.json", "places in a list")):
+        said = (f"{second} counts {counts}", "epoch.csv counts epoch", "must be the sa")
+        with raises_line(BadInput, *said):
+            load_foreign([f"fp32={tmp_path / 'epoch.csv'}", f"amp={tmp_path / second}"], "loss")
 
 
 def test_folders_of_several_tools_are_runs(tmp_path):
@@ -184,6 +183,10 @@ def test_folders_of_several_tools_are_runs(tmp_path):
 @pytest.mark.parametrize(
     ("name", "text", "reason"),
     [
+        ("a.csv", "step,loss\n1,2\n2,abc\n", "line 3: 'abc' is not a number"),
+        ("a.csv", "step,loss\n1,2\n2\n", "line 3: 1 cells"),
+        ("a.csv", "step,loss\nnan,2\n", "steps must be finite"),
+        ("a.csv", b"step,loss\n1,2\xff\n", "not a text file"),
         ("a.jsonl", '{"step": 1, "loss": 2}\n{"step": \n{"step": 3, "loss": 2}\n', "line 2: not a"),
         ("a.json", '[{"step": 1, "loss": true}]', "record 1: True is not a number"),
         ("a.json", "[1, 2]", "not a list of records"),
@@ -192,6 +195,6 @@ def test_folders_of_several_tools_are_runs(tmp_path):
     ],
 )
 def test_damage_is_told_with_its_place(tmp_path, name, text, reason):
-    (tmp_path / name).write_text(text)
-    with pytest.raises(Damaged, match=reason):
+    (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    with raises_line(Damaged, f"{tmp_path / name}: ", reason):
         read_logs(tmp_path / name, "loss")

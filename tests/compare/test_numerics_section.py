@@ -20,7 +20,7 @@ from mprun.numerics.probe_record import (
 from mprun.plots.panel import settings, styles
 
 from .made_comparison import comparison, group
-from .run_folders import write_run
+from .run_folders import write_run, write_study
 
 LABELS = styles(["fp32", "fp16_naive", "fp16_master", "fp16_master_scaled", "amp"])
 
@@ -110,11 +110,8 @@ def test_what_the_figures_show(probed_group):
     modes = probed_modes(probed_group)
     with settings():
         drawings = {drawing.name: drawing for drawing in numerics_figures(modes, LABELS)}
-        assert list(drawings) == [
-            "numerics-activation-gradients",
-            "numerics-weight-gradients",
-            "numerics-scales",
-        ]
+        names = ("activation-gradients", "weight-gradients", "scales")
+        assert list(drawings) == [f"numerics-{name}" for name in names]
         (axes,) = drawings["numerics-weight-gradients"].figure.axes
         boundaries = [line.get_xdata()[0] for line in axes.lines if len(line.get_xdata()) == 2]
         assert boundaries == [-25, -14, 16]
@@ -207,9 +204,9 @@ def test_of_many_probes_some_are_read(probed_group, tmp_path):
 
 
 def test_a_post_mortem_is_quoted_in_the_notes(tmp_path):
-    for seed in range(3):
-        write_run(tmp_path / f"fp32-s{seed}", "fp32", seed)
-        write_run(tmp_path / f"amp-s{seed}", "amp", seed, status="diverged" if seed else "done")
+    write_study(tmp_path, {"fp32": [1.0] * 3})
+    for seed, status in enumerate(("done", "diverged", "diverged")):
+        write_run(tmp_path / f"amp-s{seed}", "amp", seed, status=status)
     row = {"step": 40, "loss": math.nan, "loss_scale": 1.0, "found_inf": False, "skipped": 0}
     kept = {"step": 40, "folder": None, "reason": "not asked for"}
     folder = tmp_path / "amp-s1"

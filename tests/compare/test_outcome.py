@@ -12,6 +12,7 @@ from mprun.compare.load import load_runs
 from mprun.compare.verdict import assess
 from mprun.errors import BadInput
 
+from ..helpers import raises_line
 from .made_runs import made_arm, made_run
 from .run_folders import write_run
 
@@ -50,33 +51,30 @@ def test_foreign_logs_average_their_last_tenth():
     assert outcomes(base, base, Question(metric="loss"))[0].value == 38.5
     base.runs = [made_run(0, 1.0, 2.0, foreign=True)]
     assert outcomes(base, base, Question(metric="loss"))[0].value == 1.5
-    with pytest.raises(BadInput, match="--tag=val/loss: not in its evaluations"):
-        outcomes(base, base, Question(metric="val/loss"))
 
 
-def test_empty_curves():
-    own = made_arm({0: 2.0, 1: 2.0}, mode="amp")
-    own.runs[1] = made_run(1, mode="amp")
-    with pytest.raises(BadInput, match="runs/amp/s1: compare.metric=loss: the run has no evalua"):
-        outcomes(own, own, Question(metric="loss"))
-    own.runs[1].evals = {"step": np.empty(0), "updates": np.empty(0)}
-    with pytest.raises(BadInput, match=r"not in its evaluations; must be one of \(none\)"):
-        outcomes(own, own, Question(metric="loss"))
+EMPTY = {"step": np.empty(0), "updates": np.empty(0)}
 
 
-def test_a_metric_that_was_not_recorded():
-    arm = made_arm({0: 2.0}, mode="amp")
-    with pytest.raises(
-        BadInput,
-        match="runs/amp/s0: compare.metric=top1: not in its evaluations; must be one of loss$",
-    ):
-        outcomes(arm, arm, Question(metric="top1"))
-
-
-def test_a_perplexity_must_be_positive():
-    own = made_arm({0: 0.0}, "amp", metric="perplexity")
-    with pytest.raises(BadInput, match="perplexity must be above 0"):
-        outcomes(own, own, Question(metric="perplexity"))
+@pytest.mark.parametrize(
+    ("run", "metric", "said"),
+    [
+        (made_run(1, mode="amp"), "loss", "compare.metric=loss: the run has no evalua"),
+        (made_run(1, mode="amp", evals=EMPTY), "loss", "must be one of (none)"),
+        (
+            made_run(1, 2.0, mode="amp"),
+            "top1",
+            "=top1: not in its evaluations; must be one of loss",
+        ),
+        (made_run(1, 0.0, mode="amp", metric="perplexity"), "perplexity", "must be above 0"),
+        (made_run(1, 2.0, mode="amp", foreign=True), "val/loss", "--tag=val/loss: not in its eval"),
+    ],
+)
+def test_a_run_without_an_outcome_is_named(run, metric, said):
+    own = made_arm({0: 2.0, 1: 2.0}, mode="amp", metric=metric)
+    own.runs[1] = run
+    with raises_line(BadInput, "runs/amp/s1", said):
+        outcomes(own, own, Question(metric=metric))
 
 
 def test_an_error_rate_is_judged_in_points_and_lower_is_better(tmp_path):

@@ -1,39 +1,23 @@
 """Our result beside the paper's: right row, right sign, scale of both, and what cannot be said."""
 
 from dataclasses import replace
-from html.parser import HTMLParser
 
-import numpy as np
 import pytest
 
-from mprun.compare.findings import Arm, Comparison, Group, Outcome, Row, RunData, Verdict
+from mprun.compare.findings import Comparison, Group, Outcome, Row, Verdict
 from mprun.compare.paper import HEADER, paper_markdown, paper_rows
 from mprun.compare.report import paper_html
 
-EMPTY = np.empty(0)
+from .made_comparison import Page
+from .made_runs import made_arm
 
 
 def row(mode, seeds, mean, verdict, device="cpu", steps=400) -> Row:
-    runs = [
-        RunData(
-            f"outputs/{mode}-s{seed}",
-            mode,
-            "none",
-            seed,
-            "done",
-            None,
-            steps,
-            {},
-            {},
-            EMPTY,
-            EMPTY,
-            sample="image",
-            environment={"device": "cpu"} if device == "cpu" else {"device": "cuda", "gpu": device},
-        )
-        for seed in seeds
-    ]
-    outcomes = [Outcome(seed, mean) for seed in seeds]
-    return Row(Arm(mode, mode, runs), verdict, outcomes, mean=mean)
+    there = {"device": "cpu"} if device == "cpu" else {"device": "cuda", "gpu": device}
+    arm = made_arm(
+        dict.fromkeys(seeds, mean), mode, steps=[steps], sample="image", environment=there
+    )
+    return Row(arm, verdict, [Outcome(seed, mean) for seed in seeds], mean=mean)
 
 
 def group(keys, modes, metric="loss", baseline=0.5, margin=0.01, **more) -> Group:
@@ -132,17 +116,10 @@ def test_bigger_language_models_need_more_steps_than_ours():
 
 
 def test_biglstm_itself_at_the_paper_s_length():
-    keys = LM | {
-        "model.num_layers": 2,
-        "model.hidden_size": 8192,
-        "model.projection_size": 1024,
-        "data.name": "one_billion_words",
-    }
-    [made] = paper_rows(
-        Comparison(
-            [group(keys, [("fp16_master", 3.4, MATCH)], steps=300_000, device="NVIDIA H200")]
-        )
-    )
+    keys = LM | {"model.num_layers": 2, "model.hidden_size": 8192, "model.projection_size": 1024}
+    keys |= {"data.name": "one_billion_words"}
+    where = {"steps": 300_000, "device": "NVIDIA H200"}
+    [made] = paper_rows(Comparison([group(keys, [("fp16_master", 3.4, MATCH)], **where)]))
     assert "smaller relative" not in made.reading and "cannot show" not in made.reading
     assert "Numbers compare only if the data are One Billion Word." in made.reading
     assert "NVIDIA H200" in made.our_scale and "emulated" not in made.our_scale
@@ -181,27 +158,6 @@ def test_a_group_without_the_paper_s_modes_says_so():
     assert made.lines[1].mode == "fp16_master+norm_dtype=fp16"
 
 
-class Cells(HTMLParser):
-    """Texts of td, and every tag that was opened."""
-
-    def __init__(self):
-        super().__init__()
-        self.cells, self.tags, self.inside = [], [], False
-
-    def handle_starttag(self, tag, attributes):
-        self.tags.append(tag)
-        if tag == "td":
-            self.cells.append("")
-        self.inside = tag == "td"
-
-    def handle_endtag(self, tag):
-        self.inside = False
-
-    def handle_data(self, data):
-        if self.inside:
-            self.cells[-1] += data
-
-
 def test_markdown_and_html_show_every_cell_and_escape_them():
     odd = group(RESNET, [("fp16_master", 97.2, MATCH)], "top1", 97.0, 1.0, title="<b>|&")
     rows = paper_rows(Comparison([odd, group(LM, [("amp", 2.0, MATCH)], baseline=2.0)]))
@@ -211,10 +167,10 @@ def test_markdown_and_html_show_every_cell_and_escape_them():
         for made in rows
         for line in made.lines
     ]
-    parser = Cells()
-    parser.feed(paper_html(rows))
-    assert parser.cells == [cell for cells in wanted for cell in cells]
-    assert not {"b", "i", "script"} & set(parser.tags)
+    page = Page(paper_html(rows))
+    shown = [data for tag, data in page.texts if tag == "td" and data.strip()]
+    assert shown == [cell for cells in wanted for cell in cells if cell]
+    assert not {"b", "i", "script"} & {tag for tag, _ in page.elements}
     text = paper_markdown(rows)
     table = [line for line in text.splitlines() if line.startswith("|")]
     assert len(table) == len(wanted) + 2 * len(rows)

@@ -6,7 +6,6 @@ import io
 import json
 import re
 from dataclasses import replace
-from html.parser import HTMLParser
 
 import pytest
 from PIL import Image
@@ -17,44 +16,7 @@ from mprun.compare.report import LIMIT, write_report
 from mprun.compare.text import answer
 from mprun.plots.panel import MARKS
 
-from .made_comparison import comparison, gan_group, group
-
-VOID = {"meta", "br", "wbr", "img"}
-
-
-class Page(HTMLParser):
-    """Text by tag, attributes of every element, and a check that every element is closed."""
-
-    def __init__(self, text: str):
-        super().__init__()
-        self.open: list[str] = []
-        self.elements: list[tuple[str, dict]] = []
-        self.texts: list[tuple[str, str]] = []
-        self.feed(text)
-        assert self.open == []
-
-    def handle_starttag(self, tag, attributes):
-        self.elements.append((tag, dict(attributes)))
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attributes):
-        self.elements.append((tag, dict(attributes)))
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.texts.append((self.open[-1] if self.open else "", data))
-
-    def all(self, tag: str) -> list[dict]:
-        return [attributes for name, attributes in self.elements if name == tag]
-
-    @property
-    def words(self) -> str:
-        return " ".join(
-            " ".join(data for tag, data in self.texts if tag not in ("style", "script")).split()
-        )
+from .made_comparison import Page, comparison, gan_group, group
 
 
 def written(a_comparison: Comparison, folder) -> tuple[str, Page]:
@@ -182,14 +144,9 @@ def test_the_same_comparison_gives_the_same_files(tmp_path):
 def test_the_top_tells_what_was_run_where_with_what_and_when(usual, tmp_path):
     facts = re.search(r'<dl class="facts">.*?</dl>', usual[0], re.DOTALL)[0]
     told = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", facts))
-    assert told == {
-        "Model": "resnet50",
-        "Runs": "25, in 5 modes, seeds 0-4",
-        "Steps": "2000",
-        "Hardware": "Example CPU @ 2.00GHz, 1 thread",
-        "torch": "2.13.0",
-        "Date": "2026-01-01 to 2026-01-05",
-    }
+    runs = {"Model": "resnet50", "Runs": "25, in 5 modes, seeds 0-4", "Steps": "2000"}
+    where = {"Hardware": "Example CPU @ 2.00GHz, 1 thread", "torch": "2.13.0"}
+    assert told == {**runs, **where, "Date": "2026-01-01 to 2026-01-05"}
     one = group(seeds=3, steps=400)
     for run in one.every_run:
         run.choices["data"], run.keys["data.batch_size"] = "digits_32", 64
@@ -233,9 +190,8 @@ def test_a_cpu_is_named_as_such_and_a_gpu_is_not(usual, tmp_path):
     assert "says nothing about a GPU" in usual[1].words
     assert "The resident set is that of the whole process" in usual[1].words
     one = group(seeds=3, steps=400)
-    for row in (one.baseline, *one.rows):
-        for run in row.arm.runs:
-            run.environment["device"], run.memory_measure = "cuda", "CUDA allocated"
+    for run in one.every_run:
+        run.environment["device"], run.memory_measure = "cuda", "CUDA allocated"
     _, page = written(comparison(one), tmp_path)
     assert "says nothing about a GPU" not in page.words
     assert "measured as: CUDA allocated" in page.words
@@ -256,10 +212,9 @@ def test_a_baseline_alone_and_a_mode_whose_runs_all_failed_are_still_told(severa
 
 def test_a_foreign_log_is_told_as_what_it_is(tmp_path):
     one = group(seeds=3, steps=400)
-    for row in (one.baseline, *one.rows):
-        for run in row.arm.runs:
-            run.foreign, run.keys, run.environment, run.flags = True, {}, {}, {}
-            run.evals["train/loss"] = run.evals["loss"]
+    for run in one.every_run:
+        run.foreign, run.keys, run.environment, run.flags = True, {}, {}, {}
+        run.evals["train/loss"] = run.evals["loss"]
     one = replace(one, metric="train/loss", keys={}, by_seed=False, rows=one.rows[3:])
     _, page = written(comparison(one), tmp_path)
     assert "mean of train/loss over the last tenth of the steps" in page.words

@@ -16,7 +16,7 @@ from tensorboard.plugins.custom_scalar import layout_pb2
 from mprun.compare.tensorboard_summary import write_means, write_summaries
 
 from .made_comparison import comparison, gan_group, group
-from .run_folders import write_run
+from .run_folders import write_run, write_study
 
 SLUG = "resnet50-digits_32"
 BOUNDS = ("highest", "lowest")
@@ -32,10 +32,17 @@ def scalars(folder, tag) -> dict[int, float]:
     return {point.step: point.value for point in read(folder).Scalars(tag)}
 
 
-def test_one_run_per_mode_with_mean_lowest_and_highest(tmp_path):
-    one = group(steps=400)
-    folder = write_summaries(comparison(one), tmp_path)
-    assert folder == tmp_path / "_summary"
+@pytest.fixture(scope="module")
+def usual(tmp_path_factory):
+    """A group and the folder of its summaries, for reading."""
+    one, beside = group(steps=400), tmp_path_factory.mktemp("usual")
+    folder = write_summaries(comparison(one), beside)
+    assert folder == beside / "_summary"
+    return one, folder
+
+
+def test_one_run_per_mode_with_mean_lowest_and_highest(usual):
+    one, folder = usual
     modes = ["amp", "fp16_master", "fp16_master_scaled", "fp16_naive", "fp32"]
     assert sorted(path.name for path in folder.iterdir()) == modes
     # As TensorBoard sorts them: it opens the first two sections, eval and train.
@@ -56,9 +63,8 @@ def test_one_run_per_mode_with_mean_lowest_and_highest(tmp_path):
         np.testing.assert_allclose(list(found.values()), values, rtol=2.0**-24)
 
 
-def test_the_layout_has_a_margin_chart_per_quantity_and_its_tags_exist(tmp_path):
-    folder = write_summaries(comparison(group(steps=400)), tmp_path)
-    accumulator = read(folder / "fp32")
+def test_a_margin_chart_per_quantity_has_tags_that_exist_and_the_verdict_is_a_table(usual):
+    accumulator = read(usual[1] / "fp32")
     (event,) = accumulator.Tensors("custom_scalars__config__")
     layout = layout_pb2.Layout.FromString(event.tensor_proto.string_val[0])
     (category,) = layout.category
@@ -71,11 +77,6 @@ def test_the_layout_has_a_margin_chart_per_quantity_and_its_tags_exist(tmp_path)
     ]
     known = accumulator.Tags()["scalars"]
     assert sorted(tags) == sorted(tag for tag in known if "vs" not in tag)
-
-
-def test_the_verdict_is_a_markdown_table(tmp_path):
-    folder = write_summaries(comparison(group(steps=400)), tmp_path)
-    accumulator = read(folder / "fp32")
     assert accumulator.SummaryMetadata("verdict").plugin_data.plugin_name == "text"
     (event,) = accumulator.Tensors("verdict")
     text = event.tensor_proto.string_val[0].decode()
@@ -83,9 +84,8 @@ def test_the_verdict_is_a_markdown_table(tmp_path):
 
 
 def test_many_runs_make_one_run_a_mode(tmp_path):
-    for seed in range(21):
-        write_run(tmp_path / f"fp32-s{seed}", seed=seed, final=1.0 + seed)
-        write_run(tmp_path / f"amp-s{seed}", "amp", seed, final=1.1 * (1.0 + seed))
+    finals = [1.0 + seed for seed in range(21)]
+    write_study(tmp_path, {"fp32": finals, "amp": [1.1 * final for final in finals]})
     folder = write_means([tmp_path], tmp_path)
     assert sorted(path.name for path in folder.iterdir()) == ["amp", "fp32"]
     assert scalars(folder / "fp32", "eval/loss") == {40: 11.0}
@@ -95,8 +95,8 @@ def test_many_runs_make_one_run_a_mode(tmp_path):
 
 def test_what_else_is_swept_makes_sections_and_no_runs(tmp_path):
     for lr in (0.1, 0.2):
-        for mode in ("fp32", "amp"):
-            write_run(tmp_path / f"{mode}{lr}", mode, overrides={"optim.lr": lr}, final=lr)
+        study = {"fp32": [lr], "amp": [lr]}
+        write_study(tmp_path / f"{lr}", study, overrides={"optim.lr": lr})
         write_run(tmp_path / f"static{lr}", "amp", scaler="static", overrides={"optim.lr": lr})
     folder = write_means([tmp_path], tmp_path)
     assert sorted(path.name for path in folder.iterdir()) == ["amp", "amp__static_", "fp32"]
@@ -115,15 +115,8 @@ def test_runs_without_an_outcome_are_in_no_mean_but_their_own(tmp_path):
     assert not any("vs" in tag for tag in read(folder / "amp").Tags()["scalars"])
 
 
-def test_without_a_baseline_there_are_curves_all_the_same(tmp_path):
-    write_run(tmp_path / "amp", "amp", final=3.0)
-    folder = write_means([tmp_path], tmp_path)
-    assert scalars(folder / "amp", "eval/loss") == {40: 3.0}
-    assert not any("vs" in tag for tag in read(folder / "amp").Tags()["scalars"])
-
-
 def test_old_summaries_are_replaced_and_nothing_else_is_touched(tmp_path):
-    one = group(steps=400)
+    one = group(seeds=3, steps=400)
     one.rows[0].arm.label = "old"
     write_summaries(comparison(one), tmp_path)
     stranger = tmp_path / "_summary" / "old" / "events.out.tfevents.1.host"
@@ -131,7 +124,7 @@ def test_old_summaries_are_replaced_and_nothing_else_is_touched(tmp_path):
     outside = tmp_path / "events.out.tfevents.2.host.mprun-compare"
     outside.write_bytes(b"not below _summary")
     for _ in range(2):
-        folder = write_summaries(comparison(group(steps=400)), tmp_path)
+        folder = write_summaries(comparison(group(seeds=3, steps=400)), tmp_path)
     assert outside.is_file()
     assert [path for path in (folder / "old").rglob("*") if path.is_file()] == [stranger]
     for mode in folder.glob("*[!d]"):  # all but "old"

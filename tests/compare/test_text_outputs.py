@@ -19,7 +19,6 @@ from mprun.compare.text import (
     seeds_text,
     value_text,
 )
-from mprun.record.console import markdown_table
 
 from .made_comparison import comparison, gan_group, group
 
@@ -63,30 +62,14 @@ def test_the_console_puts_the_verdict_first_in_aligned_columns(made):
     assert max(map(len, lines)) <= 120
     start = next(i for i, line in enumerate(lines) if line.startswith("  verdict"))
     table = lines[start : start + 6]
-    assert [line.split()[0] for line in table] == [
-        "verdict",
-        "baseline",
-        "diverged",
-        "worse",
-        "inconclusive",
-        "matches",
-    ]
+    verdicts = ["verdict", "baseline", "diverged", "worse", "inconclusive", "matches"]
+    assert [line.split()[0] for line in table] == verdicts
     column = table[0].index("mode")
-    assert [line[column:].split()[0] for line in table[1:]] == [
-        "fp32",
-        "fp16_naive",
-        "fp16_master",
-        "fp16_master_scaled",
-        "amp",
-    ]
+    modes = ["fp32", "fp16_naive", "fp16_master", "fp16_master_scaled", "amp"]
+    assert [line[column:].split()[0] for line in table[1:]] == modes
     text = " ".join(" ".join(lines).split())
     assert "amp: matches FP32: difference +0.12 %" in text
     assert text.index("--allow optim.lr") < text.index("resnet50-digits_32")
-
-
-def test_an_empty_comparison_says_so():
-    assert console(Comparison([])) == "nothing was compared"
-    assert markdown(Comparison([])).startswith("# ")
 
 
 def test_results_are_plain_json_with_the_numbers_of_the_findings(made):
@@ -96,9 +79,8 @@ def test_results_are_plain_json_with_the_numbers_of_the_findings(made):
     assert one["margin"] == 0.01 and one["baseline"]["verdict"] is None
     amp = one["modes"][3]
     assert amp["label"] == "amp" and amp["verdict"]["name"] == "matches"
-    assert amp["verdict"]["shown"] == pytest.approx(
-        {"unit": "%", "difference": 0.12, "low": -0.31, "high": 0.55, "margin": 1.0}
-    )
+    shown = {"unit": "%", "difference": 0.12, "low": -0.31, "high": 0.55, "margin": 1.0}
+    assert amp["verdict"]["shown"] == pytest.approx(shown)
     assert amp["runs"] == [f"outputs/made/amp-s{seed}" for seed in range(5)]
     naive = one["modes"][0]
     assert naive["outcomes"][0]["value"] == "nan" and naive["outcomes"][0]["step"] == 133
@@ -160,6 +142,8 @@ def test_emulated_speed_stands_beside_no_verdict_unmarked():
 
 
 def test_small_texts():
+    assert console(Comparison([])) == "nothing was compared"
+    assert markdown(Comparison([])).startswith("# ")
     assert seeds_text([2, 0, 1, 5, 7, 8]) == "0-2, 5, 7-8"
     assert scale_text((2.0**9, 2.0**16)) == "2^9 to 2^16"
     assert scale_text((128.0, 128.0)) == "2^7"
@@ -167,8 +151,3 @@ def test_small_texts():
     assert value_text(float("nan")) == "nan" and value_text(0.123456) == "0.1235"
     assert margin_text(group(seeds=3, steps=400)) == "1 % of FP32's mean"
     assert level_text(group(seeds=3, steps=400)) == "90 %"
-
-
-def test_a_bar_in_a_cell_stays_one_cell():
-    lines = markdown_table(["a"], [["x|y"]]).splitlines()
-    assert lines == ["| a    |", "|------|", "| x\\|y |"]
