@@ -11,6 +11,7 @@ import torch
 
 from mprun.bench.contest import Contest
 from mprun.bench.plan import Case, Row
+from mprun.cli import main
 from mprun.cli.bench import exit_code, parse
 from mprun.config.compose import compose_config
 from mprun.config.option_files import conf_dir
@@ -67,6 +68,13 @@ def test_a_folder_that_holds_something_is_not_written_to(tmp_path, capsys):
 
 def test_baselines_come_first_whatever_the_order_given():
     assert parse(["--modes", "amp,fp32,amp"]).modes == ["fp32", "amp"]
+
+
+@pytest.mark.slow
+def test_json_is_all_that_is_printed(tmp_path, capsys):
+    words = [*TINY, "--modes=fp32", "--budget=120", "--json", f"--out={tmp_path / 'b'}"]
+    assert main(["bench", *words]) == 0
+    assert json.loads(capsys.readouterr().out)["format"] == 1
 
 
 @pytest.mark.slow
@@ -178,11 +186,3 @@ def test_ctrl_c_ends_the_children_and_keeps_what_is_there(tmp_path):
     assert process.returncode == 130, error
     found = json.loads((folder / "bench.json").read_text())
     assert found["ended"] == "interrupted" and found["rows"][0]["windows"]
-
-
-@pytest.mark.slow
-def test_json_is_all_that_is_printed(tmp_path):
-    process = bench(*TINY, "--modes=fp32", "--budget=120", "--json", f"--out={tmp_path / 'b'}")
-    out, error = process.communicate()
-    assert process.returncode == 0, error
-    assert json.loads(out)["format"] == 1

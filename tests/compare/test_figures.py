@@ -56,9 +56,6 @@ def test_a_record_that_is_not_finite_is_bridged_and_nothing_is_made_up_outside()
     x = np.arange(5.0)
     y = np.array([np.nan, 1, np.inf, 3, np.nan])
     np.testing.assert_array_equal(band([(x, y)], x).mean, [np.nan, 1, 2, 3, np.nan])
-
-
-def test_bands_of_nothing_are_empty():
     empty = (np.empty(0), np.empty(0))
     assert len(band([empty], grid([empty], 5)).mean) == 0
     assert np.isnan(band([empty], np.arange(3.0)).mean).all()

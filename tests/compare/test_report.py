@@ -78,6 +78,7 @@ def test_the_table_has_the_numbers_of_each_mode(usual):
     naive = " ".join(re.sub(r"<[^>]+>", " ", rows[2]).split())
     assert "fp16_ naive ✗ diverged 0.5052 (seeds 1, 3)" in naive
     assert "±1 % of FP32" in usual[1].words
+    assert "Numerics" not in text  # without probes
 
 
 @pytest.mark.parametrize("of", ["usual", "several"])
@@ -158,19 +159,6 @@ def test_the_top_tells_what_was_run_where_with_what_and_when(usual, tmp_path):
 
 
 @pytest.mark.slow
-def test_columns_that_say_nothing_are_left_out_and_emulated_speed_is_told(tmp_path):
-    one = group(seeds=3, steps=400)
-    for row in one.rows:
-        for run in row.arm.runs:
-            run.half_products = "emulated-fp16"
-    text, page = written(comparison(one), tmp_path)
-    table = re.search(r'<table class="verdicts">.*?</table>', text, re.DOTALL)[0]
-    assert "speed" not in table and "peak memory" not in table and "0.55x" in table
-    assert "Speed and peak memory are left out: 16-bit products were emulated" in page.words
-    assert "images/s" not in page.words
-
-
-@pytest.mark.slow
 def test_stamps_and_what_was_left_out_are_told(tmp_path):
     one = group(seeds=3, steps=400)
     one.rows[3].arm.runs[0].environment["cpu"] = "Another CPU"
@@ -186,15 +174,22 @@ def test_stamps_and_what_was_left_out_are_told(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_cpu_is_named_as_such_and_a_gpu_is_not(usual, tmp_path):
+def test_a_cpu_is_named_as_such_and_a_gpu_and_emulated_speed_are_not(usual, tmp_path):
     assert "says nothing about a GPU" in usual[1].words
     assert "The resident set is that of the whole process" in usual[1].words
     one = group(seeds=3, steps=400)
     for run in one.every_run:
         run.environment["device"], run.memory_measure = "cuda", "CUDA allocated"
-    _, page = written(comparison(one), tmp_path)
+    _, page = written(comparison(one), tmp_path / "cuda")
     assert "says nothing about a GPU" not in page.words
     assert "measured as: CUDA allocated" in page.words
+    for run in one.every_run:
+        run.half_products = "emulated-fp16"
+    text, page = written(comparison(one), tmp_path / "emulated")
+    table = re.search(r'<table class="verdicts">.*?</table>', text, re.DOTALL)[0]
+    assert "speed" not in table and "peak memory" not in table and "0.55x" in table
+    assert "Speed and peak memory are left out: 16-bit products were emulated" in page.words
+    assert "images/s" not in page.words
 
 
 def test_what_differs_from_the_baseline_is_listed_per_mode(usual):

@@ -164,12 +164,8 @@ def server(tmp_path):
         stderr=subprocess.PIPE,
         text=True,
     )
-    address = None
-    for line in process.stderr:
-        if found := re.search(r"http://\S+:(\d+)/", line):
-            address = f"http://localhost:{found[1]}"
-            break
-    yield address
+    ports = (re.search(r"http://\S+:(\d+)/", line) for line in process.stderr)
+    yield f"http://localhost:{next(filter(None, ports))[1]}"
     process.kill()
     process.wait()
     process.stderr.close()
