@@ -1,12 +1,7 @@
-"""What each rank of a test does: `python -m tests.distributed.of_a_rank CASES OUT`.
-
-Joins the ranks that the environment says, or is alone, and runs every case (a list of overrides)
-for some steps. Rank r writes OUT/r.pt: by case the digests of the state after each step.
-"""
+"""What each rank of a test does: every case for some steps, its state digested after each."""
 
 import hashlib
-import json
-import sys
+import os
 from pathlib import Path
 
 import torch
@@ -15,13 +10,13 @@ from torch.utils._pytree import tree_leaves
 
 from mprun.build import build
 from mprun.config.compose import compose_config
+from mprun.distributed.group import join
 from mprun.distributed.places import place_from
-from mprun.distributed.ranks import ALONE
 from mprun.precision import pin_math_flags
 from mprun.tasks.supervised import Supervised
 
-STEPS = 10
 PLANTED = 4  # step whose micro-batch 1 holds an infinite pixel
+STEPS = 6  # one more, with the scale that it leaves
 
 
 class Small(nn.Module):
@@ -132,19 +127,22 @@ def exchanged(ranks) -> dict:
     return {"in order": ranks.in_order(own), "mean": ranks.mean(sums, count)}
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    cases, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
-    place, ranks = place_from(), ALONE
-    if place is not None:
-        from mprun.distributed.group import join
-
-        ranks = join(place, torch.device("cpu"), 60.0)
+def found_by(ranks, cases: dict) -> dict:
+    """What was `taken`, by case, and what ranks exchange."""
     found = {name: taken(own["overrides"], ranks, own["plants"]) for name, own in cases.items()}
-    found["exchanged"] = exchanged(ranks)
-    torch.save(found, out / f"{ranks.rank}.pt")
+    return found | {"exchanged": exchanged(ranks)}
+
+
+def environment_of(rank: int, world: int, port: int) -> dict[str, str]:
+    """As torchrun would set it."""
+    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_PORT": port}
+    return {"MASTER_ADDR": "127.0.0.1"} | {name: str(value) for name, value in own.items()}
+
+
+def be(rank: int, world: int, port: int, cases: dict, out: Path) -> None:
+    """Be a rank, in a process of its own, which writes what it found to `out`/RANK.pt."""
+    torch.set_num_threads(1)
+    os.environ.update(environment_of(rank, world, port))
+    ranks = join(place_from(), torch.device("cpu"), 60.0)
+    torch.save(found_by(ranks, cases), out / f"{rank}.pt")
     ranks.leave(0)
-
-
-if __name__ == "__main__":
-    main()
