@@ -1,7 +1,28 @@
-"""Processes of this machine, read off /proc."""
+"""Processes of `mprun`, and those of this machine, read off /proc."""
 
+import os
+import subprocess
+import sys
 from contextlib import suppress
 from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _command(words, before=("-m", "mprun"), **environment) -> dict:
+    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | environment
+    variables = os.environ | {name: str(value) for name, value in own.items()}
+    return {"args": [sys.executable, *before, *map(str, words)], "env": variables, "text": True}
+
+
+def start(*words, stderr=subprocess.DEVNULL, **more) -> subprocess.Popen:
+    """`mprun WORDS` as a process; more: variables, and `before`, by what it is started."""
+    return subprocess.Popen(**_command(words, **more), stdout=subprocess.DEVNULL, stderr=stderr)
+
+
+def mprun(*words, **more) -> subprocess.CompletedProcess:
+    """What `start` starts, when it has ended."""
+    return subprocess.run(**_command(words, **more), capture_output=True, timeout=300)
 
 
 def with_word(text: str) -> list[int]:

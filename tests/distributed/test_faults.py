@@ -1,17 +1,12 @@
 """A run of two ranks, one of which meets a fault: exit code, record, time, orphans."""
 
-import json
-import os
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 
-from .processes import with_word
+from ..helpers import record_of
+from .processes import mprun, with_word
 
-ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 8.0  # dist.timeout_s; of a rank that is gone without a word the others know sooner
 # Kind -> exit code, status, words of the cause. Before its first step a run has no record, a
 # signal ends it at once, and what a factory raises is bad input.
@@ -28,17 +23,9 @@ WANTED = {
 BEFORE = {"signal": 143, "exception": 2}
 
 
-def run(arguments, fault, tmp_path):
-    environment = os.environ | {
-        "FAULT": fault,
-        "FAULT_AT": str(tmp_path / "at"),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
-    }
-    words = [sys.executable, "-m", "mprun", *arguments]
-    return subprocess.run(
-        words, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=180
-    )
+def faulty(fault, tmp_path):
+    """The environment in which rank 1 meets KIND:PHASE."""
+    return {"FAULT": fault, "FAULT_AT": str(tmp_path / "at")}
 
 
 def arguments_of(kind, directory):
@@ -54,9 +41,12 @@ def arguments_of(kind, directory):
     ]
 
 
-def check(kind, phase, tmp_path):
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["start", "training", "evaluation"])
+@pytest.mark.parametrize("kind", WANTED)
+def test_every_fault_in_every_phase(kind, phase, tmp_path):
     directory = tmp_path / "run"
-    ended = run(arguments_of(kind, directory), f"{kind}:{phase}", tmp_path)
+    ended = mprun(*arguments_of(kind, directory), **faulty(f"{kind}:{phase}", tmp_path))
     seconds = time.time() - (tmp_path / "at").stat().st_mtime
     code, status, cause = WANTED[kind]
     if phase == "evaluation" and kind in ("inf", "nan"):
@@ -71,17 +61,10 @@ def check(kind, phase, tmp_path):
     if before:
         assert not directory.exists()
         return
-    record = json.loads((directory / "run.json").read_text())
+    record = record_of(directory)
     assert record["status"] == status
     assert (record["cause"] or "").startswith(cause or "")
     kept = [log.name for log in directory.glob("ranks/*")]
     assert kept == (["rank-00001.log"] if status == "failed" else [])
     if kind == "inf" and phase != "evaluation":
         assert record["skipped"] == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("phase", ["start", "training", "evaluation"])
-@pytest.mark.parametrize("kind", WANTED)
-def test_every_fault_in_every_phase(kind, phase, tmp_path):
-    check(kind, phase, tmp_path)

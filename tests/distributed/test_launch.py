@@ -1,12 +1,8 @@
 """How ranks are started: by mprun, by torchrun, by srun; stopped, started again, continued."""
 
-import json
-import os
 import signal
 import subprocess
-import sys
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -20,12 +16,12 @@ from mprun.errors import RankFailed
 from mprun.record import checkpoint
 from mprun.record.run_directory import locked
 
-from .of_a_rank import digest
-from .processes import children_of, with_word
-from .test_faults import arguments_of, run
+from ..helpers import record_of, refused, rows_of
+from .of_a_rank import digest, environment_of
+from .processes import children_of, mprun, start, with_word
+from .test_faults import arguments_of, faulty
 from .test_same_bits import free_port
 
-ROOT = Path(__file__).resolve().parents[2]
 FACTORY = "model.factory=tests.distributed.of_a_rank:small"
 EXACT = [
     *("device=cpu", "threads=1", "model=custom", FACTORY, "data=digits_32", "data.batch_size=4"),
@@ -33,22 +29,16 @@ EXACT = [
     "train.checkpoint_every=5",
 ]
 LM = ["device=cpu", "threads=1", "model=lstm_lm", "data=synthetic_tokens", "train.steps=5"]
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+ENDLESS = [*EXACT, "devices=2", "train.steps=100000"]
 
 
-def mprun(*arguments, before=("-m", "mprun"), environment=ENVIRONMENT, **options):
-    return subprocess.run(
-        [sys.executable, *before, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=180,
-        **options,
-    )
-
-
-def record_of(directory):
-    return json.loads((directory / "run.json").read_text())
+def started_and_training(directory):
+    """A run of two ranks that has taken some steps."""
+    process = start(*ENDLESS, f"output_dir={directory}")
+    while not (directory / "metrics.jsonl").exists() or len(rows_of(directory)) < 10:
+        assert process.poll() is None
+        time.sleep(0.2)
+    return process
 
 
 def state_of(directory):
@@ -68,7 +58,7 @@ def test_a_run_of_two_ranks_is_that_of_one_and_goes_on_with_any_number(tmp_path)
     assert record["config_hash"] != ""
     assert not (two / "ranks").exists()
     assert begun.stdout == f"run: {two}\n"
-    resumed = mprun(f"resume={two}", "devices=1", FACTORY, "train.steps=8", cwd=tmp_path)
+    resumed = mprun(f"resume={two}", "devices=1", FACTORY, "train.steps=8")
     assert resumed.returncode == 0, resumed.stderr
     assert state_of(two) == state_of(straight)
     assert record_of(two)["config_hash"] == record_of(straight)["config_hash"]
@@ -92,13 +82,7 @@ def test_saved_at_one_number_of_ranks_resumed_at_another(world, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
 def test_asked_to_stop_all_ranks_stop_after_one_step(number, code, tmp_path):
-    words = [sys.executable, "-m", "mprun", *EXACT, "devices=2", "train.steps=100000"]
-    process = subprocess.Popen(
-        [*words, f"output_dir={tmp_path / 'run'}"], env=ENVIRONMENT, stderr=subprocess.DEVNULL
-    )
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    while not metrics.exists() or metrics.read_text().count("\n") < 10:
-        time.sleep(0.2)
+    process = started_and_training(tmp_path / "run")
     process.send_signal(number)
     assert process.wait(15) == code
     record = record_of(tmp_path / "run")
@@ -109,10 +93,10 @@ def test_asked_to_stop_all_ranks_stop_after_one_step(number, code, tmp_path):
 
 @pytest.mark.slow
 def test_lost_ranks_are_started_again_from_the_last_checkpoint(tmp_path):
-    plain = run(arguments_of("killed", tmp_path / "plain"), "none:none", tmp_path)
+    plain = mprun(*arguments_of("killed", tmp_path / "plain"), **faulty("none:none", tmp_path))
     assert plain.returncode == 0, plain.stderr
     again = [*arguments_of("killed", tmp_path / "again"), "restarts=1", "train.checkpoint_every=3"]
-    ended = run(again, "killed:training", tmp_path)
+    ended = mprun(*again, **faulty("killed:training", tmp_path))
     assert ended.returncode == 0, ended.stderr
     assert "rank 1 was killed (SIGKILL)" in ended.stderr
     one, other = record_of(tmp_path / "plain"), record_of(tmp_path / "again")
@@ -123,7 +107,7 @@ def test_lost_ranks_are_started_again_from_the_last_checkpoint(tmp_path):
 @pytest.mark.slow
 def test_what_diverged_is_not_started_again(tmp_path):
     arguments = [*arguments_of("nan", tmp_path / "run"), "restarts=3"]
-    assert run(arguments, "nan:training", tmp_path).returncode == 3
+    assert mprun(*arguments, **faulty("nan:training", tmp_path)).returncode == 3
     assert record_of(tmp_path / "run")["attempts"] == 1
 
 
@@ -138,59 +122,41 @@ def test_torchrun(tmp_path):
     ended = mprun(*LM, f"output_dir={tmp_path / 'run'}", before=before)
     assert ended.returncode == 0, ended.stderr
     assert record_of(tmp_path / "run")["ranks"]["world"] == 2
-    refused = mprun(*LM, "devices=4", f"output_dir={tmp_path / 'no'}", before=before)
-    assert "devices=4: the environment has 1 x 2 ranks" in refused.stderr
+    ended = mprun(*LM, "devices=4", f"output_dir={tmp_path / 'no'}", before=before)
+    assert "devices=4: the environment has 1 x 2 ranks" in ended.stderr
     assert not (tmp_path / "no").exists()
 
 
 @pytest.mark.slow
-def test_torchrun_starts_again(tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "code", "ended"), [("killed", 0, ("done", 2)), ("nan", 1, ("diverged", 1))]
+)
+def test_torchrun_starts_again_what_was_lost_and_not_what_diverged(kind, code, ended, tmp_path):
     """With a store of its own for each attempt: the shared one is not found again (torch 2.15)."""
-    environment = ENVIRONMENT | {
-        "FAULT": "killed:training",
-        "FAULT_AT": str(tmp_path / "at"),
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-    }
-    arguments = [a for a in arguments_of("killed", tmp_path / "run") if not a.startswith("devices")]
-    before = (*torchrun("--max-restarts", "1"), "-m", "mprun")
-    ended = mprun(*arguments, "train.checkpoint_every=3", before=before, environment=environment)
-    assert ended.returncode == 0, ended.stderr
-    assert record_of(tmp_path / "run")["attempts"] == 2
-
-
-@pytest.mark.slow
-def test_torchrun_does_not_start_again_what_diverged(tmp_path):
-    environment = ENVIRONMENT | {
-        "FAULT": "nan:training",
-        "FAULT_AT": str(tmp_path / "at"),
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-    }
-    arguments = [a for a in arguments_of("nan", tmp_path / "run") if not a.startswith("devices")]
+    arguments = [a for a in arguments_of(kind, tmp_path / "run") if not a.startswith("devices")]
     before = (*torchrun("--max-restarts", "2"), "-m", "mprun")
-    ended = mprun(*arguments, "train.checkpoint_every=3", before=before, environment=environment)
-    assert ended.returncode == 1  # of torchrun, whatever its ranks say
+    own = faulty(f"{kind}:training", tmp_path) | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    done = mprun(*arguments, "train.checkpoint_every=3", before=before, **own)
+    assert done.returncode == code, done.stderr
     record = record_of(tmp_path / "run")
-    assert (record["status"], record["attempts"]) == ("diverged", 1)
+    assert (record["status"], record["attempts"]) == ended
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2])
 def test_srun(devices, tmp_path):
     """Two tasks: two ranks of one machine, or two machines that start two each."""
-    processes = []
+    processes, port, job = [], free_port(), free_port()
     for task in range(2):
         machines = {"SLURM_NODEID": task, "SLURM_LOCALID": 0, "SLURM_NNODES": 2}
         ranks = {"SLURM_NODEID": 0, "SLURM_LOCALID": task, "SLURM_NNODES": 1}
         own = machines if devices == 2 else ranks
         own |= {"SLURM_STEP_ID": 0, "SLURM_PROCID": task, "SLURM_NTASKS": 2}
-        own |= {"SLURM_JOB_ID": free_port(), "SLURM_JOB_NODELIST": "localhost"}
-        own["MASTER_PORT"] = processes[0][1] if processes else free_port()
-        words = [sys.executable, "-m", "mprun", *LM, f"output_dir={tmp_path / 'run'}"]
+        own |= {"SLURM_JOB_ID": job, "SLURM_JOB_NODELIST": "localhost", "MASTER_PORT": port}
+        words = [*LM, f"output_dir={tmp_path / 'run'}"]
         words += ["devices=2", "nodes=2"] if devices == 2 else []
-        environment = ENVIRONMENT | {name: str(value) for name, value in own.items()}
-        process = subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True)
-        processes.append((process, own["MASTER_PORT"]))
-    for process, _ in processes:
+        processes.append(start(*words, stderr=subprocess.PIPE, **own))
+    for process in processes:
         _, stderr = process.communicate(timeout=180)
         assert process.returncode == 0, stderr
     assert record_of(tmp_path / "run")["ranks"]["world"] == 2 * devices
@@ -198,18 +164,13 @@ def test_srun(devices, tmp_path):
 
 @pytest.mark.slow
 def test_ranks_end_with_who_started_them(tmp_path):
-    words = [sys.executable, "-m", "mprun", *EXACT, "devices=2", "train.steps=100000"]
-    words.append(f"output_dir={tmp_path / 'run'}")
-    process = subprocess.Popen(words, env=ENVIRONMENT, stderr=subprocess.DEVNULL)
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    while not metrics.exists() or metrics.read_text().count("\n") < 10:
-        time.sleep(0.2)
+    process = started_and_training(tmp_path / "run")
     process.kill()
     process.wait()
-    until = time.monotonic() + 15
-    while with_word(words[-1]) and time.monotonic() < until:
+    until, word = time.monotonic() + 15, f"output_dir={tmp_path / 'run'}"
+    while with_word(word) and time.monotonic() < until:
         time.sleep(0.2)
-    assert with_word(words[-1]) == []
+    assert with_word(word) == []
     assert record_of(tmp_path / "run")["status"] == "preempted"
 
 
@@ -217,8 +178,7 @@ def test_ranks_end_with_who_started_them(tmp_path):
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 @pytest.mark.parametrize("after_s", [0.0, 0.5, 1.5])
 def test_asked_to_stop_before_there_is_a_run(number, code, after_s, tmp_path):
-    words = [sys.executable, "-m", "mprun", *EXACT, "devices=2", f"output_dir={tmp_path / 'run'}"]
-    process = subprocess.Popen(words, env=ENVIRONMENT, stderr=subprocess.DEVNULL)
+    process = start(*EXACT, "devices=2", f"output_dir={tmp_path / 'run'}")
     while not children_of(process.pid):
         time.sleep(0.01)
     time.sleep(after_s)
@@ -232,23 +192,18 @@ def test_a_run_that_another_command_holds_is_not_gone_on_with(tmp_path):
     begun = mprun(*EXACT, "train.steps=5", "devices=2", f"output_dir={tmp_path / 'run'}")
     assert begun.returncode == 0
     with locked(tmp_path / "run"):
-        refused = mprun(f"resume={tmp_path / 'run'}", FACTORY, "train.steps=8")
-    assert refused.returncode == 2
-    assert "in use by another process" in refused.stderr
+        ended = mprun(f"resume={tmp_path / 'run'}", FACTORY, "train.steps=8")
+    assert ended.returncode == 2
+    assert "in use by another process" in ended.stderr
 
 
 @pytest.mark.slow
 def test_ranks_of_different_configurations_do_not_meet(tmp_path):
-    port, processes = free_port(), []
-    for rank in range(2):
-        own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_PORT": port}
-        environment = ENVIRONMENT | {"MASTER_ADDR": "127.0.0.1"}
-        environment |= {name: str(value) for name, value in own.items()}
-        words = [sys.executable, "-m", "mprun", *LM, f"seed={rank}"]
-        words.append(f"output_dir={tmp_path / 'run'}")
-        processes.append(
-            subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True)
-        )
+    port, run = free_port(), f"output_dir={tmp_path / 'run'}"
+    processes = [
+        start(*LM, f"seed={rank}", run, stderr=subprocess.PIPE, **environment_of(rank, 2, port))
+        for rank in range(2)
+    ]
     for process in processes:
         _, stderr = process.communicate(timeout=60)
         assert process.returncode == 2, stderr
@@ -285,15 +240,17 @@ def test_what_fails_on_one_rank_fails_on_all_with_its_code():
     assert failed.value.exit_code == 4
 
 
-def test_a_sweep_is_started_once(tmp_path):
-    environment = ENVIRONMENT | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
-    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-    ended = mprun("-m", *LM, "seed=0,1", environment=environment, cwd=tmp_path)
-    assert ended.returncode == 2
-    assert "a sweep starts the ranks of its runs itself" in ended.stderr
-
-
-def test_more_ranks_than_a_machine_holds(tmp_path):
-    ended = mprun(*EXACT, "train.accumulate=1000", "devices=1000", cwd=tmp_path)
-    assert ended.returncode == 2
-    assert "devices=1000: this machine has" in ended.stderr
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["-m", *LM, "seed=0,1"], "a sweep starts the ranks of its runs itself"),
+        ([*EXACT, "train.accumulate=1000", "devices=1000"], "devices=1000: this machine has"),
+    ],
+)
+def test_what_is_not_started(words, told, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    if "-m" in words:
+        for name, value in environment_of(0, 2, 29500).items():
+            monkeypatch.setenv(name, value)
+    refused(capsys, *words, says=told)
+    assert list(tmp_path.iterdir()) == []

@@ -1,15 +1,11 @@
 """Ranks on GPUs, over NCCL: needs two of them."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
+from ..helpers import record_of
+from .processes import mprun
+
 MODES = ("fp32", "tf32", "fp16_master_scaled", "amp", "bf16_master", "amp_bf16")
 OVERRIDES = {
     "classification": "model=resnet50 data=synthetic_images data.image_size=64",
@@ -24,11 +20,9 @@ pytestmark = [
 
 
 def loss_of(folder, *overrides):
-    words = [sys.executable, "-m", "mprun", "device=cuda", *overrides, f"output_dir={folder}"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    ended = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=300)
+    ended = mprun("device=cuda", *overrides, f"output_dir={folder}")
     assert ended.returncode == 0, ended.stderr
-    record = json.loads((folder / "run.json").read_text())
+    record = record_of(folder)
     return record["final"]["loss"], record
 
 

@@ -23,7 +23,7 @@ def ranks_of(world):
     return found
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.integers(1, 1024), st.integers(1, 8), st.integers(0, 100), st.data())
 def test_the_samples_of_the_ranks_are_those_of_the_update(world, own, step, data):
     batch, parts = data.draw(st.integers(1, 4)), world * own
@@ -39,7 +39,7 @@ def test_the_samples_of_the_ranks_are_those_of_the_update(world, own, step, data
     assert streams == list(range(parts))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.integers(1, 1024), st.integers(0, 3000))
 def test_every_held_out_batch_is_evaluated_once(world, batches):
     source = completed(SimpleNamespace(eval_batches=lambda: iter(range(batches))))
