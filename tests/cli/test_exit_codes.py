@@ -5,7 +5,6 @@ import fcntl
 import json
 import os
 import pty
-import re
 import signal
 import subprocess
 import sys
@@ -28,7 +27,7 @@ from mprun.training.loop import train
 from mprun.training.messages import _next
 from mprun.training.signals import Interruption, Stopped
 
-from ..helpers import LM, TINY_LM
+from ..helpers import LM, TINY_LM, record_of, rows_of, run
 
 AUTOENCODER = [
     "device=cpu",
@@ -39,10 +38,6 @@ AUTOENCODER = [
     "model.width=2",
     "model.code_size=4",
 ]
-
-
-def record_of(run) -> dict:
-    return json.loads((run / "run.json").read_text())
 
 
 def test_done_is_0(tmp_path, capsys, monkeypatch):
@@ -235,28 +230,32 @@ SIGNALS += [(signal.SIGUSR2, 75), (signal.SIGXCPU, 75), (signal.SIGALRM, 75)]
 
 
 @pytest.mark.parametrize(("number", "code"), SIGNALS)
-@pytest.mark.few(1)
-def test_a_signal_stops_at_a_step_with_a_checkpoint(number, code, tmp_path, capsys):
-    run = tmp_path / "r"
-    process = start(run, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    while not re.match(r"step \d+/", process.stderr.readline()):
-        assert process.poll() is None
-    process.send_signal(number)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == code, err
-    assert out == f"run: {run}\n" and "Traceback" not in err
+def test_a_signal_stops_at_a_step_with_a_checkpoint(number, code, tmp_path, monkeypatch, capfd):
+    """Sent to this process, from within its third step: the step is ended first."""
+    folder, show = tmp_path / "r", Progress.show
+
+    def asked_to_stop(self, step, record):
+        show(self, step, record)
+        if step == 3:
+            os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(Progress, "show", asked_to_stop)
+    length = ["train.steps=1000", "train.log_every=1", "train.checkpoint_every=1000"]
+    assert run(folder, *TINY_LM, "precision=amp", *length) == code
+    out, err = capfd.readouterr()
+    assert out == f"run: {folder}\n" and "Traceback" not in err
     # What happens is said at once, how to go on at the end.
-    assert f"mprun: {number.name}: stopping" in err and f"mprun resume={run}" in err
-    record = record_of(run)
+    assert f"mprun: {number.name}: stopping" in err and f"mprun resume={folder}" in err
+    record = record_of(folder)
     assert (record["status"], record["cause"]) == ("preempted", number.name)
     step = record["last_step"]
-    assert [p.name for p in (run / "checkpoints").iterdir()] == [f"step-{step:08}"]
+    assert step in (3, 4)  # of a step that has been shown the next may have begun
+    assert [p.name for p in (folder / "checkpoints").iterdir()] == [f"step-{step:08}"]
     # Every step that is done is in the record, and the run goes on from there.
-    assert read_metrics(run / "metrics.jsonl")[-1]["step"] == step
-    assert main([f"resume={run}", f"train.steps={step + 2}"]) == 0
-    steps = [r["step"] for r in read_metrics(run / "metrics.jsonl") if r["split"] == "train"]
-    assert steps == list(range(1, step + 3))
-    assert record_of(run)["attempts"] == 2
+    assert rows_of(folder)[-1]["step"] == step
+    assert main([f"resume={folder}", "train.steps=6"]) == 0
+    assert [row["step"] for row in rows_of(folder, "train")] == [1, 2, 3, 4, 5, 6]
+    assert record_of(folder)["attempts"] == 2
 
 
 @pytest.mark.slow

@@ -7,8 +7,6 @@ import sys
 import tomllib
 from pathlib import Path
 
-import pytest
-
 from mprun.errors import OF_EXTRAS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,36 +20,38 @@ MODULES = {
     "pyyaml": "yaml",
 }
 # As if nothing was installed but the core.
-WITHOUT_EXTRAS = f"import sys; sys.modules.update(dict.fromkeys({OF_EXTRAS})); "
+WITHOUT_EXTRAS = f"import sys; sys.modules.update(dict.fromkeys({OF_EXTRAS}))"
+ENGINE = f"""
+import sys, torch
+known = set(sys.modules)
+import mprun.precision as engine
+engine.cast_model(torch.nn.Linear(2, 2), engine.get_policy("fp16_master_scaled"))
+loaded = {{*{OF_EXTRAS}, "omegaconf", "msgspec"}} & (set(sys.modules) - known)
+assert not loaded, loaded
+"""
+LIGHT = ("config.compose", "sweep", "sweep.mode_table", "cli.help", "record.run_directory")
+DRAWING = ("cli.compare", "compare.report")
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        "mprun.config.compose",
-        "mprun.sweep",
-        "mprun.sweep.mode_table",
-        "mprun.cli.help",
-        "mprun.record.run_directory",
-    ],
-)
-def test_a_light_module_loads_no_torch(module):
-    program = f"import sys, {module}; assert not {{'torch', 'numpy', 'sklearn'}} & set(sys.modules)"
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr
+def ended(program, *words, cwd=None):
+    """An interpreter of its own, which knows only what the program imports."""
+    command = [sys.executable, "-c", program, *words]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd)
 
 
-def test_reading_runs_and_drawing_them_loads_no_torch():
-    imports = "import mprun.cli.compare, mprun.compare.report"
-    program = f"import sys; {imports}; assert 'torch' not in sys.modules"
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr
-
-
-def test_a_run_loads_torchvision_for_those_alone_that_take_it():
-    program = "import sys, mprun.build, mprun.training.run; assert 'torchvision' not in sys.modules"
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr
+def test_a_light_module_loads_no_torch():
+    """Nor does reading runs and drawing them, which takes numpy."""
+    program = f"""
+import sys
+from importlib import import_module
+for name in {LIGHT}:
+    import_module(f"mprun.{{name}}")
+    assert not {{"torch", "numpy", "sklearn"}} & set(sys.modules), name
+for name in {DRAWING}:
+    import_module(f"mprun.{{name}}")
+    assert "torch" not in sys.modules, name
+"""
+    assert (done := ended(program)).returncode == 0, done.stderr
 
 
 def modules_of(requirements):
@@ -76,27 +76,24 @@ def test_every_import_is_of_a_declared_package():
     assert imported - core - {"triton", "markupsafe"} == set(OF_EXTRAS)
 
 
-def test_the_engine_needs_the_core_alone():
-    program = (
-        "import torch; known = set(sys.modules); import mprun.precision as engine;"
-        "policy = engine.get_policy('fp16_master_scaled');"
-        "engine.cast_model(torch.nn.Linear(2, 2), policy);"
-        f"loaded = {{*{OF_EXTRAS}, 'omegaconf', 'msgspec'}} & (set(sys.modules) - known);"
-        "assert not loaded, loaded"
-    )
-    for start in ("import sys; ", WITHOUT_EXTRAS):
-        ended = subprocess.run([sys.executable, "-c", start + program], capture_output=True)
-        assert ended.returncode == 0, ended.stderr.decode()
+def test_the_engine_needs_the_core_alone_and_a_run_loads_torchvision_for_those_that_take_it():
+    run = "import mprun.build, mprun.training.run; assert 'torchvision' not in sys.modules"
+    assert (done := ended(ENGINE + run)).returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(
-    "words", [[], ["-m", "seed=0,1"], ["compare", "runs"], ["bench"], ["--cfg", "job"], ["doctor"]]
-)
-def test_a_command_without_its_extra_names_it(words, tmp_path):
-    program = f"{WITHOUT_EXTRAS} from mprun.cli import main; sys.exit(main(sys.argv[1:]))"
-    command = [sys.executable, "-c", program, *words]
-    ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert (ended.returncode, ended.stdout) == (2, "")
-    [line] = ended.stderr.splitlines()
-    assert "not installed; pip install 'mprun[cli]'" in line
+def test_a_command_without_its_extra_names_it(tmp_path):
+    """The engine works without any."""
+    commands = ["", "-m seed=0,1", "compare runs", "bench", "--cfg job", "doctor"]
+    program = f"""
+{WITHOUT_EXTRAS}
+from mprun.cli import main
+for words in {commands}:
+    assert main(words.split()) == 2, words
+{ENGINE}
+"""
+    done = ended(program, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    lines = done.stderr.splitlines()
+    assert len(lines) == len(commands)
+    assert all("not installed; pip install 'mprun[cli]'" in line for line in lines)
     assert list(tmp_path.iterdir()) == []

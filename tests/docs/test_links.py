@@ -8,8 +8,9 @@ import pytest
 
 from mprun import errors
 from mprun.cli import main
-from mprun.record.metrics import read_metrics
 from mprun.record.run_directory import RunRecord
+
+from ..helpers import TINY_LM, rows_of, run
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [*ROOT.glob("*.md"), *(p for p in (ROOT / "docs").rglob("*.md") if "_build" not in p.parts)]
@@ -55,15 +56,11 @@ def test_every_field_of_a_runs_files_and_of_a_comparison_is_on_the_page(tmp_path
     page = (ROOT / "docs/reference/run_directory.md").read_text(encoding="utf-8")
     sections = dict(re.findall(r"^## (\S+)\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL))
     named = {title: set(re.findall(r"`\.*(\w+)`", text)) for title, text in sections.items()}
-    words = "model=lstm_lm data=docs_words model.hidden_size=8 model.embedding_size=8"
-    words += " train.steps=4 train.checkpoint_every=4 train.clip_norm=1"
-    for options in (
-        "precision=fp32",
-        "precision=amp numerics=on numerics.every=2",
-    ):
-        folder = tmp_path / "runs" / options.split("=")[1].split()[0]
-        assert main([*words.split(), *options.split(), "device=cpu", f"output_dir={folder}"]) == 0
-    for record in read_metrics(folder / "metrics.jsonl"):
+    kept = ["train.steps=4", "train.checkpoint_every=4", "train.clip_norm=1"]
+    for mode, more in (("fp32", []), ("amp", ["numerics=on", "numerics.every=2"])):
+        folder = tmp_path / "runs" / mode
+        assert run(folder, *TINY_LM, *kept, f"precision={mode}", *more) == 0
+    for record in rows_of(folder):
         assert record.keys() <= named["metrics.jsonl"]
     probe = json.loads((folder / "numerics" / "step-00000002.json").read_text())
     learner = probe["learners"]["model"]

@@ -156,19 +156,19 @@ def test_slurm_composes_and_needs_sbatch(capsys, tmp_path, monkeypatch):
     assert "hydra.launcher.partitio=a100: Key 'partitio' not in 'SlurmQueueConf'" in line
 
 
-@pytest.mark.parametrize(("launcher", "extra"), [("joblib", "joblib"), ("submitit_local", "slurm")])
-def test_a_launcher_that_is_not_installed_names_its_extra(launcher, extra, tmp_path):
-    program = (
-        "import sys, types; empty = types.ModuleType('hydra_plugins'); empty.__path__ = [];"
-        "sys.modules['hydra_plugins'] = empty;"  # as it is without any plugin
-        "from mprun.cli import main; sys.exit(main(sys.argv[1:]))"
-    )
-    ended = subprocess.run(
-        [sys.executable, "-c", program, "-m", "seed=0,1", f"hydra/launcher={launcher}"],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-    )
-    assert (ended.returncode, ended.stdout) == (2, "")
-    assert f"pip install 'mprun[{extra}]'" in ended.stderr
-    assert len(ended.stderr.splitlines()) == 1 and list(tmp_path.iterdir()) == []
+def test_a_launcher_that_is_not_installed_names_its_extra(tmp_path):
+    program = """
+import sys, types
+empty = types.ModuleType("hydra_plugins")
+empty.__path__ = []
+sys.modules["hydra_plugins"] = empty  # as it is without any plugin
+from mprun.cli import main
+for launcher in ("joblib", "submitit_local"):
+    assert main(["-m", "seed=0,1", f"hydra/launcher={launcher}"]) == 2
+"""
+    words = [sys.executable, "-c", program]
+    ended = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path)
+    assert (ended.returncode, ended.stdout) == (0, ""), ended.stderr
+    for line, extra in zip(ended.stderr.splitlines(), ("joblib", "slurm"), strict=True):
+        assert f"pip install 'mprun[{extra}]'" in line
+    assert list(tmp_path.iterdir()) == []
