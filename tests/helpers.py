@@ -57,6 +57,26 @@ TINY_GAN = [
     "model.generator_width=4",
     "model.discriminator_width=4",
 ]
+TINY_AUTOENCODER = [
+    *ONE_CORE,
+    "model=conv_autoencoder",
+    "data.image_size=32",
+    "data.batch_size=8",
+    "model.width=2",
+    "model.code_size=4",
+]
+TINY_GPT = [
+    *ONE_CORE,
+    "model=gpt",
+    "model.hidden_size=32",
+    "model.num_layers=1",
+    "model.num_heads=2",
+    "data=synthetic_tokens",
+    "data.vocab_size=64",
+    "data.batch_size=4",
+    "data.sequence_length=16",
+    "data.train_tokens=2048",
+]
 
 
 def run(directory, *overrides) -> int:
@@ -73,6 +93,13 @@ def rows_of(directory, split=None) -> list[dict]:
     """The lines of metrics.jsonl, of one split or of all."""
     rows = read_metrics(Path(directory) / "metrics.jsonl")
     return [row for row in rows if split in (None, row["split"])]
+
+
+def numbers_of(directory, split=None) -> list[str]:
+    """The lines of metrics.jsonl without what a clock tells; as text, so that NaN equals NaN."""
+    timings = ("samples_per_s", "seconds")
+    rows = rows_of(directory, split)
+    return [json.dumps({k: v for k, v in row.items() if k not in timings}) for row in rows]
 
 
 def network(inputs=6, hidden=16, outputs=3, norm=None, activation=nn.ReLU) -> nn.Sequential:
