@@ -1,6 +1,5 @@
 """What a comparison needs of a run: its configuration, the first steps, the step it died at."""
 
-import json
 import math
 import shutil
 
@@ -13,81 +12,59 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from mprun.cli import main
 from mprun.config.compose import compose_config
 from mprun.config.roles import config_hash
-from mprun.record.metrics import read_metrics, write_sample_grid
+from mprun.record.metrics import write_sample_grid
 from mprun.record.run_directory import write_json
 from mprun.training.metric_logger import EARLY_STEPS
 
-from ..helpers import LM
+from ..helpers import LM, TINY_AUTOENCODER, TINY_GAN, TINY_LM, record_of, rows_of, run
 
-GAN = [
-    "device=cpu",
-    "threads=1",
-    "model=dcgan",
-    "data=synthetic_images",
-    "data.value_range=tanh",
-    "data.image_size=32",
-    "data.train_size=64",
-    "data.eval_size=16",
-    "data.batch_size=8",
-    "model.latent_size=8",
-    "model.generator_width=4",
-    "model.discriminator_width=4",
-    "train.steps=6",
-    "train.eval_every=2",
-]
+GAN = [*TINY_GAN, "train.steps=6", "train.eval_every=2"]
+AMP = [*TINY_LM, "train.steps=4", "train.checkpoint_every=4", "precision=amp"]
+AMP += ["scaler.init_scale=64"]
 
 
-def run(directory, *overrides) -> int:
-    return main([*overrides, f"output_dir='{directory}'"])
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("finished") / "run"
+    assert run(directory, *AMP) == 0
+    return directory
 
 
-def record_of(directory) -> dict:
-    return json.loads((directory / "run.json").read_text())
+def config_of(directory) -> dict:
+    return yaml.safe_load((directory / "config.yaml").read_text())
 
 
-def train_records(directory) -> list[dict]:
-    return [r for r in read_metrics(directory / "metrics.jsonl") if r["split"] == "train"]
-
-
-def test_run_json_holds_the_configuration_of_config_yaml_also_after_a_resume(tmp_path):
-    directory = tmp_path / "run"
-    overrides = [*LM, "train.steps=3", "train.checkpoint_every=3", "precision=amp"]
-    assert run(directory, *overrides) == 0
-    composed = compose_config([*overrides, f"output_dir='{directory}'"])
-    record = record_of(directory)
-    assert record["config"] == composed.as_dict()
-    assert record["config"] == yaml.safe_load((directory / "config.yaml").read_text())
+def test_run_json_holds_the_configuration_of_config_yaml_also_after_a_resume(finished, tmp_path):
+    record = record_of(finished)
+    assert record["config"] == compose_config([*AMP, f"output_dir='{finished}'"]).as_dict()
+    assert record["config"] == config_of(finished)
     compared = {"metric": "loss", "margin": 0.01, "window": 1, "baseline": "fp32"}
     assert record["config"]["compare"] == compared
+    directory = shutil.copytree(finished, tmp_path / "run")
     assert main([f"resume={directory}", "train.steps=5", "train.log_every=7"]) == 0
     record = record_of(directory)
     train = record["config"]["train"]
     assert (train["steps"], train["log_every"]) == (5, 7)
-    assert record["config"] == yaml.safe_load((directory / "config.yaml").read_text())
+    assert record["config"] == config_of(directory)
     assert record["config_hash"] == config_hash(record["config"])
 
 
-def test_a_record_from_before_a_setting_gets_the_setting_when_it_is_resumed(tmp_path):
-    directory = tmp_path / "run"
-    assert run(directory, *LM, "train.steps=2", "train.checkpoint_every=2") == 0
-    plain = yaml.safe_load((directory / "config.yaml").read_text())
+def test_a_record_from_before_a_setting_gets_the_setting_when_it_is_resumed(finished, tmp_path):
+    directory = shutil.copytree(finished, tmp_path / "run")
+    plain = config_of(directory)
     del plain["compare"]["window"]
     (directory / "config.yaml").write_text(yaml.safe_dump(plain))
-    write_json(
-        directory / "run.json",
-        record_of(directory) | {"config": plain, "config_hash": config_hash(plain)},
-    )
-    assert main([f"resume={directory}", "train.steps=3"]) == 0
+    old = {"config": plain, "config_hash": config_hash(plain)}
+    write_json(directory / "run.json", record_of(directory) | old)
+    assert main([f"resume={directory}", "train.steps=5"]) == 0
     record = record_of(directory)
     assert record["config"]["compare"]["window"] == 1
-    assert record["config"] == yaml.safe_load((directory / "config.yaml").read_text())
+    assert record["config"] == config_of(directory)
     assert record["config_hash"] == config_hash(record["config"])
 
 
-def test_what_a_comparison_reads_beside_the_metrics(tmp_path):
-    directory = tmp_path / "run"
-    assert run(directory, *LM, "train.steps=4", "precision=amp", "scaler.init_scale=64") == 0
-    record = record_of(directory)
+def test_what_a_comparison_reads_beside_the_metrics(finished):
+    record = record_of(finished)
     assert record["choices"]["model"] == "lstm_lm" and record["sample"] == "token"
     assert (record["precision"]["mode"], record["precision"]["scaler"]) == ("amp", "dynamic")
     assert record["precision"]["flags"]["cuda.matmul.fp32_precision"] == "ieee"
@@ -97,15 +74,16 @@ def test_what_a_comparison_reads_beside_the_metrics(tmp_path):
     assert record["memory"]["saved_for_backward_bytes"] > 0
     for key in ("created", "ended", "seed", "status", "cause", "last_step", "skipped"):
         assert key in record, key
+    assert not (finished / "samples").exists()  # which a GAN has
 
 
 def test_the_first_twenty_steps_are_recorded_whatever_log_every_says(tmp_path):
     few, every = tmp_path / "few", tmp_path / "every"
     # Overflows at first, so that skipped updates lie among the first steps.
-    scaled = [*LM, "precision=amp", "scaler.init_scale=16777216", "train.steps=30"]
+    scaled = [*TINY_LM, "precision=amp", "scaler.init_scale=16777216", "train.steps=30"]
     assert run(few, *scaled, "train.log_every=25") == 0
     assert run(every, *scaled, "train.log_every=1") == 0
-    records, all_records = train_records(few), train_records(every)
+    records, all_records = rows_of(few, "train"), rows_of(every, "train")
     assert EARLY_STEPS == 20
     assert [r["step"] for r in records] == [*range(1, 21), 25, 30]
     assert records[0]["skipped"] == 1
@@ -130,27 +108,17 @@ def test_the_first_steps_are_whole_after_a_resume_among_them(tmp_path):
     assert run(directory, *common, "train.steps=12") == 0
     shutil.rmtree(directory / "checkpoints" / "step-00000012")
     assert main([f"resume={directory}", "train.steps=23"]) == 0
-    steps = [r["step"] for r in train_records(directory)]
+    steps = [r["step"] for r in rows_of(directory, "train")]
     assert steps == [*range(1, 21), 23]
 
 
 def test_a_run_that_dies_before_its_first_log_line_says_where(tmp_path):
     """Adam's eps is 0 in FP16: NaN in the second loss."""
     directory = tmp_path / "run"
-    overrides = [
-        "device=cpu",
-        "threads=1",
-        "model=conv_autoencoder",
-        "data.image_size=32",
-        "data.batch_size=16",
-        "model.width=2",
-        "model.code_size=4",
-        "precision=fp16_naive",
-        "train.steps=30",
-        "train.log_every=1000",
-    ]
+    overrides = [*TINY_AUTOENCODER, "precision=fp16_naive", "train.steps=30"]
+    overrides.append("train.log_every=1000")
     assert run(directory, *overrides) == 3
-    first, second = train_records(directory)
+    first, second = rows_of(directory, "train")
     assert (first["step"], second["step"]) == (1, 2)
     assert math.isfinite(first["loss"]) and not math.isfinite(second["loss"])
     assert record_of(directory)["last_step"] == 2
@@ -165,10 +133,10 @@ def test_a_late_death_between_two_log_lines_has_a_record(tmp_path):
         assert run(directory, *LM, *overrides, *steps) == 3
     # When depends on the processor. A kernel that rounds a product of two such weights before it
     # adds ends near 4^32, one that does not near 4^64, which is 2^128.
-    bad = [r["step"] for r in train_records(often) if not math.isfinite(r["loss"])]
+    bad = [r["step"] for r in rows_of(often, "train") if not math.isfinite(r["loss"])]
     died = record_of(rare)["last_step"]
     assert EARLY_STEPS + 1 < died < 75 and bad == [died]
-    records = train_records(rare)
+    records = rows_of(rare, "train")
     assert [r["step"] for r in records] == [*range(1, 21), died]
     assert not math.isfinite(records[-1]["loss"])
     assert record_of(rare)["status"] == "diverged"
@@ -220,13 +188,7 @@ def test_what_a_run_has_at_its_checkpoint_is_neither_made_again_nor_lost(gan, tm
     shutil.copytree(gan, directory)
     assert main([f"resume={directory}", "train.steps=7"]) == 0
     assert grids(directory) == [f"step-{step:08}.png" for step in (2, 4, 6, 7)]
-    evaluated = [r for r in read_metrics(directory / "metrics.jsonl") if r["split"] == "eval"]
-    assert [record["step"] for record in evaluated] == [2, 4, 6, 7]
-
-
-def test_other_models_have_no_grids(tmp_path):
-    assert run(tmp_path / "run", *LM, "train.steps=1") == 0
-    assert not (tmp_path / "run" / "samples").exists()
+    assert [row["step"] for row in rows_of(directory, "eval")] == [2, 4, 6, 7]
 
 
 @pytest.mark.parametrize("channels", [1, 3])

@@ -24,7 +24,7 @@ def bits(value: float) -> bytes:
     return struct.pack("d", value)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.lists(st.floats(allow_nan=False), min_size=1, max_size=5))
 def test_floats_round_trip(tmp_path_factory, values):
     path = tmp_path_factory.mktemp("m") / "metrics.jsonl"

@@ -19,6 +19,8 @@ from mprun.record.metrics_columns import _columns, _decoded, _parsed, complete_l
 from mprun.training.loop import train as train_run
 from mprun.training.signals import Interruption
 
+from ..helpers import TINY_LM
+
 
 def write(path, records):
     file = MetricsFile(path)
@@ -101,7 +103,7 @@ def files(draw):
     return records
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(records=files(), tail=st.sampled_from(["", "torn", "no newline"]))
 def test_msgspec_takes_what_json_takes(tmp_path_factory, records, tail):
     path = tmp_path_factory.mktemp("m") / "metrics.jsonl"
@@ -134,7 +136,7 @@ def test_another_order_of_the_keys_is_read_all_the_same(tmp_path_factory, record
     assert usual.nonfinite_step == other.nonfinite_step
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(records=files(), at=st.integers(0), byte=st.integers(0, 255))
 def test_a_changed_byte_is_told_or_read_as_json_reads_it(tmp_path_factory, records, at, byte):
     assume(records)
@@ -297,16 +299,8 @@ def test_bare_non_finite_values_are_read_like_the_strings(tmp_path, value):
 
 def test_what_the_trainer_writes_is_read_by_msgspec(tmp_path):
     """json would take ten times as long."""
-    overrides = [
-        "model=lstm_lm",
-        "model.hidden_size=8",
-        "model.embedding_size=8",
-        "precision=amp",
-        "scaler.init_scale=16777216",
-        "train.steps=25",
-        "train.eval_every=15",
-        "device=cpu",
-    ]
+    overrides = [*TINY_LM, "precision=amp", "scaler.init_scale=16777216", "train.steps=25"]
+    overrides.append("train.eval_every=15")
     config = compose_config(overrides).config
     train_run(build(config, torch.device("cpu")), config, tmp_path, interruption=Interruption())
     columns = decoded(tmp_path / "metrics.jsonl")

@@ -11,29 +11,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from mprun.cli import main
 from mprun.config.compose import compose_config
 from mprun.config.roles import config_hash
-from mprun.record.metrics import read_metrics
 
-from ..helpers import LM as SMALL_LM
+from ..helpers import LM, TINY_GAN, TINY_LM, numbers_of, record_of, refused, rows_of, run
 
-LM = [
-    *SMALL_LM,
-    "train.steps=6",
-    "train.log_every=2",
-]
-GAN = [
-    "device=cpu",
-    "threads=1",
-    "model=dcgan",
-    "data.image_size=32",
-    "data.batch_size=8",
-    "model.latent_size=8",
-    "model.generator_width=4",
-    "model.discriminator_width=4",
-    "train.steps=4",
-    "train.log_every=2",
-]
 SCALED = [
     *LM,
+    "train.steps=6",
+    "train.log_every=2",
     "precision=fp16_master_scaled",
     "scaler.init_scale=16777216",
     "optim=sgd",
@@ -45,28 +29,16 @@ SCALED = [
 @pytest.fixture(scope="module")
 def scaled(tmp_path_factory):
     folder = tmp_path_factory.mktemp("scaled") / "run"
-    assert main([*SCALED, f"output_dir='{folder}'"]) == 0
+    assert run(folder, *SCALED) == 0
     return folder
-
-
-def record_of(run) -> dict:
-    return json.loads((run / "run.json").read_text())
 
 
 def test_the_files_of_a_run(scaled):
     names = {re.sub(r"tfevents.*", "tfevents", path.name) for path in scaled.iterdir()}
-    assert names == {
-        "config.yaml",
-        "run.json",
-        "metrics.jsonl",
-        "checkpoints",
-        ".lock",
-        "events.out.tfevents",
-    }
-    assert sorted(p.name for p in (scaled / "checkpoints").iterdir()) == [
-        "step-00000003",
-        "step-00000006",
-    ]
+    expected = {"config.yaml", "run.json", "metrics.jsonl", "checkpoints", ".lock"}
+    assert names == expected | {"events.out.tfevents"}
+    checkpoints = sorted(path.name for path in (scaled / "checkpoints").iterdir())
+    assert checkpoints == ["step-00000003", "step-00000006"]
 
 
 def test_config_yaml_is_the_resolved_configuration(scaled):
@@ -75,20 +47,10 @@ def test_config_yaml_is_the_resolved_configuration(scaled):
 
 
 def test_the_keys_and_counts_of_metrics(scaled):
-    records = read_metrics(scaled / "metrics.jsonl")
-    train = [r for r in records if r["split"] == "train"]
-    evals = [r for r in records if r["split"] == "eval"]
+    train, evals = rows_of(scaled, "train"), rows_of(scaled, "eval")
+    keys = {"split", "step", "updates", "skipped", "epoch", "loss", "loss_scale", "lr"}
     for record in train:
-        assert {
-            "split",
-            "step",
-            "updates",
-            "skipped",
-            "epoch",
-            "loss",
-            "loss_scale",
-            "lr",
-        } <= record.keys()
+        assert keys <= record.keys()
         assert record["updates"] == record["step"] - record["skipped"]
     for record in (r for r in train if r["step"] % 2 == 0):
         assert {"grad_norm", "samples_per_s"} <= record.keys() and record["samples_per_s"] > 0
@@ -111,7 +73,7 @@ def events(folder) -> EventAccumulator:
 def test_tensorboard_shows_the_same_numbers(scaled):
     view, expected = events(scaled), {}
     bookkeeping = ("updates", "skipped", "seconds")  # not shown for evaluations
-    for record in read_metrics(scaled / "metrics.jsonl"):
+    for record in rows_of(scaled):
         for key, value in record.items():
             if record["split"] == "eval" and key in bookkeeping:
                 continue
@@ -166,7 +128,7 @@ def test_run_json_says_what_is_needed_to_judge_the_run(scaled):
 
 
 def test_fp32_has_no_emulation_and_no_masters(tmp_path):
-    assert main([*LM, f"output_dir='{tmp_path / 'run'}'"]) == 0
+    assert run(tmp_path / "run", *TINY_LM, "train.steps=2") == 0
     record = record_of(tmp_path / "run")
     assert record["emulated"] == {} and record["precision"]["half_products"] == "none"
     dtypes = record["precision"]["effective_dtypes"]["model"]
@@ -176,17 +138,18 @@ def test_fp32_has_no_emulation_and_no_masters(tmp_path):
 
 
 def test_a_gan_reports_both_losses_and_both_networks(tmp_path):
-    run = tmp_path / "run"
-    assert main([*GAN, "precision=amp", f"output_dir='{run}'"]) == 0
-    train = [r for r in read_metrics(run / "metrics.jsonl") if r["split"] == "train"]
+    directory = tmp_path / "run"
+    assert run(directory, *TINY_GAN, "train.steps=4", "train.log_every=2", "precision=amp") == 0
+    train = rows_of(directory, "train")
     for record in train:
         if {"d_loss", "g_loss"} <= record.keys():
             # Summed in float32 on the device: one rounding.
             total = record["d_loss"] + record["g_loss"]
             assert math.isclose(record["loss"], total, rel_tol=2**-23)
     assert any("g_loss" in record for record in train)
-    assert set(record_of(run)["precision"]["effective_dtypes"]) == {"generator", "discriminator"}
-    assert "eval/samples" in events(run).Tags()["images"]
+    dtypes = record_of(directory)["precision"]["effective_dtypes"]
+    assert set(dtypes) == {"generator", "discriminator"}
+    assert "eval/samples" in events(directory).Tags()["images"]
 
 
 def test_the_same_command_twice_makes_two_directories_with_equal_numbers(
@@ -195,7 +158,7 @@ def test_the_same_command_twice_makes_two_directories_with_equal_numbers(
     monkeypatch.chdir(tmp_path)
     paths = []
     for _ in range(2):
-        assert main(LM) == 0
+        assert main([*TINY_LM, "train.steps=6", "train.log_every=2"]) == 0
         printed = capsys.readouterr()
         [line] = printed.out.splitlines()
         paths.append(tmp_path / line.removeprefix("run: "))
@@ -203,19 +166,11 @@ def test_the_same_command_twice_makes_two_directories_with_equal_numbers(
         assert "step 6/6" in printed.err and "eval at step 6" in printed.err
         assert "\r" not in printed.err
     assert paths[1] == paths[0].with_name(paths[0].name + ".2")
-    numbers = [
-        [
-            {k: v for k, v in r.items() if k not in ("samples_per_s", "seconds")}
-            for r in read_metrics(path / "metrics.jsonl")
-        ]
-        for path in paths
-    ]
-    assert numbers[0] == numbers[1]
+    assert numbers_of(paths[0]) == numbers_of(paths[1])
     assert record_of(paths[0])["config_hash"] == record_of(paths[1])["config_hash"]
 
 
 def test_an_existing_directory_is_not_touched(scaled, capsys):
     before = {path: path.stat().st_mtime_ns for path in scaled.rglob("*")}
-    assert main([*LM, f"output_dir='{scaled}'"]) == 2
-    assert "exists already" in capsys.readouterr().err
+    refused(capsys, *SCALED, f"output_dir='{scaled}'", says="exists already")
     assert {path: path.stat().st_mtime_ns for path in scaled.rglob("*")} == before

@@ -7,129 +7,64 @@ two differ on purpose (torch lets a skipped step move the running statistics).
 
 import pytest
 import torch
-from torch.nn import functional as F
 
 from mprun import models
-from mprun.data import DigitsImages, SyntheticTokens
-from mprun.precision.emulation import HalfEmulation
+
+from .test_fp32_equals_bare_loop import (
+    AUTOENCODER,
+    LM,
+    assert_same,
+    bare_loop,
+    digits,
+    of_classes,
+    of_pixels,
+    of_words,
+    one_channel,
+    tokens,
+    trained,
+)
 
 
-def run(task, steps):
-    rows = [task.train_step(step) for step in range(steps)]
-    return [torch.stack([row[key] for row in rows]) for key in ("loss", "loss_scale", "found_inf")]
-
-
-def assert_same_model(learner, model):
-    ours = learner.model.state_dict()
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(ours[name], tensor), name
+def scaling(init, growth_interval):
+    """The same scale as overrides of a run and as torch's class."""
+    words = ["precision=amp", f"scaler.init_scale={init}"]
+    words.append(f"scaler.growth_interval={growth_interval}")
+    return words, torch.amp.GradScaler("cpu", init_scale=init, growth_interval=growth_interval)
 
 
 @pytest.mark.slow
 def test_resnet50(build_run):
-    steps = 4
-    built = build_run(
-        "model=resnet50",
-        "optim=sgd",
-        "data.batch_size=8",
-        "precision=amp",
-        "scaler.init_scale=64",
-        "scaler.growth_interval=2",
-        "train.clip_norm=5",
-    )
-    losses, scales, found_inf = run(built.task, steps)
-    torch.manual_seed(0)
+    words, scaler = scaling(64.0, 2)
+    words += ["optim=sgd", "data.batch_size=8", "train.clip_norm=5"]
+    built = build_run("model=resnet50", *words)
+    losses, scales, found_inf = trained(built, 4)
     model = models.resnet50(10)
     optimizer = torch.optim.SGD(model.parameters(), 0.02, 0.9, weight_decay=1e-4, fused=True)
-    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
-    data = DigitsImages(32, batch_size=8, seed=0, device="cpu")
-    emulation, expected = HalfEmulation(), []
-    for step in range(steps):
-        images, labels = data.train_batch(step)
-        optimizer.zero_grad()
-        with emulation:
-            with torch.autocast("cpu", dtype=torch.float16):
-                logits = model(images)
-            loss = F.cross_entropy(logits.float(), labels)
-            scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 5.0)
-        scaler.step(optimizer)
-        scaler.update()
-        expected.append(loss.detach())
+    expected = bare_loop(model, optimizer, digits(32, 8), of_classes, 4, scaler, clip=5.0)
     assert not found_inf.any()
-    assert scales.tolist() == [64.0, 64.0, 128.0, 128.0]
-    assert torch.equal(losses, torch.stack(expected))
-    assert_same_model(built.task.learner, model)
+    assert scales.tolist() == expected[1] == [64.0, 64.0, 128.0, 128.0]
+    assert_same(built, losses, model, expected)
 
 
 def test_lstm_lm(build_run):
-    steps = 6
-    tokens = {"vocab_size": 50, "batch_size": 4, "sequence_length": 8, "train_tokens": 160}
-    built = build_run(
-        "model=lstm_lm",
-        "precision=amp",
-        "scaler.growth_interval=2",
-        "scaler.init_scale=1024",
-        "data=synthetic_tokens",
-        *(f"data.{k}={v}" for k, v in tokens.items()),
-    )
-    losses, scales, found_inf = run(built.task, steps)
-    torch.manual_seed(0)
-    model = models.LSTMLanguageModel(50, 200, 200, 2)
+    words, scaler = scaling(1024.0, 2)
+    built = build_run(*LM, *words, "train.clip_norm=null")
+    losses, scales, found_inf = trained(built)
+    model = models.LSTMLanguageModel(50, 24, 24, 2)
     optimizer = torch.optim.SGD(model.parameters(), 1.0, fused=True)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
-    data = SyntheticTokens(**tokens, seed=0, device="cpu")
-    emulation, expected = HalfEmulation(), []
-    for step in range(steps):
-        inputs, targets = data.train_batch(step)
-        if step % 5 == 0:  # 160 tokens hold 5 batches
-            state = None
-        optimizer.zero_grad()
-        with emulation:
-            with torch.autocast("cpu", dtype=torch.float16):
-                logits, state = model(inputs, state)
-            loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
-            scaler.scale(loss).backward()
-        state = tuple(part.detach() for part in state)
-        scaler.step(optimizer)
-        scaler.update()
-        expected.append(loss.detach())
+    expected = bare_loop(model, optimizer, tokens(), of_words, scaler=scaler)
     assert not found_inf.any()
-    assert scales.tolist() == [1024.0, 1024.0, 2048.0, 2048.0, 4096.0, 4096.0]
-    assert torch.equal(losses, torch.stack(expected))
-    assert_same_model(built.task.learner, model)
+    assert scales.tolist() == expected[1] == [1024, 1024, 2048, 2048, 4096, 4096, 8192]
+    assert_same(built, losses, model, expected)
 
 
 def test_skipped_steps_too(build_run):
-    steps = 12
-    built = build_run(
-        "model=conv_autoencoder",
-        "data.batch_size=2",
-        "precision=amp",
-        "scaler.init_scale=16777216",
-        "scaler.growth_interval=3",
-    )
-    losses, scales, found_inf = run(built.task, steps)
-    torch.manual_seed(0)
-    model = models.ConvAutoencoder(64, 32, 8, 1)
+    words, scaler = scaling(2.0**24, 3)
+    built = build_run(*AUTOENCODER, *words, "data.batch_size=2")
+    losses, scales, found_inf = trained(built, 12)
+    model = models.ConvAutoencoder(32, 32, 8, 1)
     optimizer = torch.optim.Adam(model.parameters(), 1e-3, fused=True)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24, growth_interval=3)
-    data = DigitsImages(64, batch_size=2, seed=0, device="cpu", channels=1, value_range="tanh")
-    emulation, expected, expected_scales = HalfEmulation(), [], []
-    for step in range(steps):
-        images, _ = data.train_batch(step)
-        optimizer.zero_grad()
-        with emulation:
-            with torch.autocast("cpu", dtype=torch.float16):
-                outputs = model(images)
-            loss = F.mse_loss(outputs.float(), images)
-            scaler.scale(loss).backward()
-        expected_scales.append(scaler.get_scale())
-        scaler.step(optimizer)
-        scaler.update()
-        expected.append(loss.detach())
-    assert 0 < found_inf.sum() < steps
-    assert scales.tolist() == expected_scales
-    assert torch.equal(losses, torch.stack(expected))
-    assert_same_model(built.task.learner, model)
+    expected = bare_loop(model, optimizer, one_channel(2), of_pixels, 12, scaler)
+    assert 0 < found_inf.sum() < 12
+    assert scales.tolist() == expected[1]
+    assert_same(built, losses, model, expected)

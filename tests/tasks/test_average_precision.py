@@ -27,13 +27,35 @@ def ap(detections, targets, classes=1):
 A, B = box(0, 0, 4, 4, 0, 0), box(5, 5, 9, 9, 0, 0)
 
 
-def test_all_found_and_nothing_else_is_one():
-    assert ap([[box(0, 0, 4, 4, 0, 0.9), box(5, 5, 9, 9, 0, 0.8)]], [[A, B]]) == [1.0]
-
-
-def test_half_found_reaches_the_recalls_up_to_a_half():
+LOW = box(0, 6, 2, 8, 0, 0.9)  # overlaps nothing
+BY_HAND = {
+    "all found, and nothing else": ([[*A[:5], 0.9], [*B[:5], 0.8]], [A, B], 1),
     # Recalls 0, 0.1, ..., 0.5 have precision 1, the five above have none.
-    assert ap([[box(0, 0, 4, 4, 0, 0.9)]], [[A, B]]) == [pytest.approx(6 / 11)]
+    "half found": ([[*A[:5], 0.9]], [A, B], 6 / 11),
+    "a false one before": ([LOW, [*A[:5], 0.8]], [A], 0.5),
+    "a false one behind": ([[*LOW[:5], 0.7], [*A[:5], 0.8]], [A], 1),
+    # Right, false, right: precision 1 up to a recall of 0.5, then 2/3.
+    "a duplicate": (
+        [[*A[:5], 0.9], box(0, 0, 4, 3.5, 0, 0.8), [*B[:5], 0.7]],
+        [A, B],
+        (6 + 5 * 2 / 3) / 11,
+    ),
+    # Both overlap A most, 3.9/4.1 > 0.5, and the near one by less.
+    "a duplicate does not take the second best object": (
+        [[*A[:5], 0.9], box(0, 0.1, 4, 4.1, 0, 0.8)],
+        [A, box(0, 1, 4, 5, 0, 0)],
+        6 / 11,
+    ),
+    "an overlap of a half is enough": ([box(0, 0, 4, 2, 0, 0.9)], [A], 1),
+    "an overlap of less is not": ([box(0, 0, 4, 1.9, 0, 0.9)], [A], 0),
+    "not a number": ([box(math.nan, 0, 4, 4, 0, 0.9)], [A], 0),
+}
+
+
+@pytest.mark.parametrize("case", BY_HAND)
+def test_one_image_by_hand(case):
+    detections, targets, expected = BY_HAND[case]
+    assert ap([detections], [targets]) == [pytest.approx(expected)]
 
 
 def test_three_of_ten_reach_the_recall_of_three_tenths():
@@ -42,35 +64,12 @@ def test_three_of_ten_reach_the_recall_of_three_tenths():
     assert ap(found, images) == [pytest.approx(4 / 11)]  # 0.3 < 3 * 0.1 in floating point
 
 
-def test_a_false_one_before_halves_the_precision_and_one_behind_costs_nothing():
-    assert ap([[box(0, 6, 2, 8, 0, 0.9), box(0, 0, 4, 4, 0, 0.8)]], [[A]]) == [0.5]
-    assert ap([[box(0, 6, 2, 8, 0, 0.7), box(0, 0, 4, 4, 0, 0.8)]], [[A]]) == [1.0]
-
-
-def test_a_duplicate_is_false():
-    twice = [[box(0, 0, 4, 4, 0, 0.9), box(0, 0, 4, 3.5, 0, 0.8), box(5, 5, 9, 9, 0, 0.7)]]
-    # Right, false, right: precision 1 up to a recall of 0.5, then 2/3.
-    assert ap(twice, [[A, B]]) == [pytest.approx((6 + 5 * 2 / 3) / 11)]
-
-
-def test_a_duplicate_does_not_take_the_second_best_object():
-    near = box(0, 1, 4, 5, 0, 0)
-    # Both overlap A most; 3.9/4.1 > 0.5, and the near one by less.
-    twice = [[box(0, 0, 4, 4, 0, 0.9), box(0, 0.1, 4, 4.1, 0, 0.8)]]
-    assert ap(twice, [[A, near]]) == [pytest.approx(6 / 11)]
-
-
 def test_a_difficult_object_is_neither_asked_for_nor_wrong():
     hard = [*B[:5], 1]
     assert ap([[box(5, 5, 9, 9, 0, 0.9), box(0, 0, 4, 4, 0, 0.8)]], [[A, hard]]) == [1.0]
     assert ap([[box(0, 0, 4, 4, 0, 0.8)]], [[A, hard]]) == [1.0]
     # Found twice it is still no fault.
     assert ap([[box(5, 5, 9, 9, 0, 0.9)] * 2 + [box(0, 0, 4, 4, 0, 0.1)]], [[A, hard]]) == [1.0]
-
-
-def test_an_overlap_of_a_half_is_enough_and_less_is_not():
-    assert ap([[box(0, 0, 4, 2, 0, 0.9)]], [[A]]) == [1.0]
-    assert ap([[box(0, 0, 4, 1.9, 0, 0.9)]], [[A]]) == [0.0]
 
 
 def test_a_class_without_objects_has_no_value_and_one_that_is_never_found_has_zero():
@@ -84,10 +83,6 @@ def test_the_class_has_to_be_right_and_the_image():
     assert ap([[], [box(0, 0, 4, 4, 0, 0.9)]], [[A], []]) == [0.0]
     b = [*A[:4], 1, 0]
     assert ap([[box(0, 0, 4, 4, 0, 0.9)]], [[b]], classes=2)[1] == 0.0
-
-
-def test_what_is_not_finite_finds_nothing():
-    assert ap([[box(math.nan, 0, 4, 4, 0, 0.9)]], [[A]]) == [0.0]
 
 
 def by_definition(detections, targets, name):

@@ -10,17 +10,10 @@ from mprun.execution import GraphedStep
 from mprun.tasks.supervised import Classification
 
 from ..execution.call_recorder import CallRecorder
+from ..helpers import TINY_GAN
 
-MODELS = {
-    "resnet50": ["model=resnet50", "optim=sgd", "data.batch_size=8"],
-    "dcgan": [
-        "model=dcgan",
-        "data.batch_size=2",
-        "data.image_size=32",
-        "model.generator_width=4",
-        "model.discriminator_width=4",
-    ],
-}
+NARROW = ["model=vgg16", "model.width=0.0625", "data=digits_32", "data.batch_size=2"]
+MODELS = {"vgg16": NARROW, "dcgan": TINY_GAN}
 
 
 class Watched:
@@ -46,7 +39,7 @@ def test_fp32_images_are_gone_in_a_mode_with_16_bit_weights(build_run, model):
 
 @pytest.mark.parametrize("recorded", [False, True])
 def test_autocasts_fp32_images_are_gone_in_backward(build_run, recorded):
-    built = build_run(*MODELS["resnet50"], "precision=amp")
+    built = build_run(*NARROW, "precision=amp")
     take = built.task.train_step
     if recorded:  # the eager steps before a recording hold a list of micro-batches
         take = GraphedStep(built.task, CallRecorder(), required=True).step

@@ -1,6 +1,6 @@
 """Every model in every mode: two steps, the dtypes of the mode, and what was emulated."""
 
-from collections import Counter
+import itertools
 
 import pytest
 import torch
@@ -8,6 +8,7 @@ import torch
 from mprun.errors import BadInput
 from mprun.precision.casting import NORM_LAYERS
 
+from ..helpers import TINY_AUTOENCODER, TINY_GAN, TINY_GPT, TINY_LM, raises_line
 from ..shipped import MODES
 
 NARROW = ["model.width=0.0625", "optim=sgd", "optim.lr=1e-3", "data.batch_size=8"]
@@ -28,30 +29,9 @@ MODELS = {
     ],
     # Smaller batches overflow FP16 in the backward pass of BatchNorm over 1x1 maps.
     "resnet50": ["model=resnet50", "optim=sgd", "data.batch_size=8"],
-    "lstm_lm": [
-        "model=lstm_lm",
-        "data=synthetic_tokens",
-        "data.vocab_size=50",
-        "data.batch_size=4",
-        "data.sequence_length=4",
-        "data.train_tokens=512",
-    ],
-    "gpt": [
-        "model=gpt",
-        "data=synthetic_tokens",
-        "data.vocab_size=50",
-        "data.batch_size=4",
-        "data.sequence_length=8",
-    ],
-    "gpt_llama": [
-        "model=gpt_llama",
-        "model.qk_norm=true",
-        "model.attention=manual",
-        "data=synthetic_tokens",
-        "data.vocab_size=50",
-        "data.batch_size=4",
-        "data.sequence_length=8",
-    ],
+    "lstm_lm": TINY_LM,
+    "gpt": TINY_GPT,
+    "gpt_llama": [*TINY_GPT, "model=gpt_llama", "model.qk_norm=true", "model.attention=manual"],
     "seq2seq": [
         "model=seq2seq",
         "model.hidden_size=8",
@@ -59,14 +39,8 @@ MODELS = {
         "data.batch_size=4",
         "data.max_length=8",
     ],
-    "dcgan": [
-        "model=dcgan",
-        "data.batch_size=2",
-        "data.image_size=32",
-        "model.generator_width=16",
-        "model.discriminator_width=16",
-    ],
-    "conv_autoencoder": ["model=conv_autoencoder", "data.batch_size=2"],
+    "dcgan": TINY_GAN,
+    "conv_autoencoder": TINY_AUTOENCODER,
     **DEEP,
 }
 # name: (parameters, parameters of norm layers, optimizer state)
@@ -106,9 +80,17 @@ def test_every_mode_is_listed():
     assert EXPECTED.keys() == {m for m in MODES if not m.startswith("fp8")} - {"tf32"}
 
 
-@pytest.mark.parametrize("mode", EXPECTED)
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.few(1)
+# By default every mode with one of the small networks.
+QUICK = set(zip(itertools.cycle(["lstm_lm", "gpt", "conv_autoencoder"]), EXPECTED, strict=False))
+
+
+@pytest.mark.parametrize(
+    ("model", "mode"),
+    [
+        pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
+        for case in itertools.product(MODELS, EXPECTED)
+    ],
+)
 def test_two_steps(build_run, model, mode):
     built = build_run(*MODELS[model], f"precision={mode}")
     parameter_dtype, norm_dtype, state_dtype = EXPECTED[mode]
@@ -127,13 +109,13 @@ def test_two_steps(build_run, model, mode):
         names = {n for n, p in learner.model.named_parameters() if p.dtype != F32}
         has_masters = mode in ("fp16_master", "fp16_master_scaled", "bf16_master")
         assert optimizer.masters.keys() == (names if has_masters else set())
-        states = Counter(
+        states = {
             value.dtype
             for updated in optimizer.updated
             for key, value in optimizer.inner.state[updated].items()
             if key not in ("step", "compensation")
-        )
-        assert set(states) <= {state_dtype}
+        }
+        assert states <= {state_dtype}
     expected = set() if mode == "fp32" else set(PRODUCTS[model])
     # Under autocast the embedding table is FP32 and so is its gradient.
     if model in ("lstm_lm", "seq2seq", "gpt", "gpt_llama") and parameter_dtype != F32:
@@ -141,7 +123,6 @@ def test_two_steps(build_run, model, mode):
     assert set(built.arithmetic.rerouted()) == expected
 
 
-@pytest.mark.parametrize("model", [model for model in MODELS if model not in DEEP])
-def test_a_cpu_refuses_tf32(build_run, model):
-    with pytest.raises(BadInput, match="TF32"):
-        build_run(*MODELS[model], "precision=tf32")
+def test_a_cpu_refuses_tf32(build_run):
+    with raises_line(BadInput, "TF32"):
+        build_run(*TINY_LM, "precision=tf32")

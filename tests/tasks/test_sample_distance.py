@@ -9,15 +9,15 @@ import torch
 from scipy.stats import wasserstein_distance
 from torch.nn import functional as F
 
-from mprun.cli import main
 from mprun.data import DigitsImages
-from mprun.record.metrics import read_metrics
 from mprun.tasks.sample_distance import (
     SampleDistance,
     laplacian_pyramid,
     pyramid_levels,
     sliced_wasserstein,
 )
+
+from ..helpers import TINY_GAN, numbers_of, record_of, run
 
 
 def random(*shape, seed=0, dtype=torch.float32):
@@ -164,41 +164,21 @@ def test_every_instance_draws_the_same_and_leaves_the_random_state_alone(digits,
     assert other == pytest.approx(distance([images], [images.flip(3)]), rel=0.3)
 
 
-GAN = [
-    "device=cpu",
-    "threads=1",
-    "model=dcgan",
-    "data=synthetic_images",
-    "data.value_range=tanh",
-    "data.image_size=32",
-    "data.train_size=64",
-    "data.eval_size=20",
-    "data.batch_size=8",
-    "model.latent_size=8",
-    "model.generator_width=4",
-    "model.discriminator_width=4",
-    "train.steps=3",
-    "train.eval_every=2",
-    "train.log_every=1",
-]
+GAN = [*TINY_GAN, "data.eval_size=20", "train.steps=3", "train.eval_every=2", "train.log_every=1"]
 
 
 @pytest.mark.slow
 def test_a_run_records_it_and_trains_to_the_same_bits(tmp_path, build_run):
-    records = {}
-    for metric in ("loss", "sliced_wasserstein"):
-        run = tmp_path / metric
-        assert main([*GAN, f"compare.metric={metric}", f"output_dir='{run}'"]) == 0
-        records[metric] = read_metrics(run / "metrics.jsonl")
-    plain, measured = records["loss"], records["sliced_wasserstein"]
+    runs = {metric: tmp_path / metric for metric in ("loss", "sliced_wasserstein")}
+    for metric, directory in runs.items():
+        assert run(directory, *GAN, f"compare.metric={metric}") == 0
+    plain, measured = (map(json.loads, numbers_of(directory)) for directory in runs.values())
+    measured = list(measured)
     distances = [r.pop("sliced_wasserstein") for r in measured if r["split"] == "eval"]
     assert len(distances) == 2 and all(0 < d < 100 for d in distances)
-    for record in (*plain, *measured):
-        record.pop("samples_per_s", None), record.pop("seconds", None)
-    assert plain == measured
-    recorded = json.loads((tmp_path / "sliced_wasserstein" / "run.json").read_text())
+    assert list(plain) == measured
+    recorded = record_of(runs["sliced_wasserstein"])
     assert recorded["final"]["sliced_wasserstein"] == distances[-1]
-
     # The same number from the parts: as many codes as there are held-out images, in the masters.
     task = build_run(*GAN, "compare.metric=sliced_wasserstein").task
     for step in range(3):
@@ -217,12 +197,8 @@ def test_a_run_records_it_and_trains_to_the_same_bits(tmp_path, build_run):
 def test_training_does_not_notice_it_in_a_16_bit_mode(build_run, arithmetic):
     rows = []
     for metric in ("loss", "sliced_wasserstein"):
-        task = build_run(
-            *GAN,
-            "precision=amp",
-            f"compare.metric={metric}",
-            f"train.eval_arithmetic={arithmetic}",
-        ).task
+        more = [f"compare.metric={metric}", f"train.eval_arithmetic={arithmetic}"]
+        task = build_run(*GAN, "precision=amp", *more).task
         losses = [task.train_step(0)["loss"]]
         values = task.evaluate()
         assert ("sliced_wasserstein" in values) == (metric == "sliced_wasserstein")

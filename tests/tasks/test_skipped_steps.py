@@ -2,20 +2,15 @@
 
 import pytest
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from mprun.execution import StepRunner
 from mprun.execution.step_runner import LearningRate
 from mprun.training.metric_buffer import MetricBuffer
 
-TOKENS = [
-    "model=lstm_lm",
-    "data=synthetic_tokens",
-    "data.vocab_size=50",
-    "data.batch_size=4",
-    "data.sequence_length=4",
-    "data.train_tokens=80",
-]
+from ..helpers import TINY_AUTOENCODER, TINY_LM, assert_same_bits
+
+TOKENS = [*TINY_LM, "data.train_tokens=40"]
 BATCHES_PER_EPOCH = 5
 
 
@@ -29,11 +24,6 @@ def plant(parameter):
 def copy_of(task):
     state = {k: v for k, v in task.state_dict().items() if "scale" not in k}
     return tree_map(lambda t: t.clone() if torch.is_tensor(t) else t, state)
-
-
-def same(a, b):
-    pairs = list(zip(tree_leaves(a), tree_leaves(b), strict=True))
-    return len(pairs) > 3 and all(torch.equal(x, y) for x, y in pairs)
 
 
 @pytest.mark.parametrize("mode", ["fp16_master_scaled", "amp"])
@@ -53,7 +43,7 @@ def test_the_hidden_state_of_a_skipped_step_is_not_carried_on(build_run, mode, s
         del before["hidden"], after["hidden"]
     else:
         assert task.hidden[0].abs().max() > 0
-    assert same(before, after)
+    assert_same_bits(before, after)
     assert task.loss_scale.steps_skipped == 1
 
 
@@ -97,14 +87,13 @@ def test_resnet50_after_an_overflow_in_the_forward_pass(build_run, mode):
     before = copy_of(task)
     task.data = Brighter(task.data, 1)
     assert task.train_step(1)["found_inf"] == 1
-    assert same(before, copy_of(task))
+    assert_same_bits(before, copy_of(task))
     assert task.learner.model.bn1.num_batches_tracked == 1
 
 
 def test_the_schedule_counts_applied_updates(build_run):
     task = build_run(
-        "model=conv_autoencoder",
-        "data.batch_size=2",
+        *TINY_AUTOENCODER,
         "precision=amp",
         "scaler.init_scale=16",
         "optim.implementation=loop",

@@ -1,6 +1,7 @@
 """The speech task: CTC in FP32 in every mode, the character error rate, a run that learns."""
 
-import json
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from mprun.build import build
 from mprun.cli import main
 from mprun.config.compose import compose_config
 
-from ..helpers import SPEECH
+from ..helpers import SPEECH, numbers_of, run
 from ..shipped import OF_ANY_NETWORK
 
 CPU = torch.device("cpu")
@@ -22,17 +23,8 @@ def built(*overrides):
     return build(compose_config([*SPEECH, *overrides]).config, CPU)
 
 
-QUICK = {"fp16_naive", "amp"}
-
-
-@pytest.mark.parametrize(
-    "mode",
-    [
-        pytest.param(mode, marks=() if mode in QUICK else pytest.mark.slow)
-        for mode in OF_ANY_NETWORK
-        if mode != "tf32"
-    ],
-)
+@pytest.mark.parametrize("mode", [mode for mode in OF_ANY_NETWORK if mode != "tf32"])
+@pytest.mark.few(2)
 def test_the_loss_is_fp32_in_every_mode(monkeypatch, mode):
     seen = []
 
@@ -77,44 +69,33 @@ class Fixed:
         return features, frames
 
 
-@pytest.mark.parametrize(
-    ("texts", "heard", "cer"),
-    [
-        ([[1, 2, 3]], [[1, 2, 3]], 0.0),
-        ([[1, 2, 3]], [[0, 0, 0, 0]], 100.0),  # blanks alone
-        ([[1, 2, 3], [4]], [[1, 0, 2, 2], [4, 0, 4]], 50.0),  # one left out, one inserted, of 4
-        ([[], [1, 2]], [[0, 0], [1, 2]], 0.0),
-        ([[], [1, 2]], [[3, 0], [1, 2]], 50.0),  # a symbol heard where there is none
-        ([[]], [[3, 0]], 100.0),  # no symbol at all: over 1
-    ],
-)
-def test_character_error_rate_by_hand(monkeypatch, texts, heard, cer):
+CHARACTER_ERRORS = [
+    ([[1, 2, 3]], [[1, 2, 3]], 0.0),
+    ([[1, 2, 3]], [[0, 0, 0, 0]], 100.0),  # blanks alone
+    ([[1, 2, 3], [4]], [[1, 0, 2, 2], [4, 0, 4]], 50.0),  # one left out, one inserted, of 4
+    ([[], [1, 2]], [[0, 0], [1, 2]], 0.0),
+    ([[], [1, 2]], [[3, 0], [1, 2]], 50.0),  # a symbol heard where there is none
+    ([[]], [[3, 0]], 100.0),  # no symbol at all: over 1
+]
+
+
+def test_character_error_rate_by_hand(monkeypatch):
     run = built()
-    fixed = Fixed(texts, heard)
-    monkeypatch.setattr(run.data, "eval_batches", lambda: iter(fixed.batches), raising=False)
-    monkeypatch.setattr(type(run.task.learner), "evaluating", lambda *_: _Within(fixed))
-    assert run.task.evaluate()["cer"] == pytest.approx(cer)
-
-
-class _Within:
-    def __init__(self, value):
-        self.value = value
-
-    def __enter__(self):
-        return self.value
-
-    def __exit__(self, *_):
-        pass
+    for texts, heard, cer in CHARACTER_ERRORS:
+        fixed = Fixed(texts, heard)
+        data = SimpleNamespace(eval_batches=lambda f=fixed: iter(f.batches))
+        monkeypatch.setattr(run.task, "data", data)
+        evaluating = lambda *_, f=fixed: nullcontext(f)  # noqa: E731
+        monkeypatch.setattr(type(run.task.learner), "evaluating", evaluating)
+        assert run.task.evaluate()["cer"] == pytest.approx(cer), heard
 
 
 @pytest.mark.slow
 def test_resumed_in_the_middle_is_the_same_run(tmp_path):
     whole, part = tmp_path / "whole", tmp_path / "part"
     common = [*SPEECH, "precision=fp16_master_scaled", "train.eval_every=3"]
-    assert main([*common, f"output_dir='{whole}'", "train.steps=6"]) == 0
-    assert main([*common, f"output_dir='{part}'", "train.steps=3", "train.checkpoint_every=3"]) == 0
+    assert run(whole, *common, "train.steps=6") == 0
+    assert run(part, *common, "train.steps=3", "train.checkpoint_every=3") == 0
     assert main([f"resume={part}", "train.steps=6"]) == 0
-    ends = [json.loads((d / "metrics.jsonl").read_text().splitlines()[-1]) for d in (whole, part)]
-    for end in ends:
-        del end["seconds"]
+    ends = [numbers_of(directory)[-1] for directory in (whole, part)]
     assert ends[0] == ends[1] and "cer" in ends[0]
