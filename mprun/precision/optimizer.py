@@ -354,10 +354,14 @@ class MixedPrecisionOptimizer:
                 f"precision={policy.name}: row tables ({', '.join(self.tables)}) are updated row "
                 "by row, for which there is no other rounding and no other dtype of the state"
             )
+        # A script's optimizer may leave out weights whose gradients are unscaled with its own.
+        held = {id(weight) for group in self.inner.param_groups for weight in group["params"]}
         chosen = {
             name: own
             for name, own in zip(self.names, self.updated, strict=True)
-            if not own.is_complex() and (policy.state_dtype or own.dtype is torch.bfloat16)
+            if id(own) in held
+            and not own.is_complex()
+            and (policy.state_dtype or own.dtype is torch.bfloat16)
         }
         if not chosen:
             return None
