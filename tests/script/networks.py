@@ -1,15 +1,28 @@
-"""Networks and batches as a script has them."""
+"""Networks, batches and loops as a script has them."""
+
+import copy
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-MODES = (
-    *("fp32", "fp16_naive", "fp16_master", "fp16_master_scaled", "amp"),
-    *("bf16_naive", "bf16_master", "amp_bf16"),
-)
-HALF_WEIGHTS = ("fp16_naive", "fp16_master", "fp16_master_scaled", "bf16_naive", "bf16_master")
+import mprun
+from mprun.precision import get_policy
+
+from ..shipped import OF_ANY_NETWORK
+
+MODES = [mode for mode in OF_ANY_NETWORK if mode != "tf32"]  # which a CPU does not have
+HALF_WEIGHTS = [mode for mode in MODES if get_policy(mode).param_dtype.itemsize == 2]
+# Their own parameters are in 16 bits: there is no master copy that stays.
+WITHOUT_MASTERS = [mode for mode in HALF_WEIGHTS if get_policy(mode).masters != "kept"]
+SMALL = [
+    "model=alexnet_2012",
+    "model.width=0.125",
+    "optim=sgd_alexnet",
+    "data=digits_64",
+    "data.batch_size=2",
+]
 
 
 class Net(nn.Module):
@@ -60,6 +73,48 @@ def net(seed=0, **options):
     return Net(**options)
 
 
+def loss_of(model):
+    """Of the first batch."""
+    images, labels = next(batches(1))
+    return F.cross_entropy(model(images), labels)
+
+
+def sgd(parameters, lr=0.1):
+    return torch.optim.SGD(parameters, lr, momentum=0.9)
+
+
+def prepared(mode="fp16_master_scaled", model=None, make=sgd, lr=0.1, **options):
+    """(a model, its optimizer), prepared."""
+    model = net() if model is None else model
+    return mprun.prepare(model, make(model.parameters(), lr=lr), mode, **options)
+
+
+def stepping(optimizer, loss_of):
+    """A step as `mprun.probe` and `mprun.explain` take it, of what `loss_of` returns."""
+
+    def step():
+        optimizer.zero_grad()
+        loss = loss_of()
+        optimizer.backward(loss)
+        optimizer.step()
+        return loss
+
+    return step
+
+
+def as_in_a_script(built):
+    """The network and the optimizer of a built run as a script has them, with its loss scale."""
+    task, engine = built.task, built.task.learner.optimizer
+    with task.learner.cast.in_fp32() as own:
+        model = copy.deepcopy(own)
+    of_model = dict(zip(map(id, engine.updated), model.parameters(), strict=True))
+    groups = [
+        g | {"params": [of_model[id(p)] for p in g["params"]]} for g in engine.inner.param_groups
+    ]
+    optimizer, scale = type(engine.inner)(groups), copy.deepcopy(engine.loss_scales[0])
+    return mprun.prepare(model, optimizer, built.policy.name, scaler=scale)
+
+
 def train(model, optimizer, steps=6, prepared=True, seed=0):
     """Losses of an ordinary loop; dropout begins at the same place for everybody."""
     torch.manual_seed(3)
@@ -71,8 +126,3 @@ def train(model, optimizer, steps=6, prepared=True, seed=0):
         optimizer.step()
         losses.append(loss.item())
     return losses
-
-
-def overflowing(model):
-    """A loss whose FP16 gradients overflow."""
-    return model(torch.full((2, 1, 5, 5), 6e4)).square().sum() * 1e6

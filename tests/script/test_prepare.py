@@ -3,6 +3,7 @@
 import copy
 import io
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -14,36 +15,39 @@ from mprun.precision import (
     BatchNormGuard,
     DynamicLossScale,
     ForwardContext,
-    MixedPrecisionOptimizer,
     StaticLossScale,
-    cast_model,
     get_loss_scale,
     get_policy,
 )
 from mprun.precision.policy import usual_scaler
 
-from .networks import HALF_WEIGHTS, MODES, Net, batches, net, train
+from ..helpers import assert_same_bits, making, mixed, raises_line
+from .networks import (
+    HALF_WEIGHTS,
+    MODES,
+    WITHOUT_MASTERS,
+    Net,
+    batches,
+    loss_of,
+    net,
+    prepared,
+    sgd,
+    train,
+)
 
 F32 = torch.float32
-
-
-def sgd(model, lr=0.1):
-    return torch.optim.SGD(model.parameters(), lr, momentum=0.9)
-
-
-def prepared(mode="fp16_master_scaled", model=None, make=sgd, **options):
-    model = net() if model is None else model
-    return mprun.prepare(model, make(model), mode, **options)
 
 
 def by_hand(mode, steps=6, **options):
     """The engine's own loop, as mprun/precision/__init__.py has it."""
     model, policy = net(**options), get_policy(mode)
-    arithmetic = ForwardContext(policy, torch.device("cpu"))
-    cast, scale = cast_model(model, policy), get_loss_scale(usual_scaler(mode))
+    arithmetic, scale = (
+        ForwardContext(policy, torch.device("cpu")),
+        get_loss_scale(usual_scaler(mode)),
+    )
     guards = [BatchNormGuard(model)] if scale.skips_nonfinite else []
-    make = lambda named: torch.optim.SGD([p for _, p in named], 0.1, momentum=0.9)  # noqa: E731
-    optimizer = MixedPrecisionOptimizer(cast, make, scale, guards=guards)
+    make = making(torch.optim.SGD, 0.1, momentum=0.9)
+    cast, optimizer = mixed(model, mode, make, scale, guards=guards)
     torch.manual_seed(3)
     losses = []
     for images, labels in batches(steps):
@@ -66,32 +70,34 @@ def test_bit_equal_to_the_engine_by_hand(mode, checkpoints):
     expected, state = by_hand(mode, checkpoints=checkpoints)
     model, optimizer = prepared(mode, net(checkpoints=checkpoints))
     assert train(model, optimizer) == expected
-    for name, own in model.state_dict().items():
-        assert torch.equal(own.to(state[name].dtype), state[name]), name
+    own = model.state_dict()
+    assert_same_bits({name: own[name].to(value.dtype) for name, value in state.items()}, state)
 
 
 def test_fp32_is_bit_equal_to_the_script_as_it_was():
     plain = net()
-    expected = train(plain, sgd(plain), prepared=False)
+    expected = train(plain, sgd(plain.parameters()), prepared=False)
     model, optimizer = prepared("fp32")
     assert train(model, optimizer) == expected
-    assert all(map(torch.equal, model.state_dict().values(), plain.state_dict().values()))
+    assert_same_bits(model.state_dict(), plain.state_dict())
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_looks_as_it_did(mode):
     model = net()
     before = dict(model.named_parameters()), list(model.state_dict())
-    same, optimizer = mprun.prepare(model, sgd(model), mode)
+    same, optimizer = prepared(mode, model)
     train(model, optimizer)
-    dtype = get_policy(mode).param_dtype if mode.endswith("naive") else F32
+    policy = get_policy(mode)
+    own_dtypes = (policy.param_dtype, policy.norm_dtype) if mode in WITHOUT_MASTERS else (F32, F32)
     assert same is model and isinstance(model, Net) and type(model).__name__ == "Net"
     assert isinstance(optimizer, torch.optim.Optimizer)
     assert list(model.state_dict()) == before[1]
     for name, own in model.named_parameters():
-        assert own is before[0][name] and own.dtype is dtype and own.grad.dtype is dtype
+        dtype = own_dtypes["norm" in name or name.startswith("body.1")]
+        assert own is before[0][name] and own.dtype is own.grad.dtype is dtype
     assert model(next(batches(1))[0]).dtype is F32
-    assert model.shift.dtype is (dtype if mode.endswith("naive") else F32)
+    assert model.shift.dtype is own_dtypes[0]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -116,7 +122,7 @@ def test_a_part_that_is_called_directly_computes_in_the_mode(mode):
     logits = model.head(model.body(model.features(images) + model.shift))
     half = get_policy(mode).param_dtype
     # From outside the call of a part is like that of a model.
-    assert seen == [(half if mode.endswith("naive") else F32, F32)] and logits.dtype is F32
+    assert seen == [(half if mode in WITHOUT_MASTERS else F32, F32)] and logits.dtype is F32
     optimizer.zero_grad()
     optimizer.backward(F.cross_entropy(logits, labels))
     assert model.conv.weight.grad.any()
@@ -161,9 +167,9 @@ def test_a_skipped_step_changes_nothing_but_the_scale(mode):
     optimizer.step()
     assert optimizer.last.found_inf == 1 and float(optimizer.scale.scale) == scale / 2
     after = model.state_dict(), optimizer.inner.state_dict()
-    assert all(torch.equal(v, before[0][k]) for k, v in after[0].items() if "batches" not in k)
-    for key, state in after[1]["state"].items():
-        assert all(torch.equal(v, before[1]["state"][key][k]) for k, v in state.items())
+    for states in (before, after):
+        states[0].pop("norm.num_batches_tracked")
+    assert_same_bits(after, before)
 
 
 OPTIMIZERS = {
@@ -182,10 +188,10 @@ OPTIMIZERS = {
 def test_optimizers_skip_as_under_torch(name):
     """Bit-equal to the plain optimizer that took the clean steps alone, the first one skipped."""
     kind = getattr(torch.optim, name)
-    make = lambda model: kind(model.parameters(), lr=0.01, **OPTIMIZERS[name])  # noqa: E731
-    model, optimizer = prepared("fp32", make=make, scaler=StaticLossScale(1024.0))
+    make = partial(kind, **OPTIMIZERS[name])
+    model, optimizer = prepared("fp32", make=make, lr=0.01, scaler=StaticLossScale(1024.0))
     plain = net()
-    reference = make(plain)
+    reference = make(plain.parameters(), lr=0.01)
     for step, (images, labels) in enumerate(batches(6)):
         bad = step in (0, 3)
         losses = []
@@ -201,8 +207,7 @@ def test_optimizers_skip_as_under_torch(name):
         reference.zero_grad()
         losses[1].backward()
         reference.step()
-    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(a, b)
+    assert_same_bits([*model.parameters()], [*plain.parameters()])
 
 
 def test_a_checkpoint_continues_bit_for_bit_and_loads_into_plain_objects():
@@ -219,7 +224,7 @@ def test_a_checkpoint_continues_bit_for_bit_and_loads_into_plain_objects():
     assert train(again, continued, seed=5) == expected
     plain = net()
     plain.load_state_dict(saved["model"])
-    sgd(plain).load_state_dict(saved["optimizer"])
+    sgd(plain.parameters()).load_state_dict(saved["optimizer"])
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -245,7 +250,8 @@ def test_generator_and_discriminator_share_a_scale_that_moves_once(generator_fir
     g, d = nn.Linear(4, 6), nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 1))
     scale = DynamicLossScale(2.0**4, growth_interval=3)
     both = [g, d] if generator_first else [d, g]
-    _, (of_g, of_d) = mprun.prepare(both, [sgd(one) for one in both], "amp", scaler=scale)
+    optimizers = [sgd(one.parameters()) for one in both]
+    _, (of_g, of_d) = mprun.prepare(both, optimizers, "amp", scaler=scale)
     if not generator_first:
         of_g, of_d = of_d, of_g
     scales = []
@@ -280,27 +286,25 @@ def test_one_optimizer_over_two_models_and_two_over_one():
     optimizer.backward(b(a(torch.ones(2, 4))).sum())
     optimizer.step()
     now = (*a.parameters(), *b.parameters())
-    moved = [not torch.equal(p, q) for p, q in zip(now, before, strict=True)]
-    assert all(moved)
+    assert not any(map(torch.equal, now, before))
 
     model = net()
     first = torch.optim.SGD([*model.conv.parameters(), *model.norm.parameters()], 0.1)
     second = torch.optim.Adam([*model.body.parameters(), *model.head.parameters()], 0.01)
     model, (first, second) = mprun.prepare(model, [first, second], "fp16_master_scaled")
     before = copy.deepcopy(model.state_dict())
-    images, labels = next(batches(1))
-    first.backward(F.cross_entropy(model(images), labels))
+    first.backward(loss_of(model))
     first.step()
     assert torch.equal(model.head.weight, before["head.weight"])
     assert model.head.weight.grad.any()  # unscaled, where torch would have it
-    second.backward(F.cross_entropy(model(images), labels))
+    second.backward(loss_of(model))
     second.step()
     assert not torch.equal(model.head.weight, before["head.weight"])
 
 
 def test_schedulers_made_before_and_after_set_the_rate():
     model = net()
-    inner = sgd(model, lr=1.0)
+    inner = sgd(model.parameters(), lr=1.0)
     early = torch.optim.lr_scheduler.StepLR(inner, 1, 0.5)
     model, optimizer = mprun.prepare(model, inner, "amp")
     late = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
@@ -314,34 +318,53 @@ def test_schedulers_made_before_and_after_set_the_rate():
     assert inner.param_groups[0]["lr"] == 0.5
 
 
+REFUSED = {
+    "a model without parameters": (lambda: mprun.prepare(nn.ReLU()), "no parameters"),
+    "weights of others": (
+        lambda: mprun.prepare(net(), sgd(nn.Linear(2, 2).parameters())),
+        "none of the model's",
+    ),
+    "an optimizer by its name": (
+        lambda: mprun.prepare(net(), "sgd"),
+        "must be a torch.optim.Optimizer",
+    ),
+    "LBFGS": (lambda: prepared(make=torch.optim.LBFGS), "LBFGS"),
+    "fp17": (lambda: prepared("fp17"), "precision mode 'fp17': must be one of"),
+    "tf32": (lambda: prepared("tf32"), "a CPU has no TF32"),
+    "half": (lambda: mprun.prepare(nn.Linear(2, 2).half()), "build the model in float32"),
+    "lazy": (lambda: mprun.prepare(nn.LazyLinear(2)), "lazy"),
+    "jit": (lambda: mprun.prepare(torch.jit.script(nn.Linear(2, 2))), "ScriptModule"),
+    "compiled": (lambda: mprun.prepare(torch.compile(nn.Linear(2, 2))), "compiled"),
+    "scaler": (lambda: prepared(scaler="dynamc"), "scaler 'dynamc': must be one of"),
+    "overrides of nothing": (
+        lambda: prepared(overrides={"nothing": "fp32"}),
+        "matches no module",
+    ),
+    "overrides in 8 bits": (
+        lambda: prepared(overrides={"conv": "fp8"}),
+        "must be one of fp32, fp16, bf16",
+    ),
+}
+SLOW = ("compiled", "jit")  # which import the compiler
+
+
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
-def test_the_device_type_and_what_is_given_are_checked():
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=pytest.mark.slow if k in SLOW else ()) for k in REFUSED]
+)
+def test_what_cannot_be_prepared_is_said(kind):
+    make, says = REFUSED[kind]
+    with raises_line(ValueError, says):
+        make()
+
+
+def test_a_refused_model_can_still_be_prepared_once():
     model = net()
-    for arguments, text in (
-        ((nn.ReLU(), None), "no parameters"),
-        ((model, torch.optim.SGD([nn.Parameter(torch.ones(2))], 0.1)), "none of the model's"),
-        ((model, torch.optim.LBFGS(model.parameters())), "LBFGS"),
-        ((model, sgd(model), "fp17"), "precision mode 'fp17': must be one of"),
-        ((nn.Linear(2, 2).half(), None), "build the model in float32"),
-        ((nn.LazyLinear(2), None), "lazy"),
-        ((torch.compile(nn.Linear(2, 2)), None), "compiled"),
-        ((torch.jit.script(nn.Linear(2, 2)), None), "ScriptModule"),
-        ((model, sgd(model), "tf32"), "a CPU has no TF32"),
-        ((model, "sgd"), "must be a torch.optim.Optimizer"),
-    ):
-        with pytest.raises(ValueError, match=text):
-            mprun.prepare(*arguments)
-    for options, text in (
-        ({"scaler": "dynamc"}, "scaler 'dynamc': must be one of"),
-        ({"overrides": {"nothing": "fp32"}}, "matches no module"),
-        ({"overrides": {"conv": "fp8"}}, "must be one of fp32, fp16, bf16"),
-    ):
-        with pytest.raises(ValueError, match=text):
-            mprun.prepare(model, sgd(model), "amp", **options)
-    # Nothing was changed: it can still be prepared, once.
-    model, optimizer = mprun.prepare(model, sgd(model), "amp")
-    with pytest.raises(ValueError, match="prepared already"):
-        mprun.prepare(model, sgd(model), "amp")
+    with raises_line(ValueError, "must be one of"):
+        prepared("fp17", model)
+    prepared("amp", model)
+    with raises_line(ValueError, "prepared already"):
+        prepared("amp", model)
 
 
 def test_overrides_keep_modules_in_fp32():

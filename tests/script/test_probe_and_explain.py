@@ -14,46 +14,25 @@ from mprun.numerics.probe import chosen_modules
 from mprun.numerics.probing import Watched
 from mprun.numerics.replay import Steps
 
-from .networks import batches, net
-
-SMALL = [
-    "model=alexnet_2012",
-    "model.width=0.125",
-    "optim=sgd_alexnet",
-    "data=digits_64",
-    "data.batch_size=2",
-]
+from ..helpers import assert_same_bits
+from .networks import SMALL, as_in_a_script, batches, prepared, stepping
 
 
-def in_a_script(built):
-    """The network, the optimizer and the loss scale of a built run, as a script has them."""
-    task, engine = built.task, built.task.learner.optimizer
-    with task.learner.cast.in_fp32() as own:
-        model = copy.deepcopy(own)
-    of_model = dict(zip(map(id, engine.updated), model.parameters(), strict=True))
-    groups = [
-        g | {"params": [of_model[id(p)] for p in g["params"]]} for g in engine.inner.param_groups
-    ]
-    scale = copy.deepcopy(engine.loss_scales[0])
-    model, optimizer = mprun.prepare(
-        model, type(engine.inner)(groups), built.policy.name, scaler=scale
-    )
+def step_in_a_script(built):
+    """The first step of a built run as a script takes it, and its optimizer."""
+    model, optimizer = as_in_a_script(built)
 
-    def step():
+    def loss():
         images, labels = built.data.train_batch(0)
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(images), labels)
-        optimizer.backward(loss)
-        optimizer.step()
-        return loss
+        return F.cross_entropy(model(images), labels)
 
-    return step, optimizer
+    return stepping(optimizer, loss), optimizer
 
 
 @pytest.mark.parametrize("mode", ["fp32", "fp16_master_scaled", "amp", "bf16_naive", "bf16_kahan"])
 def test_a_probe_is_equal_to_that_of_a_run(mode, build_run):
     built = build_run(*SMALL, f"precision={mode}")
-    step, optimizer = in_a_script(built)
+    step, optimizer = step_in_a_script(built)
     torch.manual_seed(5)
     with Watched(built.task, chosen_modules(built.task.learners, [])) as watched:
         watched.metrics = built.task.train_step(0)
@@ -68,9 +47,7 @@ def test_a_probe_is_equal_to_that_of_a_run(mode, build_run):
             mine = own.tensors[kind][name]
             assert mine.counts == stats.counts, (kind, name)
             assert (mine.amax, mine.dtype, mine.stride) == (stats.amax, stats.dtype, stats.stride)
-    assert {n: asdict(v) for n, v in own.lost_updates.items()} == {
-        n: asdict(v) for n, v in theirs.lost_updates.items()
-    }
+    assert own.lost_updates == theirs.lost_updates
     assert own.applied_updates == theirs.applied_updates
     assert bool(own.applied_updates) == (mode in ("bf16_naive", "bf16_kahan"))
 
@@ -83,7 +60,7 @@ def test_an_explanation_is_equal_to_that_of_a_run(mode, build_run):
         engine = learner.optimizer
         for own, updated in zip(engine.parameters, engine.updated, strict=True):
             own.copy_(updated.mul_(16.0))
-    step, optimizer = in_a_script(built)
+    step, optimizer = step_in_a_script(built)
     torch.manual_seed(5)
     expected = find_culprit(Steps(built, 0, 0), "step")
     torch.manual_seed(5)
@@ -104,15 +81,8 @@ def test_an_overflow_of_a_product_in_fp8_is_that_of_its_layer(mode):
         model[2].weight.fill_(2.0**70)
     # Without a scale all saturates at 448: the third layer, in BF16, is where it ends.
     model[3].weight.data.fill_(2.0**120)
-    model, optimizer = mprun.prepare(model, torch.optim.SGD(model.parameters(), 0.1), mode)
-
-    def step():
-        optimizer.zero_grad()
-        loss = model(torch.ones(4, 16)).float().sum()
-        optimizer.backward(loss)
-        optimizer.step()
-        return loss
-
+    model, optimizer = prepared(mode, model)
+    step = stepping(optimizer, lambda: model(torch.ones(4, 16)).float().sum())
     found = mprun.explain(step, optimizer)
     assert found.reproduced and found.event.phase == "forward"
     if mode == "fp8_unscaled":
@@ -130,25 +100,18 @@ def test_an_explanation_names_the_module_and_puts_everything_back():
     with torch.no_grad():
         for own in model.parameters():
             own.fill_(100.0)
-    inner = torch.optim.Adam(model.parameters(), 0.1)
-    model, optimizer = mprun.prepare(model, inner, "fp16_master")
+    model, optimizer = prepared("fp16_master", model, torch.optim.Adam)
 
-    def step():
-        optimizer.zero_grad()
-        loss = model(torch.full((2, 4), 50.0)).mean()
-        optimizer.backward(loss)
-        optimizer.step()
-        return loss
+    def states():
+        return model.state_dict(), optimizer.inner.state_dict(), torch.get_rng_state()
 
-    before = copy.deepcopy((model.state_dict(), inner.state_dict(), torch.get_rng_state()))
+    before = copy.deepcopy(states())
+    step = stepping(optimizer, lambda: model(torch.full((2, 4), 50.0)).mean())
     finding = mprun.explain(step, optimizer)
     assert (finding.verdict, finding.event.module) == ("operation", "1")
     # 100 * 100 * 50 * 4 * 4 and more: beyond FP16's 65504.
     assert finding.event.dtype is torch.float16 and finding.event.would_be > 65504
-    assert all(map(torch.equal, model.state_dict().values(), before[0].values()))
-    for key, state in inner.state_dict()["state"].items():
-        assert all(torch.equal(v, before[1]["state"][key][k]) for k, v in state.items())
-    assert torch.equal(torch.get_rng_state(), before[2])
+    assert_same_bits(states(), before)
 
 
 def test_rates_and_buffers_outside_of_the_state_are_put_back_and_fp32_is_explained():
@@ -164,17 +127,12 @@ def test_rates_and_buffers_outside_of_the_state_are_put_back_and_fp32_is_explain
         def state_dict(self, *arguments, **named):
             return {}
 
-    model = Counts()
-    inner = torch.optim.SGD(model.parameters(), 0.1)
-    model, optimizer = mprun.prepare(model, inner, "fp32")
+    model, optimizer = prepared("fp32", Counts())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     before = model.weight.detach().clone()
 
     def step():
-        optimizer.zero_grad()
-        loss = model(torch.ones(2, 4)).sum()
-        optimizer.backward(loss)
-        optimizer.step()
+        loss = stepping(optimizer, lambda: model(torch.ones(2, 4)).sum())()
         scheduler.step()
         return loss
 
@@ -184,23 +142,14 @@ def test_rates_and_buffers_outside_of_the_state_are_put_back_and_fp32_is_explain
 
 
 def test_a_healthy_step_is_not_explained():
-    model, optimizer = mprun.prepare(*_plain(), "amp")
+    model, optimizer = prepared("amp")
     stream = batches(3)
 
-    def step():
+    def loss():
         images, labels = next(stream)
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(images), labels)
-        optimizer.backward(loss)
-        optimizer.step()
-        return loss
+        return F.cross_entropy(model(images), labels)
 
-    finding = mprun.explain(step, optimizer, steps=3)
+    finding = mprun.explain(stepping(optimizer, loss), optimizer, steps=3)
     assert not finding.reproduced and finding.verdict == "not found"
     with pytest.raises(ValueError, match="must return the loss"):
         mprun.probe(lambda: None, optimizer)
-
-
-def _plain():
-    model = net()
-    return model, torch.optim.SGD(model.parameters(), 0.1)

@@ -4,10 +4,11 @@ from enum import IntEnum, StrEnum
 
 import numpy as np
 import pytest
-import torch
 import yaml
 
 import mprun
+
+from .networks import prepared
 
 
 class Kind(StrEnum):
@@ -33,9 +34,7 @@ class Word(str):
     ],
 )
 def test_a_value_is_written_as_what_it_stands_for(given, written, tmp_path):
-    model = torch.nn.Linear(2, 2)
-    _, optimizer = mprun.prepare(model, torch.optim.SGD(model.parameters(), 0.1), "fp32")
-    run = mprun.Run(tmp_path, optimizer, config={"value": given}, seed=0)
+    run = mprun.Run(tmp_path, prepared("fp32")[1], config={"value": given}, seed=0)
     run.close()
     config = yaml.safe_load((run.directory / "config.yaml").read_text(encoding="utf-8"))
     assert config["script"]["value"] == written

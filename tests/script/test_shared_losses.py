@@ -7,12 +7,8 @@ from torch.nn import functional as F
 
 import mprun
 
-MODES = ["fp32", "fp16_naive", "fp16_master", "fp16_master_scaled", "amp", "bf16_master"]
-
-
-def parts():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+from ..helpers import assert_same_bits, network
+from .networks import MODES, prepared, sgd
 
 
 def step(model, optimizers, count=5):
@@ -28,21 +24,21 @@ def step(model, optimizers, count=5):
             optimizer.step()
 
 
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-
-
 @pytest.mark.parametrize("scaler", [None, "logmax"])
 @pytest.mark.parametrize("mode", MODES)
 def test_one_loss_is_propagated_for_every_optimizer(mode, scaler):
-    model, one = parts(), parts()
+    model = network()
     both = [sgd(model[0].parameters()), sgd(model[2].parameters())]
     model, both = mprun.prepare(model, both, mode, scaler=scaler)
-    one, optimizer = mprun.prepare(one, sgd(one.parameters()), mode, scaler=scaler)
+    one, optimizer = prepared(mode, network(), scaler=scaler)
     step(model, both)
     step(one, [optimizer])
+    if scaler is None:
+        assert_same_bits([*model.parameters()], [*one.parameters()])
+    # The scale, no power of two, is of a sum over gradients, whose order differs: so do roundings
+    # of gradients below 1 to 16 bits (2^-9), of which five steps add at most 0.1 * 15 to a weight.
     for own, other in zip(model.parameters(), one.parameters(), strict=True):
-        assert torch.equal(own, other)
+        assert (own - other).abs().max() <= 1.5 * 2**-9
 
 
 def test_an_optimizer_that_no_loss_has_reached_does_not_step():
@@ -56,8 +52,7 @@ def test_an_optimizer_that_no_loss_has_reached_does_not_step():
 
 def test_gradients_that_the_model_has_forgotten_say_nothing_of_the_next_step():
     """`model.zero_grad()`, as Trainers call it, is seen by the optimizer too."""
-    model = parts()
-    model, optimizer = mprun.prepare(model, sgd(model.parameters()), "amp")
+    model, optimizer = prepared("amp", network())
     optimizer.backward(model(torch.full((4, 6), 6e4)).sum() * 1e4)
     assert optimizer.gradients.found_inf
     model.zero_grad()
@@ -76,8 +71,7 @@ def test_a_wrapper_that_runs_its_methods_as_its_own_shares_what_they_forget():
         def __getattr__(self, name):
             return getattr(self.optimizer, name)
 
-    model = parts()
-    model, optimizer = mprun.prepare(model, sgd(model.parameters()), "amp")
+    model, optimizer = prepared("amp", network())
     optimizer.backward(model(torch.randn(4, 6)).sum())
     Wrapper(optimizer).zero_grad()
     with pytest.raises(RuntimeError, match="no gradients"):

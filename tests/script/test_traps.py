@@ -7,41 +7,119 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrizations
 
 import mprun
 from mprun.precision import StaticLossScale
 
-from .networks import HALF_WEIGHTS, MODES, WithLoss, batches, net, train
+from ..helpers import assert_same_bits, raises_line
+from .networks import (
+    HALF_WEIGHTS,
+    MODES,
+    SMALL,
+    WITHOUT_MASTERS,
+    WithLoss,
+    as_in_a_script,
+    batches,
+    loss_of,
+    net,
+    prepared,
+    train,
+)
 
-SIXTEEN_BITS = [mode for mode in MODES if mode != "fp32"]
-
-
-def prepared(mode, model=None, lr=0.1, **options):
-    model = net() if model is None else model
-    return mprun.prepare(model, torch.optim.SGD(model.parameters(), lr), mode, **options)
-
-
-def loss_of(model):
-    images, labels = next(batches(1))
-    return F.cross_entropy(model(images), labels)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_loss_backward_raises(mode):
-    model, optimizer = prepared(mode)
-    loss = loss_of(model)
-    with pytest.raises(RuntimeError, match=r"optimizer\.backward\(loss\)"):
-        loss.backward()
-        optimizer.step()
+IMAGES = next(batches(1))[0]
 
 
-@pytest.mark.parametrize("mode", SIXTEEN_BITS)
-def test_gradients_within_a_loss_raise(mode):
+class MaxNorm(nn.Linear):
+    def forward(self, x):
+        with torch.no_grad():
+            self.weight.clamp_(-0.01, 0.01)
+        return super().forward(x)
+
+
+class Gaussian(nn.Linear):
+    def forward(self, x):
+        return torch.distributions.Normal(super().forward(x), 1.0)
+
+
+class Holder:
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
+class Unwraps(nn.Linear):
+    def forward(self, holder):
+        return super().forward(holder.tensor)
+
+
+def with_autocast(model, _):
+    with torch.autocast("cpu", torch.bfloat16):
+        model(IMAGES)
+
+
+def replace_parameters(model, _):
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+    model(IMAGES)
+
+
+def hook_a_weight(model, optimizer):
+    model.head.weight.register_hook(lambda gradient: gradient * 0)
+    optimizer.backward(loss_of(model))
+
+
+def copy_within_a_call(model, _):
+    model.head.register_forward_hook(lambda *_: copy.deepcopy(model))
+    model(IMAGES)
+
+
+def gradients_of_inputs(model, _):
     """They would be computed outside of the emulation, and unscaled."""
-    model, _ = prepared(mode)
-    images = next(batches(1))[0].requires_grad_()
-    with pytest.raises(RuntimeError, match="torch.autograd.grad"):
-        torch.autograd.grad(model(images).sum(), images)
+    images = IMAGES.clone().requires_grad_()
+    torch.autograd.grad(model(images).sum(), images)
+
+
+def call_of(network, inputs):
+    """A call of another network in the same mode."""
+    return lambda _, optimizer: prepared(optimizer.policy.name, network(4, 2))[0](inputs)
+
+
+MASTERS = [mode for mode in HALF_WEIGHTS if mode not in WITHOUT_MASTERS]
+# What is said of what a script does, and the modes in which that is refused.
+TRAPS = [
+    ("optimizer.backward(loss)", MODES, lambda m, o: (loss_of(m).backward(), o.step())),
+    ("torch.autograd.grad", [m for m in MODES if m != "fp32"], gradients_of_inputs),
+    ("torch.autocast is active", MODES, with_autocast),
+    ("torch.autocast is active", MODES, lambda m, o: with_autocast(m.eval(), o)),
+    # In eval mode it would be computed in FP32, whatever the mode.
+    ("eval mode", MODES, lambda m, o: o.backward(loss_of(m.eval()))),
+    ("that it returned", ["amp"], lambda m, o: (o.backward(loss_of(m)), o.inner.step())),
+    ("closure", ["amp"], lambda m, o: o.step(lambda: loss_of(m))),
+    ("no tensor", ["amp"], lambda m, o: o.backward(1.0)),
+    ("shape (8, 4)", ["amp"], lambda m, o: o.backward(m(IMAGES))),
+    ("was replaced after the model was prepared", MASTERS, replace_parameters),
+    ("hook on a parameter", ["fp16_master"], hook_a_weight),
+    ("torch.float64 now", ["fp32", "amp", "fp16_master"], lambda m, o: m.double()(IMAGES)),
+    ("before mprun.prepare", ["amp"], lambda m, o: parametrizations.weight_norm(m.head)),
+    ("within its own call", ["fp16_master"], copy_within_a_call),
+    # Master weights would undo it.
+    ("was changed in a call", ["fp16_master"], call_of(MaxNorm, torch.ones(2, 4))),
+    ("in a Normal", ["amp", "fp16_master_scaled"], call_of(Gaussian, torch.ones(2, 4))),
+    (
+        "in a Holder they would pass without a cast",
+        ["fp16_naive", "bf16_master"],
+        call_of(Unwraps, Holder(torch.ones(2, 4))),
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("mode", "says", "act"), [(mode, says, act) for says, modes, act in TRAPS for mode in modes]
+)
+def test_what_would_go_wrong_is_refused_in_a_line_that_names_the_cure(mode, says, act):
+    model, optimizer = prepared(mode)
+    with raises_line((RuntimeError, ValueError), says):
+        act(model, optimizer)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -58,29 +136,16 @@ def test_clipping_by_torch_clips(mode, own):
     moved = [(p - q).detach().float() for p, q in pairs][: None if own else 2]
     # FP32 rounds each of some hundred values by 2^-24; 16-bit weights by their own step, below
     # which a clipped update is lost.
-    tolerance = 1e-4 if not mode.endswith("naive") else 1.0
+    tolerance = 1e-4 if mode not in WITHOUT_MASTERS else 1.0
     assert torch.cat([m.flatten() for m in moved]).norm() == pytest.approx(0.005, rel=tolerance)
 
 
 @pytest.mark.parametrize("mode", ["fp16_master_scaled", "amp", "fp32"])
 def test_clipping_by_torch_is_that_of_the_engine(mode, build_run):
     """train.clip_norm of a run, and torch's function in a script, on the same batches."""
-    overrides = [
-        "model=alexnet_2012",
-        "model.width=0.125",
-        "optim=sgd_alexnet",
-        "data=digits_64",
-        "data.batch_size=2",
-    ]
-    built = build_run(*overrides, f"precision={mode}", "train.clip_norm=0.05", "optim.lr=0.5")
+    built = build_run(*SMALL, f"precision={mode}", "train.clip_norm=0.05", "optim.lr=0.5")
     task = built.task
-    with task.learner.cast.in_fp32() as own:
-        model = copy.deepcopy(own)
-    engine = task.learner.optimizer.inner
-    groups = engine.param_groups
-    names = dict(zip(map(id, task.learner.optimizer.updated), model.parameters(), strict=True))
-    own_groups = [g | {"params": [names[id(p)] for p in g["params"]]} for g in groups]
-    model, optimizer = mprun.prepare(model, type(engine)(own_groups), mode)
+    model, optimizer = as_in_a_script(built)
     for index in range(3):
         torch.manual_seed(index)
         task.train_step(index)
@@ -106,8 +171,8 @@ def test_zero_grad_of_the_model_forgets(mode):
             (model if through_model else optimizer).zero_grad()
             optimizer.backward(F.cross_entropy(model(images), labels))
             optimizer.step()
-        ends.append([p.detach().clone() for p in model.parameters()])
-    assert all(map(torch.equal, *ends))
+        ends.append([*model.parameters()])
+    assert_same_bits(*ends)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -117,7 +182,7 @@ def test_an_optimizer_over_the_parameters_of_the_model_trains_all_of_them(mode):
     train(model, optimizer)
     for name, own in model.named_parameters():
         # In 16 bits an update below half a step of the weight is lost.
-        assert own.grad.any() if mode.endswith("naive") else not torch.equal(own, before[name])
+        assert own.grad.any() if mode in WITHOUT_MASTERS else not torch.equal(own, before[name])
 
 
 @pytest.mark.parametrize("mode", ["fp16_master_scaled", "amp"])
@@ -147,35 +212,25 @@ def test_a_deep_copy_computes_with_its_own_weights(mode):
     model, optimizer = prepared(mode)
     train(model, optimizer, steps=1)
     twin = copy.deepcopy(model)
-    images, _ = next(batches(1))
     torch.manual_seed(0)
-    expected = model(images)
+    expected = model(IMAGES)
     torch.manual_seed(0)
-    assert torch.equal(twin(images), expected)
+    assert torch.equal(twin(IMAGES), expected)
     average = [p.detach().clone() for p in twin.parameters()]
     train(model, optimizer, steps=3)
     assert all(map(torch.equal, twin.parameters(), average))
     with torch.no_grad():
         for own in twin.parameters():
             own.zero_()
-    assert not twin.eval()(images).any() and model.eval()(images).any()
+    assert not twin.eval()(IMAGES).any() and model.eval()(IMAGES).any()
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_call_anywhere_is_emulated(mode):
     model, _ = prepared(mode)
     arithmetic = model.__dict__["_mprun"].arithmetic
-    model(next(batches(1))[0])
+    model(IMAGES)
     assert bool(arithmetic.rerouted()) == (mode != "fp32")
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_foreign_autocast_is_refused(mode):
-    model, _ = prepared(mode)
-    for module in (model, model.eval()):
-        with torch.autocast("cpu", torch.bfloat16):
-            with pytest.raises(RuntimeError, match="torch.autocast is active"):
-                module(next(batches(1))[0])
 
 
 @pytest.mark.parametrize("mode", HALF_WEIGHTS)
@@ -217,34 +272,8 @@ def test_parameters_added_to_the_optimizer_later_train(mode):
     assert not torch.equal(model.conv.weight, before)
 
 
-def test_the_optimizer_that_was_given_refuses_to_step():
-    model = net()
-    inner = torch.optim.SGD(model.parameters(), 0.1)
-    _, optimizer = mprun.prepare(model, inner, "amp")
-    optimizer.backward(loss_of(model))
-    with pytest.raises(RuntimeError, match="that it returned"):
-        inner.step()
-
-
-def test_a_closure_is_refused():
-    model, optimizer = prepared("amp")
-    with pytest.raises(ValueError, match="closure"):
-        optimizer.step(lambda: loss_of(model))
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_loss_of_eval_mode_is_refused(mode):
-    """It would be computed in FP32, whatever the mode."""
-    model, optimizer = prepared(mode)
-    model.eval()
-    with pytest.raises(RuntimeError, match="eval mode"):
-        optimizer.backward(loss_of(model))
-
-
-@pytest.mark.parametrize("mode", HALF_WEIGHTS)
+@pytest.mark.parametrize("mode", MASTERS)
 def test_a_weight_penalty_outside_of_the_model_counts_in_fp32(mode):
-    if mode.endswith("naive"):
-        pytest.skip("no master weights that it could reach")
     model, optimizer = prepared(mode, nn.Linear(4, 4))
     x = torch.ones(2, 4)
     optimizer.backward(model(x).sum())
@@ -274,9 +303,6 @@ def test_a_loss_that_is_a_part_of_the_model_takes_fp32_targets(mode):
     assert torch.equal(model.criterion(outputs, targets), F.mse_loss(outputs, targets))
 
 
-# What a review found.
-
-
 class Codebook(nn.Module):
     """Puts another tensor in the place of its buffer, and grows one."""
 
@@ -301,25 +327,7 @@ def test_buffers_that_a_call_replaces_go_on(mode):
     assert model.average.dtype is (next(model.parameters()).dtype)
 
 
-@pytest.mark.parametrize("mode", ["fp16_master", "fp16_master_scaled", "bf16_master"])
-def test_a_parameter_that_is_replaced_is_refused(mode):
-    model, _ = prepared(mode)
-    model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
-    with pytest.raises(RuntimeError, match="was replaced after the model was prepared"):
-        model(next(batches(1))[0])
-
-
-class MaxNorm(nn.Linear):
-    def forward(self, x):
-        with torch.no_grad():
-            self.weight.clamp_(-0.01, 0.01)
-        return super().forward(x)
-
-
-def test_weights_changed_within_a_call_are_refused_where_masters_would_undo_it():
-    model, _ = prepared("fp16_master", MaxNorm(4, 2))
-    with pytest.raises(RuntimeError, match="was changed in a call"):
-        model(torch.ones(2, 4))
+def test_weights_change_within_a_call_where_no_masters_undo_it():
     model, _ = prepared("amp", MaxNorm(4, 2))
     model(torch.ones(2, 4))
     assert model.weight.abs().max() <= 0.01
@@ -352,13 +360,6 @@ def test_gradients_of_weights_that_no_optimizer_holds_are_unscaled_too(mode):
     assert torch.equal(model[0].weight, before) and optimizer.state_dict()
 
 
-def test_hooks_on_master_weights_are_refused():
-    model, optimizer = prepared("fp16_master", nn.Linear(4, 2))
-    model.weight.register_hook(lambda gradient: gradient * 0)
-    with pytest.raises(RuntimeError, match="hook on a parameter"):
-        optimizer.backward(model(torch.ones(2, 4)).sum())
-
-
 @pytest.mark.parametrize("mode", ["amp", "fp16_master_scaled"])
 @pytest.mark.parametrize("through_model", [True, False])
 def test_a_script_that_steps_only_where_gradients_are_finite_gets_to_step(mode, through_model):
@@ -372,29 +373,6 @@ def test_a_script_that_steps_only_where_gradients_are_finite_gets_to_step(mode, 
             optimizer.step()
             taken += 1
     assert taken > 5
-
-
-@pytest.mark.parametrize("mode", ["amp", "fp16_master_scaled"])
-def test_16_bit_tensors_in_other_objects_are_refused(mode):
-    class Gaussian(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, 2)
-
-        def forward(self, x):
-            return torch.distributions.Normal(self.layer(x), 1.0)
-
-    model, _ = prepared(mode, Gaussian())
-    with pytest.raises(RuntimeError, match="in a Normal"):
-        model(torch.ones(2, 4))
-
-
-@pytest.mark.parametrize("mode", ["fp32", "amp", "fp16_master"])
-def test_a_model_that_is_cast_afterwards_is_refused(mode):
-    model, _ = prepared(mode)
-    model.double()
-    with pytest.raises(RuntimeError, match="torch.float64 now"):
-        model(next(batches(1))[0])
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -432,78 +410,37 @@ def test_a_model_that_was_updated_meanwhile_is_refused():
         of_g.backward(-y.mean())
 
 
-def test_a_copy_within_a_call_is_refused():
-    model, _ = prepared("fp16_master")
-    model.head.register_forward_hook(lambda *_: copy.deepcopy(model))
-    with pytest.raises(RuntimeError, match="within its own call"):
-        model(next(batches(1))[0])
-
-
-def test_losses_of_any_other_form_are_refused():
-    model, optimizer = prepared("amp", nn.Linear(4, 2))
-    for loss, text in ((1.0, "no tensor"), (model(torch.ones(2, 4)), r"shape \(2, 2\)")):
-        with pytest.raises(ValueError, match=text):
-            optimizer.backward(loss)
-    optimizer.backward(model(torch.ones(2, 4)).sum().reshape(1, 1))
-
-
 def test_statistics_collected_without_gradients_are_kept_by_a_skip():
     model, optimizer = prepared("amp")
-    images, labels = next(batches(1))
     with torch.no_grad():
-        model(images)
-    optimizer.backward(F.cross_entropy(model(images), labels) * float("inf"))
+        model(IMAGES)
+    optimizer.backward(loss_of(model) * float("inf"))
     optimizer.step()
     assert optimizer.last.found_inf == 1 and model.norm.num_batches_tracked == 1
 
 
-def test_changes_after_prepare_say_what_to_do():
-    model, optimizer = mprun.prepare(net(), None, "amp"), None
-    with pytest.raises(RuntimeError, match=r"parametrize .* before mprun\.prepare"):
-        nn.utils.parametrizations.weight_norm(model.head)
+def test_weights_join_an_optimizer_between_two_steps_alone():
     model = net()
     optimizer = torch.optim.SGD(model.conv.parameters(), 0.1)
     model, optimizer = mprun.prepare(model, optimizer, "fp16_master")
     optimizer.backward(loss_of(model))
-    with pytest.raises(RuntimeError, match="after optimizer.step"):
+    with raises_line(RuntimeError, "after optimizer.step"):
         optimizer.add_param_group({"params": list(model.head.parameters())})
     optimizer.step()
     optimizer.add_param_group({"params": list(model.head.parameters())})
-    with pytest.raises(ValueError, match="groups of its optimizer"):
-        mprun.prepare(model, torch.optim.SGD(model.parameters(), 0.1), "amp")
-
-
-class Holder:
-    def __init__(self, tensor):
-        self.tensor = tensor
-
-
-class Unwraps(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 1)
-
-    def forward(self, holder):
-        return self.linear(holder.tensor)
-
-
-@pytest.mark.parametrize("mode", ["fp16_naive", "bf16_master"])
-def test_inputs_in_an_object_of_ones_own_are_not_left_uncast(mode):
-    model = Unwraps()
-    model, _ = mprun.prepare(model, torch.optim.SGD(model.parameters(), 0.1), mode)
-    with pytest.raises(RuntimeError, match="in a Holder they would pass without a cast"):
-        model(Holder(torch.randn(2, 4)))
+    with raises_line(ValueError, "groups of its optimizer"):
+        prepared("amp", model)
 
 
 def test_what_cuda_cannot_compute_in_fp16_an_override_computes():
     def parametrized():
         model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
-        nn.utils.parametrizations.orthogonal(model[0])
-        return model, torch.optim.SGD(model.parameters(), 0.1)
+        parametrizations.orthogonal(model[0])
+        return model
 
-    model, _ = mprun.prepare(*parametrized(), "fp16_master")
+    model, _ = prepared("fp16_master", parametrized())
     with pytest.raises(NotImplementedError, match="its module by an override"):
         model(torch.randn(2, 4))
-    model, optimizer = mprun.prepare(*parametrized(), "fp16_master", overrides={"0": "fp32"})
+    model, optimizer = prepared("fp16_master", parametrized(), overrides={"0": "fp32"})
     optimizer.backward(model(torch.randn(2, 4)).sum())
     optimizer.step()
