@@ -1,7 +1,6 @@
 """Image folders that cannot be used: refused in one line that names the file or folder."""
 
 import os
-import re
 import shutil
 import tempfile
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ import pytest
 from mprun.data.image_files import find_images
 from mprun.data.source import DamagedData
 
+from ..helpers import raises_line
 from .made_images import class_folders, encoded, split_folders, write
 
 
@@ -22,11 +22,9 @@ def find(root, layout="classes", eval_share=0.3, imagenet=False, **options):
 
 
 def refused(message, root, **options):
-    """The one line of the error, which must hold `message`, literally."""
-    with pytest.raises(DamagedData, match=re.escape(message)) as caught:
+    """In one line, which must hold `message`."""
+    with raises_line(DamagedData, message):
         find(root, **options)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 @pytest.fixture
@@ -49,92 +47,83 @@ def as_ordinary_user():
         os.seteuid(user)
 
 
-def test_images_without_class_folders(tmp_path):
-    write(tmp_path / "1.jpg", encoded(1))
-    refused(
-        f"{tmp_path}: images but no class folders in it; without labels: data.layout=", tmp_path
-    )
-    split_folders(tmp_path / "b", {"x": 1})
-    shutil.rmtree(tmp_path / "b/val/x")
-    write(tmp_path / "b/val/1.jpg", encoded(1))
-    refused(f"{tmp_path}/b/val: images but no class folders", tmp_path / "b")
+def image(root, path):
+    write(root / path, encoded(1))
 
 
-def test_nothing_at_all(tmp_path):
+def pipe(root):
+    os.mkfifo(root / "train/a/x.jpg")
+
+
+def too_large(root):
+    os.truncate(root / "train/a/0000.jpg", 2**28 + 1)  # sparse: takes no room
+
+
+def loose_in_val(root):
+    shutil.rmtree(root / "val")
+    image(root, "val/1.jpg")
+
+
+# What is done to train and val, which have an image each of the classes a and b; what is said.
+DAMAGE = [
+    (loose_in_val, "/val: images but no class folders"),
+    (lambda root: image(root, "train/x.jpg"), "/train/x.jpg: an image beside the class folders"),
+    (lambda root: write(root / "val/c/x.txt", b"?"), "/val/c: an empty class folder"),
+    (lambda root: write(root / "train/c/x.txt", b"?"), "/train/c: an empty class folder"),
+    (lambda root: shutil.rmtree(root / "val/b"), "/train/b: a class that is not in {root}/val"),
+    (
+        lambda root: (image(root, "val/c/1.jpg"), image(root, "val/d/1.jpg")),
+        "/val/c: a class (and 1 more) that is not in {root}/train",
+    ),
+    (
+        lambda root: shutil.rmtree(root / "val"),
+        ": has train/ but no held-out split; looked for val/, valid/, validation/, test/",
+    ),
+    (lambda root: shutil.rmtree(root / "train"), "/train: no such folder, but val/ is beside it"),
+    (lambda root: write(root / "val/a/1.jpg", b""), "/val/a/1.jpg: an empty file (0 bytes)"),
+    *(
+        (
+            lambda root, name=name: write(root / "train/a" / name, b"?"),
+            f"/train/a/{name}: neither an image of a known format",
+        )
+        for name in ("x.gif", "x.jpg.part", "x.npy", "x.heic")
+    ),
+    (
+        lambda root: (root / "train/a/x.jpg").symlink_to(root / "nowhere.jpg"),
+        "/train/a/x.jpg: a link to nothing",
+    ),
+    (pipe, "/train/a/x.jpg: not a regular file"),
+    (too_large, "/train/a/0000.jpg: larger than 256 MiB"),
+]
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGE)
+def test_a_damaged_folder_of_two_splits_is_refused_by_name(tmp_path, damage, message):
+    damage(split_folders(tmp_path, {"a": 1, "b": 1}))
+    refused(f"{tmp_path}{message.format(root=tmp_path)}", tmp_path)
+
+
+def test_folders_without_splits(tmp_path):
     refused(f"{tmp_path}: no class folders and no images in it", tmp_path)
     refused(f"{tmp_path}: no images in it", tmp_path, layout="flat")
     refused(f"{tmp_path}/gone: cannot be listed: No such file", tmp_path / "gone")
-
-
-def test_an_image_beside_the_class_folders(tmp_path):
-    split_folders(tmp_path, {"a": 1})
-    write(tmp_path / "train/cover.jpg", encoded(1))
-    refused(f"{tmp_path}/train/cover.jpg: an image beside the class folders", tmp_path)
-
-
-@pytest.mark.parametrize("folder", ["train", "val", "."])
-def test_an_empty_class_folder(tmp_path, folder):
-    if folder == ".":
-        class_folders(tmp_path, {"a": 3})
-    else:
-        split_folders(tmp_path, {"a": 1})
-    write(tmp_path / folder / "empty" / "notes.txt", b"no image")
-    shown = os.path.normpath(f"{tmp_path}/{folder}/empty")
-    refused(f"{shown}: an empty class folder", tmp_path)
-
-
-def test_classes_that_differ_between_the_splits(tmp_path):
-    split_folders(tmp_path, {"a": 1, "b": 1})
-    shutil.rmtree(tmp_path / "val/b")
-    refused(f"{tmp_path}/train/b: a class that is not in {tmp_path}/val", tmp_path)
-    class_folders(tmp_path / "val", {"b": 1, "c": 1, "d": 1})
-    refused(f"{tmp_path}/val/c: a class (and 1 more) that is not in {tmp_path}/train", tmp_path)
-
-
-def test_a_missing_split(tmp_path):
-    class_folders(tmp_path / "train", {"a": 1})
-    message = refused(f"{tmp_path}: has train/ but no held-out split", tmp_path)
-    assert "val/, valid/, validation/, test/" in message
-    (tmp_path / "train").rename(tmp_path / "val")
-    refused(f"{tmp_path}/train: no such folder, but val/ is beside it", tmp_path)
-
-
-def test_too_few_images_to_hold_one_out(tmp_path):
+    image(tmp_path, "1.jpg")
+    loose = f"{tmp_path}: images but no class folders in it; without labels: data.layout="
+    refused(loose, tmp_path)
+    (tmp_path / "1.jpg").unlink()
     class_folders(tmp_path, {"a": 1, "b": 1})
     refused(f"{tmp_path}: 2 images are too few", tmp_path, eval_share=0.001)
+    (tmp_path / "c").mkdir()
+    refused(f"{tmp_path}/c: an empty class folder", tmp_path)
 
 
-def test_an_empty_file(tmp_path):
+def test_an_empty_file_may_be_skipped_until_it_is_read(tmp_path):
     root = split_folders(tmp_path, {"a": 2})
     write(root / "val/a/0001.jpg", b"")
-    refused(f"{root}/val/a/0001.jpg: an empty file (0 bytes)", root)
     kept = find(root, on_corrupt="skip")
     assert len(kept.held_out) == 2
-    with pytest.raises(DamagedData, match="val/a/0001.jpg: an empty file"):
+    with raises_line(DamagedData, "val/a/0001.jpg: an empty file"):
         kept.held_out.read(1)
-
-
-@pytest.mark.parametrize("name", ["x.gif", "x.jpg.part", "x.npy", "x.heic"])
-def test_a_file_of_unknown_kind(tmp_path, name):
-    split_folders(tmp_path, {"a": 1})
-    write(tmp_path / "train/a" / name, b"?")
-    refused(f"{tmp_path}/train/a/{name}: neither an image of a known format", tmp_path)
-
-
-def test_a_link_to_nothing_and_a_pipe(tmp_path):
-    split_folders(tmp_path, {"a": 1})
-    path = tmp_path / "train/a/x.jpg"
-    path.symlink_to(tmp_path / "nowhere.jpg")
-    refused(f"{path}: a link to nothing", tmp_path)
-    path.unlink()
-    os.mkfifo(path)
-    refused(f"{path}: not a regular file", tmp_path)
-
-
-def test_a_file_too_large_to_be_an_image(tmp_path):
-    split_folders(tmp_path, {"a": 1})
-    os.truncate(tmp_path / "train/a/0000.jpg", 2**28 + 1)  # sparse: takes no room
-    refused(f"{tmp_path}/train/a/0000.jpg: larger than 256 MiB", tmp_path)
 
 
 def test_an_unreadable_file_and_folder(readable_by_others):
@@ -180,11 +169,9 @@ def test_arguments():
 
 
 def test_imagenet_needs_a_thousand_classes(tmp_path):
-    message = refused(
-        f"{tmp_path}: no ImageNet here; needs train/ and val/", tmp_path, imagenet=True
-    )
-    for archive in ("img_train.tar", "img_val.tar", "devkit_t12.tar.gz"):
-        assert f"ILSVRC2012_{archive}" in message
+    archives = (f"ILSVRC2012_{name}" for name in ("img_train.tar", "img_val.tar", "devkit_t12.tar"))
+    with raises_line(DamagedData, f"{tmp_path}: no ImageNet here; needs train/", *archives):
+        find(tmp_path, imagenet=True)
     content = encoded(1)
     for folder in ("train", "val"):
         for i in range(999):

@@ -11,6 +11,7 @@ from torchvision.datasets.folder import pil_loader
 
 from mprun.data.cifar10 import DEVIATION, MEAN, Cifar10
 
+from ..helpers import raises_line
 from .made_images import CIFAR10_CLASSES as CLASSES
 from .made_images import cifar10_folders, write
 
@@ -80,22 +81,6 @@ def test_class_folders_hold_the_pixels_of_torchvision(root):
         assert (images.dtype, labels.dtype) == (torch.float32, torch.int64)
 
 
-def test_a_batch_depends_on_seed_and_index_only(root):
-    settings = {"augmentation": "padded_crop", "flip": True, "seed": 3}
-    source = cifar10(root, **settings)
-    wanted = {i: source.train_batch(i) for i in (0, 9, 40, 7)}
-    torch.manual_seed(99)
-    state = torch.get_rng_state()
-    again = cifar10(root, **settings)
-    for index in (40, 7, 0, 9):
-        for a, b in zip(again.train_batch(index), wanted[index], strict=True):
-            assert torch.equal(a, b)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert not torch.equal(source.train_batch(0)[0], source.train_batch(7)[0])  # next epoch
-    with pytest.raises(ValueError, match="index=-1 is not allowed"):
-        source.train_batch(-1)
-
-
 def test_augmentation_does_not_depend_on_the_batch_size(root):
     settings = {"augmentation": "padded_crop", "flip": True}
     small, large = (epoch_of(cifar10(root, batch_size=n, **settings)) for n in (4, 20))
@@ -161,37 +146,14 @@ def test_other_sizes_are_resized_after_the_augmentation(root):
     assert torch.equal(large, expected)
 
 
-def test_a_description_of_plain_values(root):
+def test_the_record_says_what_was_read(root):
     write(root / "train/readme.txt", b"?")
-    source = cifar10(root, train_size=50)
-    assert source.description == {
-        "name": "cifar10",
-        "origin": "class folders",
-        "train_samples": 50,
-        "eval_samples": 20,
-        "num_classes": 10,
-        "image_size": 32,
-        "channels": 3,
-        "value_range": "tanh",
-        "augmentation": "none",
-        "flip": "none",
-        "ignored_files": 1,
-    }
-    assert source.num_classes == 10
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"train_size": 61}, "train_size=61 is not allowed: 1 to 60"),
-        ({"eval_size": 0}, "eval_size=0 is not allowed: 1 to 20"),
-        ({"batch_size": 61}, "batch_size=61 is not allowed: 1 to 60"),
-        ({"seed": -1}, "seed=-1 is not allowed"),
-    ],
-)
-def test_arguments(root, change, message):
-    with pytest.raises(ValueError, match=message):
-        cifar10(root, **change)
+    about = cifar10(root, train_size=50).description
+    assert (about["train_samples"], about["eval_samples"], about["num_classes"]) == (50, 20, 10)
+    assert (about["origin"], about["ignored_files"]) == ("class folders", 1)
+    for name, most in (("train_size", 60), ("eval_size", 20)):
+        with raises_line(ValueError, f"{name}=61 is not allowed: 1 to {most}"):
+            cifar10(root, **{name: 61})
 
 
 @pytest.mark.gpu

@@ -1,13 +1,14 @@
 """Order is a pure function of seed and epoch."""
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mprun.data import permutation
 from mprun.data.source import EpochOrder, rotation
+
+from ..helpers import raises_line
 
 CPU = torch.device("cpu")
 
@@ -52,15 +53,13 @@ def test_epoch_order_drops_the_tail_and_wraps():
 
 
 def test_refusals():
-    with pytest.raises(ValueError, match="non-negative"):
-        permutation(-1, 0, 3)
-    with pytest.raises(ValueError, match="non-negative"):
-        permutation(0, -1, 3)
-    with pytest.raises(ValueError, match="batch_size=4 is not allowed: 1 to 3"):
-        EpochOrder(0, 3, 4, CPU)
-    with pytest.raises(ValueError, match="batch_size=0"):
-        EpochOrder(0, 3, 0, CPU)
-    with pytest.raises(ValueError, match="seed=-2"):
-        EpochOrder(-2, 3, 1, CPU)
-    with pytest.raises(ValueError, match="index=-1"):
-        EpochOrder(0, 3, 1, CPU).indices(-1)
+    for make, says in (
+        (lambda: permutation(-1, 0, 3), "non-negative"),
+        (lambda: permutation(0, -1, 3), "non-negative"),
+        (lambda: EpochOrder(0, 3, 4, CPU), "batch_size=4 is not allowed: 1 to 3"),
+        (lambda: EpochOrder(0, 3, 0, CPU), "batch_size=0"),
+        (lambda: EpochOrder(-2, 3, 1, CPU), "seed=-2"),
+        (lambda: EpochOrder(0, 3, 1, CPU).indices(-1), "index=-1"),
+    ):
+        with raises_line(ValueError, says):
+            make()

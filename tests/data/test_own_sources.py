@@ -51,10 +51,6 @@ def source(train, held_out=None, **changes):
     return DatasetSource(train, Noisy(7) if held_out is None else held_out, **own)
 
 
-def random_states() -> list:
-    return [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()]
-
-
 def test_the_order_is_that_of_seed_and_epoch():
     noisy = source(Noisy())
     assert (noisy.batches_per_epoch, noisy.samples_per_batch, noisy.num_classes) == (3, 6, 5)
@@ -64,8 +60,6 @@ def test_the_order_is_that_of_seed_and_epoch():
         seen = torch.cat([images[:, 0, 0, 0] for images, _ in batches]).floor().long()
         assert torch.equal(seen, permutation(3, epoch, 20)[:18])
         assert torch.equal(torch.cat([labels for _, labels in batches]), seen % 5)
-    with pytest.raises(ValueError, match="index=-1"):
-        noisy.train_batch(-1)
 
 
 def test_held_out_items_come_in_their_order_the_same_for_every_seed():
@@ -95,17 +89,6 @@ def test_what_an_item_draws_depends_on_seed_epoch_and_index_alone():
     assert len({round(values[0] % 1, 4) for values in drawn.values() if 0 in values}) == 18
     theirs = torch.cat([other.train_batch(number)[0][:, 0, 0, 0] for number in range(3)])
     assert not set(theirs.tolist()) & {value for values in drawn.values() for value in values}
-
-
-def test_the_run_s_own_random_state_is_left_alone():
-    torch.manual_seed(5)
-    random.seed(5)
-    np.random.seed(5)
-    before = random_states()
-    noisy = source(Noisy())
-    noisy.train_batch(0)
-    list(noisy.eval_batches())
-    assert random_states() == before
 
 
 @pytest.mark.slow
@@ -187,9 +170,7 @@ def test_chances_from_elsewhere_are_refused():
 @pytest.mark.parametrize(
     ("changes", "wanted"),
     [
-        ({"batch_size": 21}, "batch_size=21 is not allowed: 1 to 20"),
         ({"num_classes": 0}, "num_classes=0"),
-        ({"seed": -1}, "seed=-1"),
         ({"workers": -1}, "workers=-1"),
         ({"divisor": [1, 2, 3]}, "divisor=.* one number or 2"),
         ({"held_out": [1][:0]}, "held_out: no item"),

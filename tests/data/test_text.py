@@ -2,7 +2,6 @@
 
 import hashlib
 import sys
-from collections import Counter
 from pydoc_data.topics import topics
 
 import pytest
@@ -11,7 +10,8 @@ import torch
 from mprun.data import DataError, DocsText, SyntheticTokens
 from mprun.data.text import load_text, split_text
 from mprun.data.token_streams import EVAL_STREAMS, TokenStreams
-from mprun.data.vocabulary import build_vocabulary
+
+from ..helpers import raises_line
 
 
 def sizes(batch_size, sequence_length, seed):
@@ -76,13 +76,6 @@ def test_word_round_trip_is_stable():
     assert torch.equal(source.encode(source.decode(once.tolist())), once)
 
 
-def test_vocabulary_by_hand():
-    tokens = ["b", "a", "c", "a", "b", "d", "<eos>", "<eos>", "<eos>"]
-    special = ("<unk>", "<eos>")
-    assert build_vocabulary([tokens], special, None) == ("<unk>", "<eos>", "a", "b", "c", "d")
-    assert build_vocabulary([tokens], special, 4) == ("<unk>", "<eos>", "a", "b")
-
-
 @pytest.mark.parametrize(
     ("limit", "multiple", "size"), [(1000, 8, 1000), (1001, 8, 1008), (999, 1, 999)]
 )
@@ -92,29 +85,6 @@ def test_vocabulary_limit_and_padding(limit, multiple, size):
     assert source.vocab_size == size
     tokens = torch.cat([source.train_batch(i)[1].flatten() for i in range(50)])
     assert tokens.max() < limit
-
-
-def test_vocabulary_holds_the_most_frequent_training_words():
-    limited = docs("word", vocab_limit=100)
-    full = docs("word", batch_size=1)
-    ids = full.encode(split_text(load_text())[0]).tolist()
-    counts = Counter(ids)
-    kept = [counts[full.vocabulary.index(word)] for word in limited.vocabulary[2:]]
-    assert kept == sorted(kept, reverse=True)
-    dropped = set(full.vocabulary) - set(limited.vocabulary)
-    assert max(counts[full.vocabulary.index(word)] for word in dropped) <= kept[-1]
-
-
-@pytest.mark.parametrize("build", [lambda: docs("word"), docs, numbered])
-def test_targets_are_tokens_shifted_by_one(build):
-    source = build()
-    batches = [source.train_batch(i) for i in range(source.batches_per_epoch)]
-    for stream in (batches, list(source.eval_batches())):
-        tokens = torch.cat([b[0] for b in stream])
-        targets = torch.cat([b[1] for b in stream])
-        assert tokens.dtype == targets.dtype == torch.int64
-        # Also across batches: every column is one contiguous piece.
-        assert torch.equal(tokens[1:], targets[:-1])
 
 
 def test_training_batches_against_the_text_itself():
@@ -127,34 +97,6 @@ def test_training_batches_against_the_text_itself():
         for column in range(4):
             piece = source.decode([*tokens[:, column].tolist(), targets[-1, column].item()])
             assert piece in ring
-
-
-def test_an_epoch_shows_no_token_twice_and_drops_less_than_a_batch_per_stream():
-    source = numbered(n=103, batch_size=4, sequence_length=5)
-    assert source.batches_per_epoch == 5
-    for epoch in range(20):
-        batches = [source.train_batch(5 * epoch + i) for i in range(5)]
-        for part in (0, 1):
-            seen = torch.cat([b[part].flatten() for b in batches]).tolist()
-            assert len(seen) == len(set(seen)) == 100
-
-
-def test_streams_wrap_around_the_end():
-    source = numbered(n=103)
-    starts = set()
-    for index in range(400):
-        tokens, targets = source.train_batch(index)
-        assert torch.equal(targets, (tokens + 1) % 103)
-        if index % 5 == 0:
-            starts.add(tokens[0, 0].item())
-    # 80 epochs draw from 103 starts: some 56 different ones are expected, sd below 4.
-    assert len(starts) > 36
-
-
-def test_every_token_is_used_when_the_product_fits():
-    source = numbered(n=100, batch_size=4, sequence_length=5)
-    seen = torch.cat([source.train_batch(i)[0].flatten() for i in range(5)])
-    assert sorted(seen.tolist()) == list(range(100))
 
 
 @pytest.mark.parametrize("sequence_length", [1, 5, 7, 100])
@@ -176,33 +118,8 @@ def test_evaluation_does_not_depend_on_the_training_batch():
     assert torch.equal(first, other)
 
 
-def tokens_twin(seed=0, **kwargs):
-    return SyntheticTokens(50, 1000, 100, **sizes(4, 10, seed), **kwargs)
-
-
-@pytest.mark.parametrize("build", [docs, tokens_twin])
-def test_a_batch_depends_on_seed_and_index_only(build):
-    source = build(seed=1)
-    far = 3 * source.batches_per_epoch + 2
-    wanted = {i: [part.clone() for part in source.train_batch(i)] for i in (0, far, 4)}
-    torch.manual_seed(99)
-    again = build(seed=1)
-    for index in (far, 4, 0):
-        for part, expected in zip(again.train_batch(index), wanted[index], strict=True):
-            assert torch.equal(part, expected)
-
-
-@pytest.mark.parametrize("build", [docs, tokens_twin])
-def test_epochs_and_seeds_differ(build):
-    source, other = build(seed=1), build(seed=2)
-    first = source.train_batch(0)[0].clone()
-    assert not torch.equal(first, source.train_batch(source.batches_per_epoch)[0])
-    assert not torch.equal(first, other.train_batch(0)[0])
-    assert source.sha256 == other.sha256
-
-
 def test_synthetic_tokens():
-    source = tokens_twin()
+    source = SyntheticTokens(50, 1000, 100, **sizes(4, 10, 0))
     tokens, targets = source.train_batch(0)
     assert tokens.shape == targets.shape == (10, 4)
     assert source.samples_per_batch == 40
@@ -212,9 +129,7 @@ def test_synthetic_tokens():
     assert seen.max() < 50
 
 
-def test_descriptions_are_plain_and_count():
-    for source in (docs("word"), tokens_twin()):
-        assert all(type(v) in (str, int, float) for v in source.description.values())
+def test_the_description_counts():
     text = split_text(load_text())
     assert docs().description["train_samples"] == len(text[0])
     assert docs().description["eval_samples"] == len(text[1])
@@ -226,19 +141,8 @@ def test_missing_pydoc_data_is_said(monkeypatch):
         docs()
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"batch_size": 0}, "batch_size=0"),
-        ({"sequence_length": 0}, "sequence_length=0"),
-        ({"sequence_length": 10**6}, "sequence_length=1000000 is not allowed"),
-        ({"seed": -1}, "seed=-1"),
-    ],
-)
-def test_refusals(change, message):
-    with pytest.raises(ValueError, match=message):
-        docs(**change)
-    with pytest.raises(ValueError, match="index=-1"):
-        numbered().train_batch(-1)
-    with pytest.raises(DataError, match="16 held-out tokens are too few"):
+def test_refusals():
+    with raises_line(ValueError, "sequence_length=1000000 is not allowed"):
+        docs(sequence_length=10**6)
+    with raises_line(DataError, "16 held-out tokens are too few"):
         numbered(held_out=16)

@@ -5,6 +5,8 @@ import pytest
 from mprun.data.source import DamagedData
 from mprun.data.text import find_text_files
 
+from ..helpers import raises_line
+
 
 def made(folder, *names):
     for name in names:
@@ -45,19 +47,25 @@ def test_only_the_splits_asked_for_are_needed(tmp_path):
     )
 
 
-def test_what_is_not_clear(tmp_path):
-    with pytest.raises(DamagedData, match="no train split.*; found no file$"):
+@pytest.mark.parametrize(
+    ("names", "says"),
+    [
+        ([], ": no train split"),
+        (["train.txt/", "valid.txt"], ": no train split"),
+        (
+            ["wiki.train.tokens", "ptb.valid.txt"],
+            "wiki.train.tokens and ptb.valid.txt are named as parts of different texts",
+        ),
+        (
+            ["wiki.train.tokens", "wiki.train.raw", "valid.txt"],
+            "several files of the train split, leave one: wiki.train.raw, wiki.train.tokens",
+        ),
+    ],
+)
+def test_what_is_not_clear(tmp_path, names, says):
+    for name in names:
+        (tmp_path / name).mkdir() if name.endswith("/") else made(tmp_path, name)
+    with raises_line(DamagedData, f"{tmp_path}: ", says):
         find_text_files(tmp_path, ("train", "valid"))
-    (tmp_path / "train.txt").mkdir()
-    with pytest.raises(DamagedData, match="no train split"):
-        find_text_files(tmp_path, ("train", "valid"))
-    made(tmp_path, "wiki.train.tokens", "ptb.valid.txt")
-    message = "wiki.train.tokens and ptb.valid.txt are named as parts of different texts"
-    with pytest.raises(DamagedData, match=message):
-        find_text_files(tmp_path, ("train", "valid"))
-    made(tmp_path, "wiki.train.raw")
-    message = "several files of the train split, leave one: wiki.train.raw, wiki.train.tokens"
-    with pytest.raises(DamagedData, match=message):
-        find_text_files(tmp_path, ("train", "valid"))
-    with pytest.raises(DamagedData, match="nowhere: No such file or directory"):
+    with raises_line(DamagedData, "nowhere: No such file or directory"):
         find_text_files(tmp_path / "nowhere", ("train", "valid"))

@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from mprun.cli import main
 from mprun.data.source import DamagedData
 from mprun.data.token_files import TokenFiles
 from mprun.data.token_streams import TokenStreams
+
+from ..helpers import ONE_CORE, raises_line, run
 
 SIZES = {"batch_size": 4, "sequence_length": 5, "seed": 3, "device": "cpu"}
 WORDS = 65_536
@@ -23,11 +24,15 @@ def write(path, tokens, header=None):
     path.write_bytes(head + tokens)
 
 
+def made(root):
+    write(root / "train.bin", TRAIN)
+    write(root / "val.bin", HELD_OUT)
+    return root
+
+
 @pytest.fixture
 def folder(tmp_path):
-    write(tmp_path / "train.bin", TRAIN)
-    write(tmp_path / "val.bin", HELD_OUT)
-    return tmp_path
+    return made(tmp_path)
 
 
 @pytest.fixture
@@ -90,40 +95,32 @@ def test_a_token_beyond_the_vocabulary_is_named_where_it_is_read(folder):
 
 
 @pytest.mark.parametrize(
-    ("header", "says"),
+    ("damage", "says"),
     [
-        ((20240520, 1, 104), r"103 tokens, its header \(version 1\) says 104"),
-        ((20240520, 2, 103), r"103 tokens, its header \(version 2\) says 103"),
+        (
+            lambda root: write(root / "train.bin", TRAIN, (20240520, 1, 104)),
+            "103 tokens, its header (version 1) says 104",
+        ),
+        (
+            lambda root: write(root / "train.bin", TRAIN, (20240520, 2, 103)),
+            "103 tokens, its header (version 2) says 103",
+        ),
+        (
+            lambda root: (root / "val.bin").write_bytes(b"\x01\x00\x02"),
+            "val.bin: an odd number of bytes (3)",
+        ),
+        (lambda root: write(root / "val.bin", []), "val.bin: no token"),
+        (
+            lambda root: write(root / "a_val_0.bin", HELD_OUT),
+            "has both of val.bin and *_val_*.bin, must have one",
+        ),
+        (lambda root: (root / "val.bin").unlink(), "has neither of val.bin and *_val_*.bin"),
     ],
 )
-def test_a_header_that_says_something_else_is_refused(folder, header, says):
-    write(folder / "train.bin", TRAIN, header)
-    with pytest.raises(DamagedData, match=says):
+def test_damaged_files_are_refused(folder, damage, says):
+    damage(folder)
+    with raises_line(DamagedData, says):
         source(folder)
-
-
-def test_odd_empty_missing_and_ambiguous_files_are_refused(folder):
-    (folder / "val.bin").write_bytes(b"\x01\x00\x02")
-    with pytest.raises(DamagedData, match=r"val.bin: an odd number of bytes \(3\)"):
-        source(folder)
-    (folder / "val.bin").write_bytes(b"")
-    with pytest.raises(DamagedData, match=r"val.bin: no token"):
-        source(folder)
-    write(folder / "a_val_0.bin", HELD_OUT)
-    with pytest.raises(DamagedData, match=r"has both of val.bin and \*_val_\*.bin, must have one"):
-        source(folder)
-    for name in ("val.bin", "a_val_0.bin"):
-        (folder / name).unlink()
-    with pytest.raises(DamagedData, match=r"has neither of val.bin and \*_val_\*.bin"):
-        source(folder)
-
-
-def test_a_file_that_shrinks_while_it_is_read_is_refused(folder):
-    files = source(folder)
-    with (folder / "train.bin").open("r+b") as file:
-        file.truncate(20)
-    with pytest.raises(DamagedData, match="cut short while it was in use"):
-        files.train_batch(0)
 
 
 @pytest.mark.parametrize(
@@ -138,9 +135,8 @@ def test_a_run_reads_them_or_ends_with_one_line(folder, tmp_path, capsys, words,
     write(folder / "train.bin", np.arange(2000) % 60)
     network = ["model=gpt", "model.hidden_size=8", "model.num_layers=1", "model.num_heads=2"]
     data = ["data=token_files", f"data.root='{folder}'", "data.vocab_size=60"]
-    sizes = ["data.batch_size=2", "data.sequence_length=8", "train.steps=2", "threads=1"]
-    command = [*network, *data, *sizes, *words, "device=cpu", f"output_dir='{tmp_path}/run'"]
-    assert main(command) == code
+    sizes = ["data.batch_size=2", "data.sequence_length=8", "train.steps=2"]
+    assert run(tmp_path / "run", *ONE_CORE, *network, *data, *sizes, *words) == code
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("mprun: ")]
     if code:
         assert len(lines) == 1 and says in lines[0]

@@ -1,0 +1,119 @@
+"""What every source of batches must hold to: order, randomness, evaluation, record, refusals."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from mprun.data import (
+    DatasetSource,
+    DigitsImages,
+    DigitStrips,
+    DocsText,
+    SyntheticImages,
+    SyntheticTokens,
+    TokenSource,
+)
+from mprun.data.boxes import DigitCanvases
+from mprun.data.sentence_pairs import UnicodeNames
+
+from ..helpers import assert_same_bits, raises_line
+from . import (
+    test_cifar10,
+    test_image_folder,
+    test_own_sources,
+    test_sentence_pairs,
+    test_speech_data,
+    test_text_source,
+    test_token_files,
+    test_voc,
+)
+from .image_folders import make_folder
+from .made_images import cifar10_folders
+
+TOKENS = {"sequence_length": 6, "batch_size": 3, "device": "cpu"}
+IMAGES = {"batch_size": 5, "device": "cpu"}
+# Of a folder: what makes the source with these options, seed and batch_size among them.
+SOURCES = {
+    "digits": lambda _: lambda **more: DigitsImages(8, **IMAGES | more),
+    "synthetic images": lambda _: lambda **more: SyntheticImages(7, 8, 64, 24, **IMAGES | more),
+    "digit canvases": lambda _: lambda **more: DigitCanvases(32, **IMAGES | more),
+    "digit strips": lambda _: lambda **more: DigitStrips(**IMAGES | more),
+    "characters": lambda _: lambda **more: DocsText("char", **TOKENS | more),
+    "words": lambda _: lambda **more: DocsText("word", **TOKENS | more),
+    "synthetic tokens": lambda _: lambda **more: SyntheticTokens(50, 1000, 100, **TOKENS | more),
+    "tokens": lambda _: (
+        lambda **more: TokenSource(
+            torch.arange(90), torch.arange(50), vocab_size=90, **TOKENS | more
+        )
+    ),
+    "data set": lambda _: (
+        lambda **more: DatasetSource(
+            test_own_sources.Noisy(),
+            test_own_sources.Noisy(7),
+            **{**IMAGES, "num_classes": 5, **more},
+        )
+    ),
+    "names": lambda _: (
+        lambda **more: UnicodeNames(max_length=16, vocab_multiple=8, **IMAGES | more)
+    ),
+    "image folder": lambda root: bound(test_image_folder.source, make_folder(root)),
+    "cifar10": lambda root: bound(
+        test_cifar10.cifar10, cifar10_folders(root), augmentation="padded_crop", flip=True
+    ),
+    "voc": lambda root: bound(test_voc.voc, test_voc.made(root)),
+    "speech": lambda root: bound(test_speech_data.source, test_speech_data.corpus(root)),
+    "parallel text": lambda root: bound(test_sentence_pairs.source, test_sentence_pairs.made(root)),
+    "text": lambda root: bound(test_text_source.source, test_text_source.made(root)),
+    "token files": lambda root: bound(test_token_files.source, test_token_files.made(root)),
+}
+
+
+def bound(make, root, **options):
+    return lambda **more: make(root, **options | more)
+
+
+def random_states():
+    return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
+
+
+@pytest.fixture(params=SOURCES)
+def make(request, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "data").mkdir()
+    return SOURCES[request.param](tmp_path / "data")
+
+
+def test_batches_depend_on_seed_and_number_alone(make):
+    before = random_states()
+    source = make(seed=1)
+    numbers = [0, 3 * source.batches_per_epoch + 1, source.batches_per_epoch, 1]
+    batches = [[part.clone() for part in source.train_batch(number)] for number in numbers]
+    held_out = [[part.clone() for part in batch] for batch in source.eval_batches()]
+    assert_same_bits(random_states(), before)
+    torch.manual_seed(99), np.random.seed(99), random.seed(99)
+    again, other = make(seed=1), make(seed=2)
+    for number, batch in reversed([*zip(numbers, batches, strict=True)]):
+        assert_same_bits([*again.train_batch(number)], batch)
+    for own in (again, other):
+        assert_same_bits([[*batch] for batch in own.eval_batches()], held_out)
+    assert source.sha256 == again.sha256 == other.sha256
+
+    def differ(one, two):
+        return any(a.shape != b.shape or not a.equal(b) for a, b in zip(one, two, strict=True))
+
+    assert differ(batches[0], batches[2])  # another epoch
+    assert differ(batches[0], other.train_batch(0))
+
+
+def test_the_record_is_plain_and_what_cannot_be_is_refused(make):
+    source = make(seed=0)
+    about = source.description
+    assert all(type(value) in (str, int, float, bool) for value in about.values())
+    assert about["train_samples"] > 0 and about["eval_samples"] > 0 and source.samples_per_batch > 0
+    with raises_line(ValueError, "index=-1"):
+        source.train_batch(-1)
+    for name, value in (("seed", -1), ("batch_size", 0), ("batch_size", 10**6)):
+        with raises_line(ValueError, f"{name}={value}"):
+            make(**{"seed": 0, name: value})
