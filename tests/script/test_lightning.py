@@ -1,8 +1,6 @@
 """Lightning's Trainer in a precision mode computes what a loop written by hand does."""
 
-import re
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +9,10 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import mprun
+
+from ..helpers import assert_same_bits
+from .networks import sgd
+from .trainers import MODES, THREE, assert_same_end, run_page
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of its imports
@@ -23,7 +25,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
     pytest.mark.filterwarnings("ignore:The number of training batches"),
 ]
-MODES = ["fp16_naive", "fp16_master", "fp16_master_scaled", "amp", "bf16_master", "amp_bf16"]
 
 
 def batches(count=6, size=8):
@@ -41,10 +42,6 @@ def network():
     return nn.Sequential(
         nn.Linear(12, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 5)
     )
-
-
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=1e-3)
 
 
 class Module(L.LightningModule):
@@ -101,7 +98,7 @@ def by_hand(mode, clip=None, accumulate=1):
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
     if mode is not None:
         model, optimizer = mprun.prepare(model, optimizer, mode)
-    torch.manual_seed(2)
+    torch.manual_seed(2)  # dropout
     for index, (inputs, labels) in enumerate(loader()):
         loss = F.cross_entropy(model(inputs), labels)
         losses.append(loss.detach())
@@ -118,11 +115,7 @@ def by_hand(mode, clip=None, accumulate=1):
 
 
 def assert_same(module, model, losses):
-    assert torch.equal(torch.stack(module.losses), torch.stack(losses))
-    theirs = module.net.state_dict()
-    for name, value in model.state_dict().items():
-        assert theirs[name].dtype is value.dtype
-        assert torch.equal(theirs[name], value), name
+    assert_same_end(module.losses, module.net, model, losses)
 
 
 def test_fp32_is_lightnings_own_training():
@@ -138,7 +131,7 @@ def test_a_mode_is_the_loop_written_by_hand(mode, whole):
     assert not torch.equal(torch.stack(module.losses), torch.stack(by_hand(None)[1]))
 
 
-@pytest.mark.parametrize("mode", ["fp32", "fp16_master_scaled", "amp"])
+@pytest.mark.parametrize("mode", THREE)
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
 def test_clipping_clips(mode, algorithm):
     ways = {"norm": nn.utils.clip_grad_norm_, "value": nn.utils.clip_grad_value_}
@@ -148,11 +141,15 @@ def test_clipping_clips(mode, algorithm):
     assert not torch.equal(module.losses[-1], fitted(mode).losses[-1])
 
 
-@pytest.mark.parametrize("mode", ["fp32", "fp16_master_scaled", "amp"])
+@pytest.mark.parametrize("mode", THREE)
 def test_micro_batches_add_up(mode):
     # The scheduler is made to step with updates.
     module = fitted(mode, accumulate_grad_batches=2)
     assert_same(module, *by_hand(mode, accumulate=2))
+
+
+def loss_of(pair, inputs, labels):
+    return F.cross_entropy(pair.b(pair.a(inputs) @ torch.ones(5, 12)), labels)
 
 
 class Pair(L.LightningModule):
@@ -167,7 +164,7 @@ class Pair(L.LightningModule):
     def training_step(self, batch, index):
         first, second = self.optimizers()
         if self.together:
-            loss = F.cross_entropy(self.b(self.a(batch[0]) @ torch.ones(5, 12)), batch[1])
+            loss = loss_of(self, *batch)
             first.zero_grad()
             second.zero_grad()
             self.manual_backward(loss)
@@ -177,7 +174,7 @@ class Pair(L.LightningModule):
         for optimizer in (first, second):
             if self.toggle:
                 self.toggle_optimizer(optimizer)
-            loss = F.cross_entropy(self.b(self.a(batch[0]) @ torch.ones(5, 12)), batch[1])
+            loss = loss_of(self, *batch)
             optimizer.zero_grad()
             self.manual_backward(loss)
             optimizer.step()
@@ -189,59 +186,51 @@ class Pair(L.LightningModule):
         return sgd(self.a.parameters()), sgd(self.b.parameters())
 
 
-@pytest.mark.parametrize("mode", ["fp32", "fp16_master_scaled", "amp"])
+def fitted_pair(mode, **how):
+    pair, own = Pair(**how), trainer(mode)
+    torch.manual_seed(2)
+    own.fit(pair, loader())
+    return pair, own
+
+
+def pair_by_hand(mode, optimizers_of):
+    """A step of each optimizer in turn; of a pair without Lightning."""
+    model = nn.Module()
+    model.a, model.b = network(), network()
+    model, optimizers = mprun.prepare(model, optimizers_of(model), mode)
+    torch.manual_seed(2)
+    for batch in loader():
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+            optimizer.backward(loss_of(model, *batch))
+            optimizer.step()
+    return model, optimizers
+
+
+@pytest.mark.parametrize("mode", THREE)
 def test_one_loss_for_two_optimizers(mode):
     """As one optimizer over both, updated after one backward pass."""
-    pair = Pair(together=True)
-    torch.manual_seed(2)
-    trainer(mode).fit(pair, loader())
-
-    model = nn.ModuleDict({"a": network(), "b": network()})
-    model, optimizer = mprun.prepare(model, sgd(model.parameters()), mode)
-    torch.manual_seed(2)
-    for inputs, labels in loader():
-        optimizer.zero_grad()
-        out = model["b"](model["a"](inputs) @ torch.ones(5, 12))
-        optimizer.backward(F.cross_entropy(out, labels))
-        optimizer.step()
-    theirs = pair.state_dict()
-    for name, value in model.state_dict().items():
-        assert torch.equal(theirs[name], value), name
+    pair, _ = fitted_pair(mode, together=True)
+    model, _ = pair_by_hand(mode, lambda model: [sgd(model.parameters())])
+    assert_same_bits({**pair.state_dict()}, {**model.state_dict()})
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("toggle", [False, True])
 def test_optimizers_in_turn_are_the_loop_written_by_hand(mode, toggle):
     """Also when the loss scale, which they share, moves."""
-    pair = Pair(together=False, toggle=toggle)
-    torch.manual_seed(2)
-    own = trainer(mode)
-    own.fit(pair, loader())
-
-    model = nn.ModuleDict({"a": network(), "b": network()})
-    optimizers = [sgd(model["a"].parameters()), sgd(model["b"].parameters())]
-    model, optimizers = mprun.prepare(model, optimizers, mode)
-    torch.manual_seed(2)
-    for inputs, labels in loader():
-        for optimizer in optimizers:
-            loss = F.cross_entropy(model["b"](model["a"](inputs) @ torch.ones(5, 12)), labels)
-            optimizer.zero_grad()
-            optimizer.backward(loss)
-            optimizer.step()
-    theirs = pair.state_dict()
-    for name, value in model.state_dict().items():
-        assert torch.equal(theirs[name], value), name
+    pair, own = fitted_pair(mode, together=False, toggle=toggle)
+    model, optimizers = pair_by_hand(
+        mode, lambda model: [sgd(model.a.parameters()), sgd(model.b.parameters())]
+    )
+    assert_same_bits({**pair.state_dict()}, {**model.state_dict()})
     scales = [one.scale.state_dict() for one in (own.optimizers[1], optimizers[1])]
     assert str(scales[0]) == str(scales[1])
 
 
 def test_optimizers_in_turn_in_fp32_are_lightnings_own():
-    plain, own = Pair(together=False), Pair(together=False)
-    for mode, module in ((None, plain), ("fp32", own)):
-        torch.manual_seed(2)
-        trainer(mode).fit(module, loader())
-    for name, value in plain.state_dict().items():
-        assert torch.equal(own.state_dict()[name], value), name
+    plain, own = (fitted_pair(mode, together=False)[0] for mode in (None, "fp32"))
+    assert_same_bits({**own.state_dict()}, {**plain.state_dict()})
 
 
 @pytest.mark.parametrize("mode", ["fp16_naive", "fp16_master_scaled", "amp", "bf16_master"])
@@ -440,13 +429,6 @@ def test_a_failed_fit_is_recorded_as_failed(tmp_path):
     assert (run.recording.run.status, run.recording.run.cause) == ("failed", "OSError: disk")
 
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "script" / "lightning.md"
-
-
 @pytest.mark.slow
 def test_the_page_runs_as_it_is_written(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.S | re.M)
-    assert blocks
-    for block in blocks:
-        exec(compile(block, PAGE.name, "exec"), {"__name__": "__main__"})  # noqa: S102
+    run_page("lightning.md", tmp_path, monkeypatch)

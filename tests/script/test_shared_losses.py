@@ -27,18 +27,14 @@ def step(model, optimizers, count=5):
 @pytest.mark.parametrize("scaler", [None, "logmax"])
 @pytest.mark.parametrize("mode", MODES)
 def test_one_loss_is_propagated_for_every_optimizer(mode, scaler):
-    model = network()
+    # Here an overflow is one of both parts; each optimizer skips for its own gradients, as torch's.
+    model = network(hidden=8)
     both = [sgd(model[0].parameters()), sgd(model[2].parameters())]
     model, both = mprun.prepare(model, both, mode, scaler=scaler)
-    one, optimizer = prepared(mode, network(), scaler=scaler)
+    one, optimizer = prepared(mode, network(hidden=8), scaler=scaler)
     step(model, both)
     step(one, [optimizer])
-    if scaler is None:
-        assert_same_bits([*model.parameters()], [*one.parameters()])
-    # The scale, no power of two, is of a sum over gradients, whose order differs: so do roundings
-    # of gradients below 1 to 16 bits (2^-9), of which five steps add at most 0.1 * 15 to a weight.
-    for own, other in zip(model.parameters(), one.parameters(), strict=True):
-        assert (own - other).abs().max() <= 1.5 * 2**-9
+    assert_same_bits([*model.parameters()], [*one.parameters()])
 
 
 def test_an_optimizer_that_no_loss_has_reached_does_not_step():

@@ -1,22 +1,22 @@
 """The Trainer of transformers in a precision mode computes what a loop written by hand does."""
 
-import re
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 import mprun
+from mprun.precision import DynamicLossScale
+
+from ..helpers import assert_same_bits
+from .trainers import MODES, THREE, assert_same_end, run_page
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of its imports
     transformers = pytest.importorskip("transformers", reason="needs the extra [transformers]")
     pytest.importorskip("accelerate", reason="needs the extra [transformers]")
     from mprun.adapters.transformers import MprunRun, MprunTrainer
-
-MODES = ["fp16_naive", "fp16_master", "fp16_master_scaled", "amp", "bf16_master", "amp_bf16"]
 
 
 def data(count=24):
@@ -97,8 +97,8 @@ def by_hand(mode, clip=1.0, accumulate=1, steps=6):
     decayed = transformers.Trainer.get_decay_parameter_names(None, model)
     named = [*model.named_parameters()]
     groups = [
-        {"params": [p for n, p in named if n in decayed], "weight_decay": 0.0},
-        {"params": [p for n, p in named if n not in decayed], "weight_decay": 0.0},
+        {"params": [p for n, p in named if (n in decayed) is first], "weight_decay": 0.0}
+        for first in (True, False)
     ]
     optimizer = torch.optim.AdamW(groups, lr=1e-2, eps=1e-3, fused=True)
     model, optimizer = mprun.prepare(model, optimizer, mode)
@@ -128,11 +128,7 @@ def by_hand(mode, clip=1.0, accumulate=1, steps=6):
 
 
 def assert_same(own, model, losses):
-    assert torch.equal(torch.stack(own.losses), torch.stack(losses))
-    theirs = own.model.state_dict()
-    for name, value in model.state_dict().items():
-        assert theirs[name].dtype is value.dtype
-        assert torch.equal(theirs[name], value), name
+    assert_same_end(own.losses, own.model, model, losses)
 
 
 def test_fp32_is_the_trainers_own_training(tmp_path):
@@ -147,13 +143,13 @@ def test_a_mode_is_the_loop_written_by_hand(mode, tmp_path):
     assert not torch.equal(torch.stack(own.losses), torch.stack(by_hand("fp32")[1]))
 
 
-@pytest.mark.parametrize("mode", ["fp32", "fp16_master_scaled", "amp"])
+@pytest.mark.parametrize("mode", THREE)
 def test_micro_batches_add_up(mode, tmp_path):
     own = trained(tmp_path, mode, gradient_accumulation_steps=2, max_steps=3)
     assert_same(own, *by_hand(mode, accumulate=2, steps=3))
 
 
-@pytest.mark.parametrize("mode", ["fp32", "fp16_master_scaled", "amp"])
+@pytest.mark.parametrize("mode", THREE)
 def test_clipping_clips(mode, tmp_path):
     own = trained(tmp_path, mode, max_grad_norm=1e-3)
     assert_same(own, *by_hand(mode, clip=1e-3))
@@ -162,8 +158,6 @@ def test_clipping_clips(mode, tmp_path):
 
 def test_after_a_skipped_update_no_schedule_advances(tmp_path):
     """As the Trainer does itself in its own FP16."""
-    from mprun.precision import DynamicLossScale
-
     high = DynamicLossScale(init_scale=2.0**40, max_scale=2.0**50, device=torch.device("cpu"))
     settings = {"eval_dataset": data(8), "train_dataset": data(), "precision": "amp"}
     own = Own(gpt2(), arguments(tmp_path), scaler=high, **settings)
@@ -171,10 +165,7 @@ def test_after_a_skipped_update_no_schedule_advances(tmp_path):
     rows = [row for row in own.state.log_history if "loss_scale" in row]
     assert [row["loss_scale"] for row in rows] == [2.0 ** (39 - step) for step in range(6)]
     assert {row["learning_rate"] for row in rows} == {1e-2}
-    for (name, weight), before in zip(
-        own.model.named_parameters(), gpt2().parameters(), strict=True
-    ):
-        assert torch.equal(weight, before), name
+    assert_same_bits([*own.model.parameters()], [*gpt2().parameters()])
 
 
 @pytest.mark.parametrize("mode", ["fp16_naive", "fp16_master_scaled", "amp", "bf16_master"])
@@ -208,7 +199,7 @@ def test_a_second_training_goes_on(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated")
-@pytest.mark.parametrize("mode", ["fp32", "amp", "fp16_master_scaled"])
+@pytest.mark.parametrize("mode", THREE)
 def test_checkpointed_activations_are_computed_in_the_mode_again(mode, tmp_path):
     model = gpt2()
     model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -272,16 +263,9 @@ def test_a_failed_training_is_recorded_as_failed(tmp_path):
     assert (run.recording.run.status, run.recording.run.cause) == ("failed", "OSError: disk")
 
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "script" / "huggingface.md"
-
-
 @pytest.mark.slow
 def test_the_page_runs_as_it_is_written(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.S | re.M)
-    assert blocks
-    for block in blocks:
-        exec(compile(block, PAGE.name, "exec"), {"__name__": "__main__"})  # noqa: S102
+    run_page("huggingface.md", tmp_path, monkeypatch)
 
 
 @pytest.fixture
