@@ -5,48 +5,21 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from mprun.precision import (
-    DynamicLossScale,
-    MixedPrecisionOptimizer,
-    NoLossScale,
-    StaticLossScale,
-    cast_model,
-    get_policy,
-)
+from mprun.precision import DynamicLossScale, NoLossScale, StaticLossScale
+
+from ..helpers import mixed, network
 
 
-def sgd(named):
-    return torch.optim.SGD([t for _, t in named], 1.0)
-
-
-def network(dtype=torch.float32):
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3)).to(dtype)
+def one_weight(mode, scale=None):
+    """(the network of one weight, which is 0; its optimizer, SGD of rate 1)."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    return model, mixed(model, mode, scale=scale)[1]
 
 
 def batch():
     generator = torch.Generator().manual_seed(1)
     return torch.randn(24, 6, generator=generator), torch.arange(24) % 3
-
-
-def updated(mode, scale, micro_batches):
-    policy = get_policy(mode)
-    cast = cast_model(network(), policy)
-    optimizer = MixedPrecisionOptimizer(cast, sgd, scale)
-    optimizer.zero_grad()
-    inputs, labels = batch()
-    for x, y in zip(inputs.chunk(micro_batches), labels.chunk(micro_batches), strict=True):
-        logits = cast.module(policy.cast_inputs(x)).float()
-        optimizer.backward(F.cross_entropy(logits, y) / micro_batches)
-    optimizer.step()
-    return [u.detach() for u in optimizer.updated]
-
-
-def in_float64():
-    model = network(torch.float64)
-    inputs, labels = batch()
-    F.cross_entropy(model(inputs.double()), labels).backward()
-    return [(p - p.grad).detach() for p in model.parameters()]
 
 
 @pytest.mark.parametrize(
@@ -56,19 +29,23 @@ def in_float64():
 )
 @pytest.mark.parametrize("micro_batches", [1, 2, 8, 24])
 def test_micro_batches_are_one_batch(scale, micro_batches):
-    for ours, exact in zip(updated("fp32", scale, micro_batches), in_float64(), strict=True):
+    inputs, labels = batch()
+    exact = network(activation=nn.Tanh).double()
+    F.cross_entropy(exact(inputs.double()), labels).backward()
+    cast, optimizer = mixed(network(activation=nn.Tanh), "fp32", scale=scale)
+    optimizer.zero_grad()
+    for x, y in zip(inputs.chunk(micro_batches), labels.chunk(micro_batches), strict=True):
+        optimizer.backward(F.cross_entropy(cast.module(x), y) / micro_batches)
+    optimizer.step()
+    for own, other in zip(optimizer.updated, exact.parameters(), strict=True):
         # 24 samples' gradients below 1 in FP32, summed in any order: some 2^-24 each.
-        torch.testing.assert_close(ours.double(), exact, rtol=0, atol=24 * 2.0**-24)
+        torch.testing.assert_close(own.double(), other - other.grad, rtol=0, atol=24 * 2.0**-24)
 
 
 @pytest.mark.parametrize("scale", [1.0, 64.0, 1024.0])
 def test_fp16_gradients_accumulate_in_fp32(scale):
     """Small shares added to a large one would be lost in FP16: 1 + 8 * 2^-12 is 1 there."""
-    model = nn.Linear(1, 1, bias=False)
-    cast = cast_model(model, get_policy("fp16_master"))
-    with torch.no_grad():
-        cast.masters["weight"].zero_()
-    optimizer = MixedPrecisionOptimizer(cast, sgd, StaticLossScale(scale))
+    model, optimizer = one_weight("fp16_master", StaticLossScale(scale))
     optimizer.zero_grad()
     for gradient in (1.0, *[2.0**-12] * 8):
         optimizer.backward((model.weight.float() * gradient).sum())
@@ -77,10 +54,7 @@ def test_fp16_gradients_accumulate_in_fp32(scale):
 
 
 def test_naive_gradients_accumulate_in_fp16():
-    model = nn.Linear(1, 1, bias=False)
-    model.weight.data.zero_()
-    cast = cast_model(model, get_policy("fp16_naive"))
-    optimizer = MixedPrecisionOptimizer(cast, sgd)
+    model, optimizer = one_weight("fp16_naive")
     for gradient in (1.0, *[2.0**-12] * 8):
         optimizer.backward((model.weight.float() * gradient).sum())
     optimizer.step()
@@ -88,10 +62,7 @@ def test_naive_gradients_accumulate_in_fp16():
 
 
 def test_each_loss_is_divided_by_its_own_scale():
-    model = nn.Linear(1, 1, bias=False)
-    model.weight.data.zero_()
-    scales = StaticLossScale(2.0**3), StaticLossScale(2.0**11)
-    optimizer = MixedPrecisionOptimizer(cast_model(model, get_policy("amp")), sgd, scales)
+    model, optimizer = one_weight("amp", (StaticLossScale(2.0**3), StaticLossScale(2.0**11)))
     scaled = []
     model.weight.register_hook(lambda gradient: scaled.append(gradient.item()))
     optimizer.zero_grad()
@@ -105,10 +76,8 @@ def test_each_loss_is_divided_by_its_own_scale():
 
 def test_a_growing_scale_divides_by_what_the_loss_was_multiplied_with():
     """The scale moves after the step; a scale moved between would halve the update."""
-    model = nn.Linear(1, 1, bias=False)
-    model.weight.data.zero_()
     scale = DynamicLossScale(4.0, growth_interval=1)
-    optimizer = MixedPrecisionOptimizer(cast_model(model, get_policy("amp")), sgd, scale)
+    model, optimizer = one_weight("amp", scale)
     for step in range(4):
         optimizer.zero_grad()
         optimizer.backward((model.weight * 0.5).sum())
@@ -119,12 +88,7 @@ def test_a_growing_scale_divides_by_what_the_loss_was_multiplied_with():
 
 def test_the_loss_is_scaled_in_fp32():
     """7 * 2^16 is beyond 65504: an FP16 loss must not overflow when it is scaled."""
-    model = nn.Linear(1, 1, bias=False)
-    cast = cast_model(model, get_policy("fp16_master_scaled"))
-    with torch.no_grad():
-        model.weight.zero_()
-        cast.masters["weight"].zero_()
-    optimizer = MixedPrecisionOptimizer(cast, sgd, DynamicLossScale(2.0**16))
+    model, optimizer = one_weight("fp16_master_scaled", DynamicLossScale(2.0**16))
     optimizer.zero_grad()
     loss = (model.weight * 2.0**-10).sum() + 7.0
     assert loss.dtype == torch.float16

@@ -6,6 +6,8 @@ from torch import nn
 
 from mprun.precision import BatchNormGuard
 
+from ..helpers import assert_same_bits
+
 
 def network(dtype=torch.float32):
     torch.manual_seed(0)
@@ -17,18 +19,14 @@ def statistics(model):
     return {name: buffer.clone() for name, buffer in model.named_buffers()}
 
 
-def same(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
-
-
 def test_the_guarded_network_computes_what_it_did():
     model, reference = network(), network()
     BatchNormGuard(model)
-    assert same(statistics(model), statistics(reference))
+    assert_same_bits(statistics(model), statistics(reference))
     for _ in range(3):
         x = torch.randn(4, 1, 5, 5)
         assert torch.equal(model(x), reference(x))
-    assert same(statistics(model), statistics(reference))
+    assert_same_bits(statistics(model), statistics(reference))
     assert model[1].num_batches_tracked == 3
     assert model.state_dict().keys() == reference.state_dict().keys()
     # The buffers are one block of memory per dtype.
@@ -52,7 +50,7 @@ def test_restores_where_told_to(poison, dtype):
     assert model[1].running_mean.isnan().all()
     assert torch.equal(model[1].num_batches_tracked, poisoned["1.num_batches_tracked"])
     guard.restore_where(torch.ones(()))
-    assert same(statistics(model), saved)
+    assert_same_bits(statistics(model), saved)
 
 
 def test_state_loaded_into_the_model_reaches_the_guard():
@@ -63,7 +61,7 @@ def test_state_loaded_into_the_model_reaches_the_guard():
     guard.save()
     model(torch.randn(4, 1, 5, 5))
     guard.restore_where(torch.ones(()))
-    assert same(statistics(model), statistics(other))
+    assert_same_bits(statistics(model), statistics(other))
 
 
 def test_a_network_without_batch_norm_and_one_without_statistics():

@@ -5,7 +5,10 @@ import torch
 from torch import nn
 
 from mprun.models import RowTable
-from mprun.precision import MixedPrecisionOptimizer, StaticLossScale, cast_model, get_policy
+from mprun.precision import StaticLossScale
+
+from .. import helpers
+from ..helpers import assert_same_bits, making, mixed
 
 CLIP = 0.125
 
@@ -13,7 +16,6 @@ CLIP = 0.125
 class Network(nn.Module):
     def __init__(self):
         super().__init__()
-        torch.manual_seed(0)
         self.table = RowTable(6, 4)
         nn.init.normal_(self.table.weight)
         self.body = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
@@ -25,21 +27,17 @@ class Network(nn.Module):
 
 def one_step(patterns, clip=CLIP, scale=None, mode="fp32"):
     """Reported norm, and by name what one SGD step of rate 1 took off each (master) weight."""
-    cast = cast_model(Network(), get_policy(mode))
-    optimizer = MixedPrecisionOptimizer(
-        cast,
-        lambda named: torch.optim.SGD([t for _, t in named], 1.0, foreach=True),
-        scale,
-        clip_norm=clip,
-        clip_modules=patterns,
-    )
+    torch.manual_seed(0)
+    rule = making(torch.optim.SGD, 1.0, foreach=True)
+    cast, optimizer = mixed(Network(), mode, rule, scale, clip_norm=clip, clip_modules=patterns)
     weights = dict(zip(optimizer.names, optimizer.updated, strict=True))
     weights |= {row.name: row.tensor for row in optimizer.rows}
     before = {name: weight.detach().clone() for name, weight in weights.items()}
-    optimizer.zero_grad()
-    optimizer.backward(3 * cast.module(torch.tensor([0, 1, 1, 5])).float().square().sum())
-    norm = optimizer.step(measure_norm=True).grad_norm
-    return norm, {name: before[name] - weight.detach() for name, weight in weights.items()}
+    ids = torch.tensor([0, 1, 1, 5])
+    update = helpers.one_step(cast, optimizer, ids, lambda y: 3 * y.square().sum(), measure=True)
+    return update.grad_norm, {
+        name: before[name] - weight.detach() for name, weight in weights.items()
+    }
 
 
 @pytest.mark.parametrize(
@@ -73,9 +71,7 @@ def test_without_clipping_the_norm_is_that_of_all():
 
 
 def test_under_a_scale_the_same():
-    plain, scaled = one_step(["body"]), one_step(["body"], scale=StaticLossScale(256.0))
-    assert torch.equal(plain[0], scaled[0])
-    assert all(torch.equal(plain[1][name], scaled[1][name]) for name in plain[1])
+    assert_same_bits(one_step(["body"]), one_step(["body"], scale=StaticLossScale(256.0)))
 
 
 def test_a_pattern_without_a_match_is_named():

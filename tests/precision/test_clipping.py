@@ -4,44 +4,38 @@ import pytest
 import torch
 from torch import nn
 
-from mprun.precision import (
-    DynamicLossScale,
-    MixedPrecisionOptimizer,
-    NoLossScale,
-    StaticLossScale,
-    cast_model,
-    get_policy,
-)
+from mprun.precision import DynamicLossScale, NoLossScale, StaticLossScale
+
+from .. import helpers
+from ..helpers import making, mixed
 
 CLIP = 0.5
 
 
 def network():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 3))
+    return helpers.network(hidden=32, activation=nn.Tanh)
+
+
+def batch():
+    return torch.randn(16, 6, generator=torch.Generator().manual_seed(1))
+
+
+def mean_square(outputs):
+    return 5 * outputs.square().mean()
 
 
 def one_step(mode, scale, clip_norm=CLIP, measure=False):
     """Gradient norm, and what one SGD step of rate 1 took off each (master) weight."""
-    policy = get_policy(mode)
-    cast = cast_model(network(), policy)
-    optimizer = MixedPrecisionOptimizer(
-        cast, lambda named: torch.optim.SGD([t for _, t in named], 1.0), scale, clip_norm=clip_norm
-    )
+    cast, optimizer = mixed(network(), mode, scale=scale, clip_norm=clip_norm)
     before = [updated.detach().clone() for updated in optimizer.updated]
-    torch.manual_seed(1)
-    inputs = torch.randn(16, 6)
-    optimizer.zero_grad()
-    optimizer.backward(5 * cast.module(policy.cast_inputs(inputs)).float().square().mean())
-    update = optimizer.step(measure)
+    update = helpers.one_step(cast, optimizer, batch(), mean_square, measure)
     steps = [b - a.detach() for b, a in zip(before, optimizer.updated, strict=True)]
     return update.grad_norm, steps
 
 
 def by_torch():
     model = network()
-    torch.manual_seed(1)
-    (5 * model(torch.randn(16, 6)).square().mean()).backward()
+    mean_square(model(batch())).backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
     with torch.no_grad():
         return norm, [p - (p - p.grad) for p in model.parameters()]
@@ -110,10 +104,7 @@ def test_the_norm_is_computed_only_when_asked_for():
 
 def test_the_norm_of_fp16_gradients_does_not_overflow():
     model = nn.Linear(1, 289, bias=False)
-    cast = cast_model(model, get_policy("fp16_naive"))
-    optimizer = MixedPrecisionOptimizer(
-        cast, lambda named: torch.optim.SGD([t for _, t in named], 2.0**-10, foreach=True)
-    )
+    _, optimizer = mixed(model, "fp16_naive", making(torch.optim.SGD, 2.0**-10, foreach=True))
     optimizer.backward((model.weight.float() * 4096).sum())
     # 4096^2 = 2^24 and the norm, 17 times 4096, are beyond 65504, the largest FP16 number.
     assert optimizer.step(measure_norm=True).grad_norm.item() == 69632.0

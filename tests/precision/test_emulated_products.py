@@ -4,21 +4,7 @@ import torch.nn.functional as F
 
 from mprun.precision.emulation import HalfEmulation
 
-HALVES = (torch.float16, torch.bfloat16)
-
-
-@pytest.fixture(autouse=True)
-def _seeded():
-    torch.manual_seed(0)
-
-
-def relative(value, reference):
-    return float((value.detach().double() - reference).norm() / reference.norm())
-
-
-def one_rounding(reference, dtype):
-    return relative(reference.to(dtype), reference)
-
+from .emulated import HALVES, assert_within
 
 OPERATIONS = {
     "mm": (torch.mm, [(33, 300), (300, 40)]),
@@ -87,7 +73,7 @@ def test_error_is_that_of_one_rounding(name, dtype):
     for value, expected in pairs:
         assert value.dtype is dtype
         # Twice one rounding: the float32 sums themselves add less than 1 % of it.
-        assert relative(value, expected) <= 2 * one_rounding(expected, dtype)
+        assert_within(2, value, expected, dtype)
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -109,7 +95,7 @@ def test_attention(dtype):
     assert {phase for _, phase in emulation.rerouted} == {"forward", "backward"}
     for value, expected in pairs:
         # Four: the gradient also uses the stored, once rounded output.
-        assert relative(value, expected) <= 4 * one_rounding(expected, dtype)
+        assert_within(4, value, expected, dtype)
 
 
 N = 8192  # exact in both formats; a 16-bit accumulator stops at 2048 (float16) or 256 (bfloat16)
@@ -199,13 +185,8 @@ def test_in_place_and_out_overloads_are_rerouted(dtype):
     for result in (inplace, by_out, resized, batched, out_vector, view[:, ::2]):
         assert torch.equal(result, torch.full_like(result, N))
     assert not view[:, 1::2].any()
-    assert sorted(name for name, _ in emulation.rerouted) == [
-        "addmm",
-        "addmm_",
-        "addmv_",
-        "baddbmm_",
-        "mm",
-    ]
+    names = {name for name, _ in emulation.rerouted}
+    assert names == {"addmm", "addmm_", "addmv_", "baddbmm_", "mm"}
 
 
 def test_in_place_product_takes_part_in_autograd():
@@ -213,7 +194,7 @@ def test_in_place_product_takes_part_in_autograd():
     with HalfEmulation():
         (torch.zeros(4, 6, dtype=torch.float16).addmm_(a, b)).sum().backward()
     expected = b.detach().double().sum(1).expand(4, 5)
-    assert relative(a.grad, expected) <= 2 * one_rounding(expected, torch.float16)
+    assert_within(2, a.grad, expected)
 
 
 def test_products_of_mixed_dtypes_still_raise():

@@ -8,18 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mprun.precision.emulation import HalfEmulation
 
-
-@pytest.fixture(autouse=True)
-def _seeded():
-    torch.manual_seed(0)
-
-
-def relative(value, reference):
-    return float((value.detach().double() - reference).norm() / reference.norm())
-
-
-def one_rounding(reference, dtype):
-    return relative(reference.to(dtype), reference)
+from .emulated import assert_within, relative
 
 
 def conv_net():
@@ -99,17 +88,8 @@ def test_memory_format_and_output_mask_are_kept():
         out = conv(x)
         out.float().square().sum().backward()
         masked = torch.ops.aten.convolution_backward(
-            torch.ones_like(out),
-            x,
-            conv.weight.detach(),
-            None,
-            [1, 1],
-            [0, 0],
-            [1, 1],
-            False,
-            [0, 0],
-            1,
-            [False, True, False],
+            *(torch.ones_like(out), x, conv.weight.detach(), None),
+            *([1, 1], [0, 0], [1, 1], False, [0, 0], 1, [False, True, False]),
         )
     assert out.is_contiguous(memory_format=torch.channels_last)
     assert conv.weight.grad.dtype is torch.float16
@@ -124,7 +104,7 @@ def test_weight_used_twice_and_expanded_gradient():
         ((x @ w) @ w).float().sum().backward()
     ((x.double() @ w64) @ w64).sum().backward()
     # Two stored intermediates and the sum of two gradients: four roundings.
-    assert relative(w.grad, w64.grad) <= 4 * one_rounding(w64.grad, torch.float16)
+    assert_within(4, w.grad, w64.grad)
 
 
 def test_exceptions_nesting_and_many_entries_leave_no_trace():
@@ -157,7 +137,7 @@ def test_inference_before_training_does_not_spoil_the_working_memory():
         out.sum().backward()
     assert torch.equal(first, out)
     expected = x.double().sum(0).expand(300, 300)
-    assert relative(model.weight.grad, expected) <= 2 * one_rounding(expected, torch.float16)
+    assert_within(2, model.weight.grad, expected)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -213,8 +193,8 @@ def stored_bytes(model, x):
     return total, out
 
 
-def test_resnet50_stores_half_the_activations():
-    model = torchvision.models.resnet50(weights=None)
+def test_a_resnet_stores_half_the_activations():
+    model = torchvision.models.resnet18(weights=None)
     x = torch.randn(8, 3, 32, 32)
     full, _ = stored_bytes(model, x)
     model.half()
@@ -226,8 +206,8 @@ def test_resnet50_stores_half_the_activations():
         half, out = stored_bytes(model, x.half())
         out.float().sum().backward()
     assert half <= 0.55 * full
-    assert emulation.rerouted["convolution", "forward"] == 53
-    assert emulation.rerouted["convolution_backward", "backward"] == 53
+    assert emulation.rerouted["convolution", "forward"] == 20
+    assert emulation.rerouted["convolution_backward", "backward"] == 20
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -1,31 +1,34 @@
 """What ranks do to gradients, in one process: division, sums in 16 bits, and gloo's own bits."""
 
+import dataclasses
 import math
-import os
-import subprocess
-import sys
+import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 
 from mprun.precision import (
     ForwardContext,
     MixedPrecisionOptimizer,
-    StaticLossScale,
     cast_model,
     get_loss_scale,
     get_policy,
 )
-from mprun.precision.loss_scale import NoLossScale
+from mprun.precision.loss_scale import NoLossScale, StaticLossScale
 from mprun.precision.policy import DIVIDE, build_policy
 from mprun.precision.reduction import Wire, factors
 
-F16, F32 = torch.float16, torch.float32
+from ..helpers import assert_same_bits, making, network
+
+F16, B16, F32 = torch.float16, torch.bfloat16, torch.float32
 SCALE = NoLossScale()
+SGD = making(torch.optim.SGD, 0.1)
 
 
 def summed(gradients, dtype=F16, divide="after", ranks=None):
@@ -62,90 +65,66 @@ def test_what_sums_in_fp16_lose():
     assert summed(ones[::-1])[0].item() == 2052  # 2051 is none of FP16's numbers, and 3 is even
 
 
-def loop(policy, scale, inputs, parts, model=None, **options):
-    """One step of the engine over `parts` micro-batches; (model, optimizer, update)."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
-    arithmetic, cast = ForwardContext(policy, inputs.device), cast_model(model, policy)
-    optimizer = MixedPrecisionOptimizer(
-        cast, lambda named: torch.optim.SGD([p for _, p in named], 0.1), scale, parts=parts
-    )
+def pass_through(model, policy, batch, backward):
+    """One micro-batch as the engine computes it: `backward` is given its loss."""
+    with ForwardContext(policy, batch.device) as arithmetic:
+        with arithmetic.autocast():
+            outputs = model(policy.cast_inputs(batch))
+        backward(F.mse_loss(outputs.float(), torch.ones_like(outputs).float()))
+
+
+def loop(policy, scale, inputs, parts):
+    """The engine's gradients of a step of `parts` micro-batches, in the model's order."""
+    cast = cast_model(network(8, 16, 4), policy)
+    made = StaticLossScale(scale) if scale > 1 else get_loss_scale("none")
+    optimizer = MixedPrecisionOptimizer(cast, SGD, made, parts=parts)
     optimizer.zero_grad()
-    kept = []
     for batch in inputs.chunk(parts):
-        with arithmetic:
-            with arithmetic.autocast():
-                outputs = model(policy.cast_inputs(batch))
-            optimizer.backward(F.mse_loss(outputs.float(), torch.ones_like(outputs).float()))
-        kept.append(outputs)
-    return model, optimizer, optimizer.step(measure_norm=True)
+        pass_through(cast.module, policy, batch, optimizer.backward)
+    optimizer.step(measure_norm=True)
+    return list(optimizer.unscaled_gradients().values())
 
 
 def by_hand(policy, scale, inputs, parts):
     """Each micro-batch's gradients as backward of its own mean leaves them."""
     found = []
     for batch in inputs.chunk(parts):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
-        arithmetic = ForwardContext(policy, inputs.device)
-        cast_model(model, policy)
-        with arithmetic:
-            with arithmetic.autocast():
-                outputs = model(policy.cast_inputs(batch))
-            loss = F.mse_loss(outputs.float(), torch.ones_like(outputs).float())
-            (loss * scale).backward()
+        model = cast_model(network(8, 16, 4), policy).module
+        pass_through(model, policy, batch, lambda loss: (loss * scale).backward())
         found.append([parameter.grad for parameter in model.parameters()])
     return found
 
 
 @pytest.mark.parametrize("mode", ["fp32", "fp16_naive", "fp16_master", "amp", "bf16_master"])
-@pytest.mark.parametrize("parts", [3, 8])
+@pytest.mark.parametrize("parts", [3, pytest.param(8, marks=pytest.mark.slow)])
 def test_micro_batches_are_divided_after_unscaling(mode, parts):
     """In FP32, so that a static scale acts on each micro-batch as on a batch of its own."""
     inputs = torch.randn(24, 8, generator=torch.Generator().manual_seed(1))
     policy, scale = get_policy(mode), 128.0 if mode == "amp" else 1.0
-    made = StaticLossScale(scale) if scale > 1 else get_loss_scale("none")
-    _, optimizer, _ = loop(policy, made, inputs, parts)
-    gradients = by_hand(policy, scale, inputs, parts)
-    found = optimizer.unscaled_gradients()
-    for number, own in enumerate(found.values()):
-        each = [micro_batch[number].to(own.dtype) for micro_batch in gradients]
+    by_part = zip(*by_hand(policy, scale, inputs, parts), strict=True)
+    for own, each in zip(loop(policy, scale, inputs, parts), by_part, strict=True):
+        each = [gradient.to(own.dtype) for gradient in each]
         if mode == "amp":  # unscaled and divided at once
             each = [gradient * (torch.tensor(1 / scale) / parts) for gradient in each]
         elif mode in ("fp16_master", "bf16_master"):
             each = [gradient / parts for gradient in each]
-        expected = each[0]
-        for gradient in each[1:]:
-            expected = expected + gradient
+        expected = sum(each[1:], each[0])
         if mode in ("fp32", "fp16_naive"):  # added up where autograd does
             expected = expected / parts
         assert torch.equal(own, expected)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("divide", DIVIDE)
 @pytest.mark.parametrize("mode", ["fp16_master", "fp16_master_scaled", "fp16_naive", "amp", "fp32"])
 def test_a_step_reduces_as_so_many_ranks_would(mode, divide):
     parts, scale = 8, 1024.0 if mode in ("fp16_master_scaled", "amp") else 1.0
     base = get_policy(mode)
-    names = {F16: "fp16", F32: "fp32", None: None}
-    policy = build_policy(
-        mode,
-        {
-            field: names[getattr(base, field)]
-            for field in ("param_dtype", "norm_dtype", "master_dtype", "grad_dtype", "loss_dtype")
-        }
-        | {"autocast_dtype": names[base.autocast_dtype]}
-        | {"reduce_dtype": "fp16", "reduce_divide": divide},
-    )
+    policy = dataclasses.replace(base, reduce_dtype=F16, reduce_divide=divide)
     inputs = torch.randn(32, 8, generator=torch.Generator().manual_seed(2))
-    made = StaticLossScale(scale) if scale > 1 else get_loss_scale("none")
-    _, optimizer, _ = loop(policy, made, inputs, parts)
     before, after = factors(parts, divide)
-    for own, each in zip(
-        optimizer.unscaled_gradients().values(),
-        zip(*by_hand(base, scale, inputs, parts), strict=True),
-        strict=True,
-    ):
+    by_part = zip(*by_hand(base, scale, inputs, parts), strict=True)
+    for own, each in zip(loop(policy, scale, inputs, parts), by_part, strict=True):
         total = torch.zeros_like(each[0], dtype=F16)
         for gradient in each:
             total = total + (gradient.half().float() / before).half()
@@ -154,19 +133,15 @@ def test_a_step_reduces_as_so_many_ranks_would(mode, divide):
 
 
 def test_a_sum_that_overflows_on_the_wire_is_skipped_by_a_scaler_and_lands_without():
-    policy = build_policy(
-        "own", {"param_dtype": "fp16", "reduce_dtype": "fp16", "reduce_divide": "after"}
-    )
+    policy = dataclasses.replace(get_policy("fp16_master"), reduce_dtype=F16)
     for scale, skipped in ((StaticLossScale(2.0), True), (get_loss_scale("none"), False)):
-        parameter = nn.Linear(1, 1, bias=False)
-        cast = cast_model(parameter, policy)
-        optimizer = MixedPrecisionOptimizer(
-            cast, lambda named: torch.optim.SGD([p for _, p in named], 1.0), scale, parts=2
-        )
+        cast = cast_model(nn.Linear(1, 1, bias=False), policy)
+        optimizer = MixedPrecisionOptimizer(cast, making(torch.optim.SGD, 1.0), scale, parts=2)
         before = cast.masters["weight"].clone()
         optimizer.zero_grad()
         for _ in range(2):
-            optimizer.backward(parameter(torch.full((1, 1), 30000.0).half()).float().sum() * 1.2)
+            loss = cast.module(torch.full((1, 1), 30000.0).half()).float().sum()
+            optimizer.backward(loss * 1.2)
         update = optimizer.step()
         after = cast.masters["weight"]
         if skipped:
@@ -175,82 +150,75 @@ def test_a_sum_that_overflows_on_the_wire_is_skipped_by_a_scaler_and_lands_witho
             assert update.found_inf is None and not torch.isfinite(after).any()
 
 
-RANKS = """
-import sys, torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-from torch.nn.parallel import DistributedDataParallel
-
 def numbers(rank, dtype, count=80003):
     torch.manual_seed(rank)
     return (torch.randn(count) * torch.randn(count).mul(2).exp()).to(dtype)
 
-def gradients(model, rank):
+
+def gradients(rank, dtype, wrapped=lambda model: model):
+    """Of a linear layer after a batch of this rank's own."""
     torch.manual_seed(9)
-    model = model(nn.Linear(40, 30).half() if model is plain else nn.Linear(40, 30))
-    dtype = next(model.parameters()).dtype
+    model = wrapped(nn.Linear(40, 30).to(dtype))
     torch.manual_seed(rank)
     model(torch.randn(16, 40).to(dtype)).float().square().mean().backward()
     return [parameter.grad for parameter in model.parameters()]
 
-def plain(model):
-    return DistributedDataParallel(model, process_group=pair)
-
-def compressed(model):
-    model = DistributedDataParallel(model, process_group=pair)
-    model.register_comm_hook(pair, fp16_compress_hook)
-    return model
 
 def work(rank, folder):
-    global pair
-    torch.set_num_threads(1)
-    store = dist.FileStore(folder + "/store", 4)
+    """One of four processes of torch.distributed (gloo); the first one keeps what it has."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+    store = dist.FileStore(f"{folder}/store", 4)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=4)
     pair, found = dist.new_group([0, 1]), {}
-    for dtype in (torch.float16, torch.bfloat16):
+
+    def stock(model):
+        return DistributedDataParallel(model, process_group=pair)
+
+    def compressed(model):
+        model = stock(model)
+        model.register_comm_hook(pair, fp16_compress_hook)
+        return model
+
+    for dtype in (F16, B16):
         for group, count in ((None, 4), (pair, 2)):
             if rank < count:
-                found[str(dtype), count] = numbers(rank, dtype)
-                dist.all_reduce(found[str(dtype), count], group=group)
+                found[dtype, count] = numbers(rank, dtype)
+                dist.all_reduce(found[dtype, count], group=group)
     if rank < 2:
-        found["stock"], found["compressed"] = gradients(plain, rank), gradients(compressed, rank)
+        found["stock"], found["compressed"] = (
+            gradients(rank, dtype, wrapped) for dtype, wrapped in ((F16, stock), (F32, compressed))
+        )
     if rank == 0:
-        torch.save(found, folder + "/found.pt")
+        torch.save(found, f"{folder}/found.pt")
     dist.destroy_process_group()
-
-if __name__ == "__main__":
-    torch.multiprocessing.start_processes(work, (sys.argv[1],), 4, start_method="fork")
-"""
 
 
 @pytest.fixture(scope="module")
 def of_ranks(tmp_path_factory):
-    """What four processes of torch.distributed (gloo) make of `numbers` and of gradients."""
+    """What four ranks make of `numbers` and of gradients; forked, so that nobody imports torch."""
     folder = tmp_path_factory.mktemp("ranks")
-    (folder / "ranks.py").write_text(RANKS)
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, str(folder / "ranks.py"), str(folder)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-2000:]
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("GLOO_SOCKET_IFNAME", "lo")
+        ranks = torch.multiprocessing.start_processes(
+            work, (folder,), 4, join=False, daemon=True, start_method="fork"
+        )
+        ends = time.monotonic() + 120
+        while not ranks.join(timeout=1):
+            assert time.monotonic() < ends
     return torch.load(folder / "found.pt")
 
 
-def numbers(rank, dtype, count=80003):
-    torch.manual_seed(rank)
-    return (torch.randn(count) * torch.randn(count).mul(2).exp()).to(dtype)
-
-
-@pytest.mark.parametrize("dtype", [F16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [F16, B16])
 def test_two_ranks_have_the_bits_of_gloo(of_ranks, dtype):
     own, _ = summed([numbers(rank, dtype) for rank in range(2)], dtype)
-    assert torch.equal(own, of_ranks[str(dtype), 2])
+    assert torch.equal(own, of_ranks[dtype, 2])
 
 
-@pytest.mark.parametrize("dtype", [F16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [F16, B16])
 def test_four_ranks_have_the_bits_of_gloo_in_the_order_of_its_ring(of_ranks, dtype):
     """Its ring adds quarter q from rank q - 1 downwards; ours adds from rank 0 upwards."""
-    each, theirs = [numbers(rank, dtype) for rank in range(4)], of_ranks[str(dtype), 4]
+    each, theirs = [numbers(rank, dtype) for rank in range(4)], of_ranks[dtype, 4]
     size = -(-theirs.numel() // 4)
     # Where its quarters end is rounded to whole memory lines.
     for quarter in range(4):
@@ -267,18 +235,13 @@ def test_four_ranks_have_the_bits_of_gloo_in_the_order_of_its_ring(of_ranks, dty
 
 def test_stock_ddp_and_its_compression_divide_before_in_fp16(of_ranks):
     for name, dtype in (("stock", F16), ("compressed", F32)):
-        each = []
-        for rank in range(2):
-            torch.manual_seed(9)
-            model = nn.Linear(40, 30).to(dtype)
-            torch.manual_seed(rank)
-            model(torch.randn(16, 40).to(dtype)).float().square().mean().backward()
-            each.append([parameter.grad for parameter in model.parameters()])
+        each = [gradients(rank, dtype) for rank in range(2)]
         for pair, theirs in zip(zip(*each, strict=True), of_ranks[name], strict=True):
             own, _ = summed(list(pair), F16, "before")
             assert torch.equal(own.to(dtype), theirs)
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize("scaler", ["none", "static", "dynamic", "apex", "logmax"])
 @pytest.mark.parametrize(
     ("param_dtype", "reduce"),
@@ -296,13 +259,9 @@ def test_the_same_micro_batch_four_times_is_that_batch_once(param_dtype, scaler,
     for parts in (1, 4):
         divide = {"reduce_divide": "before"} if reduce else {}
         policy = build_policy("own", {"param_dtype": param_dtype} | reduce | divide)
-        scale = get_loss_scale(scaler)
-        torch.manual_seed(0)
-        model = nn.Linear(6, 3)
+        scale, model = get_loss_scale(scaler), network(6, 4)
         cast, arithmetic = cast_model(model, policy), ForwardContext(policy, torch.device("cpu"))
-        optimizer = MixedPrecisionOptimizer(
-            cast, lambda named: torch.optim.SGD([p for _, p in named], 0.1), scale, parts=parts
-        )
+        optimizer = MixedPrecisionOptimizer(cast, SGD, scale, parts=parts)
         for step in range(4):
             inputs = torch.randn(5, 6) * (1e6 if step == 2 else 1)  # one overflow in FP16
             optimizer.zero_grad()
@@ -313,8 +272,4 @@ def test_the_same_micro_batch_four_times_is_that_batch_once(param_dtype, scaler,
             scale.update()
             torch.manual_seed(step)
         found.append([*model.parameters(), *cast.masters.values(), *scale.state_dict().values()])
-    for one, four in zip(*found, strict=True):
-        if isinstance(one, torch.Tensor):
-            torch.testing.assert_close(four, one, rtol=0, atol=0, equal_nan=True)
-        else:
-            assert one == four
+    assert_same_bits(*found)
