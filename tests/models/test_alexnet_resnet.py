@@ -7,23 +7,21 @@ from torch.nn import functional as F
 
 from mprun.models import AlexNet2012, alexnet, resnet50
 
+from .learning import assert_learns
+
 
 @pytest.mark.parametrize(("build", "size"), [(alexnet, 64), (AlexNet2012, 224), (resnet50, 32)])
 @pytest.mark.slow
 def test_one_pass_reaches_every_parameter(build, size):
-    torch.manual_seed(0)
     model = build(num_classes=10)
     logits = model(torch.randn(2, 3, size, size))
     assert logits.shape == (2, 10)
     F.cross_entropy(logits, torch.tensor([1, 2])).backward()
-    for name, parameter in model.named_parameters():
-        assert torch.isfinite(parameter.grad).all(), name
-        assert parameter.grad.count_nonzero() > 0, name
+    assert_learns(model)
 
 
 @pytest.fixture(scope="module")
 def alexnet2012():
-    torch.manual_seed(1)
     return AlexNet2012(num_classes=1000, dropout=0.0)
 
 
@@ -35,31 +33,18 @@ def test_alexnet2012_has_the_published_map_sizes():
         images = layer(images)
         if isinstance(layer, (nn.Conv2d, nn.MaxPool2d)):
             sizes.append(tuple(images.shape[1:]))
-    assert sizes == [
-        (96, 55, 55),
-        (96, 27, 27),
-        (256, 27, 27),
-        (256, 13, 13),
-        (384, 13, 13),
-        (384, 13, 13),
-        (256, 13, 13),
-        (256, 6, 6),
+    assert all(height == width for _, height, width in sizes)
+    assert [(channels, side) for channels, side, _ in sizes] == [
+        *((96, 55), (96, 27), (256, 27), (256, 13)),
+        *((384, 13), (384, 13), (256, 13), (256, 6)),
     ]
 
 
 def test_alexnet2012_starts_as_caffe_does(alexnet2012):
     layers = [m for m in alexnet2012.modules() if isinstance(m, (nn.Conv2d, nn.Linear))]
-    expected = [
-        (0.01, 0.0),
-        (0.01, 0.1),
-        (0.01, 0.0),
-        (0.01, 0.1),
-        (0.01, 0.1),
-        (0.005, 0.1),
-        (0.005, 0.1),
-        (0.01, 0.0),
-    ]
-    for layer, (std, bias) in zip(layers, expected, strict=True):
+    deviations = [0.01, 0.01, 0.01, 0.01, 0.01, 0.005, 0.005, 0.01]
+    biases = [0.0, 0.1, 0.0, 0.1, 0.1, 0.1, 0.1, 0.0]
+    for layer, std, bias in zip(layers, deviations, biases, strict=True):
         n = layer.weight.numel()
         # Five standard errors of a mean and of a standard deviation of n normal samples.
         assert abs(layer.weight.mean().item()) < 5 * std / n**0.5
@@ -79,7 +64,6 @@ def test_alexnet2012_groups_do_not_mix(alexnet2012):
 
 @pytest.mark.slow
 def test_alexnet2012_dropout_is_off_in_evaluation():
-    torch.manual_seed(2)
     model = AlexNet2012(num_classes=3, dropout=0.5)
     x = torch.randn(1, 3, 224, 224)
     with torch.no_grad():
@@ -99,7 +83,6 @@ def test_alexnet2012_of_another_size_and_width():
 
 
 def test_alexnet2012_of_a_quarter_of_the_width_starts_twice_as_large():
-    torch.manual_seed(0)
     hidden = AlexNet2012(width=0.25).classifier[3].weight
     # Published 0.005; five standard errors of a standard deviation of n normal samples.
     assert abs(hidden.std().item() - 0.01) < 5 * 0.01 / (2 * hidden.numel()) ** 0.5

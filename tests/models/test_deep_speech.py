@@ -34,14 +34,8 @@ def test_the_english_network():
     assert sum(p.numel() for p in network.parameters()) == 115_356_413
 
 
-def test_both_directions_and_a_row_convolution_exclude_each_other():
-    with pytest.raises(ValueError, match="row_convolution=20: must be 0"):
-        DeepSpeech2(8, 5, bidirectional=True)
-
-
 @pytest.mark.parametrize("form", [BOTH, FORWARD])
 def test_an_utterance_alone_is_the_utterance_in_a_batch(form):
-    torch.manual_seed(0)
     network = DeepSpeech2(**SMALL, **form).eval()
     features, frames = torch.randn(2, 1, 8, 30), torch.tensor([30, 17])
     features[1, ..., 17:] = 0
@@ -53,7 +47,6 @@ def test_an_utterance_alone_is_the_utterance_in_a_batch(form):
 
 @pytest.mark.parametrize("form", [BOTH, FORWARD])
 def test_padding_gets_no_gradient_from_an_utterance(form):
-    torch.manual_seed(0)
     network = DeepSpeech2(**SMALL, **form).eval()
     features = torch.randn(2, 1, 8, 30, requires_grad=True)
     logits, lengths = network(features, torch.tensor([30, 17]))
@@ -63,7 +56,6 @@ def test_padding_gets_no_gradient_from_an_utterance(form):
 
 
 def test_both_directions_are_those_of_a_packed_sequence():
-    torch.manual_seed(0)
     network = DeepSpeech2(**SMALL | {"num_layers": 1, "fully_connected": 0}, **BOTH).eval()
     features, frames = torch.randn(3, 1, 8, 30), torch.tensor([30, 17, 4])
     logits, lengths = network(features, frames)
@@ -83,7 +75,6 @@ def test_both_directions_are_those_of_a_packed_sequence():
 
 
 def test_the_row_convolution_looks_ahead_by_hand():
-    torch.manual_seed(0)
     network = DeepSpeech2(**SMALL, **FORWARD)
     layer = network.row_convolution
     x = torch.randn(7, 2, 6)

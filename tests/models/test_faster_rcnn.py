@@ -33,7 +33,6 @@ SIDE, ALL = 32, 10_000
 @pytest.fixture
 def network():
     """The small one, which learns from all anchors and from all regions."""
-    torch.manual_seed(0)
     made = faster_rcnn_small()
     made.proposals.count = made.regions.count = ALL
     # All anchors are looked at: torchvision forgets small regions after the first ones are taken.
@@ -234,7 +233,6 @@ def test_an_image_without_objects_has_a_loss(network, batch):
 
 
 def test_what_is_drawn():
-    torch.manual_seed(0)
     positive = torch.zeros(2, 1000, dtype=torch.bool)
     positive[0, :40] = positive[1, :3] = True
     negative = ~positive
@@ -265,7 +263,6 @@ def test_evaluation_draws_nothing_and_repeats(batch):
 
 
 def test_what_suppression_leaves():
-    torch.manual_seed(0)
     corners, sides = torch.rand(3, 50, 2), 0.1 + torch.rand(3, 50, 2) / 2
     boxes, scores = torch.cat([corners, corners + sides], 2), torch.randn(3, 50)
     scores[1, 7:] = -torch.inf

@@ -10,7 +10,7 @@ from mprun.build.data import arguments_of
 from mprun.config.compose import compose_config
 from mprun.distributed.ranks import Ranks
 from mprun.models import GPT
-from mprun.models.gpt import Attention, Rotary, manual_attention
+from mprun.models.gpt import manual_attention
 
 WORDS, LENGTH = 11, 9
 VARIANTS = {
@@ -35,7 +35,6 @@ VARIANTS = {
 
 def small(**options):
     """Weights ten times as large as at the start, so that attention is not even."""
-    torch.manual_seed(0)
     model = GPT(WORDS, LENGTH, hidden_size=16, num_layers=2, num_heads=4, **options)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -153,30 +152,6 @@ def test_the_empty_state_is_restored_on_several_ranks(build_run):
     assert built.task.hidden == ()
 
 
-def test_rotary_scores_depend_on_the_distance_alone():
-    rotary = Rotary(40, 8).double()
-    query, key = torch.randn(2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    turned = [rotary(vector.expand(40, 8)) for vector in (query, key)]
-    scores = turned[0] @ turned[1].T
-    for distance in range(40):
-        along = scores.diagonal(distance)
-        # Tables of FP32.
-        torch.testing.assert_close(along, along[:1].expand_as(along), rtol=0, atol=1e-6)
-    torch.testing.assert_close(turned[0].norm(dim=1), query.norm().expand(40))
-    assert scores[0].std() > 0.1
-
-
-def test_shared_heads_are_equal_heads():
-    shared, own = (Attention(16, 4, heads, False, None, 0, True) for heads in (2, 4))
-    q, k, v = shared.inputs.weight.detach().split([16, 8, 8])
-    twice = [part.unflatten(0, (2, 4)).repeat_interleave(2, 0).flatten(0, 1) for part in (k, v)]
-    own.load_state_dict(
-        {"inputs.weight": torch.cat([q, *twice]), "output.weight": shared.output.weight.detach()}
-    )
-    x = torch.randn(3, LENGTH, 16)
-    torch.testing.assert_close(shared(x), own(x))
-
-
 def test_manual_and_fused_agree_in_fp32_forward_and_backward():
     inputs = [torch.randn(2, 4, 33, 16, requires_grad=True) for _ in range(3)]
     manual = manual_attention(*inputs, inputs[0].shape[-1] ** -0.5)
@@ -201,7 +176,6 @@ def test_scores_of_the_manual_form_overflow_in_fp16_where_those_of_the_kernel_do
 
 
 def test_the_start_is_gpt_2_s():
-    torch.manual_seed(0)
     model = GPT(1000, 64, hidden_size=256, num_layers=8, num_heads=4, bias=True)
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:
@@ -226,18 +200,6 @@ def test_the_published_count(options, count):
     with torch.device("meta"):
         network = GPT(**arguments_of(GPT, model) | {"vocab_size": 50_257})
     assert sum(p.numel() for p in network.parameters()) == count
-
-
-def test_nano_gpt_s_count():
-    """ "number of parameters: 123.59M", printed without positions, words padded to 50,304."""
-    model = compose_config(["model=gpt2"], files=False).config.model
-    with torch.device("meta"):
-        network = GPT(**arguments_of(GPT, model) | {"vocab_size": 50_304})
-    h = 768
-    block = 3 * h * h + h * h + 2 * 4 * h * h + 2 * h
-    count = sum(p.numel() for p in network.parameters())
-    assert count == 50_304 * h + 1024 * h + 12 * block + h == 124_373_760
-    assert round((count - 1024 * h) / 1e6, 2) == 123.59
 
 
 def test_llama_s_parts_have_the_counts_of_their_shapes():

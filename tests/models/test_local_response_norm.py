@@ -57,9 +57,3 @@ def test_float16_stays_finite_where_the_plain_square_overflows():
     # 1 + 1e-4 * 4e8 = 40001; 20000 * 40001^-0.75 = 7.071, with five roundings of 2^-11, the inner
     # ones times the exponent.
     torch.testing.assert_close(y.double(), torch.full_like(y, 7.0709).double(), rtol=4e-3, atol=0)
-
-
-@pytest.mark.parametrize("size", [0, 4])
-def test_refuses_an_even_window(size):
-    with pytest.raises(ValueError, match=f"size={size}"):
-        LocalResponseNorm(size)

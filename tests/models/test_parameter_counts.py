@@ -5,24 +5,9 @@ from functools import partial
 import pytest
 import torch
 
+from mprun import models
 from mprun.build.data import arguments_of
 from mprun.config.compose import compose_config
-from mprun.models import (
-    VGG16,
-    AlexNet2012,
-    Discriminator,
-    Generator,
-    LSTMLanguageModel,
-    PreActivationResNet50,
-    Seq2Seq,
-    alexnet,
-    googlenet,
-    inception_v2,
-    inception_v3,
-    resnet50,
-    ssd300,
-    ssd_mini,
-)
 from mprun.models.faster_rcnn import faster_rcnn_small, faster_rcnn_vgg16
 
 
@@ -34,30 +19,30 @@ def lstm_lm(name, vocabulary):
     """The network that a configuration describes."""
     config = compose_config([f"model={name}"], files=False).config.model
     with torch.device("meta"):
-        return LSTMLanguageModel(
-            **arguments_of(LSTMLanguageModel, config) | {"vocab_size": vocabulary}
+        return models.LSTMLanguageModel(
+            **arguments_of(models.LSTMLanguageModel, config) | {"vocab_size": vocabulary}
         )
 
 
 @pytest.mark.parametrize(
     ("build", "published"),
     [
-        (alexnet, 61_100_840),  # torchvision's documentation
-        (AlexNet2012, 60_965_224),  # Caffe's bvlc_alexnet
-        (resnet50, 25_557_032),  # torchvision's documentation
+        (models.alexnet, 61_100_840),  # torchvision's documentation
+        (models.AlexNet2012, 60_965_224),  # Caffe's bvlc_alexnet
+        (models.resnet50, 25_557_032),  # torchvision's documentation
         # v1.5 without the norms of its shortcuts, 2 x (256 + 512 + 1024 + 2048); the other norms
         # stand elsewhere and are as large. fb.resnet.torch has as many.
-        (PreActivationResNet50, 25_549_352),
-        (VGG16, 138_357_544),  # torchvision's documentation
-        (partial(googlenet, aux_weight=0.0), 6_998_552),  # Caffe's bvlc_googlenet, deployed
-        (googlenet, 13_378_280),  # and trained
-        (inception_v2, 11_194_984),
-        (partial(inception_v3, aux_weight=0.0), 23_834_568),
-        (inception_v3, 27_161_264),  # torchvision's documentation
-        (Generator, 3_576_704),  # PyTorch examples, nc=3
-        (Discriminator, 2_765_568),
-        (ssd300, 26_285_486),  # torchvision's ssd300_vgg16 with 21 classes
-        (ssd_mini, 88_764),
+        (models.PreActivationResNet50, 25_549_352),
+        (models.VGG16, 138_357_544),  # torchvision's documentation
+        (partial(models.googlenet, aux_weight=0.0), 6_998_552),  # Caffe's bvlc_googlenet, deployed
+        (models.googlenet, 13_378_280),  # and trained
+        (models.inception_v2, 11_194_984),
+        (partial(models.inception_v3, aux_weight=0.0), 23_834_568),
+        (models.inception_v3, 27_161_264),  # torchvision's documentation
+        (models.Generator, 3_576_704),  # PyTorch examples, nc=3
+        (models.Discriminator, 2_765_568),
+        (models.ssd300, 26_285_486),  # torchvision's ssd300_vgg16 with 21 classes
+        (models.ssd_mini, 88_764),
         # VGG-16's convolutions; 3x3, two scores and four offsets for 9 anchors; fc6 and fc7; a
         # score and four offsets for 21 classes, as in py-faster-rcnn.
         (
@@ -77,7 +62,7 @@ def test_published_counts(build, published):
 
 def test_dcgan_128_px_adds_one_stage_of_standard_width():
     with torch.device("meta"):
-        generator, discriminator = Generator(128), Discriminator(128)
+        generator, discriminator = models.Generator(128), models.Discriminator(128)
     # One more stage: 1024 filters at 4x4, so the code meets 1024 instead of 512 filters, a
     # 1024 x 512 x 16 kernel comes on top, and one BatchNorm of 1024.
     assert parameters(generator) == 3_576_704 + 100 * 512 * 16 + 1024 * 512 * 16 + 2 * 1024
@@ -86,16 +71,20 @@ def test_dcgan_128_px_adds_one_stage_of_standard_width():
 
 
 @pytest.mark.parametrize(
-    ("name", "h"), [("lstm_lm", 200), ("lstm_lm_medium", 650), ("lstm_lm_large", 1500)]
+    ("name", "h", "dropout"),
+    [("lstm_lm", 200, 0.0), ("lstm_lm_medium", 650, 0.5), ("lstm_lm_large", 1500, 0.65)],
 )
-def test_zaremba_sizes(name, h):
+def test_zaremba_sizes(name, h, dropout):
+    model = lstm_lm(name, 10_000)
+    assert model.dropout.p == dropout
     # Per layer 4 h (2 h) weights and, in torch, two bias vectors of 4 h; embedding and output
     # 10,000 x h each, output bias 10,000. For large: 66 M, for medium: 20 M, as published.
-    assert parameters(lstm_lm(name, 10_000)) == 2 * (8 * h * h + 8 * h) + 2 * 10_000 * h + 10_000
+    assert parameters(model) == 2 * (8 * h * h + 8 * h) + 2 * 10_000 * h + 10_000
 
 
 def test_biglstm():
     model = lstm_lm("biglstm", 793_472)
+    assert model.dropout.p == 0.1
     # One layer with one bias per gate: 4*8192*(1024+1024) + 4*8192 + 8192*1024 = 75,530,240;
     # torch's second bias vector adds 32,768 per layer.
     assert parameters(model.lstm) == 2 * 75_530_240 + 2 * 32_768
@@ -112,7 +101,7 @@ def test_seq2seq(name, layers, count):
     config = compose_config([f"model={name}"], files=False).config.model
     words = {"source_vocab_size": 100_000, "target_vocab_size": 40_000}
     with torch.device("meta"):
-        model = Seq2Seq(**arguments_of(Seq2Seq, config) | words)
+        model = models.Seq2Seq(**arguments_of(models.Seq2Seq, config) | words)
     h = 1024
     # Two weights and, in torch, two bias vectors; the second layer of the encoder reads both
     # directions of the first.

@@ -39,21 +39,19 @@ def test_the_formula():
 
 
 def test_the_first_arrival_has_the_log_uniform_distribution():
-    torch.manual_seed(0)
-    sampler, draws = LogUniformSampler(30, 1), 20_000
+    sampler, draws = LogUniformSampler(30, 1), 5_000
     drawn = torch.cat([sampler.draw(CPU)[0] for _ in range(draws)])
     counts = torch.bincount(drawn, minlength=30).numpy()
     assert chisquare(counts, zipf(30) * draws).pvalue > 0.001
-    # The control: the same test sees a distribution that is 20 % off in one word of three, which
-    # adds 0.04 * 0.4 * 0.6 of the draws to chi square, 190 to 29 +- 29.
-    tilted = zipf(30) * numpy.where(numpy.arange(30) % 3, 1.0, 1.2)
-    assert chisquare(counts, tilted / tilted.sum() * draws).pvalue < 0.001
+    # The control: a quarter off in one word of three. By 5,000 x 0.25^2 x 2/9 = 69 the statistic
+    # grows beyond its 29, three of its deviations above where p is 0.05.
+    tilted = zipf(30) * numpy.where(numpy.arange(30) % 3, 1.0, 1.25)
+    assert chisquare(counts, tilted / tilted.sum() * draws).pvalue < 0.05
 
 
 def test_the_set_is_that_of_drawing_until_enough_are_different():
     """All 56 sets of 3 of 8 words, by enumeration of the orders in which they can be drawn."""
-    torch.manual_seed(1)
-    p, draws = zipf(8), 20_000
+    p, draws = zipf(8), 5_000
     expected = dict.fromkeys(itertools.combinations(range(8), 3), 0.0)
     for a, b, c in itertools.permutations(range(8), 3):
         chance = p[a] * p[b] / (1 - p[a]) * p[c] / (1 - p[a] - p[b])
@@ -69,7 +67,6 @@ def test_the_set_is_that_of_drawing_until_enough_are_different():
 @pytest.mark.slow
 def test_the_correction_is_unbiased_for_each_word():
     """The mean of [k drawn] / (1 - exp(-P(k) t)) is 1, whatever k."""
-    torch.manual_seed(2)
     sampler, draws = LogUniformSampler(40, 10), 20_000
     weights = torch.zeros(draws, 40, dtype=torch.float64)
     for row in weights:
@@ -92,12 +89,6 @@ def test_as_many_candidates_as_words_is_all_of_them():
     assert SampledSoftmax(50, 8192).sampler.count == 50
 
 
-@pytest.mark.parametrize(("vocabulary", "count"), [(10, 0), (10, 11), (2**24, 5)])
-def test_refusals(vocabulary, count):
-    with pytest.raises(ValueError, match="count|vocabulary"):
-        LogUniformSampler(vocabulary, count)
-
-
 def reference(hidden, targets, table, candidates, t):
     """The sampled loss per token in float64, with gradients of dense tables."""
     weight = table.weight.detach().double().requires_grad_()
@@ -114,7 +105,6 @@ def reference(hidden, targets, table, candidates, t):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_loss_and_gradients_against_float64(dtype):
-    torch.manual_seed(3)
     table, softmax = table_of(40, 16), SampledSoftmax(40, 12)
     # Values of the 16-bit format, so that rounding them changes nothing.
     table.weight.data, table.bias.data = (x.half().float() for x in (table.weight, table.bias))
@@ -152,7 +142,6 @@ def test_loss_and_gradients_against_float64(dtype):
 
 
 def test_all_words_as_candidates_are_the_full_softmax():
-    torch.manual_seed(4)
     table, softmax = table_of(30, 8), SampledSoftmax(30, 30)
     hidden, targets = torch.randn(20, 8), torch.randint(30, (20,))
     logits = hidden.double() @ table.weight.double().t() + table.bias.double()
@@ -163,7 +152,6 @@ def test_all_words_as_candidates_are_the_full_softmax():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_evaluation_in_blocks_is_the_full_softmax(dtype):
-    torch.manual_seed(5)
     vocabulary = 2 * BLOCK + 5  # two whole blocks and a rest
     table, softmax = table_of(vocabulary, 8, dtype), SampledSoftmax(vocabulary, 7).eval()
     hidden = torch.randn(24, 8)
@@ -188,7 +176,6 @@ def test_large_logits_overflow_neither_loss():
 
 
 def test_under_autocast_the_products_are_fp32():
-    torch.manual_seed(6)
     table, softmax = table_of(30, 8), SampledSoftmax(30, 30)
     hidden, targets = torch.randn(20, 8).half(), torch.randint(30, (20,))
     with torch.no_grad():

@@ -168,7 +168,6 @@ def test_ssd300_computes_what_torchvision_s_does():
     from torchvision.models.detection.anchor_utils import DefaultBoxGenerator
     from torchvision.models.detection.image_list import ImageList
 
-    torch.manual_seed(0)
     network = ssd300().eval()
     other = ssd300_vgg16(weights=None, weights_backbone=None, num_classes=21).eval()
 
@@ -239,7 +238,6 @@ def test_a_frozen_backbone_does_not_learn(build_run):
 
 def test_gradients_of_the_small_one_underflow_behind_the_norm_alone():
     """What the frozen control rests on: the heads' gradients fit FP16, those behind do not."""
-    torch.manual_seed(0)
     network = ssd_mini()
     data = DigitCanvases(32, batch_size=8, seed=0, device="cpu", value_range="mean_subtracted")
     lost = {}

@@ -27,9 +27,8 @@ def test_vgg_has_torchvision_s_names_and_shapes():
 
 @pytest.mark.slow
 def test_vgg_starts_and_computes_as_torchvision_s():
-    torch.manual_seed(3)
     theirs = torchvision.models.vgg16(weights=None).eval()
-    torch.manual_seed(3)
+    torch.manual_seed(0)
     ours = VGG16().eval()
     for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert torch.equal(one, other)
@@ -39,12 +38,20 @@ def test_vgg_starts_and_computes_as_torchvision_s():
 
 
 def test_inception_v3_computes_as_torchvision_s():
-    torch.manual_seed(4)
-    theirs = torchvision_s_inception_v3(aux_logits=False, num_classes=7).eval()
-    ours = inception_v3(num_classes=7, aux_weight=0.0).eval()
-    state = theirs.state_dict()
-    assert shapes(ours.state_dict()) == shapes(state)
-    ours.load_state_dict(dict(zip(ours.state_dict(), state.values(), strict=True)))
+    with torch.device("meta"):  # neither needs a start of its own
+        theirs = torchvision_s_inception_v3(aux_logits=False, num_classes=7).eval()
+        ours = inception_v3(num_classes=7, aux_weight=0.0).eval()
+    theirs = theirs.to_empty(device="cpu")
+    state = {
+        # Variances around 1, and weights that keep what they multiply in bounds.
+        name: tensor.uniform_(0.5, 1.5) if tensor.dim() < 2 else tensor.uniform_(-0.05, 0.05)
+        for name, tensor in theirs.state_dict().items()
+        if tensor.is_floating_point()
+    }
+    own = {name: tensor for name, tensor in ours.state_dict().items() if tensor.is_floating_point()}
+    assert shapes(own) == shapes(state)
+    own = dict(zip(own, state.values(), strict=True))
+    ours.load_state_dict(own, strict=False, assign=True)
     images = torch.randn(1, 3, 75, 75)
     with torch.no_grad():
         assert torch.equal(ours(images), theirs(images))
@@ -52,7 +59,6 @@ def test_inception_v3_computes_as_torchvision_s():
 
 @pytest.mark.slow
 def test_inception_v3_s_auxiliary_head_computes_as_torchvision_s():
-    torch.manual_seed(5)
     theirs, ours = torchvision_s_inception_v3(dropout=0.0), inception_v3(dropout=0.0)
     # Ours has the auxiliary head behind the trunk.
     state = theirs.state_dict()
@@ -117,7 +123,6 @@ def test_any_size_from_the_least_on(name, least):
 )
 @pytest.mark.few(2)
 def test_one_pass_reaches_every_parameter(build, size, outputs):
-    torch.manual_seed(0)
     network = build(num_classes=10, width=1 / 8)
     images, labels = torch.randn(8, 3, size, size), torch.arange(8)
     made = network(images)
@@ -130,7 +135,6 @@ def test_one_pass_reaches_every_parameter(build, size, outputs):
 
 
 def test_googlenet_starts_as_caffe_does():
-    torch.manual_seed(1)
     network = googlenet(width=0.25)
     ends = [network.classifier[-1], *(head.layers[-1] for head in network.heads.values())]
     for layer in network.modules():
@@ -146,7 +150,6 @@ def test_googlenet_starts_as_caffe_does():
 
 def test_the_first_block_is_active_already_and_a_stage_activates_before_its_shortcut():
     """By the formulas of arXiv 1603.05027, on weights of one step of the network."""
-    torch.manual_seed(2)
     network = PreActivationResNet50(num_classes=10, width=1 / 16)
     state = dict(network.named_parameters())
 

@@ -1,0 +1,11 @@
+"""What a pass backwards has to reach."""
+
+import torch
+
+
+def assert_learns(*models) -> None:
+    """Every parameter has a finite gradient that is not zero."""
+    for model in models:
+        for name, parameter in model.named_parameters():
+            assert torch.isfinite(parameter.grad).all(), name
+            assert parameter.grad.count_nonzero() > 0, name
