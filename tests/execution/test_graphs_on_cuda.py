@@ -1,5 +1,7 @@
 """CUDA graphs, layout and compilation on a GPU: a replayed step is the eager step."""
 
+import copy
+
 import pytest
 import torch
 
@@ -13,43 +15,24 @@ from mprun.precision.random_states import (
     restore_random_states,
 )
 
-from .trained import Training, copy_of
+from .trained import Training, of
 
 pytestmark = pytest.mark.gpu
 
 STEPS = 10
 MODES = ("fp32", "fp16_naive", "fp16_master", "fp16_master_scaled", "amp", "bf16_master")
 SCALED = ("fp16_master_scaled", "amp")
-TOKENS = ["data=synthetic_tokens", "data.batch_size=8", "data.sequence_length=8"]
-EPOCHS = "data.train_tokens=512"  # 8 steps an epoch: the state starts anew within the test
+# 8 steps an epoch: the state of a language model starts anew within the test.
+TOKENS = of("data=synthetic_tokens data.batch_size=8 data.sequence_length=8 data.train_tokens=512")
 MODELS = {
-    "resnet50": [
-        "model=resnet50",
-        "optim=sgd",
-        "data=digits_32",
-        "data.batch_size=8",
-        "optim.lr=1e-3",
-    ],
-    "alexnet": [
-        "model=alexnet",
-        "optim=sgd_alexnet",
-        "data=digits_64",
-        "data.batch_size=8",
-        "optim.lr=1e-3",
-    ],
-    "lstm_lm": ["model=lstm_lm", *TOKENS, EPOCHS, "model.dropout=0.3"],
-    "projected": ["model=lstm_lm_projected", *TOKENS, EPOCHS],
-    "sampled": [
-        "model=biglstm",
-        *TOKENS,
-        EPOCHS,
-        "model.embedding_size=32",
-        "model.hidden_size=64",
-        "model.projection_size=32",
-        "model.sampled_softmax=64",
-    ],
-    "dcgan": ["model=dcgan", "data.batch_size=8"],
-    "conv_autoencoder": ["model=conv_autoencoder", "data.batch_size=8"],
+    "resnet50": of("model=resnet50 optim=sgd data=digits_32 data.batch_size=8 optim.lr=1e-3"),
+    "alexnet": of("model=alexnet optim=sgd_alexnet data=digits_64 data.batch_size=8 optim.lr=1e-3"),
+    "lstm_lm": ["model=lstm_lm", *TOKENS, "model.dropout=0.3"],
+    "projected": ["model=lstm_lm_projected", *TOKENS],
+    "sampled": of("model=biglstm model.embedding_size=32 model.hidden_size=64")
+    + [*TOKENS, "model.projection_size=32", "model.sampled_softmax=64"],
+    "dcgan": of("model=dcgan data.batch_size=8"),
+    "conv_autoencoder": of("model=conv_autoencoder data.batch_size=8"),
 }
 # What every comparison needs: the same kernel each time.
 SAME = ["train.channels_last=off", "train.steps=40"]
@@ -184,7 +167,7 @@ def test_going_back_to_a_checkpoint_of_replayed_steps(build_run, model):
     with built.stepper.on_stream():
         torch.manual_seed(1)
         run.steps(0, 6)
-        saved, random = copy_of(built.task.state_dict()), random_states(built.device)
+        saved, random = copy.deepcopy(built.task.state_dict()), random_states(built.device)
         run.steps(6, 9)
         built.task.load_state_dict(saved)
         restore_random_states(random, built.device)

@@ -1,12 +1,15 @@
 """Channels last and torch.compile: the same steps but for rounding."""
 
+import copy
+
 import pytest
 import torch
 
 from mprun.errors import BadInput
 from mprun.precision.update import same_order
 
-from .trained import SMALL, Training, assert_same_state, copy_of
+from ..helpers import assert_same_bits
+from .trained import SMALL, Training
 
 # FP32 kernels of another layout, or compiled ones, add up in another order. A sum of some 10^3
 # products differs by about 10^3 * 2^-24 = 6e-5 of its size at most; the loss is a mean over many.
@@ -57,13 +60,12 @@ def test_weights_masters_state_and_images_lie_in_one_order(build_run):
 @pytest.mark.parametrize("first", ["on", "off"])
 def test_a_checkpoint_of_one_layout_continues_in_the_other(build_run, first):
     overrides = [*SMALL["reconstruction"], "data.channels=3", "precision=fp16_master_scaled"]
-    second = {"on": "off", "off": "on"}[first]
     built = build_run(*overrides, f"train.channels_last={first}")
     Training(built, built.stepper.step).steps(0, 3)
-    saved = copy_of(built.task.state_dict())
-    other = build_run(*overrides, f"train.channels_last={second}")
+    saved = copy.deepcopy(built.task.state_dict())
+    other = build_run(*overrides, f"train.channels_last={'off' if first == 'on' else 'on'}")
     other.task.load_state_dict(saved)
-    assert_same_state(saved, other.task.state_dict())
+    assert_same_bits(saved, other.task.state_dict())
     assert built.task.evaluate() == other.task.evaluate()
     found = [one.stepper.step(3)["loss"].item() for one in (built, other)]
     assert found[0] == pytest.approx(found[1], rel=FP16_TOLERANCE)

@@ -1,5 +1,7 @@
 """A recorded step is the eager step, bit for bit; on a CPU, where replaying calls the function."""
 
+import copy
+
 import pytest
 import torch
 
@@ -8,15 +10,14 @@ from mprun.execution import GraphedStep, StepRunner
 from mprun.execution.cuda_graph import CannotCapture
 from mprun.execution.graphed_step import WARM_UP, pays
 
+from ..helpers import assert_same_bits, raises_line
 from .call_recorder import CallRecorder
-from .trained import SMALL, Training, assert_same_rows, assert_same_state, copy_of
+from .trained import SMALL, Training, assert_same_rows
 
 # torch says that its CPU library has no LSTM with projection.
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections")
 STEPS = 9
 SCALED = ["fp16_master_scaled", "amp"]
-CASES = [(task, mode) for task in SMALL for mode in ("fp32", *SCALED)]
-SLOW = {"batch_norm", "dropout"}
 
 
 def recorded(built, recorder=None, **options):
@@ -24,22 +25,25 @@ def recorded(built, recorder=None, **options):
     return StepRunner(built.task, built.rate, built.device, graph=graph)
 
 
-def pair(build_run, *overrides):
-    """Two equal runs, and the random state that both start from."""
-    one, other = build_run(*overrides), build_run(*overrides)
-    return one, other, torch.get_rng_state()
-
-
-def trained_eagerly(built, random, bad=(), steps=STEPS):
+def pair(build_run, *overrides, bad=(), steps=STEPS, data=None):
+    """A run trained eagerly, what it gave, and its twin at the start, random state included."""
+    eager, built = build_run(*overrides), build_run(*overrides)
+    for one in (eager, built) if data else ():
+        one.task.data = data(one.task.data)
+    random = torch.get_rng_state()
+    expected = Training(eager, eager.task.train_step, bad).steps(0, steps)
     torch.set_rng_state(random)
-    return Training(built, built.task.train_step, bad).steps(0, steps)
+    return eager, expected, built
 
 
 @pytest.mark.parametrize(
     ("task", "mode"),
     [
-        pytest.param(task, mode, marks=pytest.mark.slow if task in SLOW else ())
-        for task, mode in CASES
+        pytest.param(
+            task, mode, marks=pytest.mark.slow if task in ("batch_norm", "dropout") else ()
+        )
+        for task in SMALL
+        for mode in ("fp32", *SCALED)
     ],
 )
 @pytest.mark.few(3)
@@ -49,13 +53,11 @@ def test_replayed_steps_are_the_eager_ones(build_run, task, mode):
     if mode in SCALED:
         overrides += ["scaler.init_scale=16", "scaler.growth_interval=2"]
     bad = {WARM_UP + 1, 6} if mode in SCALED else ()
-    eager, built, random = pair(build_run, *overrides)
-    expected = trained_eagerly(eager, random, bad)
-    torch.set_rng_state(random)
+    eager, expected, built = pair(build_run, *overrides, bad=bad)
     stepper = recorded(built)
     run = Training(built, stepper.step, bad).steps(0, STEPS)
     assert_same_rows(expected, run)
-    assert_same_state(eager.task.state_dict(), built.task.state_dict())
+    assert_same_bits(eager.task.state_dict(), built.task.state_dict())
     assert stepper.description["cuda_graph"] == "on"
     assert stepper.description["replayed"] == STEPS - WARM_UP
     if mode in SCALED:
@@ -68,28 +70,24 @@ def test_replayed_steps_are_the_eager_ones(build_run, task, mode):
 @pytest.mark.few(1)
 def test_a_checkpoint_of_replayed_steps_continues_in_another_run(build_run, task):
     overrides = [*SMALL[task], "precision=amp", "scaler.growth_interval=2"]
-    eager, built, random = pair(build_run, *overrides)
-    expected = trained_eagerly(eager, random)
-    torch.set_rng_state(random)
+    eager, expected, built = pair(build_run, *overrides)
     Training(built, recorded(built).step).steps(0, 5)
-    saved, random = copy_of(built.task.state_dict()), torch.get_rng_state()
+    saved, random = copy.deepcopy(built.task.state_dict()), torch.get_rng_state()
     again = build_run(*overrides)
     again.task.load_state_dict(saved)
     torch.set_rng_state(random)
     run = Training(again, recorded(again).step).steps(5, STEPS)
     assert torch.equal(run.values("loss"), expected.values("loss")[5:])
-    assert_same_state(eager.task.state_dict(), again.task.state_dict())
+    assert_same_bits(eager.task.state_dict(), again.task.state_dict())
 
 
 @pytest.mark.parametrize("task", ["language_model", "reconstruction"])
 def test_going_back_and_eager_steps_between_replays(build_run, task):
     """As a replay of a failure does: state restored into the same run, steps outside."""
-    eager, built, random = pair(build_run, *SMALL[task], "precision=fp16_master_scaled")
-    expected = trained_eagerly(eager, random)
-    torch.set_rng_state(random)
+    eager, expected, built = pair(build_run, *SMALL[task], "precision=fp16_master_scaled")
     stepper = recorded(built)
     run = Training(built, stepper.step).steps(0, 5)
-    saved, random = copy_of(built.task.state_dict()), torch.get_rng_state()
+    saved, random = copy.deepcopy(built.task.state_dict()), torch.get_rng_state()
     run.steps(5, 7)
     built.task.load_state_dict(saved)
     torch.set_rng_state(random)
@@ -101,31 +99,29 @@ def test_going_back_and_eager_steps_between_replays(build_run, task):
     run.take = stepper.step
     run.steps(8, STEPS)
     assert torch.equal(run.values("loss"), expected.values("loss"))
-    assert_same_state(eager.task.state_dict(), built.task.state_dict())
+    assert_same_bits(eager.task.state_dict(), built.task.state_dict())
 
 
 def test_the_state_of_another_network_starts_in_an_eager_step(build_run):
-    eager, built, random = pair(build_run, *SMALL["language_model"])
-    expected = trained_eagerly(eager, random, steps=14)
-    torch.set_rng_state(random)
+    eager, expected, built = pair(build_run, *SMALL["language_model"], steps=14)
     stepper = recorded(built, zero_state=False)
     run = Training(built, stepper.step).steps(0, 14)
     assert_same_rows(expected, run)
-    assert_same_state(eager.task.state_dict(), built.task.state_dict())
+    assert_same_bits(eager.task.state_dict(), built.task.state_dict())
     starts = [step for step in range(14) if step % built.data.batches_per_epoch == 0]
     late = [step for step in starts if step >= WARM_UP]
     assert late and stepper.description["replayed"] == 14 - WARM_UP - len(late)
 
 
 class OneSmaller:
-    """The same data, with a batch of half the size in one place."""
+    """The same data, with a batch of half the size in place 5."""
 
-    def __init__(self, data, index):
-        self.data, self.index = data, index
+    def __init__(self, data):
+        self.data = data
 
     def train_batch(self, index):
         images, labels = self.data.train_batch(index)
-        half = len(images) // 2 if index == self.index else len(images)
+        half = len(images) // 2 if index == 5 else len(images)
         return images[:half], labels[:half]
 
     def __getattr__(self, name):
@@ -133,11 +129,7 @@ class OneSmaller:
 
 
 def test_a_batch_of_another_size_is_eager(build_run):
-    eager, built, random = pair(build_run, *SMALL["reconstruction"])
-    for one in (eager, built):
-        one.task.data = OneSmaller(one.task.data, 5)
-    expected = trained_eagerly(eager, random)
-    torch.set_rng_state(random)
+    _, expected, built = pair(build_run, *SMALL["reconstruction"], data=OneSmaller)
     stepper = recorded(built)
     assert_same_rows(expected, Training(built, stepper.step).steps(0, STEPS))
     assert stepper.description["replayed"] == STEPS - WARM_UP - 1
@@ -163,13 +155,11 @@ class Refusing(CallRecorder):
 @pytest.mark.parametrize("task", ["gan", "language_model"])
 @pytest.mark.few(1)
 def test_what_cannot_be_captured_stays_eager(build_run, capsys, task, waits):
-    eager, built, random = pair(build_run, *SMALL[task], "precision=amp")
-    expected = trained_eagerly(eager, random)
-    torch.set_rng_state(random)
+    eager, expected, built = pair(build_run, *SMALL[task], "precision=amp")
     stepper = recorded(built, Refusing(built.task, waits), required=False)
     run = Training(built, stepper.step).steps(0, STEPS)
     assert_same_rows(expected, run)
-    assert_same_state(eager.task.state_dict(), built.task.state_dict())
+    assert_same_bits(eager.task.state_dict(), built.task.state_dict())
     reason = waits or "RuntimeError: operation not permitted when stream is capturing"
     assert stepper.description == {"cuda_graph": f"off: {reason}"}
     lines = [line for line in capsys.readouterr().err.splitlines() if line]
@@ -180,12 +170,8 @@ def test_what_cannot_be_captured_ends_a_run_that_requires_it(build_run):
     built = build_run(*SMALL["reconstruction"])
     stepper = recorded(built, Refusing(built.task))
     run = Training(built, stepper.step).steps(0, WARM_UP)
-    with pytest.raises(BadInput) as error:
+    with raises_line(BadInput, "train.cuda_graph=on: RuntimeError", "(allowed here: auto, off)"):
         run.steps(WARM_UP, WARM_UP + 1)
-    assert str(error.value) == (
-        "train.cuda_graph=on: RuntimeError: operation not permitted when stream is capturing "
-        "(allowed here: auto, off)"
-    )
 
 
 class Clock:

@@ -1,6 +1,5 @@
 """Every combination that cannot work is refused in one line that names key, value and reason."""
 
-import json
 from types import SimpleNamespace
 
 import pytest
@@ -10,13 +9,15 @@ from torch import nn
 from mprun.build import build, policy_from
 from mprun.build.model import uses_channels_last
 from mprun.build.precision import optimizer_maker
-from mprun.cli import main
 from mprun.config.check import auto_channels_last
 from mprun.config.compose import compose_config
 from mprun.errors import BadInput
 from mprun.execution import why_not_captured
 from mprun.precision.torch_update import has_fused_kernel
 from mprun.precision.update_choice import torch_path
+
+from ..helpers import ONE_CORE, raises_line, record_of, refused, run
+from .trained import SMALL
 
 LSTM = ["model=lstm_lm", "data=synthetic_tokens"]
 MANIFEST = ["model=deep_speech2", "data=speech_manifest", "data.root=."]
@@ -42,11 +43,8 @@ REFUSED = [
 @pytest.mark.parametrize(("overrides", "reason"), REFUSED)
 @pytest.mark.few(6)
 def test_refused_before_anything_is_built(overrides, reason):
-    with pytest.raises(BadInput) as error:
+    with raises_line(BadInput, f"{overrides[0]}: ", reason, "(allowed: "):
         compose_config(overrides)
-    line = str(error.value)
-    assert line.startswith(f"{overrides[0]}: ") and reason in line and "(allowed: " in line
-    assert "\n" not in line
 
 
 @pytest.mark.parametrize(
@@ -59,16 +57,13 @@ def test_refused_before_anything_is_built(overrides, reason):
 )
 def test_refused_once_the_device_is_known(overrides, reason):
     config = compose_config(["model=conv_autoencoder", *overrides, "device=auto"]).config
-    with pytest.raises(BadInput, match=reason) as error:
+    with raises_line(BadInput, f"{overrides[0]}: ", reason):
         build(config, torch.device("cpu"))
-    assert str(error.value).startswith(overrides[0])
 
 
 def test_the_command_refuses_with_code_2_and_writes_nothing(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main([GRAPH, "device=cpu"]) == 2
-    error = capsys.readouterr().err.strip()
-    assert error.count("\n") == 0 and GRAPH in error
+    refused(capsys, GRAPH, "device=cpu", says=GRAPH)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -101,10 +96,8 @@ def test_channels_last_where_tensor_cores_multiply_images(overrides, on, reason)
 
 
 def test_channels_last_is_off_on_a_cpu():
-    assert auto_channels_last(compose_config([IMAGES, "precision=amp"]).config, "cpu") == (
-        False,
-        "device=cpu",
-    )
+    config = compose_config([IMAGES, "precision=amp"]).config
+    assert auto_channels_last(config, "cpu") == (False, "device=cpu")
 
 
 def inner_for_cuda(*overrides, skips=False):
@@ -139,8 +132,7 @@ def test_which_optimizers_a_graph_can_hold(optim, implementation, skips):
     if counts_on_host:
         assert "counts its steps on the host" in reason
     # A rate that changes has to be a tensor, and only fused kernels read one.
-    varying = why_not_captured([optimizer], constant_rate=False)
-    assert varying is not None
+    assert why_not_captured([optimizer], constant_rate=False) is not None
     for group in optimizer.inner.param_groups:
         group["lr"] = torch.zeros(())
     varying = why_not_captured([optimizer], constant_rate=False)
@@ -150,16 +142,14 @@ def test_which_optimizers_a_graph_can_hold(optim, implementation, skips):
     assert why_not_captured([optimizer], constant_rate=False) is None
 
 
-def test_a_run_records_how_its_steps_were_executed(tmp_path):
+def test_a_run_records_how_its_steps_were_executed(tmp_path, capsys):
     directory = tmp_path / "run"
-    overrides = ["model=conv_autoencoder", "device=cpu", "train.steps=2", "data.batch_size=4"]
-    assert main([*overrides, f"output_dir={directory}"]) == 0
-    record = json.loads((directory / "run.json").read_text())
-    assert record["execution"] == {
+    assert run(directory, *SMALL["reconstruction"], *ONE_CORE, "train.steps=2") == 0
+    assert record_of(directory)["execution"] == {
         "cuda_graph": "off: a CUDA graph needs device=cuda",
         "compile": "off",
         "channels_last": "off: device=cpu",
         "autotune": "off: device=cpu",
     }
     # Whether steps are replayed may change from one attempt to the next, how they round may not.
-    assert main([f"resume={directory}", "train.steps=3", "train.compile=default"]) == 2
+    refused(capsys, f"resume={directory}", "train.steps=3", "train.compile=default")

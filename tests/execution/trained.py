@@ -1,80 +1,37 @@
 """A few training steps of a built run, with skips where asked for, and all that they gave."""
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_map
 
-IMAGES = [
-    "data=synthetic_images",
-    "data.channels=1",
-    "data.batch_size=4",
-    "data.train_size=32",
-    "data.eval_size=8",
-]
-TANH = [*IMAGES, "data.image_size=32", "data.value_range=tanh"]
+from ..helpers import assert_same_bits
+
+
+def of(line: str) -> list[str]:
+    """The overrides of one line, as a user types them."""
+    return line.split()
+
+
+IMAGES = of("data=synthetic_images data.channels=1 data.batch_size=4 data.train_size=32")
+TANH = [*IMAGES, *of("data.eval_size=8 data.image_size=32 data.value_range=tanh")]
 # Six steps to an epoch, so that a language model's state starts anew within a test.
-TOKENS = [
-    "data=synthetic_tokens",
-    "data.vocab_size=50",
-    "data.batch_size=4",
-    "data.sequence_length=4",
-    "data.train_tokens=96",
-]
-SMALL_LSTM = ["model.embedding_size=8", "model.hidden_size=8", "model.num_layers=1"]
+TOKENS = of("data=synthetic_tokens data.vocab_size=50 data.batch_size=4 data.sequence_length=4")
+TOKENS += ["data.train_tokens=96"]
+SMALL_LSTM = of("model.embedding_size=8 model.hidden_size=8 model.num_layers=1")
+BOXES = of("data.batch_size=2 data.train_size=16 data.eval_size=4")
 SMALL = {
-    "dropout": [
-        "model=alexnet",
-        "optim=sgd_alexnet",
-        "data=digits_64",
-        "data.batch_size=2",
-        "optim.lr=1e-3",
-    ],
-    "batch_norm": [
-        "model=resnet50",
-        "optim=sgd",
-        "data=digits_32",
-        "data.batch_size=8",
-        "optim.lr=1e-4",
-    ],
+    "dropout": of("model=alexnet optim=sgd_alexnet data=digits_64 data.batch_size=2 optim.lr=1e-3"),
+    "batch_norm": of("model=resnet50 optim=sgd data=digits_32 data.batch_size=8 optim.lr=1e-4"),
     "language_model": ["model=lstm_lm", *TOKENS, *SMALL_LSTM, "model.dropout=0.3"],
-    "sampled": [
-        "model=biglstm",
-        *TOKENS,
-        *SMALL_LSTM,
-        "model.projection_size=4",
-        "model.sampled_softmax=12",
-    ],
-    "transformer": [
-        "model=gpt",
-        *TOKENS,
-        "model.hidden_size=8",
-        "model.num_heads=2",
-        "model.positions=rotary",
-        "model.qk_norm=true",
-        "optim.eps=1e-3",
-    ],
-    "translation": [
-        "model=seq2seq",
-        "model.embedding_size=8",
-        "model.hidden_size=8",
-        "model.dropout=0.3",
-        "data.batch_size=4",
-        "data.max_length=8",
-    ],
+    "sampled": of("model=biglstm model.projection_size=4 model.sampled_softmax=12")
+    + [*TOKENS, *SMALL_LSTM],
+    "transformer": of("model=gpt model.hidden_size=8 model.num_heads=2 model.positions=rotary")
+    + [*TOKENS, "model.qk_norm=true", "optim.eps=1e-3"],
+    "translation": of("model=seq2seq model.embedding_size=8 model.hidden_size=8 model.dropout=0.3")
+    + of("data.batch_size=4 data.max_length=8"),
     "gan": ["model=dcgan", *TANH, "model.generator_width=4", "model.discriminator_width=4"],
-    "detection": ["model=ssd_mini", "data.batch_size=2", "data.train_size=16", "data.eval_size=4"],
-    "two_stages": [
-        "model=faster_rcnn",
-        "data.batch_size=2",
-        "data.train_size=16",
-        "data.eval_size=4",
-    ],
+    "detection": ["model=ssd_mini", *BOXES],
+    "two_stages": ["model=faster_rcnn", *BOXES],
     "reconstruction": ["model=conv_autoencoder", *TANH, "model.width=2", "model.code_size=4"],
-    "speech": [
-        "model=deep_speech2",
-        "model.channels=2",
-        "model.hidden_size=8",
-        "data.batch_size=4",
-    ],
+    "speech": of("model=deep_speech2 model.channels=2 model.hidden_size=8 data.batch_size=4"),
 }
 
 
@@ -114,24 +71,11 @@ class Training:
         return torch.stack([row[name].float() for row in self.rows])
 
 
-def copy_of(state):
-    return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, state)
-
-
-def assert_same_state(one, other):
-    """Bit for bit, NaN counting as itself."""
-    (a, form_a), (b, form_b) = tree_flatten(one), tree_flatten(other)
-    assert form_a == form_b and len(a) > 3
-    for x, y in zip(a, b, strict=True):
-        if isinstance(x, torch.Tensor):
-            assert x.dtype == y.dtype and torch.equal(x.nan_to_num(7), y.nan_to_num(7))
-        else:
-            assert x == y
-
-
 def assert_same_rows(one, other):
     """Every metric that both have, bit for bit; a recorded step has all that it has anyway."""
     for a, b in zip(one.rows, other.rows, strict=True):
         assert {"loss", "loss_scale"} <= a.keys() and a.keys() <= b.keys()
-        for name, value in a.items():
-            assert torch.equal(value.float().nan_to_num(7), b[name].float().nan_to_num(7)), name
+        assert_same_bits(
+            {name: value.float() for name, value in a.items()},
+            {name: b[name].float() for name in a},
+        )
