@@ -15,9 +15,21 @@ class Stopped(Exception):
     """The original raises and ends the run here."""
 
 
-class TorchOrKeras:
+class Original:
+    """What the originals keep; the numbers are those of a preset."""
+
+    number = float
+
     def __init__(self, p):
-        self.scale, self.clean, self.every = np.float32(p["init_scale"]), 0, p["growth_interval"]
+        self.scale, self.every = self.number(p["init_scale"]), p["growth_interval"]
+        self.low, self.high = self.number(p["min_scale"]), p["max_scale"]
+        self.full = self.credit = p["hysteresis"]
+        self.refills, self.tolerance = p["refill_on_clean_step"], p["tolerance"]
+        self.iteration, self.last_overflow, self.clean = 0, -1, 0
+
+
+class TorchOrKeras(Original):
+    number = np.float32
 
     def step(self, overflow):
         if overflow:
@@ -28,28 +40,20 @@ class TorchOrKeras:
             self.clean += 1
 
 
-class Apex:
-    def __init__(self, p):
-        self.scale, self.unskipped, self.every = p["init_scale"], 0, p["growth_interval"]
-
+class Apex(Original):
     def step(self, overflow):
         if overflow:
             self.scale /= 2.0
-            self.unskipped = 0
+            self.clean = 0
         else:
-            self.unskipped += 1
-        if self.unskipped == self.every:
+            self.clean += 1
+        if self.clean == self.every:
             self.scale = min(2.0**24, self.scale * 2.0)
-            self.unskipped = 0
+            self.clean = 0
 
 
-class Modulo:
+class Modulo(Original):
     """apex fp16_utils and OpenSeq2Seq Backoff: iterations since the last overflow, modulo."""
-
-    def __init__(self, p):
-        self.scale, self.every = p["init_scale"], p["growth_interval"]
-        self.low, self.high = p["min_scale"], p["max_scale"]
-        self.iteration, self.last_overflow = 0, -1
 
     def step(self, overflow):
         if overflow:
@@ -60,16 +64,10 @@ class Modulo:
         self.iteration += 1
 
 
-class DeepSpeed:
-    def __init__(self, p):
-        self.scale, self.every, self.low = p["init_scale"], p["growth_interval"], p["min_scale"]
-        self.shift = self.credit = p["hysteresis"]
-        self.consecutive = p["refill_on_clean_step"]
-        self.iteration, self.last_overflow = 0, -1
-
+class DeepSpeed(Original):
     def step(self, overflow):
         if overflow:
-            if self.shift == 1 or self.credit == 1:
+            if self.full == 1 or self.credit == 1:
                 if self.scale == self.low:
                     raise Stopped
                 self.scale = max(self.scale / 2.0, self.low)
@@ -77,21 +75,18 @@ class DeepSpeed:
                 self.credit -= 1
             self.last_overflow = self.iteration
         else:
-            if self.consecutive:
-                self.credit = self.shift
+            if self.refills:
+                self.credit = self.full
             stable = self.iteration - self.last_overflow - 1
             if stable > 0 and stable % self.every == 0:
-                if not self.consecutive:
-                    self.credit = self.shift
+                if not self.refills:
+                    self.credit = self.full
                 self.scale *= 2.0
         self.iteration += 1
 
 
-class Megatron:
-    def __init__(self, p):
-        self.scale, self.every = np.float32(p["init_scale"]), p["growth_interval"]
-        self.full = self.credit = p["hysteresis"]
-        self.low, self.clean = np.float32(p["min_scale"]), 0
+class Megatron(Original):
+    number = np.float32
 
     def step(self, overflow):
         if overflow:
@@ -106,11 +101,8 @@ class Megatron:
                 self.scale = self.scale * np.float32(2.0)
 
 
-class Fairseq:
-    def __init__(self, p):
-        self.scale, self.every = p["init_scale"], p["growth_interval"]
-        self.tolerance = p["tolerance"]
-        self.iteration, self.last_overflow, self.last_rescale, self.overflows = 0, -1, -1, 0
+class Fairseq(Original):
+    last_rescale, overflows = -1, 0
 
     def step(self, overflow):
         if overflow:
