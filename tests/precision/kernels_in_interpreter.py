@@ -1,38 +1,30 @@
 """Run as a script by test_single_pass_kernels.py: Triton's interpreter is chosen before the import.
 
-Arguments: the checks to run, none: all. Prints one line of JSON: for each check None, or in what
-it failed.
+Prints one line of JSON: for each check None, or in what it failed.
 """
 
 import json
 import os
-import sys
 import traceback
 
 os.environ["TRITON_INTERPRET"] = "1"
 
 import torch  # noqa: E402
 from torch import nn  # noqa: E402
-from torch.optim import SGD, Adagrad, Adam, AdamW  # noqa: E402
+from torch.optim import SGD, Adam  # noqa: E402
 
-from mprun.precision import LogMaxLossScale, MixedPrecisionOptimizer, cast_model, get_policy
+from mprun.precision import LogMaxLossScale  # noqa: E402
 from mprun.precision.narrow_weights import NarrowWeights, widen  # noqa: E402
 from mprun.precision.single_pass_cpu import BlockedUpdate  # noqa: E402
 from mprun.precision.single_pass_triton import KernelUpdate  # noqa: E402
 from mprun.precision.torch_update import initialise_state  # noqa: E402
 from mprun.precision.update import Scaled  # noqa: E402
 from mprun.precision.update_choice import difference, store_difference  # noqa: E402
+from tests.helpers import making, mixed  # noqa: E402
+from tests.precision.rules import RULES  # noqa: E402
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
-MAKERS = {
-    "sgd": lambda t: SGD(t, 0.05, weight_decay=0.1, fused=True),
-    "momentum": lambda t: SGD(t, 0.05, 0.9, fused=True),
-    "nesterov": lambda t: SGD(t, 0.05, 0.9, nesterov=True, fused=True),
-    "adam": lambda t: Adam(t, 0.01, weight_decay=0.1, fused=True),
-    "adamw": lambda t: AdamW(t, 0.01, weight_decay=0.1, fused=True),
-    "adagrad": lambda t: Adagrad(t, 0.05, fused=True),
-}
 # Weights of magnitude below 8 after three updates of at most eight roundings each.
 CLOSE = {"rtol": 2.0**-20, "atol": 2.0**-19}
 
@@ -74,7 +66,7 @@ def against_blocks(name, dtype):
         random.manual_seed(4)
         masters = [tensor.clone().requires_grad_() for tensor in start]
         own = [master.detach().to(dtype) for master in masters]
-        inner = MAKERS[name](groups(masters))
+        inner = RULES[name](groups(masters), weight_decay=0.1, fused=True)
         initialise_state(inner)
         single = kind(inner, own, masters, is_clipped)
         norms = []
@@ -139,13 +131,8 @@ def a_whole_optimizer():
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 40), nn.LayerNorm(40), nn.Linear(40, 3))
         scale = LogMaxLossScale(64.0)
-        optimizer = MixedPrecisionOptimizer(
-            cast_model(model, get_policy("fp16_master")),
-            lambda named: MAKERS["adamw"]([t for _, t in named]),
-            scale,
-            clip_norm=0.5,
-            update=update,
-        )
+        make = making(RULES["adamw"], fused=True)
+        _, optimizer = mixed(model, "fp16_master", make, scale, clip_norm=0.5, update=update)
         if update == "single_pass":
             optimizer.use(
                 KernelUpdate(optimizer.inner, optimizer.parameters, optimizer.updated, [True] * 6)
@@ -230,7 +217,7 @@ def store_by_hand(rounding):
 CHECKS = {f"self test of {rule}": (self_test, rule) for rule in ("sgd", "adam", "adamw", "adagrad")}
 CHECKS |= {
     f"{name} in {dtype}": (against_blocks, name, dtype)
-    for name in MAKERS
+    for name in RULES
     for dtype in (torch.float16, torch.bfloat16)
 }
 CHECKS |= {
@@ -249,8 +236,7 @@ CHECKS |= {
 
 if __name__ == "__main__":
     outcomes = {}
-    for label in sys.argv[1:] or CHECKS:
-        function, *arguments = CHECKS[label]
+    for label, (function, *arguments) in CHECKS.items():
         try:
             function(*arguments)
             outcomes[label] = None

@@ -7,18 +7,13 @@ from torch import nn
 from mprun import models
 from mprun.precision import ForwardContext, cast_model, get_policy
 
-F32, F16, B16 = torch.float32, torch.float16, torch.bfloat16
+from ..helpers import mixed
+from ..shipped import MODES, OF_ANY_NETWORK
+
+F32, F16 = torch.float32, torch.float16
 CPU = torch.device("cpu")
-MODES = (
-    "fp32",
-    "fp16_naive",
-    "fp16_master",
-    "fp16_master_scaled",
-    "amp",
-    "bf16_naive",
-    "bf16_master",
-    "amp_bf16",
-)
+SOME = pytest.mark.parametrize("mode", ["fp16_naive", "fp16_master", "amp"])
+EVERY = pytest.mark.parametrize("mode", MODES)
 
 
 class Probe(nn.Module):
@@ -82,26 +77,15 @@ def seen(mode, overrides=None, norm=None):
     return net.seen()
 
 
-EXPECTED = {
-    # before, between, after the norm layer, after
-    "fp32": (F32, F32, F32, F32),
-    "fp16_naive": (F16, F16, F16, F16),
-    "fp16_master": (F16, F16, F16, F16),
-    "fp16_master_scaled": (F16, F16, F16, F16),
-    # torch.autocast leaves the output of a layer norm in FP32.
-    "amp": (F16, F16, F32, F16),
-    "bf16_naive": (B16, B16, B16, B16),
-    "bf16_master": (B16, B16, B16, B16),
-    "amp_bf16": (B16, B16, F32, B16),
-}
-
-
-@pytest.mark.parametrize("mode", MODES)
+@EVERY
 def test_what_a_module_receives_in_each_mode(mode):
-    assert seen(mode) == EXPECTED[mode]
+    half = F16 if "fp16" in mode or mode == "amp" else torch.bfloat16
+    half = F32 if mode in ("fp32", "tf32") else half
+    # Before, between, after the norm layer, after. torch.autocast leaves a layer norm's in FP32.
+    assert seen(mode) == (half, half, F32 if mode.startswith("amp") else half, half)
 
 
-@pytest.mark.parametrize("mode", ["fp16_naive", "fp16_master", "amp"])
+@SOME
 def test_an_override_keeps_a_block_in_fp32_and_its_neighbours_in_half(mode):
     policy = get_policy(mode)
     cast = cast_model(Net(), policy, {"block": F32})
@@ -115,7 +99,7 @@ def test_an_override_keeps_a_block_in_fp32_and_its_neighbours_in_half(mode):
         assert cast.masters.keys() == {"entry.weight", "entry.bias", "head.weight", "head.bias"}
 
 
-@pytest.mark.parametrize("mode", ["fp16_naive", "fp16_master", "amp"])
+@SOME
 def test_overrides_nest_and_the_last_match_counts(mode):
     overrides = {"block*": F32, "block.second": F16}
     assert seen(mode, overrides) == (F32, F32, F32, F32)
@@ -131,11 +115,8 @@ def test_overrides_nest_and_the_last_match_counts(mode):
 
 
 def test_a_nested_half_module_rounds_to_half():
-    torch.manual_seed(0)
     policy = get_policy("fp16_master")
-    cast = cast_model(Net(), policy, {"block*": F32, "block.second": F16})
-    run(cast.module, policy)
-    outputs = []
+    cast, outputs = cast_model(Net(), policy, {"block*": F32, "block.second": F16}), []
     cast.module.block.after.register_forward_pre_hook(lambda m, args: outputs.append(args[0]))
     run(cast.module, policy)
     # FP32 tensors that hold FP16 values.
@@ -143,6 +124,7 @@ def test_a_nested_half_module_rounds_to_half():
     assert torch.equal(outputs[0], outputs[0].half().float())
 
 
+@pytest.mark.few(16)
 @pytest.mark.parametrize("mode", ["fp16_naive", "fp16_master", "amp", "bf16_master"])
 @pytest.mark.parametrize("overrides", [{}, {"block": F32}, {"block": F16}, {"block.norm": F32}])
 @pytest.mark.parametrize(
@@ -151,8 +133,7 @@ def test_a_nested_half_module_rounds_to_half():
     ids=["layer", "rms", "batch", "group"],
 )
 def test_every_norm_layer_under_every_override_trains(mode, overrides, norm):
-    policy = get_policy(mode)
-    layer = norm(4)
+    policy, layer = get_policy(mode), norm(4)
     seen(mode, overrides, layer)
     fp32 = policy.norm_dtype == F32 or "block.norm" in overrides or overrides.get("block") == F32
     assert layer.weight.dtype == (F32 if fp32 else policy.norm_dtype)
@@ -173,7 +154,7 @@ def test_statistics_follow_the_norm_layer_and_counters_stay_integers():
         assert norm.num_batches_tracked.dtype == torch.int64
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", OF_ANY_NETWORK)
 def test_local_response_norm_counts_as_a_norm_layer(mode):
     policy = get_policy(mode)
     net = nn.Sequential(nn.Conv2d(3, 8, 1), models.LocalResponseNorm(3, 2.0), probe := Probe())
@@ -185,11 +166,10 @@ def test_local_response_norm_counts_as_a_norm_layer(mode):
     with arithmetic, arithmetic.autocast():
         net(policy.cast_inputs(torch.randn(2, 3, 4, 4)))
     assert inner == [policy.norm_dtype]
-    half_weights = policy.param_dtype
-    assert probe.seen == (F32 if policy.autocast_dtype else half_weights)
+    assert probe.seen == (F32 if policy.autocast_dtype else policy.param_dtype)
 
 
-@pytest.mark.parametrize("mode", ["fp16_naive", "fp16_master", "amp"])
+@SOME
 def test_an_lstm_kept_in_fp32(mode):
     policy = get_policy(mode)
     model = models.LSTMLanguageModel(16, 8, 8, 2)
@@ -217,16 +197,18 @@ def test_an_unknown_pattern_names_modules_that_exist():
 def test_masters_are_the_unrounded_weights():
     net = Net()
     before = {name: p.detach().clone() for name, p in net.named_parameters()}
-    cast = cast_model(net, get_policy("fp16_master"))
+    cast, optimizer = mixed(net, "fp16_master")
     assert cast.masters.keys() == {n for n in before if ".norm." not in n}
     for name, master in cast.masters.items():
         assert master.dtype == F32
         assert torch.equal(master, before[name])
         assert not torch.equal(master, master.half().float())
         assert torch.equal(dict(net.named_parameters())[name], master.half())
+        # A second FP32 copy would cost 4 bytes a parameter for the whole run.
+        assert optimizer.masters[name].data_ptr() == master.data_ptr()
 
 
-@pytest.mark.parametrize("mode", MODES)
+@EVERY
 def test_what_is_updated_are_the_parameters_themselves(mode):
     net = Net()
     before = list(net.parameters())
@@ -235,15 +217,12 @@ def test_what_is_updated_are_the_parameters_themselves(mode):
     assert all(a is b for a, b in zip(before, updated, strict=True))
 
 
-@pytest.mark.parametrize("mode", MODES)
+@EVERY
 def test_in_fp32_a_model_has_masters_and_statistics_and_computes_as_a_plain_one(mode):
-    torch.manual_seed(1)
     cast = cast_model(Net(nn.BatchNorm1d(4)), get_policy(mode), {"block.second": F32})
     inside = dict(cast.module.named_parameters())
     run(cast.module, cast.policy)
-    state = torch.get_rng_state()
     plain = Net(nn.BatchNorm1d(4)).eval()
-    torch.set_rng_state(state)
     with cast.in_fp32() as net:
         for name, own in net.named_parameters():
             assert own.dtype == F32
@@ -272,9 +251,9 @@ def test_in_fp32_buffers_and_recurrent_layers_are_what_they_were():
     inputs, weights = torch.randn(3, 2, 4), [w.detach().clone() for w in model.parameters()]
     with torch.no_grad():
         expected = model.eval()(inputs)
-    cast, emulated = cast_model(model.train(), get_policy("fp16_master")), F16
-    with ForwardContext(cast.policy, torch.device("cpu")):
-        assert model(inputs.half()).dtype is emulated
+    cast = cast_model(model.train(), get_policy("fp16_master"))
+    with ForwardContext(cast.policy, CPU):
+        assert model(inputs.half()).dtype is F16
     in_mode = list(model.rnn._flat_weights)
     with cast.in_fp32(), torch.no_grad():
         assert torch.equal(model.eval()(inputs), expected)

@@ -15,21 +15,15 @@ def pinned_afterwards():
 def by_torch():
     """The same switches by torch's own names."""
     cuda, cudnn, mkldnn = torch.backends.cuda, torch.backends.cudnn, torch.backends.mkldnn
+    names = [f"allow_{half}_reduced_precision_reduction" for half in ("fp16", "bf16")]
+    names += ["fp32_precision", "allow_fp16_accumulation"]
     return {
-        "cuda.matmul.fp32_precision": cuda.matmul.fp32_precision,
+        **{f"cuda.matmul.{name}": getattr(cuda.matmul, name) for name in names},
         "cudnn.conv.fp32_precision": cudnn.conv.fp32_precision,
         "cudnn.rnn.fp32_precision": cudnn.rnn.fp32_precision,
         "mkldnn.matmul.fp32_precision": mkldnn.matmul.fp32_precision,
         "mkldnn.conv.fp32_precision": mkldnn.conv.fp32_precision,
         "mkldnn.rnn.fp32_precision": mkldnn.rnn.fp32_precision,
-        **{
-            f"cuda.matmul.{name}": getattr(cuda.matmul, name)
-            for name in (
-                "allow_fp16_reduced_precision_reduction",
-                "allow_bf16_reduced_precision_reduction",
-                "allow_fp16_accumulation",
-            )
-        },
         "cudnn.benchmark": cudnn.benchmark,
         "cudnn.deterministic": cudnn.deterministic,
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
@@ -58,6 +52,10 @@ def test_pins_and_reads_every_flag(math, deterministic):
     expected["cudnn.benchmark"] = not deterministic
     expected["cudnn.deterministic"] = expected["deterministic_algorithms"] = deterministic
     assert read_math_flags() == by_torch() == expected
+    # torch.compile asks for the older switches, and torch raises where they say something else.
+    assert torch.backends.cuda.matmul.allow_tf32 is (math == "tf32")
+    assert torch.backends.cudnn.allow_tf32 is (math == "tf32")
+    assert torch.get_float32_matmul_precision() == ("high" if math == "tf32" else "highest")
 
 
 def test_reads_flags_that_it_did_not_set():
@@ -68,29 +66,12 @@ def test_reads_flags_that_it_did_not_set():
     assert flags["mkldnn.matmul.fp32_precision"] == "bf16"
 
 
-def test_evaluation_block_is_full_fp32_and_restores():
-    pin_math_flags("tf32")
-    before = read_math_flags()
-    with ieee_fp32():
-        inside = read_math_flags()
-        assert all(v == "ieee" for k, v in inside.items() if k.endswith("fp32_precision"))
-    assert read_math_flags() == before
-    assert before["cudnn.conv.fp32_precision"] == "tf32"
-
-
-def test_restores_after_an_exception():
+def test_evaluation_block_is_full_fp32_and_restores_also_after_an_exception():
     pin_math_flags("tf32")
     before = read_math_flags()
     with pytest.raises(RuntimeError, match="inside"), ieee_fp32():
+        inside = read_math_flags()
         raise RuntimeError("inside")
+    assert all(v == "ieee" for k, v in inside.items() if k.endswith("fp32_precision"))
     assert read_math_flags() == before
-
-
-@pytest.mark.parametrize("math", ["tf32", "ieee"])
-def test_the_older_switches_say_the_same(math):
-    """torch.compile asks for them, and torch raises an error where they say something else."""
-    raise_every_flag()
-    pin_math_flags(math)
-    assert torch.backends.cuda.matmul.allow_tf32 is (math == "tf32")
-    assert torch.backends.cudnn.allow_tf32 is (math == "tf32")
-    assert torch.get_float32_matmul_precision() == ("high" if math == "tf32" else "highest")
+    assert before["cudnn.conv.fp32_precision"] == "tf32"

@@ -2,11 +2,12 @@
 
 import torch
 from torch import nn
-from torch.optim import SGD
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mprun.precision import BatchNormGuard, MixedPrecisionOptimizer, cast_model, get_policy
+from mprun.precision import BatchNormGuard
 from mprun.precision.loss_scale import DynamicLossScale, NoLossScale, StaticLossScale
+
+from ..helpers import mixed
 
 
 class Operations(TorchDispatchMode):
@@ -55,11 +56,7 @@ def test_a_guard_of_nothing_does_nothing():
 
 def test_gradients_of_a_second_loss_are_added_up_in_one_operation():
     layers = nn.Sequential(*(nn.Linear(2, 2) for _ in range(5)))
-    optimizer = MixedPrecisionOptimizer(
-        cast_model(layers, get_policy("amp")),
-        lambda named: SGD([tensor for _, tensor in named], 0.1),
-        StaticLossScale(8.0),
-    )
+    _, optimizer = mixed(layers, "amp", scale=StaticLossScale(8.0))
     optimizer.zero_grad()
     optimizer.backward(layers(torch.ones(1, 2)).sum())
     found = operations(optimizer.backward, layers(torch.ones(1, 2)).sum())

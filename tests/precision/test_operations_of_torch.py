@@ -51,45 +51,32 @@ def test_the_comparison_sees_a_sum_in_16_bits():
     assert table.excess(rounded.nextafter(rounded + 1), exact, exact.float()) > 0.4
 
 
+# name: of a column of 8192 ones and what makes weights of one, 1, whose gradient is 8192.
 SUMS = {
-    # name: (gradient or result of 8192 ones, what it is in FP32)
-    "layer_norm": lambda x: F.layer_norm(x, [1], *weights(1), eps=1.0),
-    "grid_sample": lambda x: F.grid_sample(
-        weights(1)[0].view(1, 1, 1, 1),
-        torch.zeros(1, 8192, 1, 2, dtype=x.dtype),
-        align_corners=True,
+    "layer_norm": lambda x, one: F.layer_norm(x, [1], one(1), one(1), eps=1.0),
+    "grid_sample": lambda x, one: F.grid_sample(
+        one(1, 1, 1, 1), torch.zeros(1, 8192, 1, 2, dtype=x.dtype), align_corners=True
     ),
-    "conv_tbc": lambda x: torch.conv_tbc(
-        x.view(8192, 1, 1), *(w.view(s) for w, s in zip(weights(1), ((1, 1, 1), (1,)), strict=True))
-    ),
-    "index": lambda x: weights(1)[0][torch.zeros(8192, dtype=torch.long)],
-    "sparse": lambda x: torch.sparse.mm(x.view(1, 8192).to_sparse(), torch.ones_like(x)),
+    "conv_tbc": lambda x, one: torch.conv_tbc(x.view(8192, 1, 1), one(1, 1, 1), one(1)),
+    "index": lambda x, one: one(1)[torch.zeros(8192, dtype=torch.long)],
+    "sparse": lambda x, one: torch.sparse.mm(x.view(1, 8192).to_sparse(), torch.ones_like(x)),
 }
-given: list[torch.Tensor] = []
-
-
-def weights(size):
-    return given[0].new_ones(size).requires_grad_(), given[0].new_ones(size).requires_grad_()
 
 
 @half
 @pytest.mark.parametrize("name", SUMS)
-def test_8192_ones_are_8192(name, dtype, monkeypatch):
+def test_8192_ones_are_8192(name, dtype):
     kept = []
-    monkeypatch.setattr(sys.modules[__name__], "given", [torch.ones(1, dtype=dtype)])
-    monkeypatch.setattr(
-        sys.modules[__name__],
-        "weights",
-        lambda size: [
-            kept.append(torch.ones(size, dtype=dtype).requires_grad_()) or kept[-1]
-            for _ in range(2)
-        ],
-    )
+
+    def one(*shape):
+        kept.append(torch.ones(shape, dtype=dtype, requires_grad=True))
+        return kept[-1]
+
     with HalfEmulation(dtype):
-        result = SUMS[name](torch.ones(8192, 1, dtype=dtype))
+        result = SUMS[name](torch.ones(8192, 1, dtype=dtype), one)
         if kept:
             result.sum().backward()
-    found = [w.grad for w in kept if w.grad is not None] or [result]
+    found = [weight.grad for weight in kept] or [result]
     assert max(float(value.abs().max()) for value in found) == 8192
 
 
@@ -238,17 +225,13 @@ ELSEWHERE = {
 
 
 @pytest.mark.filterwarnings("ignore")  # deprecated ones are on the lists too
-@pytest.mark.parametrize("dtype", [torch.float16])
-def test_what_torch_tests_of_autocast_on_cuda_holds_here(dtype):
+def test_what_torch_tests_of_autocast_on_cuda_holds_here(dtype=torch.float16):
     """Result and gradient equal those of the call with its arguments cast by hand."""
     checked, lists = set(), cuda_lists()
     for kind, space, name, function, args, kwargs in cases():
         if function is None or name in ELSEWHERE:
             continue
-        wanted = {"fp16": dtype, "fp32": torch.float32, "need_autocast_promote": torch.float32}[
-            kind
-        ]
-
+        wanted = dtype if kind == "fp16" else torch.float32
         outcomes = []
         for to in (None, wanted):
             given = ready((args, kwargs), to)

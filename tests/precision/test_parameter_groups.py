@@ -3,19 +3,16 @@
 import pytest
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from mprun.build.precision import optimizer_maker
 from mprun.config.schema import OptimConfig
-from mprun.models import LSTMLanguageModel, resnet50
-from mprun.precision import (
-    MixedPrecisionOptimizer,
-    NoLossScale,
-    StaticLossScale,
-    cast_model,
-    get_policy,
-)
+from mprun.models import LSTMLanguageModel
+from mprun.precision import NoLossScale, StaticLossScale, get_policy
 from mprun.precision.torch_update import norm_parameter_names, parameter_groups
+
+from .. import helpers
+from ..helpers import assert_same_bits, one_step
 
 CPU = torch.device("cpu")
 SCALE = 2.0**7
@@ -29,8 +26,7 @@ OPTIMIZERS = {
 
 
 def network() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+    return helpers.network(hidden=8, norm=nn.BatchNorm1d)
 
 
 def optim(name="sgd", **further) -> OptimConfig:
@@ -38,38 +34,39 @@ def optim(name="sgd", **further) -> OptimConfig:
 
 
 def mixed(config, mode, scale=None):
-    """Our optimizer of a new network in a mode; the network is `.cast.module`."""
-    model = network()
-    cast, scale = cast_model(model, get_policy(mode)), scale or NoLossScale()
+    """(a new network cast to a mode, its optimizer as configured)."""
+    model, scale = network(), scale or NoLossScale()
     make = optimizer_maker(config, get_policy(mode), CPU, scale.skips_nonfinite, model)
-    return model, MixedPrecisionOptimizer(cast, make, scale)
+    return helpers.mixed(model, mode, make, scale)
 
 
 def inputs(step: int) -> torch.Tensor:
     return torch.randn(5, 6, generator=torch.Generator().manual_seed(step))
 
 
-def take_step(model, optimizer, step, factor=1.0):
-    optimizer.zero_grad()
-    outputs = model(inputs(step).to(model[0].weight.dtype)).float()
-    optimizer.backward(outputs.square().mean() * factor)
-    return optimizer.step()
+def take_step(cast, optimizer, step, factor=1.0):
+    return one_step(cast, optimizer, inputs(step), lambda y: y.square().mean() * factor)
 
 
-def by_hand(kind, weights, biases, norms):
-    """torch's optimizer with the three groups that CAFFE describes."""
+def by_hand(kind, tensors, implementation="fused"):
+    """torch's optimizer of tensors by name, with the three groups that CAFFE describes."""
+    weights, biases, norms = (
+        [tensors[name] for name in names]
+        for names in (("0.weight", "3.weight"), ("0.bias", "3.bias"), ("1.weight", "1.bias"))
+    )
     groups = [
         {"params": weights},
         {"params": biases, "lr": 0.1, "weight_decay": 0.0},
         {"params": norms, "weight_decay": 0.0},
     ]
+    how = {"fused": implementation == "fused", "foreach": implementation == "foreach"}
     further = {
         "sgd": {"momentum": 0.9},
         "adam": {},
         "adagrad": {"initial_accumulator_value": 1.0},
     }[kind]
     made = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adagrad": torch.optim.Adagrad}
-    return made[kind](groups, lr=0.05, weight_decay=0.01, **further)
+    return made[kind](groups, lr=0.05, weight_decay=0.01, **further, **how)
 
 
 def test_names_of_norm_layers_and_biases():
@@ -90,40 +87,15 @@ def test_names_of_norm_layers_and_biases():
     groups = parameter_groups(
         model.named_parameters(), norms, lr=1.0, weight_decay=0.5, bias_lr_factor=3.0
     )
-    assert [(g["lr"], g["weight_decay"], g["lr_factor"]) for g in groups] == [
-        (1.0, 0.5, 1.0),
-        (3.0, 0.5, 3.0),
-    ]
-    assert {names[id(p)] for p in groups[1]["params"]} == {
-        "lstm.bias_ih_l0",
-        "lstm.bias_hh_l0",
-        "block.0.bias",
-        "attention.in_proj_bias",
-        "attention.out_proj.bias",
-    }
-
-
-def test_resnet50_has_53_norm_layers_and_one_bias():
-    with torch.device("meta"):
-        model = resnet50(1000)
-    norms = norm_parameter_names(model)
-    assert len(norms) == 2 * 53
-    named = list(model.named_parameters())
-    weights, rest = parameter_groups(named, norms, lr=0.256, weight_decay=2**-15, decay_norm=False)
-    assert (weights["weight_decay"], rest["weight_decay"]) == (2**-15, 0.0)
-    # 53 convolutions, and weight and bias of the classifier; the bias decays as in the source.
-    assert (len(weights["params"]), len(rest["params"])) == (53 + 2, 106)
-    assert weights["lr"] == rest["lr"] == 0.256
-    # Two gains and shifts per channel: 26,560 channels in ResNet-50.
-    assert sum(p.numel() for p in rest["params"]) == 2 * 26_560
+    found = [(g["lr"], g["weight_decay"], g["lr_factor"]) for g in groups]
+    assert found == [(1.0, 0.5, 1.0), (3.0, 0.5, 3.0)]
+    biases = {"lstm.bias_ih_l0", "lstm.bias_hh_l0", "block.0.bias"}
+    biases |= {"attention.in_proj_bias", "attention.out_proj.bias"}
+    assert {names[id(p)] for p in groups[1]["params"]} == biases
 
 
 @pytest.mark.parametrize(
-    ("weight_decay", "choice"),
-    [
-        (0.01, {}),
-        (0.0, {"decay_bias": False, "decay_norm": False}),
-    ],
+    ("weight_decay", "choice"), [(0.01, {}), (0.0, {"decay_bias": False, "decay_norm": False})]
 )
 def test_one_group_in_the_order_of_the_model_where_nothing_differs(weight_decay, choice):
     model = network()
@@ -147,42 +119,27 @@ def test_a_model_without_norm_layers_and_biases_apart_has_two_groups():
 @pytest.mark.parametrize("implementation", ["fused", "foreach", "loop"])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_fp32_equals_hand_made_groups(kind, implementation):
-    model, optimizer = mixed(optim(kind, implementation=implementation, **CAFFE), "fp32")
+    cast, optimizer = mixed(optim(kind, implementation=implementation, **CAFFE), "fp32")
     twin = network()
-    theirs = by_hand(
-        kind,
-        [twin[0].weight, twin[3].weight],
-        [twin[0].bias, twin[3].bias],
-        [twin[1].weight, twin[1].bias],
-    )
-    for group in theirs.param_groups:
-        group["fused"], group["foreach"] = implementation == "fused", implementation == "foreach"
+    theirs = by_hand(kind, dict(twin.named_parameters()), implementation)
     for step in range(4):
-        take_step(model, optimizer, step)
+        take_step(cast, optimizer, step)
         theirs.zero_grad()
         twin(inputs(step)).square().mean().backward()
         theirs.step()
-    for name, tensor in twin.state_dict().items():
-        assert torch.equal(model.state_dict()[name], tensor), name
+    assert_same_bits(cast.module.state_dict(), twin.state_dict())
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_fp16_with_master_weights_equals_hand_made_groups_of_masters(kind):
-    model, optimizer = mixed(optim(kind, **CAFFE), "fp16_master_scaled", StaticLossScale(SCALE))
+    cast, optimizer = mixed(optim(kind, **CAFFE), "fp16_master_scaled", StaticLossScale(SCALE))
     twin = network()
     masters = {name: p.detach().clone() for name, p in twin.named_parameters()}
     for layer in (twin[0], twin[3]):
         layer.half()
-    theirs = by_hand(
-        kind,
-        [masters["0.weight"], masters["3.weight"]],
-        [masters["0.bias"], masters["3.bias"]],
-        [masters["1.weight"], masters["1.bias"]],
-    )
-    for group in theirs.param_groups:
-        group["fused"], group["foreach"] = True, False
+    theirs = by_hand(kind, masters)
     for step in range(4):
-        take_step(model, optimizer, step)
+        take_step(cast, optimizer, step)
         twin.zero_grad()
         (twin(inputs(step).half()).float().square().mean() * SCALE).backward()
         for name, parameter in twin.named_parameters():
@@ -192,47 +149,44 @@ def test_fp16_with_master_weights_equals_hand_made_groups_of_masters(kind):
             for name, parameter in twin.named_parameters():
                 parameter.copy_(masters[name])
     assert len(optimizer.inner.param_groups) == 3
-    for name, tensor in twin.state_dict().items():
-        assert torch.equal(model.state_dict()[name], tensor), name
+    assert_same_bits(cast.module.state_dict(), twin.state_dict())
     for name, master in optimizer.masters.items():
         assert torch.equal(master, masters[name]), name
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize("implementation", ["fused", "foreach", "loop"])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("first", [True, False], ids=["first step", "third step"])
 def test_a_skipped_update_leaves_every_group_as_it_was(kind, implementation, first):
     config = optim(kind, implementation=implementation, **CAFFE)
-    model, optimizer = mixed(config, "fp16_master_scaled", StaticLossScale(SCALE))
+    cast, optimizer = mixed(config, "fp16_master_scaled", StaticLossScale(SCALE))
     for step in range(0 if first else 2):
-        assert take_step(model, optimizer, step).found_inf == 0
+        assert take_step(cast, optimizer, step).found_inf == 0
     assert len(optimizer.inner.param_groups) == 3
-    before = tree_map(torch.clone, [optimizer.state_dict(), dict(model.named_parameters())])
-    assert take_step(model, optimizer, 2, factor=float("inf")).found_inf == 1
-    after = [optimizer.state_dict(), dict(model.named_parameters())]
-    pairs = zip(tree_leaves(before), tree_leaves(after), strict=True)
-    assert all(torch.equal(old, new) for old, new in pairs)
-    assert take_step(model, optimizer, 3).found_inf == 0
-    moved = dict(model.named_parameters())
+    before = tree_map(torch.clone, [optimizer.state_dict(), dict(cast.module.named_parameters())])
+    assert take_step(cast, optimizer, 2, factor=float("inf")).found_inf == 1
+    moved = dict(cast.module.named_parameters())
+    assert_same_bits([optimizer.state_dict(), moved], before)
+    assert take_step(cast, optimizer, 3).found_inf == 0
     # The bias in front of BatchNorm has no gradient.
     assert not any(torch.equal(moved[n], before[1][n]) for n in ("0.weight", "1.bias", "3.bias"))
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_state_by_name_goes_on_in_a_new_optimizer(kind):
-    model, optimizer = mixed(optim(kind, **CAFFE), "fp16_master_scaled", StaticLossScale(SCALE))
+    cast, optimizer = mixed(optim(kind, **CAFFE), "fp16_master_scaled", StaticLossScale(SCALE))
     for step in range(3):
-        take_step(model, optimizer, step)
-    saved = tree_map(torch.clone, [optimizer.state_dict(), model.state_dict()])
-    assert list(saved[0]["state"]) == [name for name, _ in model.named_parameters()]
+        take_step(cast, optimizer, step)
+    saved = tree_map(torch.clone, [optimizer.state_dict(), cast.module.state_dict()])
+    assert list(saved[0]["state"]) == [name for name, _ in cast.module.named_parameters()]
     other, restored = mixed(optim(kind, **CAFFE), "fp16_master_scaled", StaticLossScale(SCALE))
-    other.load_state_dict(saved[1])
+    other.module.load_state_dict(saved[1])
     restored.load_state_dict(saved[0])
     for step in (3, 4):
-        take_step(model, optimizer, step)
+        take_step(cast, optimizer, step)
         take_step(other, restored, step)
-    ours, theirs = model.state_dict(), other.state_dict()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert_same_bits(cast.module.state_dict(), other.module.state_dict())
 
 
 def test_a_rate_is_set_times_the_factor_of_the_group():

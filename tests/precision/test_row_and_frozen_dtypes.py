@@ -4,9 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from mprun.precision import MixedPrecisionOptimizer, cast_model, get_policy
+from mprun.errors import BadInput
 from mprun.precision.emulation import ForwardContext
 from mprun.tasks import TrainState
+
+from ..helpers import mixed
 
 SAMPLED = (
     "model=lstm_lm",
@@ -33,29 +35,18 @@ def test_rows_alone_in_16_bits_are_cast_before_they_are_clipped(build_run):
     ("mode", "name"), [("amp", "output"), ("fp16_master", "softmax"), ("amp", "embedding")]
 )
 def test_an_override_without_effect_is_refused(build_run, mode, name):
-    from mprun.errors import BadInput
-
     with pytest.raises(BadInput, match=f"precision.overrides.{name}=float16: computes in FP32"):
         build_run(*SAMPLED, f"precision={mode}", f"precision.overrides.{name}=fp16")
 
 
 def test_frozen_layers_are_evaluated_unrounded():
     """They have a master too, although no optimizer holds it (decision 4: FP32 evaluation)."""
-
-    def network() -> nn.Module:
-        return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-
-    torch.manual_seed(0)
-    model = network()
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     model[0].requires_grad_(False)
     original = model[0].weight.detach().clone()
-    policy = get_policy("fp16_master")
-    cast = cast_model(model, policy)
+    cast, optimizer = mixed(model, "fp16_master")
     assert model[0].weight.dtype is torch.float16
     assert not torch.equal(model[0].weight.float(), original)
-    optimizer = MixedPrecisionOptimizer(
-        cast, lambda named: torch.optim.SGD([tensor for _, tensor in named], lr=0.1)
-    )
-    learner = TrainState(cast, optimizer)
-    with learner.evaluating(ForwardContext(policy, torch.device("cpu")), False) as copy:
+    arithmetic = ForwardContext(cast.policy, torch.device("cpu"))
+    with TrainState(cast, optimizer).evaluating(arithmetic, False) as copy:
         assert torch.equal(copy[0].weight, original)

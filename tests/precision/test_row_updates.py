@@ -1,19 +1,17 @@
 """Updates of used rows are those of torch's dense optimizers, bit for bit; nothing else moves."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from mprun.models import RowTable
-from mprun.precision import (
-    DynamicLossScale,
-    MixedPrecisionOptimizer,
-    StaticLossScale,
-    cast_model,
-    get_policy,
-)
+from mprun.precision import DynamicLossScale, StaticLossScale, cast_model, get_policy
 from mprun.precision.row_updates import RowUpdate
+
+from ..helpers import assert_same_bits, making, mixed
 
 # All of the table and the gathered rows are multiples of 32 numbers: torch's CPU kernel for
 # p + alpha g rounds alpha g in the rest of a 16-bit tensor otherwise than in its vectors.
@@ -39,20 +37,16 @@ class Lookup(nn.Module):
 
 
 def rule(kind, implementation, lr=0.3):
-    flags = {"foreach": implementation == "foreach"}
-
-    def make(named):
-        tensors = [tensor for _, tensor in named]
-        if kind == "sgd":
-            return torch.optim.SGD(tensors, lr, **flags)
-        return torch.optim.Adagrad(tensors, lr, initial_accumulator_value=0.5, eps=1e-3, **flags)
-
-    return make
+    foreach = implementation == "foreach"
+    if kind == "sgd":
+        return making(torch.optim.SGD, lr, foreach=foreach)
+    start = {"initial_accumulator_value": 0.5, "eps": 1e-3}
+    return making(torch.optim.Adagrad, lr, foreach=foreach, **start)
 
 
 def built(mode, make, scale=None, dense=False, factor=1.0, **options):
-    cast = cast_model(Lookup(dense, factor), get_policy(mode))
-    return cast.module, MixedPrecisionOptimizer(cast, make, scale, **options)
+    cast, optimizer = mixed(Lookup(dense, factor), mode, make, scale, **options)
+    return cast.module, optimizer
 
 
 def step(model, optimizer, index, spoil=1.0):
@@ -119,10 +113,10 @@ def test_a_skipped_step_moves_no_row(kind, mode):
     model, optimizer = built(mode, rule(kind, "foreach"), DynamicLossScale(256.0))
     assert step(model, optimizer, 0).found_inf == 0
     table = model.table.weight.clone()
-    state = {key: value.clone() for key, value in optimizer.rows[0].state.items()}
+    state = copy.deepcopy(optimizer.rows[0].state)
     assert step(model, optimizer, 1, spoil=float("inf")).found_inf == 1
     assert torch.equal(model.table.weight, table)
-    assert all(torch.equal(optimizer.rows[0].state[key], value) for key, value in state.items())
+    assert_same_bits(optimizer.rows[0].state, state)
     optimizer.loss_scales[0].update()
     assert step(model, optimizer, 2).found_inf == 0
     assert not torch.equal(model.table.weight, table)
@@ -232,13 +226,10 @@ def test_a_step_without_a_lookup_moves_no_row():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda named: torch.optim.Adam([t for _, t in named]), "Adam: row tables need"),
-        (lambda named: torch.optim.SGD([t for _, t in named], 1, 0.9), "momentum=0.9"),
-        (
-            lambda named: torch.optim.Adagrad([t for _, t in named], 1, weight_decay=0.1),
-            "weight_decay=0.1",
-        ),
-        (lambda named: torch.optim.Adagrad([t for _, t in named], 1, lr_decay=0.1), "lr_decay"),
+        (making(torch.optim.Adam), "Adam: row tables need"),
+        (making(torch.optim.SGD, 1, 0.9), "momentum=0.9"),
+        (making(torch.optim.Adagrad, 1, weight_decay=0.1), "weight_decay=0.1"),
+        (making(torch.optim.Adagrad, 1, lr_decay=0.1), "lr_decay"),
     ],
 )
 def test_rules_that_move_unused_rows_are_refused(make, message):
@@ -263,9 +254,7 @@ def test_overrides_decide_the_dtype_of_rows():
     cast_model(model, get_policy("fp16_master"), {"table": torch.float32})
     assert model.table.row_dtype == torch.float32 and model.layer.weight.dtype == torch.float16
     assert model(torch.tensor([1])).dtype == torch.float16
-    naive = Lookup()
-    cast_model(naive, get_policy("fp16_naive"), {"table": torch.float32})
+    naive = cast_model(Lookup(), get_policy("fp16_naive"), {"table": torch.float32}).module
     assert naive.table.weight.dtype == torch.float32
-    amp = Lookup()
-    cast_model(amp, get_policy("amp"))
+    amp = cast_model(Lookup(), get_policy("amp")).module
     assert amp.table(torch.tensor([1])).dtype == torch.float32

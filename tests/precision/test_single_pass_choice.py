@@ -8,24 +8,19 @@ from torch.optim import SGD, Adagrad, Adam, RMSprop
 from benchmarks.update_bytes import amp_recipe_bytes, update_bytes
 from mprun.config.compose import compose_config
 from mprun.errors import BadInput
-from mprun.precision import MixedPrecisionOptimizer, StaticLossScale, cast_model, get_policy
+from mprun.precision import StaticLossScale, get_policy
 from mprun.record.memory import memory_by_kind
 from mprun.training.environment import updates
+
+from ..helpers import making, mixed, one_step
 
 SMALL = ["model=conv_autoencoder", "data.batch_size=2"]
 
 
 def made(mode="fp16_master", make=None, update="auto", scale=8.0, **values):
-    policy = get_policy(mode)
-    cast = cast_model(nn.Linear(4, 4), policy)
-    make = make or (lambda t: SGD(t, 0.1, fused=True))
-    return MixedPrecisionOptimizer(
-        cast,
-        lambda named: make([t for _, t in named]),
-        None if scale is None else StaticLossScale(scale),
-        update=update,
-        **values,
-    )
+    make = making(make or (lambda t: SGD(t, 0.1, fused=True)))
+    scale = None if scale is None else StaticLossScale(scale)
+    return mixed(nn.Linear(4, 4), mode, make, scale, update=update, **values)[1]
 
 
 @pytest.mark.parametrize(
@@ -143,28 +138,15 @@ def test_bytes_of_the_documented_recipe_and_of_clipping():
 
 def test_memory_format_of_a_parameter_may_change_later():
     """The blocks are views of storages: another storage has to be noticed."""
-    torch.manual_seed(0)
     results = []
-    for update in ("plain", "auto"):
+    for update, how in (("plain", {"foreach": True}), ("auto", {"fused": True})):
         torch.manual_seed(1)
         model = nn.Conv2d(4, 8, 3)
-        cast = cast_model(model, get_policy("fp16_master"))
-        optimizer = MixedPrecisionOptimizer(
-            cast,
-            lambda named: (
-                SGD([t for _, t in named], 0.1, 0.9, foreach=True)
-                if update == "plain"  # noqa: B023
-                else SGD([t for _, t in named], 0.1, 0.9, fused=True)
-            ),
-            update=update,
-        )
+        cast, optimizer = mixed(model, "fp16_master", making(SGD, 0.1, 0.9, **how), update=update)
         for step in range(3):
             if step == 1:
                 model.to(memory_format=torch.channels_last)
-            optimizer.zero_grad()
-            x = torch.linspace(-1, 1, 2 * 4 * 5 * 5).view(2, 4, 5, 5).half()
-            optimizer.backward(model(x).float().square().mean())
-            optimizer.step()
+            one_step(cast, optimizer, torch.linspace(-1, 1, 2 * 4 * 5 * 5).view(2, 4, 5, 5))
         assert torch.equal(model.weight, optimizer.masters["weight"].half())
         results.append(optimizer.masters["weight"])
     # foreach and fused round differently: 2 operations, 3 steps.

@@ -16,12 +16,12 @@ from mprun.precision.update_choice import why_not_on  # noqa: E402
 SCRIPT = Path(__file__).with_name("kernels_in_interpreter.py")
 
 
-def run_in_interpreter(*labels):
+@pytest.mark.slow
+def test_all_of_them():
     """In a process of its own: Triton decides at the first import whether it interprets."""
-    root = SCRIPT.parents[2]
-    paths = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
+    paths = os.pathsep.join([str(SCRIPT.parents[2]), os.environ.get("PYTHONPATH", "")])
     run = subprocess.run(
-        [sys.executable, str(SCRIPT), *labels],
+        [sys.executable, str(SCRIPT)],
         capture_output=True,
         text=True,
         timeout=600,
@@ -31,19 +31,7 @@ def run_in_interpreter(*labels):
     outcomes = json.loads(run.stdout.splitlines()[-1])
     failed = {label: text for label, text in outcomes.items() if text is not None}
     assert not failed, "\n".join(f"{label}:\n{text}" for label, text in failed.items())
-    return len(outcomes)
-
-
-@pytest.mark.slow
-def test_one_kernel_of_each_kind():
-    labels = ("momentum in torch.float16", "adagrad in torch.float16", "adam by hand")
-    labels += ("stochastic store by hand", "kahan store by hand", "the test of the store notices")
-    assert run_in_interpreter(*labels, "a whole optimizer", "the self test notices") == 8
-
-
-@pytest.mark.slow
-def test_all_of_them():
-    assert run_in_interpreter() == 28
+    assert len(outcomes) == 28
 
 
 def test_a_kernel_that_does_not_run_is_a_reason_not_an_error():

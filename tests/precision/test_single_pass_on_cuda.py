@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, Adagrad, Adam, AdamW
+from torch.optim import SGD
 
 from mprun.precision import (
     DynamicLossScale,
@@ -16,16 +16,10 @@ from mprun.precision.torch_update import has_fused_kernel
 from mprun.precision.update import Scaled
 from mprun.precision.update_choice import why_not_on
 
-pytestmark = pytest.mark.gpu
+from ..helpers import making
+from .rules import RULES
 
-MAKERS = {
-    "sgd": ("sgd", lambda t, **kw: SGD(t, 0.05, weight_decay=0.01, **kw)),
-    "momentum": ("sgd", lambda t, **kw: SGD(t, 0.05, 0.9, weight_decay=0.01, **kw)),
-    "nesterov": ("sgd", lambda t, **kw: SGD(t, 0.05, 0.9, nesterov=True, **kw)),
-    "adam": ("adam", lambda t, **kw: Adam(t, 0.01, weight_decay=0.01, **kw)),
-    "adamw": ("adamw", lambda t, **kw: AdamW(t, 0.01, weight_decay=0.01, **kw)),
-    "adagrad": ("adagrad", lambda t, **kw: Adagrad(t, 0.05, **kw)),
-}
+pytestmark = pytest.mark.gpu
 
 
 class Elementwise(nn.Module):
@@ -48,13 +42,14 @@ class Elementwise(nn.Module):
 class Run:
     def __init__(self, optimizer, mode, update, *, rate=None, clip_norm=0.5, scale=None):
         policy, model = get_policy(mode), Elementwise().cuda()
-        rule, make = MAKERS[optimizer]
-        chosen = {"fused": True} if has_fused_kernel(rule, torch.device("cuda")) else {}
+        rule = RULES[optimizer]
+        kernel = rule.func.__name__.lower()
+        chosen = {"fused": True} if has_fused_kernel(kernel, torch.device("cuda")) else {}
         self.policy, self.cast = policy, cast_model(model, policy)
         self.scale = scale or DynamicLossScale(2.0**8, growth_interval=3, device="cuda")
         self.optimizer = MixedPrecisionOptimizer(
             self.cast,
-            lambda named: make([t for _, t in named], **chosen),
+            making(rule, weight_decay=0.01, **chosen),
             self.scale,
             clip_norm=clip_norm,
             update=update,
@@ -93,7 +88,7 @@ def test_the_self_test_passes(rule):
 
 
 @pytest.mark.parametrize("mode", ["fp16_master", "bf16_master", "amp"])
-@pytest.mark.parametrize("optimizer", MAKERS)
+@pytest.mark.parametrize("optimizer", RULES)
 def test_against_the_plain_way_without_waiting(optimizer, mode):
     plain, single = (Run(optimizer, mode, update) for update in ("plain", "single_pass"))
     assert single.optimizer.update_path == "single_pass"
@@ -123,7 +118,7 @@ def test_against_the_plain_way_without_waiting(optimizer, mode):
         torch.testing.assert_close(a, b, rtol=2.0**-20, atol=4 * 0.05 * 2.0**-8)
 
 
-@pytest.mark.parametrize("optimizer", MAKERS)
+@pytest.mark.parametrize("optimizer", RULES)
 def test_without_a_scale(optimizer):
     plain, single = (
         Run(optimizer, "bf16_master", update, clip_norm=None, scale=NoLossScale("cuda"))
@@ -135,7 +130,7 @@ def test_without_a_scale(optimizer):
         torch.testing.assert_close(a, b, rtol=2.0**-20, atol=2 * 0.05 * 2.0**-8)
 
 
-@pytest.mark.parametrize("optimizer", MAKERS)
+@pytest.mark.parametrize("optimizer", RULES)
 def test_inside_a_cuda_graph(optimizer):
     """Replays compute what eager steps do, also with one between them and a rate that changes."""
     rates = [torch.full((), 0.02, device="cuda") for _ in range(2)]

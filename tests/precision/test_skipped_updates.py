@@ -1,9 +1,12 @@
 """A step with a non-finite gradient leaves everything bit for bit as it was and counts once."""
 
+import copy
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from mprun.precision import (
     BatchNormGuard,
@@ -15,39 +18,26 @@ from mprun.precision import (
     get_policy,
 )
 
+from .. import helpers
+from ..helpers import assert_same_bits, making, mixed
+from .rules import IMPLEMENTATIONS, RULES
+
 INF, NAN = float("inf"), float("nan")
-MAKERS = {
-    "sgd": lambda t, **kw: torch.optim.SGD(t, 0.05, 0.9, weight_decay=1e-2, **kw),
-    "nesterov": lambda t, **kw: torch.optim.SGD(t, 0.05, 0.9, nesterov=True, **kw),
-    "plain sgd": lambda t, **kw: torch.optim.SGD(t, 0.05, **kw),
-    "adam": lambda t, **kw: torch.optim.Adam(t, 1e-2, **kw),
-    "amsgrad": lambda t, **kw: torch.optim.Adam(t, 1e-2, amsgrad=True, **kw),
-    "adamw": lambda t, **kw: torch.optim.AdamW(t, 1e-2, **kw),
-    "adagrad": lambda t, **kw: torch.optim.Adagrad(t, 1e-2, **kw),
-}
-IMPLEMENTATIONS = {
-    "fused": {"fused": True},
-    "foreach": {"foreach": True, "fused": False},
-    "loop": {"foreach": False, "fused": False},
-}
+MAKERS = RULES | {"amsgrad": partial(torch.optim.Adam, lr=0.01, amsgrad=True)}
 
 
 class Run:
     """A small network with BatchNorm; `step(plant)` multiplies one gradient or the loss by it."""
 
-    def __init__(self, optimizer="sgd", implementation="fused", mode="fp16_master", scale=None):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
-        self.cast = cast_model(model, get_policy(mode))
-        self.model = model
+    def __init__(
+        self, optimizer="momentum", implementation="fused", mode="fp16_master", scale=None
+    ):
+        self.model = model = helpers.network(hidden=8, norm=nn.BatchNorm1d)
         self.scale = scale or DynamicLossScale(2.0**8, growth_interval=4)
-        chosen = IMPLEMENTATIONS[implementation]
-        self.optimizer = MixedPrecisionOptimizer(
-            self.cast,
-            lambda named: MAKERS[optimizer]([t for _, t in named], **chosen),
-            self.scale,
-            guards=[BatchNormGuard(model)],
-        )
+        make = making(MAKERS[optimizer], **IMPLEMENTATIONS[implementation])
+        self.cast = cast_model(model, get_policy(mode))
+        guards = [BatchNormGuard(model)]  # of the buffers as they are cast
+        self.optimizer = MixedPrecisionOptimizer(self.cast, make, self.scale, guards=guards)
         self.factor = 1.0
         model[3].bias.register_hook(lambda gradient: gradient * self.factor)
 
@@ -55,25 +45,18 @@ class Run:
         self.factor = gradient
         generator = torch.Generator().manual_seed(7)
         x = torch.randn(5, 6, generator=generator) * inputs
-        self.optimizer.zero_grad()
-        outputs = self.model(self.cast.policy.cast_inputs(x)).float()
-        self.optimizer.backward(outputs.square().mean() * loss)
-        update = self.optimizer.step()
-        self.scale.update()
-        return update
+        return helpers.one_step(
+            self.cast, self.optimizer, x, lambda outputs: outputs.square().mean() * loss
+        )
 
     def state(self):
         both = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
-        return tree_map(lambda t: t.clone(), both)
+        return copy.deepcopy(both)
 
-
-def same_bits(a, b):
-    return all(
-        x.dtype == y.dtype
-        and torch.equal(x.nan_to_num(), y.nan_to_num())
-        and torch.equal(x.isnan(), y.isnan())
-        for x, y in zip(tree_leaves(a), tree_leaves(b), strict=True)
-    )
+    def has_moved(self, before):
+        """Whether any bit is another one than in that state."""
+        pairs = zip(tree_leaves(self.state()), tree_leaves(before), strict=True)
+        return not all(map(torch.equal, *zip(*pairs, strict=True)))
 
 
 PLANTS = {
@@ -84,10 +67,12 @@ PLANTS = {
 }
 
 
+@pytest.mark.few(14)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("optimizer", MAKERS)
 @pytest.mark.parametrize("first", [True, False], ids=["first step", "third step"])
 def test_nothing_moves(optimizer, implementation, first):
+    """Of a first step too, after which torch's fused SGD alone has an uninitialised buffer."""
     run, clean = Run(optimizer, implementation), Run(optimizer, implementation)
     for _ in range(0 if first else 2):
         assert run.step().found_inf.item() == 0.0
@@ -95,7 +80,7 @@ def test_nothing_moves(optimizer, implementation, first):
     before = run.state()
     for count, plant in enumerate(PLANTS.values(), start=1):
         assert run.step(**plant).found_inf.item() == 1.0
-        assert same_bits(run.state(), before), plant
+        assert_same_bits(run.state(), before)
         assert run.scale.steps_skipped.item() == run.scale.consecutive_skips.item() == count
         assert run.scale.scale.item() == 2.0 ** (8 - count)
     # And afterwards it goes on as if the skipped steps had not been: an untouched twin with the
@@ -104,19 +89,19 @@ def test_nothing_moves(optimizer, implementation, first):
     for _ in range(3):
         assert run.step().found_inf.item() == 0.0
         clean.step()
-    assert same_bits(run.state(), clean.state())
-    assert not same_bits(run.state(), before)
+    assert_same_bits(run.state(), clean.state())
+    assert run.has_moved(before)
 
 
 @pytest.mark.parametrize("mode", ["fp32", "fp16_naive", "fp16_master", "bf16_master", "amp"])
 def test_nothing_moves_in_any_mode(mode):
     implementation = "foreach" if mode == "fp16_naive" else "fused"
-    run = Run("sgd", implementation, mode, StaticLossScale(64.0))
+    run = Run("momentum", implementation, mode, StaticLossScale(64.0))
     run.step()
     before = run.state()
     for plant in ({"gradient": INF}, {"loss": NAN}):
         assert run.step(**plant).found_inf.item() == 1.0
-        assert same_bits(run.state(), before)
+        assert_same_bits(run.state(), before)
     assert run.scale.steps_skipped.item() == 2
     assert run.scale.scale.item() == 64.0
 
@@ -124,10 +109,9 @@ def test_nothing_moves_in_any_mode(mode):
 def test_a_batch_norm_that_saw_inf_is_put_back_and_without_skipping_it_is_not():
     run = Run()
     run.step()
-    statistics = {name: b.clone() for name, b in run.model.named_buffers()}
+    statistics = copy.deepcopy(dict(run.model.named_buffers()))
     run.step(inputs=1e6)
-    for name, buffer in run.model.named_buffers():
-        assert torch.equal(buffer, statistics[name]), name
+    assert_same_bits(dict(run.model.named_buffers()), statistics)
     careless = Run(scale=NoLossScale())
     careless.step(inputs=1e6)
     assert not torch.isfinite(careless.model[1].running_var).all()
@@ -143,48 +127,8 @@ def test_a_skipped_micro_batch_skips_the_step():
         run.optimizer.backward(outputs.square().mean() * loss)
     assert run.optimizer.step().found_inf.item() == 1.0
     run.scale.update()
-    assert same_bits(run.state(), before)
+    assert_same_bits(run.state(), before)
     assert run.scale.steps_skipped.item() == 1
-
-
-@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-def test_400_overflows_and_a_finite_step(optimizer):
-    run = Run(optimizer)
-    before = run.state()
-    for _ in range(400):
-        run.step(gradient=INF)
-    assert same_bits(run.state(), before)
-    assert run.scale.scale.item() == run.scale.min_scale > 0
-    assert bool(run.scale.collapsed())
-    run.step()
-    assert all(torch.isfinite(t).all() for t in tree_leaves(run.state()))
-    assert not same_bits(run.state(), before)
-
-
-def test_torch_s_fused_sgd_alone_keeps_an_uninitialised_buffer():
-    """The trap that `initialise_state` closes: the buffer that a skipped first step leaves behind
-    is not the zero (or gradient) that the next step needs."""
-    own, expected = (nn.Parameter(torch.ones(4096)) for _ in range(2))
-    made = [torch.optim.SGD([p], 0.1, 0.9, fused=True) for p in (own, expected)]
-    own.grad = torch.full_like(own, INF)
-    made[0].found_inf = torch.ones(())
-    # Memory that holds something, so that "uninitialised" shows.
-    junk = [torch.full((4096,), 7.0) for _ in range(64)]
-    del junk
-    made[0].step()
-    del made[0].found_inf
-    # torch says only that the buffer exists now; a first step would have made it the gradient.
-    assert "momentum_buffer" in made[0].state[own]
-    assert torch.equal(own, torch.ones(4096))
-
-    run, clean = Run("sgd", "fused"), Run("sgd", "fused")
-    run.step(gradient=INF)
-    for state in run.optimizer.inner.state.values():
-        assert torch.equal(state["momentum_buffer"], torch.zeros_like(state["momentum_buffer"]))
-    clean.scale.scale.copy_(run.scale.scale)
-    run.step()
-    clean.step()
-    assert same_bits(run.state(), clean.state())
 
 
 class Foreign(torch.optim.Optimizer):
@@ -223,8 +167,7 @@ def test_other_optimizers_skip_as_under_torch_amp(optimizer):
     """Bit for bit as with GradScaler, whose host decides, the first step's skip among them."""
     weights = {}
     for who in ("torch", "mprun"):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+        model = helpers.network(hidden=8, activation=nn.Tanh)
         factor = [1.0]
         model[2].bias.register_hook(lambda gradient, factor=factor: gradient * factor[0])
         if who == "torch":
@@ -232,10 +175,7 @@ def test_other_optimizers_skip_as_under_torch_amp(optimizer):
             scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=4)
         else:
             scale = DynamicLossScale(2.0**8, growth_interval=4)
-            cast = cast_model(model, get_policy("amp"))
-            own = MixedPrecisionOptimizer(
-                cast, lambda named: OTHERS[optimizer]([t for _, t in named]), scale
-            )
+            cast, own = mixed(model, "amp", making(OTHERS[optimizer]), scale)
         for step in range(12):
             factor[0] = INF if step in (0, 1, 6) else 1.0
             x = torch.randn(5, 6, generator=torch.Generator().manual_seed(step))
@@ -251,7 +191,7 @@ def test_other_optimizers_skip_as_under_torch_amp(optimizer):
                 own.step()
                 scale.update()
         weights[who] = [parameter.detach().clone() for parameter in model.parameters()]
-    assert same_bits(weights["mprun"], weights["torch"])
+    assert_same_bits(weights["mprun"], weights["torch"])
     assert all(weight.isfinite().all() for weight in weights["mprun"])
 
 
@@ -270,8 +210,7 @@ class Lookup(nn.Module):
 def looked_up(sparse, mode, make, **more):
     scale = DynamicLossScale(2.0**8, growth_interval=4)
     model = Lookup(sparse)
-    cast = cast_model(model, get_policy(mode))
-    own = MixedPrecisionOptimizer(cast, lambda named: make([t for _, t in named]), scale, **more)
+    _, own = mixed(model, mode, make, scale, **more)
     updates = []
     for step in range(6):
         own.zero_grad()
@@ -290,8 +229,8 @@ def looked_up(sparse, mode, make, **more):
 @pytest.mark.parametrize("rule", ["sgd", "adagrad"])
 def test_sparse_gradients_are_skipped_and_clipped_as_dense_ones(rule, mode, clip):
     make = {
-        "sgd": lambda t: torch.optim.SGD(t, 0.05, foreach=False),
-        "adagrad": lambda t: torch.optim.Adagrad(t, 0.05, eps=1e-3, foreach=False),
+        "sgd": making(torch.optim.SGD, 0.05, foreach=False),
+        "adagrad": making(torch.optim.Adagrad, 0.05, eps=1e-3, foreach=False),
     }[rule]
     (sparse, told), (dense, expected) = (
         looked_up(sparse, mode, make, clip_norm=clip) for sparse in (True, False)
@@ -316,14 +255,9 @@ def test_complex_weights_keep_both_parts(mode):
         if who == "torch":
             inner = torch.optim.SGD(model.parameters(), 0.1, 0.9, foreach=False)
         else:
-            cast = cast_model(model, get_policy(mode))
             scale = StaticLossScale(64.0) if mode != "fp32" else NoLossScale()
-            own = MixedPrecisionOptimizer(
-                cast,
-                lambda named: torch.optim.SGD([t for _, t in named], 0.1, 0.9, foreach=False),
-                scale,
-                clip_norm=1e3,
-            )
+            make = making(torch.optim.SGD, 0.1, 0.9, foreach=False)
+            _, own = mixed(model, mode, make, scale, clip_norm=1e3)
         for _ in range(3):
             # Of the conjugate, whose gradient is a lazy one.
             loss = (torch.fft.ifft(torch.fft.fft(x) * model.filter.conj()).real - x).square().mean()
@@ -339,16 +273,3 @@ def test_complex_weights_keep_both_parts(mode):
         weights[who] = model.filter.detach().clone()
     assert torch.equal(weights["mprun"], weights["torch"])
     assert weights["mprun"].imag.abs().max() > 0 and update.grad_norm > 0
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("implementation", ["foreach", "loop"])
-def test_16_bit_parameters_do_move(dtype, implementation):
-    """torch's fused SGD leaves half parameters on a CPU as they are, without a word."""
-    mode = "fp16_naive" if dtype == torch.float16 else "bf16_naive"
-    run = Run("sgd", implementation, mode, StaticLossScale(64.0))
-    before = [p.clone() for p in run.model.parameters()]
-    run.step()
-    # The bias in front of BatchNorm has no gradient.
-    moved = [not torch.equal(a, b) for a, b in zip(before, run.model.parameters(), strict=True)]
-    assert moved[0] and moved[-2] and moved[-1]

@@ -1,18 +1,16 @@
 """The average of the weights: its recursion, which updates count, and who looks at it."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
 from mprun.models import RowTable
-from mprun.precision import (
-    DynamicLossScale,
-    ForwardContext,
-    MixedPrecisionOptimizer,
-    cast_model,
-    get_policy,
-)
+from mprun.precision import DynamicLossScale, ForwardContext
 from mprun.tasks import TrainState
+
+from ..helpers import assert_same_bits, making, mixed, one_step
 
 DECAY = 0.75
 
@@ -35,25 +33,16 @@ class WithTable(Network):
 
 def learner_of(mode, patterns=("body",), network=Network, decay=DECAY):
     torch.manual_seed(0)
-    cast = cast_model(network(), get_policy(mode))
-    optimizer = MixedPrecisionOptimizer(
-        cast,
-        lambda named: torch.optim.SGD([t for _, t in named], 0.25, foreach=True),
-        DynamicLossScale(256.0),
-        average_decay=decay,
-        average_modules=patterns,
-    )
-    return TrainState(cast, optimizer)
+    average = {"average_decay": decay, "average_modules": patterns}
+    rule = making(torch.optim.SGD, 0.25, foreach=True)
+    return TrainState(*mixed(network(), mode, rule, DynamicLossScale(256.0), **average))
 
 
 def step(learner, index, spoil=1.0):
-    torch.manual_seed(index)
-    inputs = learner.cast.policy.cast_inputs(torch.randn(8, 4))
-    learner.optimizer.zero_grad()
-    learner.optimizer.backward(learner.model(inputs).float().square().mean() * spoil)
-    update = learner.optimizer.step()
-    learner.optimizer.loss_scales[0].update()
-    return update
+    inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(index))
+    return one_step(
+        learner.cast, learner.optimizer, inputs, lambda outputs: outputs.square().mean() * spoil
+    )
 
 
 @pytest.mark.parametrize("mode", ["fp32", "fp16_master_scaled", "fp16_naive"])
@@ -75,9 +64,9 @@ def test_the_recursion(mode):
 def test_a_skipped_update_does_not_move_it():
     learner = learner_of("fp16_master_scaled")
     step(learner, 0)
-    before = {name: value.clone() for name, value in learner.optimizer.averages.items()}
+    before = copy.deepcopy(learner.optimizer.averages)
     assert step(learner, 1, spoil=float("inf")).found_inf == 1
-    assert all(torch.equal(learner.optimizer.averages[n], v) for n, v in before.items())
+    assert_same_bits(learner.optimizer.averages, before)
     assert step(learner, 2).found_inf == 0
     assert not torch.equal(learner.optimizer.averages["body.weight"], before["body.weight"])
 
@@ -88,7 +77,7 @@ def test_evaluation_sees_the_average_and_puts_the_weights_back(mode, in_mode):
     learner = learner_of(mode)
     for index in range(3):
         step(learner, index)
-    weights = {name: p.detach().clone() for name, p in learner.model.named_parameters()}
+    weights = copy.deepcopy(dict(learner.model.named_parameters()))
     averages = learner.optimizer.averages
     arithmetic = ForwardContext(learner.cast.policy, torch.device("cpu"))
     with learner.evaluating(arithmetic, in_mode) as model:
@@ -99,8 +88,7 @@ def test_evaluation_sees_the_average_and_puts_the_weights_back(mode, in_mode):
         assert torch.equal(
             seen["head.weight"].to(weights["head.weight"].dtype), weights["head.weight"]
         )
-    own = dict(learner.model.named_parameters())
-    assert all(torch.equal(own[name], value) for name, value in weights.items())
+    assert_same_bits(dict(learner.model.named_parameters()), weights)
 
 
 def test_it_belongs_to_the_checkpoint():
@@ -110,8 +98,7 @@ def test_it_belongs_to_the_checkpoint():
     other.load_state_dict(one.state_dict())
     for index in range(3, 5):
         step(one, index), step(other, index)
-    for name, average in one.optimizer.averages.items():
-        assert torch.equal(other.optimizer.averages[name], average)
+    assert_same_bits(other.optimizer.averages, one.optimizer.averages)
     saved = one.state_dict()
     with pytest.raises(ValueError, match="average"):
         learner_of("fp16_master_scaled", decay=None).load_state_dict(saved)
@@ -121,12 +108,8 @@ def test_it_belongs_to_the_checkpoint():
 
 
 def test_no_pattern_means_every_weight():
-    assert learner_of("fp32", ()).optimizer.averages.keys() == {
-        "body.weight",
-        "body.bias",
-        "head.weight",
-        "head.bias",
-    }
+    learner = learner_of("fp32", ())
+    assert list(learner.optimizer.averages) == [n for n, _ in learner.model.named_parameters()]
 
 
 @pytest.mark.parametrize(
