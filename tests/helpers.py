@@ -133,6 +133,17 @@ def one_step(cast, optimizer, inputs, loss=lambda outputs: outputs.square().mean
     return update
 
 
+@contextmanager
+def without_waiting():
+    """What waits for the GPU in here is an error."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def assert_same_bits(one, other) -> None:
     """Nested values of the same form: tensors of equal dtype and bits, NaN being equal to NaN."""
     (left, form), (right, other_form) = tree_flatten_with_path(one), tree_flatten_with_path(other)
