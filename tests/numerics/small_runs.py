@@ -1,8 +1,11 @@
 """One small run of every task, as overrides, and what tests do with several of them."""
 
+import json
+
 import torch
 from torch.utils.tensorboard import SummaryWriter
 
+from mprun.cli import main
 from mprun.numerics.probing import Probing
 
 SMALL = {
@@ -37,6 +40,13 @@ SMALL = {
 }
 
 
+def as_json(capsys, *words):
+    """What `mprun words --json` prints."""
+    capsys.readouterr()
+    assert main([*map(str, words), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
 def watched_steps(built, directory, steps, every=0, shadow_every=0, patterns=()):
     """Take `steps` steps, watched where due; the losses. every=0: no probing at all."""
     losses = []
@@ -56,30 +66,6 @@ def watched_steps(built, directory, steps, every=0, shadow_every=0, patterns=())
     if writer is not None:
         writer.close()
     return torch.stack(losses)
-
-
-def leaves(tree, prefix=""):
-    """(path, value) of everything in nested mappings and sequences."""
-    if isinstance(tree, dict):
-        for key, value in tree.items():
-            yield from leaves(value, f"{prefix}/{key}")
-    elif isinstance(tree, (list, tuple)):
-        for number, value in enumerate(tree):
-            yield from leaves(value, f"{prefix}/{number}")
-    else:
-        yield prefix, tree
-
-
-def assert_same_state(one, other) -> None:
-    """Both states, of tasks, have the same bits; NaN equals itself."""
-    one, other = dict(leaves(one)), dict(leaves(other))
-    assert one.keys() == other.keys()
-    for path, value in one.items():
-        if isinstance(value, torch.Tensor):
-            assert value.dtype == other[path].dtype, path
-            assert torch.equal(bits(value), bits(other[path])), path
-        else:
-            assert value == other[path], path
 
 
 def bits(tensor):

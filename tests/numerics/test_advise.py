@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from mprun.cli import main
+from mprun.config.compose import compose_config
 from mprun.errors import BadInput
 from mprun.models import ConvAutoencoder
 from mprun.numerics.advice import advise
@@ -17,9 +18,9 @@ from mprun.numerics.probe_record import LearnerProbe, ProbeRecord, TensorStats
 from mprun.numerics.shapes import Layout, idle_shapes
 from mprun.precision import NoLossScale
 
-from .small_runs import SMALL
+from ..helpers import ONE_CORE, record_of, refused, run
+from .small_runs import SMALL, as_json
 
-ONE = ["device=cpu", "threads=1"]
 PLAIN = SimpleNamespace(optim=SimpleNamespace(name="sgd", eps=None))
 LEAVES = ("features.conv", "features.norm", "features.pool", "middle", "output")
 LAYOUT = Layout(
@@ -65,11 +66,8 @@ def test_range_and_recommended_scale_by_hand():
     assert values.zero_share == 500 / 1500 and values.worst.module == "middle"
     assert values.lost_sum == pytest.approx(2.0**-30 / (999 * 2.0**-10 + 2.0**-30))
     assert (weights.lost, weights.lowest) == (0.0, -12)
-    assert found.overrides == [
-        "precision=fp16_master_scaled",
-        "scaler=static",
-        "scaler.scale=32768",
-    ]
+    scaled = ["precision=fp16_master_scaled", "scaler=static", "scaler.scale=32768"]
+    assert found.overrides == scaled
     assert found.dynamic[1:3] == ["scaler=dynamic", "scaler.init_scale=32768"]
 
 
@@ -216,11 +214,8 @@ def test_the_advice_is_plain_data():
     assert found["keep_fp32"][0]["reason"] == "activations are not finite"
 
 
-def advised(capsys, *arguments, code=0) -> dict:
-    """What `mprun advise --json` prints."""
-    arguments = ["advise", *arguments, "--json"]
-    assert main(arguments) == code
-    return json.loads(capsys.readouterr().out)
+def advised(capsys, *arguments) -> dict:
+    return as_json(capsys, "advise", *arguments)
 
 
 SGD = [*SMALL["lstm_lm"][:-1], "optim=sgd_plain", "train.clip_norm=null"]
@@ -232,13 +227,10 @@ def test_scaled_gradients_shift_the_scale_by_the_same_power(tmp_path, capsys, mo
     original = NoLossScale.backward
     found = {}
     for k in (0, -6, 4, 9):
-        monkeypatch.setattr(
-            NoLossScale,
-            "backward",
-            lambda self, loss, k=k: original(self, loss * 2.0**-k),
-        )
-        run = [*ONE, *SGD, f"optim.lr={0.5 * 2.0**k}", f"output_dir='{tmp_path / f'k{k}'}'"]
-        found[k] = advised(capsys, *run, "--steps", "12", "--every=3")
+        backward = lambda self, loss, k=k: original(self, loss * 2.0**-k)  # noqa: E731
+        monkeypatch.setattr(NoLossScale, "backward", backward)
+        words = [*ONE_CORE, *SGD, f"optim.lr={0.5 * 2.0**k}", f"output_dir='{tmp_path / f'k{k}'}'"]
+        found[k] = advised(capsys, *words, "--steps", "12", "--every=3")
     plain = found[0]["loss_scaling"]["range"]
     assert plain["fits"]
     for k in (-6, 4, 9):
@@ -249,7 +241,7 @@ def test_scaled_gradients_shift_the_scale_by_the_same_power(tmp_path, capsys, mo
         assert f"scaler.scale={2.0 ** (plain['recommended'] + k):.17g}" in found[k]["static"]
 
 
-AUTOENCODER = [*ONE, "model=conv_autoencoder", "data.image_size=32", "data.batch_size=8"]
+AUTOENCODER = [*ONE_CORE, "model=conv_autoencoder", "data.image_size=32", "data.batch_size=8"]
 AUTOENCODER += ["model.width=8", "optim=sgd_plain", "optim.lr=1e-12", "train.steps=6"]
 
 
@@ -269,26 +261,20 @@ def test_a_planted_overflow_is_named_and_its_advice_works(tmp_path, capsys, monk
     monkeypatch.setattr(ConvAutoencoder, "__init__", planted)
     found = advised(capsys, *AUTOENCODER, f"output_dir='{tmp_path / 'advise'}'")
     activations = [one for one in found["keep_fp32"] if "activations" in one["reason"]]
-    assert {one["module"] for one in activations} == {
-        "encoder.layers.conv0",
-        "encoder.layers.relu0",
-    }
+    layers = {"encoder.layers.conv0", "encoder.layers.relu0"}
+    assert {one["module"] for one in activations} == layers
     assert all("beyond FP16's 65504" in one["reason"] for one in activations)
     assert {tuple(one["patterns"]) for one in activations} == {("encoder.layers",)}
-    ends = {}
-    for name, mode in (("with", found["static"]), ("without", ["precision=fp16_master"])):
-        path = tmp_path / name
-        ends[name] = main([*AUTOENCODER, *mode, f"output_dir='{path}'"])
-    record = json.loads((tmp_path / "with" / "run.json").read_text())
-    assert ends == {"with": 0, "without": 3}
-    assert record["skipped"] == 0
+    assert run(tmp_path / "with", *AUTOENCODER, *found["static"]) == 0
+    assert run(tmp_path / "without", *AUTOENCODER, "precision=fp16_master") == 3
+    assert record_of(tmp_path / "with")["skipped"] == 0
 
 
 def test_the_run_stays_as_evidence_but_is_no_outcome(tmp_path, capsys):
     """The first steps of the whole schedule, in FP32 whatever precision was given."""
-    run = [*ONE, *SMALL["lstm_lm"], "optim.schedule=cosine", "train.steps=100", "precision=amp"]
-    root = f"output_root='{tmp_path}'"
-    assert main(["advise", *run, root, "--steps=10", "--every=5"]) == 0
+    words = [*ONE_CORE, *SMALL["lstm_lm"], "optim.schedule=cosine", "train.steps=100"]
+    words += ["precision=amp", f"output_root='{tmp_path}'"]
+    assert main(["advise", *words, "--steps=10", "--every=5"]) == 0
     printed = capsys.readouterr()
     assert "advise measures in FP32, without precision=amp" in printed.err
     lines = printed.out.splitlines()
@@ -298,12 +284,9 @@ def test_the_run_stays_as_evidence_but_is_no_outcome(tmp_path, capsys):
     assert any("the schedule goes down to" in line for line in lines)
     command = lines[-2].strip()
     assert command.startswith("mprun device=cpu") and "precision=amp" not in command
-    record = json.loads((path / "run.json").read_text())
-    assert (record["status"], record["steps"], record["config"]["train"]["steps"]) == (
-        "preempted",
-        10,
-        100,
-    )
+    record = record_of(path)
+    assert (record["status"], record["steps"]) == ("preempted", 10)
+    assert record["config"]["train"]["steps"] == 100
     assert record["precision"]["mode"] == "fp32" and record["measured_for"] == "advise"
     assert "next: " not in printed.err
     assert main(["compare", str(tmp_path)]) == 2  # nothing there has an outcome
@@ -316,9 +299,8 @@ def test_the_run_stays_as_evidence_but_is_no_outcome(tmp_path, capsys):
 @pytest.mark.slow
 def test_a_run_with_probes_is_read(tmp_path, capsys):
     path = tmp_path / "run"
-    run = [*ONE, *SGD, "train.steps=6", "precision=fp16_master_scaled", "scaler=static"]
-    assert main([*run, "numerics=on", "numerics.every=2", f"output_dir='{path}'"]) == 0
-    capsys.readouterr()
+    words = ["precision=fp16_master_scaled", "scaler=static", "numerics=on", "numerics.every=2"]
+    assert run(path, *ONE_CORE, *SGD, *words, "train.steps=6") == 0
     found = advised(capsys, str(path))
     assert found["evidence"]["steps"] == [2, 4, 6]
     assert "measured in fp16" in found["evidence"]["problems"][0]
@@ -326,7 +308,7 @@ def test_a_run_with_probes_is_read(tmp_path, capsys):
     # Recorded at scale 128 and rounded to FP16, told for the loss itself: the largest gradient of
     # the same steps in FP32, up to the rounding of two runs that drift apart.
     steps = ["--every=2", f"output_dir='{tmp_path / 'fp32'}'"]
-    fp32 = advised(capsys, *ONE, *SGD, "train.steps=6", *steps)["loss_scaling"]
+    fp32 = advised(capsys, *ONE_CORE, *SGD, "train.steps=6", *steps)["loss_scaling"]
     assert abs(found["loss_scaling"]["range"]["highest"] - fp32["range"]["highest"]) <= 1
     kept, fp32_kept = found["loss_scaling"]["limited_by"], fp32["limited_by"]
     assert kept[2] == pytest.approx(fp32_kept[2], rel=0.05)
@@ -338,24 +320,22 @@ def test_a_run_with_probes_is_read(tmp_path, capsys):
         (["nowhere"], "advise nowhere: no run.json there"),
         (["--steps=0"], "--steps 0: must be"),
         (["--share", "1"], "--share 1: must be"),
-        (["--every=9", "--steps=8", *ONE, *SGD], "--every 9: must be at most the 8 steps"),
+        (["--every=9", "--steps=8", *ONE_CORE, *SGD], "--every 9: must be at most the 8 steps"),
         (["--stesp=8"], "unknown option"),
-        (["optim.lr=0", *ONE], "optim.lr"),
+        (["optim.lr=0", *ONE_CORE], "optim.lr"),
         (["resume=somewhere"], "not with advise"),
+        (["precision=zzz", *ONE_CORE], "precision=zzz"),  # though advise drops it
     ],
 )
 def test_bad_input_is_refused_before_anything_is_written(
     arguments, named, tmp_path, capsys, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    assert main(["advise", *arguments]) == 2
-    assert named in capsys.readouterr().err
+    refused(capsys, "advise", *arguments, says=named)
     assert list(tmp_path.iterdir()) == []
 
 
 def shapes_of(build_run, *overrides) -> dict[tuple[str, str], tuple]:
-    from mprun.config.compose import compose_config
-
     config = compose_config([*overrides, "device=cpu"]).config
     found = idle_shapes(build_run(*overrides).task, config)
     return {(s.module, s.dimension): (s.size, s.usual, s.remedy) for s in found}
@@ -385,11 +365,8 @@ def test_image_channels_are_called_usual(build_run):
     assert found["decoder.layers.conv0", "input channels"] == (6, False, "model.code_size=8")
     assert not any(module == "" for module, _ in found)  # no linear layer: the batch is free
     gan = shapes_of(build_run, *SMALL["dcgan"], "model.latent_size=100")
-    assert gan["generator: layers.conv0", "input channels"] == (
-        100,
-        False,
-        "model.latent_size=104",
-    )
+    remedy = "model.latent_size=104"
+    assert gan["generator: layers.conv0", "input channels"] == (100, False, remedy)
     assert all(usual for (module, _), (_, usual, _) in gan.items() if "discrim" in module)
     resnet = shapes_of(build_run, *SMALL["resnet50"])
     assert resnet["fc", "output features"] == (10, False, "model.num_classes=16")
@@ -401,20 +378,16 @@ def test_image_channels_are_called_usual(build_run):
 @pytest.mark.slow
 def test_on_the_quickstart_the_advised_scale_matches_fp32(tmp_path, capsys):
     """1,200 steps: within the margin of 1 % of FP32, no skip, and scale 1 is no better."""
-    run = [*ONE, "experiment=quickstart_lost_updates"]
-    found = advised(capsys, *run, f"output_dir='{tmp_path / 'advise'}'")
+    words = [*ONE_CORE, "experiment=quickstart_lost_updates"]
+    found = advised(capsys, *words, f"output_dir='{tmp_path / 'advise'}'")
     assert found["master_weights"]["needed"]
     losses = {}
-    for name, mode in (
-        ("fp32", ["precision=fp32"]),
-        ("advised", found["static"]),
-        ("scale 1", found["unscaled"]),
-    ):
+    modes = {"fp32": ["precision=fp32"], "advised": found["static"], "scale 1": found["unscaled"]}
+    for name, mode in modes.items():
         path = tmp_path / name.replace(" ", "")
-        assert main([*run, *mode, f"output_dir='{path}'"]) == 0
-        record = json.loads((path / "run.json").read_text())
-        losses[name] = record["final"]["loss"]
-        assert record["skipped"] == 0
+        assert run(path, *words, *mode) == 0
+        losses[name] = record_of(path)["final"]["loss"]
+        assert record_of(path)["skipped"] == 0
     assert losses["advised"] == pytest.approx(losses["fp32"], rel=0.01)
     assert losses["scale 1"] > losses["advised"] - 0.01 * losses["fp32"]
 
@@ -422,7 +395,7 @@ def test_on_the_quickstart_the_advised_scale_matches_fp32(tmp_path, capsys):
 @pytest.mark.slow
 def test_check_trains_with_the_advice_and_without(tmp_path, capsys):
     small = ["model=lstm_lm", "model.hidden_size=16", "data=docs_chars", "optim=sgd_plain"]
-    arguments = [*ONE, *small, f"output_dir='{tmp_path / 'advise'}'", "--steps=30", "--check"]
+    arguments = [*ONE_CORE, *small, f"output_dir='{tmp_path / 'advise'}'", "--steps=30", "--check"]
     found = advised(capsys, *arguments)["check"]
     assert (found["seeds"], found["steps"], found["metric"]) == (3, 30, "loss")
     advised_arm, scale_1 = found["arms"]

@@ -12,7 +12,8 @@ from mprun.numerics.probe import Probe, chosen_modules
 from mprun.numerics.probe_record import read_probes
 from mprun.precision import MixedPrecisionOptimizer, StaticLossScale, cast_model, get_policy
 
-from .small_runs import SMALL, assert_same_state, watched_steps
+from ..helpers import assert_same_bits, making
+from .small_runs import SMALL, watched_steps
 
 UNIT = 2.0**-9  # a quarter of the gap above 1 in BF16, half of the one below
 
@@ -23,11 +24,9 @@ def measured(mode, weights, gradients, rule=torch.optim.SGD, steps=1, scale=None
     with torch.no_grad():
         model.weight.copy_(torch.tensor([weights]))
     cast = cast_model(model, get_policy(mode))
-    optimizer = MixedPrecisionOptimizer(
-        cast,
-        lambda named: rule([p for _, p in named], **{"lr": 1.0} | settings),
-        None if scale is None else StaticLossScale(scale),
-    )
+    loss_scale = None if scale is None else StaticLossScale(scale)
+    make = making(rule, **{"lr": 1.0} | settings)
+    optimizer = MixedPrecisionOptimizer(cast, make, loss_scale)
     for _ in range(steps):
         meter = UpdateMeter(optimizer, optimizer.names)
         optimizer.zero_grad()
@@ -157,9 +156,7 @@ def test_the_meter_changes_nothing_of_a_run(build_run, tmp_path, mode):
     for every in (0, 2):
         built = build_run(*SMALL["lstm_lm"], "optim=adam", f"precision={mode}")
         losses = watched_steps(built, tmp_path, 4, every, shadow_every=every)
-        runs.append((losses, built.task.state_dict(), torch.get_rng_state()))
-    assert torch.equal(*(losses.view(torch.int32) for losses, *_ in runs))
-    assert_same_state(runs[0][1], runs[1][1])
-    assert torch.equal(runs[0][2], runs[1][2])
+        runs.append([losses, built.task.state_dict(), torch.get_rng_state()])
+    assert_same_bits(*runs)
     _, record = read_probes(tmp_path)
     assert record.learners["model"].total_applied().wanted > 0

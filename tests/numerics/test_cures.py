@@ -9,6 +9,7 @@ from mprun.numerics.first_nonfinite import Finding
 from mprun.numerics.interventions import Origin, changes, options_of, survives, transplant
 from mprun.numerics.replay import Steps
 
+from ..helpers import TINY_GPT, assert_same_bits
 from .failing_runs import GAN, LM
 
 OPTIONS = options_of()
@@ -39,7 +40,6 @@ def test_a_module_s_overflow_in_fp16_master():
     ]
 
 
-GPT_TINY = ["model=gpt", "data=synthetic_tokens", "data.sequence_length=16"]
 NONE = "precision.products.input=null precision.products.weight=null "
 NONE += "precision.products.grad_output=null"
 
@@ -47,7 +47,7 @@ NONE += "precision.products.grad_output=null"
 def test_products_in_fp8():
     """With a scale, then without FP8; what is left of it fits together."""
     of = finding("forward", "blocks.0.mlp.inputs", operation="scaled_mm")
-    found = tried(*GPT_TINY, "precision=fp8_unscaled", of=of)
+    found = tried(*TINY_GPT, "precision=fp8_unscaled", of=of)
     assert found == [
         "precision.overrides.blocks.0.mlp.inputs=fp32",
         "precision.products.granularity=tensor",
@@ -57,24 +57,23 @@ def test_products_in_fp8():
         "optim.lr=0.0001",
         "precision=fp32",
     ]
-    of_rows = tried(*GPT_TINY, "precision=fp8_rowwise", of=of)
+    of_rows = tried(*TINY_GPT, "precision=fp8_rowwise", of=of)
     assert of_rows == [one for one in found if "granularity" not in one]
     for mode in ("fp8_rowwise", "fp8_unscaled"):
-        changed = compose_config([*GPT_TINY, f"precision={mode}", *NONE.split()]).config
+        changed = compose_config([*TINY_GPT, f"precision={mode}", *NONE.split()]).config
         assert changed.precision.products.input is None
 
 
 @pytest.mark.parametrize("mode", ["bf16_stochastic", "bf16_kahan"])
 def test_weights_that_are_updated_in_fp32_need_no_masters(mode):
-    found = tried(*GPT_TINY, f"precision={mode}", of=finding("update", operation="_fused_adamw_"))
+    found = tried(*TINY_GPT, f"precision={mode}", of=finding("update", operation="_fused_adamw_"))
     assert not any("master_dtype" in one or "grad_dtype" in one for one in found)
-    naive = tried(*GPT_TINY, "precision=bf16_naive", of=finding("update"))
+    naive = tried(*TINY_GPT, "precision=bf16_naive", of=finding("update"))
     assert "precision.master_dtype=fp32 precision.grad_dtype=fp32" in naive
 
 
 def test_a_trial_draws_the_random_bits_of_the_run(build_run):
-    run = [*GPT_TINY, "model.hidden_size=32", "data.vocab_size=64", "data.batch_size=2"]
-    run += ["data.train_tokens=2048", "precision=bf16_stochastic"]
+    run = [*TINY_GPT, "precision=bf16_stochastic"]
     one, other = build_run(*run), build_run(*run, "optim.lr=1e-4")
     for step in range(2):
         one.task.train_step(step)
@@ -145,11 +144,10 @@ def trained(build_run, steps, *overrides):
 
 
 def kept(built):
-    state = torch.utils._pytree.tree_map(
+    return torch.utils._pytree.tree_map(
         lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf,
         built.task.state_dict(),
     )
-    return state
 
 
 @pytest.mark.parametrize("mode", ["fp32", "amp", "bf16_master", "fp16_naive", "fp16_master_scaled"])
@@ -180,11 +178,7 @@ def test_a_state_moved_to_its_own_mode_is_the_state(build_run):
     old = trained(build_run, 3, *arguments)
     new = build_run(*arguments)
     transplant(new, kept(old))
-    one = torch.utils._pytree.tree_leaves(new.task.state_dict())
-    other = torch.utils._pytree.tree_leaves(old.task.state_dict())
-    assert len(one) == len(other) > 50
-    for a, b in zip(one, other, strict=True):
-        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+    assert_same_bits(new.task.state_dict(), old.task.state_dict())
 
 
 def test_a_static_scale_that_skips_is_no_cure(build_run):

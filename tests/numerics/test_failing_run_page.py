@@ -1,6 +1,5 @@
 """docs/failing_run.md: its commands run as they stand there, and what it says of them holds."""
 
-import json
 import os
 import re
 import shlex
@@ -9,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from ..helpers import rows_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "failing_run.md").read_text(encoding="utf-8")
@@ -55,12 +56,8 @@ def replayed(tmp_path_factory):
 
 def losses(folder: Path, mode: str) -> list[float]:
     """Loss of the final evaluation for seeds 0 to 2."""
-    found = []
-    for seed in range(3):
-        rows = (folder / RUNS / f"{mode}-s{seed}" / "metrics.jsonl").read_text().splitlines()
-        evaluations = [row for row in map(json.loads, rows) if row["split"] == "eval"]
-        found.append(evaluations[-1]["loss"])
-    return found
+    folders = (folder / RUNS / f"{mode}-s{seed}" for seed in range(3))
+    return [rows_of(folder, "eval")[-1]["loss"] for folder in folders]
 
 
 def ended(replayed, start: str) -> subprocess.CompletedProcess:
@@ -95,7 +92,7 @@ def test_explain_names_eps_and_eps_alone_does_not_train(replayed):
     assert re.search(r"scaler=static scaler\.scale=1024 +does not cure ", text)
     assert re.search(r"backward +encoder\.layers\.conv3 +0 +fp16", text)
     folder = replayed[0] / RUNS / "fp16_naive-optim.eps=1e-06-s0"
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = rows_of(folder)
     assert {row["grad_norm"] for row in rows if row["split"] == "train" and row["step"] >= 4} == {0}
     assert rows[-1]["split"] == "eval" and rows[-1]["loss"] > 4 * rows[0]["loss"]
 
@@ -139,8 +136,7 @@ def test_the_advised_scale_matches_without_a_skipped_update(replayed):
     text = replayed[1]["mprun compare outputs"].stdout
     assert re.search(r"^  matches +fp16_master_scaled \(static\) ", text, re.MULTILINE)
     for seed in range(3):
-        rows = (folder / RUNS / f"{SCALED}-s{seed}" / "metrics.jsonl").read_text().splitlines()
-        steps = [row for row in map(json.loads, rows) if row["split"] == "train"]
+        steps = rows_of(folder / RUNS / f"{SCALED}-s{seed}", "train")
         assert len(steps) == 35 and not any(row["skipped"] for row in steps)
 
 

@@ -1,7 +1,5 @@
 """What a run keeps of its failure: the state before the bad step, bit for bit, and nothing else."""
 
-import json
-
 import pytest
 import torch
 
@@ -10,41 +8,25 @@ from mprun.errors import Damaged
 from mprun.numerics import failure
 from mprun.numerics.failure import FailureKeeper, Suspect, suspect
 from mprun.numerics.post_mortem import read_post_mortem
-from mprun.numerics.state import all_finite, nonfinite
+from mprun.numerics.state import all_finite, finite_on_device, nonfinite
 from mprun.record import checkpoint
-from mprun.record.run_directory import read_json
 
+from ..helpers import assert_same_bits, numbers_of, record_of
+from ..shipped import OF_ANY_NETWORK
 from .failing_runs import AUTOENCODER, CPU, GAN, LM, run, set_weight, with_data
 
 BAD = 8  # the step whose batch is NaN, from 1; losses are looked at after steps 5 and 10
-MODES = ["fp32", "fp16_naive", "fp16_master", "fp16_master_scaled", "amp", "bf16_master"]
 
 
 def nan_images(index, batch):
     return (batch[0] * float("nan") if index == BAD - 1 else batch[0]), batch[1]
 
 
-def flattened(state):
-    return torch.utils._pytree.tree_leaves_with_path(state)
-
-
-def assert_same_state(one, other):
-    one, other = dict(flattened(one)), dict(flattened(other))
-    assert one.keys() == other.keys() and len(one) > 5
-    for path, value in one.items():
-        if isinstance(value, torch.Tensor):
-            assert value.dtype is other[path].dtype
-            assert torch.equal(value.nan_to_num(), other[path].nan_to_num()), path
-            assert torch.equal(value.isnan(), other[path].isnan()), path
-        else:
-            assert value == other[path], path
-
-
 def kept_state(directory):
     return checkpoint.load_newest(directory / "numerics" / "failure", CPU)[:2]
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [mode for mode in OF_ANY_NETWORK if mode != "tf32"])
 @pytest.mark.parametrize("model", ["autoencoder", "gan"])
 @pytest.mark.few(1)
 def test_the_kept_state_is_the_one_before_the_bad_step(tmp_path, model, mode):
@@ -69,13 +51,9 @@ def test_the_kept_state_is_the_one_before_the_bad_step(tmp_path, model, mode):
     saving = f"train.checkpoint_every={BAD - 1}"
     other, _ = run(tmp_path / "other", *arguments, saving, steps=BAD - 1)
     expected = checkpoint.load_newest(other / "checkpoints", CPU).state
-    assert_same_state(state["task"], expected["task"])
+    assert_same_bits(state["task"], expected["task"])
     for generator in ("python", "torch"):
-        assert_same_or_equal(state["random"][generator], expected["random"][generator])
-
-
-def assert_same_or_equal(one, other):
-    assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+        assert_same_bits(state["random"][generator], expected["random"][generator])
 
 
 def test_dropout_and_carried_state_come_back(tmp_path):
@@ -90,48 +68,34 @@ def test_dropout_and_carried_state_come_back(tmp_path):
 
 
 def test_keeping_changes_no_number_of_the_run(tmp_path):
-    def records(folder, keep):
-        folder.mkdir()
+    found = []
+    for keep in ("true", "false"):
+        (tmp_path / keep).mkdir()
         arguments = [*LM, "model.dropout=0.3", "precision=amp", "train.checkpoint_every=12"]
-        switch = f"numerics.keep_failure={keep}"
-        directory, _ = run(folder, *arguments, "optim=sgd", switch, "train.log_every=3", steps=12)
-        lines = (directory / "metrics.jsonl").read_text().splitlines()
-        rows = [json.loads(line) for line in lines]
-        for row in rows:
-            row.pop("samples_per_s", None), row.pop("seconds", None)
+        arguments += ["optim=sgd", f"numerics.keep_failure={keep}", "train.log_every=3"]
+        directory, _ = run(tmp_path / keep, *arguments, steps=12)
         state = checkpoint.load_newest(directory / "checkpoints", CPU).state
-        return rows, state["task"]
-
-    with_copy, without = records(tmp_path / "a", "true"), records(tmp_path / "b", "false")
-    assert with_copy[0] == without[0]
-    assert_same_state(with_copy[1], without[1])
+        found.append([numbers_of(directory), state["task"]])
+    assert_same_bits(*found)
 
 
 def test_what_is_trained_again_is_not_counted(tmp_path):
-    def emulated(folder, keep):
-        folder.mkdir()
+    found = []
+    for keep in ("true", "false"):
+        (tmp_path / keep).mkdir()
         arguments = [*AUTOENCODER, "precision=fp16_master", "optim=sgd", "train.log_every=5"]
-        plant = with_data(nan_images)
-        switch = f"numerics.keep_failure={keep}"
-        directory, _ = run(folder, *arguments, switch, plant=plant, steps=20)
-        return read_json(directory / "run.json")["emulated"]
-
-    kept = emulated(tmp_path / "a", "true")
-    assert kept and kept == emulated(tmp_path / "b", "false")
+        arguments.append(f"numerics.keep_failure={keep}")
+        directory, _ = run(tmp_path / keep, *arguments, plant=with_data(nan_images), steps=20)
+        found.append(record_of(directory)["emulated"])
+    assert found[0] and found[0] == found[1]
 
 
-def test_off_means_nothing_is_kept_but_the_post_mortem(tmp_path):
-    directory, code = run(
-        tmp_path, *LM, "precision=fp16_naive", "optim=adam", "numerics.keep_failure=false"
-    )
-    assert code == 3 and not (directory / "numerics" / "failure").exists()
-    kept = read_post_mortem(directory)["failure"]
-    assert (kept["folder"], kept["reason"]) == (None, "numerics.keep_failure=false")
+NAIVE_ADAM = [*LM, "precision=fp16_naive", "optim=adam"]  # whose eps is 0 in FP16
 
 
 def test_a_state_that_is_too_large_is_not_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(failure, "LARGEST_STATE", 2**10)
-    directory, code = run(tmp_path, *LM, "precision=fp16_naive", "optim=adam")
+    directory, code = run(tmp_path, *NAIVE_ADAM)
     assert code == 3 and not (directory / "numerics" / "failure").exists()
     assert "MiB" in read_post_mortem(directory)["failure"]["reason"]
 
@@ -140,8 +104,8 @@ def test_a_failing_disk_leaves_the_run_diverged(tmp_path):
     # A file where the folder of the kept state belongs.
     (tmp_path / "run" / "numerics").mkdir(parents=True)
     (tmp_path / "run" / "numerics" / "failure").write_text("in the way")
-    directory, code = run(tmp_path, *LM, "precision=fp16_naive", "optim=adam")
-    assert code == 3 and read_json(directory / "run.json")["status"] == "diverged"
+    directory, code = run(tmp_path, *NAIVE_ADAM)
+    assert code == 3 and record_of(directory)["status"] == "diverged"
     assert "FileExistsError" in read_post_mortem(directory)["failure"]["reason"]
 
 
@@ -150,8 +114,10 @@ def test_copies_are_taken_seldom_and_never_within_a_row_of_skips(tmp_path, build
     keeper = FailureKeeper(built)
     keeper.keep(0, 0)
     assert keeper.snapshot.step == 0 and keeper.bytes > 1000
+    assert keeper._due > 0  # a pause
+    keeper._due = float("inf")
     keeper.keep(10, 0)
-    assert keeper.snapshot.step == 0  # less than a second later
+    assert keeper.snapshot.step == 0
     keeper._due = 0.0
     keeper.keep(20, 3, healthy=False)
     assert keeper.snapshot.step == 0
@@ -208,14 +174,14 @@ def test_the_step_to_replay(cause, last, rows, expected):
 
 
 def test_a_new_attempt_forgets_the_failure_of_the_last(tmp_path):
-    directory, _ = run(tmp_path, *LM, "precision=fp16_naive", "optim=adam")
+    directory, _ = run(tmp_path, *NAIVE_ADAM)
     failure.forget_failure(directory)
     assert list((directory / "numerics").iterdir()) == []
     failure.forget_failure(directory)  # nothing there is nothing to do
 
 
 def test_a_damaged_state_is_told(tmp_path):
-    directory, _ = run(tmp_path, *LM, "precision=fp16_naive", "optim=adam")
+    directory, _ = run(tmp_path, *NAIVE_ADAM)
     path = directory / "numerics" / "failure" / "step-00000000" / "state.pt"
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
@@ -226,13 +192,17 @@ def test_a_damaged_state_is_told(tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_finite_or_not(dtype):
+    def finite(*tensors):
+        assert bool(finite_on_device(tensors)) is all_finite(tensors)
+        return all_finite(tensors)
+
     large = torch.full((3000,), torch.finfo(dtype).max, dtype=dtype)  # its sum is not finite
-    assert all_finite([large, torch.zeros(0), torch.arange(3)])
+    assert finite(large, torch.zeros(0), torch.arange(3)) and finite(large, torch.ones(2))
     for bad in (float("nan"), float("inf"), float("-inf")):
         spoilt = torch.ones(4000, dtype=dtype)
         spoilt[1234] = bad
-        assert not all_finite([large, spoilt])
-        assert not all_finite([torch.cat([spoilt, -spoilt])])  # inf - inf in a sum
+        assert not finite(large, spoilt) and not finite(spoilt)
+        assert not finite(torch.zeros(3), torch.cat([spoilt, -spoilt]))  # inf - inf in a sum
     assert nonfinite({"a": torch.tensor([1.0, float("inf")]), "b": torch.ones(2)}) == {
         "a": "1 of 2 values are infinite"
     }

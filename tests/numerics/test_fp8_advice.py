@@ -1,6 +1,5 @@
 """What FP8 would flush, told from histograms, beside what its casts do flush."""
 
-import json
 import math
 
 import pytest
@@ -19,11 +18,10 @@ from mprun.numerics.probe_record import LearnerProbe, ProbeRecord, TensorStats
 from mprun.numerics.shapes import Layout, layout
 from mprun.precision.scaled_products import FORMATS, ScaledProducts, cast, chosen_layers
 
+from ..helpers import TINY_GPT
+from .small_runs import as_json
 from .test_advise import advice_from
 
-GPT_TINY = ["model=gpt", "model.hidden_size=32", "model.num_layers=1", "model.num_heads=2"]
-GPT_TINY += ["data=synthetic_tokens", "data.vocab_size=64", "data.batch_size=4"]
-GPT_TINY += ["data.sequence_length=16", "data.train_tokens=2048", "device=cpu", "threads=1"]
 LAYER = ("model", "linear")
 ONE = Layout({"model": ("linear",)}, frozenset(), frozenset({LAYER}), (LAYER,))
 
@@ -38,9 +36,8 @@ def stats(tensor) -> TensorStats:
 
 def record(step=1, scale=0.0, **tensors) -> ProbeRecord:
     found = {kind: {"linear": stats(tensor)} for kind, tensor in tensors.items()}
-    return ProbeRecord(
-        step, False, {"loss_scale": scale}, {"model": LearnerProbe(("loss_scale",), found)}
-    )
+    learner = LearnerProbe(("loss_scale",), found)
+    return ProbeRecord(step, False, {"loss_scale": scale}, {"model": learner})
 
 
 def of_gradient(*tensors, scale=0.0):
@@ -81,16 +78,12 @@ def test_how_many_are_up_to_a_limit():
 def test_bounds_by_hand():
     """E4M3: the largest 448 keeps its scale 1, so 2^-10 is flushed and the next number is not."""
     above = 2.0**-10 * (1 + 2.0**-10)
-    found = fp8_advice(
-        [
-            record(
-                inputs=torch.tensor([448.0, 2.0**-10, above, above]),
-                weights=torch.tensor([2.0**9, 1.0, 1.0, 1.0]),
-                activation_gradients=torch.tensor([57344.0, 2.0**-17, 2.0**-16, 2.0**-16]),
-            )
-        ],
-        ONE,
-    ).layers["linear"]
+    operands = {
+        "inputs": torch.tensor([448.0, 2.0**-10, above, above]),
+        "weights": torch.tensor([2.0**9, 1.0, 1.0, 1.0]),
+        "activation_gradients": torch.tensor([57344.0, 2.0**-17, 2.0**-16, 2.0**-16]),
+    }
+    found = fp8_advice([record(**operands)], ONE).layers["linear"]
     assert (found["input"].least, found["input"].most) == (0.25, 0.25)
     assert found["input"].unscaled == 0.25 and found["input"].saturated == 0
     # 512 is above 448 without a scale; 448 is in one bin with all up to 511.
@@ -174,7 +167,7 @@ def test_the_shorter_of_two_ways_to_name_layers():
 
 def test_the_tensors_of_a_gpt_step(build_run):
     """Every operand of every layer, cast by the mode's own cast."""
-    built, twin = (build_run(*GPT_TINY) for _ in range(2))
+    built, twin = (build_run(*TINY_GPT) for _ in range(2))
     with Probe(built.task, chosen_modules(built.task.learners, [])) as probe:
         metrics = built.task.train_step(0)
     learners, _ = probe.read([metrics["loss"]])
@@ -204,11 +197,6 @@ def test_the_tensors_of_a_gpt_step(build_run):
     assert found.worst("output gradient", "most")[1] < 0.01 and not found.excluded
 
 
-def advised(capsys, *arguments):
-    assert main(["advise", *arguments, "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
-
-
 def test_a_layer_with_an_outlier_is_left_out(tmp_path, capsys, monkeypatch, build_run):
     """One channel of a norm 2^19 as large, its column 2^-19: FP32 computes the same."""
     original = GPT.__init__
@@ -221,33 +209,31 @@ def test_a_layer_with_an_outlier_is_left_out(tmp_path, capsys, monkeypatch, buil
             block.mlp.inputs.weight[:, 3] *= 2.0**-19
 
     monkeypatch.setattr(GPT, "__init__", planted)
-    run = [*GPT_TINY, "optim=sgd_plain", "optim.lr=1e-12", "train.steps=4"]
-    found = advised(capsys, *run, f"output_dir='{tmp_path / 'advise'}'")["fp8"]
+    run = [*TINY_GPT, "optim=sgd_plain", "optim.lr=1e-12", "train.steps=4"]
+    found = as_json(capsys, "advise", *run, f"output_dir='{tmp_path / 'advise'}'")["fp8"]
     assert found["excluded"] == ["blocks.0.mlp.inputs"] and found["unmeasured"] == []
     # Both: the input by its outlier, the weight by the column that takes it back, all but zero.
     assert found["layers"]["blocks.0.mlp.inputs"]["input"]["least"] > 0.9
     mode = ["precision=fp8_tensorwise", "precision.overrides.blocks.0.mlp.inputs=fp32"]
     assert found["overrides"] == mode and found["command"].endswith(" ".join(mode))
-    model = build_run(*GPT_TINY, *mode).task.learner.model
+    model = build_run(*TINY_GPT, *mode).task.learner.model
     taken = {name for name, m in model.named_modules() if getattr(m.forward, "args", None)}
     linears = {name for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     assert taken >= linears - {"blocks.0.mlp.inputs"}
     # The other way to say it is one, too.
     listed = f"precision.products.modules=[{','.join(sorted(taken - {'blocks.0.mlp.inputs'}))}]"
-    compose_config([*GPT_TINY, "precision=fp8_tensorwise", listed])
+    compose_config([*TINY_GPT, "precision=fp8_tensorwise", listed])
 
 
-MODES = ("fp8_tensorwise", "fp8_rowwise", "fp8_unscaled", "bf16_stochastic", "bf16_kahan")
+# fp8_unscaled and bf16_kahan by default.
+NARROW = ("fp8_unscaled", "fp8_tensorwise", "fp8_rowwise", "bf16_stochastic", "bf16_kahan")
 
 
-@pytest.mark.parametrize(
-    "mode",
-    [pytest.param(m, marks=() if m in ("fp8_unscaled", "bf16_kahan") else pytest.mark.slow)
-     for m in MODES],
-)  # fmt: skip
+@pytest.mark.parametrize("mode", NARROW)
+@pytest.mark.few(2)
 def test_the_runs_of_narrow_modes_can_be_advised_on(tmp_path, capsys, mode):
     """With probes and shadow steps; the words fit the mode."""
-    run = [*GPT_TINY, f"precision={mode}", "numerics=on", "numerics.every=2", "train.steps=4"]
+    run = [*TINY_GPT, f"precision={mode}", "numerics=on", "numerics.every=2", "train.steps=4"]
     path = tmp_path / "run"
     assert main([*run, "numerics.shadow_every=2", f"output_dir='{path}'"]) == 0
     err = capsys.readouterr().err
@@ -261,7 +247,6 @@ def test_the_runs_of_narrow_modes_can_be_advised_on(tmp_path, capsys, mode):
         assert "would lose" not in text and "zero in FP32 too" not in text
     assert "tensor-wise scales suit 4 of 4 linear layers" in text
     assert text.splitlines()[-2].endswith("precision=fp8_tensorwise")
-    assert main(["compare", str(path)]) in (0, 2)
 
 
 def test_a_model_without_such_layers_says_so():

@@ -1,6 +1,5 @@
 """`mprun mismatch`: log-probabilities of the same weights in several modes and batch shapes."""
 
-import json
 import math
 import shutil
 from types import SimpleNamespace
@@ -14,7 +13,8 @@ from mprun.models import GPT
 from mprun.numerics.mismatch import by_position, held_out_windows, log_probs, mismatch
 from mprun.precision import pin_math_flags
 
-from ..helpers import ONE_CORE, TINY_LM
+from ..helpers import ONE_CORE, TINY_LM, refused
+from .small_runs import as_json
 
 WORDS, LENGTH = 24, 12
 MODEL = ["model.hidden_size=32", "model.num_layers=2", "model.num_heads=4"]
@@ -44,12 +44,6 @@ def run(tmp_path_factory):
     steps = ["train.steps=12", "train.checkpoint_every=12", "optim.lr=0.01"]
     assert main([*GPT_LM, *steps, f"output_dir={folder}"]) == 0
     return folder
-
-
-def as_json(capsys, *words):
-    capsys.readouterr()
-    assert main(["mismatch", *map(str, words), "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
 
 
 def logits_of(*rows):
@@ -141,7 +135,7 @@ def test_against_float64_and_a_forward_pass_of_ones_own(run, build_run, capsys):
     windows = held_out_windows(built.data, 1200)
     assert windows.tokens.shape == (100, LENGTH)
     truth = in_float64(run, windows)
-    report = as_json(capsys, "bf16_naive", run, "--tokens", 1200, "--batch", 100)
+    report = as_json(capsys, "mismatch", "bf16_naive", run, "--tokens", 1200, "--batch", 100)
     assert (report["step"], report["windows"], report["window"]) == (12, 100, LENGTH)
     (pair,) = report["pairs"]
 
@@ -184,7 +178,7 @@ def test_fp32_is_float64_but_for_its_sums_in_any_batch_shape(run, build_run):
 
 def test_fp16_is_off_less_than_bf16_by_its_three_bits(run, capsys):
     """A rounding is up to 2^-11 in FP16 and 2^-8 in BF16: 8 times, whatever they add up to."""
-    report = as_json(capsys, "fp16_master", "bf16_master", "fp8_tensorwise", run)
+    report = as_json(capsys, "mismatch", "fp16_master", "bf16_master", "fp8_tensorwise", run)
     against = {(pair["mode"], pair["against"]["mode"]): pair["rms"] for pair in report["pairs"]}
     fp16, bf16 = against["fp16_master", "fp32"], against["bf16_master", "fp32"]
     assert 4 < bf16 / fp16 < 16
@@ -201,14 +195,14 @@ def test_a_mode_of_ones_own_keeps_modules_in_fp32(run, tmp_path, capsys):
     mode = 'defaults: [bf16_master]\nname: half\noverrides:\n  "blocks.0*": fp32\n'
     (tmp_path / "precision" / "half.yaml").write_text(mode)
     words = ["fp32", "bf16_master", "half", run, "--config-dir", tmp_path, "--tokens", 1200]
-    whole, half = (pair["rms"] for pair in as_json(capsys, *words)["pairs"])
+    whole, half = (pair["rms"] for pair in as_json(capsys, "mismatch", *words)["pairs"])
     assert 0.4 < half / whole < 0.98
 
 
 def test_the_mode_s_own_log_softmax_is_rounded(run, capsys):
     """Near -log(24) = -3.2 a step of BF16 is 2^-6: of an even error the RMS is 2^-6 / sqrt(12)."""
     wide, own = (
-        as_json(capsys, "bf16_master", run, "--log-softmax", kind)["pairs"][0]["rms"]
+        as_json(capsys, "mismatch", "bf16_master", run, "--log-softmax", kind)["pairs"][0]["rms"]
         for kind in ("fp32", "mode")
     )
     assert math.sqrt(own**2 - wide**2) == pytest.approx(2**-6 / math.sqrt(12), rel=0.35)
@@ -242,7 +236,7 @@ def test_fresh_weights_of_other_language_models(own, capsys):
     assert main(["mismatch", "bf16_master", "amp", *own]) == 0
     text = capsys.readouterr().out
     assert "weights  fresh, of seed 0: they say little of trained ones" in text
-    one, *_ = as_json(capsys, "amp_bf16", *own)["pairs"]
+    one, *_ = as_json(capsys, "mismatch", "amp_bf16", *own)["pairs"]
     assert 0 < one["rms"] < 0.05 and one["nonfinite"] == 0
 
 
@@ -271,29 +265,24 @@ BAD = {
 def test_bad_input_is_one_line(words, run, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     before = sorted(run.rglob("*"))
-    assert main(["mismatch", *words.replace("RUN", str(run)).split()]) == 2
-    printed = capsys.readouterr()
-    assert BAD[words] in printed.err and printed.err.count("\n") == 1 and not printed.out
+    refused(capsys, "mismatch", *words.replace("RUN", str(run)).split(), says=BAD[words])
     assert sorted(run.rglob("*")) == before and not list(tmp_path.iterdir())
 
 
 def test_what_does_not_belong_together_is_refused(run, tmp_path, capsys):
     other = shutil.copytree(run, tmp_path / "run")
 
-    def code_with(old, new):
+    def command(old, new):
         text = (run / "config.yaml").read_text()
         (other / "config.yaml").write_text(text.replace(old, new))
-        return main(["mismatch", "amp", str(other), "--tokens", "24"])
+        return ["mismatch", "amp", str(other), "--tokens", "24"]
 
-    assert code_with("", "") == 0
-    capsys.readouterr()
-    assert code_with("num_layers: 2", "num_layers: 3") == 4
-    assert "checkpoints: not the state of this run" in capsys.readouterr().err
-    assert code_with("train_tokens: 400", "train_tokens: 399") == 2
-    assert "the data are not those that the run began with" in capsys.readouterr().err
+    assert main(command("", "")) == 0
+    says = "checkpoints: not the state of this run"
+    refused(capsys, *command("num_layers: 2", "num_layers: 3"), says=says, code=4)
+    says = "the data are not those that the run began with"
+    refused(capsys, *command("train_tokens: 400", "train_tokens: 399"), says=says)
     shutil.rmtree(other / "checkpoints")
-    assert code_with("", "") == 2
-    assert "train it with train.checkpoint_every=N" in capsys.readouterr().err
+    refused(capsys, *command("", ""), says="train it with train.checkpoint_every=N")
     (other / "checkpoints").symlink_to(run / "checkpoints")
-    assert code_with("", "") == 4
-    assert "a link, which may not lead out of a run" in capsys.readouterr().err
+    refused(capsys, *command("", ""), says="a link, which may not lead out of a run", code=4)

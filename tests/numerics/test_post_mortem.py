@@ -33,27 +33,19 @@ def rows_of(*values):
     rows, skipped = [], 0
     for step, (loss, scale, inf) in enumerate(values, start=1):
         skipped += inf
-        rows.append(
-            {
-                "step": step,
-                "loss": loss,
-                "loss_scale": float(scale),
-                "found_inf": bool(inf),
-                "skipped": skipped,
-            }
-        )
+        row = {"step": step, "loss": loss, "loss_scale": float(scale), "found_inf": bool(inf)}
+        rows.append(row | {"skipped": skipped})
     return rows
 
 
-def test_a_non_finite_loss_at_an_applied_step():
+def test_a_non_finite_loss_at_an_applied_step_and_what_spoilt_the_weights():
     rows = rows_of((2.3, 1, 0), (2.2, 1, 0), (math.nan, 1, 0))
-    assert classify("non-finite loss", rows, "none", 3) == ["non-finite loss at an applied step"]
-
-
-def test_the_step_that_spoilt_the_weights_is_named():
-    rows = rows_of((2.3, 1, 0), (2.2, 1, 0), (math.nan, 1, 0))
-    [line] = classify("non-finite loss", rows, "none", 2)
-    assert line == "non-finite loss at an applied step (3); the cause is step 2"
+    applied = "non-finite loss at an applied step"
+    assert classify("non-finite loss", rows, "none", 3) == [applied]
+    earlier = [f"{applied} (3); the cause is step 2"]
+    assert classify("non-finite loss", rows, "none", 2) == earlier
+    evaluation = ["non-finite loss in an evaluation"]
+    assert classify("non-finite evaluation loss", rows_of((2.3, 1, 0)), "none", 1) == evaluation
 
 
 def test_an_explosion_has_a_factor_and_a_length():
@@ -68,32 +60,33 @@ def test_an_explosion_has_a_factor_and_a_length():
     assert explosion(rows[:6]) == (10.0, 2)
     assert explosion(rows[:5]) is None  # four times is no explosion
     assert explosion([]) is None
-
-
-def test_losses_of_skipped_steps_are_no_explosion():
+    # Losses of skipped steps are none.
     rows = rows_of((2.0, 8, 0), (1e6, 8, 1), (2.1, 4, 0), (math.nan, 4, 0))
     assert explosion(rows) is None
 
 
-def test_warm_up_skips_are_normal():
-    rows = rows_of((2.3, 65536, 1), (2.3, 32768, 1), (2.2, 16384, 0), (math.nan, 16384, 0))
-    assert classify("non-finite loss", rows, "dynamic", 4)[1:] == [
-        "2 skipped updates before: warm-up skips of dynamic scaling: normal"
-    ]
-
-
-def test_skips_after_growth_are_normal_too():
-    rows = rows_of((2.3, 8, 0), (2.3, 16, 0), (2.2, 16, 1), (math.nan, 8, 0))
-    assert classify("non-finite loss", rows, "dynamic", 4)[1:] == [
-        "1 skipped update before: dynamic scaling looking for the largest scale: normal"
-    ]
-
-
-def test_skips_of_a_static_scale_are_not():
-    rows = rows_of((2.3, 8, 0), (2.3, 8, 1), (math.nan, 8, 0))
-    assert classify("non-finite loss", rows, "static", 3)[1:] == [
-        "1 skipped update before: the static loss scale is too large for some batches"
-    ]
+@pytest.mark.parametrize(
+    ("scaler", "values", "said"),
+    [
+        (
+            "dynamic",
+            [(2.3, 65536, 1), (2.3, 32768, 1), (2.2, 16384, 0), (math.nan, 16384, 0)],
+            "2 skipped updates before: warm-up skips of dynamic scaling: normal",
+        ),
+        (
+            "dynamic",
+            [(2.3, 8, 0), (2.3, 16, 0), (2.2, 16, 1), (math.nan, 8, 0)],
+            "1 skipped update before: dynamic scaling looking for the largest scale: normal",
+        ),
+        (
+            "static",
+            [(2.3, 8, 0), (2.3, 8, 1), (math.nan, 8, 0)],
+            "1 skipped update before: the static loss scale is too large for some batches",
+        ),
+    ],
+)
+def test_skips_are_normal_or_not(scaler, values, said):
+    assert classify("non-finite loss", rows_of(*values), scaler, len(values))[1:] == [said]
 
 
 def test_a_collapse_is_called_a_collapse():
@@ -103,12 +96,6 @@ def test_a_collapse_is_called_a_collapse():
         "collapse: 3 skips in a row at the floor (loss scale 2^-1)",
         "1 skipped update before: warm-up skips of dynamic scaling: normal",
     ]
-
-
-def test_an_evaluation():
-    rows = rows_of((2.3, 1, 0))
-    lines = classify("non-finite evaluation loss", rows, "none", 1)
-    assert lines == ["non-finite loss in an evaluation"]
 
 
 def test_the_history_holds_the_last_steps_and_their_gradient_norms():
@@ -137,14 +124,8 @@ def test_the_files_hold_what_was_given(tmp_path):
     assert "numerics/failure/step-00000003" in text and "bit for bit" in text
     table = [line for line in text.splitlines() if line.startswith("|")]
     assert len(table) == 2 + 4
-    assert [cell.strip() for cell in table[2].split("|")[1:-1]] == [
-        "1",
-        "2.5",
-        "2^3",
-        "skipped",
-        "",
-    ]
-    assert [cell.strip() for cell in table[3].split("|")[1:-1]] == ["2", "2.25", "2^2", "", "0.125"]
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table[2:4]]
+    assert cells == [["1", "2.5", "2^3", "skipped", ""], ["2", "2.25", "2^2", "", "0.125"]]
 
 
 def test_what_was_not_kept_or_not_reproduced_is_said(tmp_path):

@@ -12,29 +12,22 @@ from torch import nn
 from mprun.cli import main
 from mprun.compare.grouping import is_no_key
 from mprun.config.compose import compose_config
-from mprun.config.roles import config_hash, is_told
 from mprun.errors import BadInput
 from mprun.numerics.exponent_counter import exponent_counts, lost_updates, read_counts
 from mprun.numerics.exponent_shares import ExponentCounts
 from mprun.numerics.probe import Probe, chosen_modules, owner
 from mprun.numerics.probe_record import KINDS, read_probes
-from mprun.precision import ForwardContext, MixedPrecisionOptimizer, cast_model, get_policy
+from mprun.precision import ForwardContext
 from mprun.precision.loss_scale import NoLossScale
-from mprun.record.metrics import read_metrics
-from mprun.record.run_directory import run_name
 from mprun.tasks import Classification, TrainState
 
-from .small_runs import SMALL, assert_same_state, watched_steps
+from ..helpers import assert_same_bits, making, mixed, numbers_of, refused, run, without_waiting
+from .small_runs import SMALL, watched_steps
 
 MODES = ("fp32", "fp16_master_scaled", "amp")
-# The two with more than 20 million parameters take seconds a step.
-LARGE = {(model, mode) for model in ("alexnet", "resnet50") for mode in MODES}
 CASES = [
-    pytest.param(
-        model,
-        mode,
-        marks=pytest.mark.slow if (model, mode) in LARGE else (),
-    )
+    # The two with more than 20 million parameters take seconds a step.
+    pytest.param(model, mode, marks=pytest.mark.slow if model in ("alexnet", "resnet50") else ())
     for model in SMALL
     for mode in MODES
 ]
@@ -64,12 +57,9 @@ def test_a_probed_and_shadowed_run_is_bit_equal_to_one_without(build_run, tmp_pa
     for every in (0, 2):
         built = build_run(*SMALL[model], f"precision={mode}")
         losses = watched_steps(built, tmp_path, steps, every, shadow_every=every)
-        runs.append((losses, built.task.state_dict(), torch.get_rng_state()))
-        runs[-1] += (built.arithmetic.rerouted(),)
-    assert torch.equal(runs[0][0].view(torch.int32), runs[1][0].view(torch.int32))
-    assert_same_state(runs[0][1], runs[1][1])
-    assert torch.equal(runs[0][2], runs[1][2])
-    assert runs[0][3] == runs[1][3]
+        state = built.task.state_dict()
+        runs.append((losses, state, torch.get_rng_state(), built.arithmetic.rerouted()))
+    assert_same_bits(*runs)
     assert [record.step for record in read_probes(tmp_path)] == list(range(2, steps + 1, 2))
 
 
@@ -106,12 +96,7 @@ def test_what_is_counted_is_what_the_step_computed(build_run, mode):
         stats = own.tensors["activations"][name]
         assert stats.counts == counted(value)
         assert stats.amax == value.float().abs().max().item()
-        assert (
-            stats.dtype
-            == {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}[
-                str(value.dtype).removeprefix("torch.")
-            ]
-        )
+        assert stats.dtype == DTYPES[value.dtype]
         assert own.tensors["activation_gradients"][name].counts == counted(output.grad)
     owners = {name: owner(name, chosen) for name in before}
     assert set(owners.values()) == own.tensors["weights"].keys() == own.lost_updates.keys()
@@ -133,6 +118,9 @@ def test_what_is_counted_is_what_the_step_computed(build_run, mode):
     assert own.total_lost().total == total.total
 
 
+DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
 def zip_names(optimizer):
     return zip(optimizer.names, optimizer.updated, strict=True)
 
@@ -152,15 +140,11 @@ def classifier(inplace: bool) -> Classification:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 8), nn.ReLU(inplace), nn.Linear(8, 8), nn.Linear(8, 3))
     model.forward = lambda x: _forward(model, x, inplace)
-    policy = get_policy("fp32")
-    cast = cast_model(model, policy)
     scale = NoLossScale()
-    optimizer = MixedPrecisionOptimizer(
-        cast, lambda named: torch.optim.SGD([p for _, p in named], 0.1), scale
-    )
-    arithmetic = ForwardContext(policy, torch.device("cpu"))
+    cast, optimizer = mixed(model, "fp32", making(torch.optim.SGD, 0.1), scale)
+    arithmetic = ForwardContext(cast.policy, torch.device("cpu"))
     learner = TrainState(cast, optimizer)
-    return Classification(learner, Blobs(), policy, arithmetic, scale)
+    return Classification(learner, Blobs(), cast.policy, arithmetic, scale)
 
 
 def _forward(model, x, inplace):
@@ -225,10 +209,8 @@ def test_every_call_of_a_gans_networks_counts(build_run):
     assert discriminator.tensors["weight_gradients"][first].counts.total == 2 * 8 * 3 * 4 * 4
     assert discriminator.tensors["weights"][first].counts.total == 8 * 3 * 4 * 4
     for kind in KINDS:
-        assert (
-            generator.tensors[kind].keys()
-            <= chosen_modules(built.task.learners, [])["generator"].keys()
-        )
+        chosen = chosen_modules(built.task.learners, [])["generator"]
+        assert generator.tensors[kind].keys() <= chosen.keys()
     images = generator.tensors["activations"]["layers.tanh"].counts
     assert images.total == generator.tensors["activation_gradients"]["layers.tanh"].counts.total
     assert images.total == 4 * 3 * 32 * 32
@@ -246,12 +228,8 @@ def test_an_lstm_counts_outputs_and_states(build_run):
 
 def test_a_larger_loss_scale_shifts_gradients_and_nothing_else(build_run):
     """FP32 multiplies by 2^10 exactly."""
-    runs = [
-        probed(build_run(*SMALL["conv_autoencoder"], "scaler=static", f"scaler.scale={2**k}").task)[
-            "model"
-        ]
-        for k in (3, 13)
-    ]
+    words = [*SMALL["conv_autoencoder"], "scaler=static"]
+    runs = [probed(build_run(*words, f"scaler.scale={2**k}").task)["model"] for k in (3, 13)]
     for kind in (kind for kind in KINDS if kind != "inputs"):  # it has no linear layer
         low, high = (run.total(kind).counts.by_exponent() for run in runs)
         shift = 10 if kind in ("activation_gradients", "weight_gradients") else 0
@@ -331,8 +309,8 @@ def test_modules_by_pattern(build_run):
 def test_a_pattern_that_fits_no_module_is_refused_before_anything_is_written(tmp_path, capsys):
     path = tmp_path / "run"
     arguments = [*SMALL["dcgan"], "numerics=on", f"output_dir={path}", "device=cpu"]
-    assert main([*arguments, "numerics.modules=[layers.conv9]"]) == 2
-    assert "numerics.modules=layers.conv9: matches no module; some" in capsys.readouterr().err
+    says = "numerics.modules=layers.conv9: matches no module; some"
+    refused(capsys, *arguments, "numerics.modules=[layers.conv9]", says=says)
     assert not path.exists()
 
 
@@ -353,18 +331,9 @@ TINY = ["device=cpu", "threads=1", *SMALL["lstm_lm"], "precision=amp", "train.st
 @pytest.mark.slow
 def test_a_whole_run_with_probes_has_the_same_records(tmp_path):
     plain, probed_run = tmp_path / "plain", tmp_path / "probed"
-    assert main([*TINY, f"output_dir={plain}"]) == 0
-    on = ["numerics=on", "numerics.every=2", "numerics.shadow_every=3"]
-    assert main([*TINY, *on, f"output_dir={probed_run}"]) == 0
-    timings = {"samples_per_s", "seconds"}
-    one, other = (
-        [
-            {k: v for k, v in r.items() if k not in timings}
-            for r in read_metrics(d / "metrics.jsonl")
-        ]
-        for d in (plain, probed_run)
-    )
-    assert one == other
+    assert run(plain, *TINY) == 0
+    assert run(probed_run, *TINY, "numerics=on", "numerics.every=2", "numerics.shadow_every=3") == 0
+    assert numbers_of(plain) == numbers_of(probed_run)
     assert not (plain / "numerics").exists()
     records = read_probes(probed_run)
     assert [record.step for record in records] == [2, 3, 4, 6]
@@ -402,16 +371,7 @@ def test_tensorboard_shows_histograms_and_scalars(build_run, tmp_path):
     assert min(tag for kind in ("histograms", "scalars") for tag in tags[kind]) > "train/z"
 
 
-def test_numerics_belongs_neither_to_the_hash_nor_to_the_name_nor_to_a_comparison():
-    plain = compose_config([])
-    given = ("numerics=on", "numerics.every=7", "numerics.modules=[lstm]")
-    probed_run = compose_config(given)
-    assert probed_run.config.numerics.enabled and not plain.config.numerics.enabled
-    assert config_hash(plain.as_dict()) == config_hash(probed_run.as_dict())
-    names = [
-        run_name(c.as_dict(), c.choices, c.overrides, told=is_told) for c in (plain, probed_run)
-    ]
-    assert names[0] == names[1]
+def test_numerics_belongs_to_no_comparison():
     assert all(is_no_key(f"numerics.{key}") for key in ("enabled", "every", "modules"))
 
 
@@ -423,8 +383,8 @@ def test_a_shadow_needs_numerics_on():
 
 def test_a_resumed_run_writes_its_later_probes_again(tmp_path):
     path = tmp_path / "run"
-    arguments = [*TINY, "numerics=on", "numerics.every=1", f"output_dir={path}"]
-    assert main([*arguments, "train.checkpoint_every=2", "train.steps=5"]) == 0
+    every = ["numerics=on", "numerics.every=1", "train.checkpoint_every=2", "train.steps=5"]
+    assert run(path, *TINY, *every) == 0
     files = sorted((path / "numerics").iterdir())
     contents = [file.read_text() for file in files]
     shutil.rmtree(path / "checkpoints" / "step-00000005")
@@ -444,13 +404,8 @@ def test_on_a_gpu_a_probe_waits_only_when_it_is_read(build_run, model, mode):
     task.train_step(0)
     with Probe(task, chosen):
         task.train_step(1)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        with Probe(task, chosen) as probe:
-            metrics = task.train_step(2)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    with without_waiting(), Probe(task, chosen) as probe:
+        metrics = task.train_step(2)
     learners, _ = probe.read([metrics["loss"]])
     for own in learners.values():
         assert own.total("weights").counts.total == own.total_lost().total > 0

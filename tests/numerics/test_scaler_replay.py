@@ -20,7 +20,9 @@ from mprun.numerics.scaler_replay import replay, run_trace
 from mprun.precision import DynamicLossScale, LogMaxLossScale, NoLossScale, StaticLossScale
 from mprun.record.metrics import MetricsFile
 
+from ..helpers import TINY_LM, assert_same_bits, raises_line, refused, rows_of, run
 from ..shipped import published_scale
+from .small_runs import as_json
 
 
 def build_preset(name, **changes):
@@ -41,17 +43,8 @@ def test_torch_by_hand():
     found = replay(scale, limits([2.0**10] * 15))
     # Down twice, three clean steps, one step up that overflows, and so on.
     assert found.skipped.tolist() == [1, 2, 6, 10, 14]
-    assert found.changes == [
-        (1, 2.0**12),
-        (2, 2.0**11),
-        (3, 2.0**10),
-        (6, 2.0**11),
-        (7, 2.0**10),
-        (10, 2.0**11),
-        (11, 2.0**10),
-        (14, 2.0**11),
-        (15, 2.0**10),
-    ]
+    powers = {1: 12, 2: 11, 3: 10, 6: 11, 7: 10, 10: 11, 11: 10, 14: 11, 15: 10}
+    assert found.changes == [(step, 2.0**power) for step, power in powers.items()]
     assert (found.final, found.lowest, found.highest) == (2.0**10, 2.0**10, 2.0**12)
     assert (found.known, found.assumed, found.unknown) == (15, 0, 0)
     assert found.collapsed_at is None and found.steps == 15
@@ -62,14 +55,8 @@ def test_megatron_by_hand():
     scale = published_scale("megatron", init_scale=2.0**12, growth_interval=3)
     found = replay(scale, limits([2.0**10] * 13))
     assert found.skipped.tolist() == [1, 2, 3, 7, 8, 12, 13]
-    assert found.changes == [
-        (1, 2.0**12),
-        (3, 2.0**11),
-        (4, 2.0**10),
-        (7, 2.0**11),
-        (9, 2.0**10),
-        (12, 2.0**11),
-    ]
+    powers = {1: 12, 3: 11, 4: 10, 7: 11, 9: 10, 12: 11}
+    assert found.changes == [(step, 2.0**power) for step, power in powers.items()]
 
 
 def test_collapse_by_hand():
@@ -137,9 +124,7 @@ def test_clean_stretches_are_passed_exactly(name, make, seed):
     assert np.repeat([value for _, value in found.changes], lengths).tolist() == scales
     own = scale.state_dict()
     # The credit of the rate rule counts steps; everything else is the rule's whole state.
-    assert own.keys() == state.keys()
-    for key, value in state.items():
-        assert torch.equal(own[key], value) if torch.is_tensor(value) else own[key] == value, key
+    assert_same_bits(own, state)
 
 
 def test_logmax_needs_gradients():
@@ -199,8 +184,7 @@ def written(tmp_path, text, name="trace.csv"):
 
 
 def replayed(capsys, *arguments):
-    assert main(["scaler-replay", *map(str, arguments), "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
+    return as_json(capsys, "scaler-replay", *arguments)
 
 
 def test_the_command_on_a_csv_file(tmp_path, capsys):
@@ -238,14 +222,12 @@ def test_a_scaler_of_the_users_own_is_replayed_like_the_shipped_ones(tmp_path, c
     )
     (folder / "off.yaml").write_text("name: none\nkind: none\n")
     path = written(tmp_path, "step,limit\n1,64\n2,16\n")
-    command = ["scaler-replay", str(path), "--config-dir", str(tmp_path / "mine"), "--json"]
-    assert main([*command, "--no-files"]) == 0
-    found = json.loads(capsys.readouterr().out)["scalers"]
+    command = [path, "--config-dir", tmp_path / "mine", "--no-files"]
+    found = replayed(capsys, *command)["scalers"]
     assert found["gentle"]["skip_steps"] == [2]
     # Of its kind there is nothing to replay.
     assert "off" not in found and "none" not in found and "torch" in found
-    assert main([*command, "--no-files", "--scalers", "gentle", "scaler.scale=8"]) == 0
-    found = json.loads(capsys.readouterr().out)["scalers"]
+    found = replayed(capsys, *command, "--scalers", "gentle", "scaler.scale=8")["scalers"]
     assert list(found) == ["gentle"] and found["gentle"]["skip_steps"] == []
 
 
@@ -298,10 +280,8 @@ BAD_FILES = {
 
 @pytest.mark.parametrize(("text", "message"), list(BAD_FILES.items()))
 def test_a_bad_file_is_named_with_its_line(tmp_path, text, message):
-    with pytest.raises(BadInput) as caught:
+    with raises_line(BadInput, message):
         read_trace_file(written(tmp_path, text))
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 BAD_COMMANDS = {
@@ -319,33 +299,23 @@ BAD_COMMANDS = {
 }
 
 
-@pytest.mark.parametrize(("command", "message"), list(BAD_COMMANDS.items()))
-@pytest.mark.few(3)
-def test_a_bad_command_is_one_line_and_writes_nothing(
-    tmp_path, monkeypatch, capsys, command, message
-):
+def test_a_bad_command_is_one_line_and_writes_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     written(tmp_path, "step,limit\n1,1\n", "TRACE")
-    assert main(["scaler-replay", *command.split()]) == 2
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
+    for command, message in BAD_COMMANDS.items():
+        refused(capsys, "scaler-replay", *command.split(), says=message)
     assert [p.name for p in tmp_path.iterdir()] == ["TRACE"]
 
 
 # Runs
 
 SMALL_RUN = [
-    "model=lstm_lm",
-    "data=synthetic_tokens",
+    *TINY_LM,
     "data.vocab_size=50",
     "data.batch_size=4",
-    "data.sequence_length=4",
     "data.train_tokens=20000",
-    "model.embedding_size=8",
-    "model.hidden_size=8",
     "precision=fp16_master_scaled",
     "train.log_every=25",
-    "device=cpu",
 ]
 OWN_SCALERS = {
     "torch": ["scaler=torch", "scaler.growth_interval=4", "scaler.init_scale=4194304"],
@@ -354,21 +324,15 @@ OWN_SCALERS = {
 }
 
 
-@pytest.mark.parametrize(
-    "scaler",
-    ["torch", *(pytest.param(name, marks=pytest.mark.slow) for name in ("megatron", "static"))],
-)
+@pytest.mark.parametrize("scaler", OWN_SCALERS)
 @pytest.mark.slow
 def test_a_run_replayed_with_its_own_scaler_skips_what_it_skipped(tmp_path, capsys, scaler):
-    run = tmp_path / "run"
-    overrides = [*SMALL_RUN, *OWN_SCALERS[scaler], "train.steps=90", f"output_dir={run}"]
-    assert main(overrides) == 0
+    directory = tmp_path / "run"
+    assert run(directory, *SMALL_RUN, *OWN_SCALERS[scaler], "train.steps=90") == 0
     capsys.readouterr()
-    found = replayed(capsys, run)
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    rows = [row for row in rows if row["split"] == "train"]
-    totals = [0] + [row["skipped"] for row in rows]
-    more = np.flatnonzero(np.diff(totals))
+    found = replayed(capsys, directory)
+    rows = rows_of(directory, "train")
+    more = np.flatnonzero(np.diff([0] + [row["skipped"] for row in rows]))
     skips = [rows[index]["step"] for index in more]
     assert 3 <= len(skips) < 90  # or the run shows nothing
     own = found["scalers"][OWN]
@@ -378,11 +342,8 @@ def test_a_run_replayed_with_its_own_scaler_skips_what_it_skipped(tmp_path, caps
     for row in rows:
         assert [v for step, v in changes if step <= row["step"]][-1] == row["loss_scale"]
     assert found["scalers"]["fairseq"]["skipped_known"] == 0
-    assert {p.name for p in (run / "numerics").iterdir()} >= {
-        "scaler-replay.json",
-        "scaler-replay.png",
-        "scaler-replay.svg",
-    }
+    names = {path.name for path in (directory / "numerics").iterdir()}
+    assert names >= {f"scaler-replay.{ending}" for ending in ("json", "png", "svg")}
 
 
 def made_run(tmp_path, rows, scaler=None):
@@ -413,18 +374,14 @@ def test_records_that_do_not_fit_the_rule_are_believed_and_said(tmp_path):
 
 
 def test_runs_without_an_answer_are_refused(tmp_path):
-    record = made_run(tmp_path, [(1, 1.0, 0)])
+    record = made_run(tmp_path, [(1, 64.0, 0), (4, 32.0, 2)])
     with pytest.raises(BadInput, match="scaler=none"):
         run_trace(tmp_path, record, NoLossScale())
+    with pytest.raises(Damaged, match="skipped 2 after 0"):
+        run_trace(tmp_path, record, DynamicLossScale(64.0))
     record["config"]["scaler"]["per"] = "loss"
     with pytest.raises(BadInput, match="scaler.per=loss"):
         run_trace(tmp_path, record, DynamicLossScale())
-
-
-def test_a_missing_skip_is_damage(tmp_path):
-    record = made_run(tmp_path, [(1, 64.0, 0), (4, 32.0, 2)])
-    with pytest.raises(Damaged, match="skipped 2 after 0"):
-        run_trace(tmp_path, record, DynamicLossScale(64.0))
 
 
 def probe(tmp_path, step, values, dtype="fp16", log2_scale=5):
