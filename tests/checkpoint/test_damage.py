@@ -62,7 +62,7 @@ def newest(run):
 def test_a_flipped_bit_anywhere_in_the_state_is_noticed(run):
     state = newest(run) / "state.pt"
     whole = state.read_bytes()
-    for position in range(0, len(whole), max(1, len(whole) // 30)):
+    for position in range(0, len(whole), max(1, len(whole) // 20)):
         flip_a_bit(state, position)
         step, _, _, warnings = loaded(run)
         assert step == 4 and len(warnings) == 1 and "step-00000006" in warnings[0]

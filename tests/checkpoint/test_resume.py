@@ -38,7 +38,7 @@ MODELS = {
         "data.batch_size=4",
         "optim=sgd",
     ],
-    "dcgan": [*TINY_GAN, "optim.eps=1e-3", "scaler.init_scale=65536"],
+    "dcgan": [*TINY_GAN, "optim.eps=1e-3"],
     "conv_autoencoder": [*TINY_AUTOENCODER, "optim.eps=1e-3"],
     "resnet50": ["model=resnet50", "optim=sgd", "data.batch_size=4"],
     "inception_v3": [
@@ -55,10 +55,11 @@ CASES = [
     for mode in (MODES if model == "gpt" else OF_ANY_NETWORK)
     if mode != "tf32"  # which a CPU does not have
 ]
-QUICK = [("lstm_lm", "amp"), ("dcgan", "fp16_naive"), ("gpt", "bf16_stochastic")]
+QUICK = [("lstm_lm", "amp"), ("dcgan", "bf16_stochastic")]
 # A scale that overflows FP16 at first and grows again every third clean step: the checkpoint
 # falls between two growths, and skipped updates lie on both sides of it.
 SCALER = ["scaler=dynamic", "scaler.init_scale=16777216", "scaler.growth_interval=3"]
+INIT_SCALE = {"dcgan": ["scaler.init_scale=65536"]}  # few steps bring it to where it fits
 
 
 def last_state(directory) -> dict:
@@ -91,12 +92,12 @@ def straight(tmp_path_factory):
     [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES],
 )
 def test_stopping_and_resuming_changes_no_bit(model, mode, tmp_path):
-    scaler = SCALER if mode in ("amp", "fp16_master_scaled") else []
+    scaler = [*SCALER, *INIT_SCALE.get(model, [])] if mode in ("amp", "fp16_master_scaled") else []
     if model == "gpt" and mode.startswith(("bf16", "fp8")):
         # A norm in FP16 has gradients overflow under a loss scale, which BF16's and FP8's do not.
         scaler = [*SCALER, "precision.overrides.norm=fp16"]
     stop, end = (2, 4) if model in ("resnet50", "inception_v3") else (5, 9)
-    overrides = [*COMMON, f"precision={mode}", *scaler, *MODELS[model]]
+    overrides = [*COMMON, *MODELS[model], f"precision={mode}", *scaler]
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     assert run(whole, *overrides, f"train.steps={end}") == 0
     assert run(resumed, *overrides, f"train.steps={stop}") == 0

@@ -5,20 +5,17 @@ import math
 import pytest
 import torch
 
+from ..helpers import TINY_LM
+
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:LSTM with projections")
 @pytest.mark.parametrize("mode", ["fp32", "fp16_master_scaled"])
 def test_biglstm_takes_a_step(build_run, mode):
-    built = build_run(
-        "model=biglstm",
-        "data=synthetic_tokens",
-        "data.vocab_size=64",
-        "data.batch_size=2",
-        "data.sequence_length=4",
-        "scaler=none" if mode == "fp32" else "scaler.init_scale=1024",
-        f"precision={mode}",
-    )
+    scaler = "scaler=none" if mode == "fp32" else "scaler.init_scale=1024"
+    tokens = ["data=synthetic_tokens", "data.vocab_size=64", "data.batch_size=2"]
+    tokens.append("data.sequence_length=4")
+    built = build_run("model=biglstm", *tokens, f"precision={mode}", scaler)
     model = built.task.learner.model
     # 151.06 M as published, and 2 x 32,768 for torch's second bias vector.
     assert sum(p.numel() for p in model.lstm.parameters()) == 151_060_480 + 2 * 4 * 8192
@@ -38,22 +35,11 @@ def test_biglstm_takes_a_step(build_run, mode):
 @pytest.mark.parametrize("factor", ["1", "128"])
 def test_the_settings_of_the_published_code(build_run, factor):
     """All of them at once on a small model: nothing is refused and a step is taken."""
-    task = build_run(
-        "model=biglstm",
-        "model.embedding_size=16",
-        "model.hidden_size=32",
-        "model.projection_size=16",
-        "model.sampled_softmax=40",
-        "model.time_reduction=sum",
-        f"model.embedding_gradient_factor={factor}",
-        "train.clip_norm=1",
-        "train.clip_modules=[lstm]",
-        "optim.average_decay=0.999",
-        "optim.average_modules=[lstm]",
-        "data.batch_size=8",
-        "precision=fp16_master_scaled",
-        "scaler.init_scale=128",
-    ).task
+    own = [*TINY_LM, "model=biglstm", "model.projection_size=4", "model.sampled_softmax=12"]
+    own += ["model.time_reduction=sum", f"model.embedding_gradient_factor={factor}"]
+    own += ["train.clip_norm=1", "train.clip_modules=[lstm]", "optim.average_decay=0.999"]
+    own += ["optim.average_modules=[lstm]", "scaler.init_scale=128"]
+    task = build_run(*own, "precision=fp16_master_scaled").task
     optimizer, model = task.learner.optimizer, task.learner.model
     assert optimizer.inner.defaults["initial_accumulator_value"] == 1.0
     assert (optimizer.rows[0].state["sum"] == 1.0).all()

@@ -15,7 +15,8 @@ RUNS = {
     "dcgan": [*TINY_GAN, "data.batch_size=4"],
     "lstm_lm": [*TINY_LM, "model.dropout=0.2", "data.eval_tokens=200"],
 }
-AUTOENCODER = ["model=conv_autoencoder", "data.image_size=32", "data.batch_size=100", "optim=sgd"]
+AUTOENCODER = ["model=conv_autoencoder", "data.image_size=32", "data.batch_size=100"]
+AUTOENCODER += ["model.width=4", "optim=sgd"]
 EVERY_MODE = [(mode, "fp32") for mode in sorted(set(OF_ANY_NETWORK) - {"tf32"})]
 
 
@@ -53,23 +54,23 @@ def test_the_metric_is_that_of_the_masters_in_fp32(build_run, mode):
     for step in range(3):
         task.train_step(step)
     optimizer = task.learner.optimizer
-    reference = models.ConvAutoencoder(32, 32, 8, 1)
-    weights = {name: p.detach().float() for name, p in task.learner.model.named_parameters()}
-    reference.load_state_dict(weights | {n: m.detach() for n, m in optimizer.masters.items()})
-    with torch.no_grad():
-        batches = [(reference(images), images) for images, _ in task.data.eval_batches()]
-    total = sum(F.mse_loss(a.double(), b.double(), reduction="sum").item() for a, b in batches)
-    expected = total / sum(images.numel() for _, images in batches)
+    batches = [images for images, _ in task.data.eval_batches()]
+
+    def total_with(weights):
+        reference = models.ConvAutoencoder(32, 32, 4, 1)
+        reference.load_state_dict(weights)
+        with torch.no_grad():
+            pairs = [(reference(images).double(), images.double()) for images in batches]
+        return sum(F.mse_loss(*pair, reduction="sum").item() for pair in pairs)
+
+    rounded = {name: p.detach().float() for name, p in task.learner.model.named_parameters()}
+    total = total_with(rounded | {n: m.detach() for n, m in optimizer.masters.items()})
+    expected = total / sum(images.numel() for images in batches)
     # Sums of squares in FP32 over a batch against FP64: 2^-24 each, added pairwise.
     assert task.evaluate()["loss"] == pytest.approx(expected, rel=1e-6)
     if mode == "fp16_master":
-        rounded = models.ConvAutoencoder(32, 32, 8, 1)
-        rounded.load_state_dict(weights)
-        with torch.no_grad():
-            others = [(rounded(images), images) for _, images in batches]
-        other = sum(F.mse_loss(a.double(), b.double(), reduction="sum").item() for a, b in others)
         # The weights as FP16 would have given another number, so the test tells the two apart.
-        assert other / total != pytest.approx(1, rel=1e-6)
+        assert total_with(rounded) / total != pytest.approx(1, rel=1e-6)
 
 
 def test_evaluation_in_the_mode_s_own_arithmetic_uses_the_model_itself(build_run):

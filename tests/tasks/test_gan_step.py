@@ -12,7 +12,7 @@ from mprun.precision.emulation import HalfEmulation
 
 from ..helpers import assert_same_bits
 
-STEPS = 7
+STEPS = 4
 OVERRIDES = [
     "model=dcgan",
     "data.image_size=32",
@@ -20,9 +20,9 @@ OVERRIDES = [
     "model.generator_width=8",
     "model.discriminator_width=8",
 ]
-# The scale grows every third step and stays where nothing overflows: with a skipped step torch's
+# The scale grows every second step and stays where nothing overflows: with a skipped step torch's
 # BatchNorm statistics move and ours do not.
-AMP = ["precision=amp", "scaler.init_scale=64", "scaler.growth_interval=3"]
+AMP = ["precision=amp", "scaler.init_scale=64", "scaler.growth_interval=2"]
 
 
 def bce(logits, target):
@@ -48,7 +48,7 @@ def test_a_step_is_that_of_a_bare_loop(build_run, overrides):
     )
     data = DigitsImages(32, batch_size=4, seed=0, device="cpu", value_range="tanh")
     amp = bool(overrides)
-    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3, enabled=amp)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2, enabled=amp)
     emulated = amp and "cpu_half=native" not in overrides
     arithmetic = HalfEmulation() if emulated else nullcontext()
 
@@ -77,5 +77,5 @@ def test_a_step_is_that_of_a_bare_loop(build_run, overrides):
         assert torch.equal(rows[step]["g_loss"], g_loss.detach())
     for learner, network in zip((task.g, task.d), networks, strict=True):
         assert_same_bits(dict(learner.model.state_dict()), dict(network.state_dict()))
-    # 64 doubled after steps 3 and 6.
+    # 64 doubled after steps 2 and 4.
     assert not amp or task.loss_scales["loss_scale"].scale.item() == scaler.get_scale() == 256.0

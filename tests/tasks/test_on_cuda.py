@@ -7,18 +7,14 @@ from torch.nn import functional as F
 from mprun import models
 from mprun.precision import why_unsupported
 
+from ..helpers import without_waiting
 from ..shipped import MODES, OF_ANY_NETWORK
 
 pytestmark = pytest.mark.gpu
 
 MODELS = {
     "alexnet": ["model=alexnet", "optim=sgd_alexnet", "data=digits_64", "data.batch_size=8"],
-    "alexnet_2012": [
-        "model=alexnet_2012",
-        "data=digits_224",
-        "optim=sgd_alexnet",
-        "data.batch_size=4",
-    ],
+    "alexnet_2012": ["model=alexnet_2012", "data=digits_224", "optim=sgd_alexnet"],
     "resnet50": ["model=resnet50", "optim=sgd", "data.batch_size=16"],
     "lstm_lm": ["model=lstm_lm", "data=synthetic_tokens", "data.batch_size=8"],
     "lstm_lm_projected": ["model=lstm_lm_projected", "data=synthetic_tokens", "data.batch_size=8"],
@@ -29,26 +25,18 @@ MODELS = {
 NAN_BY_DEFINITION = {"dcgan", "conv_autoencoder", "gpt"}  # Adam's eps is 0 in FP16
 
 
-def built_on_cuda(build_run, *overrides):
-    return build_run(*overrides, device="cuda")
-
-
 @pytest.mark.parametrize(
     ("model", "mode"),
     [(model, mode) for model in MODELS for mode in (MODES if model == "gpt" else OF_ANY_NETWORK)],
 )
 def test_three_steps_without_waiting_and_an_evaluation(build_run, model, mode):
-    built = built_on_cuda(build_run, *MODELS[model], f"precision={mode}")
+    built = build_run(*MODELS[model], f"precision={mode}", device="cuda")
     assert why_unsupported(built.policy, built.device) is None
     # The first step loads kernels and brings the epoch's order to the device.
     losses = [built.task.train_step(0, measure=True)["loss"]]
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with without_waiting():
         for step in (1, 2):
             losses.append(built.task.train_step(step, measure=step == 1)["loss"])
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     losses = torch.stack(losses)
     assert losses.device.type == "cuda"
     if mode == "fp16_naive" and model in NAN_BY_DEFINITION:
@@ -68,26 +56,16 @@ def test_three_steps_without_waiting_and_an_evaluation(build_run, model, mode):
 @pytest.mark.parametrize("implementation", ["fused", "foreach", "loop"])
 @pytest.mark.parametrize("optim", ["sgd", "adam", "adamw"])
 def test_a_skipped_step_moves_nothing_and_waits_for_nothing(build_run, optim, implementation):
-    built = built_on_cuda(
-        build_run,
-        *MODELS["resnet50"],
-        "precision=fp16_master_scaled",
-        f"optim={optim}",
-        f"optim.implementation={implementation}",
-        "scaler.init_scale=16",
-    )
-    task = built.task
+    words = ["precision=fp16_master_scaled", f"optim={optim}", "scaler.init_scale=16"]
+    words.append(f"optim.implementation={implementation}")
+    task = build_run(*MODELS["resnet50"], *words, device="cuda").task
     factor = torch.ones((), device="cuda")
     task.learner.model.fc.bias.register_hook(lambda gradient: gradient * factor)
     assert task.train_step(0)["found_inf"] == 0
     before = [t.clone() for t in task.learner.model.state_dict().values()]
     factor.fill_(float("inf"))
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with without_waiting():
         metrics = task.train_step(1)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert metrics["found_inf"] == 1
     after = task.learner.model.state_dict().values()
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
@@ -95,36 +73,22 @@ def test_a_skipped_step_moves_nothing_and_waits_for_nothing(build_run, optim, im
 
 
 def test_a_schedule_under_a_scale_that_skips_waits_for_nothing(build_run):
-    built = built_on_cuda(
-        build_run,
-        *MODELS["conv_autoencoder"],
-        "precision=amp",
-        "optim.schedule=linear",
-        "train.steps=10",
-    )
+    words = ["precision=amp", "optim.schedule=linear", "train.steps=10"]
+    built = build_run(*MODELS["conv_autoencoder"], *words, device="cuda")
     optimizer, rate = built.task.learner.optimizer, built.rate
     skipped = torch.full((), 2, dtype=torch.int64, device="cuda")
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with without_waiting():
         rate.apply(5, skipped)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     lr = optimizer.inner.param_groups[0]["lr"]
     assert lr.item() == torch.tensor(rate.rates[3]).item()
 
 
 def test_amp_equals_autocast_and_grad_scaler(build_run):
     steps = 5
-    built = built_on_cuda(
-        build_run,
-        *MODELS["conv_autoencoder"],
-        "precision=amp",
-        "scaler.init_scale=1024",
-        "scaler.growth_interval=2",
-        # torch's fused kernel, and the layout of a plain loop.
-        "optim.implementation=fused",
-        "train.channels_last=off",
-    )
+    words = ["precision=amp", "scaler.init_scale=1024", "scaler.growth_interval=2"]
+    # torch's fused kernel, and the layout of a plain loop.
+    words += ["optim.implementation=fused", "train.channels_last=off"]
+    built = build_run(*MODELS["conv_autoencoder"], *words, device="cuda")
     # One kernel per layer, and the same one on both sides.
     torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = False, True
     rows = [built.task.train_step(step) for step in range(steps)]
@@ -154,7 +118,7 @@ def test_fp32_is_not_tf32(build_run):
     """2^-12 is below TF32's 11 bits: 1 + 2^-12 is 1 there."""
     operands = torch.full((64, 64), 1 + 2.0**-12, device="cuda")
     exact = torch.full_like(operands, 64 * (1 + 2.0**-11 + 2.0**-24))
-    built_on_cuda(build_run, *MODELS["conv_autoencoder"])
+    build_run(*MODELS["conv_autoencoder"], device="cuda")
     assert torch.allclose(operands @ operands, exact, rtol=2.0**-20, atol=0)
-    built_on_cuda(build_run, *MODELS["conv_autoencoder"], "precision=tf32")
+    build_run(*MODELS["conv_autoencoder"], "precision=tf32", device="cuda")
     assert torch.equal(operands @ operands, torch.full_like(operands, 64.0))

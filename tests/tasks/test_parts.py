@@ -8,6 +8,8 @@ from torch.nn import functional as F
 
 from mprun.distributed.ranks import seed_micro_batch
 
+from ..helpers import TINY_GAN
+
 CPU = torch.device("cpu")
 SMALL = [
     *("model=custom", "model.factory=tests.distributed.of_a_rank:small", "data=digits_32"),
@@ -56,17 +58,8 @@ def test_what_is_drawn_does_not_depend_on_what_was_drawn_before(build_run):
 
 def test_a_gan_takes_the_mean_of_its_micro_batches(build_run):
     """Against a loop by hand in FP32: both networks, both losses, BatchNorm."""
-    overrides = [
-        *("model=dcgan", "model.image_size=32", "data=digits_32", "data.value_range=tanh"),
-        *("model.generator_width=4", "model.discriminator_width=4", "data.batch_size=4"),
-        *(
-            "train.accumulate=2",
-            "optim=sgd",
-            "optim.lr=0.1",
-            "optim.momentum=0",
-            "optim.weight_decay=0",
-        ),
-    ]
+    overrides = [*TINY_GAN, "data.batch_size=4", "train.accumulate=2"]
+    overrides += ["optim=sgd_plain", "optim.lr=0.1"]
     built = build_run(*overrides)
     task = built.task
     generator, discriminator = copy.deepcopy(task.g.model), copy.deepcopy(task.d.model)

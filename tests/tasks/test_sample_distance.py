@@ -134,7 +134,7 @@ def blur(images, width):
 
 
 def test_constant_images_are_finite_and_nan_is_nan(digits, distance):
-    images, _ = digits
+    images = digits[0][:30]
     assert 0 < distance([images], [torch.full_like(images, -1.0)]) < 100
     assert distance([torch.zeros(4, 3, 32, 32)], [torch.ones(4, 3, 32, 32)]) > 0
     broken = images.clone()

@@ -14,7 +14,15 @@ from mprun.numerics.operations import FirstStep
 from mprun.precision import get_policy
 from mprun.record import checkpoint
 
-from ..helpers import ONE_CORE, assert_same_bits, numbers_of, raises_line, record_of, run
+from ..helpers import (
+    ONE_CORE,
+    assert_same_bits,
+    numbers_of,
+    raises_line,
+    record_of,
+    run,
+    without_waiting,
+)
 from ..shipped import OF_ANY_NETWORK
 
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections")
@@ -49,14 +57,9 @@ def tables(task):
 @pytest.mark.parametrize("time_reduction", ["mean", "sum"])
 def test_with_all_candidates_it_trains_as_a_plain_loop_does(build_run, time_reduction, factor):
     """Dense tables, full softmax, torch's Adagrad, clipping of the LSTM by hand."""
-    task = build_run(
-        *MODEL,
-        "model.sampled_softmax=8192",
-        f"model.time_reduction={time_reduction}",
-        f"model.embedding_gradient_factor={factor}",
-        "train.clip_norm=0.02",
-        "train.clip_modules=[lstm]",
-    ).task
+    more = [f"model.time_reduction={time_reduction}", f"model.embedding_gradient_factor={factor}"]
+    more += ["train.clip_norm=0.02", "train.clip_modules=[lstm]"]
+    task = build_run(*MODEL, "model.sampled_softmax=8192", *more).task
     model = LSTMLanguageModel(VOCABULARY, 16, 24, 2, 16, 0.0, 0.04, 1.0)
     model.load_state_dict(task.learner.model.state_dict())
     optimizer = torch.optim.Adagrad(
@@ -110,13 +113,8 @@ def test_time_reduction_of_the_ordinary_model(build_run):
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "tf32"])
 def test_every_mode(build_run, mode):
     # Both factors, because 16-bit weights would lose all updates of the embedding without them.
-    built = build_run(
-        *SAMPLED,
-        f"precision={mode}",
-        "optim.eps=1e-3",
-        "model.time_reduction=sum",
-        "model.embedding_gradient_factor=128",
-    )
+    more = ["optim.eps=1e-3", "model.time_reduction=sum", "model.embedding_gradient_factor=128"]
+    built = build_run(*SAMPLED, f"precision={mode}", *more)
     task, optimizer = built.task, built.task.learner.optimizer
     before = [table.clone() for table in tables(task)]
     losses = torch.stack([task.train_step(step)["loss"] for step in range(3)])
@@ -151,9 +149,7 @@ def test_unused_rows_stay(build_run):
 
 @pytest.mark.parametrize("mode", ["fp16_master_scaled", "amp"])
 def test_a_skipped_step_changes_nothing_but_the_random_state(build_run, mode):
-    task = build_run(
-        *SAMPLED, f"precision={mode}", "optim.average_decay=0.5", "optim.average_modules=[lstm]"
-    ).task
+    task = build_run(*SAMPLED, *AVERAGED, f"precision={mode}").task
     task.train_step(0)
     state = [t.clone() for t in tables(task)]
     state += [row.state["sum"].clone() for row in task.learner.optimizer.rows]
@@ -298,11 +294,7 @@ def test_on_a_gpu_no_step_waits(build_run, mode):
     more = ["model.embedding_gradient_factor=4", "train.clip_modules=[lstm]", "optim.eps=1e-3"]
     task = build_run(*SAMPLED, *AVERAGED, *more, f"precision={mode}", device="cuda").task
     losses = [task.train_step(0, measure=True)["loss"]]  # loads kernels
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with without_waiting():
         losses += [task.train_step(step, measure=True)["loss"] for step in (1, 2)]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert torch.stack(losses).isfinite().all()
     assert math.isfinite(task.evaluate()["loss"])

@@ -9,6 +9,7 @@ from mprun.execution.step_runner import LearningRate
 from mprun.training.metric_buffer import MetricBuffer
 
 from ..helpers import TINY_AUTOENCODER, TINY_LM, assert_same_bits
+from ..numerics.failing_runs import with_data
 
 TOKENS = [*TINY_LM, "data.train_tokens=40"]
 BATCHES_PER_EPOCH = 5
@@ -59,33 +60,16 @@ def test_a_forward_pass_that_is_nan_poisons_neither_state_nor_later_steps(build_
         assert metrics["found_inf"] == 0 and metrics["loss"].isfinite()
 
 
-class Brighter:
-    """The same data, with the images of one batch multiplied by 1e6: beyond FP16."""
-
-    def __init__(self, data, index):
-        self.data, self.index = data, index
-
-    def train_batch(self, index):
-        images, labels = self.data.train_batch(index)
-        return (images * 1e6 if index == self.index else images), labels
-
-    def __getattr__(self, name):
-        return getattr(self.data, name)
-
-
 @pytest.mark.parametrize("mode", ["fp16_master_scaled", "amp"])
 @pytest.mark.slow
 def test_resnet50_after_an_overflow_in_the_forward_pass(build_run, mode):
-    task = build_run(
-        "model=resnet50",
-        "optim=sgd",
-        "data.batch_size=8",
-        f"precision={mode}",
-        "scaler.init_scale=16",
-    ).task
+    words = ["model=resnet50", "optim=sgd", "data.batch_size=8", "scaler.init_scale=16"]
+    built = build_run(*words, f"precision={mode}")
+    task = built.task
     assert task.train_step(0)["found_inf"] == 0
     before = copy_of(task)
-    task.data = Brighter(task.data, 1)
+    # The images of one batch times 1e6: beyond FP16.
+    with_data(lambda index, batch: (batch[0] * 1e6, batch[1]))(built)
     assert task.train_step(1)["found_inf"] == 1
     assert_same_bits(before, copy_of(task))
     assert task.learner.model.bn1.num_batches_tracked == 1

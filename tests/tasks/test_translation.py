@@ -98,7 +98,7 @@ def test_the_loss_is_per_word_and_padding_none(build_run):
 
 
 def test_an_evaluation_is_that_of_the_whole_split(build_run):
-    small = build_run(*SMALL, "data.batch_size=7").task
+    small = build_run(*SMALL, "data.batch_size=30").task
     large = build_run(*SMALL, "data.batch_size=100").task
     large.learner.model.load_state_dict(small.learner.model.state_dict())
     one, other = small.evaluate(), large.evaluate()
