@@ -15,7 +15,6 @@ from mprun.cli import main
 from mprun.cli.bench import exit_code, parse
 from mprun.config.compose import compose_config
 from mprun.config.option_files import conf_dir
-from mprun.errors import BadInput
 
 from ..helpers import TINY_LM as TINY
 from ..helpers import refused
@@ -30,6 +29,7 @@ CPU = torch.device("cpu")
             ["--modes", "fp23"],
             "--modes fp23: unknown mode; did you mean 'fp32'? It must be one of fp32, ",
         ),
+        (["--modes", "mine"], "--modes mine: unknown mode"),
         (["--modes", "tf32", "device=cpu"], "--modes tf32: a CPU has no TF32"),
         (["--modes="], "--modes : needs names, separated by commas"),
         (["--budget", "5"], "--budget 5: must be seconds from 20 to 86400"),
@@ -78,26 +78,25 @@ def test_json_is_all_that_is_printed(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_without_a_configuration_it_is_the_default_one():
-    ((group,), left_out) = Contest().plan(parse(["device=cpu"]), CPU)
-    config = compose_config([]).config
-    assert group.label.startswith(config.model.name) and left_out == []
+def test_what_is_planned(tmp_path):
+    def planned(*words):
+        ((group,), left_out) = Contest().plan(parse(words), CPU)
+        assert left_out == []
+        return group
+
+    # Without a configuration it is the default one.
+    group = planned("device=cpu")
+    assert group.label.startswith(compose_config([]).config.model.name)
     assert [case.mode for case in group.cases] == ["fp32", "fp16_master_scaled", "amp"]
-
-
-@pytest.mark.slow
-def test_a_mode_of_ones_own_is_taken(tmp_path):
+    keys = [case.key for case in planned(*TINY, "--modes", "fp32", "--end-to-end").cases]
+    assert keys == ["lstm_lm b2 | fp32 | mprun", "lstm_lm b2 | fp32 | mprun | end to end"]
+    # A mode of one's own is taken.
     (tmp_path / "precision").mkdir()
     shipped = (conf_dir() / "precision" / "amp.yaml").read_text()
     (tmp_path / "precision" / "mine.yaml").write_text(shipped)
-    given = ["--config-dir", str(tmp_path), "--modes", "mine,fp32", *TINY]
-    options = parse(given)
-    assert options.modes == ["fp32", "mine"]
-    ((group,), _) = Contest().plan(options, CPU)
+    group = planned("--config-dir", str(tmp_path), "--modes", "mine,fp32", *TINY)
     assert [case.mode for case in group.cases] == ["fp32", "mine"]
     assert group.cases[1].config().precision.autocast_dtype == "fp16"
-    with pytest.raises(BadInput, match="--modes mine: unknown mode"):
-        parse(["--modes", "mine"])
 
 
 def made(mode, contender, losses, skipped=0):
@@ -124,14 +123,6 @@ def test_modes_are_held_to_fp32_and_best_settings_to_the_defaults():
     close = [made("fp32", "mprun", [2.0]), made("amp", "mprun", [2.002])]
     found = Contest().check(close)[close[1].key]
     assert found == (True, "loss 1.0e-03 apart from mprun in fp32 at step 1")
-
-
-@pytest.mark.slow
-def test_end_to_end_cases_are_cases_of_their_own():
-    options = parse([*TINY, "--modes", "fp32", "--end-to-end"])
-    ((group,), _) = Contest().plan(options, CPU)
-    keys = [case.key for case in group.cases]
-    assert keys == ["lstm_lm b2 | fp32 | mprun", "lstm_lm b2 | fp32 | mprun | end to end"]
 
 
 @pytest.mark.parametrize(

@@ -130,6 +130,7 @@ def test_resnet50_memory(mode, gigabytes):
 @pytest.mark.parametrize(
     "mode, reference, size", [("fp16_master", 135e3, 14), ("tf32", 69.1e3, 27)]
 )
+@pytest.mark.few(1)
 def test_alexnet(mode, reference, size):
     found = counted("alexnet", mode)
     assert found.parameters == 61_100_840  # torchvision's documentation

@@ -5,7 +5,7 @@ weight decay, a missing zero_grad, BatchNorm in eval mode, gradients that keep t
 Not to be accused: NHWC, other convolution kernels, a fused optimizer, another precision.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ from benchmarks.suite.peers.task import set_up
 from mprun.bench.contender import FIRST_STEPS
 from mprun.bench.contest import learns_as_fp32
 from mprun.bench.own import Own
-from mprun.bench.plan import Case
+from mprun.bench.plan import Case, Row
 from mprun.config.compose import compose_config
 
 from ..shipped import MODES
@@ -233,45 +233,29 @@ def test_skipped_updates():
     assert not compare(replace(reference, travel=still), [made("timm", "amp")])[0].ok
 
 
-@dataclass
-class Row:
-    case: Case
-    equality: dict = field(default_factory=dict)
-
-    @property
-    def key(self):
-        return f"{self.case.mode} {self.case.contender}"
-
-
 @pytest.mark.slow
 def test_rows_of_a_bench_are_held_to_the_plainest():
-    def row(name, mode, loss=2.0, twin=True, skipped=0):
-        found = {"losses": [loss] * 20, "travel": [list(s) for s in STEADY], "skipped": skipped}
-        twins = {"twin": dict(found)} if twin and name in equality.TWINS else {}
-        return Row(Case("", ("model=conv_autoencoder",), mode, name), found | twins)
+    def row(name, mode, loss=2.0):
+        found = {"losses": [loss] * 20, "travel": [list(s) for s in STEADY], "skipped": 0}
+        made = Row(Case("", ("model=conv_autoencoder",), mode, name))
+        made.equality = found | ({"twin": dict(found)} if name in equality.TWINS else {})
+        return made
 
-    rows = [
-        row("mprun", "fp32"),
-        row("loop", "fp32"),
-        row("fabric", "fp32", 2.001),
-        row("mprun", "amp"),
-        row("amp", "amp"),
-        row("timm", "amp", 2.003),
-        row("mprun", "fp16_master_scaled"),
-        row("mprun+", "fp16_master_scaled", 2.1),
-        row("mprun", "fp16_naive", 2.5),
-        row("loop", "fp16_naive", 2.5),
-    ]
-    verdicts = check(rows)
-    assert {key for key, (ok, _) in verdicts.items() if not ok} == {
-        "fp32 fabric",
-        "amp timm",
-        "fp16_master_scaled mprun+",
+    losses = {
+        "fp32": {"mprun": 2.0, "loop": 2.0, "fabric": 2.001},
+        "amp": {"mprun": 2.0, "amp": 2.0, "timm": 2.003},
+        "fp16_master_scaled": {"mprun": 2.0, "mprun+": 2.1},
+        "fp16_naive": {"mprun": 2.5, "loop": 2.5},
     }
-    assert verdicts["fp32 fabric"][1].endswith("from loop in fp32")
+    rows = {(m, name): row(name, m, loss) for m in losses for name, loss in losses[m].items()}
+    verdicts = check(list(rows.values()))
+    wrong = {at: verdicts[row.key][1] for at, row in rows.items() if not verdicts[row.key][0]}
+    off = {("fp32", "fabric"), ("amp", "timm"), ("fp16_master_scaled", "mprun+")}
+    assert wrong.keys() == off
+    assert wrong["fp32", "fabric"].endswith("from loop in fp32")
     # Alone in its mode: held to the recipe whose kernels it shares.
     lone = [row("amp", "amp"), row("mprun", "fp16_master_scaled", 2.1)]
-    assert not check(lone)["fp16_master_scaled mprun"][0]
+    assert not check(lone)[lone[1].key][0]
 
 
 def test_travel_of_a_hand_made_contender():

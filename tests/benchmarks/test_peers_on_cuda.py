@@ -1,5 +1,7 @@
 """The same promises on a GPU: every peer computes what mprun computes, in every mode it has."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 
@@ -46,19 +48,25 @@ def test_losses_equal_mprun_s_own(make_peer, build_run, kind, mode, name):
     torch.testing.assert_close(losses, expected, rtol=rtol, atol=0, equal_nan=True)
 
 
+@contextmanager
+def waiting_is_an_error():
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 @pytest.mark.parametrize("name", ["loop", "loop+", "amp", "amp+"])
 def test_no_step_of_a_plain_loop_waits_but_for_the_scaler(make_peer, name):
     mode = "fp32" if name.startswith("loop") else "amp_bf16"
     peer = make_peer("classification", mode, name, device="cuda")
     for _ in range(3):
         peer.step()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_is_an_error():
         for _ in range(3):
             peer.step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_a_fused_optimizer_s_skips_are_counted_without_waiting(make_peer):
@@ -69,12 +77,8 @@ def test_a_fused_optimizer_s_skips_are_counted_without_waiting(make_peer):
         peer.step()
     before = peer.skipped()
     factor.fill_(float("inf"))
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_is_an_error():
         peer.step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert peer.skipped() == before + 1
 
 

@@ -27,33 +27,24 @@ def test_embedding_gradients_on_a_cpu(module):
     assert "2048 in float16" in found.text and len(found.rows) == len(found.numbers)
 
 
-def check_collapse(found):
-    """2^16 / 2^165 = 2^-149 is FP32's smallest number, and half of it is a tie that goes to 0."""
-    for row in found.numbers["torch"]:
-        assert row["overflows until 0"] == 166
-        assert row["scale afterwards"] == 0
-    own = found.numbers["mprun"]
-    assert own["scale at the floor"] == 2.0**-14
-    assert own["collapsed"] and own["weights finite"]
-
-
-def check_batch_norm(found):
-    torch_amp, mprun = found.numbers["torch.amp"], found.numbers["mprun"]
-    assert not torch_amp["weights moved"] and not mprun["weights moved"]
-    assert torch_amp["statistics not finite"] > 0 and torch_amp["evaluation NaN"] > 0
-    assert mprun["statistics not finite"] == 0 and mprun["evaluation NaN"] == 0
-
-
 def test_grad_scaler_collapse_on_a_cpu(module):
     found = module("questions.skipped_updates").grad_scaler_collapse(CPU)
-    check_collapse(found)
+    # 2^16 / 2^165 = 2^-149 is FP32's smallest number, and half of it is a tie that goes to 0.
+    for row in found.numbers["torch"]:
+        assert (row["overflows until 0"], row["scale afterwards"]) == (166, 0)
+    own = {"scale at the floor": 2.0**-14, "collapsed": True, "weights finite": True}
+    assert found.numbers["mprun"] == own
     # Gradients of 0 times an inverse scale of inf, and no flag: the check is before the product.
     assert all(row["weights NaN"] == 1 for row in found.numbers["torch"])
     assert all(row["found_inf on a healthy step"] == 0 for row in found.numbers["torch"])
 
 
 def test_batch_norm_after_a_skipped_step_on_a_cpu(module):
-    check_batch_norm(module("questions.skipped_updates").batch_norm_after_skip(CPU))
+    found = module("questions.skipped_updates").batch_norm_after_skip(CPU)
+    torch_amp, mprun = found.numbers["torch.amp"], found.numbers["mprun"]
+    assert not torch_amp["weights moved"] and not mprun["weights moved"]
+    assert torch_amp["statistics not finite"] > 0 and torch_amp["evaluation NaN"] > 0
+    assert mprun["statistics not finite"] == 0 and mprun["evaluation NaN"] == 0
 
 
 def test_the_fused_trap_counts_elements(module):

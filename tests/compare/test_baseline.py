@@ -111,15 +111,6 @@ def test_no_run_of_the_baseline_is_told_in_one_line(tmp_path, capsys):
     refused(capsys, "compare", folder, says=(told, "lstm_lm-docs_words: ", "amp, fp32 (6 runs"))
 
 
-def test_runs_that_name_other_baselines_are_told_apart(tmp_path):
-    study(tmp_path / "a", ["fp32"])
-    study(tmp_path / "b", ["amp"], **{"compare.baseline": "amp_bf16"})
-    others = "compare.baseline (fp32, here amp_bf16): not as in the near"
-    with raises_line(BadInput, others, "with precision=amp_bf16, or --baseline MODE"):
-        mprun.compare(tmp_path)
-    assert labels(mprun.compare(tmp_path, baseline="fp32").groups[0]) == ["fp32", "amp"]
-
-
 def test_the_usual_scaler_makes_the_baseline_and_two_of_it_are_refused(tmp_path):
     overrides = {"compare.baseline": "amp"}
     for seed in range(3):

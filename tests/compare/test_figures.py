@@ -214,7 +214,7 @@ def test_what_a_script_is_told_are_the_values_that_are_drawn(usual):
 
 
 def test_curves_are_thinned_by_averaging():
-    one = group(steps=5000)
+    one = group(seeds=2, steps=5000)
     drawing = drawn(one, points=100)["loss-steps"]
     fp32 = curves_of(drawing)[0]
     assert len(fp32.get_xdata()) == 100
@@ -255,19 +255,14 @@ def test_intervals_lie_where_the_verdict_says(usual):
     assert [line.get_marker() for line in axes.lines].count(">") == 1
     shaded = axes.patches[0].get_bbox()
     assert (shaded.x0, shaded.x1) == (-1, 1)
+    assert "+0.60 % (-0.60 to +1.80)" in inline_svg(usual["intervals"].figure, "a", "b")
 
 
 def test_points_of_accuracy_are_not_turned_into_percent():
     one = group(seeds=3, steps=400)
     verdict = Verdict("matches", ".", "paired", [0], [0], 0.2, -0.1, 0.45, margin=0.5)
-    one = replace(
-        one,
-        metric="top1",
-        relative=False,
-        margin_setting=0.5,
-        higher_is_better=True,
-        rows=[replace(one.rows[3], verdict=verdict)],
-    )
+    points = {"relative": False, "margin_setting": 0.5, "higher_is_better": True}
+    one = replace(one, metric="top1", rows=[replace(one.rows[3], verdict=verdict)], **points)
     (axes,) = drawn(one)["intervals"].figure.axes
     assert [line.get_xdata()[0] for line in axes.lines if line.get_marker() == "o"] == [0.2]
     assert axes.get_xlabel() == "difference in points, worse →"
@@ -339,7 +334,3 @@ def test_inline_svg_has_no_foreign_ids_sizes_or_rules_and_is_valid(usual):
         assert references == set(re.findall(r' id="([^"]+)"', text))
         assert "<style" not in text and "<metadata" not in text and INK not in text
     assert ET.fromstring(first).get("aria-label") == 'says "x" & 0.123'
-
-
-def test_the_words_in_a_figure_keep_their_digits(usual):
-    assert "+0.60 % (-0.60 to +1.80)" in inline_svg(usual["intervals"].figure, "a", "b")

@@ -75,15 +75,13 @@ def test_a_missing_seed_fails_the_check(study, capsys):
 
 
 def test_a_skipped_warm_up_is_no_warning(study, capsys):
-    for path in study.glob("amp*"):
-        lines = (path / "metrics.jsonl").read_text().splitlines()
-        records = [json.loads(line) for line in lines]
+    for path in study.glob("amp*/metrics.jsonl"):
+        records = [json.loads(line) for line in path.read_text().splitlines()]
         for record in records:
             record |= {"skipped": 1, "updates": record["step"] - 1}
             if record["split"] == "train":
                 record["loss"] *= 1.5
-        text = "".join(json.dumps(record) + "\n" for record in records)
-        (path / "metrics.jsonl").write_text(text)
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
     row = row_of_amp(capsys)
     assert row["first_steps"] is None
     assert not any("first 20 steps" in note for note in row["notes"])

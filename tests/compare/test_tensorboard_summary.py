@@ -116,7 +116,7 @@ def test_runs_without_an_outcome_are_in_no_mean_but_their_own(tmp_path):
 
 
 def test_old_summaries_are_replaced_and_nothing_else_is_touched(tmp_path):
-    one = group(seeds=3, steps=400)
+    one = group(seeds=1, steps=80)
     one.rows[0].arm.label = "old"
     write_summaries(comparison(one), tmp_path)
     stranger = tmp_path / "_summary" / "old" / "events.out.tfevents.1.host"
@@ -124,7 +124,7 @@ def test_old_summaries_are_replaced_and_nothing_else_is_touched(tmp_path):
     outside = tmp_path / "events.out.tfevents.2.host.mprun-compare"
     outside.write_bytes(b"not below _summary")
     for _ in range(2):
-        folder = write_summaries(comparison(group(seeds=3, steps=400)), tmp_path)
+        folder = write_summaries(comparison(group(seeds=1, steps=80)), tmp_path)
     assert outside.is_file()
     assert [path for path in (folder / "old").rglob("*") if path.is_file()] == [stranger]
     for mode in folder.glob("*[!d]"):  # all but "old"
