@@ -132,11 +132,13 @@ def test_batches_that_are_rotated_lie_as_the_network_wants_them():
     assert images.data_ptr() == held.data_ptr()
 
 
-def test_batches_rotate():
-    own = make()
+def test_batches_rotate_and_a_schedule_does_not_end_with_its_steps():
+    own = make("fp32", "train.steps=2", "optim.schedule=linear")
     batches = [own.built.data.train_batch(index)[0] for index in range(5)]
     assert batches[0] is batches[4]
     assert not torch.equal(batches[0], batches[1])
+    losses = {float(own.step()) for _ in range(5)}
+    assert len(losses) == 5  # each step moves the weights
 
 
 def test_skipped_updates_are_counted():
@@ -147,12 +149,6 @@ def test_skipped_updates_are_counted():
         own.step()
     assert own.skipped() > 0
     assert float(scale.scale) == 2.0**24 / 2 ** own.skipped()
-
-
-def test_a_schedule_does_not_end_with_its_steps():
-    own = make("fp32", "train.steps=2", "optim.schedule=linear")
-    losses = {float(own.step()) for _ in range(5)}
-    assert len(losses) == 5  # each step moves the weights
 
 
 def test_best_settings_that_are_refused_are_left_out_with_the_reason():

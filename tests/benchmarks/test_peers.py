@@ -10,7 +10,7 @@ from benchmarks.suite import contenders as registry
 from benchmarks.suite.peers.amp import make_tuned_amp
 from benchmarks.suite.peers.loop import make_tuned_loop
 from benchmarks.suite.peers.peer import SkipCount
-from benchmarks.suite.peers.task import set_up
+from benchmarks.suite.peers.task import pin_flags, set_up
 from mprun.bench.plan import Case
 from mprun.errors import BadInput
 from mprun.precision.policy import read_math_flags
@@ -191,21 +191,18 @@ def test_skipped_updates_are_counted_by_step(fused):
 
 
 def test_tf32_flags_can_be_read_by_the_older_functions_too(tiny_network):
+    config = set_up(Case("", MODELS["classification"], "fp32", "loop"), CPU).config
     try:
-        task = set_up(Case("", MODELS["classification"], "fp32", "loop"), CPU)
-        task.config.precision.fp32_math = "tf32"
-        from benchmarks.suite.peers.task import pin_flags
-
-        pin_flags(task.config)
-        assert torch.get_float32_matmul_precision() == "high"
-        assert torch.backends.cuda.matmul.allow_tf32 and torch.backends.cudnn.allow_tf32
-        assert read_math_flags()["cudnn.rnn.fp32_precision"] == "tf32"
+        for math, precision in (("tf32", "high"), ("ieee", "highest")):
+            config.precision.fp32_math = math
+            pin_flags(config)
+            assert torch.get_float32_matmul_precision() == precision
+            for backend in (torch.backends.cuda.matmul, torch.backends.cudnn):
+                assert backend.allow_tf32 == (math == "tf32")
+            assert read_math_flags()["cudnn.rnn.fp32_precision"] == math
     finally:
-        task.config.precision.fp32_math = "ieee"
-        pin_flags(task.config)
-    assert torch.get_float32_matmul_precision() == "highest"
-    assert not torch.backends.cudnn.allow_tf32
-    assert read_math_flags()["cudnn.rnn.fp32_precision"] == "ieee"
+        config.precision.fp32_math = "ieee"
+        pin_flags(config)
 
 
 @pytest.mark.parametrize(

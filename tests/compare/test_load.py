@@ -101,6 +101,10 @@ def test_of_equal_configuration_and_seed_the_first_with_an_outcome_counts(tmp_pa
     assert notes[0].startswith(f"{tmp_path / 'b'}: left out (failed)")
     assert notes[1].startswith(f"{tmp_path / 'a'}: left out (done)")
     assert all(str(tmp_path / "c") in note for note in notes)
+    # Of several without an outcome the newest counts.
+    write_run(tmp_path / "e", seed=2, status="failed", created=at(10))
+    write_run(tmp_path / "f", seed=2, status="running", created=at(11))
+    assert load_runs([tmp_path])[0][-1].status == "running"
 
 
 def test_equal_configurations_on_other_data_are_no_duplicates(tmp_path):
@@ -109,13 +113,6 @@ def test_equal_configurations_on_other_data_are_no_duplicates(tmp_path):
     runs, [note] = load_runs([tmp_path])
     assert [run.path for run in runs] == [str(tmp_path / "a"), str(tmp_path / "b")]
     assert note.startswith(f"{tmp_path / 'c'}: left out (done), same configuration, data and seed")
-
-
-def test_of_several_without_an_outcome_the_newest_counts(tmp_path):
-    write_run(tmp_path / "a", status="failed", created="2026-11-20T10:00:00+00:00")
-    write_run(tmp_path / "b", status="running", created="2026-11-20T11:00:00+00:00")
-    runs, notes = load_runs([tmp_path])
-    assert [run.status for run in runs] == ["running"] and len(notes) == 1
 
 
 def test_runs_of_a_given_baseline_are_told_apart_from_equal_others(tmp_path):

@@ -35,6 +35,10 @@ def group(keys, modes, metric="loss", baseline=0.5, margin=0.01, **more) -> Grou
     )
 
 
+def beside(*groups):
+    return paper_rows(Comparison(list(groups)))
+
+
 RESNET = {
     "model.name": "resnet50",
     "data.name": "digits",
@@ -56,9 +60,7 @@ MATCH = Verdict("matches", "", difference=-0.2, low=-0.4, high=0.0, margin=1.0)
 
 
 def test_resnet_stands_beside_table_1_and_its_own_numbers():
-    [made] = paper_rows(
-        Comparison([group(RESNET, [("fp16_master", 97.2, MATCH)], "top1", 97.0, 1.0)])
-    )
+    [made] = beside(group(RESNET, [("fp16_master", 97.2, MATCH)], "top1", 97.0, 1.0))
     assert (made.model, made.source) == ("ResNet-50", "table 1")
     paper, ours = made.lines
     assert (paper.baseline, paper.value) == ("75.92", "76.04")
@@ -89,7 +91,7 @@ def test_differences_of_the_paper_are_those_of_its_numbers():
 
 def test_alexnet_is_another_row():
     keys = RESNET | {"model.name": "alexnet", "data.image_size": 224}
-    [made] = paper_rows(Comparison([group(keys, [("amp", 97.0, MATCH)], "top1", 97.0, 1.0)]))
+    [made] = beside(group(keys, [("amp", 97.0, MATCH)], "top1", 97.0, 1.0))
     assert made.lines[0].baseline == "56.77" and made.lines[0].value == "56.93"
     assert "v1.5" not in made.reading and "256x256" in made.paper_scale
 
@@ -97,7 +99,7 @@ def test_alexnet_is_another_row():
 def test_bigger_language_models_need_more_steps_than_ours():
     worse = Verdict("worse", "", difference=0.05, low=0.04, high=0.06, margin=0.02)
     modes = [("fp16_naive", 2.1, worse), ("fp16_master", 2.0, MATCH), ("bf16_master", 2.0, MATCH)]
-    big, masters = paper_rows(Comparison([group(LM, modes, baseline=2.0)]))
+    big, masters = beside(group(LM, modes, baseline=2.0))
     assert big.source == "figure 5"
     outcomes = [(line.mode, line.outcome) for line in big.lines]
     assert outcomes[:2] == [
@@ -119,7 +121,7 @@ def test_biglstm_itself_at_the_paper_s_length():
     keys = LM | {"model.num_layers": 2, "model.hidden_size": 8192, "model.projection_size": 1024}
     keys |= {"data.name": "one_billion_words"}
     where = {"steps": 300_000, "device": "NVIDIA H200"}
-    [made] = paper_rows(Comparison([group(keys, [("fp16_master", 3.4, MATCH)], **where)]))
+    [made] = beside(group(keys, [("fp16_master", 3.4, MATCH)], **where))
     assert "smaller relative" not in made.reading and "cannot show" not in made.reading
     assert "Numbers compare only if the data are One Billion Word." in made.reading
     assert "NVIDIA H200" in made.our_scale and "emulated" not in made.our_scale
@@ -128,11 +130,11 @@ def test_biglstm_itself_at_the_paper_s_length():
 def test_gan_is_judged_by_eye():
     keys = RESNET | {"model.name": "dcgan"}
     none = Verdict("not assessed", "")
-    [made] = paper_rows(Comparison([group(keys, [("amp", 1.4, none)])]))
+    [made] = beside(group(keys, [("amp", 1.4, none)]))
     assert made.source == "figure 6" and "by eye" in made.lines[0].who
     assert "no outcome" in made.reading and made.lines[1].outcome == "not assessed"
     distance = group(keys, [("amp", 1.4, MATCH)], metric="sliced_wasserstein")
-    [made] = paper_rows(Comparison([distance]))
+    [made] = beside(distance)
     assert "no outcome" not in made.reading
 
 
@@ -140,27 +142,27 @@ def test_what_the_paper_does_not_have():
     keys = RESNET | {"model.name": "conv_autoencoder"}
     lost = Verdict("diverged", "diverged in 3 of 3 runs")
     modes = [("fp16_naive", None, lost), ("fp16_master_scaled", 0.2, MATCH)]
-    autoencoder, scaling, masters = paper_rows(Comparison([group(keys, modes)]))
+    autoencoder, scaling, masters = beside(group(keys, modes))
     assert autoencoder.source == "" and autoencoder.lines == ()
     assert "no conv autoencoder" in autoencoder.reading
     assert scaling.source == "table 2" and scaling.lines[0].outcome == "diverges"
     assert [line.mode for line in scaling.lines[2:]] == ["fp16_master_scaled"]
     assert masters.lines[2].value == "" and masters.lines[2].outcome == "diverged"
-    [foreign] = paper_rows(Comparison([group({}, modes)]))
+    [foreign] = beside(group({}, modes))
     assert foreign.lines == () and "do not say which model" in foreign.reading
 
 
 def test_a_group_without_the_paper_s_modes_says_so():
-    [made] = paper_rows(Comparison([group(RESNET, [("amp_bf16", 0.5, MATCH)])]))
+    [made] = beside(group(RESNET, [("amp_bf16", 0.5, MATCH)]))
     assert len(made.lines) == 1 and "None of the FP16 modes" in made.reading
     changed = group(RESNET, [("fp16_master+norm_dtype=fp16", 0.5, MATCH)])
-    [made] = paper_rows(Comparison([changed]))
+    [made] = beside(changed)
     assert made.lines[1].mode == "fp16_master+norm_dtype=fp16"
 
 
 def test_markdown_and_html_show_every_cell_and_escape_them():
     odd = group(RESNET, [("fp16_master", 97.2, MATCH)], "top1", 97.0, 1.0, title="<b>|&")
-    rows = paper_rows(Comparison([odd, group(LM, [("amp", 2.0, MATCH)], baseline=2.0)]))
+    rows = beside(odd, group(LM, [("amp", 2.0, MATCH)], baseline=2.0))
     rows[0] = replace(rows[0], lines=(*rows[0].lines, rows[0].lines[0]._replace(mode='<i a="1">|')))
     wanted = [
         [line.who, line.mode, line.baseline, line.value, line.difference, line.outcome]

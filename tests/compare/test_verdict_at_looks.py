@@ -25,68 +25,45 @@ def differing(*differences: float) -> Arm:
     return made_arm({s: 2.0 + d for s, d in enumerate(differences)}, mode="amp")
 
 
-def test_looks_need_the_first_number_of_seeds():
-    verdict = verdict_of(differing(*JITTER), made_arm(TEN), looks=[8, 10])
-    assert (verdict.name, verdict.needed, verdict.look) == ("inconclusive", 3, None)
-    assert verdict.sentence.startswith("inconclusive: needs at least 8 seeds (has 5).")
+PLAN = (3, 5, 10)
+WIDE = (0.03, -0.03, 0.0)
+WAITING = (*WIDE, 9.0)
+LATER = (*WIDE, 0.001, -0.001, *[0.0] * 5)
+# Seeds 0 to 2 hardly differ; the later ones would say worse.
+EARLY = (0.001, -0.001, 0.0, *[0.5] * 7)
+ABOVE = (0.015, 0.02, 0.025)
+LAST = [0.05, -0.05] * 5
 
 
-def test_the_first_conclusive_look_stands():
-    # Seeds 0 to 2 hardly differ; the later ones would say worse.
-    own = differing(0.001, -0.001, 0.0, *[0.5] * 7)
-    verdict = verdict_of(own, made_arm(TEN), looks=[3, 5, 10])
-    assert (verdict.name, verdict.look, verdict.needed) == ("matches", 3, None)
-    assert verdict.seeds == [0, 1, 2]
-    assert verdict.level == pytest.approx(1 - 2 * nominal_alpha((3, 5, 10)))
-    assert verdict.sentence.endswith(
-        " Look at 3 seeds of the plan 3, 5, 10; it stands, 7 seeds not used."
-    )
-    # Without looks all seeds count.
-    assert verdict_of(own, made_arm(TEN)).name != "matches"
+@pytest.mark.parametrize(
+    ("differences", "looks", "found", "said"),
+    [
+        (JITTER, (8, 10), ("inconclusive", None, 3), ["needs at least 8 seeds (has 5)."]),
+        (EARLY, PLAN, ("matches", 3, None), ["plan 3, 5, 10; it stands, 7 seeds not used."]),
+        (WAITING, PLAN, ("inconclusive", 3, 1), ["wait for the look at 5 seeds; diff"]),
+        (WAITING, PLAN, ("inconclusive", 3, 1), ["next needs 1 seed more, 1 seed waiting for it."]),
+        (WIDE, PLAN, ("inconclusive", 3, 2), ["; the next needs 2 seeds more. Left out"]),
+        # Variance 2 * (0.03^2 + 0.001^2) / 9 = 2.0e-4; half width near 2.4 * 0.0045 = 0.011 < 0.02.
+        (LATER, (3, 10), ("matches", 10, None), [" Look at 10 seeds of the plan 3, 10."]),
+        # At 3 seeds: mean 0.02, s = 0.005, h = t * 0.005 / sqrt(3) with t near 4.6 (2 degrees,
+        # 2.3 %): 0.013, so the interval is (0.007, 0.033), which is not conclusive.
+        (ABOVE, (3, 10), ("likely worse", 3, 7), ["likely worse"]),
+        # At 10 seeds: mean 0.034, s = 0.0102, h = t * 0.0102 / sqrt(10), t near 2.3: low 0.026.
+        ((*ABOVE, *[0.04] * 7), (3, 10), ("worse", 10, None), ["worse"]),
+        (LAST, (3, 5), ("inconclusive", 5, None), ["this was the last look; ", "beyond it not us"]),
+    ],
+)
+def test_which_look_decides_and_what_waits(differences, looks, found, said):
+    verdict = verdict_of(differing(*differences), made_arm(TEN), looks=looks)
+    assert (verdict.name, verdict.look, verdict.needed) == found
+    assert all(part in verdict.sentence for part in said)
+    if verdict.look is not None:
+        assert verdict.seeds == list(range(verdict.look))
+        assert verdict.level == pytest.approx(1 - 2 * nominal_alpha(looks))
 
 
-def test_seeds_between_looks_wait():
-    wide = (0.03, -0.03, 0.0)
-    verdict = verdict_of(differing(*wide, 9.0), made_arm(TEN), looks=[3, 5, 10])
-    assert (verdict.name, verdict.look, verdict.needed) == ("inconclusive", 3, 1)
-    assert verdict.seeds == [0, 1, 2]
-    assert verdict.sentence.startswith("inconclusive: wait for the look at 5 seeds; difference ")
-    assert (
-        " Look at 3 seeds of the plan 3, 5, 10; the next needs 1 seed more, 1 seed waiting for it."
-        in verdict.sentence
-    )
-    verdict = verdict_of(differing(*wide), made_arm(TEN), looks=[3, 5, 10])
-    assert verdict.needed == 2
-    assert "; the next needs 2 seeds more. Left out" in verdict.sentence
-
-
-def test_a_later_look_decides():
-    own = differing(0.03, -0.03, 0.0, 0.001, -0.001, *[0.0] * 5)
-    verdict = verdict_of(own, made_arm(TEN), looks=[3, 10])
-    # Variance 2 * (0.03^2 + 0.001^2) / 9 = 2.0e-4; half width near 2.4 * 0.0045 = 0.011 < 0.02.
-    assert (verdict.name, verdict.look) == ("matches", 10)
-    assert verdict.sentence.endswith(" Look at 10 seeds of the plan 3, 10.")
-
-
-def test_likely_worse_is_not_conclusive_at_a_look():
-    # At 3 seeds: mean 0.02, s = 0.005, h = t * 0.005 / sqrt(3) with t near 4.6 (2 degrees, 2.3 %):
-    # 0.013, so the interval is (0.007, 0.033).
-    found = (0.015, 0.02, 0.025)
-    verdict = verdict_of(differing(*found), made_arm(TEN), looks=[3, 10])
-    assert (verdict.name, verdict.look, verdict.needed) == ("likely worse", 3, 7)
-    # At 10 seeds: mean 0.034, s = 0.0102, h = t * 0.0102 / sqrt(10) with t near 2.3: low 0.026.
-    verdict = verdict_of(differing(*found, *[0.04] * 7), made_arm(TEN), looks=[3, 10])
-    assert (verdict.name, verdict.look, verdict.needed) == ("worse", 10, None)
-
-
-def test_after_the_last_look_nothing_is_promised():
-    wide = [0.05, -0.05] * 5
-    verdict = verdict_of(differing(*wide), made_arm(TEN), looks=[3, 5])
-    assert (verdict.name, verdict.look, verdict.needed) == ("inconclusive", 5, None)
-    assert verdict.sentence.startswith("inconclusive: this was the last look; ")
-    assert verdict.sentence.endswith(
-        " Look at 5 seeds of the plan 3, 5; 5 seeds beyond it not used."
-    )
+def test_without_looks_all_seeds_count():
+    assert verdict_of(differing(*EARLY), made_arm(TEN)).name != "matches"
 
 
 def test_looks_are_stricter_than_a_fixed_test():
