@@ -160,12 +160,9 @@ def test_rates_at_named_updates(recipe, steps_per_epoch, steps, table):
     assert {update: rates[update] for update in table} == pytest.approx(table, rel=1e-12)
 
 
-SMALL_ONES = ("quickstart_", "minutes_", "ranks_", "paper_")
-
-
 def test_every_recipe_is_in_the_table():
     files = {path.stem for path in (conf_dir() / "experiment").glob("*.yaml")}
-    files = {name for name in files if not name.startswith(SMALL_ONES)}
+    files = {name for name in files if not name.startswith(_NO_RECIPES)}
     assert {row[0] for row in SCHEDULES} == files
 
 
