@@ -16,6 +16,8 @@ from mprun.config.user_code import vouched
 from mprun.record.metrics import read_metrics
 from mprun.sweep.mode_table import table
 
+from .. import helpers
+
 HONEST = """
 import torch
 from torch import nn
@@ -85,13 +87,10 @@ def edited(folder):
 
 
 def refused(capsys, *arguments: str) -> str:
-    """The one line of a command that must end with exit code 2."""
-    capsys.readouterr()
-    assert main(list(arguments)) == 2
-    printed = capsys.readouterr()
-    assert printed.out == "" and printed.err.count("\n") == 1, printed
+    """The one line of a refusal, before which nothing hostile was imported."""
+    line = helpers.refused(capsys, *arguments)
     assert not Path("canary").exists() and "hostile" not in sys.modules
-    return printed.err
+    return line
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,8 @@ import pytest
 
 from mprun.cli.dispatch import main
 
+from ..helpers import refused
+
 TINY = ["train.steps=2", "train.eval_every=1", "device=cpu"]
 
 
@@ -45,9 +47,7 @@ def test_a_list_of_the_full_scale_names_what_is_missing(tmp_path, capsys):
 )
 def test_bad_input_is_one_line(arguments, named, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main(["paper", *arguments]) == 2
-    said = capsys.readouterr().err.strip()
-    assert named in said and "\n" not in said
+    refused(capsys, "paper", *arguments, says=named)
     assert not list(tmp_path.iterdir())
 
 

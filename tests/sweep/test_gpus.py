@@ -18,6 +18,8 @@ from mprun.sweep.gpus import Gpus, visible_gpus
 from mprun.sweep.jobs import Cell
 from mprun.sweep.plan import plan
 
+from ..helpers import refused
+
 
 @pytest.fixture(autouse=True)
 def in_empty_folder(tmp_path, monkeypatch):
@@ -213,9 +215,7 @@ def test_a_run_goes_on_with_the_devices_that_it_gets_now(tiny):
 def test_more_than_there_are(visible, arguments, message, monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     sweep = ["-m", "model=resnet50", "train.accumulate=8", "seed=0,1", *arguments]
-    assert main(sweep) == 2
-    printed = capsys.readouterr()
-    assert printed.err.startswith(f"mprun: {message}") and len(printed.err.splitlines()) == 1
+    refused(capsys, *sweep, says=f"mprun: {message}")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,6 +1,5 @@
 """Sweeps through Hydra's launchers: our plan and outcomes, their processes."""
 
-import json
 import os
 import signal
 import subprocess
@@ -13,6 +12,8 @@ import pytest
 
 from mprun.cli import main
 from mprun.sweep.plan import plan
+
+from ..helpers import record_of, refused
 
 JOBLIB = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
 SUBMITIT = ["hydra/launcher=submitit_local"]
@@ -42,7 +43,7 @@ def in_empty_folder(tmp_path, monkeypatch):
 
 
 def records(cells) -> list[dict]:
-    return [json.loads((cell.directory / "run.json").read_text()) for cell in cells]
+    return [record_of(cell.directory) for cell in cells]
 
 
 @pytest.mark.slow
@@ -136,10 +137,7 @@ def test_options_that_do_not_go_together(capsys, tmp_path):
         (["-m", "seed=0,1", "--stall-after", "-5"], "--stall-after -5: must be seconds >= 0"),
         (["-m", "seed=0,1", "--stall-after=x"], "--stall-after x: must be seconds >= 0"),
     ):
-        assert main(arguments) == 2
-        printed = capsys.readouterr()
-        assert printed.out == "" and printed.err.startswith(f"mprun: {message}")
-        assert len(printed.err.splitlines()) == 1
+        refused(capsys, *arguments, says=f"mprun: {message}")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -147,13 +145,11 @@ def test_options_that_do_not_go_together(capsys, tmp_path):
 def test_slurm_composes_and_needs_sbatch(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     slurm = ["-m", "seed=0,1", "hydra/launcher=submitit_slurm", "hydra.launcher.gpus_per_node=1"]
-    assert main([*slurm, "hydra.launcher.partition=a100"]) == 2
-    [line] = capsys.readouterr().err.splitlines()
-    assert "hydra/launcher=submitit_slurm: no sbatch here" in line
+    no_program = "hydra/launcher=submitit_slurm: no sbatch here"
+    refused(capsys, *slurm, "hydra.launcher.partition=a100", says=no_program)
     # Its keys are checked first.
-    assert main([*slurm, "hydra.launcher.partitio=a100"]) == 2
-    [line] = capsys.readouterr().err.splitlines()
-    assert "hydra.launcher.partitio=a100: Key 'partitio' not in 'SlurmQueueConf'" in line
+    no_key = "hydra.launcher.partitio=a100: Key 'partitio' not in 'SlurmQueueConf'"
+    refused(capsys, *slurm, "hydra.launcher.partitio=a100", says=no_key)
 
 
 def test_a_launcher_that_is_not_installed_names_its_extra(tmp_path):

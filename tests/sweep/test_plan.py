@@ -8,6 +8,8 @@ from mprun.errors import BadInput
 from mprun.record.run_directory import run_name
 from mprun.sweep.plan import plan
 
+from ..helpers import raises_line
+
 
 @pytest.fixture(autouse=True)
 def empty_folder(tmp_path, monkeypatch):
@@ -113,6 +115,5 @@ def test_long_names_are_cut_in_what_is_not_swept():
     ],
 )
 def test_what_no_sweep_can_be(overrides, message):
-    with pytest.raises(BadInput) as caught:
+    with raises_line(BadInput, message):
         plan(overrides, None)
-    assert message in str(caught.value) and len(str(caught.value).splitlines()) == 1
