@@ -32,14 +32,6 @@ SPEECH = [
     "model.hidden_size=8",
     "data.batch_size=4",
 ]
-AUTOENCODER = [
-    *ONE_CORE,
-    "model=conv_autoencoder",
-    "data.image_size=32",
-    "data.batch_size=16",
-    "model.width=2",
-    "model.code_size=4",
-]
 # Without the text of the documentation, which takes a moment to read.
 TINY_LM = [
     *ONE_CORE,

@@ -15,7 +15,6 @@ import yaml
 from mprun.config.roles import flat
 from mprun.config.schema import DTYPES, PrecisionConfig
 
-
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # a tenth of the time
 
 

@@ -22,29 +22,17 @@ from mprun.config.roles import config_hash
 from mprun.distributed.ranks import Ranks
 from mprun.execution import Compilation
 from mprun.record.console import Progress
-from mprun.record.metrics import read_metrics
 from mprun.training.loop import train
 from mprun.training.messages import _next
 from mprun.training.signals import Interruption, Stopped
 
-from ..helpers import LM, TINY_LM, record_of, rows_of, run
-
-AUTOENCODER = [
-    "device=cpu",
-    "threads=1",
-    "model=conv_autoencoder",
-    "data.image_size=32",
-    "data.batch_size=16",
-    "model.width=2",
-    "model.code_size=4",
-]
+from ..helpers import LM, TINY_AUTOENCODER, TINY_LM, record_of, refused, rows_of, run
 
 
 def test_done_is_0(tmp_path, capsys, monkeypatch):
     evaluated = []
     monkeypatch.setattr(Progress, "evaluated", lambda self, *count: evaluated.append(count))
-    command = [*LM, "train.steps=2", "precision=amp", f"output_dir='{tmp_path / 'r'}'"]
-    assert main(command) == 0
+    assert run(tmp_path / "r", *LM, "train.steps=2", "precision=amp") == 0
     record = record_of(tmp_path / "r")
     assert record["status"] == "done"
     printed = capsys.readouterr()
@@ -118,43 +106,27 @@ def test_the_next_command_is_the_one_that_shows_most(tmp_path, monkeypatch):
 
 def test_diverged_is_3_and_a_result(tmp_path, capsys):
     """Adam's eps of 1e-8 is 0 in FP16: 0 / 0 in the first update, NaN in the second loss."""
-    run = tmp_path / "r"
-    command = [
-        *AUTOENCODER,
-        "precision=fp16_naive",
-        "train.steps=9",
-        "train.log_every=3",
-        "train.checkpoint_every=1",
-        f"output_dir='{run}'",
-    ]
-    assert main(command) == 3
+    folder, length = tmp_path / "r", ["train.steps=9", "train.log_every=3"]
+    length.append("train.checkpoint_every=1")
+    assert run(folder, *TINY_AUTOENCODER, "precision=fp16_naive", *length) == 3
     printed = capsys.readouterr()
-    record = record_of(run)
+    record = record_of(folder)
     assert record["status"] == "diverged" and record["cause"] == "non-finite loss"
     # The step of the first non-finite loss, not the step of the log line that found it.
     assert record["last_step"] == 2
-    assert read_metrics(run / "metrics.jsonl")[-1]["step"] == 2
+    assert rows_of(folder)[-1]["step"] == 2
     assert "optim.eps" in printed.err and "diverged at step 2" in printed.err
-    assert printed.out == f"run: {run}\n"
+    assert printed.out == f"run: {folder}\n"
     # Weights that are not finite are never committed as a checkpoint to go on from.
-    assert [p.name for p in (run / "checkpoints").iterdir()] == ["step-00000001"]
+    assert [p.name for p in (folder / "checkpoints").iterdir()] == ["step-00000001"]
 
 
 def test_a_scale_that_collapses_is_3(tmp_path, capsys):
-    run = tmp_path / "r"
     # The floor itself overflows FP16, so that every update is skipped.
-    command = [
-        *LM,
-        "precision=amp",
-        "scaler.init_scale=16777216",
-        "scaler.min_scale=16777216",
-        "scaler.max_consecutive_skips=4",
-        "train.steps=50",
-        "train.log_every=1",
-        f"output_dir='{run}'",
-    ]
-    assert main(command) == 3
-    record = record_of(run)
+    floor = ["scaler.init_scale=16777216", "scaler.min_scale=16777216"]
+    length = ["scaler.max_consecutive_skips=4", "train.steps=50", "train.log_every=1"]
+    assert run(tmp_path / "r", *LM, "precision=amp", *floor, *length) == 3
+    record = record_of(tmp_path / "r")
     assert (record["status"], record["updates"]) == ("diverged", 0)
     assert "4 skipped updates in a row" in record["cause"]
     assert "4 skipped" in capsys.readouterr().err
@@ -185,8 +157,8 @@ def test_a_parser_without_a_descriptor_does_not_blame_the_command_line(monkeypat
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     monkeypatch.setattr("mprun.config.overrides.OverridesParser.parse_overrides", parse)
-    assert main(["seed=5671"]) == 5  # none that was parsed before
-    assert capsys.readouterr().err == "mprun: Too many open files\n"
+    line = refused(capsys, "seed=5671", code=5)  # none that was parsed before
+    assert line == "mprun: Too many open files\n"
 
 
 @pytest.mark.parametrize("text", ["can't start new thread", "could not create a primitive"])
@@ -195,34 +167,23 @@ def test_memory_that_ends_while_training_is_5(text, tmp_path, monkeypatch, capsy
         raise RuntimeError(text)
 
     monkeypatch.setattr("mprun.training.run.train", train)
-    assert main([*TINY_LM, "train.steps=1", f"output_dir='{tmp_path / 'r'}'"]) == 5
+    assert run(tmp_path / "r", *TINY_LM, "train.steps=1") == 5
     assert capsys.readouterr().err.endswith(f"mprun: out of memory: {text}\n")
     assert record_of(tmp_path / "r")["status"] == "failed"
 
 
 def test_an_unwritable_folder_is_named(tmp_path, capsys):
     (tmp_path / "file").write_text("not a folder")
-    assert main([*LM, f"output_root='{tmp_path / 'file'}'"]) == 2
-    assert "output_root" in capsys.readouterr().err
+    refused(capsys, *LM, f"output_root='{tmp_path / 'file'}'", says="output_root")
 
 
-def start_words(run, *overrides) -> list[str]:
-    return [
-        sys.executable,
-        "-m",
-        "mprun",
-        *LM,
-        "precision=amp",
-        "train.steps=1000000",
-        "train.log_every=1",
-        "train.checkpoint_every=1000000",
-        *overrides,
-        f"output_dir='{run}'",
-    ]
-
-
-def start(run, *overrides, **streams) -> subprocess.Popen:
-    return subprocess.Popen(start_words(run, *overrides), text=True, **streams)
+def start(folder, *overrides, **more) -> subprocess.Popen:
+    """A run of a million steps, but for what `overrides` say; more: of the process."""
+    endless = ["train.steps=1000000", "train.log_every=1", "train.checkpoint_every=1000000"]
+    words = [*LM, "precision=amp", *endless, *overrides, f"output_dir='{folder}'"]
+    if any(word.startswith("data=") for word in overrides):  # which has no such keys
+        words = [word for word in words if not word.startswith(("data.vocab", "data.seq"))]
+    return subprocess.Popen([sys.executable, "-m", "mprun", *words], text=True, **more)
 
 
 SIGNALS = [(signal.SIGINT, 130), (signal.SIGHUP, 75), (signal.SIGTERM, 75), (signal.SIGUSR1, 75)]
@@ -260,9 +221,9 @@ def test_a_signal_stops_at_a_step_with_a_checkpoint(number, code, tmp_path, monk
 
 @pytest.mark.slow
 def test_a_terminal_gets_a_bar_and_stdout_stays_clean(tmp_path):
-    run = tmp_path / "r"
+    folder = tmp_path / "r"
     ours, theirs = pty.openpty()
-    process = start(run, "train.steps=4", stdout=subprocess.PIPE, stderr=theirs)
+    process = start(folder, "train.steps=4", stdout=subprocess.PIPE, stderr=theirs)
     os.close(theirs)
     drawn = b""
     while True:
@@ -275,19 +236,18 @@ def test_a_terminal_gets_a_bar_and_stdout_stays_clean(tmp_path):
         drawn += part
     out, _ = process.communicate(timeout=60)
     os.close(ours)
-    assert (process.returncode, out) == (0, f"run: {run}\n")
+    assert (process.returncode, out) == (0, f"run: {folder}\n")
     text = drawn.decode()
     assert "━" in text and "step 1/4  loss" in text and "step 4/4  loss" in text
 
 
 def test_a_run_in_use_is_refused(tmp_path, capsys):
-    run = tmp_path / "r"
-    assert main([*LM, "train.steps=2", "train.checkpoint_every=1", f"output_dir='{run}'"]) == 0
-    with open(run / ".lock", "a") as held:
+    folder = tmp_path / "r"
+    assert run(folder, *TINY_LM, "train.steps=2", "train.checkpoint_every=1") == 0
+    with open(folder / ".lock", "a") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        assert main([f"resume={run}", "train.steps=4"]) == 2
-        assert "in use" in capsys.readouterr().err
-    assert main([f"resume={run}", "train.steps=4"]) == 0
+        refused(capsys, f"resume={folder}", "train.steps=4", says="in use")
+    assert main([f"resume={folder}", "train.steps=4"]) == 0
 
 
 def wait_for(condition, process, seconds=60):
@@ -299,44 +259,36 @@ def wait_for(condition, process, seconds=60):
 
 @pytest.mark.slow
 def test_an_evaluation_is_left_at_once_and_made_up_for(tmp_path, capsys):
-    run = tmp_path / "r"
-    words = [word for word in start_words(run) if not word.startswith("data.vocab_limit")]
+    folder = tmp_path / "r"
     long = ["train.eval_every=2", "train.steps=4", "data=synthetic_tokens"]
-    words += [*long, "data.eval_tokens=50000000"]
-    process = subprocess.Popen(words, text=True, stderr=subprocess.PIPE)
-    wait_for(lambda: (run / "run.json").exists() and len(lines_of(run)) == 2, process)
+    process = start(folder, *long, "data.eval_tokens=50000000", stderr=subprocess.PIPE)
+    wait_for(lambda: (folder / "run.json").exists() and len(lines_of(folder)) == 2, process)
     asked = time.monotonic()
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 75 and "Traceback" not in err, err
     # Two seconds, and what a loaded machine takes beside: the evaluation itself takes minutes.
     assert time.monotonic() - asked < 10
-    assert record_of(run)["status"] == "preempted" and "checkpoint at step 2 kept" in err
+    assert record_of(folder)["status"] == "preempted" and "checkpoint at step 2 kept" in err
     # Its records are those of the steps alone; the evaluation comes first when the run goes on.
-    assert [record["split"] for record in lines_of(run)] == ["train", "train"]
+    assert [record["split"] for record in lines_of(folder)] == ["train", "train"]
     # On fewer tokens, which only a test may do.
     for name in ("config.yaml", "run.json"):
-        text = (run / name).read_text().replace("50000000", "500")
-        (run / name).write_text(text)
-    record = record_of(run)
+        text = (folder / name).read_text().replace("50000000", "500")
+        (folder / name).write_text(text)
+    record = record_of(folder)
     del record["data"]["sha256"]
     record["config_hash"] = config_hash(record["config"])
-    (run / "run.json").write_text(json.dumps(record))
-    assert main([f"resume={run}"]) == 0
-    kinds = [(record["split"], record["step"]) for record in lines_of(run)]
-    assert kinds == [("train", 1), ("train", 2), ("eval", 2)] + [
-        ("train", 3),
-        ("train", 4),
-        ("eval", 4),
-    ]
+    (folder / "run.json").write_text(json.dumps(record))
+    assert main([f"resume={folder}"]) == 0
+    kinds = [(record["split"], record["step"]) for record in lines_of(folder)]
+    halves = [[("train", last - 1), ("train", last), ("eval", last)] for last in (2, 4)]
+    assert kinds == sum(halves, [])
 
 
 def test_compiling_is_left_at_once_and_its_step_is_no_state_to_keep(tmp_path, monkeypatch):
     """It may take minutes, and has moved what is random, and BatchNorm, when it is left."""
-
-    def words(run):
-        steps = ["train.steps=3", "train.log_every=1", "train.compile=default"]
-        return [*AUTOENCODER, *steps, f"output_dir='{run}'"]
+    words = [*TINY_AUTOENCODER, "train.steps=3", "train.log_every=1", "train.compile=default"]
 
     def compiles(self, step):
         step()
@@ -345,19 +297,19 @@ def test_compiling_is_left_at_once_and_its_step_is_no_state_to_keep(tmp_path, mo
         raise AssertionError("goes on")
 
     monkeypatch.setattr(Compilation, "first_step", compiles)
-    run, whole = tmp_path / "r", tmp_path / "whole"
-    assert main(words(run)) == 75
-    assert (record_of(run)["status"], record_of(run)["last_step"]) == ("preempted", 0)
-    assert not (run / "checkpoints").exists()
+    folder, whole = tmp_path / "r", tmp_path / "whole"
+    assert run(folder, *words) == 75
+    assert (record_of(folder)["status"], record_of(folder)["last_step"]) == ("preempted", 0)
+    assert not (folder / "checkpoints").exists()
     monkeypatch.setattr(Compilation, "first_step", lambda self, step: step())
-    assert main([f"resume={run}"]) == main(words(whole)) == 0
-    losses = [[line["loss"] for line in lines_of(path)] for path in (run, whole)]
+    assert main([f"resume={folder}"]) == run(whole, *words) == 0
+    losses = [[line["loss"] for line in rows_of(path)] for path in (folder, whole)]
     assert losses[0] == losses[1] and len(losses[0]) == 4
 
 
-def lines_of(run) -> list[dict]:
-    path = run / "metrics.jsonl"
-    return read_metrics(path) if path.exists() else []
+def lines_of(folder) -> list[dict]:
+    """Of a run that may not have begun."""
+    return rows_of(folder) if (folder / "metrics.jsonl").exists() else []
 
 
 @pytest.mark.slow
@@ -365,10 +317,9 @@ def test_loading_is_left_at_once_and_nothing_is_written(tmp_path):
     (tmp_path / "slow.py").write_text(
         "import time\n\ndef make(**_):\n    print('loading', flush=True)\n    time.sleep(600)\n"
     )
-    words = [*start_words(tmp_path / "r"), "data=custom", "data.factory=slow:make"]
-    process = subprocess.Popen(
-        [word for word in words if not word.startswith(("data.vocab", "data.seq"))],
-        text=True,
+    process = start(
+        tmp_path / "r",
+        *("data=custom", "data.factory=slow:make"),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"},
@@ -385,12 +336,12 @@ def test_loading_is_left_at_once_and_nothing_is_written(tmp_path):
 )
 @pytest.mark.slow
 def test_a_terminal_that_goes_away_ends_no_run(ending, tmp_path):
-    run = tmp_path / "r"
-    words = [*LM, "precision=amp", "train.steps=30", "train.log_every=1", f"output_dir={run}"]
+    folder = tmp_path / "r"
+    words = [*LM, "precision=amp", "train.steps=30", "train.log_every=1", f"output_dir={folder}"]
     command = f"set -o pipefail; {sys.executable} -m mprun {' '.join(words)} {ending}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert record_of(run)["status"] == "done" and lines_of(run)[-1]["step"] == 30
+    assert record_of(folder)["status"] == "done" and rows_of(folder)[-1]["step"] == 30
 
 
 def test_a_result_that_cannot_be_written_is_no_success(tmp_path):
@@ -401,17 +352,16 @@ def test_a_result_that_cannot_be_written_is_no_success(tmp_path):
 
 @pytest.mark.slow
 def test_a_killed_run_without_a_checkpoint_begins_again(tmp_path, capsys):
-    run, whole = tmp_path / "r", tmp_path / "whole"
-    process = start(run, stderr=subprocess.PIPE)
-    wait_for(lambda: len(lines_of(run)) > 3, process)
+    folder, whole = tmp_path / "r", tmp_path / "whole"
+    process = start(folder, stderr=subprocess.PIPE)
+    wait_for(lambda: len(lines_of(folder)) > 3, process)
     process.kill()
     process.communicate()
-    assert record_of(run)["status"] == "running" and not (run / "checkpoints").exists()
-    assert main([f"resume={run}", "train.steps=5"]) == 0
+    assert record_of(folder)["status"] == "running" and not (folder / "checkpoints").exists()
+    assert main([f"resume={folder}", "train.steps=5"]) == 0
     assert "begins again at step 1" in capsys.readouterr().err
-    same = [*LM, "precision=amp", "train.log_every=1", "train.steps=5"]
-    assert main([*same, f"output_dir='{whole}'"]) == 0
-    losses = [[line["loss"] for line in lines_of(path)] for path in (run, whole)]
+    assert run(whole, *LM, "precision=amp", "train.log_every=1", "train.steps=5") == 0
+    losses = [[line["loss"] for line in rows_of(path)] for path in (folder, whole)]
     assert losses[0] == losses[1] and len(losses[0]) >= 5
 
 

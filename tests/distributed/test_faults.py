@@ -54,7 +54,8 @@ def test_every_fault_in_every_phase(kind, phase, tmp_path):
     before = phase == "start" and kind not in ("inf", "nan")
     assert ended.returncode == (BEFORE.get(kind, code) if before else code), ended.stderr
     if kind not in ("inf", "nan", "signal"):
-        assert seconds < 15 + (TIMEOUT_S if kind == "stopped" else 0)
+        # Nobody would end the others; seconds on a free machine, more where others compute.
+        assert seconds < 60
         assert "rank 1" in ended.stderr
     assert "Traceback" not in ended.stderr
     assert with_word(f"output_dir={directory}") == []

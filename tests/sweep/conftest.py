@@ -1,6 +1,5 @@
 """Sweeps of tiny runs, and what happens to their processes from outside."""
 
-import json
 import os
 import signal
 import subprocess
@@ -11,25 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from mprun.cli import main
-from mprun.record.metrics import read_metrics
+from ..helpers import TINY_AUTOENCODER, record_of, rows_of, run
 
-TINY = [
-    "device=cpu",
-    "threads=1",
-    "model=conv_autoencoder",
-    "data.image_size=32",
-    "data.batch_size=16",
-    "model.width=2",
-    "model.code_size=4",
-]
 _TIMING = {"samples_per_s", "seconds"}
 
 
 @pytest.fixture
 def tiny() -> list[str]:
     """Overrides of a model of a few ms a step."""
-    return list(TINY)
+    return list(TINY_AUTOENCODER)
 
 
 @pytest.fixture
@@ -59,11 +48,9 @@ def same_as_single(tmp_path):
     """``same_as_single(directory)``: assert that a cell has the records of a run by itself."""
 
     def compare(directory: Path) -> None:
-        record = json.loads((directory / "run.json").read_text())
-        single = tmp_path / "single" / directory.name
-        overrides = [o for o in record["overrides"] if not o.startswith("output_dir=")]
-        main([*overrides, f"output_dir='{single}'"])
-        expected = json.loads((single / "run.json").read_text())
+        record, single = record_of(directory), tmp_path / "single" / directory.name
+        run(single, *(o for o in record["overrides"] if not o.startswith("output_dir=")))
+        expected = record_of(single)
         for key in ("status", "final", "last_step", "skipped", "config_hash"):
             assert record[key] == expected[key], (directory.name, key)
         assert numbers(directory) == numbers(single), directory.name
@@ -75,7 +62,7 @@ def numbers(directory: Path) -> list[dict]:
     """The records of a run without its clock; NaN as text, so that it equals itself."""
     return [
         {key: repr(value) for key, value in record.items() if key not in _TIMING}
-        for record in read_metrics(directory / "metrics.jsonl")
+        for record in rows_of(directory)
     ]
 
 
@@ -100,11 +87,11 @@ def held_at_first_step():
 
 @pytest.fixture(name="wait_for")
 def wait_for_fixture():
-    """``wait_for(found)``: what ``found()`` gives as soon as it is true."""
     return wait_for
 
 
 def wait_for(found, seconds: float = 180.0):
+    """What ``found()`` gives as soon as it is true."""
     end = time.monotonic() + seconds
     while not (value := found()):
         assert time.monotonic() < end, "waited in vain"

@@ -276,7 +276,7 @@ def test_a_cell_of_another_process_is_waited_for(cell, record, code, words, capf
     printed = capfd.readouterr()
     assert "in use by another process; waiting for it" in printed.err
     assert words in printed.out
-    assert json.loads((cell.directory / "run.json").read_text())["attempts"] == 1
+    assert record_of(cell.directory)["attempts"] == 1
     [file] = cell.directory.parent.glob("sweep-*.md")
     [row] = [r for r in file.read_text().splitlines() if r.startswith(f"| {cell.directory.name}")]
     assert [text.strip() for text in row.split("|")[2:4]] == [words, "20/20"]

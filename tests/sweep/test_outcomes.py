@@ -1,6 +1,5 @@
 """A sweep with an exception, a kill, a divergence and a hang: outcomes, and the rest goes on."""
 
-import json
 import os
 import signal
 import threading
@@ -11,6 +10,8 @@ from mprun.cli import main
 from mprun.sweep import attempt as processes
 from mprun.sweep.attempt import Attempt, Outcome
 from mprun.sweep.plan import plan
+
+from ..helpers import record_of
 
 # Longer than a process takes to start on a busy machine: that counts as no progress, too.
 STALL_AFTER_S = 60
@@ -66,7 +67,7 @@ def check(code, cells, words, printed, same_as_single):
     [file] = cells[rates[0]].parent.glob("sweep-*.md")
     lines = file.read_text().splitlines()
     for rate, directory in cells.items():
-        record = json.loads((directory / "run.json").read_text())
+        record = record_of(directory)
         ended = words.get(rate, "done").split()[0]
         status = {"killed": "failed", "failed:": "failed", "hung:": "failed"}.get(ended, ended)
         assert record["status"] == status, rate
@@ -116,5 +117,5 @@ def test_twelve_cells_and_the_same_command_again(sabotaged, same_as_single, capf
         aside = directory.with_name(f"{directory.name}.attempt1")
         assert aside.is_dir() == ran
         if ran:
-            assert json.loads((aside / "run.json").read_text())["status"] == "failed"
+            assert record_of(aside)["status"] == "failed"
             same_as_single(directory)

@@ -7,17 +7,9 @@ import pytest
 from mprun.cli import main
 from mprun.sweep.gpus import available_cores
 
-TINY = [
-    "device=cpu",
-    "threads=1",
-    "model=conv_autoencoder",
-    "data.image_size=32",
-    "data.batch_size=16",
-    "model.width=2",
-    "model.code_size=4",
-    "train.steps=4",
-    "train.log_every=2",
-]
+from ..helpers import TINY_AUTOENCODER, record_of
+
+TINY = [*TINY_AUTOENCODER, "train.steps=4", "train.log_every=2"]
 # Adam's eps is 0 in FP16, so that fp16_naive ends in NaN; two seeds of two modes.
 SWEEP = ["-m", *TINY, "precision=fp16_naive,fp32", "seed=0,1", "-j", "2"]
 
@@ -40,8 +32,8 @@ def test_runs_beside_each_other_have_a_share_of_the_cores(tmp_path, start_sweep,
     monkeypatch.delenv("OMP_NUM_THREADS")
     free = [word for word in TINY if word != "threads=1"]
     assert start_sweep([*free, "seed=3,4", "-j", "2"], tmp_path).wait() == 0
-    runs = list(tmp_path.glob("outputs/*/*/run.json"))
-    threads = [json.loads(run.read_text())["environment"]["threads"] for run in runs]
+    runs = [path.parent for path in tmp_path.glob("outputs/*/*/run.json")]
+    threads = [record_of(run)["environment"]["threads"] for run in runs]
     assert threads == [max(1, available_cores() // 2)] * 2
 
 
@@ -58,10 +50,10 @@ def test_a_sweep_ends_with_a_table_and_runs_only_what_is_missing(tmp_path, monke
     assert sorted(path.name for path in curves.iterdir()) == ["fp16_naive", "fp32"]
     assert f"curves: tensorboard --logdir {curves.relative_to(tmp_path)}" in printed.err
     assert len(cells) == 4
-    records = {name: json.loads((p / "run.json").read_text()) for name, p in cells.items()}
-    status = {(r["precision"]["mode"], json.dumps(r["status"])) for r in records.values()}
+    records = {name: record_of(path) for name, path in cells.items()}
+    status = {(r["precision"]["mode"], r["status"]) for r in records.values()}
     # A mode that diverges does not stop the rest, and is an outcome: exit code 0.
-    assert status == {("fp32", '"done"'), ("fp16_naive", '"diverged"')}
+    assert status == {("fp32", "done"), ("fp16_naive", "diverged")}
     table = [line for line in printed.out.splitlines() if line.startswith("| ")]
     assert [line.split()[1] for line in table] == ["mode", "fp32", "fp16_naive"]
     assert "diverged at step" in table[2] and "baseline" in table[1]
@@ -83,10 +75,10 @@ def test_a_sweep_ends_with_a_table_and_runs_only_what_is_missing(tmp_path, monke
         again = (path / "run.json").stat().st_mtime_ns != before[name]
         assert again == (name == killed), name
     # What the killed attempt left is kept beside the new one.
-    aside = json.loads((root / f"{killed}.attempt1" / "run.json").read_text())
+    aside = record_of(root / f"{killed}.attempt1")
     assert (aside["status"], aside["cause"]) == ("failed", "killed by an unknown cause")
     # The same configuration gives the same bits in the second attempt.
-    assert json.loads((cells[killed] / "run.json").read_text())["final"] == record["final"]
+    assert record_of(cells[killed])["final"] == record["final"]
 
     # Another configuration under the same name is never mixed in.
     other = root / killed / "run.json"
