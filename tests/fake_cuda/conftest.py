@@ -85,6 +85,19 @@ def device(request, tmp_path_factory):
     device.close()
 
 
+@pytest.fixture
+def script(device, tmp_path):
+    """`script(body)`: what `answer()` of this program returns, with warnings and counts."""
+
+    def ask(body):
+        path = tmp_path / "script.py"
+        lines = "\n".join(f"    {line}" for line in body.strip().splitlines())
+        path.write_text(f"import torch\n\ndef answer():\n{lines}\n")
+        return device.ask("script", path=str(path))
+
+    return ask
+
+
 def build_with(python: str, folder: Path) -> None:
     """`fake_cuda.build` for the torch of `python`; RuntimeError says why not."""
     if python == sys.executable:

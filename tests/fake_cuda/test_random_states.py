@@ -1,7 +1,6 @@
 """Random states on CUDA go back to where they were without a wait, cuDNN's dropout among them."""
 
 from .cells import MODELS
-from .test_runtime import script
 
 STACKED = MODELS["lstm_lm, 2 layers, dropout"]
 BUILT = f"""
@@ -19,10 +18,8 @@ def step(index):
 """
 
 
-def test_going_back_waits_for_nothing_and_draws_nothing(device, tmp_path):
+def test_going_back_waits_for_nothing_and_draws_nothing(script):
     found = script(
-        device,
-        tmp_path,
         BUILT
         + """
 used = [step(0), step(1)]
@@ -31,18 +28,16 @@ torch.cuda.set_sync_debug_mode("error")
 restore_random_states(states, device)
 used.append(step(2))
 return {"used": used}
-""",
+"""
     )
     assert "error" not in found, found["trace"]
     # torch's own layer would seed its state anew, which takes 4 more from the generator.
     assert len(set(found["used"])) == 1
 
 
-def test_what_goes_back_is_what_was_there(device, tmp_path):
+def test_what_goes_back_is_what_was_there(script):
     """The state is a tensor that is saved, overwritten in place, and seeded with the run."""
     found = script(
-        device,
-        tmp_path,
         BUILT
         + """
 from mprun.precision.random_states import _dropout_states
@@ -54,16 +49,14 @@ state[:3].copy_(torch.tensor([7, 7, 7], dtype=torch.uint8))
 restore_random_states(saved, device)
 [again] = _dropout_states.values()
 return {"values": again[:3].tolist(), "same": again.data_ptr() == address}
-""",
+"""
     )
     assert "error" not in found, found["trace"]
     assert found["values"] == [1, 2, 3] and found["same"]
 
 
-def test_a_shadow_step_leaves_the_generators_alone(device, tmp_path):
+def test_a_shadow_step_leaves_the_generators_alone(script):
     found = script(
-        device,
-        tmp_path,
         BUILT
         + """
 from mprun.numerics.probe import chosen_modules
@@ -77,7 +70,7 @@ shadow.run(2, metrics)
 taken = offset() - before
 torch.cuda.set_sync_debug_mode("error")
 return {"used": [used, taken, step(3)]}
-""",
+"""
     )
     assert "error" not in found, found["trace"]
     assert len(set(found["used"])) == 1

@@ -8,15 +8,6 @@ from mprun.bench.fake_cuda import Counts, is_fake
 
 from .cells import MODELS
 
-
-def script(device, tmp_path, body):
-    """What `answer()` of this program returns, with warnings and counts."""
-    path = tmp_path / "script.py"
-    lines = "\n".join(f"    {line}" for line in body.strip().splitlines())
-    path.write_text(f"import torch\n\ndef answer():\n{lines}\n")
-    return device.ask("script", path=str(path))
-
-
 CAPTURE = """
 x, w = torch.zeros(2, 8, device="cuda")
 side = torch.cuda.Stream()
@@ -29,10 +20,8 @@ def test_not_in_this_process():
     assert not is_fake()
 
 
-def test_what_it_is(device, tmp_path):
+def test_what_it_is(script):
     found = script(
-        device,
-        tmp_path,
         "p = torch.cuda.get_device_properties(0)\n"
         "return {'name': p.name, 'count': torch.cuda.device_count(), 'of': [p.major, p.minor]}",
     )
@@ -44,24 +33,19 @@ WAITS = ("x.sum().item()", "x.cpu()", "x.nonzero()", "bool(x.any())", "torch.cud
 
 @pytest.mark.parametrize("wait", WAITS)
 @pytest.mark.few(2)
-def test_a_wait_is_an_error_and_counted(device, tmp_path, wait):
+def test_a_wait_is_an_error_and_counted(script, wait):
     found = script(
-        device,
-        tmp_path,
         f'x = torch.zeros(8, device="cuda")\ntorch.cuda.set_sync_debug_mode("error")\n{wait}',
     )
     assert "called a synchronizing CUDA operation" in found["error"]
-    free = script(device, tmp_path, f'x = torch.zeros(8, device="cuda")\n{wait}')
+    free = script(f'x = torch.zeros(8, device="cuda")\n{wait}')
     assert free["counts"]["waits"] > 0
     # No kernel runs: how many values are not zero is whatever lay in memory, at times too many.
     assert "error" not in free or "numel" in free["error"]
 
 
-def test_a_wait_planted_in_a_run_is_found(device, tmp_path):
-    found = script(
-        device,
-        tmp_path,
-        f"""
+def test_a_wait_planted_in_a_run_is_found(script, tmp_path):
+    found = script(f"""
 from unittest import mock
 from mprun.tasks import Reconstruction
 own = Reconstruction.compute
@@ -72,32 +56,24 @@ def compute(self, *arguments):
 with mock.patch.object(Reconstruction, "compute", compute):
     from worker import run
     return run({str(tmp_path / "run")!r}, {MODELS["conv_autoencoder"]!r} + ["train.steps=4"])
-""",
-    )
+""")
     assert "called a synchronizing CUDA operation" in found["error"]
 
 
-def test_kernels_are_counted_and_do_nothing(device, tmp_path):
-    found = script(
-        device,
-        tmp_path,
-        """
+def test_kernels_are_counted_and_do_nothing(script):
+    found = script("""
 x = torch.full((64, 64), 5.0).cuda()
 for _ in range(3):
     x.add_(1)
 x @ x
 return {"values": x.cpu().unique().tolist()}
-""",
-    )
+""")
     assert found["counts"]["launches"] == 3 and found["counts"]["library_calls"] == 1
     assert found["values"] == [5.0]
 
 
-def test_memory_is_to_the_byte_and_has_an_end(device, tmp_path):
-    found = script(
-        device,
-        tmp_path,
-        """
+def test_memory_is_to_the_byte_and_has_an_end(script):
+    found = script("""
 torch.cuda.empty_cache()
 before = torch.cuda.memory_allocated()
 torch.cuda.reset_peak_memory_stats()
@@ -109,17 +85,13 @@ try:
     torch.empty(2**38, dtype=torch.uint8, device="cuda")
 except torch.OutOfMemoryError:
     return {"peak": peak, "total": total}
-""",
-    )
+""")
     assert found["peak"] == 100 * 2**30 and found["total"] == 143771 * 2**20
 
 
-def test_the_peak_of_a_step_by_hand(device, tmp_path):
+def test_the_peak_of_a_step_by_hand(script):
     """Weight, input, product and the weight's gradient: 4 MiB each, and two numbers."""
-    found = script(
-        device,
-        tmp_path,
-        """
+    found = script("""
 torch.cuda.empty_cache()
 before = torch.cuda.memory_allocated()
 weight = torch.empty(1024, 1024, device="cuda", requires_grad=True)
@@ -129,16 +101,13 @@ product = x * weight
 loss = product.sum()
 loss.backward()  # the gradient of the product is one number, expanded
 return {"peak": torch.cuda.max_memory_allocated() - before}
-""",
-    )
+""")
     # Blocks are multiples of 512 bytes: the loss, and the 1 that backward starts from.
     assert found["peak"] == 4 * 2**22 + 2 * 512
 
 
-def test_a_capture_and_its_replay(device, tmp_path):
+def test_a_capture_and_its_replay(script):
     found = script(
-        device,
-        tmp_path,
         CAPTURE
         + """
 with torch.cuda.graph(graph, stream=side):
@@ -149,7 +118,7 @@ with torch.cuda.graph(graph, stream=side):
     side.wait_stream(other)
 graph.replay()
 graph.replay()
-""",
+"""
     )
     assert "error" not in found
     counts = found["counts"]
@@ -157,17 +126,15 @@ graph.replay()
     assert counts["captured"] == 2 and counts["replayed"] == 4
 
 
-def test_a_launch_beside_a_capture_is_counted(device, tmp_path):
+def test_a_launch_beside_a_capture_is_counted(script):
     found = script(
-        device,
-        tmp_path,
         CAPTURE
         + """
 with torch.cuda.graph(graph, stream=side):
     y = x + 1
     with torch.cuda.stream(other):  # which has not joined
         torch.mul(x, 2, out=w)
-""",
+"""
     )
     assert found["counts"]["stray"] == 1
 
@@ -182,33 +149,26 @@ with torch.cuda.graph(graph, stream=side):
     ],
 )
 @pytest.mark.few(2)
-def test_what_cannot_be_captured_is_refused(device, tmp_path, inside, message):
+def test_what_cannot_be_captured_is_refused(script, inside, message):
     found = script(
-        device,
-        tmp_path,
         CAPTURE
         + f"""
 earlier = other.record_event()
 with torch.cuda.graph(graph, stream=side):
     y = x + 1
     {inside}
-""",
+"""
     )
     assert message in found["trace"]
     # And the next one is not disturbed.
-    assert (
-        script(device, tmp_path, CAPTURE + "with torch.cuda.graph(graph): x + 1").get("error")
-        is None
-    )
+    assert script(CAPTURE + "with torch.cuda.graph(graph): x + 1").get("error") is None
 
 
-def test_warnings_come_through(device, tmp_path):
+def test_warnings_come_through(script):
     body = "import warnings\nwarnings.warn('planted')"
-    assert "planted" in script(device, tmp_path, body)["warnings"][0]
+    assert "planted" in script(body)["warnings"][0]
     # BF16 weights that nobody has put into one buffer: a warning of torch's C++.
     found = script(
-        device,
-        tmp_path,
         "lstm = torch.nn.LSTM(8, 8).cuda().bfloat16()\n"
         'lstm(torch.zeros(2, 2, 8, device="cuda", dtype=torch.bfloat16))',
     )
@@ -216,12 +176,9 @@ def test_warnings_come_through(device, tmp_path):
 
 
 @pytest.mark.slow
-def test_kernels_of_the_single_pass_compile_for_hopper(device, tmp_path):
+def test_kernels_of_the_single_pass_compile_for_hopper(script, device):
     """All, as the self-test launches them; that they compute what torch does nobody says here."""
-    found = script(
-        device,
-        tmp_path,
-        """
+    found = script("""
 from unittest import mock
 from mprun.precision import update_choice
 cuda, rules = torch.device("cuda", 0), ("sgd", "adam", "adamw", "adagrad")
@@ -229,8 +186,7 @@ misread = update_choice._misread
 # What the check finds is read from memory that no kernel has written.
 with mock.patch.object(update_choice, "_misread", lambda *asked: misread(*asked) and None):
     return {rule: update_choice.difference(cuda, rule) for rule in rules}
-""",
-    )
+""")
     assert "error" not in found, found["trace"]
     assert all("differs from torch" in found[rule] for rule in ("sgd", "adam", "adamw", "adagrad"))
     cache = device.folder / "triton"
