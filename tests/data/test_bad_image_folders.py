@@ -134,7 +134,7 @@ def test_an_unreadable_file_and_folder(readable_by_others):
         refused(f"{file}: cannot be read: Permission denied", root)
         kept = find(root, on_corrupt="skip").train
         assert len(kept) == 1
-        with pytest.raises(DamagedData, match="0000.jpg: cannot be read: Permission denied"):
+        with raises_line(DamagedData, "0000.jpg: cannot be read: Permission denied"):
             kept.read(0)
     file.parent.chmod(0)
     with as_ordinary_user():
@@ -163,21 +163,11 @@ def test_files_and_folders_that_vanish(tmp_path):
     assert DamagedData.exit_code == 4
 
 
-def test_arguments():
-    with pytest.raises(ValueError, match="layout='flat' is not allowed: ImageNet"):
-        find(".", layout="flat", imagenet=True)
-
-
 def test_imagenet_needs_a_thousand_classes(tmp_path):
+    with raises_line(ValueError, "layout='flat' is not allowed: ImageNet"):
+        find(tmp_path, layout="flat", imagenet=True)
     archives = (f"ILSVRC2012_{name}" for name in ("img_train.tar", "img_val.tar", "devkit_t12.tar"))
     with raises_line(DamagedData, f"{tmp_path}: no ImageNet here; needs train/", *archives):
         find(tmp_path, imagenet=True)
-    content = encoded(1)
-    for folder in ("train", "val"):
-        for i in range(999):
-            write(tmp_path / folder / f"n{i:08d}" / "1.JPEG", content)
-    refused(f"{tmp_path}/train: 999 classes, ImageNet has 1000", tmp_path, imagenet=True)
-    for folder in ("train", "val"):
-        class_folders(tmp_path / folder, {"n99999999": 1})
-    found = find(tmp_path, imagenet=True)
-    assert (len(found.classes), len(found.train), len(found.held_out)) == (1000, 1000, 1000)
+    split_folders(tmp_path, {"n00000001": 1, "n00000002": 1})
+    refused(f"{tmp_path}/train: 2 classes, ImageNet has 1000", tmp_path, imagenet=True)

@@ -85,7 +85,8 @@ def make(request, tmp_path, monkeypatch):
     return SOURCES[request.param](tmp_path / "data")
 
 
-def test_batches_depend_on_seed_and_number_alone(make):
+def test_what_every_source_holds_to(make):
+    """Batches of seed and number alone, one evaluation, plain records, refusals in one line."""
     before = random_states()
     source = make(seed=1)
     numbers = [0, 3 * source.batches_per_epoch + 1, source.batches_per_epoch, 1]
@@ -105,10 +106,6 @@ def test_batches_depend_on_seed_and_number_alone(make):
 
     assert differ(batches[0], batches[2])  # another epoch
     assert differ(batches[0], other.train_batch(0))
-
-
-def test_the_record_is_plain_and_what_cannot_be_is_refused(make):
-    source = make(seed=0)
     about = source.description
     assert all(type(value) in (str, int, float, bool) for value in about.values())
     assert about["train_samples"] > 0 and about["eval_samples"] > 0 and source.samples_per_batch > 0
@@ -117,3 +114,16 @@ def test_the_record_is_plain_and_what_cannot_be_is_refused(make):
     for name, value in (("seed", -1), ("batch_size", 0), ("batch_size", 10**6)):
         with raises_line(ValueError, f"{name}={value}"):
             make(**{"seed": 0, name: value})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", ["data set", "image folder", "voc", "speech"], indirect=True)
+def test_any_number_of_loader_processes_gives_the_same(make):
+    found = []
+    for workers in (0, 1, 2):
+        source = make(seed=3, workers=workers)
+        numbers = (0, 1, 2, 7, 8)
+        found.append([*map(source.train_batch, numbers), *source.eval_batches()])
+        source.close()
+    assert_same_bits(found[1], found[0])
+    assert_same_bits(found[2], found[0])

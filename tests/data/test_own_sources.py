@@ -91,18 +91,6 @@ def test_what_an_item_draws_depends_on_seed_epoch_and_index_alone():
     assert not set(theirs.tolist()) & {value for values in drawn.values() for value in values}
 
 
-@pytest.mark.slow
-def test_samples_are_the_same_for_any_number_of_workers():
-    found = []
-    for workers in (0, 1, 2):
-        noisy = source(Noisy(), workers=workers)
-        batches = [noisy.train_batch(number) for number in (0, 1, 2, 7, 8)]
-        found.append([part for batch in batches + list(noisy.eval_batches()) for part in batch])
-        noisy.close()
-    for other in found[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
-
-
 def test_bytes_become_floats_on_the_device():
     images, labels = next(source(Bytes(), Bytes()).eval_batches())
     assert (images.dtype, images.shape, labels.dtype) == (torch.float32, (6, 2, 4, 5), torch.int64)

@@ -2,10 +2,7 @@
 
 import hashlib
 import os
-import subprocess
-import sys
 
-import numpy as np
 import pytest
 import torch
 
@@ -104,21 +101,6 @@ def test_encoded_once_by_content(folder):
 
 
 @pytest.mark.parametrize(
-    "damage", [lambda b: b[:-4], lambda b: b[:5] + b"\7" + b[6:], lambda b: b""]
-)
-def test_a_damaged_cache_is_made_again(folder, damage, capsys):
-    wanted = source(folder)
-    for path in (folder.parent / "cache").iterdir():
-        whole = path.read_bytes()
-        path.write_bytes(damage(whole))
-        again = source(folder)
-        assert path.read_bytes() == whole
-        assert torch.equal(again.train_batch(3)[0], wanted.train_batch(3)[0])
-        assert held_out(again) == held_out(wanted)
-    assert capsys.readouterr().err.count("damaged, made again") >= 3
-
-
-@pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("train.txt", b"", "train.txt: no words, 0 bytes"),
@@ -153,41 +135,6 @@ def test_refusals(folder, change, error, message):
         source(folder, **change)
     with raises_line(DamagedData, "nowhere: No such file or directory"):
         source(folder / "nowhere")
-
-
-def test_one_huge_line_is_text_like_any_other(folder):
-    (folder / "train.txt").write_text("one line " * 200_000)
-    text = source(folder, rotate=False)
-    assert text.description["train_samples"] == 400_001
-    assert text.vocabulary == ("<unk>", "<eos>", "line", "one")
-    assert text.train_batch(49_000)[0].t().tolist() == [[3, 2, 3, 2]] * 2
-
-
-_READER = """
-import sys
-from mprun.data.text import Text
-
-sys.stdin.readline()
-text = Text(
-    sys.argv[1], cache=sys.argv[2], sequence_length=4, batch_size=2, seed=0, device="cpu"
-)
-print(text.sha256, sum(int(text.train_batch(i)[0].sum()) for i in range(100)))
-"""
-
-
-@pytest.mark.slow
-def test_two_runs_that_start_at_once(folder):
-    numbers = np.random.default_rng(0).integers(0, 3000, (20_000, 5)).tolist()
-    (folder / "train.txt").write_text(
-        "".join(f"w{a} w{b} w{c} {d} {e}\n" for a, b, c, d, e in numbers)
-    )
-    command = [sys.executable, "-c", _READER, str(folder), str(folder.parent / "cache")]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    readers = [subprocess.Popen(command, text=True, **pipes) for _ in range(2)]
-    ended = [reader.communicate("\n") for reader in readers]
-    assert [reader.returncode for reader in readers] == [0, 0], ended
-    assert ended[0][0] == ended[1][0] != ""
-    assert len(cached(folder)) == 6
 
 
 @pytest.mark.slow

@@ -145,16 +145,6 @@ def test_half_of_the_images_are_mirrored_and_nothing_else(root):
     assert 6 < sum(seen) < 26  # of 32; 5 of 10,000 orders are outside
 
 
-@pytest.mark.slow
-def test_workers_read_the_same(root):
-    one, other = voc(root), voc(root, workers=1)
-    try:
-        for number in range(3):
-            assert all(map(torch.equal, one.train_batch(number), other.train_batch(number)))
-    finally:
-        other.close()
-
-
 @pytest.mark.parametrize(
     ("text", "said"),
     [

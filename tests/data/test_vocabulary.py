@@ -13,7 +13,7 @@ SPECIAL = ("<unk>", "<eos>")
 SHORT = [f"w{n:02d}" for n in range(100)]
 
 
-def blocks_of_words(seed=0, blocks=40, words=500):
+def blocks_of_words(seed=0, blocks=20, words=200):
     numbers = np.random.default_rng(seed).zipf(1.3, (blocks, words)) % 5000
     return [[f"w{n}" for n in row] for row in numbers.tolist()]
 

@@ -64,8 +64,11 @@ def by_hand(mode, steps=6, **options):
         return losses, {name: own.clone() for name, own in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("checkpoints", [False, True])
+@pytest.mark.parametrize(
+    ("mode", "checkpoints"),
+    [*((mode, False) for mode in MODES), ("fp16_naive", True), ("fp16_master_scaled", True)]
+    + [pytest.param(mode, True, marks=pytest.mark.slow) for mode in ("amp", "bf16_kahan")],
+)
 def test_bit_equal_to_the_engine_by_hand(mode, checkpoints):
     expected, state = by_hand(mode, checkpoints=checkpoints)
     model, optimizer = prepared(mode, net(checkpoints=checkpoints))
