@@ -97,7 +97,7 @@ def test_own_network_that_looks_at_values_is_refused_in_one_line(networks):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 def test_every_mode(mode):
     policy = get_policy(mode)
     # Without FP8 products: with them the largest layer has none of its own, an LSTM or the output.

@@ -93,19 +93,20 @@ def test_another_learning_rate_is_refused_unless_told(runs, capsys):
         (["outputs", "--tag", "loss"], "LABEL=PATH"),
         (["outputs", "--tag", "loss", "--metric", "loss"], "--tag: foreign logs"),
         (["outputs", "--allow", "optim.rate"], "optim.rate"),
-        (["outputs", "--baseline", "nowhere"], "there are runs of amp, bf16_naive, fp16_naive, f"),
+        (["outputs", "--baseline", "nowhere"], "there are runs of amp, fp32"),
         (["outputs", "--out", "notes"], "notes"),
         (["outputs", "--out", "file.txt"], "file.txt"),
     ],
 )
-def test_bad_input_is_one_line_and_writes_nothing(runs, capsys, words, named):
-    root = runs.parent.parent
-    (root / "notes").mkdir()
-    (root / "notes/mine.txt").write_text("mine")
-    (root / "file.txt").write_text("mine")
-    before = sorted(root.rglob("*"))
+def test_bad_input_is_one_line_and_writes_nothing(tmp_path, monkeypatch, capsys, words, named):
+    monkeypatch.chdir(tmp_path)
+    write_study(tmp_path / "outputs", {"fp32": [1.0], "amp": [1.0]})
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes/mine.txt").write_text("mine")
+    (tmp_path / "file.txt").write_text("mine")
+    before = sorted(tmp_path.rglob("*"))
     refused(capsys, "compare", *words, says=named)
-    assert sorted(root.rglob("*")) == before
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_run_is_told_of_a_margin_too_wide_before_it_begins(capsys):

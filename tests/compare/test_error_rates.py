@@ -58,6 +58,7 @@ def test_equal_modes_are_rarely_called_worse_or_better(rates, looks):
     assert found["better"] + found["likely better"] < above(0.05, FEW)
 
 
+@pytest.mark.slow
 def test_naive_looks_do_break_the_rate(rates):
     # What --looks is for; were this to pass without it, the tests above would show nothing.
     found = rates(1, 0.004, (10, 10), FEW, looks=(3, 5, 10), naive=True)
