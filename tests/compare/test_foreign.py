@@ -192,14 +192,12 @@ def final_values(folder, tag="loss", **labels) -> list[str]:
     return specs(**found)
 
 
-def curve(path, final, end=100, every=1, step=None):
+def curve(path, final, end=100):
     """A falling loss with a tenth of a percent of noise, other for every path."""
     generator = np.random.default_rng(list(str(path.name).encode()))
-    rows = [
-        (s, final + 1 / s + final / 1000 * generator.standard_normal())
-        for s in range(every, end + 1, every)
-    ]
-    return write_csv(path, "step,loss\n" + "".join(f"{s},{float(v)!r}\n" for s, v in rows))
+    noise = final / 1000 * generator.standard_normal(end)
+    rows = (f"{step},{final + 1 / step + noise[step - 1]}\n" for step in range(1, end + 1))
+    return write_csv(path, "step,loss\n" + "".join(rows))
 
 
 def verdict(capsys, *words, check=False) -> dict:
