@@ -80,7 +80,8 @@ class ForwardContext:
         self._before = calls.copy()
         self.half_dtypes = tuple(dict.fromkeys(d for d in wanted if d.itemsize == 2))
         emulated = self.half_dtypes if device.type == "cpu" and not native else ()
-        self.emulations = tuple(HalfEmulation(dtype) for dtype in emulated)
+        # A step that is watched has one more for a while, which reroutes nothing.
+        self._own = self.emulations = tuple(HalfEmulation(dtype) for dtype in emulated)
         follows = self.emulations and policy.autocast_dtype is not None
         self._lists = cuda_lists() if follows else None  # for as long as this lives
 
@@ -120,7 +121,7 @@ class ForwardContext:
         """What of the mode has not happened so far, "emulated-fp16"; None: nothing, or unknown."""
         if self.policy.products is not None and not calls - self._before:
             return " ".join(kind for kind in self.kind().split() if "-e" in kind)
-        if not self.emulations or any(emulation.rerouted for emulation in self.emulations):
+        if not self._own or any(emulation.rerouted for emulation in self._own):
             return None
         return self.kind()
 

@@ -15,7 +15,7 @@ from mprun.numerics.probing import Watched
 from mprun.numerics.replay import Steps
 
 from ..helpers import assert_same_bits
-from .networks import SMALL, as_in_a_script, batches, prepared, stepping
+from .networks import SMALL, as_in_a_script, batches, loss_of, prepared, stepping
 
 
 def step_in_a_script(built):
@@ -139,6 +139,14 @@ def test_rates_and_buffers_outside_of_the_state_are_put_back_and_fp32_is_explain
     assert not mprun.explain(step, optimizer).reproduced
     assert torch.equal(model.weight, before) and model.calls == 0
     assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+@pytest.mark.parametrize(
+    "options", [{"mode": "fp32", "scaler": "dynamic"}, {"mode": "fp16_master", "native": True}]
+)
+def test_the_first_step_of_all_is_explained_where_nothing_is_emulated(options):
+    model, optimizer = prepared(**options)
+    assert not mprun.explain(stepping(optimizer, lambda: loss_of(model)), optimizer).reproduced
 
 
 def test_a_healthy_step_is_not_explained():
