@@ -7,32 +7,14 @@ from mprun.precision.policy import usual_scaler
 
 from .cells import EXECUTION, MODELS, MODES, STEPS, overrides, refusal
 
-# A run with a graph begins with eager steps. The rest is slow: runs without one, the large models,
-# and modes of which others take the same ways.
 LARGE = {"alexnet", "resnet50", "resnet50_preact", "vgg16"}
 LARGE |= {"googlenet", "inception_v2", "inception_v3"}
-QUICK = {"fp32", "fp16_naive", "amp", "amp_bf16"}
-QUICK_OF = {"gpt, manual": {"amp"}, "gpt_llama": {"amp_bf16"}}
-QUICK_OF |= {"deep_speech2": {"fp16_naive"}, "deep_speech2, forward": {"amp"}}
 WITH_ADAGRAD = {"lstm_lm_projected", "biglstm"}
 
 
-@pytest.mark.parametrize(
-    ("model", "mode", "graph"),
-    [
-        pytest.param(
-            model,
-            mode,
-            graph,
-            marks=()
-            if graph == "on" and model not in LARGE and mode in QUICK_OF.get(model, QUICK)
-            else pytest.mark.slow,
-        )
-        for model in MODELS
-        for mode in MODES
-        for graph in EXECUTION
-    ],
-)
+@pytest.mark.parametrize("graph", EXECUTION)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("model", sorted(MODELS, key="lstm_lm".__ne__))  # the quickest first
 @pytest.mark.few(1)
 def test_a_run_from_start_to_end(device, tmp_path, model, mode, graph):
     found = device.run(tmp_path / "run", overrides(model, mode, graph))

@@ -4,25 +4,20 @@ import json
 
 import pytest
 
+from mprun.config.option_files import option_files
 from mprun.numerics.probe_record import read_probes
 
 from .cells import MODELS, STEPS
 from .test_every_mode import LARGE, assert_sound
-
-
-def slow(*values):
-    """Parameters of the full run: like those beside them, in another mode or execution."""
-    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
-
 
 SMALL = [*MODELS["conv_autoencoder"], f"train.steps={STEPS}"]
 STACKED = [*MODELS["lstm_lm, 2 layers, dropout"], f"train.steps={STEPS}"]
 PATHS = ("auto", "fused", "foreach", "loop", "single_pass")
 
 
-@pytest.mark.parametrize("mode", ["fp16_master_scaled", *slow("fp32", "amp")])
+@pytest.mark.parametrize("mode", ["fp16_master_scaled", "fp32", "amp"])
 @pytest.mark.parametrize("implementation", PATHS)
-@pytest.mark.parametrize("optimizer", ["sgd", "adam", "adagrad", *slow("adamw")])
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "adagrad", "adamw"])
 @pytest.mark.few(1)
 def test_every_update(device, tmp_path, optimizer, implementation, mode):
     overrides = [f"optim={optimizer}", f"optim.implementation={implementation}"]
@@ -44,22 +39,12 @@ def test_every_update(device, tmp_path, optimizer, implementation, mode):
     assert ("counts its steps on the host" in graph) if on_host else (graph == "on")
 
 
-KINDS = ("none", "static", "dynamic", "logmax")
-PRESETS = ("apex", "apex_fp16", "deepspeed", "fairseq", "keras", "megatron", "openseq2seq", "torch")
+# In the default run: the first and the last of both.
+SCALERS = sorted(option_files("scaler"), key="logmax".__eq__)
+HALVES = ("fp16_naive", "fp16_master", "amp", "bf16_master", "amp_bf16", "bf16_naive")
 
 
-@pytest.mark.parametrize(
-    ("scaler", "mode"),
-    [
-        pytest.param(
-            scaler,
-            mode,
-            marks=() if scaler in KINDS[1:] and "_naive" in mode else pytest.mark.slow,
-        )
-        for scaler in (*KINDS, *PRESETS)
-        for mode in ("fp16_naive", "fp16_master", "amp", "bf16_naive", "bf16_master", "amp_bf16")
-    ],
-)
+@pytest.mark.parametrize(("scaler", "mode"), [(s, mode) for s in SCALERS for mode in HALVES])
 @pytest.mark.few(2)
 def test_every_scaler_in_every_16_bit_dtype(device, tmp_path, scaler, mode):
     overrides = ["optim=sgd", "optim.momentum=0.9", f"scaler={scaler}", f"precision={mode}"]
@@ -97,7 +82,7 @@ def test_a_gan_with_three_loss_scales(device, tmp_path):
     assert_sound(device.run(tmp_path / "run", overrides))
 
 
-@pytest.mark.parametrize("mode", ["amp", "amp_bf16", *slow("fp32", "fp16_naive", "bf16_master")])
+@pytest.mark.parametrize("mode", ["amp", "amp_bf16", "fp32", "fp16_naive", "bf16_master"])
 @pytest.mark.parametrize("model", ["lstm_lm, 2 layers, dropout", "dcgan"])
 @pytest.mark.few(1)
 def test_evaluation_in_the_modes_own_arithmetic(device, tmp_path, model, mode):
@@ -105,8 +90,8 @@ def test_evaluation_in_the_modes_own_arithmetic(device, tmp_path, model, mode):
     assert_sound(device.run(tmp_path / "run", [*overrides, "train.steps=4"]))
 
 
-@pytest.mark.parametrize("graph", ["on", *slow("off")])
-@pytest.mark.parametrize("mode", ["amp", "bf16_master", "amp_bf16", *slow("fp32")])
+@pytest.mark.parametrize("graph", ["on", "off"])
+@pytest.mark.parametrize("mode", ["amp", "bf16_master", "amp_bf16", "fp32"])
 @pytest.mark.slow
 def test_resume_of_a_stacked_lstm_with_dropout(device, tmp_path, mode, graph):
     """Its masks come from a state inside of cuDNN, which goes into checkpoints."""
@@ -133,9 +118,8 @@ def test_probes_and_shadow_steps(device, tmp_path, model, mode):
     assert (tmp_path / "run" / "numerics").is_dir()
 
 
-@pytest.mark.parametrize(
-    "mode", ["bf16_kahan", *slow("bf16_naive", "bf16_stochastic", "fp8_tensorwise")]
-)
+@pytest.mark.parametrize("mode", ["bf16_kahan", "bf16_naive", "bf16_stochastic", "fp8_tensorwise"])
+@pytest.mark.few(1)
 def test_probes_of_narrow_modes(device, tmp_path, mode):
     """What 16-bit weights took of their updates, and inputs of linear layers, stay there too."""
     overrides = [*MODELS["gpt"], f"precision={mode}", "train.steps=7", "numerics=on"]
@@ -145,9 +129,9 @@ def test_probes_of_narrow_modes(device, tmp_path, mode):
     assert own.tensors["inputs"] and bool(own.applied_updates) == mode.startswith("bf16")
 
 
-@pytest.mark.parametrize("mode", ["fp16_master_scaled", *slow("fp32")])
+@pytest.mark.parametrize("mode", ["fp16_master_scaled", "fp32"])
 @pytest.mark.parametrize(
-    "model", [*(m for m in MODELS if m not in LARGE), "alexnet at 224 px", *slow("resnet50")]
+    "model", [*(m for m in MODELS if m not in LARGE), "alexnet at 224 px", "resnet50"]
 )
 @pytest.mark.few(1)
 def test_deterministic(device, tmp_path, model, mode):
@@ -208,8 +192,8 @@ def network(data):
 '''
 
 
-@pytest.mark.parametrize("graph", ["on", *slow("off")])
-@pytest.mark.parametrize("mode", ["fp16_naive", "amp", "amp_bf16", *slow("fp32", "bf16_master")])
+@pytest.mark.parametrize("graph", ["on", "off"])
+@pytest.mark.parametrize("mode", ["fp16_naive", "amp", "amp_bf16", "fp32", "bf16_master"])
 @pytest.mark.few(1)
 def test_a_model_of_ones_own(device, tmp_path, mode, graph):
     (tmp_path / "own_model.py").write_text(OWN)
