@@ -71,3 +71,22 @@ def tar_bytes(members: dict[str, bytes], mode: str = "w") -> bytes:
             entry.size = len(content)
             tar.addfile(entry, io.BytesIO(content))
     return stream.getvalue()
+
+
+def picture(number: int, width: int, height: int) -> Image.Image:
+    """An RGB image that no other number has: a gradient with noise on it."""
+    noise = np.random.default_rng(number).integers(0, 60, (height, width, 3))
+    slope = np.linspace(0, 180, width)[None, :, None] + np.zeros((height, 1, 3))
+    return Image.fromarray((noise + slope).astype(np.uint8))
+
+
+def make_folder(root: Path, train: int = 24, held_out: int = 10, classes: int = 2) -> Path:
+    """root/train and root/val with ``classes`` folders and the given numbers of files in all."""
+    for split, count, first in (("train", train, 0), ("val", held_out, 1000)):
+        for number in range(count):
+            content = io.BytesIO()
+            sides = (40, 32) if number % 3 else (30, 48)
+            picture(first + number, *sides).save(content, "JPEG", quality=90)
+            path = root / split / f"class{number % classes}" / f"{number:04}.jpg"
+            write(path, content.getvalue())
+    return root

@@ -10,7 +10,7 @@ from torchvision.transforms import functional as F
 
 from mprun.data.augmentation import DRAWS, Augmentation, centre_box, draws, random_resized_box
 
-from .image_folders import picture
+from .made_images import picture
 
 SIDES = [(500, 400), (57, 311), (640, 91), (33, 33), (256, 256), (3, 5)]
 

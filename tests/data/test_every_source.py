@@ -29,8 +29,7 @@ from . import (
     test_token_files,
     test_voc,
 )
-from .image_folders import make_folder
-from .made_images import cifar10_folders
+from .made_images import cifar10_folders, make_folder
 
 TOKENS = {"sequence_length": 6, "batch_size": 3, "device": "cpu"}
 IMAGES = {"batch_size": 5, "device": "cpu"}

@@ -1,7 +1,6 @@
 """Pixels equal torchvision's for every ordinary file; everything else is converted or refused."""
 
 import io
-import re
 import struct
 import warnings
 import zlib
@@ -15,6 +14,7 @@ from mprun.data.image_folder import MAX_PIXELS, decode_rgb
 from mprun.data.source import DamagedData
 from mprun.errors import BadInput
 
+from ..helpers import raises_line
 from .made_images import encoded, image, pixels, write
 
 
@@ -25,9 +25,8 @@ def decoded(content):
 
 
 def refused(content, message):
-    with pytest.raises(DamagedData, match=f"^dir/x.jpg: {message}") as caught:
+    with raises_line(DamagedData, f"dir/x.jpg: {message}"):
         decode_rgb(content, "dir/x.jpg")
-    assert "\n" not in str(caught.value)
 
 
 def saved(picture, format, **options):
@@ -167,7 +166,7 @@ def test_a_truncated_photograph_is_named():
 
 
 def test_no_image_at_all():
-    refused(b"", re.escape("an empty file (0 bytes)"))
+    refused(b"", "an empty file (0 bytes)")
     refused(b"Not an image, but text under its name.\n" * 9, "not an image of a known format")
     refused(bytes(10_000), "not an image of a known format")
     refused(b"\xff\xd8\xff\xe0", "")

@@ -14,7 +14,7 @@ from mprun.data.image_folder import ImageFolder
 from mprun.data.source import permutation
 
 from ..helpers import raises_line
-from .image_folders import make_folder, picture
+from .made_images import make_folder, picture
 
 CPU = torch.device("cpu")
 

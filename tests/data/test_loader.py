@@ -18,7 +18,7 @@ from mprun.data.source import DamagedData
 from mprun.errors import Resource
 
 from ..helpers import raises_line
-from .image_folders import make_folder
+from .made_images import make_folder
 
 BATCH = 5
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from .image_folders import make_folder
+from .made_images import make_folder
 
 PROGRAM = """
     import os, sys, time
