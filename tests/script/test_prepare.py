@@ -321,42 +321,31 @@ def test_schedulers_made_before_and_after_set_the_rate():
     assert inner.param_groups[0]["lr"] == 0.5
 
 
-REFUSED = {
-    "a model without parameters": (lambda: mprun.prepare(nn.ReLU()), "no parameters"),
-    "weights of others": (
-        lambda: mprun.prepare(net(), sgd(nn.Linear(2, 2).parameters())),
-        "none of the model's",
-    ),
-    "an optimizer by its name": (
-        lambda: mprun.prepare(net(), "sgd"),
-        "must be a torch.optim.Optimizer",
-    ),
-    "LBFGS": (lambda: prepared(make=torch.optim.LBFGS), "LBFGS"),
-    "fp17": (lambda: prepared("fp17"), "precision mode 'fp17': must be one of"),
-    "tf32": (lambda: prepared("tf32"), "a CPU has no TF32"),
-    "half": (lambda: mprun.prepare(nn.Linear(2, 2).half()), "build the model in float32"),
-    "lazy": (lambda: mprun.prepare(nn.LazyLinear(2)), "lazy"),
-    "jit": (lambda: mprun.prepare(torch.jit.script(nn.Linear(2, 2))), "ScriptModule"),
-    "compiled": (lambda: mprun.prepare(torch.compile(nn.Linear(2, 2))), "compiled"),
-    "scaler": (lambda: prepared(scaler="dynamc"), "scaler 'dynamc': must be one of"),
-    "overrides of nothing": (
-        lambda: prepared(overrides={"nothing": "fp32"}),
-        "matches no module",
-    ),
-    "overrides in 8 bits": (
-        lambda: prepared(overrides={"conv": "fp8"}),
-        "must be one of fp32, fp16, bf16",
-    ),
-}
-SLOW = ("compiled", "jit")  # which import the compiler
+def compiler(make):
+    """A case that imports the compiler, which takes seconds."""
+    return pytest.param(*make, marks=pytest.mark.slow)
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 @pytest.mark.parametrize(
-    "kind", [pytest.param(k, marks=pytest.mark.slow if k in SLOW else ()) for k in REFUSED]
+    ("make", "says"),
+    [
+        (lambda: mprun.prepare(nn.ReLU()), "no parameters"),
+        (lambda: mprun.prepare(net(), sgd(nn.Linear(2, 2).parameters())), "none of the model's"),
+        (lambda: mprun.prepare(net(), "sgd"), "must be a torch.optim.Optimizer"),
+        (lambda: mprun.prepare(nn.Linear(2, 2).half()), "build the model in float32"),
+        (lambda: mprun.prepare(nn.LazyLinear(2)), "lazy"),
+        compiler((lambda: mprun.prepare(torch.jit.script(nn.Linear(2, 2))), "ScriptModule")),
+        compiler((lambda: mprun.prepare(torch.compile(nn.Linear(2, 2))), "compiled")),
+        (lambda: prepared(make=torch.optim.LBFGS), "LBFGS"),
+        (lambda: prepared("fp17"), "precision mode 'fp17': must be one of"),
+        (lambda: prepared("tf32"), "a CPU has no TF32"),
+        (lambda: prepared(scaler="dynamc"), "scaler 'dynamc': must be one of"),
+        (lambda: prepared(overrides={"nothing": "fp32"}), "matches no module"),
+        (lambda: prepared(overrides={"conv": "fp8"}), "must be one of fp32, fp16, bf16"),
+    ],
 )
-def test_what_cannot_be_prepared_is_said(kind):
-    make, says = REFUSED[kind]
+def test_what_cannot_be_prepared_is_said(make, says):
     with raises_line(ValueError, says):
         make()
 
