@@ -65,6 +65,14 @@ TINY_AUTOENCODER = [
     "model.width=2",
     "model.code_size=4",
 ]
+TINY_SEQ2SEQ = [
+    *ONE_CORE,
+    "model=seq2seq",
+    "model.hidden_size=8",
+    "model.embedding_size=8",
+    "data.max_length=8",
+    "data.batch_size=4",
+]
 TINY_GPT = [
     *ONE_CORE,
     "model=gpt",

@@ -25,6 +25,7 @@ AUTOENCODER = ["model=conv_autoencoder", *_IMAGES, "model.width=4", "model.code_
 GAN = ["model=dcgan", *_IMAGES, "model.generator_width=4", "model.discriminator_width=4"]
 GAN += ["model.latent_size=8"]
 SGD = ["optim=sgd_plain", "optim.lr=0.01"]
+NAIVE_ADAM = [*LM, "precision=fp16_naive", "optim=adam"]  # whose eps is 0 in FP16
 
 
 def run(folder, *overrides, plant=None, steps=6):

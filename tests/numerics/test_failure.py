@@ -13,7 +13,7 @@ from mprun.record import checkpoint
 
 from ..helpers import assert_same_bits, numbers_of, record_of
 from ..shipped import OF_ANY_NETWORK
-from .failing_runs import AUTOENCODER, CPU, GAN, LM, run, set_weight, with_data
+from .failing_runs import AUTOENCODER, CPU, GAN, LM, NAIVE_ADAM, run, set_weight, with_data
 
 BAD = 8  # the step whose batch is NaN, from 1; losses are looked at after steps 5 and 10
 
@@ -88,9 +88,6 @@ def test_what_is_trained_again_is_not_counted(tmp_path):
         directory, _ = run(tmp_path / keep, *arguments, plant=with_data(nan_images), steps=20)
         found.append(record_of(directory)["emulated"])
     assert found[0] and found[0] == found[1]
-
-
-NAIVE_ADAM = [*LM, "precision=fp16_naive", "optim=adam"]  # whose eps is 0 in FP16
 
 
 def test_a_state_that_is_too_large_is_not_kept(tmp_path, monkeypatch):

@@ -13,19 +13,16 @@ from mprun.models import GPT
 from mprun.numerics.mismatch import by_position, held_out_windows, log_probs, mismatch
 from mprun.precision import pin_math_flags
 
-from ..helpers import ONE_CORE, TINY_LM, refused
+from ..helpers import TINY_GPT, TINY_LM, refused
 from .small_runs import as_json
 
 WORDS, LENGTH = 24, 12
-MODEL = ["model.hidden_size=32", "model.num_layers=2", "model.num_heads=4"]
 GPT_LM = [
-    *ONE_CORE,
-    "model=gpt",
-    *MODEL,
-    "data=synthetic_tokens",
+    *TINY_GPT,
+    "model.num_layers=2",
+    "model.num_heads=4",
     f"data.vocab_size={WORDS}",
     f"data.sequence_length={LENGTH}",
-    "data.batch_size=4",
     "data.train_tokens=400",
     "data.eval_tokens=2000",
 ]

@@ -94,16 +94,10 @@ def scalers():
             continue
         yield name, lambda name=name: build_preset(name, growth_interval=7)
     yield "static", lambda: StaticLossScale(2.0**12)
-    yield (
-        "tolerance",
-        lambda: DynamicLossScale(2.0**14, growth_interval=5, tolerance=0.3, hysteresis=1),
-    )
-    yield (
-        "refill",
-        lambda: DynamicLossScale(
-            2.0**14, growth_interval=6, hysteresis=3, refill_on_clean_step=True, growth_delay=2
-        ),
-    )
+    tolerant = {"growth_interval": 5, "tolerance": 0.3, "hysteresis": 1}
+    yield "tolerance", lambda: DynamicLossScale(2.0**14, **tolerant)
+    refilled = {"growth_interval": 6, "hysteresis": 3, "growth_delay": 2}
+    yield "refill", lambda: DynamicLossScale(2.0**14, **refilled, refill_on_clean_step=True)
     yield "interval of 1", lambda: DynamicLossScale(2.0**14, growth_interval=1)
     yield "logmax", LogMaxLossScale
 

@@ -29,13 +29,14 @@ def test_a_steady_recipe_gets_no_such_note(tmp_path, monkeypatch, capfd):
     assert "unstable recipe" not in capfd.readouterr().out
 
 
-@pytest.mark.parametrize("start", ["", "\ufeff"], ids=["plain", "byte order mark"])
-def test_flags_as_python_writes_them(tmp_path, start):
-    path = tmp_path / "trace.csv"
-    path.write_text(f"{start}step,found_inf,loss_scale\n1,True,65536\n2,False,32768\n")
-    trace = read_trace_file(path)
-    plain = tmp_path / "plain.csv"
-    plain.write_text("step,found_inf,loss_scale\n1,1,65536\n2,0,32768\n")
-    expected = read_trace_file(plain)
-    for name in ("clean", "overflow"):
-        assert (getattr(trace, name) == getattr(expected, name)).all()
+def test_flags_as_python_writes_them(tmp_path):
+    traces = []
+    rows = "1,True,65536\n2,False,32768\n"
+    # Plain, as Python writes them, and after a byte order mark.
+    for text in ("1,1,65536\n2,0,32768\n", rows):
+        for start in ("", "\ufeff"):
+            path = tmp_path / "trace.csv"
+            path.write_text(f"{start}step,found_inf,loss_scale\n{text}")
+            trace = read_trace_file(path)
+            traces.append((trace.clean.tolist(), trace.overflow.tolist()))
+    assert traces == traces[:1] * 4

@@ -8,7 +8,14 @@ import torch
 from mprun.errors import BadInput
 from mprun.precision.casting import NORM_LAYERS
 
-from ..helpers import TINY_AUTOENCODER, TINY_GAN, TINY_GPT, TINY_LM, raises_line
+from ..helpers import (
+    TINY_AUTOENCODER,
+    TINY_GAN,
+    TINY_GPT,
+    TINY_LM,
+    TINY_SEQ2SEQ,
+    raises_line,
+)
 from ..shipped import MODES
 
 NARROW = ["model.width=0.0625", "optim=sgd", "optim.lr=1e-3", "data.batch_size=8"]
@@ -32,13 +39,7 @@ MODELS = {
     "lstm_lm": TINY_LM,
     "gpt": TINY_GPT,
     "gpt_llama": [*TINY_GPT, "model=gpt_llama", "model.qk_norm=true", "model.attention=manual"],
-    "seq2seq": [
-        "model=seq2seq",
-        "model.hidden_size=8",
-        "model.embedding_size=8",
-        "data.batch_size=4",
-        "data.max_length=8",
-    ],
+    "seq2seq": TINY_SEQ2SEQ,
     "dcgan": TINY_GAN,
     "conv_autoencoder": TINY_AUTOENCODER,
     **DEEP,

@@ -24,7 +24,7 @@ def built(*overrides):
 
 
 @pytest.mark.parametrize("mode", [mode for mode in OF_ANY_NETWORK if mode != "tf32"])
-@pytest.mark.few(2)
+@pytest.mark.few(3)
 def test_the_loss_is_fp32_in_every_mode(monkeypatch, mode):
     seen = []
 
