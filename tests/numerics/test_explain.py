@@ -262,7 +262,7 @@ class Outside(torch.autograd.Function):
     ],
     ids=["log of zero", "x / 0", "1 / sqrt(0)", "root of a negative", "exp", "sum", "a kernel"],
 )
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 def test_functions_at_their_limits(explained, monkeypatch, function, operation, reason):
     replace_in_lm(monkeypatch, functools.partial(Applied, function))
     found = explained(*LM, *FP16)

@@ -383,14 +383,14 @@ def test_a_shadow_needs_numerics_on():
 
 def test_a_resumed_run_writes_its_later_probes_again(tmp_path):
     path = tmp_path / "run"
-    every = ["numerics=on", "numerics.every=1", "train.checkpoint_every=2", "train.steps=5"]
+    every = ["numerics=on", "numerics.every=1", "train.checkpoint_every=2", "train.steps=3"]
     assert run(path, *TINY, *every) == 0
     files = sorted((path / "numerics").iterdir())
     contents = [file.read_text() for file in files]
-    shutil.rmtree(path / "checkpoints" / "step-00000005")
-    files[4].write_text("of an attempt that is taken back")
-    files[4].with_name("step-00000009.json").write_text("of the same")
-    assert main([f"resume={path}"]) == 0  # from step 4
+    shutil.rmtree(path / "checkpoints" / "step-00000003")
+    files[2].write_text("of an attempt that is taken back")
+    files[2].with_name("step-00000009.json").write_text("of the same")
+    assert main([f"resume={path}"]) == 0  # from step 2
     assert sorted((path / "numerics").iterdir()) == files
     assert [file.read_text() for file in files] == contents
 

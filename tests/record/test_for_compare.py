@@ -16,7 +16,7 @@ from mprun.record.metrics import write_sample_grid
 from mprun.record.run_directory import write_json
 from mprun.training.metric_logger import EARLY_STEPS
 
-from ..helpers import LM, TINY_AUTOENCODER, TINY_GAN, TINY_LM, record_of, rows_of, run
+from ..helpers import TINY_AUTOENCODER, TINY_GAN, TINY_LM, record_of, rows_of, run
 
 GAN = [*TINY_GAN, "train.steps=6", "train.eval_every=2"]
 AMP = [*TINY_LM, "train.steps=4", "train.checkpoint_every=4", "precision=amp"]
@@ -104,7 +104,7 @@ def test_the_first_twenty_steps_are_recorded_whatever_log_every_says(tmp_path):
 @pytest.mark.slow
 def test_the_first_steps_are_whole_after_a_resume_among_them(tmp_path):
     directory = tmp_path / "run"
-    common = [*LM, "train.log_every=9", "train.checkpoint_every=4"]
+    common = [*TINY_LM, "train.log_every=9", "train.checkpoint_every=4"]
     assert run(directory, *common, "train.steps=12") == 0
     shutil.rmtree(directory / "checkpoints" / "step-00000012")
     assert main([f"resume={directory}", "train.steps=23"]) == 0
@@ -130,7 +130,7 @@ def test_a_late_death_between_two_log_lines_has_a_record(tmp_path):
     rare, often = tmp_path / "rare", tmp_path / "often"
     for directory, every in ((rare, 1000), (often, 1)):
         steps = ["train.steps=99", f"train.log_every={every}"]
-        assert run(directory, *LM, *overrides, *steps) == 3
+        assert run(directory, *TINY_LM, *overrides, *steps) == 3
     # When depends on the processor. A kernel that rounds a product of two such weights before it
     # adds ends near 4^32, one that does not near 4^64, which is 2^128.
     bad = [r["step"] for r in rows_of(often, "train") if not math.isfinite(r["loss"])]

@@ -103,7 +103,7 @@ def files(draw):
     return records
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(records=files(), tail=st.sampled_from(["", "torn", "no newline"]))
 def test_msgspec_takes_what_json_takes(tmp_path_factory, records, tail):
     path = tmp_path_factory.mktemp("m") / "metrics.jsonl"
@@ -128,7 +128,7 @@ def test_another_order_of_the_keys_is_read_all_the_same(tmp_path_factory, record
     assert_equal(read_columns(path), parsed(path))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(records=files(), at=st.integers(0), byte=st.integers(0, 255))
 def test_a_changed_byte_is_told_or_read_as_json_reads_it(tmp_path_factory, records, at, byte):
     assume(records)

@@ -245,7 +245,8 @@ def test_stopping_and_resuming_changes_no_bit(mode, tmp_path):
     assert_same_bits(*states)
     # The control: what the last step moved is there to be compared.
     earlier = torch.load(straight / "checkpoints" / "step-00000008" / "state.pt", weights_only=True)
-    weights, older = (state["task"]["learner"]["model"] for state in (states[0], earlier))
+    learners = (state["task"]["learner"] for state in (states[0], earlier))
+    weights, older = (own["model"] | own["optimizer"]["masters"] for own in learners)
     for name in ("output.bias", "embedding.weight", "lstm.weight_hh_l0"):
         assert not torch.equal(weights[name], older[name])
     assert mode == "fp32" or record_of(straight)["skipped"] > 0
