@@ -85,8 +85,8 @@ def test_a_scaler_is_one_file(checkout):
 @pytest.mark.slow
 def test_an_optimizer_is_one_file(checkout):
     add(checkout, "conf/optim/sgd_nesterov.yaml")
-    words = ("model=lstm_lm", "precision=fp16_master", "data.sequence_length=4")
-    record = record_of(checkout, *words, "optim=sgd_nesterov")
+    words = ("model=lstm_lm", "data.sequence_length=4", "optim=sgd_nesterov")
+    record = record_of(checkout, "precision=fp16_master", *words)
     assert (record["status"], record["choices"]["optim"]) == ("done", "sgd_nesterov")
     assert record["config"]["optim"]["nesterov"] is True
 

@@ -1,7 +1,6 @@
 """Runs on image files from the command line: waiting for data, damaged data, lost processes."""
 
 import io
-import json
 import os
 import signal
 import subprocess
@@ -18,20 +17,12 @@ from PIL import Image
 from mprun.cli import main
 from mprun.data.loader import available_cores
 from mprun.data.source import EpochOrder
-from mprun.record.metrics import read_metrics
 from mprun.training import messages
 
-COMMAND = [
-    "device=cpu",
-    "threads=1",
-    "model=conv_autoencoder",
-    "model.width=2",
-    "model.code_size=4",
-    "data=image_folder",
-    "data.image_size=32",
-    "data.value_range=tanh",
-    "data.batch_size=4",
-]
+from ..distributed.processes import children_of
+from ..helpers import TINY_AUTOENCODER, record_of, refused, rows_of
+
+COMMAND = [*TINY_AUTOENCODER, "data=image_folder", "data.value_range=tanh", "data.batch_size=4"]
 
 
 @pytest.fixture
@@ -66,9 +57,8 @@ def start(folder: Path, run: Path, *more: str) -> subprocess.Popen:
 
 def steps_done(run: Path) -> int:
     """The last step in metrics.jsonl; 0 before the first."""
-    path = run / "metrics.jsonl"
-    records = read_metrics(path) if path.exists() else []
-    return max([record["step"] for record in records], default=0)
+    rows = rows_of(run) if (run / "metrics.jsonl").exists() else []
+    return max([row["step"] for row in rows], default=0)
 
 
 def wait_for_step(run: Path, step: int) -> None:
@@ -78,22 +68,9 @@ def wait_for_step(run: Path, step: int) -> None:
         time.sleep(0.05)
 
 
-def record_of(run: Path) -> dict:
-    return json.loads((run / "run.json").read_text())
-
-
 def loader_processes(root: int) -> list[int]:
     """Processes that descend from `root` by way of a fork server: its grandchildren."""
-    parents = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            parents[int(entry.name)] = int(fields[1])
-    children = [pid for pid, parent in parents.items() if parent == root]
-    return [pid for pid, parent in parents.items() if parent in children]
+    return [process for child in children_of(root) for process in children_of(child)]
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -104,8 +81,7 @@ def test_data_wait_is_recorded_and_told(folder, tmp_path, capsys, monkeypatch, w
     run = tmp_path / "r"
     command = arguments(folder, run, f"data.workers={workers}", "train.steps=6")
     assert main([*command, "train.log_every=2"]) == 0
-    records = [r for r in read_metrics(run / "metrics.jsonl") if r["split"] == "train"]
-    shares = {r["step"]: r["data_wait"] for r in records if "data_wait" in r}
+    shares = {r["step"]: r["data_wait"] for r in rows_of(run, "train") if "data_wait" in r}
     assert list(shares) == [2, 4, 6] and all(0 <= share <= 1 for share in shares.values())
     record = record_of(run)
     share = record["throughput"]["data_wait"]
@@ -124,11 +100,9 @@ def test_data_wait_is_recorded_and_told(folder, tmp_path, capsys, monkeypatch, w
 
 
 def test_a_source_in_memory_has_no_data_wait(tmp_path):
-    plain = [part for part in COMMAND if not part.startswith("data")]
     run = tmp_path / "r"
-    command = [*plain, "data.image_size=32", f"output_dir='{run}'", "train.steps=2"]
-    assert main(command) == 0
-    assert all("data_wait" not in record for record in read_metrics(run / "metrics.jsonl"))
+    assert main([*TINY_AUTOENCODER, f"output_dir='{run}'", "train.steps=2"]) == 0
+    assert all("data_wait" not in record for record in rows_of(run))
     assert set(record_of(run)["throughput"]) == {"samples_per_s", "windows", "sample"}
     assert "replaced" not in record_of(run)["data"]
 
@@ -139,10 +113,8 @@ def test_a_damaged_first_batch_is_4_and_nothing_is_written(folder, tmp_path, cap
     for path in folder.glob("train/*/*.png"):
         os.truncate(path, 500)
     run = tmp_path / "r"
-    assert main(arguments(folder, run, f"data.workers={workers}", "train.steps=6")) == 4
-    printed = capsys.readouterr()
-    (line,) = printed.err.splitlines()
-    assert line.startswith(f"mprun: {folder}/train/class") and printed.out == ""
+    words = arguments(folder, run, f"data.workers={workers}", "train.steps=6")
+    refused(capsys, *words, says=f"mprun: {folder}/train/class", code=4)
     assert not run.exists()
 
 
@@ -186,9 +158,8 @@ def test_other_data_are_refused_on_resume(folder, tmp_path, capsys):
     moved = f"data.root='{tmp_path / 'moved'}'"
     assert main([f"resume={run}", moved, "train.steps=6"]) == 0
     (tmp_path / "moved/train/class0/00.png").unlink()
-    capsys.readouterr()
-    assert main([f"resume={run}", moved, "train.steps=8"]) == 2
-    assert "not those that the run began with" in capsys.readouterr().err
+    other = "not those that the run began with"
+    refused(capsys, f"resume={run}", moved, "train.steps=8", says=other)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -269,7 +240,7 @@ def test_a_signal_to_the_group_stops_the_run_not_its_loader_and_it_goes_on_bit_f
     records = [
         [
             {key: value for key, value in record.items() if key not in timed}
-            for record in read_metrics(path / "metrics.jsonl")
+            for record in rows_of(path)
             if record["split"] == "eval" or record["step"] <= 20
         ]
         for path in (whole, run)
@@ -297,10 +268,7 @@ def test_killed_and_resumed_from_a_checkpoint(folder, tmp_path):
     last = steps_done(run) + 10
     assert main([f"resume={run}", f"train.steps={last}"]) == 0
     assert main(arguments(folder, whole, *more, f"train.steps={last}")) == 0
-    losses = [
-        [(r["split"], r["step"], r["loss"]) for r in read_metrics(path / "metrics.jsonl")]
-        for path in (whole, run)
-    ]
+    losses = [[(r["split"], r["step"], r["loss"]) for r in rows_of(path)] for path in (whole, run)]
     assert losses[0] == losses[1]
 
 

@@ -13,10 +13,10 @@ from mprun.cli.advise import advise_run
 from mprun.config.option_files import modes
 from mprun.config.roles import config_hash
 from mprun.config.user_code import vouched
-from mprun.record.metrics import read_metrics
 from mprun.sweep.mode_table import table
 
 from .. import helpers
+from ..helpers import record_of, rows_of
 
 HONEST = """
 import torch
@@ -68,21 +68,21 @@ def folder(tmp_path, monkeypatch):
         sys.modules.pop(name, None)
 
 
+def write_record(run: Path, record: dict, **changes) -> None:
+    (run / "run.json").write_text(json.dumps(record | changes))
+
+
 @pytest.fixture
 def edited(folder):
     """A run whose record names `hostile` everywhere, and is said to have diverged."""
     assert main([*RUN, "output_dir=run"]) == 0
     run = folder / "run"
-    config = yaml.safe_load((run / "config.yaml").read_text())
-    for group in ("data", "model"):
-        config[group]["factory"] = config[group]["factory"].replace("honest", "hostile")
+    config = yaml.safe_load((run / "config.yaml").read_text().replace("honest", "hostile"))
     (run / "config.yaml").write_text(yaml.safe_dump(config))
-    record = json.loads((run / "run.json").read_text())
-    record["config"] = config
+    record = record_of(run)
     record["overrides"] = [o.replace("honest", "hostile") for o in record["overrides"]]
-    record |= {"status": "diverged", "cause": "non-finite loss"}
-    record["config_hash"] = config_hash(config)  # whoever made it knows how
-    (run / "run.json").write_text(json.dumps(record))
+    record |= {"status": "diverged", "cause": "non-finite loss", "config": config}
+    write_record(run, record, config_hash=config_hash(config))  # whoever made it knows how
     return run
 
 
@@ -116,10 +116,8 @@ def test_a_record_that_names_other_code_imports_nothing(arguments, edited, capsy
 
 def test_advise_check_does_not_take_names_from_the_recorded_command_line(edited, capsys):
     # The configuration is honest, the overrides that --check would run again are not.
-    config = yaml.safe_load((edited / "config.yaml").read_text())
-    for group in ("data", "model"):
-        config[group]["factory"] = config[group]["factory"].replace("hostile", "honest")
-    (edited / "config.yaml").write_text(yaml.safe_dump(config))
+    text = (edited / "config.yaml").read_text()
+    (edited / "config.yaml").write_text(text.replace("hostile", "honest"))
     line = refused(capsys, "advise", "run", "--check", "--steps", "2", *NAMES)
     assert "the run was made with data.factory=hostile:data" in line
     assert not (edited / "check").exists()
@@ -128,18 +126,17 @@ def test_advise_check_does_not_take_names_from_the_recorded_command_line(edited,
 @pytest.mark.slow
 def test_what_only_reads_imports_nothing(edited, capsys):
     shutil.copytree(edited, "fp32")
-    record = json.loads(Path("fp32/run.json").read_text())
+    record = record_of("fp32")
     record["precision"] |= {"mode": "fp32", "scaler": "none"}
     for key in ("precision", "scaler"):
         record["config"][key]["name"] = {"precision": "fp32", "scaler": "none"}[key]
     record["config"]["precision"] |= modes()["fp32"].values
     record["config"]["scaler"]["kind"] = "none"
-    record["config_hash"] = "0"
-    Path("fp32/run.json").write_text(json.dumps(record))
+    write_record(Path("fp32"), record, config_hash="0")
     assert main(["compare", "run", "fp32", "--out", "report"]) in (0, 2, 3)
     assert "hostile:network-hostile:data" in capsys.readouterr().out
     assert main(["scaler-replay", "run", "--no-files"]) == 0
-    assert "fp16_master_scaled" in table([json.loads((edited / "run.json").read_text())])
+    assert "fp16_master_scaled" in table([record_of(edited)])
     assert not Path("canary").exists() and "hostile" not in sys.modules
 
 
@@ -150,19 +147,15 @@ def test_the_same_names_again_continue_the_run_bit_for_bit(folder, capsys):
     assert main(["resume=run", "train.steps=6", *NAMES]) == 0
     rows = {}
     for run in ("straight", "run"):
-        rows[run] = {
-            row["step"]: (row["loss"], row["loss_scale"])
-            for row in read_metrics(folder / run / "metrics.jsonl")
-            if row["split"] == "train"
-        }
+        told = rows_of(folder / run, "train")
+        rows[run] = {row["step"]: (row["loss"], row["loss_scale"]) for row in told}
     assert rows["run"] == rows["straight"] and max(rows["run"]) == 6
     other = refused(capsys, "resume=run", "train.steps=8", NAMES[0], "model.factory=honest:data")
     assert "the run was made with model.factory=honest:network" in other
     width = refused(capsys, "resume=run", "train.steps=8", *NAMES, "model.options.width=9")
     assert "keeps its configuration" in width
-    assert refused(capsys, "resume=run", "train.steps=x", *NAMES).startswith(
-        "mprun: train.steps=x:"
-    )
+    wrong = refused(capsys, "resume=run", "train.steps=x", *NAMES)
+    assert wrong.startswith("mprun: train.steps=x:")
 
 
 def test_names_in_the_user_s_own_option_files_count(folder, capsys):
@@ -191,9 +184,7 @@ def test_a_run_below_the_config_dir_does_not_vouch_for_itself(place, edited, cap
     for name in ("config.yaml", "all.yaml"):
         named = {"factory": "hostile:data"} | record
         (edited / name).write_text("# @package _global_\n" + yaml.safe_dump(named))
-    whole = json.loads((edited / "run.json").read_text())
-    whole |= {"config": named, "config_hash": config_hash(named)}
-    (edited / "run.json").write_text(json.dumps(whole))
+    write_record(edited, record_of(edited), config=named, config_hash=config_hash(named))
     if place != "run":
         Path(place).parent.mkdir(exist_ok=True)
         edited.rename(place)
@@ -230,22 +221,18 @@ def test_a_sweep_names_the_code_for_every_run_that_it_starts_or_continues(
     runs = sorted((folder / "outputs" / "custom-custom").glob("fp16*-s?"))
     assert len(runs) == 2
     # One of them is left as a machine that died leaves it.
-    record = json.loads((runs[1] / "run.json").read_text())
-    kept = [row for row in read_metrics(runs[1] / "metrics.jsonl")]
-    (runs[1] / "run.json").write_text(json.dumps(record | {"status": "running"}))
+    record, kept = record_of(runs[1]), rows_of(runs[1])
+    write_record(runs[1], record, status="running")
     shutil.rmtree(next(runs[1].glob("checkpoints/step-*4")))
     assert main(sweep) == 0
-    again = json.loads((runs[1] / "run.json").read_text())
+    again = record_of(runs[1])
     assert (again["status"], again["attempts"]) == ("done", record["attempts"] + 1)
-    assert [row["loss"] for row in read_metrics(runs[1] / "metrics.jsonl")] == [
-        row["loss"] for row in kept
-    ]
+    assert [row["loss"] for row in rows_of(runs[1])] == [row["loss"] for row in kept]
     # A record that was edited meanwhile is not continued: the sweep starts that run anew.
     config = yaml.safe_load((runs[0] / "config.yaml").read_text())
     config["data"]["factory"] = "hostile:data"
     (runs[0] / "config.yaml").write_text(yaml.safe_dump(config))
-    first = json.loads((runs[0] / "run.json").read_text())
-    (runs[0] / "run.json").write_text(json.dumps(first | {"status": "running"}))
+    write_record(runs[0], record_of(runs[0]), status="running")
     assert main(sweep) == 0
-    assert json.loads((runs[0] / "run.json").read_text())["attempts"] == 1
+    assert record_of(runs[0])["attempts"] == 1
     assert not Path("canary").exists()
