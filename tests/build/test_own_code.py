@@ -131,12 +131,26 @@ def pair(data, size=8):
 
 
 # Networks that do not fit.
+def always(make):
+    return lambda data: make()
+
+
 ONLY = Mixed(3)
-CALLS = []
-
-
-def same_again(data):
-    return ONLY
+WIDTHS = iter(range(8, 800, 8))
+same_again = always(lambda: ONLY)
+grows = always(lambda: Mixed(3, next(WIDTHS)))
+half = always(lambda: Mixed(3).half())
+lazy = always(lambda: nn.Sequential(nn.Flatten(), nn.LazyLinear(3)))
+empty = always(nn.ReLU)
+few = always(lambda: Mixed(2))
+fails = always(lambda: nn.Sequential(nn.Flatten(), nn.Linear(3, 3)))
+fp32_inside = always(lambda: Fp32Inside(3))
+no_state = always(lambda: nn.Embedding(11, 11))
+bare_state = always(lambda: BareState("GRU", 11))
+broken = always(lambda: {}["width"])
+no_product = always(
+    lambda: nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64), nn.Unflatten(1, (2, 32)), Sum())
+)
 
 
 def shared(data):
@@ -145,42 +159,9 @@ def shared(data):
     return network
 
 
-def grows(data):
-    CALLS.append(1)
-    return Mixed(3, 8 * len(CALLS))
-
-
-def half(data):
-    return Mixed(3).half()
-
-
-def lazy(data):
-    return nn.Sequential(nn.Flatten(), nn.LazyLinear(3))
-
-
-def empty(data):
-    return nn.ReLU()
-
-
-def few(data):
-    return Mixed(2)
-
-
-def fails(data):
-    return nn.Sequential(nn.Flatten(), nn.Linear(3, 3))
-
-
 class Fp32Inside(Mixed):
     def forward(self, images):
         return super().forward(images) @ torch.eye(3)
-
-
-def fp32_inside(data):
-    return Fp32Inside(3)
-
-
-def no_product(data):
-    return nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64), nn.Unflatten(1, (2, 32)), Sum())
 
 
 class Sum(nn.Module):
@@ -188,22 +169,10 @@ class Sum(nn.Module):
         return torch.stack([x.sum((1, 2))] * 3, 1)
 
 
-def no_state(data):
-    return nn.Embedding(11, 11)
-
-
 class BareState(Recurrent):
     def forward(self, tokens, state):
         outputs, state = self.layer(self.embedding(tokens), state)
         return self.logits(outputs), state
-
-
-def bare_state(data):
-    return BareState("GRU", 11)
-
-
-def broken(data):
-    return {}["width"]
 
 
 # Sources that are none.
@@ -224,56 +193,32 @@ class Source:
         yield self.first()
 
 
+LABELS = torch.tensor([0, 2])
+
+
 def good():
-    return torch.ones(2, 1, 8, 8), torch.tensor([0, 2])
+    return torch.ones(2, 1, 8, 8), LABELS
 
 
-def ones(**own):
-    return Source(good)
+def made(first=good, **changes):
+    return lambda **own: Source(first, **changes)
+
+
+ones = made()
+no_hash = made(sha256=None)
+no_name = made(description={"train_samples": 8})
+a_float = made(batches_per_epoch=4.0)
+nothing = made(eval_batches=lambda: iter(()))
+impure = made(lambda: (torch.rand(2, 1, 8, 8), LABELS))
+doubles = made(lambda: (torch.ones(2, 1, 8, 8).double(), LABELS))
+labels = made(lambda: (torch.ones(2, 1, 8, 8), torch.tensor([0, 3])))
+alone = made(lambda: torch.ones(2, 1, 8, 8))
+raises = made(lambda: [][1])
+wide = made(lambda: (torch.full((2, 3, 32, 32), 1.5), LABELS))
 
 
 def incomplete(**own):
     return object()
-
-
-def no_hash(**own):
-    return Source(good, sha256=None)
-
-
-def no_name(**own):
-    return Source(good, description={"train_samples": 8})
-
-
-def a_float(**own):
-    return Source(good, batches_per_epoch=4.0)
-
-
-def impure(**own):
-    return Source(lambda: (torch.rand(2, 1, 8, 8), torch.tensor([0, 2])))
-
-
-def doubles(**own):
-    return Source(lambda: (torch.ones(2, 1, 8, 8).double(), torch.tensor([0, 2])))
-
-
-def labels(**own):
-    return Source(lambda: (torch.ones(2, 1, 8, 8), torch.tensor([0, 3])))
-
-
-def alone(**own):
-    return Source(lambda: torch.ones(2, 1, 8, 8))
-
-
-def raises(**own):
-    return Source(lambda: [][1])
-
-
-def nothing(**own):
-    return Source(good, eval_batches=lambda: iter(()))
-
-
-def wide(**own):
-    return Source(lambda: (torch.full((2, 3, 32, 32), 1.5), torch.tensor([0, 2])))
 '''
 COMMON = ["device=cpu", "threads=1", "train.steps=3", "data.batch_size=4"]
 IMAGES = ["model=custom", "data.factory=owncode:data"]

@@ -171,17 +171,10 @@ def files_of(step):
     return [p for p in step.command if p.startswith("tests/") and p.endswith(".py")]
 
 
-def test_the_order_of_calls_and_their_seconds(module):
-    parts = module("gpu_check_parts")
-    assert parts.CALLS["first"] == (
-        *("tests_models", "tests_update", "tests_graphs"),
-        *("bench", "fidelity", "questions"),
-    )
-    assert parts.CALLS["verdicts"] == ("results", "data")
+def test_every_part_is_in_one_call_and_the_seconds_of_a_call_are_all_given(module):
+    parts, script = module("gpu_check_parts"), runpy.run_path(str(SCRIPT))
     called = ["environment", *(name for call in parts.CALLS.values() for name in call)]
     assert called == list(parts.PARTS)
-    script = runpy.run_path(str(SCRIPT))
-    assert script["LIMIT_S"] == 540
     for call in parts.CALLS.values():
         weights = [parts.PARTS[name].weight for name in ("environment", *call)]
         assert sum(weights) == script["LIMIT_S"] - script["RESERVE_S"]
@@ -340,8 +333,7 @@ def test_what_is_left_keeps_the_limits_of_size_number_and_names(module, tmp_path
     (work / "small.json").write_text("{}")
     (work / "weights.pt").write_bytes(b"not a record")
     assert report.write_archive(work, out) == ["bench/large.png"]
-    with tarfile.open(out / "records.tar.gz") as archive:
-        names = archive.getnames()
+    names = archived(out)
     assert "small.json" in names and "weights.pt" not in names
     step = ended_step(module, tmp_path, 0) | {"record": "r" * 90_000}
     summary = {"device": "cpu", "status": "done", "seconds": 1.0}
@@ -363,6 +355,22 @@ def test_a_summary_says_where_the_runtime_is_a_fake(module, tmp_path):
         lines = (tmp_path / "gpu_check.md").read_text().splitlines()
         assert lines[0] == "# gpu_check on no GPU: a fake CUDA runtime, host side only: done"
         assert lines[2].startswith("**No value and no time on this page means anything**")
+
+
+def archived(out):
+    """The names in the archive, which is whole."""
+    with tarfile.open(out / "records.tar.gz") as archive:
+        names = archive.getnames()
+        assert all(archive.extractfile(name).read() is not None for name in names)
+    return names
+
+
+def left_by_a_kill(out):
+    """The record of a call that was killed: it says that it runs."""
+    record = json.loads((out / "gpu_check.json").read_text())
+    assert record["status"] == "running"
+    assert_within_limits(out)
+    return record
 
 
 def assert_within_limits(out, largest=16 * 2**20):
@@ -415,14 +423,10 @@ def test_a_kill_leaves_what_was_done_and_nothing_running(tmp_path, moment):
         if moment != "after a part":
             assert waited_for(lambda: (out / "gpu_check.md").exists() and pid_in(out))
         process.kill()
-    record = json.loads((out / "gpu_check.json").read_text())
-    assert record["status"] == "running"
+    record, names = left_by_a_kill(out), archived(out)
     ended = {
         name: [step["status"] for step in part["steps"]] for name, part in record["parts"].items()
     }
-    with tarfile.open(out / "records.tar.gz") as archive:
-        names = archive.getnames()
-        assert all(archive.extractfile(name).read() is not None for name in names)
     if moment == "before a step ended":
         assert ended == {"environment": ["running"]}
     else:
@@ -430,7 +434,6 @@ def test_a_kill_leaves_what_was_done_and_nothing_running(tmp_path, moment):
         assert ended == {"environment": ["done"], "fidelity": ["done"]}
         assert record["parts"]["fidelity"]["steps"][0]["text"] == "two"
         assert {"one.json", "two.out.txt"} <= set(names)
-    assert_within_limits(out)
     if moment != "after a part":
         assert waited_for(lambda: not alive(pid_in(out)))
 
@@ -491,20 +494,22 @@ def test_a_kill_while_a_file_is_written_leaves_the_one_before(module, tmp_path, 
         ({"DEVICE": "tpu"}, "DEVICE=tpu: cuda, or cpu"),
         ({"LIMIT": "soon"}, "LIMIT=soon: seconds"),
         ({"LIMIT": "20"}, "more than 30"),
+        ({}, "name a new folder"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(tmp_path, environment, told):
-    done = gpu_check(tmp_path / "out", **environment)
+    """Before a folder is made; results that are there are not written over."""
+    out = tmp_path / "out"
+    if not environment:
+        out.mkdir()
+        (out / "gpu_check.json").write_text("{}")
+    done = gpu_check(out, **environment)
     assert done.returncode == 2
     assert told in done.stderr and done.stderr.count("\n") == 1
-    assert not (tmp_path / "out").exists()
-
-
-def test_results_are_not_written_over(tmp_path):
-    (tmp_path / "gpu_check.json").write_text("{}")
-    done = gpu_check(tmp_path)
-    assert done.returncode == 2 and "name a new folder" in done.stderr
-    assert (tmp_path / "gpu_check.json").read_text() == "{}"
+    if environment:
+        assert not out.exists()
+    else:
+        assert [path.read_text() for path in out.iterdir()] == ["{}"]
 
 
 def test_help_names_every_part_and_every_call(module):
@@ -557,8 +562,7 @@ def test_a_dry_run_of_every_part_with_one_that_fails(module, tmp_path):
     assert {"gpu_check.md", "gpu_check.json", "records.tar.gz"} < left
     assert any(name.endswith(".png") for name in left)
     assert_within_limits(out)
-    with tarfile.open(out / "records.tar.gz") as archive:
-        names = archive.getnames()
+    names = archived(out)
     assert any(name.endswith("metrics.jsonl") for name in names)
     assert "real_data.err.txt" in names
 
@@ -594,15 +598,11 @@ def test_a_dry_run_of_the_first_call_that_is_killed(module, tmp_path, during):
                 break
         time.sleep(2)
         process.kill()
-    record = json.loads((out / "gpu_check.json").read_text())
+    record = left_by_a_kill(out)
     steps = {s["name"]: s["status"] for part in record["parts"].values() for s in part["steps"]}
     order = ["machine", "doctor", *module("gpu_check_parts").CALLS["first"]]
     before = order[: order.index(during)]
-    assert record["status"] == "running"
     assert steps.pop(during) in ("running", "done")
     assert [name for name in steps if name in before] == before
     assert all(steps[name] == "done" for name in before), steps
-    with tarfile.open(out / "records.tar.gz") as archive:
-        names = archive.getnames()
-    assert {f"{name}.out.txt" for name in before} <= set(names)
-    assert_within_limits(out)
+    assert {f"{name}.out.txt" for name in before} <= set(archived(out))
