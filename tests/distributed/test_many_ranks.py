@@ -12,7 +12,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from mprun.distributed.flat import FlatReduction
 from mprun.distributed.overlapped import OverlappedReduction
 from mprun.distributed.ranks import Ranks
-from mprun.precision import MixedPrecisionOptimizer, cast_model, get_loss_scale, get_policy
+from mprun.precision import get_loss_scale
+
+from ..helpers import mixed
 
 
 class Fake(Ranks):
@@ -50,20 +52,12 @@ def model_of():
 
 
 def updated(reduction, mode="fp16_master_scaled", parts=1):
-    policy = get_policy(mode)
-    cast = cast_model(model_of(), policy)
-    scale = get_loss_scale("static")
-    optimizer = MixedPrecisionOptimizer(
-        cast,
-        lambda named: torch.optim.SGD([p for _, p in named], 0.1),
-        scale,
-        parts=parts,
-        reduction=reduction,
-    )
+    own = {"parts": parts, "reduction": reduction}
+    cast, optimizer = mixed(model_of(), mode, None, get_loss_scale("static"), **own)
     network = reduction.wrapped(cast.module)
     optimizer.zero_grad()
     reduction.overlaps = isinstance(reduction, OverlappedReduction)
-    optimizer.backward(network(policy.cast_inputs(torch.randn(2, 3, 8, 8))).float().mean())
+    optimizer.backward(network(cast.policy.cast_inputs(torch.randn(2, 3, 8, 8))).float().mean())
     optimizer.step()
     return optimizer
 

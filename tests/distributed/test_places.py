@@ -28,11 +28,8 @@ SRUN = {
 }
 
 
-def test_torchrun():
+def test_torchrun_and_srun():
     assert place_from(TORCHRUN) == Place(5, 1, 1, 2, 4, "node1", 29500, served=True)
-
-
-def test_srun():
     assert place_from(SRUN) == Place(5, 1, 1, 2, 4, "gpu003", 24242, served=False)
 
 

@@ -40,15 +40,10 @@ def cases_of(tasks, modes):
         for mode in modes:
             images = task not in ("language_model", "translation")
             plants = images and mode in ("fp16_master_scaled", "amp")
-            found[f"{task} {mode}"] = {
-                # Adam in FP16 divides by zero: NaN, of which nothing is to be seen.
-                "overrides": [
-                    *TASKS[task].split(),
-                    f"precision={mode}",
-                    *(["optim=sgd"] if mode == "fp16_naive" else []),
-                ],
-                "plants": plants,
-            }
+            # Adam in FP16 divides by zero: NaN, of which nothing is to be seen.
+            own = ["optim=sgd"] if mode == "fp16_naive" else []
+            own += [*TASKS[task].split(), f"precision={mode}"]
+            found[f"{task} {mode}"] = {"overrides": own, "plants": plants}
     return found
 
 
