@@ -72,6 +72,8 @@ def test_a_record_without_the_number_gets_it_too():
     ("overrides", "words"),
     [
         ("compare.margin=-1", "compare.margin=-1.0|> 0"),
+        ("compare.margin=0", "compare.margin=0.0|> 0"),
+        ("compare.metric=top1", "compare.metric=top1|perplexity"),
         ("compare.margin=inf", "compare.margin=inf|finite"),
         ("compare.baseline=bf16", "compare.baseline=bf16|did you mean|amp_bf16"),
         ("compare.window=0", "compare.window=0|>= 1"),

@@ -85,7 +85,7 @@ def test_a_sweep_over_an_option_and_over_a_factory():
         ),
     ],
 )
-@pytest.mark.few(10)
+@pytest.mark.few(5)
 def test_what_cannot_be_is_one_line(command, wanted, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     line = refused(capsys, "--cfg", "job", *command.split(), says=wanted.split("|"))

@@ -7,6 +7,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
+
 from mprun.errors import OF_EXTRAS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -81,15 +83,21 @@ def test_the_engine_needs_the_core_alone_and_a_run_loads_torchvision_for_those_t
     assert (done := ended(ENGINE + run)).returncode == 0, done.stderr
 
 
-def test_a_command_without_its_extra_names_it(tmp_path):
+@pytest.mark.parametrize(
+    "commands",
+    [
+        ["", "-m seed=0,1", "compare runs", "bench", "--cfg job"],
+        pytest.param(["doctor"], marks=pytest.mark.slow),  # which imports torch, as the engine does
+    ],
+)
+def test_a_command_without_its_extra_names_it(commands, tmp_path):
     """The engine works without any."""
-    commands = ["", "-m seed=0,1", "compare runs", "bench", "--cfg job", "doctor"]
     program = f"""
 {WITHOUT_EXTRAS}
 from mprun.cli import main
 for words in {commands}:
     assert main(words.split()) == 2, words
-{ENGINE}
+{ENGINE if "doctor" in commands else ""}
 """
     done = ended(program, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr

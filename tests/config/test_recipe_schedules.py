@@ -1,15 +1,13 @@
 """The published recipes in time: rates at named updates, and first steps on real data."""
 
 import math
-from functools import cache
 
 import pytest
 
 from mprun.build.run import schedule_of
-from mprun.config.compose import compose_config
-from mprun.config.option_files import conf_dir
 
-_NO_RECIPES = ("quickstart_", "minutes_", "ranks_", "paper_")
+from .test_recipes import RECIPES, composed
+
 # Two steps of these run in minutes or less on a CPU, from files that tests have.
 SMALL = {
     "alexnet_cifar10": "cifar10_jpeg",
@@ -20,12 +18,7 @@ SMALL = {
 }
 
 
-@cache
-def composed(recipe):
-    # Any folder: composing does not look into it.
-    return compose_config([f"experiment={recipe}", f"data.root={conf_dir()}"]).config
-
-
+RESNET_RATES = {0: 0.1, 30 * 5004 - 1: 0.1, 30 * 5004: 0.01, 60 * 5004 - 1: 0.01, 60 * 5004: 0.001}
 V15_WARM_UP, V15_STEPS = 5 * 5004, 90 * 5004
 # 1,281,167 images give 5,004 full batches of 256, 50,000 images 390 of 128; Penn Treebank's 929,589
 # tokens give 2,323 steps of 20 x 20 and 1,327 of 20 x 35; WikiText-2's 2,088,628 give 2,983.
@@ -44,12 +37,7 @@ SCHEDULES = [
         # 0.02 * (1 - t)^2 in the source: within its floor of 5e-6 of ours.
         {0: 0.02, 62_500: 5e-6 + (0.02 - 5e-6) / 4, 124_999: 5e-6 + (0.02 - 5e-6) / 125_000**2},
     ),
-    (
-        "resnet50_imagenet",
-        5004,
-        90 * 5004,
-        {0: 0.1, 30 * 5004 - 1: 0.1, 30 * 5004: 0.01, 60 * 5004 - 1: 0.01, 60 * 5004: 0.001},
-    ),
+    ("resnet50_imagenet", 5004, 90 * 5004, RESNET_RATES),
     (
         "resnet50_imagenet_v15",
         5004,
@@ -63,12 +51,7 @@ SCHEDULES = [
             V15_WARM_UP + (V15_STEPS - V15_WARM_UP) // 3: 0.192,  # cos(pi / 3) = 1/2
         },
     ),
-    (
-        "resnet50_preact_imagenet",
-        5004,
-        90 * 5004,
-        {0: 0.1, 30 * 5004 - 1: 0.1, 30 * 5004: 0.01, 60 * 5004 - 1: 0.01, 60 * 5004: 0.001},
-    ),
+    ("resnet50_preact_imagenet", 5004, 90 * 5004, RESNET_RATES),
     (
         "vgg16_imagenet",
         5004,
@@ -135,19 +118,14 @@ SCHEDULES = [
     ),
     ("dcgan_cifar10", 390, 25 * 390, {0: 2e-4, 25 * 390 - 1: 2e-4}),
     # 5,011 images give 2,505 updates of two.
-    (
-        "faster_rcnn_voc",
-        2505,
-        70_000,
-        {0: 1e-3, 49_999: 1e-3, 50_000: 1e-4, 69_999: 1e-4},
-    ),
+    ("faster_rcnn_voc", 2505, 70_000, {0: 1e-3, 49_999: 1e-3, 50_000: 1e-4, 69_999: 1e-4}),
 ]
 
 
 @pytest.mark.parametrize(
     ("recipe", "steps_per_epoch", "steps", "table"), SCHEDULES, ids=[row[0] for row in SCHEDULES]
 )
-@pytest.mark.few(3)
+@pytest.mark.few(3)  # millions of updates
 def test_rates_at_named_updates(recipe, steps_per_epoch, steps, table):
     config = composed(recipe)
     if config.train.steps is None:
@@ -161,9 +139,7 @@ def test_rates_at_named_updates(recipe, steps_per_epoch, steps, table):
 
 
 def test_every_recipe_is_in_the_table():
-    files = {path.stem for path in (conf_dir() / "experiment").glob("*.yaml")}
-    files = {name for name in files if not name.startswith(_NO_RECIPES)}
-    assert {row[0] for row in SCHEDULES} == files
+    assert {row[0] for row in SCHEDULES} == set(RECIPES)
 
 
 def test_the_cap_of_a_step_is_zaremba_s_in_both_forms():

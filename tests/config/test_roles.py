@@ -10,53 +10,41 @@ from mprun.config.compose import compose_config
 from mprun.config.roles import FIELDS, config_hash, resumable_keys, role_of
 from mprun.config.rules import LABEL, LENGTH, MACHINE, READING, RESULT, SEED
 
-# Of the versions in which each of these was a list of its own: records hold them.
+# Of the versions in which each of these was a list of its own: records hold them. As they begin.
 HASHES = {
-    "": ("ce35bfd8a5c78802f0a2e2ecc339fca9cb3b55768e76d199d119996ee041c24d"),
-    "precision=amp model=resnet50 optim=sgd train=short": (
-        "e085d66ff4ec8c43a24719211de04117f58768ff330f3e02e2fe262e0dfd6058"
-    ),
+    "": "ce35bfd8a5c78802",
+    "precision=amp model=resnet50 optim=sgd train=short": "e085d66ff4ec8c43",
     (
-        "precision=fp16_naive model=alexnet_2012 data=digits_224 optim=sgd_alexnet train=few "
-        "train.steps=40 seed=3 data.batch_size=8"
-    ): ("e67e6ea03bf58f452a1c234608f5a97cbfe3813480c9a36689204d502ba29afb"),
-    "model=dcgan data.image_size=64 train=short precision=amp scaler.per=loss": (
-        "ea2b7098dcbdcdf76783d55281a71a8ca6b9d0994e7dab2c0e2ffde581775a50"
-    ),
-    "experiment=quickstart_underflow precision=fp16_master": (
-        "1850a4e684f76c9a323c358c401d8d0a879b672c7eea6b6bfa3f10b625971fed"
-    ),
+        "precision=fp16_naive model=alexnet_2012 data=digits_224 optim=sgd_alexnet "
+        "train=few train.steps=40 seed=3 data.batch_size=8"
+    ): "e67e6ea03bf58f45",
+    "model=dcgan data.image_size=64 train=short precision=amp scaler.per=loss": "ea2b7098dcbdcdf7",
+    "experiment=quickstart_underflow precision=fp16_master": "1850a4e684f76c9a",
     "experiment=quickstart_lost_updates precision=bf16_naive numerics=on name=x": (
-        "fd693bbc63fcc920db789441f51da36ffb2a9a86c150ac2b496d6c1f947ca6c4"
+        "fd693bbc63fcc920"
     ),
-    "experiment=biglstm_lm1b data.root=/d data.cache=/c data.vocabulary=/v": (
-        "8c7cd302994f21e71d547fc7d3de898ebdd5819b127adc37d8975eec9e48cd20"
-    ),
-    "experiment=resnet50_imagenet data.root=/d data.workers=3 data.prefetch=4": (
-        "698b70c03298b71b28eb16382737714c3f580ef01de0a0e1f81321632b148b78"
-    ),
-    "experiment=lstm_wikitext2 data.root=/d": (
-        "90be37fb42fbd3ab95faea7a3f74b86d873a95ec130add3dd90d011902341176"
-    ),
-    "model=resnet50 optim=sgd train=short data=cifar10 data.root=/d precision=tf32 device=cuda": (
-        "662e678a0ee91bef279ae7024480f4024f344e7d006c253414896f9c9eb70dd6"
-    ),
+    "experiment=biglstm_lm1b data.root=/d data.cache=/c data.vocabulary=/v": "8c7cd302994f21e7",
+    "experiment=resnet50_imagenet data.root=/d data.workers=3 data.prefetch=4": "698b70c03298b71b",
+    "experiment=lstm_wikitext2 data.root=/d": "90be37fb42fbd3ab",
+    (
+        "model=resnet50 optim=sgd train=short data=cifar10 data.root=/d precision=tf32 device=cuda"
+    ): "662e678a0ee91bef",
     (
         "data=custom data.factory=a:b data.options.root=1 model=custom model.factory=c:d "
         "model.task=gan model.options.cache=2"
-    ): ("d2ecca1bd84e39bef5213e9c8b5282bdd73038f16d711ff05703072e06c0c678"),
+    ): "d2ecca1bd84e39be",
     (
         "model=lstm_lm precision=fp16_master_scaled scaler=megatron "
         "precision.overrides.layer4.*=fp32 threads=2 cpu_half=native"
-    ): ("4fcc51eecb6850055c657a48337a04d7acea29b16ad5aafd80ee1cc2b3f680be"),
+    ): "4fcc51eecb685005",
     (
         "model=conv_autoencoder train.epochs=2 train.log_every=3 train.checkpoint_every=1 "
         "train.keep_checkpoints=5 train.cuda_graph=off output_root=/o"
-    ): ("f81fe2cea4b054697998a99f8d7a526ba18b50fefcc0053857cd0a4ea142fd57"),
+    ): "f81fe2cea4b05469",
     (
         "data=synthetic_tokens train.steps=7 train.eval_every=2 train.accumulate=2 "
         "optim=adagrad scaler=logmax precision=amp_bf16"
-    ): ("aa0cea9622491c54845193e8b78bf4f569c6025acfc73baf97b9f7dd77322761"),
+    ): "aa0cea9622491c54",
 }
 
 
@@ -64,7 +52,7 @@ HASHES = {
 @pytest.mark.few(8)
 def test_the_hash_of_a_configuration_stays_what_it_was(overrides):
     composed = compose_config(overrides.split(), files=False)
-    assert config_hash(composed.as_dict()) == HASHES[overrides]
+    assert config_hash(composed.as_dict()).startswith(HASHES[overrides])
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ LINES = [
 
 
 @pytest.mark.parametrize("overrides", OPTIONS + LINES, ids=" ".join)
-@pytest.mark.few(12)
+@pytest.mark.few(8)
 def test_it_is_what_hydra_composes(overrides):
     parsed = parse_overrides(overrides)
     quick = _finished(*select(as_hydra_takes(parsed), [str(conf_dir())]))
