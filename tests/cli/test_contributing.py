@@ -14,6 +14,7 @@ from mprun.config.option_files import conf_dir
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
 SHORT = ("train.steps=4", "data.batch_size=4", "threads=1", "device=cpu")
+LM = ("model=lstm_lm", "data.sequence_length=4")
 
 
 def block(file: str) -> str:
@@ -48,12 +49,8 @@ def add(checkout, *files):
 
 def record_of(checkout, *words):
     """run.json of `mprun WORDS`, run from the copy."""
-    run = subprocess.run(
-        [sys.executable, "-m", "mprun", *words, *SHORT],
-        cwd=checkout,
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, "-m", "mprun", *words, *SHORT]
+    run = subprocess.run(command, cwd=checkout, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     folder = checkout / run.stdout.strip().splitlines()[-1].removeprefix("run: ")
     return json.loads((folder / "run.json").read_text(encoding="utf-8"))
@@ -62,7 +59,7 @@ def record_of(checkout, *words):
 @pytest.mark.slow
 def test_a_mode_is_one_file(checkout):
     add(checkout, "conf/precision/mine.yaml")
-    record = record_of(checkout, "model=lstm_lm", "precision=mine", "data.sequence_length=4")
+    record = record_of(checkout, *LM, "precision=mine")
     assert (record["status"], record["precision"]["mode"]) == ("done", "mine")
     dtypes = record["precision"]["effective_dtypes"]["model"]
     assert set(dtypes["parameters"]) == {"bfloat16"}
@@ -76,8 +73,7 @@ def test_a_scaler_is_one_file(checkout):
     text = re.sub(r"growth_interval: .*", "growth_interval: 2", text)
     patient = re.sub(r"name: .*", "name: patient", text, count=1)
     (checkout / "conf/scaler/patient.yaml").write_text(patient, encoding="utf-8")
-    words = ("model=lstm_lm", "precision=fp16_master_scaled", "data.sequence_length=4")
-    record = record_of(checkout, *words, "scaler=patient")
+    record = record_of(checkout, *LM, "precision=fp16_master_scaled", "scaler=patient")
     assert (record["status"], record["precision"]["scaler"]) == ("done", "patient")
     assert record["config"]["scaler"]["growth_interval"] == 2
 
@@ -85,8 +81,7 @@ def test_a_scaler_is_one_file(checkout):
 @pytest.mark.slow
 def test_an_optimizer_is_one_file(checkout):
     add(checkout, "conf/optim/sgd_nesterov.yaml")
-    words = ("model=lstm_lm", "data.sequence_length=4", "optim=sgd_nesterov")
-    record = record_of(checkout, "precision=fp16_master", *words)
+    record = record_of(checkout, *LM, "precision=fp16_master", "optim=sgd_nesterov")
     assert (record["status"], record["choices"]["optim"]) == ("done", "sgd_nesterov")
     assert record["config"]["optim"]["nesterov"] is True
 

@@ -120,16 +120,13 @@ def test_without_a_gpu_it_says_what_cannot_be_said(facts):
 
 def test_the_page_of_a_gpu(facts):
     """Made facts: what the page does with answers that this machine does not give."""
-    gpu = {
-        "index": 0,
-        "name": "NVIDIA Made",
-        "compute_capability": "9.0",
-        "multiprocessors": 132,
-        "total_bytes": 150 * 2**30,
-        "free_bytes": 149 * 2**30,
-        "why": None,
-    }
+    gpu = {"index": 0, "name": "NVIDIA Made", "compute_capability": "9.0", "multiprocessors": 132}
+    gpu |= {"total_bytes": 150 * 2**30, "free_bytes": 149 * 2**30, "why": None}
     full = {**gpu, "index": 1, "free_bytes": None, "why": "CUDA error: out of memory"}
+    cuda = {"version": "13.2", "driver": "580.65.06", "cudnn": 92600, "tf32": True, "bf16": False}
+    missing = {"temperature_c": "Not Supported", "process_memory": "another space"}
+    nvml = {"works": True, "why": None, "energy_mj": 5, "power_w": 80.4, "sm_clock_mhz": 1980.0}
+    nvml |= {"temperature_c": None, "process_bytes": None, "missing": missing}
     passed, why = {"works": True, "why": None}, "its Triton kernel for adam differs in the weights"
     text = page(
         {
@@ -137,28 +134,10 @@ def test_the_page_of_a_gpu(facts):
             "device": "cuda:0",
             "why_no_gpu": None,
             "gpus": [gpu, full],
-            "kernels": {
-                "cpu": facts["kernels"]["cpu"],
-                "cuda": {
-                    "version": "13.2",
-                    "driver": "580.65.06",
-                    "cudnn": 92600,
-                    "tf32": True,
-                    "bf16": False,
-                },
-            },
+            "kernels": {"cpu": facts["kernels"]["cpu"], "cuda": cuda},
             "single_pass": {"sgd": passed, "adam": {"works": False, "why": why}, "adamw": passed},
             "cuda_graph": passed,
-            "nvml": {
-                "works": True,
-                "why": None,
-                "energy_mj": 5,
-                "power_w": 80.4,
-                "sm_clock_mhz": 1980.0,
-                "temperature_c": None,
-                "process_bytes": None,
-                "missing": {"temperature_c": "Not Supported", "process_memory": "another space"},
-            },
+            "nvml": nvml,
             "emulated_operations": [],
         }
     )

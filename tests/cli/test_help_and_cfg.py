@@ -22,6 +22,8 @@ from mprun.config.option_files import conf_dir
 from mprun.config.roles import FIELDS
 from mprun.config.rules import allowed
 
+from ..helpers import refused
+
 
 @pytest.fixture(autouse=True)
 def empty_folder(tmp_path, monkeypatch):
@@ -44,9 +46,14 @@ def test_help_lists_verbs_groups_options_and_keys(capsys):
     assert "schema" not in text
 
 
+def page(capsys, *words) -> str:
+    """What a command prints, without line breaks and columns."""
+    assert main([*words]) == 0
+    return " ".join(capsys.readouterr().out.split())
+
+
 def test_help_of_a_key(capsys):
-    assert main(["--help", "scaler.growth_interval"]) == 0
-    text = " ".join(capsys.readouterr().out.split())
+    text = page(capsys, "--help", "scaler.growth_interval")
     assert text.startswith("scaler.growth_interval Clean steps since the start")
     assert "type whole number or null" in text and "allowed >= 1 and < 2^31" in text
     assert "2000 in apex, dynamic," in text and "read by scaler.kind=dynamic" in text
@@ -54,13 +61,9 @@ def test_help_of_a_key(capsys):
 
 
 def test_help_of_a_key_that_data_sources_differ_in(capsys):
-    assert main(["--help", "data.image_size"]) == 0
-    text = " ".join(capsys.readouterr().out.split())
-    assert (
-        "of data digits, digit_canvases, synthetic_images, cifar10" in text
-        and "default 224" in text
-    )
-    assert "where the model asks for it" in text
+    text = page(capsys, "--help", "data.image_size")
+    assert "of data digits, digit_canvases, synthetic_images, cifar10" in text
+    assert "default 224" in text and "where the model asks for it" in text
 
 
 def test_help_of_every_key_group_and_verb(capsys, monkeypatch):
@@ -81,13 +84,11 @@ def test_help_of_every_key_group_and_verb(capsys, monkeypatch):
         assert max(map(len, text.splitlines())) <= 80, word
         for key in (key for key in FIELDS if key.startswith(f"{word}.")):
             assert f"  {key} " in text or key.endswith((".name", ".kind")), key
-    assert main(["--help", "doctor"]) == 0
-    assert "usage: mprun doctor" in capsys.readouterr().out
+    assert "usage: mprun doctor" in page(capsys, "--help", "doctor")
 
 
 def test_help_of_an_entry_of_a_mapping(capsys):
-    assert main(["precision.overrides.fc", "--help"]) == 0
-    assert "dtype of these modules" in capsys.readouterr().out
+    assert "dtype of these modules" in page(capsys, "precision.overrides.fc", "--help")
 
 
 @pytest.mark.parametrize(
@@ -101,10 +102,8 @@ def test_help_of_an_entry_of_a_mapping(capsys):
     ],
 )
 def test_help_of_an_unknown_key_names_the_nearest(word, nearest, capsys):
-    assert main(["--help", word]) == 2
-    out, error = capsys.readouterr()
-    assert not out and error.count("\n") == 1
-    assert f"--help {word}: no key, group or verb is called so; did you mean '{nearest}'?" in error
+    told = f"--help {word}: no key, group or verb is called so; did you mean '{nearest}'?"
+    refused(capsys, "--help", word, says=told)
 
 
 @pytest.mark.parametrize("columns", [None, 50])
@@ -260,13 +259,11 @@ def test_cfg_knows_the_options_of_the_user(capsys, tmp_path_factory):
 
 
 def test_info_defaults_names_the_files(capsys):
-    assert main(["--info", "defaults", "model=dcgan"]) == 0
-    text = capsys.readouterr().out
+    text = page(capsys, "--info", "defaults", "model=dcgan")
     assert "data/digits_gan" in text and "optim/adam_gan" in text
 
 
 def test_version(capsys):
     from mprun import __version__
 
-    assert main(["--version"]) == 0
-    assert capsys.readouterr().out == f"mprun {__version__}\n"
+    assert page(capsys, "--version") == f"mprun {__version__}"

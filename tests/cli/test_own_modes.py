@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 
 import pytest
 import torch
@@ -102,16 +103,14 @@ def test_a_value_that_differs_from_its_file_is_in_the_label(own):
 def test_help_doctor_and_configuration_list_it(own, capsys):
     assert main(["--help", "--config-dir", own]) == 0
     text = capsys.readouterr().out
-    assert (
-        "    mymode                  FP16 products, FP32 masters, and a softmax in FP16.\n" in text
+    assert re.search(
+        r"^    mymode +FP16 products, FP32 masters, and a softmax in FP16.$", text, re.M
     )
-    assert "    myscaler                Starts at 2^10 and grows soon.\n" in text
+    assert re.search(r"^    myscaler +Starts at 2\^10 and grows soon.$", text, re.M)
     assert main(["doctor", "--config-dir", own, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["modes"]
-    assert list(found) == list(modes(own)) and found["mymode"]["verdict"] in (
-        "emulated",
-        "honoured",
-    )
+    assert list(found) == list(modes(own))
+    assert found["mymode"]["verdict"] in ("emulated", "honoured")
     assert main(["--config-dir", own, "--cfg", "job", "-p", "precision", "precision=mymode"]) == 0
     assert "name: mymode" in capsys.readouterr().out
 

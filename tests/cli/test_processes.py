@@ -7,21 +7,18 @@ import sys
 from ..shipped import MODES
 
 
-def mprun(*arguments, cwd, **more) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", "mprun", *arguments],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        **more,
-    )
+def ended(*words, cwd, **more) -> subprocess.CompletedProcess:
+    return subprocess.run(words, cwd=cwd, capture_output=True, text=True, timeout=120, **more)
+
+
+def mprun(*arguments, **more) -> subprocess.CompletedProcess:
+    return ended(sys.executable, "-m", "mprun", *arguments, **more)
 
 
 def test_bad_input_as_a_process(tmp_path):
-    ended = mprun("-m", "precision=fp32,fp61", cwd=tmp_path)
-    assert (ended.returncode, ended.stdout) == (2, "")
-    assert len(ended.stderr.splitlines()) == 1 and len(ended.stderr) <= 201
+    done = mprun("-m", "precision=fp32,fp61", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert len(done.stderr.splitlines()) == 1 and len(done.stderr) <= 201
     assert list(tmp_path.iterdir()) == []
 
 
@@ -38,25 +35,22 @@ for words in ("--help", "--cfg job", "--info defaults", *refused, *pages):
     heavy = {"torch"} if words in pages else {"torch", "numpy"}
     assert not heavy & set(sys.modules), words
 """
-    ended = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60
-    )
-    assert ended.returncode == 0, ended.stderr
+    done = ended(sys.executable, "-c", program, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_reader_that_leaves_early_is_no_error(tmp_path):
     command = f"{sys.executable} -m mprun --help; echo $? >&2"
-    words = ["bash", "-c", f"({command}) | head -1"]
-    ended = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert "Traceback" not in ended.stderr and ended.stderr.strip() == "0"
+    done = ended("bash", "-c", f"({command}) | head -1", cwd=tmp_path)
+    assert "Traceback" not in done.stderr and done.stderr.strip() == "0"
 
 
 def test_completion_offers_groups_and_options(tmp_path):
     def ask(line: str) -> set[str]:
         environment = os.environ | {"COMP_LINE": line, "COMP_POINT": str(len(line))}
-        ended = mprun("-sc", "query=bash", cwd=tmp_path, env=environment)
-        assert ended.returncode == 0, ended.stderr
-        return set(ended.stdout.split())
+        done = mprun("-sc", "query=bash", cwd=tmp_path, env=environment)
+        assert done.returncode == 0, done.stderr
+        return set(done.stdout.split())
 
     assert ask("mprun precision=") == {f"precision={mode}" for mode in MODES}
     # Keys are offered beside groups.

@@ -15,11 +15,7 @@ def run(mode, seed, loss, **more):
         "skipped": 0,
         "final": {"loss": loss},
         "throughput": {"samples_per_s": 1000.0 * (seed + 1)},
-        "memory": {
-            "peak_bytes": 3 * 2**20,
-            "measure": "of this test",
-            "saved_for_backward_bytes": 2**20,
-        },
+        "memory": {"peak_bytes": 3 * 2**20, "measure": "test", "saved_for_backward_bytes": 2**20},
     } | more
 
 
@@ -31,14 +27,9 @@ def rows(runs, swept=()) -> dict[str, dict[str, str]]:
 
 
 def test_values_worked_by_hand():
-    found = rows(
-        [
-            run("amp", 0, 2.2, skipped=3, precision={"mode": "amp", "scaler": "dynamic"}),
-            run("amp", 1, 3.0, skipped=4, precision={"mode": "amp", "scaler": "dynamic"}),
-            run("fp32", 0, 2.0),
-            run("fp32", 1, 4.0),
-        ]
-    )
+    amp = {"precision": {"mode": "amp", "scaler": "dynamic"}}
+    runs = [run("amp", 0, 2.2, skipped=3, **amp), run("amp", 1, 3.0, skipped=4, **amp)]
+    found = rows([*runs, run("fp32", 0, 2.0), run("fp32", 1, 4.0)])
     assert list(found) == ["fp32", "amp"]  # the baseline first, whatever the order of the runs
     assert found["fp32"]["vs FP32"] == "baseline"
     assert (found["fp32"]["loss, seed 0"], found["fp32"]["loss, seed 1"]) == ("2.0000", "4.0000")
@@ -132,14 +123,8 @@ def test_the_baseline_is_the_mode_that_the_configuration_names():
 
 
 def test_only_seeds_that_both_have_are_compared():
-    found = rows(
-        [
-            run("fp32", 0, 2.0),
-            run("fp32", 1, 8.0),
-            run("amp", 1, 4.0),
-            run("amp", 2, 1.0),
-        ]
-    )
+    base = [run("fp32", 0, 2.0), run("fp32", 1, 8.0)]
+    found = rows([*base, run("amp", 1, 4.0), run("amp", 2, 1.0)])
     assert found["amp"]["vs FP32"] == "-50.00 %"
     assert found["amp"]["loss, seed 0"] == ""
 
@@ -147,15 +132,9 @@ def test_only_seeds_that_both_have_are_compared():
 def test_several_scalers_of_one_mode_are_rows_of_their_own():
     runs = [run("fp32", 0, 2.0)]
     for scaler, loss in (("dynamic", 2.0), ("static", 3.0)):
-        runs.append(
-            run(
-                "amp",
-                0,
-                loss,
-                precision={"mode": "amp", "scaler": scaler},
-                overrides=["precision=amp", f"scaler={scaler}", "seed=0"],
-            )
-        )
+        precision = {"mode": "amp", "scaler": scaler}
+        overrides = ["precision=amp", f"scaler={scaler}", "seed=0"]
+        runs.append(run("amp", 0, loss, precision=precision, overrides=overrides))
     found = rows(runs)
     assert list(found) == ["fp32", "amp (dynamic)", "amp (static)"]
     assert found["amp (static)"]["vs FP32"] == "+50.00 %"
@@ -204,12 +183,9 @@ def test_incidental_keys_separate_where_they_are_swept():
 
     assert list(rows(runs)) == ["fp32", "amp"]
     # What all rows have in common is not repeated in each of them.
-    assert list(rows(runs, ["device"])) == [
-        "fp32 device=cpu",
-        "amp device=cpu",
-        "fp32 device=cuda",
-        "amp device=cuda",
-    ]
+    devices = ("cpu", "cuda")
+    expected = [f"{mode} device={device}" for device in devices for mode in ("fp32", "amp")]
+    assert list(rows(runs, ["device"])) == expected
 
 
 def test_no_run():
