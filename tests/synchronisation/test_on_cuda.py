@@ -13,8 +13,8 @@ from mprun.training.loop import train
 from mprun.training.run import prepare
 from mprun.training.signals import Interruption
 
+from ..execution.trained import SMALL
 from ..shipped import OF_ANY_NETWORK
-from .test_step_path import MODELS
 
 CUDA = torch.device("cuda")
 
@@ -64,7 +64,7 @@ def default_mode_afterwards():
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:LSTM with projections")
 @pytest.mark.parametrize("mode", OF_ANY_NETWORK)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", SMALL)
 def test_three_intervals_and_copies_for_a_replay(
     tmp_path, monkeypatch, default_mode_afterwards, model, mode
 ):
@@ -78,7 +78,7 @@ def test_three_intervals_and_copies_for_a_replay(
         kept.append(step)
 
     monkeypatch.setattr(FailureKeeper, "keep_if", keep_if)
-    overrides = [*MODELS[model].split(), f"precision={mode}", "train.log_every=5"]
+    overrides = [*SMALL[model], f"precision={mode}", "train.log_every=5"]
     overrides += ["train.cuda_graph=off", "train.eval_every=0"]
     outcome, built, records = run_train(tmp_path, overrides, before=errors_between_evaluations)
     assert kept[0] == 5
@@ -100,7 +100,7 @@ def test_a_divergence_is_noticed_late_and_told_at_its_step(tmp_path):
 
         built.task.data.train_batch = train_batch
 
-    overrides = [*MODELS["conv_autoencoder"].split(), "precision=fp32", "train.log_every=5"]
+    overrides = [*SMALL["reconstruction"], "precision=fp32", "train.log_every=5"]
     overrides += ["train.cuda_graph=off", "optim=sgd"]
     outcome, _, records = run_train(tmp_path, overrides, steps=40, before=plant)
     assert (outcome.status, outcome.step) == ("diverged", 8)
@@ -121,7 +121,7 @@ def test_the_clock_is_that_of_the_device(tmp_path):
 
         built.task.train_step = train_step
 
-    overrides = [*MODELS["conv_autoencoder"].split(), "train.log_every=5", "train.cuda_graph=off"]
+    overrides = [*SMALL["reconstruction"], "train.log_every=5", "train.cuda_graph=off"]
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(1000)
     begin.record()
