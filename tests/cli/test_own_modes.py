@@ -103,10 +103,9 @@ def test_a_value_that_differs_from_its_file_is_in_the_label(own):
 def test_help_doctor_and_configuration_list_it(own, capsys):
     assert main(["--help", "--config-dir", own]) == 0
     text = capsys.readouterr().out
-    assert re.search(
-        r"^    mymode +FP16 products, FP32 masters, and a softmax in FP16.$", text, re.M
-    )
-    assert re.search(r"^    myscaler +Starts at 2\^10 and grows soon.$", text, re.M)
+    for name, content in (("mymode", MODE), ("myscaler", SCALER)):
+        what = re.escape(content.splitlines()[0].removeprefix("# "))
+        assert re.search(rf"^    {name} +{what}$", text, re.M)
     assert main(["doctor", "--config-dir", own, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["modes"]
     assert list(found) == list(modes(own))

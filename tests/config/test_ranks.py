@@ -28,10 +28,7 @@ def test_what_ranks_compute(overrides):
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
-        (
-            [*IMAGES, "devices=8"],
-            "8 ranks share out train.accumulate=4 micro-batches; use train.ac",
-        ),
+        ([*IMAGES, "devices=8"], "8 ranks share out train.accumulate=4 micro-batches; use train."),
         (["model=resnet50", "devices=2"], "or data.batch_size=16 train.accumulate=2 (32)"),
         ([*IMAGES, "devices=2", "nodes=3"], "devices=2 nodes=3: 6 ranks"),
         ([*LM, "devices=3"], "share out data.batch_size=20 streams; use data.batch_size=21"),
@@ -40,17 +37,11 @@ def test_what_ranks_compute(overrides):
             [*LM, "devices=2", "train.accumulate=2", "precision.reduce_dtype=fp16"],
             "precision.reduce_dtype sums would depend",
         ),
-        (
-            ["model=dcgan", "train.accumulate=2", "precision.reduce_dtype=fp16"],
-            "a discriminator has two losses",
-        ),
+        (["model=dcgan", "train.accumulate=2", "precision.reduce_dtype=fp16"], "has two losses"),
         ([*LM, "model.sampled_softmax=8", "optim=adagrad", "devices=2"], "model.sampled_softmax"),
         ([*IMAGES, "devices=2", "train.compile=default"], "train.compile=default: must be off"),
         ([*IMAGES, "devices=2", "train.cuda_graph=on", "device=cuda"], "train.cuda_graph=on"),
-        (
-            [*IMAGES, "devices=2", "numerics=on", "numerics.shadow_every=2"],
-            "numerics.shadow_every=2: must be 0",
-        ),
+        ([*IMAGES, "devices=2", "numerics=on", "numerics.shadow_every=2"], "shadow_every=2: must"),
         ([*IMAGES, "devices=2", "dist.order=fixed", "dist.engine=ddp"], "dist.engine=ddp: dist.o"),
         ([*IMAGES, "devices=2", "dist.engine=ddp", "scaler=logmax"], "dist.engine=ddp: scaler"),
         (["devices=0"], "devices=0: must be a whole number from 1 to 1024, or auto"),

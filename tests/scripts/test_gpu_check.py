@@ -453,9 +453,7 @@ def waited_for(condition, seconds=30):
     return True
 
 
-@pytest.mark.parametrize(
-    "grain", ["gpu_check.json", "gpu_check.md", "records.tar.gz"], ids=lambda name: name
-)
+@pytest.mark.parametrize("grain", ["gpu_check.json", "gpu_check.md", "records.tar.gz"])
 def test_a_kill_while_a_file_is_written_leaves_the_one_before(module, tmp_path, monkeypatch, grain):
     report = module("gpu_check_report")
     summary = {"device": "cpu", "status": "running", "seconds": 1.0, "parts": {}}
@@ -486,10 +484,7 @@ def test_a_kill_while_a_file_is_written_leaves_the_one_before(module, tmp_path, 
 @pytest.mark.parametrize(
     "environment, told",
     [
-        (
-            {"PARTS": "fidelity,benhc"},
-            "PARTS=benhc: one of first, verdicts, gpt, peers, ranks, environ",
-        ),
+        ({"PARTS": "fidelity,benhc"}, "PARTS=benhc: one of first, verdicts, gpt, peers, ranks, en"),
         ({"PARTS": "data"}, "PARTS=data: needs the folder"),
         ({"DEVICE": "tpu"}, "DEVICE=tpu: cuda, or cpu"),
         ({"LIMIT": "soon"}, "LIMIT=soon: seconds"),

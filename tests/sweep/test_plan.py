@@ -56,9 +56,8 @@ def test_what_is_swept_is_in_the_name(swept, expected):
 
 def test_a_sweep_over_places_of_data(tmp_path_factory):
     places = [tmp_path_factory.mktemp("images") for _ in range(2)]
-    swept = plan(
-        ["model=resnet50", "data=image_folder", f"data.root={places[0]},{places[1]}"], None
-    )
+    root = f"data.root={places[0]},{places[1]}"
+    swept = plan(["model=resnet50", "data=image_folder", root], None)
     assert len({cell.directory for cell in swept.cells}) == 2
     assert [dict(cell.data_places)["root"] for cell in swept.cells] == list(map(str, places))
     assert all("-data.root=" in cell.directory.name for cell in swept.cells)
