@@ -1,7 +1,5 @@
 """The same promises on a GPU: every peer computes what mprun computes, in every mode it has."""
 
-from contextlib import contextmanager
-
 import pytest
 import torch
 
@@ -10,6 +8,7 @@ from benchmarks.suite.equality import compare, rounding_unit, sensitivity, trial
 from mprun.bench.plan import Case
 from mprun.precision.policy import read_math_flags
 
+from ..helpers import without_waiting
 from .peer_cases import MODELS, own_losses
 
 pytestmark = [
@@ -48,23 +47,13 @@ def test_losses_equal_mprun_s_own(make_peer, build_run, kind, mode, name):
     torch.testing.assert_close(losses, expected, rtol=rtol, atol=0, equal_nan=True)
 
 
-@contextmanager
-def waiting_is_an_error():
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 @pytest.mark.parametrize("name", ["loop", "loop+", "amp", "amp+"])
 def test_no_step_of_a_plain_loop_waits_but_for_the_scaler(make_peer, name):
     mode = "fp32" if name.startswith("loop") else "amp_bf16"
     peer = make_peer("classification", mode, name, device="cuda")
     for _ in range(3):
         peer.step()
-    with waiting_is_an_error():
+    with without_waiting():
         for _ in range(3):
             peer.step()
 
@@ -77,7 +66,7 @@ def test_a_fused_optimizer_s_skips_are_counted_without_waiting(make_peer):
         peer.step()
     before = peer.skipped()
     factor.fill_(float("inf"))
-    with waiting_is_an_error():
+    with without_waiting():
         peer.step()
     assert peer.skipped() == before + 1
 

@@ -16,6 +16,7 @@ from ..helpers import (
     TINY_SEQ2SEQ,
     raises_line,
 )
+from ..numerics.small_runs import SMALL
 from ..shipped import MODES
 
 NARROW = ["model.width=0.0625", "optim=sgd", "optim.lr=1e-3", "data.batch_size=8"]
@@ -27,13 +28,7 @@ DEEP = {
     "inception_v3": ["model=inception_v3", *NARROW, "data.image_size=75"],
 }
 MODELS = {
-    "alexnet": [
-        "model=alexnet_2012",
-        "model.width=0.125",
-        "optim=sgd_alexnet",
-        "data=digits_64",
-        "data.batch_size=2",
-    ],
+    "alexnet": SMALL["alexnet"],
     # Smaller batches overflow FP16 in the backward pass of BatchNorm over 1x1 maps.
     "resnet50": ["model=resnet50", "optim=sgd", "data.batch_size=8"],
     "lstm_lm": TINY_LM,
