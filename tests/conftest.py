@@ -1,15 +1,13 @@
-"""Which tests run, and how a test builds a run from the overrides a user would type."""
+"""Which tests run, and how a test builds a run from the overrides a user would type.
+
+Imports torch where it is needed: the process that hands out the tests needs none.
+"""
 
 import os
 import zlib
 from collections import defaultdict
 
 import pytest
-import torch
-
-from mprun.build import build
-from mprun.config.compose import compose_config
-from mprun.precision import pin_math_flags
 
 from .real_data import unpacked
 
@@ -18,9 +16,16 @@ pytest.register_assert_rewrite("tests.helpers")
 
 def pytest_addoption(parser):
     part = "of N parts of the tests only the K-th; a test stays in its own when others come or go"
-    parser.addoption("--slice", metavar="K/N", help=part)
+    parser.addoption("--slice", type=_slice, metavar="K/N", help=part)
     threads = "threads of torch in each process of the tests (default: 1)"
     parser.addoption("--threads", type=int, default=1, metavar="N", help=threads)
+
+
+def _slice(text):
+    k, n = map(int, text.split("/"))
+    if not 1 <= k <= n:
+        raise ValueError(text)
+    return k, n
 
 
 def pytest_configure(config):
@@ -30,6 +35,8 @@ def pytest_configure(config):
 
 @pytest.hookimpl(tryfirst=True)  # before fixtures are made
 def pytest_runtest_setup(item):
+    import torch
+
     # Threads that outnumber the free cores wait for each other: seconds become minutes. Before each
     # test, since `threads=` of a run in this process stays.
     torch.set_num_threads(item.config.option.threads)
@@ -37,6 +44,8 @@ def pytest_runtest_setup(item):
 
 @pytest.hookimpl(tryfirst=True)  # before -m looks at the markers
 def pytest_collection_modifyitems(config, items):
+    import torch
+
     _mark_the_rest_slow(items)
     long = [item for item in items if item.get_closest_marker("long")]
     for item in long:
@@ -50,7 +59,7 @@ def pytest_collection_modifyitems(config, items):
     if not config.option.markexpr:
         left_out.update(item for item in items if item.get_closest_marker("slow"))
     if config.option.slice:
-        k, n = map(int, config.option.slice.split("/"))
+        k, n = config.option.slice
         left_out.update(i for i in items if zlib.crc32(i.nodeid.encode()) % n != k % n)
     if left_out:
         config.hook.pytest_deselected(items=list(left_out))
@@ -78,6 +87,12 @@ def build_run():
     Afterwards the random state is that of ``torch.manual_seed(0)`` and the construction of the
     model, which is what a hand-written loop starts from.
     """
+
+    import torch
+
+    from mprun.build import build
+    from mprun.config.compose import compose_config
+    from mprun.precision import pin_math_flags
 
     def make(*overrides, device="cpu"):
         config = compose_config([*overrides, f"device={device}"]).config
