@@ -128,7 +128,8 @@ def exchanged(ranks) -> dict:
 
 
 def found_by(ranks, cases: dict) -> dict:
-    """What was `taken`, by case, and what ranks exchange."""
+    """What was `taken`, by case, and what ranks exchange; threads do not survive a fork."""
+    torch.set_num_threads(1)
     found = {name: taken(own["overrides"], ranks, own["plants"]) for name, own in cases.items()}
     return found | {"exchanged": exchanged(ranks)}
 
@@ -141,7 +142,6 @@ def environment_of(rank: int, world: int, port: int) -> dict[str, str]:
 
 def be(rank: int, world: int, port: int, cases: dict, out: Path) -> None:
     """Be a rank, in a process of its own, which writes what it found to `out`/RANK.pt."""
-    torch.set_num_threads(1)
     os.environ.update(environment_of(rank, world, port))
     ranks = join(place_from(), torch.device("cpu"), 60.0)
     torch.save(found_by(ranks, cases), out / f"{rank}.pt")

@@ -168,6 +168,7 @@ def work(rank, folder):
     """One of four processes of torch.distributed (gloo); the first one keeps what it has."""
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
+    torch.set_num_threads(1)  # threads do not survive a fork, and would be waited for
     store = dist.FileStore(f"{folder}/store", 4)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=4)
     pair, found = dist.new_group([0, 1]), {}
