@@ -40,6 +40,7 @@ def pytest_runtest_setup(item):
     # Threads that outnumber the free cores wait for each other: seconds become minutes. Before each
     # test, since `threads=` of a run in this process stays.
     torch.set_num_threads(item.config.option.threads)
+    torch.manual_seed(0)  # whatever ran before
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m looks at the markers
