@@ -147,7 +147,7 @@ CASES = [
     ("model=alexnet data=digits_32", "data.image_size=32|63"),
     ("model=alexnet_2012 data=digits_32", "data.image_size=32|63"),
     ("model=inception_v3 data=digits_64", "data.image_size=64|75"),
-    ("model=googlenet model.width=0", "model.width=0|above 0"),
+    ("model=googlenet model.width=0", "model.width=0|> 0"),
     ("model=googlenet model.aux_weight=-1", "model.aux_weight=-1|0"),
     ("model=inception_v2 model.aux_weight=0.3", "model.aux_weight"),
     ("model=resnet50 model.width=0.5", "model.width=0.5|preactivation"),

@@ -128,7 +128,7 @@ def exchanged(ranks) -> dict:
 
 
 def found_by(ranks, cases: dict) -> dict:
-    """What was `taken`, by case, and what ranks exchange; threads do not survive a fork."""
+    """What was `taken`, by case, and what ranks exchange."""
     torch.set_num_threads(1)
     found = {name: taken(own["overrides"], ranks, own["plants"]) for name, own in cases.items()}
     return found | {"exchanged": exchanged(ranks)}

@@ -2,7 +2,6 @@
 skips, BatchNorm statistics, metrics, evaluation, after every step, bit for bit."""
 
 import socket
-import warnings
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -58,15 +57,11 @@ def on_ranks(world: int, cases: dict, folder: Path) -> list[dict]:
     if world == 1:
         return [found_by(ALONE, cases)]
     folder.mkdir(parents=True, exist_ok=True)
-    # A copy of this process has imported torch, which takes seconds; with CUDA it computes nothing.
-    context = get_context("spawn" if torch.cuda.is_available() else "fork")
-    port, processes = free_port(), []
-    with warnings.catch_warnings():
-        # Python 3.12 tells of threads: those of numpy's BLAS, which looks after itself.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        for rank in range(world):
-            processes.append(context.Process(target=be, args=(rank, world, port, cases, folder)))
-            processes[-1].start()
+    # Not forks of this process: autograd's threads do not survive one, and are asked for.
+    context, port, processes = get_context("forkserver"), free_port(), []
+    for rank in range(world):
+        processes.append(context.Process(target=be, args=(rank, world, port, cases, folder)))
+        processes[-1].start()
     for process in processes:
         process.join(600)
     assert [process.exitcode for process in processes] == [0] * world

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 import time
 
 import pytest
@@ -168,7 +169,8 @@ def work(rank, folder):
     """One of four processes of torch.distributed (gloo); the first one keeps what it has."""
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
-    torch.set_num_threads(1)  # threads do not survive a fork, and would be waited for
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store = dist.FileStore(f"{folder}/store", 4)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=4)
     pair, found = dist.new_group([0, 1]), {}
@@ -197,16 +199,15 @@ def work(rank, folder):
 
 @pytest.fixture(scope="module")
 def of_ranks(tmp_path_factory):
-    """What four ranks make of `numbers` and of gradients; forked, so that nobody imports torch."""
+    """What four ranks make of `numbers` and of gradients; of a server that has imported torch."""
     folder = tmp_path_factory.mktemp("ranks")
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("GLOO_SOCKET_IFNAME", "lo")
-        ranks = torch.multiprocessing.start_processes(
-            work, (folder,), 4, join=False, daemon=True, start_method="fork"
-        )
-        ends = time.monotonic() + 120
-        while not ranks.join(timeout=1):
-            assert time.monotonic() < ends
+    # Not a fork of this process: autograd's threads do not survive one, and are asked for.
+    ranks = torch.multiprocessing.start_processes(
+        work, (folder,), 4, join=False, daemon=True, start_method="forkserver"
+    )
+    ends = time.monotonic() + 120
+    while not ranks.join(timeout=1):
+        assert time.monotonic() < ends
     return torch.load(folder / "found.pt")
 
 
