@@ -169,7 +169,7 @@ def compose_config(
             raise BadInput(f"{override.input_line}: several values; add -m to sweep over them")
     _check_folder(config_dir)
     try:
-        folders = [str(conf_dir()), *([] if config_dir is None else [config_dir])]
+        folders = [str(conf_dir()), *([] if config_dir is None else [os.path.abspath(config_dir)])]
         config, choices = _finished(*select(as_hydra_takes(parsed), folders))
     except COMPOSITION_ERRORS:  # which Hydra knows to explain, or to compose after all
         config, choices = _composed_by_hydra(parsed, config_dir)
