@@ -53,9 +53,9 @@ def emulated_recurrent(
             w_ih, w_hh, *others = call.weights[n * per_layer : (n + 1) * per_layer]
             biases = others[:2] if call.bias else (None, None)
             inputs = x.flip(0) if direction else x
-            operands = [inputs, *(state[n] for state in states), w_ih, w_hh, *biases]
+            operands = [inputs, states[0][n], w_ih, w_hh, *biases]
             if kind.name == "lstm":
-                operands.append(others[-1] if len(others) in (1, 3) else None)
+                operands += [states[1][n], others[-1] if len(others) in (1, 3) else None]
             tracked = any(t is not None and t.requires_grad for t in operands)
             keep = tracked and torch.is_grad_enabled()
             y, *own = _EmulatedLayer.apply(kind, keep, counts, *operands)
@@ -68,15 +68,22 @@ def emulated_recurrent(
     return x.transpose(0, 1) if call.batch_first else x, *map(torch.stack, lasts)
 
 
-class _Kind(NamedTuple):
-    """forward(keep, *operands): (y, h_n, ...) and what backward needs of them.
+Results = tuple[tuple[Tensor, ...], Sequence[Tensor | None]]
+Gradients = tuple[Tensor | None, ...]
 
+
+class _Kind(NamedTuple):
+    """What differs between the layers.
+
+    Operands: x, h0, w_ih, w_hh, b_ih, b_hh; of an LSTM then c0, w_hr. Biases and w_hr may be None.
+
+    forward(keep, *operands): (y, h_n, ...), and what backward needs: x, h0, w_ih, w_hh, y, others.
     backward(needed, kept, dy, dh_n, ...): gradients of the operands, None where not needed.
     """
 
     name: str
-    forward: Callable[..., tuple[tuple[Tensor, ...], Sequence[Tensor | None]]]
-    backward: Callable[..., tuple[Tensor | None, ...]]
+    forward: Callable[..., Results]
+    backward: Callable[..., Gradients]
 
 
 class _EmulatedLayer(torch.autograd.Function):
@@ -96,7 +103,7 @@ class _EmulatedLayer(torch.autograd.Function):
         return results
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> Gradients:
         name = ctx.kind.name
         if torch.is_grad_enabled():
             raise RuntimeError(f"the emulated {name} has no second derivative (create_graph=True)")
@@ -119,26 +126,14 @@ def _columns(t: Tensor) -> Tensor:
     return torch.empty(t.shape, dtype=F32).copy_(t).flatten(1)
 
 
-def _lstm_forward(
-    keep: bool,
-    x: Tensor,
-    h0: Tensor,
-    c0: Tensor,
-    w_ih: Tensor,
-    w_hh: Tensor,
-    b_ih: Tensor | None,
-    b_hh: Tensor | None,
-    w_hr: Tensor | None,
-) -> tuple[tuple[Tensor, ...], Sequence[Tensor | None]]:
-    """y (T, B, P), h_n, c_n, and what backward needs: among it the cells (T, H, B), gates
-    (T, 4H, B) and, with a projection, raw h (T, H, B)."""
+def _lstm_forward(keep: bool, *operands: Any) -> Results:
+    """y (T, B, P), h_n, c_n; kept of its own: c0, w_hr, cells (T, H, B), gates (T, 4H, B) and, with
+    a projection, raw h (T, H, B)."""
+    x, h0, w_ih, w_hh, b_ih, b_hh, c0, w_hr = operands
     (steps, batch, _), half = x.shape, x.dtype
     hidden = c0.shape[-1]
-    columns = x.reshape(steps * batch, -1).to(F32).t()
-    if b_ih is None or b_hh is None:
-        inputs = w_ih.to(F32) @ columns
-    else:
-        inputs = torch.addmm((b_ih.to(F32) + b_hh.to(F32))[:, None], w_ih.to(F32), columns)
+    bias = None if b_ih is None else b_ih.to(F32) + b_hh.to(F32)
+    inputs = _input_product(x, w_ih, bias)
     w, r = w_hh.to(F32), None if w_hr is None else w_hr.to(F32)
     h, c = _transposed(h0), _transposed(c0)
     raw_h = h if r is None else torch.empty_like(c)
@@ -146,7 +141,7 @@ def _lstm_forward(
     gates = torch.empty(steps, 4 * hidden, batch, dtype=F32)
     cells = torch.empty(steps, hidden, batch, dtype=half)
     outputs = torch.empty(steps, *h.shape, dtype=half)
-    raw = None if w_hr is None else torch.empty(steps, hidden, batch, dtype=half)
+    raw: Any = None if w_hr is None else torch.empty_like(cells)
     by_gate = gates.view(steps, 4, hidden, batch)
     by_step = (gates[:, : 2 * hidden], by_gate[:, 2], by_gate[:, 3], gates, cells, outputs)
     steps_of = zip(inputs.split(batch, 1), *(part.unbind() for part in by_step), strict=True)
@@ -158,77 +153,30 @@ def _lstm_forward(
         cell.copy_(c.mul_(f).addcmul_(i, g))
         c.copy_(cell)
         torch.mul(o, torch.tanh(c, out=tanh_c), out=raw_h)
-        if r is not None and raw is not None:
+        if r is not None:
             raw_h.copy_(raw[t].copy_(raw_h))
             torch.mm(r, raw_h, out=h)
         h.copy_(output.copy_(h))
     y = outputs.transpose(1, 2).contiguous()
-    last = y[-1].clone(), cells[-1].t().contiguous()
-    kept = x, h0, c0, w_ih, w_hh, w_hr, y, cells, gates.to(half) if keep else None, raw
-    return (y, *last), kept
+    kept = x, h0, w_ih, w_hh, y, c0, w_hr, cells, gates.to(half) if keep else None, raw
+    return (y, y[-1].clone(), cells[-1].t().contiguous()), kept
 
 
 def _lstm_backward(
-    needed: Sequence[bool], saved: Sequence[Any], dy: Tensor, dh_n: Tensor, dc_n: Tensor
-) -> tuple[Tensor | None, ...]:
-    """Gradients of x, h0, c0, w_ih, w_hh, b_ih, b_hh, w_hr; None where not needed."""
-    x, h0, c0, w_ih, w_hh, w_hr, y, cells, gates, raw = saved
-    (steps, batch, _), half = x.shape, x.dtype
-    w_t = _transposed(w_hh)
-    d_gates, d_first, dc, projected = _through_time(
-        w_t, w_hr, _factors(gates, cells, c0), dy, dh_n, dc_n
-    )
-    dg = _columns(d_gates)
-    grads: list[Tensor | None] = [None] * 8
-    if needed[0]:
-        grads[0] = (dg.t() @ w_ih.to(F32)).to(half).view_as(x)
-    if needed[1]:
-        grads[1] = (w_t @ d_first).to(half).t()
-    if needed[2]:
-        grads[2] = dc.to(half).t()
-    if needed[3]:
-        grads[3] = (dg @ x.reshape(steps * batch, -1).to(F32)).to(half)
-    if needed[4]:
-        before = torch.empty_like(y, dtype=F32)
-        before[0], before[1:] = h0, y[:-1]
-        grads[4] = (dg @ before.view(steps * batch, -1)).to(half)
-    if needed[5] or needed[6]:
-        grads[5] = grads[6] = dg.sum(1).to(half)
-    if needed[7]:
-        grads[7] = (_columns(projected) @ _columns(raw).t()).to(half)
-    return tuple(grads)
-
-
-def _through_time(
-    w_t: Tensor,
-    w_hr: Tensor | None,
-    factors: tuple[Tensor, Sequence[Tensor], Sequence[Tensor]],
-    dy: Tensor,
-    dh_n: Tensor,
-    dc_n: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The recursion from the last time step to the first.
-
-    Args:
-        w_t: w_hh transposed, float32.
-        factors: as of `_factors`.
-
-    Returns:
-        Gradients of the gates at all steps (T, 4H, B), 16-bit, and at the first one, float32; of
-        c0 (H, B), float32; of h before its projection at all steps, 16-bit, empty without one.
-    """
-    of_gates, dc_factor, forget = factors
-    steps, _, hidden, batch = of_gates.shape
-    half = dy.dtype
-    dys = _transposed(dy)
+    needed: Sequence[bool], kept: Sequence[Any], dy: Tensor, dh_n: Tensor, dc_n: Tensor
+) -> Gradients:
+    *_, w_hh, y, c0, w_hr, cells, gates, raw = kept
+    (steps, hidden, batch), half = cells.shape, y.dtype
+    of_gates, dc_factor, forget = _factors(gates, cells, c0)
+    w_t, dys, dc = _transposed(w_hh), _transposed(dy), _transposed(dc_n)
     dys[-1] += _transposed(dh_n)
     r_t = None if w_hr is None else _transposed(w_hr)
-    dc = _transposed(dc_n)
     d = torch.empty_like(dc)
+    # Of one time step in float32, of all of them as they are rounded.
     d_gates = torch.empty(4, hidden, batch, dtype=F32)
     d_ifg, d_o, d_flat = d_gates[:3], d_gates[3], d_gates.view(4 * hidden, batch)
     half_d, half_dc = torch.empty_like(d, dtype=half), torch.empty_like(dc, dtype=half)
-    all_gates = torch.empty(steps, 4 * hidden, batch, dtype=half)
+    d_inputs = torch.empty(steps, 4 * hidden, batch, dtype=half)
     projected = torch.empty(dys.shape if r_t is not None else 0, dtype=half)
     dhs, ifgs, os = dys.unbind(), of_gates[:, :3].unbind(), of_gates[:, 3].unbind()
     for t in range(steps - 1, -1, -1):
@@ -240,9 +188,13 @@ def _through_time(
         dc.copy_(half_dc.copy_(dc.addcmul_(d, dc_factor[t])))
         torch.mul(ifgs[t], dc, out=d_ifg)
         torch.mul(os[t], d, out=d_o)
-        d_flat.copy_(all_gates[t].copy_(d_flat))
+        d_flat.copy_(d_inputs[t].copy_(d_flat))
         dc.mul_(forget[t])
-    return all_gates, d_flat, dc, projected
+    return (
+        *_gradients(needed, kept, d_inputs, d_inputs, w_t @ d_flat),
+        dc.to(half).t(),
+        (_columns(projected) @ _columns(raw).t()).to(half) if needed[7] else None,
+    )
 
 
 def _factors(
@@ -266,14 +218,13 @@ def _factors(
     return factors, aten.tanh_backward(o, tanh_c, grad_input=tanh_c).unbind(), f.unbind()
 
 
-def _gru_forward(
-    keep: bool, x: Tensor, h0: Tensor, w_ih: Tensor, w_hh: Tensor, *biases: Tensor | None
-) -> tuple[tuple[Tensor, ...], Sequence[Tensor | None]]:
-    """y (T, B, H), h_n; kept beside operands and y: gates (T, 4H, B), which are reset r, update z,
-    new n and what r multiplies in it."""
+def _gru_forward(keep: bool, *operands: Any) -> Results:
+    """y (T, B, H), h_n; kept of its own: gates (T, 4H, B), which are reset r, update z, new n and
+    what r multiplies in it."""
+    x, h0, w_ih, w_hh, b_ih, b_hh = operands
     (steps, batch, _), hidden = x.shape, h0.shape[-1]
-    inputs = _input_product(x, w_ih, biases[0])
-    w, bias, h = w_hh.to(F32), _column(biases[1]), _transposed(h0)
+    inputs = _input_product(x, w_ih, b_ih)
+    w, bias, h = w_hh.to(F32), _column(b_hh), _transposed(h0)
     gates = torch.empty(steps, 4 * hidden, batch, dtype=F32)
     outputs = torch.empty(steps, hidden, batch, dtype=x.dtype)
     for row, kept, output in zip(inputs.split(batch, 1), gates, outputs, strict=True):
@@ -290,9 +241,8 @@ def _gru_forward(
 
 def _gru_backward(
     needed: Sequence[bool], kept: Sequence[Any], dy: Tensor, dh_n: Tensor
-) -> tuple[Tensor | None, ...]:
-    """Gradients of x, h0, w_ih, w_hh, b_ih, b_hh."""
-    x, h0, w_ih, w_hh, y, gates = kept
+) -> Gradients:
+    _, h0, _, w_hh, y, gates = kept
     steps, batch, hidden = y.shape
     r, z, n, of_n = gates.to(F32).view(steps, 4, hidden, batch).unbind(1)
     before = torch.cat([_transposed(h0)[None], _transposed(y[:-1])])
@@ -311,20 +261,18 @@ def _gru_backward(
         torch.cat([d_r_z, d_n], out=d_inputs[t])
         torch.cat([d_r_z, d_n * r[t]], out=d_recurrent[t])
         dh = torch.addmm(dh * z[t], w_t, d_recurrent[t].to(F32))
-    return _gradients(needed, x, h0, w_ih, y, d_inputs, d_recurrent, dh)
+    return _gradients(needed, kept, d_inputs, d_recurrent, dh)
 
 
 def _rnn(slope: Callable[[Tensor], Tensor], activation: Callable[[Tensor], Tensor]) -> _Kind:
     """The plain layer h = activation(...); slope: the activation's derivative, of its result."""
 
-    def forward(
-        keep: bool, x: Tensor, h0: Tensor, w_ih: Tensor, w_hh: Tensor, *biases: Tensor | None
-    ) -> tuple[tuple[Tensor, ...], Sequence[Tensor | None]]:
-        steps, batch, _ = x.shape
-        inputs = _input_product(x, w_ih, biases[0])
-        w, bias, h = w_hh.to(F32), _column(biases[1]), _transposed(h0)
-        outputs = torch.empty(steps, h0.shape[-1], batch, dtype=x.dtype)
-        for row, output in zip(inputs.split(batch, 1), outputs, strict=True):
+    def forward(keep: bool, *operands: Any) -> Results:
+        x, h0, w_ih, w_hh, b_ih, b_hh = operands
+        inputs = _input_product(x, w_ih, b_ih)
+        w, bias, h = w_hh.to(F32), _column(b_hh), _transposed(h0)
+        outputs = torch.empty(len(x), *h.shape, dtype=x.dtype)
+        for row, output in zip(inputs.split(h.shape[1], 1), outputs, strict=True):
             total = torch.addmm(row if bias is None else row + bias, w, h)
             h.copy_(output.copy_(activation(total)))
         y = outputs.transpose(1, 2).contiguous()
@@ -332,23 +280,23 @@ def _rnn(slope: Callable[[Tensor], Tensor], activation: Callable[[Tensor], Tenso
 
     def backward(
         needed: Sequence[bool], kept: Sequence[Any], dy: Tensor, dh_n: Tensor
-    ) -> tuple[Tensor | None, ...]:
-        x, h0, w_ih, w_hh, y = kept
+    ) -> Gradients:
+        *_, w_hh, y = kept
         slopes, dys, dh = slope(_transposed(y)), _transposed(dy), _transposed(dh_n)
         w_t, half = _transposed(w_hh), y.dtype
         d_inputs = torch.empty(slopes.shape, dtype=half)
         for t in range(len(y) - 1, -1, -1):
             dh = (dh + dys[t]).to(half).to(F32)
             dh = w_t @ d_inputs[t].copy_(dh * slopes[t]).to(F32)
-        return _gradients(needed, x, h0, w_ih, y, d_inputs, d_inputs, dh)
+        return _gradients(needed, kept, d_inputs, d_inputs, dh)
 
     return _Kind("rnn", forward, backward)
 
 
 def _input_product(x: Tensor, w_ih: Tensor, bias: Tensor | None) -> Tensor:
     """Of all time steps at once, (G H, T * B) in float32."""
-    columns, w = x.reshape(-1, x.shape[-1]).to(F32).t(), w_ih.to(F32)
-    return w @ columns if bias is None else torch.addmm(bias.to(F32)[:, None], w, columns)
+    columns, w, column = x.reshape(-1, x.shape[-1]).to(F32).t(), w_ih.to(F32), _column(bias)
+    return w @ columns if column is None else torch.addmm(column, w, columns)
 
 
 def _column(bias: Tensor | None) -> Tensor | None:
@@ -356,18 +304,13 @@ def _column(bias: Tensor | None) -> Tensor | None:
 
 
 def _gradients(
-    needed: Sequence[bool],
-    x: Tensor,
-    h0: Tensor,
-    w_ih: Tensor,
-    y: Tensor,
-    d_inputs: Tensor,
-    d_recurrent: Tensor,
-    dh: Tensor,
-) -> tuple[Tensor | None, ...]:
-    """Of x, h0, w_ih, w_hh, b_ih, b_hh, from those of the gates (T, G H, B) and of h0 (H, B)."""
+    needed: Sequence[bool], kept: Sequence[Any], d_inputs: Tensor, d_recurrent: Tensor, dh: Tensor
+) -> Gradients:
+    """Of the first six operands, from those of the gates (T, G H, B) and of h0 (H, B)."""
+    x, h0, w_ih, _, y, *_ = kept
     half, rows = y.dtype, x.reshape(-1, x.shape[-1])
-    di, dr = _columns(d_inputs), _columns(d_recurrent)
+    di = _columns(d_inputs)
+    dr = di if d_recurrent is d_inputs else _columns(d_recurrent)
     grads: list[Tensor | None] = [None] * 6
     if needed[0]:
         grads[0] = (di.t() @ w_ih.to(F32)).to(half).view_as(x)
@@ -378,10 +321,9 @@ def _gradients(
     if needed[3]:
         before = torch.cat([h0[None], y[:-1]]).flatten(0, 1)
         grads[3] = (dr @ before.to(F32)).to(half)
-    if needed[4]:
+    if needed[4] or needed[5]:
         grads[4] = di.sum(1).to(half)
-    if needed[5]:
-        grads[5] = dr.sum(1).to(half)
+        grads[5] = grads[4] if dr is di else dr.sum(1).to(half)
     return tuple(grads)
 
 

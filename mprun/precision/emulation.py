@@ -16,19 +16,20 @@ A mode that a device cannot honour is refused, never replaced.
 from __future__ import annotations
 
 import functools
+import math
+import re
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from types import MappingProxyType
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from mprun.precision.autocast import cuda_lists
 from mprun.precision.emulated_recurrent import emulated_recurrent
@@ -38,7 +39,6 @@ from mprun.precision.scaled_products import calls
 
 aten = torch.ops.aten
 F32 = torch.float32
-T = TypeVar("T")
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 Route = Callable[["HalfEmulation", OpOverload, Args, Kwargs], Any]
@@ -51,12 +51,14 @@ _RECURRENT = LAYERS | {
 
 
 class ForwardContext:
-    """Autocast and CPU emulation of one policy, entered once per training step.
+    """Autocast and CPU emulation of one policy, entered around a training step.
 
         with arithmetic:                      # forward AND backward
             with arithmetic.autocast():       # forward only
                 outputs = model(inputs)
             ...backward...
+
+    Entered within itself it changes nothing, so that each part of a step may enter it.
 
     On a CPU 16-bit formats are emulated (float16 or bfloat16 tensors, FP32 products rounded once
     on store, as a Tensor Core does; paper section 3.3), and autocast follows CUDA's lists; on CUDA
@@ -65,6 +67,10 @@ class ForwardContext:
     Args:
         native: nothing is emulated on a CPU either, and autocast follows torch's lists for a CPU.
         overrides: the dtypes of the policy's module overrides; their 16-bit ones are emulated too.
+
+    Attributes:
+        watcher: entered behind the emulations, so that it meets an operation before them; None:
+            nobody watches.
     """
 
     def __init__(
@@ -84,15 +90,26 @@ class ForwardContext:
         self._own = self.emulations = tuple(HalfEmulation(dtype) for dtype in emulated)
         follows = self.emulations and policy.autocast_dtype is not None
         self._lists = cuda_lists() if follows else None  # for as long as this lives
+        self._entered: list[ExitStack] = []
+        self.watcher: AbstractContextManager[Any] | None = None
 
     def __enter__(self) -> ForwardContext:
+        # Within itself a mode would only see each call twice. Function modes are looked for on
+        # their own: a backward pass keeps the dispatch modes around it and loses those.
+        entered = ExitStack()
         for emulation in self.emulations:
-            emulation.__enter__()
+            if emulation not in _get_current_dispatch_mode_stack():
+                entered.enter_context(emulation)
+        for emulation in self._own:
+            if emulation.functions not in _get_current_function_mode_stack():
+                entered.enter_context(emulation.functions)
+        if self.watcher is not None:
+            entered.enter_context(self.watcher)
+        self._entered.append(entered)
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        for emulation in reversed(self.emulations):
-            emulation.__exit__(*exception)
+        self._entered.pop().__exit__(*exception)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """A fresh autocast block for one forward pass, or a no-op."""
@@ -103,14 +120,24 @@ class ForwardContext:
     def rerouted(self) -> dict[str, int]:
         """Calls computed by the emulation so far, by "phase operation"; empty if none."""
         total: Counter[tuple[str, str]] = Counter()
-        for emulation in self.emulations:
+        for emulation in self._own:
             total += emulation.rerouted
         found = {f"{phase} {operation}": n for (operation, phase), n in sorted(total.items())}
         return found | {name: n for name, n in sorted((calls - self._before).items())}
 
+    def recurrent_layers(self) -> Counter[tuple[str, torch.dtype]]:
+        """Recurrent layers that the emulation computed whole so far, by phase and dtype: no
+        operation of theirs reaches a dispatch mode."""
+        found: Counter[tuple[str, torch.dtype]] = Counter()
+        for emulation in self._own:
+            for (operation, phase), count in emulation.rerouted.items():
+                if operation.removesuffix("_") not in PRODUCTS:
+                    found[phase, emulation.dtype] += count
+        return found
+
     def kind(self) -> str:
         """How 16-bit products are computed: "emulated-fp16", "native-bf16", ... or "none"."""
-        how = "emulated" if self.emulations else "native"
+        how = "emulated" if self._own else "native"
         found = [f"{how}-{DTYPE_NAMES[dtype]}" for dtype in self.half_dtypes]
         how = "emulated" if self.device.type == "cpu" else "native"
         if (products := self.policy.products) is not None:
@@ -140,18 +167,18 @@ def why_unsupported(
         if policy.fp32_math == "tf32":
             return "a CPU has no TF32; use precision=fp32, or device=cuda on a machine with a GPU"
         return None
-    major, minor = torch.cuda.get_device_capability(device)
-    name = f"{torch.cuda.get_device_name(device)} (compute capability {major}.{minor})"
-    if policy.fp32_math == "tf32" and major < 8:
-        return f"{name} has no TF32; compute capability 8.0 or later has it"
-    if policy.products is not None:
-        # torch documentation, torch._scaled_mm; scales by row are of Hopper's instructions.
-        least = (9, 0) if policy.products.granularity == "row" else (8, 9)
-        if (major, minor) < least:
-            what = "FP8 products with scales by row" if least == (9, 0) else "FP8 products"
-            return f"{name} has no {what}; compute capability {least[0]}.{least[1]} has them"
-    if torch.bfloat16 in (policy.half_dtype, *overrides) and major < 8:
-        return f"{name} has no bfloat16 products; compute capability 8.0 or later has them"
+    by_row = policy.products is not None and policy.products.granularity == "row"
+    in_bf16 = torch.bfloat16 in (policy.half_dtype, *overrides)
+    # torch documentation, torch._scaled_mm; scales by row are of Hopper's instructions.
+    for needed, least, what in (
+        (policy.fp32_math == "tf32", (8, 0), "TF32"),
+        (by_row, (9, 0), "FP8 products with scales by row"),
+        (policy.products is not None, (8, 9), "FP8 products"),
+        (in_bf16, (8, 0), "bfloat16 products"),
+    ):
+        if needed and (own := torch.cuda.get_device_capability(device)) < least:
+            name = f"{torch.cuda.get_device_name(device)} (compute capability {own[0]}.{own[1]})"
+            return f"{name} has no {what}; compute capability {least[0]}.{least[1]} or later has it"
     return None
 
 
@@ -181,17 +208,10 @@ def why_no_lstm(
 
 
 class HalfEmulation(TorchDispatchMode):
-    """Within it, operations on 16-bit CPU tensors compute in float32 and round once.
+    """Within it, operations on 16-bit CPU tensors compute in float32 and round once, as CUDA's do.
 
-    One object serves a whole run; enter it once per training step, around forward AND backward
-    (outside, backward falls back to the native kernels), and around autocast:
-
-        emulation = HalfEmulation()
-        with emulation:
-            loss = loss_function(model(x))
-            (loss * scale).backward()
-
-    Every operation computes as CUDA's does, 16-bit operands in float32 and one rounding on store:
+    One object serves a whole run; enter it around forward AND backward (outside, backward falls
+    back to the native kernels), and around autocast. Other threads do not inherit it.
 
     rerouted   products, convolutions, attention, norm layers and all else to their float32 kernel;
                recurrent layers to `emulated_recurrent`; cells, and layers over a packed sequence,
@@ -202,8 +222,6 @@ class HalfEmulation(TorchDispatchMode):
     refused    what CUDA has no 16-bit kernel of: NotImplementedError, as there
 
     docs/operations.md has each operation. Tensors on other devices pass untouched.
-
-    Other threads do not inherit the mode.
 
     Args:
         dtype: torch.float16 or torch.bfloat16, the format that is emulated.
@@ -235,20 +253,16 @@ class HalfEmulation(TorchDispatchMode):
         super().__exit__(*exception)
         self.functions.__exit__(*exception)
 
-    def __torch_dispatch__(
-        self,
-        func: OpOverload,
-        types: tuple[type, ...],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
         kwargs = kwargs or {}
         # In forward the function mode below is active too and would add to the cost of each call.
         with torch._C.DisableTorchFunction():
             route = route_of(func)
-            if route is None or (route[0] in _WITH_NUMBER and _is_dense_tensor(args[1])):
+            if route is None:
                 return func(*args, **kwargs)
             name, run = route
+            if name in _WITH_NUMBER and _is_dense_tensor(args[1]) and "alpha" not in kwargs:
+                return func(*args, **kwargs)
             found = {t.dtype for t in _tensors((args, kwargs)) if t.is_cpu or t.dtype is F32}
             if self.dtype not in found or (F32 in found and name not in _MIXED):
                 # Mixed dtypes are an error of most, and the native kernel says so.
@@ -267,7 +281,7 @@ class HalfEmulation(TorchDispatchMode):
 
     def _dtypes_of_results(self, func: OpOverload, args: Args, kwargs: Kwargs) -> list[torch.dtype]:
         """What the operation itself would return, asked of it on tensors without values, once."""
-        key = (func, *_signature((args, kwargs)))
+        key = (func, *map(_signature, _leaves((args, kwargs))))
         if key not in self._dtypes:
             try:
                 bare = _each_tensor((args, kwargs), lambda t: t.to("meta"))
@@ -280,32 +294,18 @@ class HalfEmulation(TorchDispatchMode):
     def _matrix(self, func: OpOverload, args: Args, kwargs: Kwargs) -> Tensor:
         """A matrix product whose float32 result, if large, goes to scratch memory as well."""
         args = self._widen(args)
-        a, b = args[-2:]
-        rows, columns = a.size(-2), b.size(-1)
-        numel = a.numel() // max(a.size(-1), 1) * columns
-        if numel < Scratch.SMALLEST:
+        size = (*args[-2].shape[:-1], args[-1].size(-1))
+        if math.prod(size) < Scratch.SMALLEST:
             return func(*args, **kwargs).to(self.dtype)
-        size = (rows, columns) if a.dim() == 2 else (a.size(0), rows, columns)
-        stride = (columns, 1) if a.dim() == 2 else (rows * columns, columns, 1)
-        out = self._scratch.empty(size, stride, numel)
+        out = self._scratch.empty(math.prod(size)).view(size)
         return func._overloadpacket.out(*args, **kwargs, out=out).to(self.dtype)
-
-    def _attention(self, func: OpOverload, args: Args, kwargs: Kwargs) -> tuple[Tensor, Tensor]:
-        """Output rounded; the log-sum-exp kept for backward is float32 in the native kernel too.
-
-        The probabilities are not rounded between the two products, as they are on a GPU.
-        """
-        args, kwargs = self._widen((args, kwargs))
-        out, logsumexp = func(*args, **kwargs)
-        return out.to(self.dtype), logsumexp
 
     def _writing(self, func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         """In-place and out= overloads: run on float32 copies, then round into what was given."""
         arguments = func._schema.arguments
         names = [argument.name for argument in arguments[: len(args)]]
         given = dict(zip(names, args, strict=True)) | kwargs
-        wide = _each_tensor(given, lambda t: t.to(F32) if t.dtype is self.dtype else t)
-        wide = _each(torch.dtype, wide, lambda dtype: F32 if dtype is self.dtype else dtype)
+        wide = self._widen(given, Tensor.float)
         results = func(*[wide[name] for name in names], **{name: wide[name] for name in kwargs})
         targets = {}
         for name in [a.name for a in arguments if a.alias_info and a.alias_info.is_write]:
@@ -315,7 +315,8 @@ class HalfEmulation(TorchDispatchMode):
                     if target.shape != value.shape:  # as an out= overload gives it
                         target.resize_(value.shape)
                     target.copy_(value)
-        return self._rounded(func, args, kwargs, results, targets)
+        results = _each_tensor(results, lambda t: targets.get(id(t), t))
+        return self._rounded(func, args, kwargs, results)
 
     def _index_put(self, func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         """Only where it adds up is there anything to compute."""
@@ -337,22 +338,12 @@ class HalfEmulation(TorchDispatchMode):
                     target.copy_(value)
         return self._rounded(func, args, kwargs, results)
 
-    def _rounded(
-        self,
-        func: OpOverload,
-        args: Args,
-        kwargs: Kwargs,
-        results: Any,
-        targets: Mapping[int, Tensor] = MappingProxyType({}),
-    ) -> Any:
-        """The float32 results in the dtypes that the operation itself gives, others as they are; of
-        what was written to, by id(), the tensor that was given."""
+    def _rounded(self, func: OpOverload, args: Args, kwargs: Kwargs, results: Any) -> Any:
+        """The float32 results in the dtypes that the operation itself gives, others as they are."""
         dtypes = iter(self._dtypes_of_results(func, args, kwargs))
 
         def one(result: Tensor) -> Tensor:
             dtype = next(dtypes, result.dtype)
-            if id(result) in targets:
-                return targets[id(result)]
             return result.to(dtype) if result.dtype in (F32, torch.complex64) else result
 
         return _each_tensor(results, one)
@@ -363,13 +354,41 @@ class HalfEmulation(TorchDispatchMode):
             "compute it in FP32 (x.float(), or its module by an override)"
         )
 
-    def _widen(self, value: Any) -> Any:
-        half, scratch = self.dtype, self._scratch
-        wide = _each_tensor(value, lambda t: scratch.float(t) if t.dtype is half else t)
-        return _each(torch.dtype, wide, lambda dtype: F32 if dtype is half else dtype)
+    def _widen(self, value: Any, widen: Callable[[Tensor], Tensor] | None = None) -> Any:
+        """Every 16-bit tensor by `widen`, by default into scratch memory, and dtypes asked for."""
+        widen = widen or self._scratch.float
+
+        def one(leaf: Any) -> Any:
+            if isinstance(leaf, Tensor):
+                return widen(leaf) if leaf.dtype is self.dtype else leaf
+            return F32 if leaf is self.dtype else leaf
+
+        return _each(one, value)
 
 
-class _Functions(TorchFunctionMode):
+class Losses(TorchFunctionMode):
+    """Within it the losses that a model computes itself are computed in `loss_dtype`, as those
+    outside of it are. Costs about a microsecond for each call of a function of torch.
+
+    Args:
+        loss_dtype: None: as their tensors are.
+    """
+
+    def __init__(self, loss_dtype: torch.dtype | None) -> None:
+        super().__init__()
+        self.loss_dtype = loss_dtype
+
+    def __torch_function__(self, func, types, args=(), kwargs=None) -> Any:
+        if self.loss_dtype is not None and func in _LOSSES:
+            args, kwargs = _each_tensor((args, kwargs or {}), self._widened)
+        return func(*args, **(kwargs or {}))
+
+    def _widened(self, tensor: Tensor) -> Tensor:
+        half = tensor.dtype in (torch.float16, torch.bfloat16)
+        return tensor.to(self.loss_dtype) if half else tensor
+
+
+class _Functions(Losses):
     """Sends 16-bit recurrent layers, and those autocast would cast, past the fused CPU kernels.
 
     Needed above autograd: `torch.lstm` never reaches a dispatch mode whole, and under float16
@@ -377,24 +396,17 @@ class _Functions(TorchFunctionMode):
 
     Args:
         counts: how often a layer was computed here, by (kind, "forward" or "backward").
-
-    Attributes:
-        loss_dtype: dtype in which losses of 16-bit tensors are computed, see `Losses`; None: as
-            they are.
     """
 
     def __init__(self, dtype: torch.dtype, counts: Counter[tuple[str, str]]) -> None:
-        super().__init__()
+        super().__init__(None)
         self._dtype = dtype
         self._counts = counts
-        self.loss_dtype: torch.dtype | None = None
 
     def __torch_function__(self, func, types, args=(), kwargs=None) -> Any:
-        kwargs = kwargs or {}
         if func not in _RECURRENT:
-            if self.loss_dtype is not None and func in _LOSSES:
-                args, kwargs = _each_tensor((args, kwargs), self._for_loss)
-            return func(*args, **kwargs)
+            return super().__torch_function__(func, types, args, kwargs)
+        kwargs = kwargs or {}
         if torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") is self._dtype:
             args, kwargs = _each_tensor((args, kwargs), self._as_autocast)
         dtypes = {t.dtype for t in _tensors((args, kwargs)) if t.is_cpu}
@@ -407,44 +419,25 @@ class _Functions(TorchFunctionMode):
                     return emulated_recurrent(func, call, self._counts)
             return func(*args, **kwargs)
 
-    def _for_loss(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.loss_dtype) if tensor.dtype is self._dtype else tensor
-
     def _as_autocast(self, tensor: Tensor) -> Tensor:
         """A float32 CPU tensor in the emulated format, differentiably."""
         return tensor.to(self._dtype) if tensor.dtype is F32 and tensor.is_cpu else tensor
 
 
-class Losses(TorchFunctionMode):
-    """Within it the losses that a model computes itself are computed in `dtype`, as those outside
-    of it are. Costs about a microsecond for each call of a function of torch."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.dtype = dtype
-
-    def __torch_function__(self, func, types, args=(), kwargs=None) -> Any:
-        if func in _LOSSES:
-            args, kwargs = _each_tensor((args, kwargs or {}), self._cast)
-        return func(*args, **(kwargs or {}))
-
-    def _cast(self, tensor: Tensor) -> Tensor:
-        half = tensor.is_floating_point() and tensor.dtype.itemsize == 2
-        return tensor.to(self.dtype) if half else tensor
-
-
 _LOSSES = frozenset(
-    getattr(F, name)
-    for name in (
-        *("cross_entropy", "nll_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits"),
-        *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "ctc_loss"),
-        *("gaussian_nll_loss", "poisson_nll_loss", "cosine_embedding_loss", "soft_margin_loss"),
-        *("hinge_embedding_loss", "margin_ranking_loss", "multi_margin_loss"),
-        *("multilabel_margin_loss", "multilabel_soft_margin_loss", "triplet_margin_loss"),
-        "triplet_margin_with_distance_loss",
-    )
+    function
+    for name, function in vars(F).items()
+    if re.fullmatch(r"\w+_loss|kl_div|(binary_)?cross_entropy(_with_logits)?", name)
 )
+
+
+def _names(patterns: str) -> re.Pattern[str]:
+    """Matches every name that one of the patterns matches as a whole."""
+    return re.compile(rf"(?:{'|'.join(patterns.split())})\Z")
+
+
 _MATRIX = ("mm", "addmm", "bmm", "baddbmm")
+# Its probabilities are not rounded between the two products, as they are on a GPU.
 _ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 # These take 16-bit and float32 tensors together: the log-sum-exp, statistics, parameters of norms.
 _MIXED = frozenset(
@@ -466,62 +459,43 @@ PRODUCTS = (
 )
 # Native in 16 bits, tested operation by operation: what only moves or selects numbers, and what
 # computes in float32 inside. Element-wise functions (torch.Tag.pointwise) are too, but for _COARSE.
-_NATIVE = frozenset(
+_NATIVE = _names(
+    r"""
+    \w+_copy \w+_scatter_? copy_? index_(copy|fill)_? masked_fill_? masked_select tri[lu]_? fill_?
+    (new_)?(empty|full|ones|zeros)(_like|_strided|_permuted)? zero_ eye arange linspace logspace
+    scalar_tensor (arg|a)?(max|min) aminmax cum(max|min) (nan)?median mode kthvalue topk sort
+    all any allclose isin bincount bucketize searchsorted count_nonzero nonzero(_static)?
+    hash_tensor _?unique(2|_consecutive|_dim) index(_select)? take gather put embedding repeat flip
+    roll rot90 cat stack block_diag diag_embed _chunk_cat constant_pad_nd
+    (reflection|replication)_pad[123]d channel_shuffle pixel_(un)?shuffle im2col
+    _unsafe_view unsafe_split(_with_sizes)? as_strided_ resize_(as_)? _resize_output_ set_ t_
+    transpose_ (un)?squeeze_ lift_fresh _local_scalar_dense (select|slice)_backward
+    _?upsample_nearest(_exact)?[123]d _pack_padded_sequence(_backward)?
+    _indices _nnz _values _to_dense _to_sparse _sparse_mm_reduce_impl(_backward)? mean sum
+    (_adaptive_)?avg_pool2d (adaptive_max_pool|max_unpool)[23]d max_pool[23]d_with_indices
+    relu _prelu_kernel glu hardswish (elu|hardshrink|hardsigmoid|hardswish|hardtanh)_backward
+    (leaky_relu|softplus|softshrink)_backward
     """
-    _adaptive_avg_pool2d _chunk_cat _indices _local_scalar_dense _nnz _pack_padded_sequence
-    _pack_padded_sequence_backward _prelu_kernel _resize_output_ _sparse_mm_reduce_impl
-    _sparse_mm_reduce_impl_backward _to_copy _to_dense _to_sparse _unique2 _unsafe_view
-    _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d _values
-    adaptive_max_pool2d adaptive_max_pool3d alias_copy all allclose amax amin aminmax any arange
-    argmax argmin as_strided_ as_strided_copy as_strided_scatter avg_pool2d bincount block_diag
-    bucketize cat channel_shuffle constant_pad_nd copy copy_ count_nonzero cummax cummin diag_embed
-    diagonal_copy diagonal_scatter elu_backward embedding empty empty_like empty_permuted
-    empty_strided expand_copy eye fill fill_ flip full full_like gather glu hardshrink_backward
-    hardsigmoid_backward hardswish hardswish_backward hardtanh_backward hash_tensor im2col index
-    index_copy index_copy_ index_fill index_fill_ index_select isin kthvalue leaky_relu_backward
-    lift_fresh linspace logspace masked_fill masked_fill_ masked_scatter masked_scatter_
-    masked_select max max_pool2d_with_indices max_pool3d_with_indices max_unpool2d max_unpool3d mean
-    median min mode nanmedian narrow_copy new_empty new_empty_strided new_full new_ones new_zeros
-    nonzero nonzero_static ones ones_like permute_copy pixel_shuffle pixel_unshuffle put
-    reflection_pad1d reflection_pad2d reflection_pad3d relu repeat replication_pad1d
-    replication_pad2d replication_pad3d resize_ resize_as_ roll rot90 scalar_tensor searchsorted
-    select_backward select_scatter set_ slice_backward slice_scatter softplus_backward
-    softshrink_backward sort split_copy split_with_sizes_copy squeeze_ squeeze_copy stack sum t_
-    t_copy take topk transpose_ transpose_copy tril tril_ triu triu_ unbind_copy unfold_copy
-    unique_consecutive unique_dim unsafe_split unsafe_split_with_sizes unsqueeze_ unsqueeze_copy
-    upsample_nearest1d upsample_nearest2d upsample_nearest3d view_copy zero_ zeros zeros_like
-    """.split()
 )
 # Element-wise, but the native 16-bit kernel rounds on the way.
-_COARSE = frozenset(
+_COARSE = _names(
     """
-    digamma hypot ldexp log_sigmoid_backward logit logit_backward mvlgamma polygamma pow rsqrt
-    sigmoid_backward special_entr special_i0e special_i1 special_i1e special_xlog1py xlogy
-    """.split()
+    digamma hypot ldexp log_sigmoid_backward logit(_backward)? mvlgamma polygamma pow rsqrt
+    sigmoid_backward special_(entr|i0e|i1|i1e|xlog1py) xlogy
+    """
 )
-# Native with a tensor; of a number the CPU's kernel takes the 16-bit rounding, and of a sparse
-# tensor it has none.
+# Native with a tensor; of a number, `alpha` too, the CPU's kernel takes the 16-bit rounding, and of
+# a sparse tensor it has none.
 _WITH_NUMBER = frozenset({"add", "add_", "sub", "sub_", "rsub"})
 # CUDA has no 16-bit kernel of these, whatever a CPU has (torch's operator database).
-_ABSENT = frozenset(
+_ABSENT = _names(
+    r"""
+    _(c|p)dist_(backward|forward) _ctc_loss(_backward)? histc igammac? cholesky(_inverse|_solve)?
+    _linalg_(det|eigh|slogdet|solve_ex|svd) linalg_(eig|eigvals|lstsq|qr|householder_product)
+    linalg_(cholesky|inv|ldl_factor|lu_factor)_ex linalg_(lu|ldl_solve|lu_solve|solve_triangular)
+    _lu_with_info lu_(solve|unpack) geqrf ormqr triangular_solve
+    special_\w+_polynomial_\w+ special_\w*bessel_\w+ special_(airy_ai|erfcx|log_ndtr|ndtri|zeta)
     """
-    _cdist_backward _cdist_forward _ctc_loss _ctc_loss_backward _pdist_backward _pdist_forward
-    _linalg_det _linalg_eigh _linalg_slogdet _linalg_solve_ex _linalg_svd _lu_with_info
-    cholesky cholesky_inverse cholesky_solve geqrf histc igamma igammac lu_solve lu_unpack ormqr
-    linalg_cholesky_ex linalg_eig linalg_eigvals linalg_householder_product linalg_inv_ex
-    linalg_ldl_factor_ex linalg_ldl_solve linalg_lstsq linalg_lu linalg_lu_factor_ex linalg_lu_solve
-    linalg_qr linalg_solve_triangular triangular_solve
-    special_airy_ai special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1
-    special_chebyshev_polynomial_t special_chebyshev_polynomial_u special_chebyshev_polynomial_v
-    special_chebyshev_polynomial_w special_erfcx special_hermite_polynomial_h
-    special_hermite_polynomial_he special_laguerre_polynomial_l special_legendre_polynomial_p
-    special_log_ndtr special_modified_bessel_i0 special_modified_bessel_i1
-    special_modified_bessel_k0 special_modified_bessel_k1 special_ndtri
-    special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1
-    special_shifted_chebyshev_polynomial_t special_shifted_chebyshev_polynomial_u
-    special_shifted_chebyshev_polynomial_v special_shifted_chebyshev_polynomial_w
-    special_spherical_bessel_j0 special_zeta
-    """.split()
 )
 
 
@@ -542,82 +516,66 @@ class Scratch(threading.local):
         """Free all tensors handed out: to be called when an operation starts."""
         self._used = 0
 
-    def empty(self, size: tuple[int, ...], stride: tuple[int, ...], numel: int) -> Tensor:
-        """Uninitialised float32 of `numel` elements without gaps; valid until the next reset."""
-        start = self._used
-        end = start + numel
+    def empty(self, numel: int) -> Tensor:
+        """Uninitialised float32 [numel]; valid until the next reset."""
+        start, end = self._used, self._used + numel
         if end > self._buffer.numel():
             # Tensors handed out before keep the old buffer alive. An inference tensor could not be
             # written to in training.
             with torch.inference_mode(False):
                 self._buffer = torch.empty(end, dtype=F32)
         self._used = (end + 15) & ~15
-        return self._buffer.as_strided(size, stride, start)
+        return self._buffer[start:end]
 
     def float(self, x: Tensor) -> Tensor:
         """`x` in float32 with the strides of `x`; valid until the next reset."""
         numel = x.numel()
-        if numel < self.SMALLEST or x.layout is not torch.strided or not _dense(x):
+        if numel < self.SMALLEST or x.layout is not torch.strided:
             return x.to(F32)
-        return self.empty(x.shape, x.stride(), numel).copy_(x)
+        # Strides that leave gaps or overlap are not kept by torch either.
+        if not x.is_contiguous() and torch.empty_like(x, device="meta").stride() != x.stride():
+            return x.to(F32)
+        flat = self.empty(numel)
+        return flat.as_strided(x.shape, x.stride(), flat.storage_offset()).copy_(x)
 
 
-def _dense(x: Tensor) -> bool:
-    """Whether the strides of `x` fill its storage without gaps or overlaps (the usual layouts)."""
-    if x.is_contiguous():
-        return True
-    if x.dim() == 2:
-        return x.stride(0) == 1 and x.stride(1) == x.size(0)
-    if x.dim() == 4:
-        return x.is_contiguous(memory_format=torch.channels_last)
-    return x.dim() == 3 and x.transpose(1, 2).is_contiguous()
-
-
-def _each(kind: type[T], value: Any, convert: Callable[[T], Any]) -> Any:
-    """`value` with everything of that kind in it, also in nested lists, tuples and dicts,
-    converted."""
-    if isinstance(value, kind):
-        return convert(value)
+def _each(convert: Callable[[Any], Any], value: Any) -> Any:
+    """`value` with everything in it converted, also in nested lists, tuples and dicts."""
     if isinstance(value, (list, tuple)):
-        return type(value)(_each(kind, v, convert) for v in value)
+        return type(value)(_each(convert, v) for v in value)
     if isinstance(value, dict):
-        return {key: _each(kind, v, convert) for key, v in value.items()}
-    return value
+        return {key: _each(convert, v) for key, v in value.items()}
+    return convert(value)
 
 
-_each_tensor = functools.partial(_each, Tensor)
+def _each_tensor(value: Any, convert: Callable[[Tensor], Any]) -> Any:
+    return _each(lambda leaf: convert(leaf) if isinstance(leaf, Tensor) else leaf, value)
 
 
 def _is_dense_tensor(value: Any) -> bool:
     return isinstance(value, Tensor) and value.layout is torch.strided
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """All tensors in nested lists, tuples and dicts."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
+def _leaves(value: Any) -> Iterator[Any]:
+    """What stands in nested lists, tuples and dicts, keys too."""
+    if isinstance(value, (list, tuple)):
         for inner in value:
-            yield from _tensors(inner)
+            yield from _leaves(inner)
     elif isinstance(value, dict):
-        yield from _tensors(tuple(value.values()))
-
-
-def _signature(value: Any) -> Iterator[Any]:
-    """What of the arguments may decide on the dtype of a result."""
-    if isinstance(value, Tensor):
-        yield value.dtype, value.dim() == 0
-    elif isinstance(value, (list, tuple)):
-        for inner in value:
-            yield from _signature(inner)
-    elif isinstance(value, dict):
-        for key, inner in value.items():
-            yield key
-            yield from _signature(inner)
-    elif isinstance(value, (bool, torch.dtype)):
-        yield value
+        yield from _leaves(tuple(value.items()))
     else:
-        yield type(value)
+        yield value
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in _leaves(value) if isinstance(leaf, Tensor))
+
+
+def _signature(leaf: Any) -> Any:
+    """What of an argument may decide on the dtype of a result."""
+    if isinstance(leaf, Tensor):
+        return leaf.dtype, leaf.dim() == 0
+    return leaf if isinstance(leaf, (bool, str, torch.dtype)) else type(leaf)
 
 
 @functools.cache
@@ -625,29 +583,31 @@ def route_of(func: OpOverload) -> tuple[str, Route] | None:
     """(operation name as counted, function that runs it), or None where it runs as it is."""
     name = func._schema.name.partition("::")[2]
     base = name.removesuffix("_")
-    if name in PRODUCTS or base in _MATRIX + ("addmv", "addbmm"):
-        pass  # before the rest: attention draws random numbers too
-    elif base in _ABSENT:
+    # Products first: attention draws random numbers too.
+    product = name in PRODUCTS or base in (*_MATRIX, "addmv", "addbmm")
+    if not product and _ABSENT.match(base):
         return name, HalfEmulation._refuse
-    elif func.namespace not in ("aten", "torchvision") or func.is_view or name in _NATIVE:
+    if not product and _is_native(func, name):
         return None
-    elif name.startswith(("_foreach_", "_fused_", "_amp_")):
-        return None  # the update, which is emulated nowhere
-    elif torch.Tag.nondeterministic_seeded in func.tags and base != "rrelu_with_noise":
-        return None
-    elif torch.Tag.pointwise in func.tags and base not in _COARSE and name not in _WITH_NUMBER:
-        return None
-    elif base == "scatter" and "reduce" not in func._overloadname:
-        return None
-    run: Route = HalfEmulation._plain
     if base in ("index_put", "_index_put_impl", "_unsafe_index_put"):
-        run = HalfEmulation._index_put
-    elif name in ("native_batch_norm", "native_batch_norm_backward"):
-        run = HalfEmulation._batch_norm
-    elif func._schema.is_mutable:
-        run = HalfEmulation._writing
-    elif name in _MATRIX and func._overloadname == "default":
-        run = HalfEmulation._matrix
-    elif name == _ATTENTION:
-        run = HalfEmulation._attention
-    return name, run
+        return name, HalfEmulation._index_put
+    if name in ("native_batch_norm", "native_batch_norm_backward"):
+        return name, HalfEmulation._batch_norm
+    if func._schema.is_mutable:
+        return name, HalfEmulation._writing
+    large = name in _MATRIX and func._overloadname == "default"
+    return name, HalfEmulation._matrix if large else HalfEmulation._plain
+
+
+def _is_native(func: OpOverload, name: str) -> bool:
+    """Whether an operation that is no product is left to the CPU's kernels."""
+    base = name.removesuffix("_")
+    if func.namespace not in ("aten", "torchvision") or func.is_view or _NATIVE.match(name):
+        return True
+    if name.startswith(("_foreach_", "_fused_", "_amp_")):
+        return True  # the update, which is emulated nowhere
+    if torch.Tag.nondeterministic_seeded in func.tags and base != "rrelu_with_noise":
+        return True
+    if torch.Tag.pointwise in func.tags and not _COARSE.match(base) and name not in _WITH_NUMBER:
+        return True
+    return base == "scatter" and "reduce" not in func._overloadname

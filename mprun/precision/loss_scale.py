@@ -27,34 +27,19 @@ LARGEST_SCALE = 2.0**126
 
 
 def checked_scale(name: str, value: object, low: float, high: float) -> float:
-    """`value` rounded to FP32. Raises ValueError unless it is a finite number in [low, high]."""
-    number = _number(value)
-    if not math.isfinite(number) or not low <= number <= high:
-        raise ValueError(f"{name}={value!r}: a finite number from {low:g} to {high:g} is allowed")
-    return struct.unpack("f", struct.pack("f", number))[0]
+    """`value` rounded to FP32. Raises ValueError unless it is a number in [low, high]."""
+    return struct.unpack("f", struct.pack("f", within(name, value, low, high)))[0]
 
 
-def within(name: str, value: object, low: float, high: float) -> float:
-    """`value` as a float. Raises ValueError unless it is a number in [low, high]."""
-    if not low <= (number := _number(value)) <= high:
-        raise ValueError(f"{name}={value!r}: a number from {low:g} to {high:g} is allowed")
-    return float(number)
-
-
-def between(name: str, value: object, low: float, high: float) -> float:
-    """`value` as a float. Raises ValueError unless it is a number in (low, high)."""
-    if not low < (number := _number(value)) < high:
-        raise ValueError(
-            f"{name}={value!r}: a number strictly between {low:g} and {high:g} is allowed"
-        )
-    return float(number)
-
-
-def _number(value: object) -> float:
-    """`value` itself; NaN, which lies in no interval, for what is no number."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return math.nan
-    return value
+def within(name: str, value: object, low: float, high: float, *, open_ends: bool = False) -> float:
+    """`value` as a float. Raises ValueError unless it is in [low, high], or in (low, high)."""
+    number = math.nan  # which lies in no interval
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        number = value
+    if low < number < high or (not open_ends and number in (low, high)):
+        return float(number)
+    allowed = f"strictly between {low:g} and {high:g}" if open_ends else f"from {low:g} to {high:g}"
+    raise ValueError(f"{name}={value!r}: a number {allowed} is allowed")
 
 
 def checked_count(name: str, value: object, low: int) -> int:
@@ -72,24 +57,19 @@ class LossScale(ABC):
     One iteration is: `backward`, multiply gradients by `inverse()`, `record` (once per
     optimizer that shares the scale), apply or skip, `update` (once).
 
-    Attributes:
-        scale: float32.
-        found_inf: float32, 0 or 1, cleared by `update`.
-        steps_skipped: int64, total.
-        consecutive_skips: int64, since the last clean step.
-        stuck: bool, whether the last update was an overflow with the scale already as low as its
-            rule lets it go.
+    Raises:
+        ValueError: by every constructor, and names the argument that is out of range.
     """
 
     kind: ClassVar[str]
     skips_nonfinite: ClassVar[bool] = True
     needs_grad_max: ClassVar[bool] = False
 
-    scale: Tensor
-    found_inf: Tensor
-    steps_skipped: Tensor
-    consecutive_skips: Tensor
-    stuck: Tensor
+    scale: Tensor  # float32
+    found_inf: Tensor  # float32, 0 or 1, cleared by `update`
+    steps_skipped: Tensor  # int64, total
+    consecutive_skips: Tensor  # int64, since the last clean step
+    stuck: Tensor  # bool: the last update was an overflow with no room left to back off
 
     def __init__(self, scale: float, max_consecutive_skips: int, device: torch.device | str):
         self.max_consecutive_skips = checked_count(
@@ -153,13 +133,14 @@ class LossScale(ABC):
             ValueError: names the key when a key is missing or unknown, when a tensor has another
                 dtype or shape, or when the state is of another kind; nothing is changed then.
         """
-        if "kind" not in state:
-            raise ValueError("loss scale state: key 'kind' is missing")
-        if state["kind"] != self.kind:
+        names = {"kind", *self._fields}
+        if state.get("kind", self.kind) != self.kind:
             raise ValueError(f"loss scale state: kind={state['kind']!r}, needed: {self.kind!r}")
+        if missing := names - set(state):
+            raise ValueError(f"loss scale state: key {min(missing)!r} is missing")
+        if unknown := set(state) - names:
+            raise ValueError(f"loss scale state: unknown key {min(unknown)!r}")
         for name in self._fields:
-            if name not in state:
-                raise ValueError(f"loss scale state: key {name!r} is missing")
             own, saved = getattr(self, name), state[name]
             form = (own.dtype, own.shape)
             if not isinstance(saved, Tensor) or (saved.dtype, saved.shape) != form:
@@ -167,8 +148,6 @@ class LossScale(ABC):
                     f"loss scale state: {name!r} must be a {own.dtype} tensor of shape "
                     f"{tuple(own.shape)}"
                 )
-        if unknown := set(state) - {"kind", *self._fields}:
-            raise ValueError(f"loss scale state: unknown key {min(unknown)!r}")
         for name in self._fields:
             getattr(self, name).copy_(state[name])
 
@@ -202,9 +181,6 @@ class StaticLossScale(LossScale):
         scale: FP32, from 2**-126 to 2**126.
         max_consecutive_skips: >= 1; the fixed scale counts as its own floor, so `collapsed()` is
             true after that many skips in a row.
-
-    Raises:
-        ValueError: names the argument that is out of range.
     """
 
     kind = "static"
@@ -242,22 +218,14 @@ class DynamicLossScale(LossScale):
         hold_at_floor: a backoff that would reach `min_scale` or less is not done; else it is
             clamped.
         max_consecutive_skips: >= 1, see `collapsed()`.
-
-    Attributes:
-        growth_tracker: int32, from -growth_delay.
-        hysteresis_credit: int32.
-        steps_since_rescale, overflows_since_backoff: int64.
-
-    Raises:
-        ValueError: names the argument that is out of range.
     """
 
     kind = "dynamic"
 
-    growth_tracker: Tensor
-    hysteresis_credit: Tensor
-    steps_since_rescale: Tensor
-    overflows_since_backoff: Tensor
+    growth_tracker: Tensor  # int32, from -growth_delay
+    hysteresis_credit: Tensor  # int32
+    steps_since_rescale: Tensor  # int64
+    overflows_since_backoff: Tensor  # int64
 
     def __init__(
         self,
@@ -279,8 +247,8 @@ class DynamicLossScale(LossScale):
         self.min_scale = checked_scale("min_scale", min_scale, SMALLEST_SCALE, LARGEST_SCALE)
         self.max_scale = checked_scale("max_scale", max_scale, self.min_scale, LARGEST_SCALE)
         init_scale = checked_scale("init_scale", init_scale, self.min_scale, self.max_scale)
-        self.growth_factor = between("growth_factor", growth_factor, 1.0, math.inf)
-        self.backoff_factor = between("backoff_factor", backoff_factor, 0.0, 1.0)
+        self.growth_factor = within("growth_factor", growth_factor, 1.0, math.inf, open_ends=True)
+        self.backoff_factor = within("backoff_factor", backoff_factor, 0.0, 1.0, open_ends=True)
         self.growth_interval = checked_count("growth_interval", growth_interval, 1)
         self.growth_delay = checked_count("growth_delay", growth_delay, 0)
         self.hysteresis = checked_count("hysteresis", hysteresis, 1)
@@ -381,24 +349,16 @@ class LogMaxLossScale(LossScale):
         log_max, overflow_log2: finite, at most 2**31 in magnitude.
         beta1, beta2: in (0, 1).
         overflow_std_dev: in [0, 100].
-        max_consecutive_skips: >= 1.
-
-    Attributes:
-        grad_max: float32, largest of this iteration.
-        averages: float64 (3,): of x with beta1, of x with beta2, of x**2 with beta2, not
-            bias-corrected.
-        start_weights: float64 (3,): beta**steps, what the start value 0 still weighs in each.
-
-    Raises:
-        ValueError: names the argument that is out of range.
+        max_consecutive_skips: >= 1, see `collapsed()`.
     """
 
     kind = "logmax"
     needs_grad_max = True
 
-    grad_max: Tensor
+    grad_max: Tensor  # float32, largest of this iteration
+    # float64 (3,): of x with beta1, of x with beta2, of x**2 with beta2, not bias-corrected.
     averages: Tensor
-    start_weights: Tensor
+    start_weights: Tensor  # float64 (3,): beta**steps, what the start value 0 still weighs in each
 
     def __init__(
         self,
@@ -417,8 +377,8 @@ class LogMaxLossScale(LossScale):
         self.max_scale = checked_scale("max_scale", max_scale, self.min_scale, LARGEST_SCALE)
         init_scale = checked_scale("init_scale", init_scale, self.min_scale, self.max_scale)
         self.log_max = within("log_max", log_max, -(2.0**31), 2.0**31)
-        self.beta1 = between("beta1", beta1, 0.0, 1.0)
-        self.beta2 = between("beta2", beta2, 0.0, 1.0)
+        self.beta1 = within("beta1", beta1, 0.0, 1.0, open_ends=True)
+        self.beta2 = within("beta2", beta2, 0.0, 1.0, open_ends=True)
         self.overflow_std_dev = within("overflow_std_dev", overflow_std_dev, 0.0, 100.0)
         if overflow_log2 is None:
             overflow_log2 = self.log_max

@@ -23,12 +23,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from mprun.precision.scaled_products import (
-    FORMAT_NAMES,
-    FORMATS,
-    GRANULARITIES,
-    ScaledProducts,
-)
+from mprun.precision.scaled_products import FORMAT_NAMES, FORMATS, GRANULARITIES, ScaledProducts
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 DIVIDE = ("after", "before", "split")  # where a sum over ranks is divided
@@ -98,8 +93,14 @@ class PrecisionPolicy:
         return inputs.to(self.param_dtype) if inputs.is_floating_point() else inputs
 
 
-# Fields of a policy that are words, with those that are allowed; all others are dtypes.
-_WORDS = {"fp32_math": ("ieee", "tf32"), "reduce_divide": DIVIDE, "rounding": ROUNDINGS}
+# Fields that are words, with those that are allowed, and that are neither words nor dtypes.
+_WORDS = {
+    "fp32_math": ("ieee", "tf32"),
+    "reduce_divide": DIVIDE,
+    "rounding": ROUNDINGS,
+    "granularity": GRANULARITIES,
+}
+_FREE = ("power_of_two", "high_precision", "modules")
 
 
 def build_policy(name: str, values: Mapping[str, Any]) -> PrecisionPolicy:
@@ -108,18 +109,29 @@ def build_policy(name: str, values: Mapping[str, Any]) -> PrecisionPolicy:
     Raises:
         ValueError: another dtype or word.
     """
+    flat = _dotted(values)
     found: dict[str, Any] = {}
     products: dict[str, Any] = {}
-    for key, value in _dotted(values).items():
+    for key, value in flat.items():
         group, _, field = key.rpartition(".")
-        if group == "products":
-            products[field] = tuple(value) if isinstance(value, list | tuple) else value
-            continue
-        allowed = _WORDS.get(field, DTYPES)
-        if value not in allowed and (value is not None or field in _WORDS):
-            raise ValueError(f"{key}={value!r}: must be one of {', '.join(allowed)}")
-        found[field] = value if field in _WORDS or value is None else DTYPES[value]
-    return PrecisionPolicy(name=name, products=_products(products), **found)
+        if group != "products":
+            found[field] = _read(key, value, DTYPES)
+        elif flat.get("products.input") is not None:
+            products[field] = _read(key, value, FORMATS)
+    return PrecisionPolicy(name, products=ScaledProducts(**products) if products else None, **found)
+
+
+def _read(key: str, value: Any, dtypes: Mapping[str, torch.dtype]) -> Any:
+    field = key.rpartition(".")[2]
+    if field in _FREE:
+        return tuple(value) if isinstance(value, list | tuple) else value
+    words = _WORDS.get(field)
+    if value is None and words is None and dtypes is DTYPES:
+        return None
+    allowed = words or tuple(dtypes)
+    if value not in allowed:
+        raise ValueError(f"{key}={value!r}: must be one of {', '.join(allowed)}")
+    return value if words else dtypes[value]
 
 
 def policy_values(policy: PrecisionPolicy) -> dict[str, Any]:
@@ -150,22 +162,6 @@ def _dotted(values: Mapping[str, Any]) -> dict[str, Any]:
         inner = value if isinstance(value, Mapping) else None
         found |= {key: value} if inner is None else {f"{key}.{k}": v for k, v in inner.items()}
     return found
-
-
-def _products(values: dict[str, Any]) -> ScaledProducts | None:
-    if values.get("input") is None:
-        return None
-    for field in ("input", "weight", "grad_output"):
-        if field in values and values[field] not in FORMATS:
-            raise ValueError(f"products.{field}={values[field]!r}: must be one of e4m3, e5m2")
-        if field in values:
-            values[field] = FORMATS[values[field]]
-    if values.get("granularity", "tensor") not in GRANULARITIES:
-        allowed = ", ".join(GRANULARITIES)
-        raise ValueError(
-            f"products.granularity={values['granularity']!r}: must be one of {allowed}"
-        )
-    return ScaledProducts(**values)
 
 
 def get_policy(name: str, folder: Path | None = None) -> PrecisionPolicy:
@@ -250,8 +246,7 @@ def pin_products(fp32_math: str) -> None:
         torch.backends.cudnn.allow_tf32 = fp32_math == "tf32"
     _pin_fp32_products(fp32_math)
     for name in _REDUCTIONS:
-        if hasattr(torch.backends.cuda.matmul, name):
-            setattr(torch.backends.cuda.matmul, name, False)
+        setattr(torch.backends.cuda.matmul, name, False)
 
 
 @contextmanager
@@ -272,8 +267,7 @@ def read_math_flags() -> dict[str, str | bool]:
         f"{name}.fp32_precision": _backend(name).fp32_precision for name in _FP32_PRODUCTS
     }
     for name in _REDUCTIONS:
-        if hasattr(torch.backends.cuda.matmul, name):
-            flags[f"cuda.matmul.{name}"] = bool(getattr(torch.backends.cuda.matmul, name))
+        flags[f"cuda.matmul.{name}"] = bool(getattr(torch.backends.cuda.matmul, name))
     flags["cudnn.benchmark"] = torch.backends.cudnn.benchmark
     flags["cudnn.deterministic"] = torch.backends.cudnn.deterministic
     flags["deterministic_algorithms"] = torch.are_deterministic_algorithms_enabled()

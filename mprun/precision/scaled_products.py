@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -116,23 +116,13 @@ _library.define(
 )
 
 
-def _on_cpu(
-    a: Tensor, b: Tensor, factor_a: Tensor, factor_b: Tensor, dtype: torch.dtype, fast: bool
-) -> Tensor:
-    return torch.mm(decoded(a, factor_a), decoded(b, factor_b)).to(dtype)
-
-
 def _on_cuda(
     a: Tensor, b: Tensor, factor_a: Tensor, factor_b: Tensor, dtype: torch.dtype, fast: bool
 ) -> Tensor:
     """cuBLAS takes multiples of 16 as sizes, the left matrix by rows and the right by columns."""
     (n, k), m = a.shape, b.size(1)
     more_n, more_k, more_m = (-size % _MULTIPLE for size in (n, k, m))
-    left, right = a.contiguous(), b.t().contiguous()
-    if more_n or more_k:
-        left = _padded(left, more_n, more_k)
-    if more_m or more_k:
-        right = _padded(right, more_m, more_k)
+    left, right = _padded(a, more_n, more_k), _padded(b.t(), more_m, more_k)
     if factor_a.dim() == 2:  # by row: of what is added too
         factor_a = nn.functional.pad(factor_a, (0, 0, 0, more_n), value=1.0)
         factor_b = nn.functional.pad(factor_b, (0, more_m), value=1.0)
@@ -144,14 +134,19 @@ def _on_cuda(
 
 
 def _padded(matrix: Tensor, rows: int, columns: int) -> Tensor:
+    matrix = matrix.contiguous()
+    if not rows and not columns:
+        return matrix
     bits = nn.functional.pad(matrix.view(torch.uint8), (0, columns, 0, rows))
     return bits.view(matrix.dtype)
 
 
-def _shape_of(
-    a: Tensor, b: Tensor, factor_a: Tensor, factor_b: Tensor, dtype: torch.dtype, fast: bool
-) -> Tensor:
-    return a.new_empty((a.size(0), b.size(1)), dtype=dtype)
+def _on_cpu(a: Tensor, b: Tensor, factor_a: Tensor, factor_b: Tensor, *form: Any) -> Tensor:
+    return torch.mm(decoded(a, factor_a), decoded(b, factor_b)).to(form[0])
+
+
+def _shape_of(a: Tensor, b: Tensor, factor_a: Tensor, factor_b: Tensor, *form: Any) -> Tensor:
+    return a.new_empty((a.size(0), b.size(1)), dtype=form[0])
 
 
 _library.impl("scaled_mm", _on_cpu, "CPU")
@@ -178,7 +173,7 @@ def decoded(values: Tensor, factor: Tensor) -> Tensor:
 
 
 class _Linear(torch.autograd.Function):
-    """x @ weight.T, of x with any number of dimensions."""
+    """x @ weight.T, of x with any number of dimensions. A second derivative raises RuntimeError."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, products: ScaledProducts) -> Tensor:
@@ -196,27 +191,25 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        products, grad_x, grad_weight = ctx.products, None, None
+        if torch.is_grad_enabled():
+            raise RuntimeError("FP8 products have no second derivative (create_graph=True)")
+        products, dtype = ctx.products, gradient.dtype
         rows = gradient.reshape(-1, gradient.size(-1))
-        made = {}
-
-        def of_gradient(dim: int) -> Cast:
-            dim = dim if products.granularity == "row" else -1
-            if dim not in made:
-                made[dim] = cast(rows, products.grad_output, products, dim)
-            return made[dim]
-
+        of_gradient = cache(partial(cast, rows, products.grad_output, products))
+        along_rows = 0 if products.granularity == "row" else -1  # where it is one and the same
+        saved = ctx.saved_tensors  # a checkpoint gives them once
         if ctx.casts_anew:
-            x, weight = ctx.saved_tensors
+            x, weight = saved
         else:
-            own, other = Cast(*ctx.saved_tensors[:2]), Cast(*ctx.saved_tensors[2:])
+            own, other = Cast(*saved[:2]), Cast(*saved[2:])
+        grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
             if "grad_input" in products.high_precision:
                 grad_x = rows @ weight
             else:
                 if ctx.casts_anew:
                     other = cast(weight, products.weight, products, 0)
-                grad_x = _counted("backward", of_gradient(-1), other, gradient.dtype, products)
+                grad_x = _counted("backward", of_gradient(-1), other, dtype, products)
             grad_x = grad_x.view(ctx.shape)
         if ctx.needs_input_grad[1]:
             if "grad_weight" in products.high_precision:
@@ -224,7 +217,7 @@ class _Linear(torch.autograd.Function):
             else:
                 if ctx.casts_anew:
                     own = cast(x, products.input, products, 0)
-                grad_weight = _counted("backward", of_gradient(0).T, own, gradient.dtype, products)
+                grad_weight = _counted("backward", of_gradient(along_rows).T, own, dtype, products)
         return grad_x, grad_weight, None
 
 

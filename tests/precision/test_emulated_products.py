@@ -205,3 +205,25 @@ def test_products_of_mixed_dtypes_still_raise():
         with pytest.raises(RuntimeError, match="type"):
             F.conv2d(a[None, None], b[None, None])
     assert not emulation.rerouted
+
+
+ALPHAS = {
+    "add": lambda a, b: torch.add(a, b, alpha=1e-8),
+    "sub": lambda a, b: torch.sub(a, b, alpha=1e-8),
+    "rsub": lambda a, b: torch.rsub(b, a, alpha=1e-8),
+    "in place": lambda a, b: a.clone().add_(b, alpha=1e-8),
+    "out": lambda a, b: torch.sub(a, b, alpha=1e-8, out=torch.empty_like(a)),
+    "of a number": lambda a, b: torch.add(a, 50000.0, alpha=1e-8),
+}
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("name", ALPHAS)
+def test_alpha_is_not_rounded_to_16_bits(name, dtype):
+    """1e-8 is below FP16's smallest number, and 0.1 % off in BF16. In FP32 alpha, product and sum
+    are off by 2^-24 each, far from where these results round."""
+    a, b = (torch.tensor([0.0, 2.0**-11, 3.0]).to(dtype), torch.tensor([65000.0] * 3).to(dtype))
+    with HalfEmulation(dtype):
+        found = ALPHAS[name](a, b)
+    assert found.dtype is dtype and found[0] != 0
+    assert torch.equal(found, ALPHAS[name](a.double(), b.double()).to(dtype))

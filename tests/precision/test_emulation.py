@@ -1,11 +1,16 @@
 import copy
+import functools
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torchvision
 from torch import nn
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 
+from mprun.precision import ForwardContext, get_policy
 from mprun.precision.emulation import HalfEmulation
 
 from .emulated import assert_within, relative
@@ -154,6 +159,71 @@ def test_checkpointed_segment_gives_the_same_gradients(reentrant):
         grads.append([inputs.grad, *(p.grad for p in model.parameters())])
     for plain, recomputed in zip(*grads, strict=True):
         assert torch.equal(plain, recomputed)
+
+
+class Seen(TorchDispatchMode):
+    """Counts the operations that reach it."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+class CheckpointedLstm(EmbeddingLstm):
+    """Its recurrent layer, and a loss of its own, are computed again in backward."""
+
+    reentrant = False
+
+    def forward(self, tokens):
+        states = self.embedding(tokens)
+        loss = checkpoint(self.rest, states, tokens, use_reentrant=self.reentrant)
+        return loss.float()
+
+    def rest(self, states, tokens):
+        logits = self.decoder(self.lstm(states)[0])
+        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+@pytest.mark.parametrize("mode", ["fp16_master", "amp"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_context_entered_within_itself_changes_nothing(mode, reentrant, monkeypatch):
+    """Around forward, then by the engine for a plain backward(), it gives the bits, the counts and
+    the operations of one around all of it, of which each part enters it again."""
+    torch.manual_seed(0)
+    plain, tokens = CheckpointedLstm(), torch.randint(0, 13, (5, 2))
+    plain.reentrant = reentrant
+    policy, found, run = get_policy(mode), [], torch.autograd._engine_run_backward
+    one = torch.tensor(1.0)  # which backward() would make outside of the engine
+    plain.to(policy.param_dtype)
+    for nested in (False, True):
+        model, context, seen = copy.deepcopy(plain), ForwardContext(policy, tokens.device), Seen()
+        context.emulations[0].functions.loss_dtype = torch.float32
+        context.emulations = (*context.emulations, seen)
+
+        def within(function, arithmetic, *args, **kwargs):
+            with arithmetic:
+                return function(*args, **kwargs)
+
+        engine = functools.partial(within, run, context)
+        monkeypatch.setattr(torch.autograd, "_engine_run_backward", engine)
+        if nested:
+            model.rest = functools.partial(within, model.rest, context)
+        with context if nested else nullcontext():
+            with context, context.autocast():
+                loss = model(tokens)
+            loss.backward(one)
+        found.append(([p.grad for p in model.parameters()], context.rerouted(), seen.count))
+    (gradients, *counts), (gradients_nested, *counts_nested) = found
+    assert counts == counts_nested
+    # Computed again in backward it is another forward pass of the layer.
+    assert counts[0]["forward lstm"] == 2 and counts[0]["backward lstm"] == 1
+    for gradient, other in zip(gradients, gradients_nested, strict=True):
+        assert torch.equal(gradient, other)
+    assert not _get_current_dispatch_mode_stack() and not _get_current_function_mode_stack()
 
 
 def stored_bytes(model, x):

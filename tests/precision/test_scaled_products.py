@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import mprun
 from mprun.precision import ForwardContext, cast_model, get_policy
@@ -196,6 +197,48 @@ def test_an_fp32_override_stays_fp32_and_evaluation_is_without_fp8():
     assert calls == before
 
 
+class Checkpointed(nn.Module):
+    """`Two`, of which a part, or all of it, is computed again in backward."""
+
+    def __init__(self, part, reentrant):
+        super().__init__()
+        torch.manual_seed(0)
+        self.two, self.part = Two(), part
+        if reentrant is not None:
+            module = self.two.inner if part else self.two
+            run = module.forward
+            module.forward = lambda x: checkpoint(run, x, use_reentrant=reentrant)
+
+    def forward(self, x):
+        return self.two(x)
+
+
+@pytest.mark.parametrize("mode", ["fp8_tensorwise", "fp8_rowwise"])
+@pytest.mark.parametrize("part", [True, False], ids=["part", "all"])
+def test_a_checkpoint_changes_no_bit(mode, part):
+    x, found = torch.randn(8, 16), []
+    for reentrant in (None, True, False):
+        model, policy = Checkpointed(part, reentrant), get_policy(mode)
+        cast_model(model, policy)
+        before, own = calls.copy(), x.bfloat16().requires_grad_()
+        with ForwardContext(policy, x.device):
+            model(own).float().square().sum().backward()
+        again = 0 if reentrant is None else 1 if part else 2
+        assert (calls - before)["forward e4m3 x e4m3"] == 2 + again
+        found.append([own.grad, *(p.grad for p in model.parameters())])
+    for plain, *recomputed in zip(*found, strict=True):
+        assert all(torch.equal(plain, gradient) for gradient in recomputed)
+
+
+def test_a_second_derivative_is_refused():
+    """Its values would be those of a cast taken for a constant."""
+    model = Two()
+    install(model, TENSOR, {})
+    x = torch.randn(4, 16, requires_grad=True)
+    with pytest.raises(RuntimeError, match="FP8 products have no second derivative"):
+        torch.autograd.grad(model(x).sum(), x, create_graph=True)
+
+
 def test_a_prepared_model_trains_in_fp8():
     model = Two()
     model, optimizer = mprun.prepare(
@@ -205,11 +248,11 @@ def test_a_prepared_model_trains_in_fp8():
     for _ in range(20):
         optimizer.zero_grad()
         loss = (model(x) - x[:, :4]).square().mean()
-        optimizer.backward(loss)
+        loss.backward()
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.8 * losses[0]
-    arithmetic = optimizer.models[0].arithmetic
+    arithmetic = mprun.state_of(optimizer).models[0].arithmetic
     assert arithmetic.kind() == "emulated-bf16 emulated-e4m3 emulated-e5m2"
     assert arithmetic.rerouted()["forward e4m3 x e4m3"] == 40
 
