@@ -17,8 +17,7 @@ from torch import Tensor
 from mprun.build import build
 from mprun.config.compose import compose_config
 from mprun.precision import pin_math_flags
-from mprun.precision.loss_scale import NoLossScale
-from mprun.precision.reduction import Wire
+from mprun.precision.reduction import factors
 from mprun.record.console import markdown_table
 
 RANKS, SCALES = (2, 8, 64, 1024), (1, 1024, 65536)
@@ -44,15 +43,14 @@ def gradients(model: str, scale: int) -> list[Tensor]:
 
 def lost(made: list[Tensor], ranks: int) -> tuple[float, float]:
     """(share of the non-zero ones that become 0, relative L2 error) of dividing by `ranks`."""
-    wire = Wire(torch.float16, ranks, "before")
-    wire.add([grad.clone() for grad in made], NoLossScale())
+    before, _ = factors(ranks, "before")
+    divided = [grad / before for grad in made]
     zeros = total = 0
     error = square = 0.0
-    for before, after in zip(made, wire.values, strict=True):
-        assert after is not None
-        known = before.double() / ranks
-        total += int((before != 0).sum())
-        zeros += int(((before != 0) & (after == 0)).sum())
+    for grad, after in zip(made, divided, strict=True):
+        known = grad.double() / ranks
+        total += int((grad != 0).sum())
+        zeros += int(((grad != 0) & (after == 0)).sum())
         error += float((after.double() - known).square().sum())
         square += float(known.square().sum())
     return zeros / total, (error / square) ** 0.5

@@ -130,7 +130,7 @@ def of_a_rank(arguments: list[str]) -> int:
         built = ranks.together(lambda: prepare(config, device, config.threads, ranks))
         task = built.task
         batches = list(task.load(0))
-        reductions = [learner.optimizer.gradients.reduction for learner in task.learners.values()]
+        reductions = [learner.optimizer.reduction for learner in task.learners.values()]
 
         def steps(count: int) -> float:
             ranks.together(lambda: None)  # all begin at once

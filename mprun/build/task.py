@@ -28,7 +28,6 @@ from mprun.distributed.ranks import ALONE, Ranks
 from mprun.errors import BadInput
 from mprun.precision import (
     DTYPES,
-    BatchNormGuard,
     CastModel,
     ForwardContext,
     LossScale,
@@ -38,8 +37,10 @@ from mprun.precision import (
     why_no_lstm,
 )
 from mprun.precision.casting import matching_modules, those_that_match
+from mprun.precision.row_updates import row_tables
 from mprun.tasks import (
     GAN,
+    BatchStatistics,
     Classification,
     Detection,
     LanguageModel,
@@ -82,7 +83,7 @@ def build_task(
     casts = _cast_networks(config, [builder], data, arithmetic)
     scale = build_loss_scale(config.scaler, arithmetic.device)
     keeps_statistics = scale.skips_nonfinite or config.train.accumulate > 1 or ranks.world > 1
-    guards = [BatchNormGuard(casts[0].module)] if keeps_statistics else []
+    guards = [BatchStatistics(casts[0].module)] if keeps_statistics else []
     (learner,) = _learners(config, casts, [scale], [guards], arithmetic.device, ranks)
     kinds: dict[str, Callable[..., Task]] = {
         "classification": Classification,
@@ -123,7 +124,7 @@ def _build_gan(
     made = [build_loss_scale(config.scaler, arithmetic.device) for _ in range(count)]
     # Of the discriminator's loss on real and on made images, and of the generator's.
     scales = (made[0], made[1] if per == "loss" else made[0], made[-1])
-    guard_g, guard_d = (BatchNormGuard(cast.module) for cast in casts)
+    guard_g, guard_d = (BatchStatistics(cast.module) for cast in casts)
     of_losses: list[LossScale | Sequence[LossScale]] = [scales[2], scales[:2]]
     guards = [[guard_g, guard_d], [guard_d]]
     generator, discriminator = _learners(config, casts, of_losses, guards, arithmetic.device, ranks)
@@ -168,7 +169,7 @@ def _learners(
     config: RunConfig,
     casts: Sequence[CastModel],
     scales: Sequence[LossScale | Sequence[LossScale]],
-    guards: Sequence[Sequence[BatchNormGuard]],
+    guards: Sequence[Sequence[BatchStatistics]],
     device: torch.device,
     ranks: Ranks,
 ) -> list[TrainState]:
@@ -218,21 +219,61 @@ def _limits(config: RunConfig, models: Sequence[nn.Module]) -> list[dict[str, An
     train, optim = config.train, config.optim
     same = {"update": update_of(optim), "parts": train.accumulate}
     found: list[dict[str, Any]] = [dict(same) for _ in models]
-    for name, value, modules, patterns in (
-        ("clip_norm", train.clip_norm, "clip_modules", train.clip_modules),
-        ("average_decay", optim.average_decay, "average_modules", optim.average_modules),
+    for key, value, names, patterns, choose in (
+        ("clip_norm", train.clip_norm, "clipped", train.clip_modules, clipped_of),
+        ("average_decay", optim.average_decay, "averaged", optim.average_modules, averaged_of),
     ):
         if value is None:
             continue
         matching = [those_that_match(model, patterns) for model in models]
         for pattern in patterns:
             if not any(pattern in own for own in matching):
-                group = "train" if name == "clip_norm" else "optim"
-                matching_modules(models[0], pattern, f"{group}.{modules}")
-        for arguments, own in zip(found, matching, strict=True):
+                choose(models[0], [pattern])
+        for arguments, model, own in zip(found, models, matching, strict=True):
             if own or not patterns:
-                arguments |= {name: value, modules: own}
+                arguments |= {key: value, names: choose(model, own)}
     return found
+
+
+def clipped_of(model: nn.Module, patterns: Sequence[str]) -> set[str]:
+    """Names of the weights in modules that match `train.clip_modules`; all without a pattern.
+
+    Raises:
+        ValueError: a pattern that matches no module, and nothing is chosen.
+    """
+    return _weights_of(model, patterns, "train.clip_modules")
+
+
+def averaged_of(model: nn.Module, patterns: Sequence[str]) -> set[str]:
+    """Names of the weights in modules that match `optim.average_modules`; all without a pattern.
+
+    Raises:
+        ValueError: as of `clipped_of`, and of row tables: their average would have to move in every
+            row.
+    """
+    names = _weights_of(model, patterns, "optim.average_modules")
+    tables = [t for t in row_tables(model) if any(name.startswith(f"{t}.") for name in names)]
+    if tables:
+        raise ValueError(
+            f"optim.average_modules={list(patterns)}: {', '.join(tables)} are updated only in the "
+            "rows that a step uses and have no average; name the modules to average, e.g. [lstm]"
+        )
+    return names
+
+
+def _weights_of(model: nn.Module, patterns: Sequence[str], key: str) -> set[str]:
+    """Names of what is trained in the modules that match, and in what is inside these modules."""
+    tables = row_tables(model)
+    around = {f"{m}." for pattern in patterns for m in matching_modules(model, pattern, key)}
+    names = {
+        name
+        for name, own in model.named_parameters()
+        if (own.requires_grad or name.rpartition(".")[0] in tables)
+        and (not patterns or any(name.startswith(prefix) for prefix in around))
+    }
+    if not names:
+        raise ValueError(f"{key}={list(patterns)}: these have no weights")
+    return names
 
 
 def _samples(config: RunConfig) -> bool:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from mprun.errors import BadInput, MprunError
+from mprun.precision.gradients import added
 from mprun.precision.update import in_memory_order
 
 
@@ -39,22 +40,20 @@ class FlatReduction:
         """What a step calls in place of the model."""
         return model
 
+    def overlap(self, last: bool) -> bool:
+        return False
+
     def begin(self, parameters: Sequence[Tensor], sent: Callable[[int, Tensor], Tensor]) -> None:
         raise RuntimeError("`overlaps` is false: this one sums after backward")
 
-    def add(self, tensors: Sequence[Tensor | None]) -> None:
-        own = list(tensors)
-        for tensor in own:
+    def add(self, tensors: list[Tensor | None]) -> None:
+        for tensor in tensors:
             if tensor is not None and tensor.is_sparse:
                 raise BadInput("sparse gradients are not summed over ranks (allowed: devices=1)")
         if self.fixed or not self._kept:
-            self._kept.append(own)
+            self._kept.append(tensors)
             return
-        (known,) = self._kept
-        pairs = [(a, b) for a, b in zip(known, own, strict=True) if a is not None and b is not None]
-        for group in _by_dtype([a for a, _ in pairs], [b for _, b in pairs]):
-            torch._foreach_add_(*group)
-        self._kept = [[b if a is None else a for a, b in zip(known, own, strict=True)]]
+        self._kept = [added(self._kept[0], tensors)]
 
     @torch.no_grad()
     def total(self) -> list[Tensor | None]:
@@ -149,12 +148,3 @@ def _like(likes: list[Tensor | None], place: int) -> Tensor:
     like = likes[place]
     assert like is not None
     return like
-
-
-def _by_dtype(a: list[Tensor], b: list[Tensor]) -> list[tuple[list[Tensor], list[Tensor]]]:
-    groups: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
-    for one, other in zip(a, b, strict=True):
-        own = groups.setdefault(one.dtype, ([], []))
-        own[0].append(one)
-        own[1].append(other)
-    return list(groups.values())

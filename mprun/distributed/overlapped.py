@@ -51,6 +51,10 @@ class OverlappedReduction(FlatReduction):
         warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
         return made
 
+    def overlap(self, last: bool) -> bool:
+        self.overlaps = last and not self.muted
+        return self.overlaps
+
     def begin(self, parameters: Sequence[Tensor], sent: Sent) -> None:
         """A backward pass begins that ends with the sum over all ranks."""
         self._place = {id(parameter): place for place, parameter in enumerate(parameters)}

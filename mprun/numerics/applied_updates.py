@@ -90,7 +90,7 @@ class UpdateMeter:
             sums = [(applied * wanted.sign()).sum() * stride, wanted.abs().sum() * stride, squares]
             found[name] = torch.stack(sums)
             if self.optimizer.skips:
-                taken = self.optimizer.gradients.found_inf == 0
+                taken = self.optimizer.found_inf == 0
                 found[name] = torch.where(taken, found[name], 0)
         return found
 

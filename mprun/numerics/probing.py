@@ -33,7 +33,6 @@ from mprun.numerics.probe_record import (
     write_probe,
 )
 from mprun.precision import (
-    BatchNormGuard,
     CastModel,
     ForwardContext,
     MixedPrecisionOptimizer,
@@ -158,7 +157,7 @@ class _Gradients:
     def step(self, measure_norm: bool = False) -> Update:
         found = {name: parameter.grad for name, parameter in self.parameters.items()}
         self.gradients = {name: grad for name, grad in found.items() if grad is not None}
-        if (parts := self.own.gradients.parts) > 1:
+        if (parts := self.own.micro_batches) > 1:
             torch._foreach_div_(list(self.gradients.values()), parts)
         for name, updated in zip(self.own.names, self.own.updated, strict=True):
             self.parameters[name].copy_(updated)
@@ -168,7 +167,7 @@ class _Gradients:
 def _twin(task, device: torch.device):
     """The same task in FP32 on copies of its models; it shares the data."""
     # Here: scripts are probed without the tasks of mprun, and without what these need.
-    from mprun.tasks import GAN, LanguageModel, TrainState
+    from mprun.tasks import GAN, BatchStatistics, LanguageModel, TrainState
 
     policy = get_policy("fp32")
     twin = copy.copy(task)
@@ -183,12 +182,12 @@ def _twin(task, device: torch.device):
         twin.learners[name] = TrainState(CastModel(model, policy, {}), optimizer)
     if isinstance(task, GAN):
         twin.g, twin.d = twin.learners["generator"], twin.learners["discriminator"]
-        twin.guards = BatchNormGuard(twin.g.model), BatchNormGuard(twin.d.model)
+        twin.guards = BatchStatistics(twin.g.model), BatchStatistics(twin.d.model)
         twin.loss_scales = {}
     else:
         twin.learner = twin.learners["model"]
         twin.loss_scale = NoLossScale(device)
-        twin.guards = [BatchNormGuard(twin.learner.model)] if task.in_parts else []
+        twin.guards = [BatchStatistics(twin.learner.model)] if task.in_parts else []
     if isinstance(task, LanguageModel) and task.hidden is not None:
         twin.hidden = tuple(part.detach().float() for part in task.hidden)
     return twin

@@ -8,7 +8,7 @@ setting.
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -46,22 +46,6 @@ def matching_modules(model: nn.Module, pattern: str, key: str) -> list[str]:
     return matched
 
 
-def matching_parameters(model: nn.Module, patterns: Iterable[str], key: str) -> set[str]:
-    """Names of all parameters in the modules that match, and in what is inside these modules.
-
-    Without any pattern all parameters.
-
-    Raises:
-        ValueError: a pattern that matches no module.
-    """
-    names = [name for name, _ in model.named_parameters()]
-    patterns = list(patterns)
-    if not patterns:
-        return set(names)
-    around = {f"{m}." for pattern in patterns for m in matching_modules(model, pattern, key)}
-    return {name for name in names if any(name.startswith(prefix) for prefix in around)}
-
-
 # _NormBase: batch and instance norm of every dimension.
 NORM_LAYERS = (_NormBase, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.LocalResponseNorm)
 # Module name -> dtype of its override.
@@ -69,107 +53,23 @@ _Chosen = Mapping[str, torch.dtype]
 
 
 @dataclass(slots=True)
-class Swap:
-    """A tensor of a module that has another form in the mode than outside of it.
-
-    Attributes:
-        place: the dictionary of the module that holds it, under `key`.
-        seen, written: versions of `outside` and of `inside` when they were last the same.
-    """
-
-    place: dict[str, Any]
-    key: str
-    outside: Tensor
-    inside: Tensor
-    seen: int
-    written: int
-
-
-@dataclass(slots=True)
 class CastModel:
-    """A model in its policy's dtypes, which can also be what it was.
+    """A model in its policy's dtypes, which can be evaluated as it was.
 
     Attributes:
         masters: for each parameter that was rounded and has a master copy, its value before
             rounding in the policy's master_dtype, by parameter name: the parameter itself, in whose
             place the module holds a copy. The optimizer made from it updates them in place.
-        weights, buffers: all tensors with two forms; a weight used in two places is there twice.
-        flat: of recurrent layers their attributes, and `flat_weights` outside and inside.
+        buffers: of those that were rounded: the module's, its version then, and the buffer before.
         forwards: of modules that compute otherwise in the mode their attributes, and `forward`
-            outside (None: that of their class) and inside.
-        in_mode: which of the two forms the module has now.
+            before (_NOTHING: that of their class).
     """
 
     module: nn.Module
     policy: PrecisionPolicy
     masters: dict[str, Tensor]
-    weights: list[Swap] = field(default_factory=list)
-    buffers: list[Swap] = field(default_factory=list)
-    flat: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = field(default_factory=list)
-    forwards: list[tuple[dict[str, Any], Any, Any]] = field(default_factory=list)
-    in_mode: bool = True
-
-    @property
-    def has_two_forms(self) -> bool:
-        """Whether `enter_mode` changes anything."""
-        return any((self.weights, self.buffers, self.flat, self.forwards))
-
-    def enter_mode(self) -> None:
-        """Let the module hold what the mode computes with; copies of weights stay as they are.
-
-        Raises:
-            RuntimeError: a parameter is no longer the one that was cast.
-        """
-        for swap in self.weights:
-            if swap.place.get(swap.key) is not swap.outside and not self.in_mode:
-                raise RuntimeError(
-                    f"parameter {swap.key!r} of shape {tuple(swap.outside.shape)} was replaced "
-                    "after the model was prepared (by an assignment, load_state_dict(assign=True) "
-                    "or functional_call); copy the values into it, or replace it before"
-                )
-        for swap in self.buffers:
-            now = swap.outside if self.in_mode else swap.place[swap.key]
-            if now is not swap.outside:
-                swap.outside, swap.seen = now, -1
-            if swap.seen != version(now):
-                with torch.no_grad():
-                    swap.inside = now.to(swap.inside.dtype, copy=True)
-                swap.seen, swap.written = version(now), version(swap.inside)
-        for swap in (*self.weights, *self.buffers):
-            swap.place[swap.key] = swap.inside
-        for attributes, _, inside in self.flat:
-            attributes.update(inside)
-        for attributes, _, forward in self.forwards:
-            attributes["forward"] = forward
-        self.in_mode = True
-
-    def leave_mode(self) -> None:
-        """Let the module be what it was: master weights, FP32 buffers, no casts."""
-        for attributes, forward, _ in self.forwards:
-            if forward is None:
-                attributes.pop("forward", None)
-            else:
-                attributes["forward"] = forward
-        for attributes, outside, _ in self.flat:
-            attributes.update(outside)
-        for swap in self.weights:
-            swap.place[swap.key] = swap.outside
-        found = [(swap, swap.place[swap.key]) for swap in self.buffers]
-        for swap, _ in found:
-            swap.place[swap.key] = swap.outside
-        self.in_mode = False
-        for swap, now in found:  # what the module wrote into it, or put in its place
-            if now is swap.inside and version(now) == swap.written:
-                continue
-            if now is None or now.shape != swap.outside.shape:
-                swap.place[swap.key] = None if now is None else now.detach().to(swap.outside.dtype)
-                continue
-            with torch.no_grad():
-                swap.outside.copy_(now)
-                swap.seen = -1 if now.is_inference() else version(swap.outside)
-            if swap.seen != -1:
-                swap.inside = now.detach().to(swap.inside.dtype)
-                swap.written = version(swap.inside)
+    buffers: list[tuple[Tensor, int, Tensor]] = field(default_factory=list)
+    forwards: list[tuple[dict[str, Any], Any]] = field(default_factory=list)
 
     @contextmanager
     def in_fp32(self, weights: Mapping[str, Tensor] = MappingProxyType({})) -> Iterator[nn.Module]:
@@ -181,56 +81,77 @@ class CastModel:
         Args:
             weights: by parameter name, FP32, in place of some.
         """
-        before = self.in_mode
-        self.leave_mode()
         tables = row_tables(self.module)
-        dtypes = {name: table.row_dtype for name, table in tables.items()}
-        names = {id(own): name for name, own in self.module.named_parameters()}
-        held: list[tuple[dict[str, Any], str, Tensor]] = []
-        flat: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        other: dict[int, Tensor] = {}
-        for path, module in self.module.named_modules():
-            if path in tables:
-                tables[path].row_dtype = torch.float32
-                continue
-            places: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-            for place, key, own in [(p, k, t) for p in places for k, t in p.items()]:
-                if own is None:
+        forms = self._forms(weights)
+        kept = {id(own) for own in (*self.module.parameters(), *self.masters.values())}
+        with ExitStack() as stack:
+            for attributes, forward in self.forwards:
+                stack.enter_context(_held(attributes, {"forward": forward}))
+            for path, module in self.module.named_modules():
+                if path in tables:
+                    stack.enter_context(_held(vars(tables[path]), {"row_dtype": torch.float32}))
                     continue
-                if (name := names.get(id(own))) in weights:
-                    # cuDNN's weights are moved into one buffer; others may know where these lie.
-                    moves = isinstance(module, nn.RNNBase) and own.is_cuda
-                    other[id(own)] = weights[str(name)].clone() if moves else weights[str(name)]
-                elif id(own) not in other and _has_other_form(own):
-                    # Of one layout, whatever that of the training is: kernels differ by a rounding.
-                    plain = own.detach().float().contiguous()
-                    other[id(own)] = plain.requires_grad_(own.requires_grad)
-                if id(own) in other:
-                    held.append((place, key, own))
-        try:
-            for place, key, own in held:
-                place[key] = other[id(own)]
-            for module in self.module.modules():
-                if isinstance(module, nn.RNNBase) and other:
-                    masters = list(module._flat_weights)
-                    flat.append((module.__dict__, flat_weights(masters)))
-                    own_flat = flat_weights([other.get(id(own), own) for own in masters])
-                    module.__dict__.update(own_flat)
-                    if any(id(own) in other for own in masters):
+                places: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+                for place in places:
+                    other = {key: forms[id(t)] for key, t in place.items() if id(t) in forms}
+                    stack.enter_context(_held(place, other))
+                if isinstance(module, nn.RNNBase):
+                    flat = [forms.get(id(weight), weight) for weight in module._flat_weights]
+                    stack.enter_context(_held(vars(module), flat_weights(flat)))
+                    if not {id(weight) for weight in flat} <= kept:  # else as they were built
                         module.flatten_parameters()
             yield self.module
-        finally:
-            for place, key, own in held:
-                place[key] = own
-            for attributes, own_flat in flat:
-                attributes.update(own_flat)
-            for path, dtype in dtypes.items():
-                tables[path].row_dtype = dtype
-            if before:
-                self.enter_mode()
+
+    def _forms(self, weights: Mapping[str, Tensor]) -> dict[int, Tensor]:
+        """By id of each tensor that has another form in FP32: that form."""
+        tables = row_tables(self.module)
+        known = {id(own): before for own, then, before in self.buffers if _version(own) == then}
+        names = {id(own): name for name, own in self.module.named_parameters()}
+        found: dict[int, Tensor] = {}
+        for path, module in self.module.named_modules():
+            if path in tables:
+                continue
+            for own in (*module._parameters.values(), *module._buffers.values()):
+                if own is None or id(own) in found:
+                    continue
+                name = names.get(id(own), "")
+                form = self.masters.get(name, known.get(id(own), own))
+                if name in weights:
+                    # cuDNN's weights are moved into one buffer; others may know where these lie.
+                    moves = isinstance(module, nn.RNNBase) and own.is_cuda
+                    form = weights[name].clone() if moves else weights[name]
+                elif _has_other_form(form):
+                    # Of one layout, whatever that of the training is: kernels differ by a rounding.
+                    plain = form.detach().float().contiguous()
+                    form = plain.requires_grad_(form.requires_grad)
+                if form is not own:
+                    found[id(own)] = form
+        return found
 
 
-def version(tensor: Tensor) -> int:
+_NOTHING = object()
+
+
+@contextmanager
+def _held(place: dict[str, Any], other: Mapping[str, Any]) -> Iterator[None]:
+    """Within it `place` holds `other`, or _NOTHING, under these keys; then what it held."""
+    before = {key: place.get(key, _NOTHING) for key in other}
+    _put(place, other)
+    try:
+        yield
+    finally:
+        _put(place, before)
+
+
+def _put(place: dict[str, Any], values: Mapping[str, Any]) -> None:
+    for key, value in values.items():
+        if value is _NOTHING:
+            place.pop(key, None)
+        else:
+            place[key] = value
+
+
+def _version(tensor: Tensor) -> int:
     """How often it was written to; inference tensors do not count."""
     return -2 if tensor.is_inference() else tensor._version
 
@@ -277,7 +198,7 @@ def cast_model(
     for pattern, dtype in overrides.items():
         chosen |= dict.fromkeys(matching_modules(model, pattern, "precision.overrides"), dtype)
     _refuse_without_effect(model, policy, chosen, overrides)
-    forwards = [(m.__dict__, m.__dict__.get("forward")) for m in model.modules()]
+    forwards = [(m.__dict__, m.__dict__.get("forward", _NOTHING)) for m in model.modules()]
     cast = CastModel(model, policy, {})
     if policy.autocast_dtype is None:
         dtypes = _dtypes_of_tensors(model, policy, chosen)
@@ -285,16 +206,16 @@ def cast_model(
             for module, dtype in dtypes.items():
                 # Keeps the identity of the parameters and lets nn.LSTM rebuild its flat weights;
                 # without recursion, because each submodule has a dtype of its own.
-                module._apply(partial(_cast, dtype=dtype), recurse=False)
+                module._apply(partial(cast_tree, dtype=dtype), recurse=False)
         else:
             _make_copies(cast, dtypes, policy.master_dtype)
     own_recurrent(model)
     if policy.products is not None:  # before the casts around modules, which go around these too
         install(model, policy.products, chosen)
-    _cast_around_modules(model, policy, chosen)
-    for attributes, before in forwards:
-        if (now := attributes.get("forward")) is not before:
-            cast.forwards.append((attributes, before, now))
+    cast_around_modules(model, policy, chosen)
+    cast.forwards = [
+        (own, before) for own, before in forwards if own.get("forward", _NOTHING) is not before
+    ]
     return cast
 
 
@@ -305,7 +226,7 @@ def _dtypes_of_tensors(
     of the rows that each table gives."""
     tables, found = row_tables(model), {}
     for name, module in model.named_modules():
-        dtype = _dtype_of(name, module, policy, chosen)
+        dtype = dtype_of(name, module, policy, chosen)
         if name in tables:
             tables[name].row_dtype = dtype
         if name not in tables or policy.master_dtype is None:
@@ -336,28 +257,20 @@ def _make_copies(
             cast.masters[name] = own
     for module in cast.module.modules():
         for key, weight in module._parameters.items():
-            if weight is not None and id(weight) in copies:
-                copy = copies[id(weight)]
-                versions = weight._version, copy._version
-                cast.weights.append(Swap(module._parameters, key, weight, copy, *versions))
+            module._parameters[key] = copies.get(id(weight), weight)
         dtype = dtypes.get(module, torch.float32)
         for key, buffer in module._buffers.items():
             if buffer is not None and buffer.is_floating_point() and buffer.dtype is not dtype:
-                own_copy = buffer.to(dtype)
-                versions = buffer._version, own_copy._version
-                cast.buffers.append(Swap(module._buffers, key, buffer, own_copy, *versions))
-    recurrent = [m for m in cast.module.modules() if isinstance(m, nn.RNNBase)]
-    outside = {module: flat_weights(module._flat_weights) for module in recurrent}
-    cast.enter_mode()
-    for module in recurrent:
-        if any(id(own) in copies for own in outside[module]["_flat_weights"]):
+                module._buffers[key] = rounded = buffer.to(dtype)
+                cast.buffers.append((rounded, _version(rounded), buffer))
+        if isinstance(module, nn.RNNBase) and any(
+            id(own) in copies for own in module._flat_weights
+        ):
             module._init_flat_weights()  # the copies, on a GPU in one buffer
-            inside = flat_weights(module._flat_weights)
-            cast.flat.append((module.__dict__, outside[module], inside))
 
 
-def _cast_around_modules(model: nn.Module, policy: PrecisionPolicy, chosen: _Chosen) -> None:
-    """Casts in front of and behind the modules that compute in another dtype than around them."""
+def cast_around_modules(model: nn.Module, policy: PrecisionPolicy, chosen: _Chosen) -> None:
+    """Put casts in front of and behind modules that compute in another dtype than around them."""
     for name, module in model.named_modules():
         if getattr(module, "computes_in_fp32", False):
             continue  # whatever is around it, and its results are losses
@@ -368,7 +281,7 @@ def _cast_around_modules(model: nn.Module, policy: PrecisionPolicy, chosen: _Cho
         elif isinstance(module, NORM_LAYERS) and not isinstance(module, _BatchNorm):
             # BatchNorm takes half activations with FP32 parameters and statistics as it is: cuDNN's
             # and the CPU's kernels read half, compute in FP32 and store half (section 3.3).
-            dtype = _dtype_of(name, module, policy, chosen)
+            dtype = dtype_of(name, module, policy, chosen)
             if dtype is not around:
                 _compute_in(module, dtype, around, policy)
 
@@ -406,9 +319,11 @@ def _inherited(name: str, chosen: _Chosen) -> torch.dtype | None:
     return None
 
 
-def _dtype_of(
-    name: str, module: nn.Module, policy: PrecisionPolicy, chosen: _Chosen
-) -> torch.dtype:
+def dtype_of(name: str, module: nn.Module, policy: PrecisionPolicy, chosen: _Chosen) -> torch.dtype:
+    """Return the dtype of the parameters and buffers of the module `name`.
+
+    chosen: names of modules that have an override -> its dtype.
+    """
     override = _inherited(name, chosen)
     if getattr(module, "computes_in_fp32", False):
         return torch.float32
@@ -443,12 +358,13 @@ def _forward_in(
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
     device = tensors[0].device.type if tensors else "cpu"
     with torch.autocast(device, dtype=dtype if autocast else None, enabled=autocast):
-        inputs = (args, kwargs) if autocast else _cast((args, kwargs), dtype)
+        inputs = (args, kwargs) if autocast else cast_tree((args, kwargs), dtype)
         outputs = forward(*inputs[0], **inputs[1])
-    return outputs if outputs_in is None else _cast(outputs, outputs_in)
+    return outputs if outputs_in is None else cast_tree(outputs, outputs_in)
 
 
-def _cast(tree, dtype: torch.dtype):
+def cast_tree(tree: Any, dtype: torch.dtype) -> Any:
+    """Return nested values with their floating-point tensors in `dtype`."""
     return tree_map(
         lambda t: t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t, tree
     )

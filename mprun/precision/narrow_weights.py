@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mprun.precision.torch_update import rule_of
+from mprun.precision.torch_update import initialise_state, rule_of
 
 COMPENSATION = "compensation"  # in the state of a weight
 # Numbers that are widened at a time, and rounded: 32 MiB in FP32. A weight beyond that is a chunk.
@@ -73,10 +73,16 @@ class NarrowWeights:
         of_names = [zlib.crc32(name.encode()) ^ (seed * 0x9E3779B1 & _32_BITS) for name in names]
         self._names = torch.tensor(of_names, dtype=torch.int64, device=device)
         self._number = {id(weight): number for number, weight in enumerate(self.weights)}
-        if rounding == "kahan":
-            for weight in self.weights:
-                if weight.dtype is not torch.float32:
-                    inner.state[weight].setdefault(COMPENSATION, torch.zeros_like(weight))
+
+    def initialise_state(self) -> None:
+        """Make the state of `inner`, before its first step, and the compensation."""
+        initialise_state(self.inner)
+        for weight in self.weights:
+            made = self.inner.state[weight]
+            before = {key: value for key, value in made.items() if key == COMPENSATION}
+            if not before and self.rounding == "kahan" and weight.dtype is not torch.float32:
+                before[COMPENSATION] = torch.zeros_like(weight)
+            self.inner.state[weight] = self._kept_state(weight, before, _widened(made, weight))
 
     def __contains__(self, weight: Tensor) -> bool:
         return id(weight) in self._number
@@ -113,51 +119,44 @@ class NarrowWeights:
 
     @contextmanager
     def in_fp32(
-        self, updated: Sequence[Tensor] | None, found_inf: Tensor | None, *, stores: bool = True
+        self, updated: Sequence[Tensor], found_inf: Tensor | None
     ) -> Iterator[list[Tensor]]:
         """Within it `inner` holds weights, and their state, in FP32; afterwards they are stored.
 
         Costs 4 bytes for each of them meanwhile. An update is counted by `count`, after all of it.
 
         Args:
-            updated: what `inner` updates meanwhile, alone (see `chunks`); None: all, as it is.
+            updated: what `inner` updates meanwhile, alone (see `chunks`).
             found_inf: not 0: nothing is stored.
-            stores: whether there is an update.
 
         Yields:
             `updated`, in FP32.
         """
-        inner, wide, states = self.inner, {}, {}
-        only = None if updated is None else {id(tensor) for tensor in updated}
-        chosen = [weight for weight in self.weights if only is None or id(weight) in only]
+        inner, held = self.inner, {id(tensor) for tensor in updated}
+        chosen = [weight for weight in updated if weight in self]
+        states = [inner.state.pop(weight, {}) for weight in chosen]
+        wide: dict[int, Tensor] = {}
         with torch.no_grad():
-            for weight in chosen:
-                state = states[id(weight)] = inner.state.pop(weight, {})
-                kept = state.get(COMPENSATION)
+            for weight, state in zip(chosen, states, strict=True):
                 own = weight.detach()
                 if own.dtype is not torch.float32:
-                    own = widen(torch.empty_like(own, dtype=torch.float32), own, kept)
+                    own = torch.empty_like(own, dtype=torch.float32)
+                    widen(own, weight, state.get(COMPENSATION))
                 wide[id(weight)] = own
-                inner.state[wide[id(weight)]] = {
-                    key: value.float() if _is_like(value, weight, key) else value
-                    for key, value in state.items()
-                    if key != COMPENSATION  # torch takes an empty state for one to be made
-                }
+                inner.state[own] = _widened(state, weight)
         groups = [group["params"] for group in inner.param_groups]
         for group, params in zip(inner.param_groups, groups, strict=True):
-            held = [param for param in params if only is None or id(param) in only]
-            group["params"] = [wide.get(id(param), param) for param in held]
+            group["params"] = [wide.get(id(p), p) for p in params if id(p) in held]
         try:
-            yield [wide.get(id(tensor), tensor) for tensor in updated or ()]
+            yield [wide.get(id(tensor), tensor) for tensor in updated]
         finally:
             for group, params in zip(inner.param_groups, groups, strict=True):
                 group["params"] = params
             with torch.no_grad():
-                for weight in chosen:
+                for weight, state in zip(chosen, states, strict=True):
                     found = inner.state.pop(wide[id(weight)], {})
-                    inner.state[weight] = self._kept_state(weight, states[id(weight)], found)
-                if stores:
-                    self._store_all(chosen, wide, found_inf)
+                    inner.state[weight] = self._kept_state(weight, state, found)
+                self._store_all(chosen, wide, found_inf)
 
     def _kept_state(self, weight: Tensor, before: dict, found: dict) -> dict[Any, Any]:
         """`found` in the dtypes in which it is kept; in the tensors of before, where a captured
@@ -181,22 +180,17 @@ class NarrowWeights:
             if weight.dtype is torch.float32:  # only its state is narrow
                 continue
             key = None if keys is None else keys[self.number(weight)]
-            self._store_unless(found_inf, weight, wide[id(weight)], key)
-
-    def _store_unless(
-        self, found_inf: Tensor | None, weight: Tensor, wide: Tensor, key: Tensor | None
-    ) -> None:
-        kept = self.inner.state[weight].get(COMPENSATION)
-        tensors = [weight.detach(), wide] if kept is None else [weight.detach(), wide, kept]
-        # Rounding takes a multiple of what it rounds.
-        flat = [tensor.as_strided((tensor.numel(),), (1,)).split(CHUNK) for tensor in tensors]
-        for number, (own, new, *rest) in enumerate(zip(*flat, strict=True)):
-            written = [own, *rest]
-            before = [] if found_inf is None else [tensor.clone() for tensor in written]
-            self.store(own, new, key, rest[0] if rest else None, number * CHUNK)
-            if found_inf is not None:
-                for tensor, old in zip(written, before, strict=True):
-                    tensor.copy_(torch.where(found_inf != 0, old, tensor))
+            kept = self.inner.state[weight].get(COMPENSATION)
+            tensors = [weight.detach(), wide[id(weight)], *([] if kept is None else [kept])]
+            # Rounding takes a multiple of what it rounds.
+            flat = [tensor.as_strided((tensor.numel(),), (1,)).split(CHUNK) for tensor in tensors]
+            for number, (own, new, *rest) in enumerate(zip(*flat, strict=True)):
+                written = [own, *rest]
+                before = [] if found_inf is None else [tensor.clone() for tensor in written]
+                self.store(own, new, key, rest[0] if rest else None, number * CHUNK)
+                if found_inf is not None:
+                    for tensor, old in zip(written, before, strict=True):
+                        tensor.copy_(torch.where(found_inf != 0, old, tensor))
 
     def count(self, found_inf: Tensor | None = None) -> None:
         """There was an update, unless `found_inf` is not 0."""
@@ -230,6 +224,15 @@ def widen(wide: Tensor, own: Tensor, kept: Tensor | None) -> Tensor:
     """Fill an FP32 tensor with a BF16 weight, and with what its last rounding took away."""
     wide.copy_(own)
     return wide if kept is None else wide.add_(kept)
+
+
+def _widened(state: Mapping[str, Any], weight: Tensor) -> dict[str, Any]:
+    """State of the optimizer's own in FP32, without what torch would take for it."""
+    return {
+        key: value.float() if _is_like(value, weight, key) else value
+        for key, value in state.items()
+        if key != COMPENSATION  # torch takes an empty state for one to be made
+    }
 
 
 def _is_like(value: Any, weight: Tensor, key: str) -> bool:

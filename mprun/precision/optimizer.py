@@ -19,22 +19,31 @@ Nothing here waits for the device: scale, found_inf and counters are device tens
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from mprun.precision.casting import CastModel, matching_parameters
+from mprun.precision.casting import CastModel
+from mprun.precision.gradients import (
+    Gathering,
+    LeftForOnePass,
+    SummedBeforeUnscaled,
+    Unscaled,
+    UnscaledOverRanks,
+    Untouched,
+)
 from mprun.precision.loss_scale import LossScale, NoLossScale
 from mprun.precision.narrow_weights import NarrowWeights
 from mprun.precision.policy import PrecisionPolicy
-from mprun.precision.reduction import Reduction, Wire
+from mprun.precision.reduction import Reduction
 from mprun.precision.row_updates import RowUpdate, row_tables
 from mprun.precision.torch_update import initialise_state
-from mprun.precision.update import Gradients, Ready, SinglePass
+from mprun.precision.update import ByTorch, Ready, SinglePass
 from mprun.precision.update_choice import choose_update
 
 
@@ -46,8 +55,7 @@ class Update:
         loss_scale: float32, the scale of the (first) loss of this step.
         found_inf: float32, 1 if the update was skipped; None if the loss scale never skips.
         grad_norm: float32, global L2 norm of the unscaled gradients before clipping, of those that
-            are clipped where `clip_modules` chooses some; None if neither needed for clipping nor
-            asked for.
+            count in it; None if neither needed for clipping nor asked for.
     """
 
     loss_scale: Tensor
@@ -62,6 +70,13 @@ class Update:
             f"{prefix}grad_norm": self.grad_norm,
         }
         return {name: value for name, value in values.items() if value is not None}
+
+
+class Stages(NamedTuple):
+    """How the gradients of a step become an update: gathered from its losses, then applied."""
+
+    gathering: Gathering
+    update: ByTorch
 
 
 class MixedPrecisionOptimizer:
@@ -80,24 +95,22 @@ class MixedPrecisionOptimizer:
             tasks, and it may be shared with other optimizers). The owner calls `update()` on each
             of them once per iteration, after all steps.
         clip_norm: maximum global L2 norm of the unscaled gradients.
-        clip_modules: glob patterns over module names; only the gradients of these modules, and of
-            what is inside them, count in that norm and are clipped. None: all.
+        clipped: names of the parameters and row tables whose gradients count in that norm and are
+            clipped; None: all.
         guards: BatchNorm statistics to restore when an update is skipped; saved by `zero_grad`.
         average_decay: keep a WeightAverage, in `averages`.
-        average_modules: of the parameters of these modules; none given: of all.
+        averaged: of these parameters; None: of all.
         update: "plain" (torch's operations one after the other), "single_pass", or "auto" for the
             latter where it can be used and saves something.
         parts: micro-batches of an update, each of which calls `backward` with its own loss: the
             update takes their mean, divided after unscaling.
         reduction: sums over ranks, of which each propagates the losses of some of the `parts`;
             None: all of them are propagated here.
-        parameters: name -> (what the model computes with, what is updated), where the caller has
-            them and brings the first up to date itself; None: all that train, of `cast`.
         seed: of the random bits of stochastic rounding.
 
     Raises:
-        ValueError: a pattern that matches no module, an average of row tables, a rule that would
-            move unused rows, a single pass that is asked for and cannot be.
+        ValueError: a rule that would move unused rows, the average of a complex weight, a single
+            pass that is asked for and cannot be.
     """
 
     def __init__(
@@ -107,37 +120,29 @@ class MixedPrecisionOptimizer:
         loss_scales: LossScale | Sequence[LossScale] | None = None,
         *,
         clip_norm: float | None = None,
-        clip_modules: Iterable[str] = (),
+        clipped: Collection[str] | None = None,
         guards: Iterable[BatchNormGuard] = (),
         average_decay: float | None = None,
-        average_modules: Iterable[str] = (),
+        averaged: Collection[str] | None = None,
         update: str = "plain",
         parts: int = 1,
         reduction: Reduction | None = None,
-        parameters: Mapping[str, tuple[Tensor, Tensor]] | None = None,
         seed: int = 0,
     ):
-        # The second of each pair is what the optimizer updates: the master of a parameter, or
-        # itself. The masters are those of `cast`, updated in place: a copy would cost 4 bytes a
-        # parameter.
-        pairs = parameters or {
-            name: (own, cast.masters.get(name, own))
-            for name, own in cast.module.named_parameters()
-            if own.requires_grad
-        }
-        self.names, self._copies = list(pairs), parameters is None
-        self.parameters = [own for own, _ in pairs.values()]
-        self.updated = [updated for _, updated in pairs.values()]
+        trained = {name: p for name, p in cast.module.named_parameters() if p.requires_grad}
+        self.names, self.parameters = list(trained), list(trained.values())
+        # The masters are those of `cast`, updated in place: a copy would cost 4 bytes a parameter.
+        self.updated = [cast.masters.get(name, own) for name, own in trained.items()]
+        self._hold_gradients = [*self.parameters, *self.masters.values()]
         device = self.parameters[0].device
         if loss_scales is None or isinstance(loss_scales, LossScale):
             loss_scales = (loss_scales or NoLossScale(device),)
         self.loss_scales = tuple(loss_scales)
         self.skips = any(scale.skips_nonfinite for scale in self.loss_scales)
-        self.clip_norm = clip_norm
+        self.found_inf = torch.zeros((), device=device)
+        self.clip_norm, self.micro_batches, self.reduction = clip_norm, parts, reduction
         several = parts > 1 or reduction is not None
         self.guards = tuple(guards) if self.skips or several else ()
-        self.grad_dtype = cast.policy.grad_dtype
-        self.has_masters = cast.policy.master_dtype is not None
 
         self.inner = make_optimizer(list(zip(self.names, self.updated, strict=True)))
         self.tables = row_tables(cast.module)
@@ -145,34 +150,50 @@ class MixedPrecisionOptimizer:
         if self.narrow is None:
             initialise_state(self.inner)
         else:
-            with self.narrow.in_fp32(None, None, stores=False):
-                initialise_state(self.inner)
+            self.narrow.initialise_state()
         self.rows = [
             RowUpdate(f"{name}.{key}", table, key, self.inner)
             for name, table in self.tables.items()
             for key in table.tensors()
         ]
+        if self.rows and several:
+            raise ValueError("row tables take one micro-batch an update, on one rank")
+        self._kinds = self._gradient_kinds(cast.policy)
         self.average: WeightAverage | None = None
         if average_decay is not None:
-            weights = dict(zip(self.names, self.updated, strict=True))
-            chosen = choose_averaged(cast.module, weights, average_modules)
+            weights = zip(self.names, self.updated, strict=True)
+            chosen = {n: own for n, own in weights if averaged is None or n in averaged}
             self.average = WeightAverage(chosen, average_decay)
+        # What else a skipped step leaves as it was, after an update.
+        self._after = [guard.restore_where for guard in self.guards] if self.skips else []
+        self._after += [] if self.average is None else [self.average.update]
 
-        self.gradients = self._gradients_of(cast, list(clip_modules), parts, reduction)
-        self.collects = self.gradients.collects
-        casts = any(made is not used for made, used, _ in self._gradient_kinds())
-        choice = choose_update(update, self.gradients, gains=casts or self.skips)
-        self._single_pass, self.update_path, self.update_reason = choice
-        self.gradients.single_pass = self._single_pass
+        names = [*self.names, *(row.name for row in self.rows)]
+        self.is_clipped = [clipped is None or name in clipped for name in names]
+        tensors = (self.parameters, self.updated, self.is_clipped)
+        by_torch = ByTorch(self.inner, *tensors, self.narrow)
+        self._plain = Stages(self._gathering(cast.policy), by_torch)
+        dtypes = [used for _, used, _ in self._kinds]
+        gains = self.skips or any(made is not used for made, used, _ in self._kinds)
+        choice = choose_update(update, by_torch, dtypes, gains=gains)
+        self.update_path, self.update_reason = choice.path, choice.reason
         # True: torch's operations even so, which show an observer every intermediate result.
         self.observed = False
+        self.use(choice.single_pass)
+        self._stages = self._chosen
         self._used: tuple[Ready, Tensor | None] | None = None
-        # Then a step is that of the inner optimizer: nothing else looks at the gradients.
-        self._is_plain = (
-            self.gradients.is_plain
-            and clip_norm is None
-            and not (self.guards or self.rows or self.average)
-        )
+
+    def use(self, single_pass: SinglePass | None) -> None:
+        """Take `single_pass` for the updates of this optimizer, whatever was chosen; None: torch's
+        operations."""
+        self._chosen = self._plain
+        if single_pass is not None:
+            gathering = self._plain.gathering
+            several = self.micro_batches > 1 or self.reduction is not None
+            # Several micro-batches are unscaled one by one, whatever applies their sum.
+            if isinstance(gathering, Unscaled) and not several:
+                gathering = LeftForOnePass(gathering)
+            self._chosen = Stages(gathering, single_pass)
 
     @property
     def masters(self) -> dict[str, Tensor]:
@@ -187,83 +208,71 @@ class MixedPrecisionOptimizer:
 
     def gradient_dtypes(self) -> dict[str, int]:
         """Dtype -> number of gradient elements as backward makes them; row tables count whole."""
-        return elements_by_dtype((made, numel) for made, _, numel in self._gradient_kinds())
+        return elements_by_dtype((made, numel) for made, _, numel in self._kinds)
 
     def update_dtypes(self) -> dict[str, int]:
         """The same as they are unscaled, clipped and accumulated."""
-        return elements_by_dtype((used, numel) for _, used, numel in self._gradient_kinds())
+        return elements_by_dtype((used, numel) for _, used, numel in self._kinds)
 
     def state_by_name(self) -> dict[str, dict]:
         """The state of the inner optimizer and of the rows by parameter name, as it is in use."""
         pairs = zip(self.names, self.updated, strict=True)
-        # Of a parameter that the inner optimizer does not hold there is none.
         of_parameters = {name: self.inner.state.get(updated, {}) for name, updated in pairs}
         return of_parameters | {row.name: row.state for row in self.rows}
 
     def zero_grad(self) -> None:
         """Forget gradients and flags; remember the guarded BatchNorm statistics."""
-        self.gradients.clear(None if self.observed else self._single_pass)
+        self._stages = self._plain if self.observed else self._chosen
+        self._stages.gathering.clear()
         self._used = None
+        for tensor in self._hold_gradients:
+            tensor.grad = None
+        if self.skips:
+            self.found_inf.zero_()
         for table in self.tables.values():
             table.gathered = None
         for guard in self.guards:
             guard.save()
 
     def backward(self, loss: Tensor, loss_index: int = 0) -> None:
-        """Propagate `loss` (0-dim) and add its unscaled gradients to those of this step.
+        """Propagate `loss` (0-dim) and add its gradients to those of this step.
 
         May be called several times before `step`: gradients of further losses or micro-batches
         accumulate in grad_dtype, each divided by the scale of its own loss and by `parts`; with a
-        reduce_dtype of the policy in that, as those of so many ranks (`mprun.precision.reduction`).
+        reduce_dtype of the policy in that, as those of so many ranks (`mprun.precision.gradients`).
         """
-        self.gradients.backward(loss, self.loss_scales[loss_index])
+        self._stages.gathering.backward(loss, self.loss_scales[loss_index])
 
+    @torch.no_grad()
     def step(self, measure_norm: bool = False) -> Update:
         """Clip, update the master weights and copy them to the model; skip if told to.
 
         Args:
             measure_norm: compute the gradient norm although nothing is clipped.
         """
-        if not self._is_plain or measure_norm or self.gradients.single_pass is not None:
-            return self._step(measure_norm)
-        self.inner.step()
-        return Update(self.loss_scales[0].scale, None, None)
-
-    @torch.no_grad()
-    def _step(self, measure_norm: bool) -> Update:
-        ready = self.gradients.ready(measure_norm or self.clip_norm is not None)
-        found_inf, clip = ready.own.found_inf, None
-        if self.clip_norm is not None and ready.norm is not None:
-            clip = (self.clip_norm / (ready.norm + 1e-6)).clamp(max=1.0)
+        gathering, update = self._stages
+        ready, clip = gathering.ready(), None  # reduced and unscaled
+        norm = update.check(ready, measure_norm or self.clip_norm is not None)
+        if self.clip_norm is not None and norm is not None:
+            clip = update.clip(ready, (self.clip_norm / (norm + 1e-6)).clamp(max=1.0))
         self._used = ready, clip
-        self.gradients.apply(ready, clip)
+        update.apply(ready, clip)  # and copied
+        found_inf = ready.own.found_inf
         for row, gradient in zip(self.rows, ready.rows, strict=True):
             if gradient is not None:
                 row.apply(gradient, found_inf)
-        if found_inf is not None:
-            for guard in self.guards:
-                guard.restore_where(found_inf)
-        if self.average is not None:
-            self.average.update(found_inf)
+        for stage in self._after:
+            stage(found_inf)
         scale = self.loss_scales[0].scale
         if found_inf is None:
-            return Update(scale, None, ready.norm)
+            return Update(scale, None, norm)
         # Copies: both tensors are about to change in place.
-        return Update(scale.clone(), found_inf.clone(), ready.norm)
+        return Update(scale.clone(), found_inf.clone(), norm)
 
-    def overlap(self, last: bool) -> bool:
-        """Let the next backward pass, the last one of a step, end with the sum over all ranks;
-        whether it will."""
-        reduction = self.gradients.reduction
-        if reduction is None:
-            return False
-        reduction.overlaps = last and not reduction.muted
-        return reduction.overlaps
-
-    def use(self, single_pass: SinglePass | None) -> None:
-        """Take `single_pass` for the updates of this optimizer, whatever was chosen; None: torch's
-        operations."""
-        self._single_pass = self.gradients.single_pass = single_pass
+    def gradients_in_use(self) -> list[Tensor | None]:
+        """Of the last step by parameter, where they lie: scaled in `.grad`, or as they were added
+        up; none before it."""
+        return [] if self._used is None else list(self._used[0].own.gradients)
 
     def unscaled_gradients(self) -> dict[str, Tensor]:
         """Gradients of the last step by parameter name, as the update used them: also clipped.
@@ -273,24 +282,18 @@ class MixedPrecisionOptimizer:
         memory is computed here.
         """
         if self._used is None:
-            found = {}
-            if self._is_plain:
-                pairs = zip(self.names, self.updated, strict=True)
-                found = {n: own.grad.detach().clone() for n, own in pairs if own.grad is not None}
-            return found
-        (ready, clip), found, gradients = self._used, {}, self.gradients
-        of_parameters = zip(
-            self.names, self.updated, ready.own.gradients, gradients.is_clipped, strict=False
-        )
-        for name, tensor, own, is_clipped in of_parameters:
+            return {}
+        (ready, clip), found = self._used, {}
+        gradients = ready.own.gradients
+        of_parameters = zip(self.names, self.updated, gradients, self.is_clipped, strict=False)
+        for name, tensor, own, counts in of_parameters:
             if own is None:
                 continue
             in_fp32 = self.narrow is not None and tensor in self.narrow
             gradient = own.detach().to(torch.float32 if in_fp32 else tensor.dtype, copy=True)
             if ready.own.inverse is not None:
                 gradient.mul_(ready.own.inverse)
-            # torch's operations have clipped the gradients themselves.
-            if clip is not None and is_clipped and gradients.single_pass is not None:
+            if clip is not None and counts:
                 gradient.mul_(clip)
             found[name] = gradient
         return found
@@ -354,14 +357,10 @@ class MixedPrecisionOptimizer:
                 f"precision={policy.name}: row tables ({', '.join(self.tables)}) are updated row "
                 "by row, for which there is no other rounding and no other dtype of the state"
             )
-        # A script's optimizer may leave out weights whose gradients are unscaled with its own.
-        held = {id(weight) for group in self.inner.param_groups for weight in group["params"]}
         chosen = {
             name: own
             for name, own in zip(self.names, self.updated, strict=True)
-            if id(own) in held
-            and not own.is_complex()
-            and (policy.state_dtype or own.dtype is torch.bfloat16)
+            if not own.is_complex() and (policy.state_dtype or own.dtype is torch.bfloat16)
         }
         if not chosen:
             return None
@@ -370,58 +369,35 @@ class MixedPrecisionOptimizer:
             self.inner, list(chosen), list(chosen.values()), rounding, policy.state_dtype, seed
         )
 
-    def _gradients_of(
-        self,
-        cast: CastModel,
-        clip_modules: list[str],
-        parts: int,
-        reduction: Reduction | None,
-    ) -> Gradients:
-        clipped = matching_parameters(cast.module, clip_modules, "train.clip_modules")
-        is_clipped = [name in clipped for name in [*self.names, *(r.name for r in self.rows)]]
-        if not any(is_clipped):
-            raise ValueError(f"train.clip_modules={clip_modules}: these have no weights")
-        multiplied = any(row.table.gradient_factor != 1 for row in self.rows)
-        made, used, _ = map(list, zip(*self._gradient_kinds(), strict=True))
-        if self.rows and (parts > 1 or reduction is not None):
-            raise ValueError("row tables take one micro-batch an update, on one rank")
-        wire, policy = None, cast.policy
-        if parts > 1 and policy.reduce_dtype is not None:
-            wire = Wire(policy.reduce_dtype, parts, policy.reduce_divide, reduction)
-        return Gradients(
-            self.inner,
-            self.parameters,
-            self.updated,
-            self.rows,
-            used,
-            is_clipped,
-            collects=(
-                made != used
-                or self.skips
-                or multiplied
-                or len(self.masters) > 0
-                or wire is not None
-            ),
-            skips=self.skips,
-            copies=self._copies,
-            narrow=self.narrow,
-            parts=parts,
-            wire=wire,
-            reduction=reduction,
-        )
-
-    def _gradient_kinds(self) -> list[tuple[torch.dtype, torch.dtype, int]]:
+    def _gradient_kinds(
+        self, policy: PrecisionPolicy
+    ) -> list[tuple[torch.dtype, torch.dtype, int]]:
         """Of parameters, then rows: dtype of the gradient as backward makes it and as it is used
         in the update, and number of elements."""
         made = [*(own.dtype for own in self.parameters), *(row.row_dtype for row in self.rows)]
         updated = [*self.updated, *(row.tensor for row in self.rows)]
         # Without master weights a parameter that an override keeps in FP32 has FP32 gradients.
-        in_grad_dtype = self.has_masters or self.narrow is not None
+        in_grad_dtype = policy.master_dtype is not None or self.narrow is not None
         used = [
-            self.grad_dtype if in_grad_dtype and not tensor.is_complex() else tensor.dtype
+            policy.grad_dtype if in_grad_dtype and not tensor.is_complex() else tensor.dtype
             for tensor in updated
         ]
         return list(zip(made, used, (tensor.numel() for tensor in updated), strict=True))
+
+    def _gathering(self, policy: PrecisionPolicy) -> Gathering:
+        """The way from losses to gradients that the policy needs."""
+        own = (self.parameters, self.rows, self.micro_batches, self.reduction)
+        dtypes = [used for _, used, _ in self._kinds]
+        if self.micro_batches > 1 and policy.reduce_dtype is not None:
+            dtype, divide = policy.reduce_dtype, policy.reduce_divide
+            stage = (dtypes, self.found_inf, self.skips)
+            return SummedBeforeUnscaled(*own, *stage, dtype=dtype, divide=divide)
+        casts = any(made is not used for made, used, _ in self._kinds)
+        multiplies = any(row.table.gradient_factor != 1 for row in self.rows)
+        if not (casts or self.skips or multiplies or self.masters):
+            return Untouched(*own)
+        kind = Unscaled if self.reduction is None else UnscaledOverRanks
+        return kind(*own, dtypes, self.found_inf, self.skips)
 
 
 def elements_by_dtype(tensors: Iterable[tuple[torch.dtype, int]]) -> dict[str, int]:
@@ -461,55 +437,34 @@ class BatchNormGuard:
                 for name, buffer in layer.named_buffers(recurse=False):
                     homes.setdefault(buffer.dtype, []).append((layer, name, buffer))
         self.flat = []
+        self._homes: list[tuple[nn.Module, str, Tensor]] = []
         for buffers in homes.values():
             flat = torch.cat([buffer.reshape(-1) for _, _, buffer in buffers])
             parts = flat.split([buffer.numel() for _, _, buffer in buffers])
             for (layer, name, buffer), part in zip(buffers, parts, strict=True):
-                setattr(layer, name, part.view(buffer.shape))
+                own = part.view(buffer.shape)
+                setattr(layer, name, own)
+                self._homes.append((layer, name, own))
             self.flat.append(flat)
         self.saved = [flat.clone() for flat in self.flat]
-        self.parts: list[list[Tensor]] = []  # of the micro-batches of this step, by dtype
+
+    def is_current(self) -> bool:
+        """Return whether the layers still hold the statistics that are guarded."""
+        return all(layer._buffers.get(name) is own for layer, name, own in self._homes)
 
     @torch.no_grad()
     def save(self) -> None:
         """Remember the statistics as they are now."""
-        self.parts = []
         for saved, flat in zip(self.saved, self.flat, strict=True):
             saved.copy_(flat)
 
     @torch.no_grad()
-    def end_part(self) -> None:
-        """A micro-batch is over: keep what it made of the statistics, which go back to `save`."""
-        self.parts.append([flat.clone() for flat in self.flat])
-        for saved, flat in zip(self.saved, self.flat, strict=True):
-            flat.copy_(saved)
-
-    @torch.no_grad()
-    def take_mean(self, gather: Callable[[Tensor], Tensor]) -> None:
-        """Let the statistics be the mean of what the micro-batches made of them, of all ranks.
-
-        Each rank moves them by its own micro-batches from where they were: they do not depend on
-        how many ranks share them out. Integers (counts of batches) are those of the first.
-
-        Args:
-            gather: `[parts, n]` of this rank -> `[parts, n]` of all, in the order of micro-batches.
-        """
-        made, self.parts = self.parts, []
-        for flat, *own in zip(self.flat, *made, strict=True):
-            parts = gather(torch.stack(own)).unbind()
-            flat.copy_(parts[0])
-            if flat.is_floating_point():
-                for part in parts[1:]:  # one after the other: the same bits for any number of ranks
-                    flat.add_(part)
-                flat.div_(len(parts))
-
-    @torch.no_grad()
-    def restore_where(self, found_inf: Tensor) -> None:
+    def restore_where(self, found_inf: Tensor | None) -> None:
         """Put the saved statistics back if `found_inf` (0-dim) is non-zero; decided on the device.
 
         torch.where, not arithmetic: NaN * 0 would keep the NaN.
         """
-        if not self.flat:
+        if not self.flat or found_inf is None:
             return
         skipped = found_inf != 0
         for saved, flat in zip(self.saved, self.flat, strict=True):
@@ -533,6 +488,9 @@ class WeightAverage:
     def __init__(self, weights: Mapping[str, Tensor], decay: float):
         if not 0 < decay < 1:
             raise ValueError(f"decay={decay} is not allowed: above 0, below 1")
+        for name, weight in weights.items():
+            if weight.is_complex():
+                raise ValueError(f"optim.average_decay: {name} is complex and has no average")
         self.weights, self.decay = dict(weights), decay
         self.values = {
             name: weight.detach().to(torch.float32, copy=True) for name, weight in weights.items()
@@ -549,29 +507,3 @@ class WeightAverage:
         rate = self._rate if found_inf is None else self._rate * (found_inf == 0)
         for name, average in self.values.items():
             average.lerp_(self.weights[name].float(), rate)
-
-
-def choose_averaged(
-    model: nn.Module, weights: Mapping[str, Tensor], patterns: Iterable[str]
-) -> dict[str, Tensor]:
-    """Those of `weights` whose modules match `optim.average_modules`; all without a pattern.
-
-    Raises:
-        ValueError: a pattern that matches no module, nothing is chosen, and row tables: their
-            average would have to move in every row.
-    """
-    patterns = list(patterns)
-    names = matching_parameters(model, patterns, "optim.average_modules")
-    tables = [t for t in row_tables(model) if any(name.startswith(f"{t}.") for name in names)]
-    if tables:
-        raise ValueError(
-            f"optim.average_modules={patterns}: {', '.join(tables)} are updated only in the rows "
-            "that a step uses and have no average; name the modules to average, e.g. [lstm]"
-        )
-    chosen = {name: weight for name, weight in weights.items() if name in names}
-    if not chosen:
-        raise ValueError(f"optim.average_modules={patterns}: these modules have no weights")
-    for name, weight in chosen.items():
-        if weight.is_complex():
-            raise ValueError(f"optim.average_decay: {name} is complex and has no average")
-    return chosen

@@ -12,10 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from mprun.precision.loss_scale import LossScale
 from mprun.precision.policy import DIVIDE
 
 
@@ -46,18 +44,20 @@ class Reduction(Protocol):
     Attributes:
         overlaps: whether the next backward pass ends with the sum over all ranks (`begin`), so that
             its gradients are not to be added.
-        muted: whether what this rank has is taken for the sum, to see what the sum costs.
     """
 
     overlaps: bool
-    muted: bool
+
+    def overlap(self, last: bool) -> bool:
+        """Set `overlaps` for the next backward pass, the `last` one of a step; what it is then."""
+        ...
 
     def begin(self, parameters: Sequence[Tensor], sent: Callable[[int, Tensor], Tensor]) -> None:
         """Such a pass begins. `sent`: number of a parameter, and a flat tensor of gradients of its
         kind as backward makes them -> what is to be summed."""
         ...
 
-    def add(self, tensors: Sequence[Tensor | None]) -> None:
+    def add(self, tensors: list[Tensor | None]) -> None:
         """Add what one loss left, a tensor or None for each parameter; it may be written to."""
         ...
 
@@ -72,72 +72,3 @@ class Reduction(Protocol):
     def largest(self, values: Tensor) -> Tensor:
         """Elementwise maximum over the ranks, of the shape and dtype of `values`."""
         ...
-
-
-class Wire:
-    """The sum over M ranks in `dtype`, in the order of the ranks, one addition after the other.
-
-    A ring adds each part of a tensor in an order of its own, which starts at another rank; bits
-    differ from these where more than two ranks are added, errors do not.
-
-    Args:
-        dtype: of the sum and of what is added.
-        ranks: M, the micro-batches of an update.
-        divide: see `factors`.
-        reduction: sums in place of this, over ranks that are processes.
-
-    Attributes:
-        scale: the loss scale that the gradients are times; None: there are none.
-        after: what is still to be divided by.
-    """
-
-    def __init__(
-        self, dtype: torch.dtype, ranks: int, divide: str, reduction: Reduction | None = None
-    ):
-        self.dtype, self.reduction = dtype, reduction
-        self.before, self.after = factors(ranks, divide)
-        self.values: list[Tensor | None] = []
-        self.scale: LossScale | None = None
-
-    def clear(self) -> None:
-        """Forget what was added."""
-        self.values, self.scale = [], None
-        if self.reduction is not None:
-            self.reduction.clear()
-
-    def close(self) -> None:
-        """Let `values` be the sum over all ranks."""
-        if self.reduction is not None:
-            self.values = self.reduction.total()
-
-    @torch.no_grad()
-    def add(self, gradients: Sequence[Tensor | None], scale: LossScale) -> None:
-        """Add those of one rank, scaled and as backward made them; they may be written to.
-
-        Raises:
-            RuntimeError: they are times another scale than those before.
-        """
-        if self.scale not in (None, scale):
-            raise RuntimeError("gradients of several loss scales cannot be summed as they are")
-        new, self.scale = [self.sent(gradient) for gradient in gradients], scale
-        if self.reduction is not None:
-            self.reduction.add(new)
-            return
-        pairs = zip(self.values or [None] * len(new), new, strict=True)
-        self.values = [_sum(known, more) for known, more in pairs]
-
-    def sent(self, gradient: Tensor | None) -> Tensor | None:
-        """What of it is summed; it may be written to."""
-        if gradient is None:
-            return None
-        gradient = gradient.to(self.dtype)
-        return gradient.div_(self.before) if self.before > 1 else gradient
-
-
-def _sum(known: Tensor | None, more: Tensor | None) -> Tensor | None:
-    if known is None or more is None:
-        return more if known is None else known
-    if not known.is_sparse:
-        return known.add_(more)
-    # In FP32 and rounded once, which is the same: torch adds up sparse 16-bit tensors on no CPU.
-    return (known.float() + more.float()).coalesce().to(known.dtype)

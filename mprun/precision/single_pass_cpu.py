@@ -27,7 +27,6 @@ from mprun.precision.update import (
     by_dtype,
     in_memory_order,
     in_order_of,
-    same_order,
 )
 
 # Elements; FP32, so 2 MB. Measured (benchmarks/update_speed.py --blocks): smaller blocks cost more
@@ -106,7 +105,7 @@ class BlockedUpdate(SinglePass):
         self._parts: list[_Part] = []
 
     @torch.no_grad()
-    def check(self, scaled: Scaled, *, norm: bool, grad_max: bool) -> Checked:
+    def read(self, scaled: Scaled, *, norm: bool, grad_max: bool) -> Checked:
         gradients, inverse, found_inf = scaled
         present = [gradient for gradient in gradients if gradient is not None]
         largest, finite = None, True
@@ -120,12 +119,10 @@ class BlockedUpdate(SinglePass):
             found_inf.fill_(1.0)
         if not norm:
             return Checked(None, largest)
-        pairs = zip(gradients, self.is_clipped, strict=True)
-        counting = [gradient for gradient, counts in pairs if counts and gradient is not None]
-        return Checked(_norms(counting, inverse, finite), largest)
+        return Checked(_norms(self._clipped(gradients), inverse, finite), largest)
 
     @torch.no_grad()
-    def update(self, scaled: Scaled, clip: Tensor | None) -> None:
+    def write(self, scaled: Scaled, clip: Tensor | None) -> None:
         gradients, inverse, found_inf = scaled
         # Reading these waits for nothing on a CPU.
         if found_inf is not None and bool(found_inf):
@@ -285,10 +282,10 @@ class BlockedUpdate(SinglePass):
         return blocks
 
     def _pieces(self, weight: Weight) -> Iterator[Weight]:
-        """The weight in pieces of a block; all of it where its copy lies in another order."""
+        """The weight in pieces of a block."""
         kept = [] if weight.kept is None else [weight.kept]
         tensors = (weight.own, weight.master, *kept, *weight.state)
-        if weight.master.numel() <= self.block or not same_order(weight.own, weight.master):
+        if weight.master.numel() <= self.block:
             yield weight
             return
         parts = [in_memory_order(tensor).split(self.block) for tensor in tensors]

@@ -123,6 +123,17 @@ def _random_bits(offsets, key):
 
 
 @triton.jit
+def _unscaled(pointers, writes, inverse, clip, UNSCALE: tl.constexpr, CLIP: tl.constexpr):
+    """Gradients in FP32, unscaled and clipped."""
+    gradient = tl.load(pointers, mask=writes, other=0.0).to(tl.float32)
+    if UNSCALE:
+        gradient = gradient * tl.load(inverse)
+    if CLIP:
+        gradient = gradient * tl.load(clip)
+    return gradient
+
+
+@triton.jit
 def update_kernel(
     gradients,
     tensors,
@@ -167,11 +178,7 @@ def update_kernel(
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     row, offsets, writes = _place(chunks, tensors, program, found_inf, ALIGNED, BLOCK)
     pointers = _at(tl.load(gradients + row), offsets, GRADIENT, ALIGNED, BLOCK)
-    gradient = tl.load(pointers, mask=writes, other=0.0).to(tl.float32)
-    if UNSCALE:
-        gradient = gradient * tl.load(inverse)
-    if CLIP:
-        gradient = gradient * tl.load(clip)
+    gradient = _unscaled(pointers, writes, inverse, clip, UNSCALE, CLIP)
     firsts = _at(tl.load(tensors + row * COLUMNS + 2), offsets, tl.float32, ALIGNED, BLOCK)
     if NARROW == "no":
         masters = _at(tl.load(tensors + row * COLUMNS + 1), offsets, tl.float32, ALIGNED, BLOCK)

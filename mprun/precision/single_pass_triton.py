@@ -7,7 +7,7 @@ is captured, so the pinned memory that they were copied from lives as long as th
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mprun.precision.single_pass_kernels import COLUMNS, check_kernel, update_kernel
-from mprun.precision.update import Checked, Scaled, SinglePass, Weight, in_order_of, same_order
+from mprun.precision.update import Checked, Scaled, SinglePass, Weight, in_order_of
 
 # Of pinned memory, which must not be allocated while a graph is captured: enough for the graphs
 # that are captured one after the other without a plain step between them.
@@ -120,8 +120,6 @@ class _Plan:
         indices: of the parameters, by row of the tables.
         squares, largest: of all launches; 0 where no block writes.
         steps: step counters of the tensors that are updated.
-        strided: (copies, masters) of those whose values lie in another order, for which no kernel
-            writes the copy.
     """
 
     indices: list[int]
@@ -131,7 +129,6 @@ class _Plan:
     squares: Tensor
     largest: Tensor
     steps: list[Tensor]
-    strided: tuple[list[Tensor], list[Tensor]]
 
 
 # Of each gradient its dtype and whether it lies at a multiple of 16; None where there is none.
@@ -158,7 +155,7 @@ class KernelUpdate(SinglePass):
         self._checked: tuple[Scaled, _Prepared] | None = None
 
     @torch.no_grad()
-    def check(self, scaled: Scaled, *, norm: bool, grad_max: bool) -> Checked:
+    def read(self, scaled: Scaled, *, norm: bool, grad_max: bool) -> Checked:
         prepared = self._prepare(scaled.gradients)
         plan, table, _ = prepared
         self._checked = scaled, prepared
@@ -189,7 +186,7 @@ class KernelUpdate(SinglePass):
         return Checked(norms, plan.largest.max() if grad_max else None)
 
     @torch.no_grad()
-    def update(self, scaled: Scaled, clip: Tensor | None) -> None:
+    def write(self, scaled: Scaled, clip: Tensor | None) -> None:
         checked, self._checked = self._checked, None
         if checked is not None and checked[0] is scaled:
             plan, table, _ordered = checked[1]
@@ -202,8 +199,6 @@ class KernelUpdate(SinglePass):
                 self._launch(launch, plan.tensors, table, scaled, clip, keys)
         if self.narrow is not None:
             self.narrow.count(scaled.found_inf)
-        if plan.strided[0]:
-            torch._foreach_copy_(*plan.strided)
 
     def _launch(
         self,
@@ -299,7 +294,6 @@ class KernelUpdate(SinglePass):
         indices: list[int] = []
         rows: list[list[int]] = []
         steps: list[Tensor] = []
-        strided: tuple[list[Tensor], list[Tensor]] = ([], [])
         places: dict[_Kind, list[list[int]]] = {}
         present = [kind is not None for kind in kinds]
         for weight in self.weights(present):
@@ -307,10 +301,6 @@ class KernelUpdate(SinglePass):
                 continue
             if weight.step is not None:
                 steps.append(weight.step)
-            if weight.has_copy and not same_order(weight.own, weight.master):
-                strided[0].append(weight.own.detach())
-                strided[1].append(weight.master.detach())
-                weight = replace(weight, has_copy=False)
             row, blocks = self._row(weight), range(-(-weight.master.numel() // BLOCK))
             chunks = places.setdefault(self._kind(weight, row, kinds), [])
             chunks.extend([len(rows), block] for block in blocks)
@@ -319,7 +309,7 @@ class KernelUpdate(SinglePass):
         launches, squares, largest = self._launches(places)
         tensors = self._to_device(rows, torch.int64)
         table = AddressTable(len(rows), self.device)
-        return _Plan(indices, tensors, table, launches, squares, largest, steps, strided)
+        return _Plan(indices, tensors, table, launches, squares, largest, steps)
 
     def _kind(self, weight: Weight, row: list[int], kinds: _Kinds) -> _Kind:
         dtype, aligned = kinds[weight.index] or (torch.float32, False)

@@ -1,25 +1,18 @@
-"""torch's optimizers: made safe to skip, and with groups of parameters that they treat alike.
+"""torch's optimizers, made safe to skip.
 
 Two traps of torch.optim are closed here. A fused SGD whose very first step is skipped keeps an
 uninitialised momentum buffer and uses it afterwards (seen in torch 2.15), so state exists before
 the first step. And optimizers without a fused kernel know no found_inf, so their step is taken back
 on the device where it must not count. Of optimizers whose state appears during their first step,
 or stays on the host, the host decides, as torch.amp.GradScaler does: it waits for the device.
-
-Weights, biases and parameters of norm layers are such groups. Caffe gives each bias twice the rate
-and no weight decay (`lr_mult: 2, decay_mult: 0` in its AlexNet); recipes for ResNet-50 since Goyal
-et al. (arXiv 1706.02677, section 5.1) leave the parameters of BatchNorm out of the decay.
 """
 
 import functools
-from collections.abc import Collection, Iterable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
-
-from mprun.precision.casting import NORM_LAYERS
 
 RULES = {"sgd": SGD, "adam": Adam, "adamw": AdamW, "adagrad": Adagrad}
 # The state that a rule moves, in the order in which kernels take it.
@@ -71,9 +64,9 @@ def step_unless(optimizer: Optimizer, found_inf: Tensor) -> None:
     """Take one step that leaves parameters and state as they were where found_inf is non-zero.
 
     A fused kernel skips by itself; otherwise the step is taken and taken back on the device, which
-    costs a copy of parameters and state. Waits for the device only where `_host_decides`.
+    costs a copy of parameters and state. Waits for the device only where `host_decides`.
     """
-    if _host_decides(optimizer):
+    if host_decides(optimizer):
         _step_on_host(optimizer, found_inf)
         return
     if is_fused(optimizer):
@@ -102,7 +95,7 @@ def _step_on_host(optimizer: Optimizer, found_inf: Tensor) -> None:
         optimizer.step()
 
 
-def _host_decides(optimizer: Optimizer) -> bool:
+def host_decides(optimizer: Optimizer) -> bool:
     """Whether a step could not be taken back on the device: state that is still to appear, or that
     is no tensor of the device (a counter on the host, or a plain number). What optimizers of others
     keep elsewhere (in their groups), or replace, nobody here knows."""
@@ -150,51 +143,3 @@ def has_fused_kernel(kind: str, device: torch.device) -> bool:
     except (RuntimeError, TypeError):
         return False
     return True
-
-
-def norm_parameter_names(module: nn.Module) -> frozenset[str]:
-    """Names, as in `named_parameters`, of the parameters that belong to norm layers."""
-    return frozenset(
-        f"{layer_name}.{name}" if layer_name else name
-        for layer_name, layer in module.named_modules()
-        if isinstance(layer, NORM_LAYERS)
-        for name, _ in layer.named_parameters(recurse=False)
-    )
-
-
-def is_bias(name: str) -> bool:
-    """Whether a parameter's name is that of a bias: bias, bias_ih_l0, in_proj_bias."""
-    own = name.rpartition(".")[2]
-    return own.startswith("bias") or own.endswith("bias")
-
-
-def parameter_groups(
-    named: Iterable[tuple[str, Tensor]],
-    norm_names: Collection[str],
-    *,
-    lr: float,
-    weight_decay: float,
-    bias_lr_factor: float = 1.0,
-    decay_bias: bool = True,
-    decay_norm: bool = True,
-) -> list[dict]:
-    """Groups for a torch optimizer: params, lr, weight_decay, and lr_factor for later rates.
-
-    A bias has the rate lr * bias_lr_factor, and the decay only with decay_bias; a parameter in
-    norm_names has the rate lr, and the decay only with decay_norm (its shift is no bias here).
-    Parameters with the same rate and decay share a group in the order given, so that an
-    optimizer without such differences has the one group that it would have without this
-    function.
-    """
-    groups: dict[tuple[float, float], list[Tensor]] = {}
-    for name, tensor in named:
-        factor, decays = 1.0, True
-        if name in norm_names:
-            decays = decay_norm
-        elif is_bias(name):
-            factor, decays = bias_lr_factor, decay_bias
-        groups.setdefault((factor, weight_decay if decays else 0.0), []).append(tensor)
-    return [
-        {"params": tensors, "lr": lr * factor, "weight_decay": decay, "lr_factor": factor}
-        for (factor, decay), tensors in groups.items()
-    ]

@@ -1,20 +1,17 @@
-"""The gradients of a step, and how they are applied: two ways that give the same numbers.
+"""How the gradients of a step are applied: check, clip, apply, copy, in ways of equal numbers.
 
-With torch's operations they are taken out of `.grad` after every loss, cast and unscaled there and
-then; torch's optimizer updates the masters, which are copied to the model: 40 bytes a parameter for
-SGD with momentum.
+With torch's operations gradients come unscaled, in tensors of their own; torch's optimizer updates
+the masters, which are copied to the model: 40 bytes a parameter for SGD with momentum.
 
-A single pass leaves the gradients of a step with one loss where backward wrote them, scaled and in
-its dtype, until the step: one read for the check, one pass for everything else, 22 bytes. A second
-loss or micro-batch of the same step takes them out first, as torch's operations do after every
-loss. Formulas, their order and the names of the state are the same, so a checkpoint of one
-continues in the other.
+A single pass takes the gradients of a step with one loss where backward wrote them, scaled and in
+its dtype: one read for the check, one pass for everything else, 22 bytes. Formulas, their order and
+the names of the state are the same, so a checkpoint of one continues in the other.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +19,6 @@ from torch.optim import Optimizer
 
 from mprun.precision.loss_scale import LossScale
 from mprun.precision.narrow_weights import COMPENSATION, NarrowWeights
-from mprun.precision.reduction import Reduction, Wire
-from mprun.precision.row_updates import RowUpdate
 from mprun.precision.torch_update import STATE, rule_of, step_unless
 
 
@@ -38,24 +33,28 @@ class Scaled(NamedTuple):
         found_inf: float32, 0-dim, not 0 where one is not finite; None: no check.
     """
 
-    gradients: Sequence[Tensor | None]
+    gradients: list[Tensor | None]
     inverse: Tensor | None
     found_inf: Tensor | None
 
 
 class Ready(NamedTuple):
-    """All gradients of a step, checked, before clipping.
+    """All gradients of a step, before they are checked and clipped.
 
     Attributes:
         own: of the parameters.
         rows: of the row tables, unscaled; None where there is none.
-        norm: L2 norm of all unscaled gradients that count in it, float32, 0-dim; None: not asked
-            for.
+        unread: the loss scale of `own`, which nobody has read yet: a single pass checks them and
+            tells it. None: they have been checked.
+        grad_max: float32, 0-dim, largest magnitude of `rows` where it asks for that.
+        sparse: whether one of `own` is.
     """
 
     own: Scaled
     rows: list[Tensor | None]
-    norm: Tensor | None
+    unread: LossScale | None
+    grad_max: Tensor | None = None
+    sparse: bool = False
 
 
 class Checked(NamedTuple):
@@ -97,14 +96,16 @@ class Weight:
     part: int | None = None
 
 
-class SinglePass(ABC):
-    """What the optimizer `inner` does, in one read of the gradients and one pass over the weights.
+class ByTorch:
+    """Updates by torch's operations, one after the other.
 
     Args:
+        inner: the torch optimizer.
         parameters: what the model computes with.
         updated: what `inner` updates for each of them, its master or itself.
-        is_clipped: whether the gradient of each counts in the norm and is clipped.
-        narrow: see `Gradients`.
+        is_clipped: whether the gradient of each, then of each row table, counts in the norm and is
+            clipped.
+        narrow: those of `updated` that are BF16 and updated in FP32 all the same.
     """
 
     def __init__(
@@ -115,20 +116,124 @@ class SinglePass(ABC):
         is_clipped: Sequence[bool],
         narrow: NarrowWeights | None = None,
     ):
-        self.inner, self.rule, self.is_clipped = inner, rule_of(inner), list(is_clipped)
-        self.narrow = narrow
+        self.inner, self.narrow = inner, narrow
         self.parameters, self.updated = list(parameters), list(updated)
+        self.is_clipped = list(is_clipped)
+        pairs = [(own, m) for own, m in zip(parameters, updated, strict=True) if own is not m]
+        self._copies, self._masters = [own for own, _ in pairs], [master for _, master in pairs]
+
+    def check(self, ready: Ready, norm: bool) -> Tensor | None:
+        """L2 norm of all unscaled gradients that count in it, float32, 0-dim; None: not asked for.
+
+        They have been found finite, or not, as they were unscaled.
+        """
+        if not norm:
+            return None
+        own = ready.own.gradients
+        if ready.sparse:
+            own[:] = coalesced(own)
+        return torch.linalg.vector_norm(norms_of(self._clipped([*own, *ready.rows])), 2)
+
+    def clip(self, ready: Ready, factor: Tensor) -> Tensor | None:
+        """Multiply by `factor` (0-dim) what counts in the norm; what `apply` still has to."""
+        for group in by_dtype(self._clipped([*ready.own.gradients, *ready.rows])):
+            torch._foreach_mul_(group, factor)
+        return None
+
+    def apply(self, ready: Ready, clip: Tensor | None) -> None:
+        """Update the weights of the parameters and copy them to the model, unless it is skipped."""
+        own, found_inf = ready.own.gradients, ready.own.found_inf
+        if self.narrow is None:
+            self._step(self.updated, own, found_inf)
+        else:
+            self._step_in_chunks(self.narrow, own, found_inf)
+        if self._copies:
+            torch._foreach_copy_(self._copies, self._masters)
+
+    def _step_in_chunks(
+        self, narrow: NarrowWeights, own: Sequence[Tensor | None], found_inf: Tensor | None
+    ) -> None:
+        for places in narrow.chunks(self.updated):
+            chunk, gradients = [self.updated[n] for n in places], [own[n] for n in places]
+            with narrow.in_fp32(chunk, found_inf) as wide:
+                self._step(wide, gradients, found_inf)
+        narrow.count(found_inf)
+
+    def _step(
+        self,
+        updated: Sequence[Tensor],
+        gradients: Sequence[Tensor | None],
+        found_inf: Tensor | None,
+    ) -> None:
+        """Let `inner`, which holds these, take a step."""
+        for tensor, gradient in zip(updated, gradients, strict=True):
+            if gradient is not tensor.grad:
+                tensor.grad = None if gradient is None else gradient.to(tensor.dtype)
+        if found_inf is not None:
+            step_unless(self.inner, found_inf)
+        else:
+            self.inner.step()
+
+    def _clipped(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
+        """Those that count in the norm."""
+        pairs = zip(gradients, self.is_clipped, strict=False)
+        return [gradient for gradient, counts in pairs if counts and gradient is not None]
+
+
+class SinglePass(ByTorch, ABC):
+    """Updates in one read of the gradients and one pass over the weights; on each device a kind.
+
+    Gradients that somebody has read before, and sparse ones, are checked as by torch's operations;
+    sparse ones are also applied so: its kernels take every weight.
+    """
+
+    def __init__(self, *of_optimizer: Any):
+        super().__init__(*of_optimizer)
+        self.rule = rule_of(self.inner)
 
     @abstractmethod
-    def check(self, scaled: Scaled, *, norm: bool, grad_max: bool) -> Checked:
+    def read(self, scaled: Scaled, *, norm: bool, grad_max: bool) -> Checked:
         """Read the gradients once; set `found_inf` to 1 if one is not finite."""
 
     @abstractmethod
-    def update(self, scaled: Scaled, clip: Tensor | None) -> None:
+    def write(self, scaled: Scaled, clip: Tensor | None) -> None:
         """Cast, unscale, multiply by `clip` (0-dim) what is clipped, update, copy to the model.
 
         Where `found_inf` is not 0 nothing is written.
         """
+
+    def check(self, ready: Ready, norm: bool) -> Tensor | None:
+        own, scale = ready.own, ready.unread
+        if scale is None:
+            return super().check(ready, norm)
+        checked = self.read(own, norm=norm, grad_max=scale.needs_grad_max)
+        if scale.skips_nonfinite:
+            assert own.found_inf is not None
+            most, of_rows = checked.grad_max, ready.grad_max
+            if most is not None and of_rows is not None:
+                most = torch.maximum(most, of_rows)
+            scale.record(own.found_inf, most)
+        if checked.norms is None:
+            return None
+        rows = self._clipped_rows(ready)
+        norms = torch.cat([checked.norms, norms_of(rows)]) if rows else checked.norms
+        return torch.linalg.vector_norm(norms)
+
+    def clip(self, ready: Ready, factor: Tensor) -> Tensor | None:
+        if ready.sparse:
+            return super().clip(ready, factor)
+        if rows := self._clipped_rows(ready):
+            torch._foreach_mul_(rows, factor)
+        return factor
+
+    def apply(self, ready: Ready, clip: Tensor | None) -> None:
+        if ready.sparse:
+            super().apply(ready, clip)
+        else:
+            self.write(ready.own, clip)
+
+    def _clipped_rows(self, ready: Ready) -> list[Tensor]:
+        return self._clipped([*[None] * len(ready.own.gradients), *ready.rows])
 
     def weights(self, has_gradient: Sequence[bool]) -> Iterator[Weight]:
         """What `inner` updates, in the order of its groups."""
@@ -147,362 +252,17 @@ class SinglePass(ABC):
                 yield Weight(index, group, own, master, own is not master, tensors, step, kept)
 
 
-class Gradients:
-    """The gradients of a step on their way from backward to the update. Nothing here waits.
-
-    Args:
-        inner: the torch optimizer that is to be followed.
-        parameters: what the model computes with.
-        updated: what `inner` updates for each of them, its master or itself.
-        dtypes: in which the gradients of parameters, then of rows, are unscaled and added up.
-        is_clipped: whether each counts in the norm and is clipped, in the same order.
-        collects: whether they are taken out of `.grad`; those that need neither cast nor scale
-            stay where autograd accumulates them.
-        skips: whether a step with a gradient that is not finite is skipped.
-        copies: whether the update also brings `parameters` up to date; else the caller does.
-        parts: micro-batches whose mean the update takes: sums are divided by it, after unscaling.
-        narrow: those of `updated` that are BF16 and updated in FP32 all the same.
-        wire: sums and divides instead, before unscaling, what `parts` ranks would exchange.
-        reduction: sums over ranks, of which each has some of the micro-batches; None: there is one
-            rank.
-
-    Attributes:
-        values: those taken, in the same order, each in its dtype; None where there is none.
-        found_inf: float32, 0-dim, which becomes 1 where a gradient is not finite.
-        single_pass: what this step is updated by; None: torch's operations.
-    """
-
-    def __init__(
-        self,
-        inner: Optimizer,
-        parameters: Sequence[Tensor],
-        updated: Sequence[Tensor],
-        rows: Sequence[RowUpdate],
-        dtypes: Sequence[torch.dtype],
-        is_clipped: Sequence[bool],
-        *,
-        collects: bool,
-        skips: bool,
-        copies: bool = True,
-        narrow: NarrowWeights | None = None,
-        parts: int = 1,
-        wire: Wire | None = None,
-        reduction: Reduction | None = None,
-    ):
-        self.parts, self.wire, self.reduction = parts, wire, reduction
-        # What this rank found in the gradients of each scale, for the others to hear of.
-        self._found: dict[LossScale, tuple[Tensor, Tensor | None]] = {}
-        # The scale of a loss whose backward pass has summed over the ranks.
-        self._at_once: LossScale | None = None
-        self.inner, self.rows = inner, list(rows)
-        self.parameters, self.updated = list(parameters), list(updated)
-        self.dtypes, self.is_clipped = list(dtypes), list(is_clipped)
-        self.collects, self.skips, self.narrow = collects, skips, narrow
-        self.found_inf = torch.zeros((), device=self.updated[0].device)
-        self.values: list[Tensor | None] = [None] * len(self.dtypes)
-        self.single_pass: SinglePass | None = None
-        # The scale of the loss whose gradients a single pass will find in `.grad`.
-        self._pending: LossScale | None = None
-        self._one = torch.ones_like(self.found_inf)
-        pairs = list(zip(self.parameters, self.updated, strict=True)) if copies else []
-        self._copies = [own for own, master in pairs if own is not master]
-        self._masters = [master for own, master in pairs if own is not master]
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether they stay where backward leaves them, as they are, for weights without copies."""
-        sums = self.wire is not None or self.reduction is not None
-        apart = self.collects or self.skips or self._copies or self.narrow is not None
-        return not (apart or sums or self.parts > 1)
-
-    def clear(self, single_pass: SinglePass | None) -> None:
-        """Forget all of them, in `.grad` too: a new step begins, to be updated by `single_pass`."""
-        for tensor in (*self.parameters, *self._masters):
-            tensor.grad = None
-        self.values = [None] * len(self.values)
-        self.single_pass, self._pending = single_pass, None
-        for sums in (self.wire, self.reduction):
-            if sums is not None:
-                sums.clear()
-        self._found, self._at_once = {}, None
-        if self.skips:
-            self.found_inf.zero_()
-
-    def backward(self, loss: Tensor, scale: LossScale) -> None:
-        """Propagate `loss` times `scale`, and take the gradients where they may not stay."""
-        if self._pending is not None and self.collects:
-            self._add(self._pending)
-            self._pending = None
-        if self.reduction is not None and self.reduction.overlaps:
-            self._summed_at_once(loss, scale, self.reduction)
-            return
-        scale.backward(loss)
-        if any(p.grad is not None and p.grad.is_sparse for p in self.parameters):
-            self.single_pass = None  # of this step: its kernels take every weight
-        if self.wire is not None:
-            self.wire.add(self._taken(), scale)
-        elif self.reduction is not None and not self.collects:
-            self.reduction.add(self._taken())
-        elif (
-            self.single_pass is not None
-            and self.reduction is None
-            and all(value is None for value in self.values)
-        ):
-            self._pending = scale
-        elif self.collects:
-            self._add(scale)
-
-    def ready(self, needs_norm: bool) -> Ready:
-        """All gradients of the step, checked; sets found_inf where one is not finite."""
-        if self.wire is not None and self.wire.scale is not None:
-            self.wire.close()
-            self._add(self.wire.scale)
-        elif self.reduction is not None:
-            self._sum_over_ranks(self.reduction)
-        if self.parts > 1 and not self.collects:
-            for group in by_dtype([parameter.grad for parameter in self.parameters]):
-                torch._foreach_div_(group, self.parts)
-        scale, found_inf = self._pending, self.found_inf if self.skips else None
-        if scale is None or self.single_pass is None:
-            own, rows = self._parts()
-            norm = global_norm(self.clipped([*own, *rows])) if needs_norm else None
-            return Ready(Scaled(own, None, found_inf), rows, norm)
-        inverse = scale.inverse() if scale.skips_nonfinite else None
-        scaled = Scaled([parameter.grad for parameter in self.parameters], inverse, found_inf)
-        checked = self.single_pass.check(scaled, norm=needs_norm, grad_max=scale.needs_grad_max)
-        grad_max = checked.grad_max
-        if self.rows and self.collects:
-            of_rows = self._add_to([*[None] * len(self.parameters), *self._take_rows()], scale)[1]
-            if grad_max is not None and of_rows is not None:
-                grad_max = torch.maximum(grad_max, of_rows)
-        if scale.skips_nonfinite:
-            scale.record(self.found_inf, grad_max)
-        rows = self._parts()[1]
-        if checked.norms is None:
-            return Ready(scaled, rows, None)
-        norms = [checked.norms]
-        if chosen := self._clipped_rows(rows):
-            norms.append(norms_of(chosen))
-        return Ready(scaled, rows, torch.linalg.vector_norm(torch.cat(norms)))
-
-    def apply(self, ready: Ready, clip: Tensor | None) -> None:
-        """Clip, update the masters and copy them to the model; of row tables only clip.
-
-        Args:
-            clip: 0-dim factor of the gradients that count in the norm; None: nothing is clipped.
-        """
-        own, found_inf = ready.own.gradients, ready.own.found_inf
-        if self.single_pass is not None:
-            if clip is not None and (rows := self._clipped_rows(ready.rows)):
-                torch._foreach_mul_(rows, clip)
-            self.single_pass.update(ready.own, clip)
-            return
-        if clip is not None:
-            for group in by_dtype(self.clipped([*own, *ready.rows])):
-                torch._foreach_mul_(group, clip)
-        if self.narrow is None:
-            self._step(self.updated, own if self.collects else None, found_inf)
-        else:
-            for places in self.narrow.chunks(self.updated):
-                chunk, gradients = [self.updated[n] for n in places], [own[n] for n in places]
-                with self.narrow.in_fp32(chunk, found_inf) as wide:
-                    self._step(wide, gradients, found_inf)
-            self.narrow.count(found_inf)
-        if self._copies:
-            torch._foreach_copy_(self._copies, self._masters)
-
-    def _step(
-        self,
-        updated: Sequence[Tensor],
-        gradients: Sequence[Tensor | None] | None,
-        found_inf: Tensor | None,
-    ) -> None:
-        """Let `inner`, which holds these, take a step. gradients: None: they have them."""
-        for tensor, gradient in zip(updated, gradients or (), strict=False):
-            tensor.grad = None if gradient is None else gradient.to(tensor.dtype)
-        if found_inf is not None:
-            step_unless(self.inner, found_inf)
-        else:
-            self.inner.step()
-
-    def clipped(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
-        """Those that count in the norm and are clipped; in the order of `values`."""
-        pairs = zip(gradients, self.is_clipped, strict=True)
-        return [gradient for gradient, counts in pairs if counts and gradient is not None]
-
-    def _clipped_rows(self, rows: Sequence[Tensor | None]) -> list[Tensor]:
-        return self.clipped([*[None] * len(self.parameters), *rows])
-
-    def _parts(self) -> tuple[list[Tensor | None], list[Tensor | None]]:
-        """Those of the parameters and those of the rows, as they are."""
-        if not self.collects:
-            for parameter in self.parameters:
-                if parameter.grad is not None and parameter.grad.is_sparse:
-                    parameter.grad = parameter.grad.coalesce()
-            return [p.grad for p in self.parameters], [row.gradient for row in self.rows]
-        count = len(self.parameters)
-        return self.values[:count], self.values[count:]
-
-    def _add(self, scale: LossScale) -> None:
-        """Take every new gradient, those of one loss, and tell `scale` what was found in them."""
-        found_inf, grad_max = self.collect(scale)
-        if not scale.skips_nonfinite:
-            return
-        if self.reduction is None or self.wire is not None:
-            scale.record(found_inf, grad_max)
-        elif scale in self._found:
-            before, most = self._found[scale]
-            found_inf = torch.maximum(before, found_inf)
-            if most is not None and grad_max is not None:
-                grad_max = torch.maximum(most, grad_max)
-            self._found[scale] = found_inf, grad_max
-        else:
-            self._found[scale] = found_inf, grad_max
-
-    def _summed_at_once(self, loss: Tensor, scale: LossScale, reduction: Reduction) -> None:
-        """The last backward pass of a step, which sums over all ranks as it goes."""
-        inverse = scale.inverse() if scale.skips_nonfinite else None
-
-        def sent(number: int, flat: Tensor) -> Tensor:
-            if self.wire is not None:
-                wide = self.wire.sent(flat.clone())
-                assert wide is not None
-                return wide
-            if not self.collects:
-                return flat
-            wide = flat.to(self.dtypes[number], copy=True)
-            if inverse is not None:
-                return wide.mul_(inverse / self.parts)
-            return wide.div_(self.parts)
-
-        reduction.begin(self.parameters, sent)
-        scale.backward(loss)
-        self._taken()
-        self._at_once = scale
-        if self.wire is not None:
-            self.wire.scale = scale
-
-    def _sum_over_ranks(self, reduction: Reduction) -> None:
-        """Let `values` (or `.grad`) be the sums, and every scale hear what any rank found.
-
-        The gradients were checked before they were summed: an inf of one rank is one of all, but
-        the largest magnitude and each scale's own flag are not to be read off a sum.
-        """
-        total = reduction.total()
-        if not self.collects:
-            for parameter, gradient in zip(self.parameters, total, strict=True):
-                parameter.grad = gradient
-            return
-        self.values = total
-        if self._at_once is not None:  # checked after the sum: what one rank has is in it
-            found_inf = torch.zeros_like(self.found_inf)
-            if self._at_once.skips_nonfinite:
-                for group in by_dtype(total):
-                    check_and_unscale(group, found_inf, self._one)
-                torch.maximum(self.found_inf, found_inf, out=self.found_inf)
-                self._at_once.record(found_inf)
-            return
-        if not self._found:
-            return
-        zero = torch.zeros_like(self.found_inf)
-        own = [flag for pair in self._found.values() for flag in pair]
-        flags = torch.stack([zero if flag is None else flag.float() for flag in own])
-        # Of what is not finite only the flag counts, and a maximum over ranks may drop a NaN.
-        agreed = iter(reduction.largest(flags.nan_to_num(0.0)).unbind())
-        for scale, (_, most) in self._found.items():
-            found_inf, grad_max = next(agreed), next(agreed)
-            torch.maximum(self.found_inf, found_inf, out=self.found_inf)
-            scale.record(found_inf, None if most is None else grad_max)
-
-    def collect(
-        self, scale: LossScale, direct: Sequence[Tensor | None] = ()
-    ) -> tuple[Tensor, Tensor | None]:
-        """Take every new gradient, unscale it and add it to `values`.
-
-        Args:
-            direct: scaled gradients of the masters themselves, to be added to those of the copies.
-
-        Returns:
-            found_inf of these, and their largest magnitude where the scale asks for it; 0-dim.
-        """
-        with torch._C.DisableTorchFunction():  # an emulation would look at each access
-            return self._collect(scale, direct)
-
-    def _collect(
-        self, scale: LossScale, direct: Sequence[Tensor | None]
-    ) -> tuple[Tensor, Tensor | None]:
-        new: list[Tensor | None] = []
-        taken = self._taken() if self.wire is None else self.wire.values
-        for gradient, dtype in zip(taken, self.dtypes, strict=False):
-            if gradient is not None and gradient.is_sparse:
-                # Summed in the dtype of the update; rows that a 16-bit sum could not hold.
-                gradient = gradient.to(dtype).coalesce()
-            new.append(None if gradient is None else gradient.to(dtype))
-        for index, more in enumerate(direct):
-            if more is not None:
-                new[index] = more if (own := new[index]) is None else own + more
-        return self._add_to([*new, *self._take_rows()], scale)
-
-    def _taken(self) -> list[Tensor | None]:
-        """The new gradients of the parameters, as backward left them."""
-        taken = [parameter.grad for parameter in self.parameters]
-        for parameter in self.parameters:
-            parameter.grad = None
-        return taken
-
-    def _take_rows(self) -> list[Tensor | None]:
-        taken = []
-        for row, dtype in zip(self.rows, self.dtypes[len(self.parameters) :], strict=True):
-            gradient = row.take_gradient()
-            taken.append(None if gradient is None else gradient.to(dtype))
-        return taken
-
-    def _add_to(self, new: list[Tensor | None], scale: LossScale) -> tuple[Tensor, Tensor | None]:
-        """Divide by the scale and the number of parts, check, add up.
-
-        Returns:
-            found_inf of these, and the largest magnitude that backward, or the sum of ranks, had to
-            hold, times no scale.
-        """
-        found_inf, grad_max = torch.zeros_like(self.found_inf), None
-        parts = self.parts if self.wire is None else self.wire.after
-        if scale.skips_nonfinite:
-            inverse = scale.inverse() / parts if parts > 1 else scale.inverse()
-            for group in by_dtype(new):
-                check_and_unscale(group, found_inf, inverse)
-            if scale.needs_grad_max:
-                grad_max = largest(new) * parts if by_dtype(new) else torch.zeros_like(found_inf)
-        elif parts > 1:
-            for group in by_dtype(new):
-                torch._foreach_div_(group, parts)
-        multiplied = [
-            gradient.mul_(row.table.gradient_factor)
-            for row, gradient in zip(self.rows, new[len(self.parameters) :], strict=True)
-            if gradient is not None and row.table.gradient_factor != 1
-        ]
-        if scale.skips_nonfinite:
-            # A factor can take a 16-bit gradient beyond its format.
-            for group in by_dtype(multiplied):
-                check_and_unscale(group, found_inf, self._one)
-            torch.maximum(self.found_inf, found_inf, out=self.found_inf)
-        if self.reduction is not None and self.wire is None:
-            self.reduction.add(new)
-            return found_inf, grad_max
-        pairs = list(zip(self.values, new, strict=True))
-        both = [p for p in pairs if p[0] is not None and p[1] is not None and not p[0].is_sparse]
-        if both:
-            torch._foreach_add_(*map(list, zip(*both, strict=True)))
-        self.values = [_sum_of(value, gradient) for value, gradient in pairs]
-        return found_inf, grad_max
+def any_sparse(gradients: Iterable[Tensor | None]) -> bool:
+    """Whether one of them is."""
+    return any(gradient is not None and gradient.is_sparse for gradient in gradients)
 
 
-def _sum_of(value: Tensor | None, gradient: Tensor | None) -> Tensor | None:
-    """Dense ones have been added up in place."""
-    if value is None or gradient is None or not value.is_sparse:
-        return gradient if value is None else value
-    # In FP32: torch adds up sparse 16-bit tensors on no CPU.
-    wide = torch.promote_types(value.dtype, torch.float32)
-    return (value.to(wide) + gradient.to(wide)).coalesce().to(value.dtype)
+def coalesced(gradients: Iterable[Tensor | None]) -> list[Tensor | None]:
+    """The same, sparse ones with one entry a row, so that their values can be looked at."""
+    return [
+        own.coalesce() if own is not None and own.is_sparse and not own.is_coalesced() else own
+        for own in gradients
+    ]
 
 
 def by_dtype(tensors: Iterable[Tensor | None]) -> list[list[Tensor]]:
@@ -553,11 +313,6 @@ def norms_of(gradients: list[Tensor]) -> Tensor:
         for norm in torch._foreach_norm(group, 2, dtype=torch.float32)
     ]
     return torch.stack(norms)
-
-
-def global_norm(gradients: list[Tensor]) -> Tensor:
-    """L2 norm over all gradients, float32, 0-dim."""
-    return torch.linalg.vector_norm(norms_of(gradients), 2)
 
 
 def in_memory_order(tensor: Tensor) -> Tensor:

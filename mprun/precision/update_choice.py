@@ -5,6 +5,7 @@ kernels are compared with torch's operations once in a process, for each optimiz
 """
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from mprun.precision.torch_update import (
     is_fused,
     rule_of,
 )
-from mprun.precision.update import Gradients, Scaled, SinglePass
+from mprun.precision.update import ByTorch, Ready, Scaled, SinglePass, same_order
 
 # What no published recipe of the paper's models sets, and what the single pass has no formula for.
 _UNKNOWN_SETTINGS = ("maximize", "differentiable", "amsgrad", "dampening", "lr_decay")
@@ -38,26 +39,30 @@ class UpdateChoice(NamedTuple):
     reason: str
 
 
-def choose_update(asked: str, gradients: Gradients, *, gains: bool) -> UpdateChoice:
+def choose_update(
+    asked: str, plain: ByTorch, dtypes: Sequence[torch.dtype], *, gains: bool
+) -> UpdateChoice:
     """The way that `asked` names: "plain", "single_pass", or "auto" for the better one.
 
     Args:
+        plain: what a single pass would replace.
+        dtypes: in which gradients of parameters, then of rows, are unscaled.
         gains: whether there is a cast or a scale to save passes over.
 
     Raises:
         ValueError: a single pass is asked for and cannot be.
     """
-    inner, updated = gradients.inner, gradients.updated
+    inner, updated = plain.inner, plain.updated
     path, device, rule = torch_path(inner), updated[0].device, rule_of(inner)
     if asked == "plain":
         return UpdateChoice(None, path, f"optim.implementation={path}")
     if asked not in ("auto", "single_pass"):
         raise ValueError(f"update={asked!r}: must be 'plain', 'auto' or 'single_pass'")
-    why = _why_not(gradients)
+    why = _why_not(plain, dtypes)
     if why is None and asked == "auto":
-        why = _why_slower(gradients, gains)
+        why = _why_slower(plain, gains)
     if why is None and rule is not None and device.type == "cuda":
-        why = why_not_on(device, rule, getattr(gradients.narrow, "rounding", None))
+        why = why_not_on(device, rule, getattr(plain.narrow, "rounding", None))
     if why is not None:
         if asked == "auto":
             return UpdateChoice(None, path, why)
@@ -73,8 +78,7 @@ def choose_update(asked: str, gradients: Gradients, *, gains: bool) -> UpdateCho
         from mprun.precision.single_pass_triton import KernelUpdate
 
         kind, reason = KernelUpdate, f"a Triton kernel for {rule}"
-    is_clipped = gradients.is_clipped[: len(updated)]
-    single_pass = kind(inner, gradients.parameters, updated, is_clipped, gradients.narrow)
+    single_pass = kind(inner, plain.parameters, updated, plain.is_clipped, plain.narrow)
     return UpdateChoice(single_pass, "single_pass", reason)
 
 
@@ -88,39 +92,48 @@ def torch_path(inner: Optimizer) -> str:
     return "default" if None in chosen else "loop"
 
 
-def _why_slower(gradients: Gradients, gains: bool) -> str | None:
+def _why_slower(plain: ByTorch, gains: bool) -> str | None:
     if not gains:
         return "no cast and no loss scale: torch's own update is one pass over the weights"
-    if gradients.updated[0].device.type != "cpu" or gradients.narrow is not None:
+    if plain.updated[0].device.type != "cpu" or plain.narrow is not None:
         return None
     # Measured (benchmarks/update_speed.py --mode amp): one core writes as fast as it reads.
-    pairs = zip(gradients.parameters, gradients.updated, strict=True)
+    pairs = zip(plain.parameters, plain.updated, strict=True)
     if any(own is not tensor for own, tensor in pairs):
         return None
-    inner = gradients.inner
+    inner = plain.inner
     if rule_of(inner) == "sgd" and not any(group["nesterov"] for group in inner.param_groups):
         return None  # its kernel unscales for nothing
     return "on a CPU FP32 gradients are as fast unscaled in place"
 
 
-def _why_not(gradients: Gradients) -> str | None:
-    inner, updated = gradients.inner, gradients.updated
-    rule, device = rule_of(inner), updated[0].device.type
+def _why_not(plain: ByTorch, dtypes: Sequence[torch.dtype]) -> str | None:
+    rule, device = rule_of(plain.inner), plain.updated[0].device.type
     if rule is None:
-        return f"{type(inner).__name__}: only SGD, Adam, AdamW and Adagrad have one"
+        return f"{type(plain.inner).__name__}: only SGD, Adam, AdamW and Adagrad have one"
     if device not in ("cpu", "cuda"):
         return f"there is none for {device}"
+    return _why_not_of_weights(plain, dtypes) or _why_not_of_settings(plain.inner, rule, device)
+
+
+def _why_not_of_weights(plain: ByTorch, dtypes: Sequence[torch.dtype]) -> str | None:
+    updated, narrow = plain.updated, plain.narrow
     if any(tensor.is_complex() for tensor in updated):
         return "a weight is complex"
-    narrow = gradients.narrow
     if narrow is not None and narrow.state_dtype is not None:
         return "the state is kept in 16 bits, for which it has no kernel"
     if any(t.dtype is not torch.float32 and not (narrow and t in narrow) for t in updated):
         return "weights are updated in 16 bits, operation by operation"
-    if set(gradients.dtypes[: len(updated)]) != {torch.float32}:
+    if set(dtypes[: len(updated)]) != {torch.float32}:
         return "gradients are unscaled in 16 bits (precision.grad_dtype)"
     if not all(is_dense(tensor) for tensor in updated):
         return "a parameter has gaps between its values"
+    if not all(map(same_order, plain.parameters, updated)):
+        return "a parameter lies in memory in another order than its master"
+    return None
+
+
+def _why_not_of_settings(inner: Optimizer, rule: str, device: str) -> str | None:
     for group in inner.param_groups:
         for setting in _UNKNOWN_SETTINGS:
             if group.get(setting):
@@ -226,10 +239,10 @@ def _difference_of(
         values = [torch.randn(tensor.shape, generator=random) * _SCALE for tensor in start]
         gradients = [g.to(device, dtype) for g, dtype in zip(values, dtypes, strict=True)]
         unscaled = [gradient.float() * inverse for gradient in gradients]
-        scaled = Scaled(gradients, inverse, torch.zeros_like(inverse))
+        scaled = Scaled([*gradients], inverse, torch.zeros_like(inverse))
         if what := _misread(single, scaled, torch.cat(unscaled)):
             return what
-        single.update(scaled, clip)
+        single.write(scaled, clip)
         for tensor, gradient in zip(expected, unscaled, strict=True):
             tensor.grad = gradient * clip
         plain.step()
@@ -258,23 +271,16 @@ def store_difference(device: torch.device, rule: str, rounding: str) -> str | No
     start = [torch.randn(n, generator=random).bfloat16().to(device) for n in _SIZES]
     found: list[Tensor] = []
     gradients = [torch.randn(n, generator=random).to(device) for n in _SIZES]
-    for by_kernel in (True, False):
+    for kind in (KernelUpdate, ByTorch):
         weights = [tensor.clone().requires_grad_() for tensor in start]
-        way = "fused" if by_kernel and has_fused_kernel(rule, device) else "foreach"
-        inner = RULES[rule](weights, _LR, weight_decay=_DECAY, **{way: True})
+        fused = kind is KernelUpdate and has_fused_kernel(rule, device)
+        way = {"fused": True} if fused else {"foreach": True}
+        inner = RULES[rule](weights, _LR, weight_decay=_DECAY, **way)
         narrow = NarrowWeights(inner, list("abcd"), weights, rounding)
-        with narrow.in_fp32(None, None, stores=False):
-            initialise_state(inner)
+        narrow.initialise_state()
+        update = kind(inner, weights, weights, [True] * len(weights), narrow)
         for _ in range(2):
-            if by_kernel:
-                single = KernelUpdate(inner, weights, weights, [True] * len(weights), narrow)
-                single.update(Scaled(gradients, None, None), None)
-                continue
-            with narrow.in_fp32(weights, None) as wide:
-                for tensor, gradient in zip(wide, gradients, strict=True):
-                    tensor.grad = gradient
-                inner.step()
-            narrow.count()
+            update.apply(Ready(Scaled([*gradients], None, None), [], None), None)
         stored = torch.cat([weight.detach().float() for weight in weights])
         if rounding == "kahan":
             stored += torch.cat([inner.state[weight][COMPENSATION].float() for weight in weights])
@@ -287,7 +293,7 @@ def store_difference(device: torch.device, rule: str, rounding: str) -> str | No
 
 def _misread(single: SinglePass, scaled: Scaled, unscaled: Tensor) -> str | None:
     """In what the check of finite gradients is wrong."""
-    checked = single.check(scaled, norm=True, grad_max=True)
+    checked = single.read(scaled, norm=True, grad_max=True)
     if scaled.found_inf != 0:
         return "the finite check"
     assert checked.norms is not None  # asked for
@@ -307,9 +313,9 @@ def _moves_where_skipped(
     for value, gradient in zip(values, gradients[-3:], strict=True):
         kept = gradient[-1].clone()
         gradient[-1] = value
-        scaled = Scaled(gradients, inverse, torch.zeros_like(inverse))
-        single.check(scaled, norm=False, grad_max=False)
-        single.update(scaled, None)
+        scaled = Scaled([*gradients], inverse, torch.zeros_like(inverse))
+        single.read(scaled, norm=False, grad_max=False)
+        single.write(scaled, None)
         gradient[-1] = kept
         if scaled.found_inf != 1:
             return "the finite check"

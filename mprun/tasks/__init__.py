@@ -5,11 +5,12 @@ from mprun.tasks.gan import GAN
 from mprun.tasks.sample_distance import SampleDistance
 from mprun.tasks.speech import Speech
 from mprun.tasks.supervised import Classification, LanguageModel, Reconstruction
-from mprun.tasks.task import Task, TrainState
+from mprun.tasks.task import BatchStatistics, Task, TrainState
 from mprun.tasks.translation import Translation
 
 __all__ = [
     "GAN",
+    "BatchStatistics",
     "Classification",
     "Detection",
     "LanguageModel",

@@ -7,9 +7,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mprun.data.source import Batch, Source
-from mprun.precision import BatchNormGuard, ForwardContext, LossScale, PrecisionPolicy
+from mprun.precision import ForwardContext, LossScale, PrecisionPolicy
 from mprun.tasks.sample_distance import SampleDistance
-from mprun.tasks.task import Task, TrainState, as_row, shared
+from mprun.tasks.task import BatchStatistics, Task, TrainState, as_row, shared
 
 # The same codes at every evaluation and in every run, so that samples can be compared.
 GRID_SEED, SAMPLE_SEED = 2018, 2019
@@ -42,7 +42,7 @@ class GAN(Task):
         policy: PrecisionPolicy,
         arithmetic: ForwardContext,
         loss_scales: tuple[LossScale, LossScale, LossScale],
-        guards: tuple[BatchNormGuard, BatchNormGuard],
+        guards: tuple[BatchStatistics, BatchStatistics],
         *,
         latent_size: int,
         accumulate: int = 1,

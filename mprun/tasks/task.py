@@ -52,7 +52,7 @@ class Task(ABC):
     samples_per_step: int
     steps_per_epoch: int
     arithmetic: ForwardContext
-    guards: Sequence[BatchNormGuard] = ()
+    guards: "Sequence[BatchStatistics]" = ()
     accumulate = 1
     ranks: Ranks = ALONE
     seed = 0
@@ -93,7 +93,9 @@ class Task(ABC):
         """Whether an update is put together from several micro-batches, wherever they are taken."""
         return self.accumulate > 1 or self.ranks.world > 1
 
-    def each_part(self, batches: Iterable[Any], guards: Iterable[BatchNormGuard]) -> Iterator[Any]:
+    def each_part(
+        self, batches: Iterable[Any], guards: "Iterable[BatchStatistics]"
+    ) -> Iterator[Any]:
         """The micro-batches, each with random numbers of its own; at the end of each its BatchNorm
         statistics are put aside (`mean_statistics`), and the next begins with those of the step.
 
@@ -110,7 +112,7 @@ class Task(ABC):
                 for guard in guards:
                     guard.end_part()
 
-    def mean_statistics(self, guards: Iterable[BatchNormGuard]) -> None:
+    def mean_statistics(self, guards: "Iterable[BatchStatistics]") -> None:
         """Let BatchNorm's statistics be the mean over the micro-batches of all ranks."""
         if self.in_parts:
             for guard in guards:
@@ -187,6 +189,44 @@ def shared(evaluate: T) -> T:
     return evaluate
 
 
+class BatchStatistics(BatchNormGuard):
+    """BatchNorm's statistics of a step that is put together from several micro-batches."""
+
+    def __init__(self, module: nn.Module):
+        super().__init__(module)
+        self.parts: list[list[Tensor]] = []  # of the micro-batches of this step, by dtype
+
+    def save(self) -> None:
+        self.parts = []
+        super().save()
+
+    @torch.no_grad()
+    def end_part(self) -> None:
+        """A micro-batch is over: keep what it made of the statistics, which go back to `save`."""
+        self.parts.append([flat.clone() for flat in self.flat])
+        for saved, flat in zip(self.saved, self.flat, strict=True):
+            flat.copy_(saved)
+
+    @torch.no_grad()
+    def take_mean(self, gather: Callable[[Tensor], Tensor]) -> None:
+        """Let the statistics be the mean of what the micro-batches made of them, of all ranks.
+
+        Each rank moves them by its own micro-batches from where they were: they do not depend on
+        how many ranks share them out. Integers (counts of batches) are those of the first.
+
+        Args:
+            gather: `[parts, n]` of this rank -> `[parts, n]` of all, in the order of micro-batches.
+        """
+        made, self.parts = self.parts, []
+        for flat, *own in zip(self.flat, *made, strict=True):
+            parts = gather(torch.stack(own)).unbind()
+            flat.copy_(parts[0])
+            if flat.is_floating_point():
+                for part in parts[1:]:  # one after the other: the same bits for any number of ranks
+                    flat.add_(part)
+                flat.div_(len(parts))
+
+
 @dataclass(slots=True)
 class TrainState:
     """A model in its policy's dtypes, and the optimizer that updates it.
@@ -210,8 +250,10 @@ class TrainState:
     def sum_at_once(self, last: bool) -> None:
         """Whether the next backward pass is the last of a step, which may sum over ranks."""
         if isinstance(self.network, DistributedDataParallel):
+            reduction = self.optimizer.reduction
+            assert reduction is not None  # which made it of the model
             # As its `no_sync` does.
-            self.network.require_backward_grad_sync = self.optimizer.overlap(last)
+            self.network.require_backward_grad_sync = reduction.overlap(last)
 
     @contextmanager
     def evaluating(self, arithmetic: ForwardContext, in_mode: bool) -> Iterator[nn.Module]:

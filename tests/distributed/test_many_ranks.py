@@ -56,7 +56,7 @@ def updated(reduction, mode="fp16_master_scaled", parts=1):
     cast, optimizer = mixed(model_of(), mode, None, get_loss_scale("static"), **own)
     network = reduction.wrapped(cast.module)
     optimizer.zero_grad()
-    reduction.overlaps = isinstance(reduction, OverlappedReduction)
+    reduction.overlap(True)
     optimizer.backward(network(cast.policy.cast_inputs(torch.randn(2, 3, 8, 8))).float().mean())
     optimizer.step()
     return optimizer

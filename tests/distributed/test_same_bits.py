@@ -54,8 +54,11 @@ def free_port() -> int:
 
 def on_ranks(world: int, cases: dict, folder: Path) -> list[dict]:
     """What each of `world` ranks found in every case; one alone computes in this process."""
-    if world == 1:
-        return [found_by(ALONE, cases)]
+    return [found_by(ALONE, cases)] if world == 1 else each_rank(be, world, cases, folder)
+
+
+def each_rank(be, world: int, cases, folder: Path) -> list[dict]:
+    """What `be(rank, world, port, cases, folder)` wrote, by rank, each in a process of its own."""
     folder.mkdir(parents=True, exist_ok=True)
     # Not forks of this process: autograd's threads do not survive one, and are asked for.
     context, port, processes = get_context("forkserver"), free_port(), []

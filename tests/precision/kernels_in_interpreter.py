@@ -37,12 +37,12 @@ def self_test(rule):
 
 def self_test_notices():
     """An update without its clip factor is another update."""
-    update = KernelUpdate.update
-    KernelUpdate.update = lambda self, scaled, clip: update(self, scaled, None)
+    update = KernelUpdate.write
+    KernelUpdate.write = lambda self, scaled, clip: update(self, scaled, None)
     try:
         found = difference(CPU, "sgd", (torch.float16, torch.float32))
     finally:
-        KernelUpdate.update = update
+        KernelUpdate.write = update
     assert found is not None and "the weights" in found, found
 
 
@@ -77,12 +77,12 @@ def against_blocks(name, dtype):
             inverse = torch.tensor(2.0**-4)
             found_inf = torch.zeros(())
             scaled = Scaled(gradients, inverse, found_inf)
-            checked = single.check(scaled, norm=True, grad_max=True)
+            checked = single.read(scaled, norm=True, grad_max=True)
             assert found_inf == 0
-            again = single.check(scaled, norm=True, grad_max=True)
+            again = single.read(scaled, norm=True, grad_max=True)
             assert torch.equal(checked.norms, again.norms)
             scaled = scaled._replace(found_inf=None) if step else scaled
-            single.update(scaled, torch.tensor(0.3))
+            single.write(scaled, torch.tensor(0.3))
             norms.append((checked.norms.norm(), checked.grad_max))
             inner.param_groups[0]["lr"].mul_(0.5)
             inner.param_groups[1]["lr"] *= 0.5
@@ -117,7 +117,7 @@ def adam_by_hand():
     random = torch.Generator().manual_seed(0)
     for t in (1, 2, 3):
         gradient = torch.randn(300, generator=random).half()
-        single.update(Scaled([gradient], torch.tensor(0.125), torch.zeros(())), None)
+        single.write(Scaled([gradient], torch.tensor(0.125), torch.zeros(())), None)
         g = gradient.double() * 0.125
         m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
         weight -= 0.01 * (m / (1 - 0.9**t)) / ((v / (1 - 0.999**t)).sqrt() + 1e-8)
@@ -189,6 +189,7 @@ def store_by_hand(rounding):
     weights = [tensor.clone().requires_grad_() for tensor in start]
     inner = SGD(weights, 1.0, fused=True)
     narrow, other = (NarrowWeights(inner, list("abc"), weights, rounding, seed=3) for _ in "ab")
+    narrow.initialise_state()
     single = KernelUpdate(inner, weights, weights, [True] * 3, narrow)
     expected = [tensor.clone() for tensor in start]
     rests = [torch.zeros_like(tensor) for tensor in start] if rounding == "kahan" else [None] * 3
@@ -197,8 +198,8 @@ def store_by_hand(rounding):
         if step == 3:
             special = [float("inf"), float("-inf"), float("nan"), 3.4e38, -3.4e38, 2.0**-140]
             gradients[0][: len(special)] = torch.tensor(special)
-        single.update(Scaled(gradients, None, torch.ones(())), None)  # skipped
-        single.update(Scaled(gradients, None, torch.zeros(())), None)
+        single.write(Scaled(gradients, None, torch.ones(())), None)  # skipped
+        single.write(Scaled(gradients, None, torch.zeros(())), None)
         keys = other.keys()
         for number, gradient in enumerate(gradients):
             wide = widen(torch.empty_like(gradient), expected[number], rests[number]) - gradient

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from mprun.build.task import clipped_of
 from mprun.models import RowTable
 from mprun.precision import StaticLossScale
 
@@ -29,7 +30,9 @@ def one_step(patterns, clip=CLIP, scale=None, mode="fp32"):
     """Reported norm, and by name what one SGD step of rate 1 took off each (master) weight."""
     torch.manual_seed(0)
     rule = making(torch.optim.SGD, 1.0, foreach=True)
-    cast, optimizer = mixed(Network(), mode, rule, scale, clip_norm=clip, clip_modules=patterns)
+    model = Network()
+    chosen = {"clip_norm": clip, "clipped": clipped_of(model, patterns)}
+    cast, optimizer = mixed(model, mode, rule, scale, **chosen)
     weights = dict(zip(optimizer.names, optimizer.updated, strict=True))
     weights |= {row.name: row.tensor for row in optimizer.rows}
     before = {name: weight.detach().clone() for name, weight in weights.items()}

@@ -5,11 +5,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from mprun.build.precision import optimizer_maker
+from mprun.build.precision import norm_parameter_names, optimizer_maker, parameter_groups
 from mprun.config.schema import OptimConfig
 from mprun.models import LSTMLanguageModel
 from mprun.precision import NoLossScale, StaticLossScale, get_policy
-from mprun.precision.torch_update import norm_parameter_names, parameter_groups
 
 from .. import helpers
 from ..helpers import assert_same_bits, one_step

@@ -21,9 +21,10 @@ from mprun.precision import (
     get_loss_scale,
     get_policy,
 )
+from mprun.precision.gradients import SummedBeforeUnscaled
 from mprun.precision.loss_scale import NoLossScale, StaticLossScale
 from mprun.precision.policy import DIVIDE, build_policy
-from mprun.precision.reduction import Wire, factors
+from mprun.precision.reduction import factors
 
 from ..helpers import assert_same_bits, making, network
 
@@ -33,10 +34,15 @@ SGD = making(torch.optim.SGD, 0.1)
 
 
 def summed(gradients, dtype=F16, divide="after", ranks=None):
-    wire = Wire(dtype, ranks or len(gradients), divide)
+    """(the sum as ranks exchange it, what is still to be divided by)"""
+    leaf, found_inf = torch.zeros(()), torch.zeros(())
+    own = ([leaf], [], ranks or len(gradients), None, [dtype], found_inf, False)
+    gathering = SummedBeforeUnscaled(*own, dtype=dtype, divide=divide)
     for gradient in gradients:
-        wire.add([gradient.clone()], SCALE)
-    return wire.values[0], wire.after
+        leaf = gathering.parameters[0] = torch.zeros_like(gradient)
+        leaf.grad = gradient.clone()
+        gathering.take(SCALE)
+    return gathering.sum.total()[0], gathering.parts
 
 
 @given(st.integers(1, 4096), st.sampled_from(DIVIDE))

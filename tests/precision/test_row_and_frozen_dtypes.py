@@ -27,8 +27,10 @@ def test_rows_alone_in_16_bits_are_cast_before_they_are_clipped(build_run):
     )
     optimizer = built.task.learner.optimizer
     assert {row.row_dtype for row in optimizer.rows} == {torch.float16}
-    assert optimizer.collects
     assert set(optimizer.update_dtypes()) == {"float32"}
+    built.task.train_step(0)
+    gathered = [row.table.gathered.leaves[row.key] for row in optimizer.rows]
+    assert gathered and all(leaf.grad is None for leaf in gathered)  # taken, and so cast
 
 
 @pytest.mark.parametrize(

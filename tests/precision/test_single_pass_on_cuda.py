@@ -181,8 +181,8 @@ def test_gradients_anywhere_in_memory():
         found_inf = torch.zeros((), device="cuda")
         gradients = [buffer[1:4097], buffer[4097:]]
         scaled = Scaled(gradients, None, found_inf)
-        single.check(scaled, norm=False, grad_max=False)
-        single.update(scaled, None)
+        single.read(scaled, norm=False, grad_max=False)
+        single.write(scaled, None)
         assert found_inf == 0
     for tensor in (*masters, *own):
         assert torch.equal(tensor, torch.zeros_like(tensor))

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from mprun.build.task import averaged_of
 from mprun.models import RowTable
 from mprun.precision import DynamicLossScale, ForwardContext
 from mprun.tasks import TrainState
@@ -33,9 +34,10 @@ class WithTable(Network):
 
 def learner_of(mode, patterns=("body",), network=Network, decay=DECAY):
     torch.manual_seed(0)
-    average = {"average_decay": decay, "average_modules": patterns}
+    model = network()
+    average = {"average_decay": decay, "averaged": averaged_of(model, patterns)}
     rule = making(torch.optim.SGD, 0.25, foreach=True)
-    return TrainState(*mixed(network(), mode, rule, DynamicLossScale(256.0), **average))
+    return TrainState(*mixed(model, mode, rule, DynamicLossScale(256.0), **average))
 
 
 def step(learner, index, spoil=1.0):

@@ -3,9 +3,10 @@
 import torch
 from torch import nn
 
+from mprun.build.precision import norm_parameter_names, parameter_groups
 from mprun.config.schema import OptimConfig
 from mprun.errors import BadInput
-from mprun.precision.torch_update import has_fused_kernel, norm_parameter_names, parameter_groups
+from mprun.precision.torch_update import has_fused_kernel
 
 
 def groups_of(config: OptimConfig, network: nn.Module) -> list[dict]:

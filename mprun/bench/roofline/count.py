@@ -300,10 +300,11 @@ class CountedPass(SinglePass):
     """
 
     def __init__(self, optimizer, write: Write):
-        super().__init__(optimizer.inner, optimizer.parameters, optimizer.updated, ())
+        own = optimizer
+        super().__init__(own.inner, own.parameters, own.updated, own.is_clipped, own.narrow)
         self._write = write
 
-    def check(self, scaled: Scaled, *, norm: bool, grad_max: bool) -> Checked:
+    def read(self, scaled: Scaled, *, norm: bool, grad_max: bool) -> Checked:
         if scaled.found_inf is not None or norm or grad_max:
             size = sum(g.nbytes for g in scaled.gradients if g is not None)
             self._write("check of gradients", torch.float32, 0, size, 1)
@@ -312,7 +313,7 @@ class CountedPass(SinglePass):
             grad_max=torch.empty(()) if grad_max else None,
         )
 
-    def update(self, scaled: Scaled, clip: Tensor | None) -> None:
+    def write(self, scaled: Scaled, clip: Tensor | None) -> None:
         size = 0
         tensors = zip(scaled.gradients, self.parameters, self.updated, strict=True)
         for gradient, own, updated in tensors:

@@ -309,12 +309,12 @@ def held_bytes(learners) -> dict[str, int]:
         held["optimizer"] += _distinct(value for value in state if isinstance(value, Tensor))
         held["gradients"] += _distinct(p for p in parameters if p.requires_grad)
         # Micro-batches are added up in tensors of their own, and so is what is cast.
-        adds = optimizer.gradients.parts > 1
-        pairs = zip(optimizer.parameters, optimizer.gradients.values, strict=False)
+        adds = optimizer.micro_batches > 1
+        pairs = zip(optimizer.parameters, optimizer.gradients_in_use(), strict=False)
         held["gradients"] += _distinct(
             value
             for own, value in pairs
-            if value is not None and (adds or value.dtype != own.dtype)
+            if value is not None and value is not own.grad and (adds or value.dtype != own.dtype)
         )
     return held
 

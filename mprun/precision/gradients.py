@@ -1,0 +1,433 @@
+"""From the losses of a step to its gradients: propagate, reduce, unscale.
+
+A policy needs one of these ways, chosen when the optimizer is made:
+
+    Untouched             neither cast nor scaled: they stay in `.grad`, where autograd adds them up
+    Unscaled              after each loss: cast to the dtype of the update, unscaled, checked, added
+    LeftForOnePass        the same, but those of a single loss stay in `.grad`, scaled, for a pass
+                          that reads them once
+    UnscaledOverRanks     the same, added over ranks
+    SummedBeforeUnscaled  added up as backward made them, scaled, in the dtype that ranks exchange
+
+A gradient is in `.grad` from backward until it is taken, then in a sum until `ready` hands it over.
+Nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mprun.precision.loss_scale import LossScale
+from mprun.precision.reduction import Reduction, factors
+from mprun.precision.row_updates import RowUpdate
+from mprun.precision.update import (
+    Ready,
+    Scaled,
+    any_sparse,
+    by_dtype,
+    check_and_unscale,
+    coalesced,
+    largest,
+)
+
+Gradients = list[Tensor | None]  # one for each parameter, then for each row table
+
+
+class Gathering(ABC):
+    """One way from the losses of a step to its gradients.
+
+    Args:
+        parameters: what the model computes with, whose `.grad` backward writes.
+        rows: of row tables, whose gradients backward writes to the gathered rows.
+        parts: micro-batches, by which their sum is divided.
+        ranks: sums over ranks, of which each has some of the micro-batches; None: there is one.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        rows: Sequence[RowUpdate],
+        parts: int,
+        ranks: Reduction | None,
+    ):
+        self.parameters, self.rows = list(parameters), list(rows)
+        self.parts, self.ranks = parts, ranks
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Forget what was gathered; `.grad` is not looked at."""
+
+    @abstractmethod
+    def take(self, scale: LossScale) -> None:
+        """Take what a loss, propagated times `scale`, has left in `.grad`."""
+
+    @abstractmethod
+    def ready(self) -> Ready:
+        """Hand over the gradients of the step."""
+
+    def backward(self, loss: Tensor, scale: LossScale) -> None:
+        """Propagate `loss` times `scale` and take its gradients where they may not stay.
+
+        The last loss of a step may be summed over ranks while backward goes on.
+        """
+        if self.ranks is not None and self.ranks.overlaps:
+            self.ranks.begin(self.parameters, lambda number, flat: self.sent(number, flat, scale))
+            scale.backward(loss)
+            self.taken()
+            self.summed(scale)
+            return
+        scale.backward(loss)
+        with torch._C.DisableTorchFunction():  # an emulation would look at each access
+            self.take(scale)
+
+    def sent(self, number: int, flat: Tensor, scale: LossScale) -> Tensor:
+        """What is summed of `flat`, gradients of the kind of parameter `number`; a tensor of its
+        own unless that is `flat` as it is."""
+        return flat
+
+    def summed(self, scale: LossScale) -> None:  # noqa: B027 - most need not know
+        """Note that a loss has been summed over ranks as it was propagated."""
+
+    def taken(self) -> Gradients:
+        """The new gradients, which parameters and rows no longer hold."""
+        gradients = [parameter.grad for parameter in self.parameters]
+        for parameter in self.parameters:
+            parameter.grad = None
+        return [*gradients, *(row.take_gradient() for row in self.rows)]
+
+
+class Untouched(Gathering):
+    """Gradients that need neither cast nor scale: autograd's own sum, or that of ranks."""
+
+    _scale: LossScale | None = None
+
+    def clear(self) -> None:
+        self._scale = None
+        if self.ranks is not None:
+            self.ranks.clear()
+
+    def take(self, scale: LossScale) -> None:
+        self._scale = scale
+        if self.ranks is not None:
+            self.ranks.add(self.taken())
+
+    def ready(self) -> Ready:
+        if self.ranks is not None:
+            for parameter, gradient in zip(self.parameters, self.ranks.total(), strict=True):
+                parameter.grad = gradient
+        own = [parameter.grad for parameter in self.parameters]
+        if self.parts > 1:
+            for group in by_dtype(own):
+                torch._foreach_div_(group, self.parts)
+            own = coalesced(own)
+        sparse, rows = any_sparse(own), [row.gradient for row in self.rows]
+        unread = None if self.ranks is not None or sparse else self._scale
+        return Ready(Scaled(own, None, None), rows, unread, sparse=sparse)
+
+
+class Found(NamedTuple):
+    """What was found in the gradients of one loss, 0-dim.
+
+    Attributes:
+        found_inf: float32, not 0 where one is not finite; None: the loss scale does not ask.
+        grad_max: float32, largest magnitude that backward, or the sum of ranks, had to hold, times
+            no scale; None: not asked for.
+    """
+
+    found_inf: Tensor | None
+    grad_max: Tensor | None
+
+    def more(self, other: Found) -> Found:
+        """What was found in either, of one loss scale."""
+        pairs = zip(self, other, strict=True)
+        return Found(*(None if a is None or b is None else torch.maximum(a, b) for a, b in pairs))
+
+    def tell(self, scale: LossScale) -> None:
+        """Let the scale of these gradients know."""
+        if self.found_inf is not None:
+            scale.record(self.found_inf, self.grad_max)
+
+
+class Unscaled(Gathering):
+    """Gradients that are cast, unscaled and checked after each loss, then added.
+
+    Args:
+        dtypes: in which gradients of parameters, then of rows, are unscaled and added up.
+        found_inf: float32, 0-dim, of the step; becomes 1 where a gradient is not finite.
+        skips: whether the step is skipped there.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        rows: Sequence[RowUpdate],
+        parts: int,
+        ranks: Reduction | None,
+        dtypes: Sequence[torch.dtype],
+        found_inf: Tensor,
+        skips: bool,
+    ):
+        super().__init__(parameters, rows, parts, ranks)
+        self.dtypes, self.found_inf, self.skips = list(dtypes), found_inf, skips
+        self.one = torch.ones_like(found_inf)
+        self.sum: Sum | Reduction = Sum(len(self.dtypes)) if ranks is None else ranks
+        self.clear()
+
+    def clear(self) -> None:
+        self.sum.clear()
+
+    def take(self, scale: LossScale) -> None:
+        new = self.cast(self.taken())
+        self.unscale(new, scale).tell(scale)
+        self.sum.add(new)
+
+    def ready(self) -> Ready:
+        return self.handed_over(self.sum.total())
+
+    def handed_over(self, gradients: Gradients) -> Ready:
+        """These as those of the step."""
+        count, found_inf = len(self.parameters), self.found_inf if self.skips else None
+        scaled = Scaled(gradients[:count], None, found_inf)
+        return Ready(scaled, gradients[count:], None, sparse=any_sparse(gradients))
+
+    def cast(self, gradients: Gradients) -> Gradients:
+        """In the dtypes of the update; sparse ones then added up by row, which 16 bits could not
+        hold."""
+        pairs = zip(gradients, self.dtypes, strict=True)
+        return coalesced(None if own is None else own.to(dtype) for own, dtype in pairs)
+
+    def unscale(self, gradients: Gradients, scale: LossScale) -> Found:
+        """Divide by scale and number of parts, in place, and check."""
+        parts = self.parts
+        if not scale.skips_nonfinite:
+            if parts > 1:
+                for group in by_dtype(gradients):
+                    torch._foreach_div_(group, parts)
+            self._multiply_rows(gradients)
+            return Found(None, None)
+        found_inf, grad_max = torch.zeros_like(self.found_inf), None
+        inverse = scale.inverse() / parts if parts > 1 else scale.inverse()
+        for group in by_dtype(gradients):
+            check_and_unscale(group, found_inf, inverse)
+        if scale.needs_grad_max:
+            empty = not by_dtype(gradients)
+            grad_max = torch.zeros_like(found_inf) if empty else largest(gradients) * parts
+        # A factor can take a 16-bit gradient beyond its format.
+        for group in by_dtype(self._multiply_rows(gradients)):
+            check_and_unscale(group, found_inf, self.one)
+        torch.maximum(self.found_inf, found_inf, out=self.found_inf)
+        return Found(found_inf, grad_max)
+
+    def _multiply_rows(self, gradients: Gradients) -> list[Tensor]:
+        """Multiply those of tables that have a factor, and return these."""
+        return [
+            gradient.mul_(row.table.gradient_factor)
+            for row, gradient in zip(self.rows, gradients[len(self.parameters) :], strict=True)
+            if gradient is not None and row.table.gradient_factor != 1
+        ]
+
+
+class LeftForOnePass(Gathering):
+    """Gradients of a step with one loss, left in `.grad`: one read for the check, one for the rest.
+
+    A second loss, and sparse gradients, go the way of `unscaled`.
+    """
+
+    def __init__(self, unscaled: Unscaled):
+        super().__init__(unscaled.parameters, (), 1, None)
+        self.unscaled = unscaled
+        self._losses = 0
+        self._left: LossScale | None = None  # the scale of those in `.grad`
+
+    def clear(self) -> None:
+        self._losses, self._left = 0, None
+        self.unscaled.clear()
+
+    def backward(self, loss: Tensor, scale: LossScale) -> None:
+        if self._left is not None:  # before autograd adds to them
+            with torch._C.DisableTorchFunction():
+                self.unscaled.take(self._left)
+            self._left = None
+        super().backward(loss, scale)
+
+    def take(self, scale: LossScale) -> None:
+        self._losses += 1
+        if self._losses == 1 and not any_sparse(p.grad for p in self.parameters):
+            self._left = scale
+        else:
+            self.unscaled.take(scale)
+
+    def ready(self) -> Ready:
+        scale, unscaled = self._left, self.unscaled
+        if scale is None:
+            return unscaled.ready()
+        own = [parameter.grad for parameter in self.parameters]
+        rows: Gradients = [None] * len(own)
+        grad_max = None
+        if unscaled.rows:
+            rows = unscaled.cast([*rows, *(row.take_gradient() for row in unscaled.rows)])
+            grad_max = unscaled.unscale(rows, scale).grad_max
+        inverse = scale.inverse() if scale.skips_nonfinite else None
+        scaled = Scaled(own, inverse, unscaled.found_inf if unscaled.skips else None)
+        return Ready(scaled, rows[len(own) :], scale, grad_max)
+
+
+class UnscaledOverRanks(Unscaled):
+    """As `Unscaled`, summed over ranks; what one finds, all hear of before they act on it."""
+
+    ranks: Reduction
+
+    def clear(self) -> None:
+        super().clear()
+        # What this rank found in the gradients of each scale, and the scale of a loss that was
+        # summed as it was propagated.
+        self._found: dict[LossScale, Found] = {}
+        self._summed: LossScale | None = None
+
+    def take(self, scale: LossScale) -> None:
+        new = self.cast(self.taken())
+        found = self.unscale(new, scale)
+        if found.found_inf is not None:
+            known = self._found.get(scale)
+            self._found[scale] = found if known is None else known.more(found)
+        self.ranks.add(new)
+
+    def sent(self, number: int, flat: Tensor, scale: LossScale) -> Tensor:
+        wide = flat.to(self.dtypes[number], copy=True)
+        if scale.skips_nonfinite:
+            return wide.mul_(scale.inverse() / self.parts)
+        return wide.div_(self.parts)
+
+    def summed(self, scale: LossScale) -> None:
+        self._summed = scale
+
+    def ready(self) -> Ready:
+        total = self.ranks.total()
+        if self._summed is None:
+            self._agree()
+        elif self._summed.skips_nonfinite:  # what one rank has is in the sum
+            found_inf = torch.zeros_like(self.found_inf)
+            for group in by_dtype(total):
+                check_and_unscale(group, found_inf, self.one)
+            self._hear(self._summed, found_inf, None)
+        return self.handed_over(total)
+
+    def _agree(self) -> None:
+        """Let every scale hear what any rank found.
+
+        Gradients were checked before they were summed: an inf of one rank is one of all, but the
+        largest magnitude and each scale's own flag are not to be read off a sum.
+        """
+        if not self._found:
+            return
+        zero = torch.zeros_like(self.found_inf)
+        own = [flag for found in self._found.values() for flag in found]
+        flags = torch.stack([zero if flag is None else flag.float() for flag in own])
+        # Of what is not finite only the flag counts, and a maximum over ranks may drop a NaN.
+        agreed = iter(self.ranks.largest(flags.nan_to_num(0.0)).unbind())
+        for scale, found in self._found.items():
+            found_inf, grad_max = next(agreed), next(agreed)
+            self._hear(scale, found_inf, None if found.grad_max is None else grad_max)
+
+    def _hear(self, scale: LossScale, found_inf: Tensor, grad_max: Tensor | None) -> None:
+        torch.maximum(self.found_inf, found_inf, out=self.found_inf)
+        scale.record(found_inf, grad_max)
+
+
+class SummedBeforeUnscaled(Unscaled):
+    """Gradients added up scaled, as backward made them, in the dtype that ranks exchange.
+
+    M micro-batches are M ranks, summed in their order, one addition after the other. A ring adds
+    each part of a tensor in an order of its own, which starts at another rank: bits differ from
+    these where more than two ranks are added, errors do not.
+
+    Args:
+        of_unscaled: arguments of `Unscaled`.
+        dtype: of the sum and of what is added.
+        divide: see `factors`; `parts` is then what is divided by after the sum.
+    """
+
+    def __init__(self, *of_unscaled: Any, dtype: torch.dtype, divide: str):
+        super().__init__(*of_unscaled)
+        self.dtype = dtype
+        self.before, self.parts = factors(self.parts, divide)
+
+    def clear(self) -> None:
+        super().clear()
+        self._scale: LossScale | None = None
+
+    def take(self, scale: LossScale) -> None:
+        """Take those of one rank.
+
+        Raises:
+            RuntimeError: they are times another scale than those before.
+        """
+        self.summed(scale)
+        self.sum.add([None if own is None else self._narrowed(own) for own in self.taken()])
+
+    def sent(self, number: int, flat: Tensor, scale: LossScale) -> Tensor:
+        return self._narrowed(flat.clone())
+
+    def summed(self, scale: LossScale) -> None:
+        if self._scale not in (None, scale):
+            raise RuntimeError("gradients of several loss scales cannot be summed as they are")
+        self._scale = scale
+
+    def ready(self) -> Ready:
+        if self._scale is None:
+            return self.handed_over([None] * len(self.parameters))
+        gradients = self.cast(self.sum.total())
+        self.unscale(gradients, self._scale).tell(self._scale)
+        return self.handed_over(gradients)
+
+    def _narrowed(self, gradient: Tensor) -> Tensor:
+        gradient = gradient.to(self.dtype)
+        return gradient.div_(self.before) if self.before > 1 else gradient
+
+
+class Sum:
+    """Gradients of the losses of one process, added up where the first ones lie."""
+
+    def __init__(self, count: int):
+        self._count = count
+        self.clear()
+
+    def clear(self) -> None:
+        self._values: Gradients = [None] * self._count
+
+    def add(self, gradients: Gradients) -> None:
+        self._values = added(self._values, gradients)
+
+    def total(self) -> Gradients:
+        values = self._values
+        self.clear()
+        return values
+
+
+@torch.no_grad()
+def added(known: Gradients, new: Gradients) -> Gradients:
+    """Sums of gradients, in the tensors of `known` where there are both."""
+    pairs = list(zip(known, new, strict=True))
+    groups: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for one, other in pairs:
+        if one is not None and other is not None and not one.is_sparse:
+            both = groups.setdefault(one.dtype, ([], []))
+            both[0].append(one)
+            both[1].append(other)
+    for both in groups.values():
+        torch._foreach_add_(*both)
+    return [_sum_of(one, other) for one, other in pairs]
+
+
+def _sum_of(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    """Of two of which dense ones have been added up in place."""
+    if one is None or other is None or not one.is_sparse:
+        return other if one is None else one
+    # In FP32 and rounded once, which is the same: torch adds up sparse 16-bit tensors on no CPU.
+    wide = torch.promote_types(one.dtype, torch.float32)
+    return (one.to(wide) + other.to(wide)).coalesce().to(one.dtype)
