@@ -25,13 +25,15 @@ if TYPE_CHECKING:
     from mprun.compare.notebook import load as load
     from mprun.numerics.of_script import explain as explain
     from mprun.numerics.of_script import probe as probe
-    from mprun.precision import prepare as prepare
+    from mprun.script import prepare as prepare
+    from mprun.script import state_of as state_of
     from mprun.training.script_run import Diverged as Diverged
     from mprun.training.script_run import Run as Run
 
 # Name -> where it is defined; `mprun.compare` is a package that can be called.
 _PUBLIC = {
-    "prepare": "mprun.precision",
+    "prepare": "mprun.script",
+    "state_of": "mprun.script",
     "Run": "mprun.training.script_run",
     "Diverged": "mprun.training.script_run",
     "probe": "mprun.numerics.of_script",

@@ -93,7 +93,7 @@ SCRIPTS = {
         "--eval_iters=20 --eval_interval=50 --log_interval=10 --block_size=32 --batch_size=8 "
         "--n_layer=2 --n_head=2 --n_embd=32 --max_iters=300 --lr_decay_iters=300 --dropout=0.1 "
         "--gradient_accumulation_steps=2 --out_dir=out".split(),
-        "--precision=",
+        "PRECISION",
         "--seed=",
         "out/ckpt.pt",
         ("--device=cuda",),
@@ -158,7 +158,7 @@ def call(
     if mode is not None and told.isupper():
         variables[told] = mode
     elif mode is not None:
-        words += [f"{told}{mode}"] if told.endswith("=") else [told, mode]
+        words += [told, mode]
     if not (seeded.endswith("=") and seed == NANOGPT_SEED):  # fixed in the script itself
         words += [f"{seeded}{seed}"] if seeded.endswith("=") else [seeded, str(seed)]
     command = [sys.executable, file, *words]
@@ -176,7 +176,7 @@ def run(folder: Path, name: str, mode: str | None, seed: int = 1) -> tuple[str, 
         sys.path.insert(0, str(folder / name))
     saved = torch.load(folder / name / saves, weights_only=False)
     timeless = re.sub(r"(time:?|ms/batch|mfu)\s*[-\d.]+\s*(s|ms|%)?", r"\1", called.stdout)
-    told = re.compile(r"Namespace\(.*|.*precision = .*|.*seed = .*")  # what it was called with
+    told = re.compile(r"Namespace\(.*|.*seed = .*")  # what it was called with
     output = "\n".join(line for line in timeless.splitlines() if not told.match(line))
     return output, _tensors(saved)
 

@@ -8,21 +8,21 @@ loss for instance, in FP32.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
-from torch.nn.modules.loss import _Loss
+from torch import Tensor
+from torch.optim import LBFGS
 
 from mprun.adapters.recording import Recording
-from mprun.precision import LossScale, PrecisionPolicy, PreparedOptimizer, prepare
-from mprun.training.script_run import Run
+from mprun.precision import LossScale, PrecisionPolicy
+from mprun.script import prepare, state_of
 
 
 class PrecisionPart:
-    """Of a precision plugin: the module and its optimizers, once both exist, are prepared.
+    """Of a precision plugin: a module that is to be trained is prepared.
 
     Args:
         precision: name of a mode, as of `mprun.prepare`, or a policy.
@@ -39,82 +39,45 @@ class PrecisionPart:
         overrides: Mapping[str, str] | None = None,
     ):
         super().__init__()
-        self._mode, self._scaler, self._overrides = precision, scaler, overrides
-        self._optimizers: list[PreparedOptimizer] = []
-        # Those whose turn is over, until all have had theirs.
-        self._stepped: list[PreparedOptimizer] = []
+        self._mode = precision
+        self._settings: dict[str, Any] = {"scaler": scaler, "overrides": overrides}
+        self._prepared: Any = None
+
+    def convert_module(self, module: Any) -> Any:
+        """Prepare what is to be trained, before a strategy wraps it; the rest stays in FP32.
+
+        Raises:
+            ValueError: a strategy that is neither of one device nor DDP, or what `mprun.prepare`
+                refuses.
+        """
+        trainer = module.trainer
+        if trainer.state.fn != "fit" or module is self._prepared:
+            return module
+        strategy = trainer.strategy
+        if not _STRATEGIES & {kind.__name__ for kind in type(strategy).__mro__}:
+            raise ValueError(
+                f"strategy: is a {type(strategy).__name__}; must be of one device, or DDP"
+            )
+        module.to(strategy.root_device)
+        self._prepared = prepare(module, precision=self._mode, **self._settings)
+        return module
 
     def connect(self, model: Any, optimizers: list[Any], lr_schedulers: list[Any]) -> Any:
-        """Prepare what is to be trained; what is only evaluated stays in FP32.
-
-        Raises:
-            ValueError: a strategy of several devices, or what `mprun.prepare` refuses.
-        """
-        # None, or those of a fit that is over.
-        if all(isinstance(one, PreparedOptimizer) for one in optimizers):
-            return model, optimizers, lr_schedulers
-        if not hasattr(model, "training_step"):
-            kind = type(model).__name__
-            raise ValueError(f"strategy: wraps the module as {kind}; must be of one device")
-        if _overrides_backward(model):
-            raise ValueError(
-                f"{type(model).__name__}.backward: the precision mode propagates the loss itself; "
-                "remove it, or train without MprunPrecision"
-            )
-        with _left_out(model):
-            _, self._optimizers = prepare(
-                model,
-                optimizers,
-                self._mode,
-                scaler=self._scaler,
-                overrides=self._overrides,
-            )
-        return model, list(self._optimizers), lr_schedulers
-
-    def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any):
-        """Propagate a loss through the prepared optimizer.
-
-        Raises:
-            ValueError: an argument of `Tensor.backward` other than `retain_graph`.
-        """
-        retain_graph = kwargs.pop("retain_graph", None)
-        if args or kwargs:
-            given = ", ".join([*map(str, args), *kwargs])
-            raise ValueError(f"backward: takes the loss and retain_graph; given {given}")
-        # In manual optimization Lightning tells none.
-        own = self._meant(tensor) if optimizer is None else optimizer
-        if own in self._stepped:
-            self._stepped.clear()
-        own.backward(tensor, retain_graph=retain_graph)
+        """Let the optimizers share the loss scale, and their states hold it, from the start."""
+        for optimizer in optimizers:
+            with suppress(ValueError):  # of a part that is not prepared
+                state_of(optimizer)
+        return model, optimizers, lr_schedulers
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Any, **kwargs: Any) -> Any:
-        """Forward and backward, clipping, then the update, or its skip."""
+        """Forward and backward, clipping, then the update: a skipped one computes nothing anew."""
+        if isinstance(optimizer, LBFGS):
+            return super().optimizer_step(optimizer, model, closure, **kwargs)  # type: ignore[misc]
         result = closure()
         self._after_closure(model, optimizer)  # type: ignore[attr-defined]
         if result is not None or not model.automatic_optimization:
             optimizer.step(**kwargs)
-            self._stepped.append(optimizer)
-            if len(self._stepped) == len(self._optimizers):
-                self._stepped.clear()
         return result
-
-    def _meant(self, loss: Tensor) -> PreparedOptimizer:
-        """Which optimizer a loss is for: of those that it reaches the next in turn.
-
-        It decides when a shared loss scale moves; gradients are those of all that it reaches.
-        """
-        if len(self._optimizers) == 1:
-            return self._optimizers[0]
-        leaves = _leaves(loss)
-        reached = [
-            optimizer
-            for optimizer in self._optimizers
-            if any(
-                id(own) in leaves
-                for own in (*optimizer.gradients.parameters, *optimizer.gradients.updated)
-            )
-        ] or self._optimizers
-        return next((one for one in reached if one not in self._stepped), reached[0])
 
 
 class RunPart:
@@ -153,8 +116,7 @@ class RunPart:
         Raises:
             ValueError: the trainer has no `MprunPrecision`, or there is no seed.
         """
-        optimizers = list(trainer.optimizers)
-        if not all(isinstance(one, PreparedOptimizer) for one in optimizers):
+        if not isinstance(trainer.precision_plugin, PrecisionPart):
             raise ValueError("MprunRun: needs MprunPrecision(...) in plugins= of the Trainer")
         config = {
             "hparams": dict(getattr(pl_module, "hparams", {})),
@@ -162,16 +124,14 @@ class RunPart:
             **self.config,
         }
         self.recording = Recording(
-            lambda: Run(
-                self.folder,
-                optimizers,
-                config=config,
-                seed=_seed(self.seed),
-                metric=self.metric,
-                **self.settings,
-            )
+            self.folder,
+            trainer.optimizers,
+            config=config,
+            seed=_seed(self.seed),
+            metric=self.metric,
+            **self.settings,
         )
-        self._taken, self._sum = [one.steps for one in optimizers], 0.0
+        self._taken, self._sum = _taken(trainer), 0.0
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
@@ -180,7 +140,7 @@ class RunPart:
         if self.recording is None or not self.recording.open:
             return
         self._sum = self._sum + self._loss_of(trainer, outputs)
-        taken = [one.steps for one in trainer.optimizers]
+        taken = _taken(trainer)
         if taken == self._taken:
             return
         self._taken, loss, self._sum = taken, self._sum, 0.0
@@ -220,6 +180,7 @@ class RunPart:
         return found.detach() if isinstance(found, Tensor) else found
 
 
+_STRATEGIES = {"SingleDeviceStrategy", "DDPStrategy"}  # and what derives from them
 # What a trainer does to the result.
 _SETTINGS = (
     *("max_steps", "max_epochs", "accumulate_grad_batches"),
@@ -234,46 +195,6 @@ def _seed(given: int | None) -> int:
     return int(known or 0) if given is None else given
 
 
-def _leaves(loss: Tensor) -> set[int]:
-    """Ids of the tensors that the backward pass of a loss gives gradients to."""
-    found, seen, left = set(), set(), [loss.grad_fn]
-    while left:
-        node = left.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if (own := getattr(node, "variable", None)) is not None:
-            found.add(id(own))
-        left += [following for following, _ in node.next_functions]
-    return found
-
-
-def _overrides_backward(model: Any) -> bool:
-    """Whether a module has a backward hook of its own."""
-    owner = next(kind for kind in type(model).__mro__ if "backward" in vars(kind))
-    return owner.__module__.partition(".")[0] not in ("lightning", "pytorch_lightning")
-
-
-@contextmanager
-def _left_out(model: nn.Module) -> Iterator[None]:
-    """Losses and metrics that `training_step` calls itself are out of the model meanwhile.
-
-    They are its children only to be moved and saved with it; as parts of the mode they would round
-    their targets to 16 bits.
-    """
-    own = {module: dict(module._modules) for module in model.modules()}
-    try:
-        for module in own:
-            for name, child in [*module._modules.items()]:
-                if isinstance(child, _Loss) or _is_metric(child):
-                    del module._modules[name]
-        yield
-    finally:
-        for module, children in own.items():
-            module._modules.clear()
-            module._modules.update(children)
-
-
-def _is_metric(module: Any) -> bool:
-    kinds: Sequence[type] = type(module).__mro__
-    return any(kind.__module__.partition(".")[0] == "torchmetrics" for kind in kinds)
+def _taken(trainer: Any) -> list[int]:
+    """Steps of each optimizer so far."""
+    return [state_of(optimizer).steps for optimizer in trainer.optimizers]

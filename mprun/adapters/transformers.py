@@ -15,8 +15,8 @@ from torch import Tensor
 
 from mprun.adapters.recording import Recording
 from mprun.errors import needing
-from mprun.precision import LossScale, PrecisionPolicy, PreparedOptimizer, prepare
-from mprun.training.script_run import Run
+from mprun.precision import LossScale, PrecisionPolicy
+from mprun.script import OptimizerSteps, prepare, state_of
 
 with needing("transformers"):
     from transformers import Trainer, TrainerCallback
@@ -28,7 +28,7 @@ else:
 
 
 class PrecisionPart(_Base):
-    """Of a Trainer: model and optimizer are prepared when the optimizer is created.
+    """Of a Trainer: the model is prepared when the optimizer is created.
 
     Args:
         args, kwargs: of the Trainer.
@@ -38,7 +38,7 @@ class PrecisionPart(_Base):
 
     Raises:
         ValueError: a training argument that chooses a precision itself, compiles the model or
-            spreads it over devices.
+            spreads it over devices otherwise than by DDP.
     """
 
     optimizer: Any
@@ -51,38 +51,38 @@ class PrecisionPart(_Base):
         overrides: Mapping[str, str] | None = None,
         **kwargs: Any,
     ):
-        self._mode, self._scaler, self._overrides = precision, scaler, overrides
-        self._prepared: PreparedOptimizer | None = None
+        self._mode = precision
+        self._settings: dict[str, Any] = {"scaler": scaler, "overrides": overrides}
+        self._prepared: Any = None
+        self._steps: OptimizerSteps | None = None
         super().__init__(*args, **kwargs)
         self.add_callback(_Skips())
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As the Trainer's; backward passes are the prepared optimizer's from then on."""
+        """As the Trainer's; what it spreads the model with is looked at."""
         _refuse(self.args)
         super().create_accelerator_and_postprocess()
         kind, mixed = self.accelerator.distributed_type, self.accelerator.mixed_precision
-        if getattr(kind, "value", kind) != "NO" or self.args.n_gpu > 1:
-            raise ValueError(f"{kind}, {self.args.n_gpu} GPUs: must be one device")
+        name = getattr(kind, "value", kind)
+        if name not in _DISTRIBUTED or self.args.n_gpu > 1:
+            raise ValueError(
+                f"{name}, {self.args.n_gpu} GPUs in one process: must be one device, or DDP "
+                "(one process for each device, by torchrun)"
+            )
         if mixed != "no":
             raise ValueError(f"ACCELERATE_MIXED_PRECISION={mixed}: must be no beside precision=")
-        self.accelerator.backward = self._backward
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's, prepared.
+        """As the Trainer's, of a prepared model.
 
         Raises:
             ValueError: what `mprun.prepare` refuses.
         """
+        if self._prepared is not self.model:  # DDP comes around it later
+            prepare(self.model, self.optimizer, self._mode, **self._settings)
+            self._prepared = self.model
         super().create_optimizer(*args, **kwargs)
-        if self._prepared is None or _inside(self.optimizer) is not self._prepared:
-            _, self._prepared = prepare(
-                self.model,
-                self.optimizer,
-                self._mode,
-                scaler=self._scaler,
-                overrides=self._overrides,
-            )
-            self.optimizer = self._prepared
+        self._steps = state_of(_inside(self.optimizer))  # from now on its state has the loss scale
         return self.optimizer
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -108,16 +108,9 @@ class PrecisionPart(_Base):
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """As the Trainer's; losses of training come with the loss scale."""
-        if "loss" in logs and self._prepared is not None and self._prepared.scale.kind != "none":
-            logs["loss_scale"] = float(self._prepared.scale.scale)
+        if "loss" in logs and self._steps is not None and self._steps.scale.kind != "none":
+            logs["loss_scale"] = float(self._steps.scale.scale)
         super().log(logs, *args, **kwargs)
-
-    def _backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """In place of `Accelerator.backward`."""
-        if kwargs or self._prepared is None:
-            given = ", ".join(kwargs) or "a loss before the optimizer was created"
-            raise ValueError(f"backward: takes the loss alone; given {given}")
-        self._prepared.backward(loss / self.accelerator.gradient_accumulation_steps)
 
     def _recorders(self) -> list[MprunRun]:
         return [c for c in self.callback_handler.callbacks if isinstance(c, MprunRun)]
@@ -162,7 +155,7 @@ class MprunRun(TrainerCallback):
         recording = self.recording
         if recording is None or not recording.open:
             return False
-        return recording.evaluated != recording.run.steps
+        return recording.evaluated != recording.steps
 
     def add(self, loss: Tensor) -> None:
         """A micro-batch of the step, divided by their number."""
@@ -179,20 +172,19 @@ class MprunRun(TrainerCallback):
         Raises:
             ValueError: the Trainer is no `MprunTrainer`.
         """
-        optimizer = _inside(kwargs.get("optimizer"))
-        if not isinstance(optimizer, PreparedOptimizer):
-            raise ValueError("MprunRun: needs an MprunTrainer (or PrecisionPart)")
+        try:
+            optimizer = state_of(_inside(kwargs.get("optimizer"))).optimizer
+        except ValueError:
+            raise ValueError("MprunRun: needs an MprunTrainer (or PrecisionPart)") from None
         used = {name: getattr(args, name) for name in _SETTINGS if hasattr(args, name)}
         self._sum = 0.0
         self.recording = Recording(
-            lambda: Run(
-                self.folder,
-                optimizer,
-                config={"args": used, **self.config},
-                seed=args.seed if self.seed is None else self.seed,
-                metric=self.metric,
-                **self.settings,
-            )
+            self.folder,
+            [optimizer],
+            config={"args": used, **self.config},
+            seed=args.seed if self.seed is None else self.seed,
+            metric=self.metric,
+            **self.settings,
         )
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -220,9 +212,9 @@ class _Skips(TrainerCallback):
     """Tells the Trainer of skipped updates, after which no schedule advances."""
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        outer = kwargs.get("optimizer")
-        last = getattr(_inside(outer), "last", None)
-        if outer is not None and last is not None and last.found_inf is not None:
+        outer = kwargs["optimizer"]
+        last = state_of(_inside(outer)).last
+        if last is not None and last.found_inf is not None:
             outer._is_overflow = bool(last.found_inf)
 
 
@@ -232,6 +224,7 @@ _SETTINGS = (
     *("gradient_accumulation_steps", "max_grad_norm", "learning_rate", "weight_decay"),
     *("lr_scheduler_type", "warmup_steps", "warmup_ratio", "optim", "label_smoothing_factor"),
 )
+_DISTRIBUTED = ("NO", "MULTI_GPU", "MULTI_CPU")  # the two are DDP
 _REFUSED = ("fp16", "bf16", "fp16_full_eval", "bf16_full_eval", "tf32", "torch_compile")
 
 
@@ -245,6 +238,5 @@ def _refuse(args: Any) -> None:
 
 
 def _inside(optimizer: Any) -> Any:
-    """What Accelerate has wrapped."""
-    known = optimizer is None or isinstance(optimizer, PreparedOptimizer)
-    return optimizer if known else getattr(optimizer, "optimizer", optimizer)
+    """Return what Accelerate has wrapped."""
+    return getattr(optimizer, "optimizer", optimizer)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from mprun.numerics.first_nonfinite import Finding, find_culprit
 from mprun.numerics.post_mortem import StepRow
@@ -23,10 +24,98 @@ from mprun.numerics.probe import chosen_modules
 from mprun.numerics.probe_record import ProbeRecord
 from mprun.numerics.probing import Watched
 from mprun.numerics.replay import Snapshot, Steps
-from mprun.precision import LossScale, MixedPrecisionOptimizer, PreparedOptimizer
+from mprun.precision import LossScale, MixedPrecisionOptimizer
+from mprun.precision.audit import combined
+from mprun.precision.narrow_weights import NarrowWeights
+from mprun.precision.optimizer import elements_by_dtype
+from mprun.precision.update_choice import torch_path
+from mprun.script import OptimizerSteps, state_of
+from mprun.script.prepared_model import PreparedModel
 
 NO_METRICS: Mapping[str, Any] = MappingProxyType({})
-Optimizers = PreparedOptimizer | Sequence[PreparedOptimizer] | Mapping[str, PreparedOptimizer]
+Optimizers = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer]
+
+
+class ScriptOptimizer:
+    """An optimizer of a script with what probes and records read of `MixedPrecisionOptimizer`."""
+
+    masters: Mapping[str, Tensor] = MappingProxyType({})
+    tables: Mapping[str, Any] = MappingProxyType({})
+    rows: Sequence[Any] = ()
+    clip_norm = None  # the script clips
+    micro_batches = 1
+    update_reason = "the script's own optimizer"
+
+    def __init__(self, steps: OptimizerSteps):
+        self._steps, self.inner = steps, steps.optimizer
+        named = steps.named()
+        self.names, self.updated = [*named], [*named.values()]
+        inside: dict[int, PreparedModel] = {}
+        for model in steps.models:
+            inside |= dict.fromkeys(map(id, model.masters()), model)
+        self.parameters = [_Inside(inside[id(own)], own) for own in self.updated]
+        self.loss_scales = (steps.scale,)
+        self.skips = steps.scale.skips_nonfinite
+        self.observed = False
+        self.update_path = torch_path(self.inner)
+
+    @property
+    def narrow(self) -> NarrowWeights | None:
+        """Of the steps."""
+        return self._steps.narrow
+
+    @property
+    def found_inf(self) -> Tensor:
+        """Whether the last step was skipped, float32, 0-dim."""
+        last = self._steps.last
+        if last is None or last.found_inf is None:
+            return torch.zeros_like(self._steps.scale.found_inf)
+        return last.found_inf
+
+    def unscaled_gradients(self) -> dict[str, Tensor]:
+        """Copies of the gradients as the last step used them, by parameter name."""
+        pairs = zip(self.names, self.updated, strict=True)
+        return {name: own.grad.detach().clone() for name, own in pairs if own.grad is not None}
+
+    def state_by_name(self) -> dict[str, dict[Any, Any]]:
+        """The state of the optimizer by parameter name, as it is in use."""
+        pairs = zip(self.names, self.updated, strict=True)
+        return {name: self.inner.state.get(own, {}) for name, own in pairs}
+
+    def load_state_by_name(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
+        """Put a state back, in copies; what has appeared since is gone."""
+        for name, own in zip(self.names, self.updated, strict=True):
+            self.inner.state.pop(own, None)
+            for key, value in saved[name].items():
+                copy = value.clone() if isinstance(value, Tensor) else value
+                self.inner.state[own][key] = copy
+
+    def gradient_dtypes(self) -> dict[str, int]:
+        """Dtype -> number of gradient elements as backward makes them inside of the models."""
+        return elements_by_dtype((own.dtype, own.master.numel()) for own in self.parameters)
+
+    def update_dtypes(self) -> dict[str, int]:
+        """Dtype -> number of gradient elements as the script sees them."""
+        return elements_by_dtype((own.dtype, own.numel()) for own in self.updated)
+
+
+class _Inside:
+    """A parameter as its model computes with it, which lives for the length of a call."""
+
+    def __init__(self, model: PreparedModel, master: Tensor):
+        self.model, self.master = model, master
+        self.dtype = model.tensors.dtypes()[id(master)]
+
+    @property
+    def requires_grad(self) -> bool:
+        return self.master.requires_grad
+
+    def data_ptr(self) -> int:
+        return self.master.data_ptr()
+
+    def register_hook(self, hook: Callable[[Tensor], None]) -> Any:
+        """Call `hook` with each gradient of it, as backward makes it."""
+        return self.model.tensors.watch_gradient(self.master, hook)
 
 
 class Learner(NamedTuple):
@@ -55,7 +144,11 @@ class ScriptTask:
         first = next(iter(self.prepared.values()))
         self.arithmetic, self.policy = first.models[0].arithmetic, first.policy
         self.device = self.arithmetic.device
-        self.learners = {n: Learner(o.module, o.engine) for n, o in self.prepared.items()}
+        # Of an optimizer of the runner it has what probes and records read.
+        self.learners = {
+            name: Learner(steps.module, cast(MixedPrecisionOptimizer, ScriptOptimizer(steps)))
+            for name, steps in self.prepared.items()
+        }
         scales: dict[str, LossScale] = {}
         for name, optimizer in self.prepared.items():
             if optimizer.scale not in scales.values():
@@ -119,6 +212,11 @@ class ScriptTask:
             found["found_inf"] = flags[0] if len(flags) == 1 else torch.stack(flags).amax()
         return found
 
+    def audit(self) -> dict[str, Any]:
+        """What the models really computed so far, for run.json."""
+        models = [model for steps in self.prepared.values() for model in steps.models]
+        return combined(model.audit.result() for model in dict.fromkeys(models))
+
     def take(self, step: Callable[[], Any]) -> StepRow:
         """Take a step of the script, and wait for its numbers."""
         loss = step()
@@ -136,9 +234,10 @@ class ScriptTask:
         return {
             # By name and not as `state_dict()` has them, which a model may filter.
             "tensors": self._tensors(),
-            "optimizers": {n: o.engine.state_by_name() for n, o in self.prepared.items()},
+            "optimizers": {n: o.optimizer.state_by_name() for n, o in self.learners.items()},
             "settings": {
-                n: [_settings(g) for g in o.param_groups] for n, o in self.prepared.items()
+                n: [_settings(g) for g in o.optimizer.param_groups]
+                for n, o in self.prepared.items()
             },
             "loss_scales": {n: scale.state_dict() for n, scale in self.loss_scales.items()},
         }
@@ -148,22 +247,15 @@ class ScriptTask:
         """Put everything back, in place."""
         for name, tensor in self._tensors().items():
             tensor.copy_(state["tensors"][name])
-        for name, optimizer in self.prepared.items():
-            for model in optimizer.models:
-                model.stale = True
-            for group, settings in zip(
-                optimizer.param_groups, state["settings"][name], strict=True
-            ):
+        for name, steps in self.prepared.items():
+            for model in steps.models:
+                model.tensors.forget()
+            groups = steps.optimizer.param_groups
+            for group, settings in zip(groups, state["settings"][name], strict=True):
                 group.update(settings)
-            own_states = optimizer.engine.state_by_name()
-            for parameter, own in own_states.items():
-                saved = state["optimizers"][name][parameter]
-                for key in [*own]:
-                    if key not in saved:
-                        del own[key]
-                for key, value in saved.items():
-                    own[key] = value.clone() if isinstance(value, Tensor) else value
-            optimizer.zero_grad()
+            of_script = cast(ScriptOptimizer, self.learners[name].optimizer)
+            of_script.load_state_by_name(state["optimizers"][name])
+            steps.optimizer.zero_grad()
         for name, scale in self.loss_scales.items():
             scale.load_state_dict(state["loss_scales"][name])
 
@@ -253,19 +345,14 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v.clone() if isinstance(v, Tensor) else v for k, v in values.items()}
 
 
-def _by_name(given: Optimizers) -> dict[str, PreparedOptimizer]:
-    if not isinstance(given, Mapping | Sequence):
-        given = [given]
-    if not isinstance(given, Mapping):
-        several = list(given)
-        given = {f"model{number}": one for number, one in enumerate(several)}
+def _by_name(given: Optimizers) -> dict[str, OptimizerSteps]:
+    if isinstance(given, Mapping):
+        named = dict(given)
+    else:
+        several = [*given] if isinstance(given, Sequence) else [given]
+        named = {f"model{number}": one for number, one in enumerate(several)}
         if len(several) == 1:
-            given = {"model": several[0]}
-    for one in given.values():
-        if not isinstance(one, PreparedOptimizer):
-            raise ValueError(
-                f"optimizer: is a {type(one).__name__}; give what mprun.prepare returned"
-            )
-    if not given:
+            named = {"model": several[0]}
+    if not named:
         raise ValueError("optimizer: none given")
-    return dict(given)
+    return {name: state_of(one) for name, one in named.items()}

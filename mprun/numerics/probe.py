@@ -104,6 +104,7 @@ class Probe:
             optimizer, chosen = learner.optimizer, self.chosen[name]
             for module_name, module in chosen.items():
                 hook = partial(self._on_output, name, module_name)
+                setattr(hook, "sees_inside", True)  # noqa: B010 - of a prepared model
                 self._handles.append(module.register_forward_hook(hook))
             for parameter_name, parameter, updated in zip(
                 optimizer.names, optimizer.parameters, optimizer.updated, strict=True

@@ -38,7 +38,6 @@ from mprun.precision.policy import (
     pin_math_flags,
     read_math_flags,
 )
-from mprun.precision.prepare import PreparedOptimizer, prepare
 
 __all__ = [
     "DTYPES",
@@ -52,7 +51,6 @@ __all__ = [
     "MixedPrecisionOptimizer",
     "NoLossScale",
     "PrecisionPolicy",
-    "PreparedOptimizer",
     "StaticLossScale",
     "Update",
     "build_policy",
@@ -61,7 +59,6 @@ __all__ = [
     "get_policy",
     "ieee_fp32",
     "pin_math_flags",
-    "prepare",
     "read_math_flags",
     "why_no_lstm",
     "why_unsupported",

@@ -95,7 +95,7 @@ def stepping(optimizer, loss_of):
     def step():
         optimizer.zero_grad()
         loss = loss_of()
-        optimizer.backward(loss)
+        loss.backward()
         optimizer.step()
         return loss
 
@@ -115,14 +115,14 @@ def as_in_a_script(built):
     return mprun.prepare(model, optimizer, built.policy.name, scaler=scale)
 
 
-def train(model, optimizer, steps=6, prepared=True, seed=0):
+def train(model, optimizer, steps=6, seed=0):
     """Losses of an ordinary loop; dropout begins at the same place for everybody."""
     torch.manual_seed(3)
     losses = []
     for images, labels in batches(steps, seed=seed):
         optimizer.zero_grad()
         loss = F.cross_entropy(model(images), labels)
-        optimizer.backward(loss) if prepared else loss.backward()
+        loss.backward()
         optimizer.step()
         losses.append(loss.item())
     return losses

@@ -1,14 +1,17 @@
 """Lightning's Trainer in a precision mode computes what a loop written by hand does."""
 
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 
 import mprun
+from mprun.script import state_of
 
 from ..helpers import assert_same_bits
 from .networks import sgd
@@ -25,6 +28,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
     pytest.mark.filterwarnings("ignore:The number of training batches"),
 ]
+
+
+F32 = torch.float32
 
 
 def batches(count=6, size=8):
@@ -105,7 +111,7 @@ def by_hand(mode, clip=None, accumulate=1):
         if index % accumulate == 0:
             optimizer.zero_grad()
         part = loss / accumulate
-        part.backward() if mode is None else optimizer.backward(part)
+        part.backward()
         if (index + 1) % accumulate == 0:
             if clip is not None:
                 clip(model.parameters())
@@ -202,7 +208,7 @@ def pair_by_hand(mode, optimizers_of):
     for batch in loader():
         for optimizer in optimizers:
             optimizer.zero_grad()
-            optimizer.backward(loss_of(model, *batch))
+            loss_of(model, *batch).backward()
             optimizer.step()
     return model, optimizers
 
@@ -224,7 +230,7 @@ def test_optimizers_in_turn_are_the_loop_written_by_hand(mode, toggle):
         mode, lambda model: [sgd(model.a.parameters()), sgd(model.b.parameters())]
     )
     assert_same_bits({**pair.state_dict()}, {**model.state_dict()})
-    scales = [one.scale.state_dict() for one in (own.optimizers[1], optimizers[1])]
+    scales = [state_of(one).scale.state_dict() for one in (own.optimizers[1], optimizers[1])]
     assert str(scales[0]) == str(scales[1])
 
 
@@ -254,7 +260,7 @@ def test_a_resumed_fit_goes_on_as_if_never_stopped(mode, tmp_path):
     again = undropped()
     resumed = fit(again, 2, ckpt_path=tmp_path / "half.ckpt")
     assert_same(again, whole.net, whole.losses[6:])
-    scale = resumed.optimizers[0].scale.state_dict()
+    scale = state_of(resumed.optimizers[0]).scale.state_dict()
     saved = torch.load(tmp_path / "half.ckpt", weights_only=False)["optimizer_states"][0]
     assert saved["loss_scale"]["kind"] == scale["kind"]
     plain = Module.load_from_checkpoint(tmp_path / "half.ckpt", strict=False, weights_only=False)
@@ -310,12 +316,6 @@ def test_a_loss_that_is_a_child_computes_in_fp32(mode):
 
 
 def test_what_cannot_be_is_refused():
-    class Own(Module):
-        def backward(self, loss):
-            loss.backward()
-
-    with pytest.raises(ValueError, match="Own.backward: the precision mode propagates"):
-        trainer("amp").fit(Own(), loader())
     module = fitted("amp")
     with pytest.raises(ValueError, match="is prepared already"):
         trainer("fp32").fit(module, loader())
@@ -325,23 +325,151 @@ def test_what_cannot_be_is_refused():
         trainer(callbacks=[MprunRun("unused", seed=0)]).fit(Module(), loader())
 
 
-@pytest.mark.parametrize("mode", ["fp32", "amp", "fp16_master_scaled"])
-def test_the_backward_pass_of_torch_is_refused(mode):
-    class Own(Pair):
+@pytest.mark.parametrize("mode", THREE)
+def test_a_backward_pass_of_ones_own_is_as_good(mode):
+    class Own(Module):
+        def backward(self, loss):
+            (loss / 2).backward(retain_graph=True)
+            (loss / 2).backward()
+
+    class OwnPair(Pair):
         def manual_backward(self, loss):
             loss.backward()
 
-    # In fp32 the pass is sound and the step is refused.
-    with pytest.raises(RuntimeError, match="optimizer.backward"):
-        trainer(mode).fit(Own(together=True), loader())
+    assert_same(fitted(mode, Own()), *by_hand(mode, accumulate=1))
+    own, pair = OwnPair(together=True), fitted_pair(mode, together=True)[0]
+    torch.manual_seed(2)
+    trainer(mode).fit(own, loader())
+    assert_same_bits({**own.state_dict()}, {**pair.state_dict()})
 
 
-def test_several_devices_are_refused():
-    # As a strategy of several devices hands it on.
+def test_what_the_module_is_given_as_its_optimizer_is_known():
+    class Own(Module):
+        def on_train_batch_end(self, outputs, batch, index):
+            assert state_of(self.optimizers()).steps == index + 1
+
+    assert len(fitted("amp", Own()).losses) == 6
+
+
+def test_other_strategies_than_ddp_are_refused():
+    state, strategy = SimpleNamespace(fn="fit"), nn.Module()
+    module = SimpleNamespace(trainer=SimpleNamespace(state=state, strategy=strategy))
+    with pytest.raises(ValueError, match="strategy: is a Module; must be of one device, or DDP"):
+        MprunPrecision("amp").convert_module(module)
+
+
+def test_what_is_only_evaluated_stays_as_it_is():
     module = Module()
-    wrapped = nn.DataParallel(module)
-    with pytest.raises(ValueError, match="must be of one device"):
-        MprunPrecision("amp").connect(wrapped, [sgd(module.parameters())], [])
+    trainer("fp16_naive").validate(module, loader(2), verbose=False)
+    assert {own.dtype for own in module.parameters()} == {torch.float32}
+    assert "forward" not in vars(module.net)
+
+
+def test_a_second_fit_of_the_same_trainer_goes_on():
+    """With new optimizers and the loss scale as it is."""
+
+    def twice(mode):
+        module, own = Module(), trainer(mode)
+        torch.manual_seed(2)
+        own.fit(module, loader())
+        own.fit_loop.max_epochs = 2
+        own.fit(module, loader())
+        return torch.stack(module.losses)
+
+    plain = twice(None)
+    assert len(plain) == 12
+    assert_same_bits(twice("fp32"), plain)
+    assert torch.allclose(twice("amp"), plain, rtol=12 * 2.0**-11)  # a rounding for each step
+
+
+@pytest.mark.parametrize("mode", THREE)
+def test_closures_of_lbfgs_are_the_loop_written_by_hand(mode):
+    class Own(Module):
+        def configure_optimizers(self):
+            return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
+
+    module, model = fitted(mode, Own()), network()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+    mprun.prepare(model, optimizer, mode)
+    torch.manual_seed(2)
+    for inputs, labels in loader():
+
+        def closure(inputs=inputs, labels=labels):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(inputs), labels)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    assert_same_bits({**module.net.state_dict()}, {**model.state_dict()})
+
+
+@pytest.mark.filterwarnings("ignore:.training_step. returned .None.")
+@pytest.mark.parametrize("mode", [*THREE, "bf16_stochastic"])
+def test_a_step_without_a_loss_is_none(mode):
+    class Own(Module):
+        def training_step(self, batch, index):
+            return None if index == 2 else super().training_step(batch, index)
+
+    module = fitted(mode, Own())
+    assert len(module.losses) == 5 and all(map(torch.isfinite, module.losses))
+
+
+@pytest.mark.parametrize("mode", THREE)
+def test_moving_averages_are_of_the_master_weights(mode):
+    averaging = pytest.importorskip("lightning.pytorch.callbacks.weight_averaging")
+    module = fitted(mode, callbacks=[averaging.EMAWeightAveraging(decay=0.5)])
+    model = network()
+    average = AveragedModel(model, avg_fn=get_ema_avg_fn(0.5), use_buffers=True)
+    optimizer = sgd(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    mprun.prepare(model, optimizer, mode)
+    torch.manual_seed(2)
+    for inputs, labels in loader():
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+        scheduler.step()
+        average.update_parameters(model)
+    assert_same_bits({**module.net.state_dict()}, {**average.module.state_dict()})
+
+
+@pytest.mark.filterwarnings("ignore:SWA is currently only supported every epoch")
+@pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")
+def test_stochastic_weight_averaging_averages():
+    def averaged(mode):
+        swa = L.pytorch.callbacks.StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=2)
+        return fitted(mode, max_epochs=4, callbacks=[swa]).net.state_dict()
+
+    plain = averaged(None)
+    assert_same_bits({**averaged("fp32")}, {**plain})
+    for name, value in averaged("amp").items():  # 24 steps whose losses are near 1
+        assert torch.allclose(value, plain[name], rtol=24 * 2.0**-11, atol=24 * 2.0**-11), name
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_metrics_that_are_children_count_in_fp32(mode):
+    metrics = pytest.importorskip("torchmetrics")
+
+    class Own(Regression):
+        def __init__(self):
+            super().__init__()
+            self.error = metrics.MeanSquaredError()
+            self.errors = metrics.MetricCollection([metrics.MeanAbsoluteError()])
+
+        def training_step(self, batch, index):
+            outputs = self.net(batch[0])
+            error, errors = self.error(outputs, batch[1]), self.errors(outputs, batch[1])
+            assert torch.equal(error, F.mse_loss(outputs, batch[1]))
+            assert torch.equal(errors["MeanAbsoluteError"], F.l1_loss(outputs, batch[1]))
+            self.log("error", self.error, on_epoch=True)
+            return super().training_step(batch, index)
+
+    inputs = torch.randn(16, 12)
+    data = TensorDataset(inputs, 1 + torch.rand(16, 1) * 1e-4)
+    own, module = trainer(mode, max_epochs=2), Own()
+    own.fit(module, DataLoader(data, batch_size=8))
+    assert own.callback_metrics["error"].dtype is module.error.sum_squared_error.dtype is F32
 
 
 def test_the_library_by_its_other_name():

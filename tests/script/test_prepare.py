@@ -79,7 +79,7 @@ def test_bit_equal_to_the_engine_by_hand(mode, checkpoints):
 
 def test_fp32_is_bit_equal_to_the_script_as_it_was():
     plain = net()
-    expected = train(plain, sgd(plain.parameters()), prepared=False)
+    expected = train(plain, sgd(plain.parameters()))
     model, optimizer = prepared("fp32")
     assert train(model, optimizer) == expected
     assert_same_bits(model.state_dict(), plain.state_dict())
@@ -127,7 +127,7 @@ def test_a_part_that_is_called_directly_computes_in_the_mode(mode):
     # From outside the call of a part is like that of a model.
     assert seen == [(half if mode in WITHOUT_MASTERS else F32, F32)] and logits.dtype is F32
     optimizer.zero_grad()
-    optimizer.backward(F.cross_entropy(logits, labels))
+    F.cross_entropy(logits, labels).backward()
     assert model.conv.weight.grad.any()
 
 
@@ -140,7 +140,7 @@ def test_accumulated_micro_batches_are_added_unscaled(mode):
             model.weight.fill_(0.25)
         x = torch.arange(64.0).view(8, 8) / 8
         for piece in x.split(8 // parts):
-            optimizer.backward(model(piece).sum() / 8)
+            (model(piece).sum() / 8).backward()
         sums[parts] = model.weight.grad.clone()
     # Exact in FP16: multiples of 1/8 below 16; each gradient is divided by the scale before.
     assert torch.equal(sums[1], sums[4])
@@ -153,7 +153,7 @@ def test_gradients_are_those_of_torch_where_nothing_is_rounded():
     for own in (model, plain):
         torch.manual_seed(3)
         loss = F.cross_entropy(own(images), labels)
-        optimizer.backward(loss) if own is model else loss.backward()
+        loss.backward()
     for a, b in zip(model.parameters(), plain.parameters(), strict=True):
         # Powers of two: scaling and unscaling changes no bit above FP32's subnormals.
         assert torch.equal(a.grad, b.grad)
@@ -163,15 +163,17 @@ def test_gradients_are_those_of_torch_where_nothing_is_rounded():
 def test_a_skipped_step_changes_nothing_but_the_scale(mode):
     model, optimizer = prepared(mode)
     train(model, optimizer)
-    before = copy.deepcopy((model.state_dict(), optimizer.inner.state_dict()))
-    scale = float(optimizer.scale.scale)
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    steps = mprun.state_of(optimizer)
+    scale = float(steps.scale.scale)
     optimizer.zero_grad()
-    optimizer.backward(F.cross_entropy(model(next(batches(1))[0]) * 1e30, torch.zeros(8).long()))
+    (F.cross_entropy(model(next(batches(1))[0]) * 1e30, torch.zeros(8).long())).backward()
     optimizer.step()
-    assert optimizer.last.found_inf == 1 and float(optimizer.scale.scale) == scale / 2
-    after = model.state_dict(), optimizer.inner.state_dict()
-    for states in (before, after):
-        states[0].pop("norm.num_batches_tracked")
+    assert steps.last.found_inf == 1 and float(steps.scale.scale) == scale / 2
+    after = model.state_dict(), optimizer.state_dict()
+    for model_state, optimizer_state in (before, after):
+        model_state.pop("norm.num_batches_tracked")
+        optimizer_state.pop("loss_scale")
     assert_same_bits(after, before)
 
 
@@ -202,7 +204,7 @@ def test_optimizers_skip_as_under_torch(name):
             torch.manual_seed(step)
             losses.append(F.cross_entropy(own(images), labels))
         optimizer.zero_grad()
-        optimizer.backward(losses[0] * (math.inf if bad else 1.0))
+        (losses[0] * (math.inf if bad else 1.0)).backward()
         optimizer.step()
         if bad:  # the plain one never saw this batch
             plain.norm.load_state_dict(model.norm.state_dict())
@@ -233,7 +235,7 @@ def test_a_checkpoint_continues_bit_for_bit_and_loads_into_plain_objects():
 @pytest.mark.parametrize("mode", MODES)
 def test_pickled_it_is_the_plain_model_that_loads_with_weights_only(mode):
     model, optimizer = prepared(mode, nn.Sequential(nn.Linear(4, 4), nn.LSTM(4, 4)))
-    optimizer.backward(model(torch.randn(2, 3, 4))[0].sum())
+    model(torch.randn(2, 3, 4))[0].sum().backward()
     optimizer.step()
     file = io.BytesIO()
     torch.save(model, file)
@@ -261,12 +263,12 @@ def test_generator_and_discriminator_share_a_scale_that_moves_once(generator_fir
     for _ in range(6):
         of_d.zero_grad()
         fake = g(torch.randn(8, 4))
-        of_d.backward(d(torch.randn(8, 6)).square().mean())
-        of_d.backward(d(fake.detach()).square().mean())
+        d(torch.randn(8, 6)).square().mean().backward()
+        d(fake.detach()).square().mean().backward()
         of_d.step()
         of_g.zero_grad()
         statistics = d[1].running_mean.clone()
-        of_g.backward(d(fake).mean())
+        d(fake).mean().backward()
         assert not torch.equal(d[1].running_mean, statistics)
         of_g.step()
         scales.append(float(scale.scale))
@@ -276,7 +278,7 @@ def test_generator_and_discriminator_share_a_scale_that_moves_once(generator_fir
     # A generator's overflow takes back what its pass did to the discriminator's statistics.
     statistics, weight = d[1].running_mean.clone(), g.weight.detach().clone()
     of_g.zero_grad()
-    of_g.backward(d(g(torch.randn(8, 4))).mean() * math.inf)
+    (d(g(torch.randn(8, 4))).mean() * math.inf).backward()
     of_g.step()
     assert torch.equal(d[1].running_mean, statistics) and torch.equal(g.weight, weight)
 
@@ -286,7 +288,7 @@ def test_one_optimizer_over_two_models_and_two_over_one():
     both = torch.optim.SGD([*a.parameters(), *b.parameters()], 0.1)
     (a, b), optimizer = mprun.prepare([a, b], both, "fp16_master")
     before = [p.detach().clone() for p in (*a.parameters(), *b.parameters())]
-    optimizer.backward(b(a(torch.ones(2, 4))).sum())
+    b(a(torch.ones(2, 4))).sum().backward()
     optimizer.step()
     now = (*a.parameters(), *b.parameters())
     assert not any(map(torch.equal, now, before))
@@ -296,29 +298,29 @@ def test_one_optimizer_over_two_models_and_two_over_one():
     second = torch.optim.Adam([*model.body.parameters(), *model.head.parameters()], 0.01)
     model, (first, second) = mprun.prepare(model, [first, second], "fp16_master_scaled")
     before = copy.deepcopy(model.state_dict())
-    first.backward(loss_of(model))
+    loss_of(model).backward()
     first.step()
     assert torch.equal(model.head.weight, before["head.weight"])
     assert model.head.weight.grad.any()  # unscaled, where torch would have it
-    second.backward(loss_of(model))
+    loss_of(model).backward()
     second.step()
     assert not torch.equal(model.head.weight, before["head.weight"])
 
 
 def test_schedulers_made_before_and_after_set_the_rate():
     model = net()
-    inner = sgd(model.parameters(), lr=1.0)
-    early = torch.optim.lr_scheduler.StepLR(inner, 1, 0.5)
-    model, optimizer = mprun.prepare(model, inner, "amp")
+    optimizer = sgd(model.parameters(), lr=1.0)
+    early = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    mprun.prepare(model, optimizer, "amp")
     late = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
     for images, labels in batches(2):
         optimizer.zero_grad()
-        optimizer.backward(F.cross_entropy(model(images), labels))
+        F.cross_entropy(model(images), labels).backward()
         optimizer.step()
         early.step()
     assert optimizer.param_groups[0]["lr"] == 0.25
     late.step()
-    assert inner.param_groups[0]["lr"] == 0.5
+    assert optimizer.param_groups[0]["lr"] == 0.5
 
 
 def compiler(make):
@@ -331,13 +333,17 @@ def compiler(make):
     ("make", "says"),
     [
         (lambda: mprun.prepare(nn.ReLU()), "no parameters"),
-        (lambda: mprun.prepare(net(), sgd(nn.Linear(2, 2).parameters())), "none of the model's"),
+        (
+            lambda: mprun.prepare(net(), sgd(nn.Linear(2, 2).parameters())),
+            "no parameter of the model",
+        ),
         (lambda: mprun.prepare(net(), "sgd"), "must be a torch.optim.Optimizer"),
         (lambda: mprun.prepare(nn.Linear(2, 2).half()), "build the model in float32"),
         (lambda: mprun.prepare(nn.LazyLinear(2)), "lazy"),
         compiler((lambda: mprun.prepare(torch.jit.script(nn.Linear(2, 2))), "ScriptModule")),
-        compiler((lambda: mprun.prepare(torch.compile(nn.Linear(2, 2))), "compiled")),
-        (lambda: prepared(make=torch.optim.LBFGS), "LBFGS"),
+        (lambda: mprun.prepare(sgd(net().parameters()), net()), "the order is prepare(model"),
+        (lambda: mprun.prepare(net(), precision=torch.float16), "must be the name of a mode"),
+        (lambda: prepared("fp8_tensorwise", nn.Conv2d(1, 1, 1)), "no nn.Linear beside its output"),
         (lambda: prepared("fp17"), "precision mode 'fp17': must be one of"),
         (lambda: prepared("tf32"), "a CPU has no TF32"),
         (lambda: prepared(scaler="dynamc"), "scaler 'dynamc': must be one of"),
@@ -354,9 +360,10 @@ def test_a_refused_model_can_still_be_prepared_once():
     model = net()
     with raises_line(ValueError, "must be one of"):
         prepared("fp17", model)
-    prepared("amp", model)
-    with raises_line(ValueError, "prepared already"):
-        prepared("amp", model)
+    prepared("amp", model.body)
+    for again in (model, model.body):
+        with raises_line(ValueError, "prepared already"):
+            prepared("amp", again)
 
 
 def test_overrides_keep_modules_in_fp32():
@@ -386,8 +393,83 @@ def test_a_state_made_like_the_parameters_is_taken_in_training_and_evaluation(mo
     model, optimizer = prepared(mode, nn.LSTM(4, 4))
     state = tuple(next(model.parameters()).new_zeros(1, 2, 4) for _ in "hc")
     outputs, _ = model(torch.randn(3, 2, 4), state)
-    optimizer.backward(outputs.sum())
+    outputs.sum().backward()
     optimizer.step()
     with torch.no_grad():
         outputs, (h, c) = model.eval()(torch.randn(3, 2, 4), state)
     assert outputs.dtype is h.dtype is c.dtype is F32
+
+
+class InParts(nn.Module):
+    """Its parts are called, by `training_step` for instance, and it keeps a term of the loss."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.encoder, self.decoder = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def gradient(self):
+        torch.manual_seed(1)
+        hidden = self.encoder(torch.randn(16, 8))
+        self.penalty = hidden.square().mean()  # between two calls: it is outside of both
+        outputs = self.decoder(hidden.relu())
+        (outputs.square().mean() + self.penalty).backward()
+        return self.encoder.weight.grad
+
+
+@pytest.mark.parametrize("mode", ["fp16_master_scaled", "amp"])
+def test_what_a_script_itself_keeps_in_the_model_is_not_scaled(mode):
+    plain = InParts().gradient()
+    model, _ = prepared(mode, InParts(), scaler=StaticLossScale(16.0))
+    # 8 roundings to 11 bits on the way; scaled twice it would be some 16 times as large.
+    assert torch.allclose(model.gradient(), plain, rtol=8 * 2.0**-11, atol=2.0**-11)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_loss_with_weights_of_classes_keeps_them_in_fp32(mode):
+    weight = torch.tensor([1.0, 1 / 3, 0.1, 0.7])  # of which 16 bits would be others
+    model = nn.ModuleDict({"net": nn.Linear(8, 4), "loss": nn.CrossEntropyLoss(weight.clone())})
+    mprun.prepare(model, sgd(model.parameters()), mode)
+    logits, labels = model["net"](torch.randn(16, 8)), torch.randint(4, (16,))
+    assert torch.equal(model["loss"](logits, labels), F.cross_entropy(logits, labels, weight))
+
+
+def test_an_optimizer_that_is_known_of_has_its_turn_before_the_scale_moves():
+    """As one that was given to prepare."""
+    model = prepared("amp")[0]
+    late = [sgd(part.parameters()) for part in (model.conv, model.head)]
+    scale = [mprun.state_of(one).scale for one in late][0]
+    scale.growth_interval, before = 1, scale.scale.item()
+    for optimizer, expected in zip(late, (before, 2 * before), strict=True):
+        loss_of(model).backward()
+        optimizer.step()
+        assert scale.scale.item() == expected
+
+
+def test_autocast_around_a_part_of_what_a_trainer_calls_in_parts_is_refused():
+    class Trained(Net):
+        def training_step(self, images):
+            return self.features(images)
+
+    model, _ = prepared("fp32", Trained())
+    with raises_line(RuntimeError, "torch.autocast is active"):
+        with torch.autocast("cpu", torch.bfloat16):
+            model.training_step(next(batches(1))[0])
+
+
+def test_an_optimizer_is_not_skipped_for_an_overflow_of_another():
+    """Two parts of one model with a loss for each, as a generator and its critic in one module."""
+    model = net()
+    optimizers = [sgd(part.parameters()) for part in (model.conv, model.head)]
+    mprun.prepare(model, optimizers, "amp")
+    of_conv, of_head = optimizers
+    (loss_of(model) * 1e30).backward()  # infinite when scaled
+    of_head.step()
+    assert mprun.state_of(of_head).last.found_inf == 1
+    of_conv.zero_grad()  # its own alone: those of the head stay infinite
+    model.head.requires_grad_(False)
+    loss_of(model).backward()
+    before = model.conv.weight.detach().clone()
+    of_conv.step()
+    assert mprun.state_of(of_conv).last.found_inf == 0
+    assert not torch.equal(model.conv.weight, before)

@@ -103,7 +103,7 @@ def test_an_explanation_names_the_module_and_puts_everything_back():
     model, optimizer = prepared("fp16_master", model, torch.optim.Adam)
 
     def states():
-        return model.state_dict(), optimizer.inner.state_dict(), torch.get_rng_state()
+        return model.state_dict(), optimizer.state_dict(), torch.get_rng_state()
 
     before = copy.deepcopy(states())
     step = stepping(optimizer, lambda: model(torch.full((2, 4), 50.0)).mean())

@@ -31,7 +31,7 @@ def recorded(folder, mode="amp", seed=0, steps=30, spoil=None, end=None, lr=0.1,
             optimizer.zero_grad()
             loss = F.cross_entropy(model(images), labels)
             loss = loss * math.inf if step + 1 == spoil else loss
-            optimizer.backward(loss)
+            loss.backward()
             optimizer.step()
             run.step(loss)
         if end is not None:
@@ -73,6 +73,24 @@ def test_the_record_of_a_run(tmp_path):
     # A second one of the same name is another directory.
     again = recorded(tmp_path / "out", "fp16_master_scaled", seed=3, steps=1)
     assert again.directory.name == "fp16_master_scaled-s3.2"
+
+
+@pytest.mark.parametrize(("mode", "dtype"), [("fp32", "fp32"), ("fp16_master", "fp16")])
+def test_the_record_says_what_was_computed(tmp_path, mode, dtype):
+    """Three calls and three passes of thirty, each with as many products.
+
+    The first pass is nobody's where a model of another mode, of a test before, was called and not
+    propagated: its evaluation has gradients.
+    """
+    audit = read_record(recorded(tmp_path, mode).directory)["audit"]
+    assert audit["watched"] in (5, 6) and audit["optimizers"] == ["SGD"]
+    forward, backward = (
+        audit["products"][f"forward {dtype}"],
+        audit["products"][f"backward {dtype}"],
+    )
+    assert len(audit["products"]) == 2  # nothing in another dtype
+    # A convolution and two layers; backward one more for each layer, and none for the images.
+    assert (forward, backward) == (3 * 3, 5 * (audit["watched"] - 3))
 
 
 def test_runs_of_three_modes_and_three_seeds_are_compared(tmp_path, capsys):
@@ -174,7 +192,7 @@ def test_a_non_finite_evaluation_is_a_divergence(tmp_path):
         ({"modules": ["nothing"], "probe_every": 1}, "matches no module"),
         ({"data": Path("nowhere")}, "no such file"),
         ({"config": {"all": list(range(200_000))}}, "must be at most"),
-        ({"optimizer": torch.optim.SGD(net().parameters(), 0.1)}, "what mprun.prepare returned"),
+        ({"optimizer": torch.optim.SGD(net().parameters(), 0.1)}, "that updates no prepared model"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line_and_nothing_written(tmp_path, options, says):
@@ -219,7 +237,7 @@ model, optimizer = mprun.prepare(model, torch.optim.SGD(model.parameters(), 0.1)
 def step():
     optimizer.zero_grad()
     loss = model(torch.ones(3, 4)).square().mean()
-    optimizer.backward(loss)
+    loss.backward()
     optimizer.step()
     return loss
 run = mprun.Run("out", optimizer, config={}, seed=0, probe_every=2)

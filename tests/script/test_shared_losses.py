@@ -18,8 +18,7 @@ def step(model, optimizers, count=5):
         for optimizer in optimizers:
             optimizer.zero_grad()
         loss = F.cross_entropy(model(inputs), labels)
-        first = optimizers[0]
-        first.backward(loss) if hasattr(first, "backward") else loss.backward()
+        loss.backward()
         for optimizer in optimizers:
             optimizer.step()
 
@@ -41,7 +40,7 @@ def test_an_optimizer_that_no_loss_has_reached_does_not_step():
     model = nn.ModuleList([nn.Linear(6, 3), nn.Linear(6, 3)])
     optimizers = [sgd(part.parameters()) for part in model]
     model, (first, second) = mprun.prepare(model, optimizers, "amp")
-    first.backward(model[0](torch.randn(4, 6)).sum())
+    (model[0](torch.randn(4, 6)).sum()).backward()
     with pytest.raises(RuntimeError, match="no gradients"):
         second.step()
 
@@ -49,11 +48,11 @@ def test_an_optimizer_that_no_loss_has_reached_does_not_step():
 def test_gradients_that_the_model_has_forgotten_say_nothing_of_the_next_step():
     """`model.zero_grad()`, as Trainers call it, is seen by the optimizer too."""
     model, optimizer = prepared("amp", network())
-    optimizer.backward(model(torch.full((4, 6), 6e4)).sum() * 1e4)
-    assert optimizer.gradients.found_inf
+    (model(torch.full((4, 6), 6e4)).sum() * 1e4).backward()
+    assert mprun.state_of(optimizer).models[0].found_inf
     model.zero_grad()
-    optimizer.backward(model(torch.randn(4, 6)).sum() * 1e-4)
-    assert not optimizer.gradients.found_inf
+    (model(torch.randn(4, 6)).sum() * 1e-4).backward()
+    assert not mprun.state_of(optimizer).models[0].found_inf
 
 
 def test_a_wrapper_that_runs_its_methods_as_its_own_shares_what_they_forget():
@@ -68,7 +67,7 @@ def test_a_wrapper_that_runs_its_methods_as_its_own_shares_what_they_forget():
             return getattr(self.optimizer, name)
 
     model, optimizer = prepared("amp", network())
-    optimizer.backward(model(torch.randn(4, 6)).sum())
+    model(torch.randn(4, 6)).sum().backward()
     Wrapper(optimizer).zero_grad()
     with pytest.raises(RuntimeError, match="no gradients"):
         optimizer.step()

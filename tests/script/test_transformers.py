@@ -8,6 +8,7 @@ from torch import nn
 
 import mprun
 from mprun.precision import DynamicLossScale
+from mprun.script import state_of
 
 from ..helpers import assert_same_bits
 from .trainers import MODES, THREE, assert_same_end, run_page
@@ -117,11 +118,12 @@ def by_hand(mode, clip=1.0, accumulate=1, steps=6):
         count = torch.tensor(accumulate * batch["labels"].numel())
         loss = model(**batch, num_items_in_batch=count).loss
         losses.append(loss.detach())
-        optimizer.backward(loss)
+        loss.backward()
         if (index + 1) % accumulate == 0:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
             optimizer.step()
-            if not (optimizer.last.found_inf is not None and optimizer.last.found_inf):
+            last = state_of(optimizer).last
+            if not (last.found_inf is not None and last.found_inf):
                 schedule.step()
             optimizer.zero_grad()
     return model, losses
@@ -173,9 +175,9 @@ def test_a_resumed_training_goes_on_as_if_never_stopped(mode, tmp_path):
     whole = trained(tmp_path, mode, save_strategy="steps", save_steps=3)
     again = trained(tmp_path, mode, resume=str(tmp_path / "checkpoint-3"))
     assert_same(again, whole.model, whole.losses[3:])
-    assert again._prepared.scale.state_dict().keys() == whole._prepared.scale.state_dict().keys()
+    assert again._steps.scale.state_dict().keys() == whole._steps.scale.state_dict().keys()
     saved = torch.load(tmp_path / "checkpoint-3" / "optimizer.pt", weights_only=False)
-    assert saved["loss_scale"]["kind"] == whole._prepared.scale.kind
+    assert saved["loss_scale"]["kind"] == whole._steps.scale.kind
     plain = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "checkpoint-6")
     assert plain.config.architectures == ["GPT2LMHeadModel"]
     for name, value in whole.model.state_dict().items():
@@ -279,18 +281,47 @@ def accelerated():
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-@pytest.mark.parametrize("wrapped", [False, True])
-@pytest.mark.parametrize("mode", ["fp32", *MODES])
-def test_the_backward_pass_of_accelerate_is_refused(mode, wrapped, accelerated):
-    accelerator, model = accelerated("no"), nn.Linear(4, 4)
-    model, optimizer = mprun.prepare(model, torch.optim.SGD(model.parameters(), 0.1), mode)
-    if wrapped:
-        model, optimizer = accelerator.prepare(model, optimizer)
-    before = model.weight.clone()
-    with pytest.raises(RuntimeError, match="optimizer.backward"):
-        accelerator.backward(model(torch.randn(8, 4)).square().mean())
+def of_accelerate(accelerated, mode, late):
+    """Its own accumulation, backward pass and clipping; the optimizer made before, or after."""
+    accelerator, model = accelerated("no"), gpt2(dropout=0.0)
+    accelerator.gradient_accumulation_steps = 2
+    optimizer = None if late else torch.optim.AdamW(model.parameters(), 1e-2, eps=1e-3)
+    if mode is not None:
+        mprun.prepare(model, optimizer, mode)
+    if optimizer is None:
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2, eps=1e-3)
+    model, optimizer, loader = accelerator.prepare(
+        model, optimizer, torch.utils.data.DataLoader(data(), batch_size=4)
+    )
+    if mode is not None:
+        assert state_of(optimizer) is state_of(optimizer.optimizer)
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(**batch).loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("mode", ["fp32", *MODES, "bf16_stochastic"])
+def test_the_loop_of_accelerate_is_the_loop_written_by_hand(mode, late, accelerated):
+    found = of_accelerate(accelerated, mode, late)
+    if mode == "fp32":
+        assert_same_bits({**found}, {**of_accelerate(accelerated, None, late)})
+    model = gpt2(dropout=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2, eps=1e-3)
+    mprun.prepare(model, optimizer, mode)
+    rows = [*torch.utils.data.DataLoader(data(), batch_size=4)]
+    for first, second in zip(rows[::2], rows[1::2], strict=True):
+        (model(**first).loss / 2).backward()
+        (model(**second).loss / 2).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-    assert torch.equal(model.weight, before)
+        optimizer.zero_grad()
+    assert_same_bits({**found}, {**model.state_dict()})
 
 
 def test_the_autocast_of_accelerate_is_refused(accelerated):

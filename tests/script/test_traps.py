@@ -11,6 +11,7 @@ from torch.nn.utils import parametrizations
 
 import mprun
 from mprun.precision import StaticLossScale
+from mprun.script.prepared_model import prepared_modules
 
 from ..helpers import assert_same_bits, raises_line
 from .networks import (
@@ -57,15 +58,24 @@ def with_autocast(model, _):
         model(IMAGES)
 
 
-def replace_parameters(model, _):
+def replace_parameters(model, optimizer):
+    """The optimizer holds those of before."""
     state = {name: value.clone() for name, value in model.state_dict().items()}
     model.load_state_dict(state, assign=True)
-    model(IMAGES)
+    loss_of(model).backward()
+    optimizer.step()
 
 
-def hook_a_weight(model, optimizer):
-    model.head.weight.register_hook(lambda gradient: gradient * 0)
-    optimizer.backward(loss_of(model))
+def with_grad_scaler(model, optimizer):
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(loss_of(model) / 16).backward()
+    scaler.step(optimizer)
+
+
+def loss_of_a_tensor_inside(model, _):
+    kept = []
+    model.body.forward = lambda x, own=model.body.forward: kept.append(own(x)) or kept[-1]
+    (loss_of(model) + kept[0].float().sum()).backward()
 
 
 def copy_within_a_call(model, _):
@@ -73,43 +83,33 @@ def copy_within_a_call(model, _):
     model(IMAGES)
 
 
-def gradients_of_inputs(model, _):
-    """They would be computed outside of the emulation, and unscaled."""
-    images = IMAGES.clone().requires_grad_()
-    torch.autograd.grad(model(images).sum(), images)
-
-
 def call_of(network, inputs):
     """A call of another network in the same mode."""
-    return lambda _, optimizer: prepared(optimizer.policy.name, network(4, 2))[0](inputs)
+    return lambda _, optimizer: prepared(mprun.state_of(optimizer).policy.name, network(4, 2))[0](
+        inputs
+    )
 
 
 MASTERS = [mode for mode in HALF_WEIGHTS if mode not in WITHOUT_MASTERS]
 # What is said of what a script does, and the modes in which that is refused.
 TRAPS = [
-    ("optimizer.backward(loss)", MODES, lambda m, o: (loss_of(m).backward(), o.step())),
-    ("torch.autograd.grad", [m for m in MODES if m != "fp32"], gradients_of_inputs),
     ("torch.autocast is active", MODES, with_autocast),
     ("torch.autocast is active", MODES, lambda m, o: with_autocast(m.eval(), o)),
-    # In eval mode it would be computed in FP32, whatever the mode.
-    ("eval mode", MODES, lambda m, o: o.backward(loss_of(m.eval()))),
-    ("that it returned", ["amp"], lambda m, o: (o.backward(loss_of(m)), o.inner.step())),
-    ("closure", ["amp"], lambda m, o: o.step(lambda: loss_of(m))),
-    ("no tensor", ["amp"], lambda m, o: o.backward(1.0)),
-    ("shape (8, 4)", ["amp"], lambda m, o: o.backward(m(IMAGES))),
-    ("was replaced after the model was prepared", MASTERS, replace_parameters),
-    ("hook on a parameter", ["fp16_master"], hook_a_weight),
+    ("no gradients", MODES, lambda m, o: o.step()),
+    ("no gradients", MODES, lambda m, o: (loss_of(m).backward(), o.zero_grad(), o.step())),
+    ("no gradients", MODES, replace_parameters),
+    ("GradScaler", [m for m in MODES if m != "fp16_naive"], with_grad_scaler),
     ("torch.float64 now", ["fp32", "amp", "fp16_master"], lambda m, o: m.double()(IMAGES)),
-    ("before mprun.prepare", ["amp"], lambda m, o: parametrizations.weight_norm(m.head)),
+    ("torch.bfloat16 now", MASTERS, lambda m, o: (m.head.bfloat16(), m(IMAGES))),
     ("within its own call", ["fp16_master"], copy_within_a_call),
-    # Master weights would undo it.
-    ("was changed in a call", ["fp16_master"], call_of(MaxNorm, torch.ones(2, 4))),
+    ("from inside of a prepared model", ["amp", "fp16_master_scaled"], loss_of_a_tensor_inside),
     ("in a Normal", ["amp", "fp16_master_scaled"], call_of(Gaussian, torch.ones(2, 4))),
     (
         "in a Holder they would pass without a cast",
         ["fp16_naive", "bf16_master"],
         call_of(Unwraps, Holder(torch.ones(2, 4))),
     ),
+    ("DataParallel", MODES, lambda m, o: m._replicate_for_data_parallel()),
 ]
 
 
@@ -127,7 +127,7 @@ def test_what_would_go_wrong_is_refused_in_a_line_that_names_the_cure(mode, says
 def test_clipping_by_torch_clips(mode, own):
     model, optimizer = prepared(mode, lr=1.0, scaler=StaticLossScale(4.0))
     before = [p.detach().clone() for p in model.parameters()]
-    optimizer.backward(100 * loss_of(model))
+    (100 * loss_of(model)).backward()
     parameters = list(model.parameters()) if own else model.conv.parameters()
     norm = torch.nn.utils.clip_grad_norm_(parameters, 0.005)
     optimizer.step()
@@ -152,7 +152,7 @@ def test_clipping_by_torch_is_that_of_the_engine(mode, build_run):
         images, labels = built.data.train_batch(index)
         torch.manual_seed(index)
         optimizer.zero_grad()
-        optimizer.backward(F.cross_entropy(model(images), labels))
+        F.cross_entropy(model(images), labels).backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
         assert norm > 0.05
         optimizer.step()
@@ -169,7 +169,7 @@ def test_zero_grad_of_the_model_forgets(mode):
         torch.manual_seed(0)
         for images, labels in batches(3):
             (model if through_model else optimizer).zero_grad()
-            optimizer.backward(F.cross_entropy(model(images), labels))
+            F.cross_entropy(model(images), labels).backward()
             optimizer.step()
         ends.append([*model.parameters()])
     assert_same_bits(*ends)
@@ -228,7 +228,7 @@ def test_a_deep_copy_computes_with_its_own_weights(mode):
 @pytest.mark.parametrize("mode", MODES)
 def test_a_call_anywhere_is_emulated(mode):
     model, _ = prepared(mode)
-    arithmetic = model.__dict__["_mprun"].arithmetic
+    arithmetic = prepared_modules(model)[""].arithmetic
     model(IMAGES)
     assert bool(arithmetic.rerouted()) == (mode != "fp32")
 
@@ -243,7 +243,7 @@ def test_a_loss_inside_the_model_is_computed_in_fp32(mode):
     assert model.seen[-1].itemsize == 2 and logits.dtype is loss.dtype is torch.float32
     # Of the very logits, in FP32; a loss in 16 bits would be off by its rounding.
     assert torch.equal(loss, F.cross_entropy(logits, labels))
-    optimizer.backward(loss)
+    loss.backward()
     optimizer.step()
 
 
@@ -276,18 +276,17 @@ def test_parameters_added_to_the_optimizer_later_train(mode):
 def test_a_weight_penalty_outside_of_the_model_counts_in_fp32(mode):
     model, optimizer = prepared(mode, nn.Linear(4, 4))
     x = torch.ones(2, 4)
-    optimizer.backward(model(x).sum())
+    model(x).sum().backward()
     without = model.weight.grad.clone()
     optimizer.zero_grad()
-    with pytest.warns(UserWarning, match="master weights"):
-        optimizer.backward(model(x).sum() + 0.5 * model.weight.square().sum())
+    (model(x).sum() + 0.5 * model.weight.square().sum()).backward()
     assert torch.equal(model.weight.grad, without + model.weight)
 
 
 def test_weights_that_a_script_changes_behind_autograd_are_used():
     """`.data` tells nobody, in the clipping of a Wasserstein critic for instance."""
     model, optimizer = prepared("fp16_master", nn.Linear(4, 4, bias=False))
-    optimizer.backward(model(torch.ones(2, 4)).sum())
+    model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
     model.weight.data.fill_(0.5)
     assert torch.equal(model(torch.ones(1, 4)), torch.full((1, 4), 2.0))
@@ -339,7 +338,7 @@ def test_backward_runs_in_the_arithmetic_of_its_own_model():
     for other, _ in others:
         other(torch.ones(1, 2))
     model, optimizer = prepared("fp16_master", nn.Embedding(4, 3))
-    optimizer.backward(model(torch.zeros(8192, dtype=torch.long)).sum())
+    model(torch.zeros(8192, dtype=torch.long)).sum().backward()
     assert model.weight.grad[0].tolist() == [8192.0] * 3
 
 
@@ -350,7 +349,7 @@ def test_gradients_of_weights_that_no_optimizer_holds_are_unscaled_too(mode):
     plain = copy.deepcopy(model)
     inner = torch.optim.SGD(model[1].parameters(), 1.0)
     model, optimizer = mprun.prepare(model, inner, mode)
-    optimizer.backward(model(torch.ones(2, 4)).square().mean() * 0.1)
+    (model(torch.ones(2, 4)).square().mean() * 0.1).backward()
     (plain(torch.ones(2, 4)).square().mean() * 0.1).backward()
     norms = [torch.nn.utils.clip_grad_norm_(own.parameters(), 1.0) for own in (model, plain)]
     # Some dozen roundings to BF16's 8 bits.
@@ -367,7 +366,7 @@ def test_a_script_that_steps_only_where_gradients_are_finite_gets_to_step(mode, 
     taken = 0
     for _ in range(20):
         (model if through_model else optimizer).zero_grad()
-        optimizer.backward(model(torch.ones(2, 4)).square().sum() * 1e3)
+        (model(torch.ones(2, 4)).square().sum() * 1e3).backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         if torch.isfinite(norm):
             optimizer.step()
@@ -387,10 +386,10 @@ def test_a_backward_pass_that_breaks_off_leaves_gradients_as_they_were(mode):
             raise ValueError("no")
 
     model, optimizer = prepared(mode, nn.Linear(4, 4))
-    optimizer.backward(model(torch.ones(2, 4)).square().mean() * 0.1)
+    (model(torch.ones(2, 4)).square().mean() * 0.1).backward()
     before = model.weight.grad.clone()
     with pytest.raises(ValueError, match="no"):
-        optimizer.backward(Breaks.apply(model(torch.ones(2, 4))).sum())
+        Breaks.apply(model(torch.ones(2, 4))).sum().backward()
     assert torch.equal(model.weight.grad, before)
 
 
@@ -400,36 +399,13 @@ def test_states_made_before_preparing_are_in_the_dtype_of_the_weights():
     assert all(state["sum"].dtype is torch.float16 for state in optimizer.state.values())
 
 
-def test_a_model_that_was_updated_meanwhile_is_refused():
-    g, d = nn.Linear(4, 4), nn.Linear(4, 1)
-    (g, of_g), (d, of_d) = prepared("amp", g), prepared("amp", d)
-    y = d(g(torch.ones(2, 4)))
-    of_d.backward(y.mean(), retain_graph=True)
-    of_d.step()
-    with pytest.raises(RuntimeError, match="updated between its call"):
-        of_g.backward(-y.mean())
-
-
 def test_statistics_collected_without_gradients_are_kept_by_a_skip():
     model, optimizer = prepared("amp")
     with torch.no_grad():
         model(IMAGES)
-    optimizer.backward(loss_of(model) * float("inf"))
+    (loss_of(model) * float("inf")).backward()
     optimizer.step()
-    assert optimizer.last.found_inf == 1 and model.norm.num_batches_tracked == 1
-
-
-def test_weights_join_an_optimizer_between_two_steps_alone():
-    model = net()
-    optimizer = torch.optim.SGD(model.conv.parameters(), 0.1)
-    model, optimizer = mprun.prepare(model, optimizer, "fp16_master")
-    optimizer.backward(loss_of(model))
-    with raises_line(RuntimeError, "after optimizer.step"):
-        optimizer.add_param_group({"params": list(model.head.parameters())})
-    optimizer.step()
-    optimizer.add_param_group({"params": list(model.head.parameters())})
-    with raises_line(ValueError, "groups of its optimizer"):
-        prepared("amp", model)
+    assert mprun.state_of(optimizer).last.found_inf == 1 and model.norm.num_batches_tracked == 1
 
 
 def test_what_cuda_cannot_compute_in_fp16_an_override_computes():
@@ -442,5 +418,5 @@ def test_what_cuda_cannot_compute_in_fp16_an_override_computes():
     with pytest.raises(NotImplementedError, match="its module by an override"):
         model(torch.randn(2, 4))
     model, optimizer = prepared("fp16_master", parametrized(), overrides={"0": "fp32"})
-    optimizer.backward(model(torch.randn(2, 4)).sum())
+    model(torch.randn(2, 4)).sum().backward()
     optimizer.step()

@@ -19,6 +19,7 @@ OWN = ("execution", "models", "precision", "tasks")
 SUPERVISED = {
     "execution/step_runner.py",
     "precision/emulation.py",
+    "precision/gradients.py",
     "precision/loss_scale.py",
     "precision/optimizer.py",
     "precision/single_pass_cpu.py",
@@ -68,5 +69,6 @@ def test_one_step_in_the_middle_of_a_run(model, tmp_path):
     finally:
         loop.logger.close()
     assert {file for file in files if file.startswith(OWN)} == SUPERVISED | CASES[model]
-    # The loop, what it keeps of a step, and the source of its data.
-    assert len(files) <= 16
+    # The loop, what it keeps of a step, and the source of its data. Hooks on passes and steps are a
+    # script's, of another test.
+    assert len([file for file in files if not file.startswith("script/")]) <= 17

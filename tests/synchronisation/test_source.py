@@ -43,6 +43,7 @@ WHOLE = {
     "precision/loss_scale.py": {"_add", "_number", "checked_scale", "within", "between"},
     "precision/optimizer.py": set(),
     "precision/update.py": set(),
+    "precision/gradients.py": set(),
     "precision/row_updates.py": set(),
     # Settings of the optimizer: numbers of the host.
     "precision/single_pass_triton.py": {"_launch", "_rate"},

@@ -1,0 +1,51 @@
+"""Each training loop is in every mode what the plain script is, or refused in one line.
+
+In FP32 that means every bit; in the other modes weights move as in FP32 up to the mode's rounding.
+"""
+
+import pytest
+
+from .loop_outcomes import ALL, FP8, MAY_BE_FAR, MAY_RAISE, MUST_REFUSE, fault, outcome
+from .loops import LOOPS
+
+# The baseline, and the mode with the most machinery: copies of weights and a loss scale.
+TWO = ["fp32", "fp16_master_scaled"]
+# A second each, nearly all of it the compiler's own.
+COMPILED = {name for name in LOOPS if name.startswith("compile")} - {"compile_after"}
+
+
+def cases():
+    for name in LOOPS:
+        for mode in sorted(ALL, key=lambda mode: (mode not in TWO, mode)):
+            slow = mode not in TWO or name in COMPILED
+            yield pytest.param(name, mode, marks=[pytest.mark.slow] if slow else [])
+
+
+@pytest.mark.parametrize(("name", "mode"), list(cases()))
+def test_a_loop_is_what_the_plain_script_is(name, mode):
+    assert not fault(name, mode, outcome(name, mode))
+
+
+def test_what_is_excused_is_a_loop():
+    assert {*MUST_REFUSE, *MAY_RAISE, *MAY_BE_FAR} <= {*LOOPS}
+
+
+def slower(model, optimizer, mode, **_):
+    """Prepare nothing, and take steps of half the size."""
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.5
+    return model, optimizer
+
+
+def idle(model, optimizer, mode, **_):
+    """Prepare nothing."""
+    return model, optimizer
+
+
+@pytest.mark.parametrize("mode", sorted(ALL))
+def test_a_wrong_engine_is_found_out(mode):
+    assert not fault("basic", "fp32", outcome("basic", "fp32", idle))
+    assert (mode == "fp32") != bool(fault("basic", mode, outcome("basic", mode, idle)))
+    assert fault("half_before", mode, outcome("half_before", mode, idle))
+    if mode not in FP8:  # whose gradients may be off by half
+        assert fault("basic", mode, outcome("basic", mode, slower))
