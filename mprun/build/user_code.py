@@ -21,6 +21,7 @@ from mprun.config.rules import nearest
 from mprun.data.source import Source
 from mprun.errors import BadInput, MprunError, raised
 from mprun.precision import ForwardContext, PrecisionPolicy, cast_model, ieee_fp32
+from mprun.precision.audit import Audit, Contradiction
 from mprun.precision.casting import those_that_match
 from mprun.precision.random_states import random_states, restore_random_states
 
@@ -68,7 +69,7 @@ def blaming(what: str) -> Iterator[None]:
     """BadInput that begins with `what` for anything raised inside that may be its fault."""
     try:
         yield
-    except MprunError:
+    except (MprunError, Contradiction):
         raise
     except Exception as error:
         if is_out_of_memory(error):
@@ -151,16 +152,16 @@ class Trial:
                 matching = {p: overrides[p] for p in those_that_match(network, overrides)}
                 cast_model(network.train(), policy, matching)
             mode = f"in precision={policy.name}"
-            with arithmetic:
-                outputs = self._forward(first, more, policy, mode, arithmetic.autocast)
-                total = torch.stack([output.float().sum() for output in outputs]).sum()
-                with blaming(f"{self.name}: backward {mode}"):
-                    total.backward()
-            if missing := arithmetic.missing():
-                raise BadInput(
-                    f"{self.name} precision={policy.name}: no operation of the network ran in "
-                    f"{missing}; there is nothing to compare"
-                )
+            audit = Audit(arithmetic)
+            try:
+                with audit.watching_step(), arithmetic:
+                    outputs = self._forward(first, more, policy, mode, arithmetic.autocast)
+                    total = torch.stack([output.float().sum() for output in outputs]).sum()
+                    with blaming(f"{self.name}: backward {mode}"):
+                        total.backward()
+                audit.check_happened()
+            except Contradiction as error:
+                raise BadInput(f"{self.name} {error}") from error
 
     def _forward(
         self, first: Tensor, more: tuple[Tensor, ...], policy, how: str, autocast

@@ -69,6 +69,7 @@ class RunData:
     judged: np.ndarray | None = None  # of a foreign log the steps whose values are its outcome
     repeats: list[str] = field(default_factory=list)  # of it that ended as well: their paths
     half_products: str = ""  # as recorded: "none", "emulated-fp16", "native-bf16"
+    audit: dict[str, Any] = field(default_factory=dict)  # as recorded; empty: not watched
 
 
 def is_gan(keys: dict[str, Any]) -> bool:
@@ -190,6 +191,7 @@ class Row:
     saved_ratio: float | None = None
     first_steps: float | None = None  # median |relative loss difference| over steps 1 to 20
     gap: Gap | None = None  # over steps
+    audit: dict[str, Any] | None = None  # what was computed, see `computed.audit_of`
     notes: list[str] = field(default_factory=list)
 
     @property

@@ -160,6 +160,7 @@ def load_run(directory: Path, record: dict[str, Any]) -> RunData:
             saved_bytes=memory.get("saved_for_backward_bytes"),
             flags=precision.get("flags", {}),
             half_products=precision.get("half_products") or "",
+            audit=record.get("audit") or {},
             environment=environment,
             sample_grid=_newest_samples(directory),
         )

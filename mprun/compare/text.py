@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from mprun.compare.computed import products_text
 from mprun.compare.findings import Comparison, Gap, Group, Row, Verdict
 from mprun.config.metrics import IN_POINTS
 from mprun.record.console import columns, markdown_table
@@ -224,12 +225,29 @@ def cells(group: Group, row: Row) -> dict[str, str]:
         "mean": mean_text(group, row),
         "difference": "" if own else difference_text(group, verdict),
         "seeds": _counted_text(group, row),
+        "products": _products_cell(group, row),
         "skipped updates": "" if row.skipped is None else count_text(row.skipped),
         "loss scale": scale_text(row.scale_range),
         "speed": speed,
         "peak memory": peak,
         "kept for backward": "" if own else ratio_text(row.saved_ratio),
     }
+
+
+def _products_cell(group: Group, row: Row) -> str:
+    """ "fp16 85 % (fp32 15 %)"; empty where no run of the group was watched."""
+    if not any(other.audit for other in group.every_row):
+        return ""
+    first, comma, rest = products_text(row.audit).partition(", ")
+    return f"{first} ({rest})" if comma else first
+
+
+def computed_text(group: Group) -> str:
+    """In which dtypes each mode computed its products, in a sentence; empty where nobody knows."""
+    if not any(row.audit for row in group.every_row):
+        return ""
+    told = (f"{row.arm.label}: {products_text(row.audit)}" for row in group.every_row)
+    return f"Products computed in: {'; '.join(told)}."
 
 
 def counted_name(group: Group) -> str:
@@ -333,7 +351,7 @@ def console(comparison: Comparison) -> str:
         means = {row.arm.label: mean_text(group, row).partition(" (")[2] for row in group.every_row}
         said += [f"{label}: mean over {seeds[:-1]}" for label, seeds in means.items() if seeds]
         said += [f"note: {note}" for note in notes_of(group)]
-        how = _wrapped([judged(comparison, group)])
+        how = _wrapped(filter(None, [judged(comparison, group), computed_text(group)]))
         parts.append(f"{group.title}{how}\n\n{_aligned(group)}\n{_wrapped(said)}")
     if comparison.not_compared:
         parts.append("not compared:" + _wrapped(comparison.not_compared))
@@ -373,7 +391,9 @@ def _aligned(group: Group) -> str:
     """The table of a terminal: columns as wide as their longest cell, numbers to the right."""
     heads = {"mean": group.metric, "skipped updates": "skipped", "loss scale": "scale"}
     heads["seeds"] = counted_name(group)
-    header, *rows = table(group, heads | {"peak memory": "memory", "kept for backward": ""})
+    header, *rows = table(
+        group, heads | {"peak memory": "memory", "kept for backward": "", "products": ""}
+    )
     # A sentence tells of which seeds; a line has no room.
     means = [head == group.metric for head in header]
     rows = [
@@ -426,7 +446,8 @@ def results(comparison: Comparison) -> dict[str, Any]:
     differs (key -> [baseline's, own]), skipped (updates, all seeds), scale_range, samples_per_s
     (median), speedup, peak_bytes, memory_ratio, saved_ratio, emulated (speed and peak memory are
     the emulation's, not the mode's), first_steps (median relative
-    difference of the training loss over steps 1 to 20), gap, notes.
+    difference of the training loss over steps 1 to 20), audit (what was computed in the watched
+    steps: `computed.audit_of`; null: not watched), gap, notes.
 
     Verdict: name, sentence, method, seeds, baseline_seeds, level, needed (about so many more
     seeds), look, least_margin (no smaller one can be shown with these seeds), left_out (runs, and
@@ -471,6 +492,7 @@ def _row_results(group: Group, row: Row) -> dict[str, Any]:
         **_fields(
             row, (*measured, "peak_bytes", "memory_ratio", "saved_ratio", "emulated", "first_steps")
         ),
+        "audit": row.audit,
         "gap": None if row.gap is None else _gap_results(row.gap),
         "notes": row.every_note,
     }

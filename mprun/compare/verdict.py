@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mprun.compare import equivalence
+from mprun.compare.computed import audit_notes, audit_of
 from mprun.compare.divergence import (
     baseline_progress,
     curve_facts,
@@ -499,7 +500,8 @@ def _row(arm: Arm, baseline: Arm, verdict: Verdict, own: list[Outcome]) -> Row:
         peak_bytes=costs[1],
         memory_ratio=memory_ratio,
         saved_ratio=saved_ratio,
-        notes=post_mortems(arm.runs),
+        audit=audit_of(arm.runs),
+        notes=post_mortems(arm.runs) + audit_notes(arm.runs),
     )
 
 

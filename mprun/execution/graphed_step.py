@@ -193,6 +193,11 @@ class GraphedStep:
         self._recordings: dict[bool, _Recording] = {}
         self._inputs: FixedInputs | None = None
 
+    @property
+    def is_eager(self) -> bool:
+        """Whether the next step is neither recorded nor replayed nor timed."""
+        return self.off is not None or self.eager < WARM_UP
+
     def step(self, index: int, measure: bool) -> dict[str, Tensor]:
         """Step `index` (from 0) as `task.train_step`; the tensors returned belong to the caller."""
         self.task.step = index

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mprun.errors import BadInput
+from mprun.errors import BadInput, MprunError
 from mprun.execution.graphed_step import GraphedStep
 from mprun.precision import MixedPrecisionOptimizer
+from mprun.precision.audit import Audit, Contradiction, next_due
 from mprun.precision.torch_update import is_fused
 from mprun.tasks.task import Task, TrainState
 
@@ -211,6 +212,8 @@ class StepRunner:
 
     Attributes:
         skipped: steps with a skipped update so far, int64, 0-dim, on the device.
+        audit: of the steps that are taken, see `Audit`; compiled and replayed ones, which run no
+            operation one by one, it does not see.
 
     The first step is eager and uncompiled, so that it can be watched operation by operation. It
     is the step that compiles from the second one on; a graph is captured a few steps later.
@@ -231,6 +234,13 @@ class StepRunner:
         self.stream, self.settings = stream, dict(settings)
         self.taken = 0
         self.skipped = torch.zeros((), dtype=torch.int64, device=device)
+        parameters = {
+            f"{label}.{name}": parameter
+            for label, learner in task.learners.items()
+            for name, parameter in learner.model.named_parameters()
+        }
+        self.audit = Audit(task.arithmetic, parameters)
+        self._watched_at = 1  # the number of the next step that is
 
     def step(self, index: int, measure: bool = False) -> dict[str, Tensor]:
         """Set the rate, take step `index` (from 0), count a skipped update; no synchronisation.
@@ -243,10 +253,19 @@ class StepRunner:
 
         Raises:
             BadInput: train.compile, or a CUDA graph that is required, turns out to be impossible.
-            MprunError: what the data source raises.
+            MprunError: what the data source raises, and where the step contradicts the mode.
         """
         self.taken += 1
-        return self._advance(self._take, index, measure)
+        if self.taken != self._watched_at:
+            return self._advance(self._take, index, measure)
+        self._watched_at = 1 + next_due(self.taken - 1)
+        if not self._is_eager():
+            return self._advance(self._take, index, measure)
+        try:
+            with self.audit.watching_step():
+                return self._advance(self._take, index, measure)
+        except Contradiction as error:
+            raise MprunError(str(error)) from error
 
     def eager_step(self, index: int, measure: bool = False) -> dict[str, Tensor]:
         """The same by the task alone, neither compiled anew nor replayed."""
@@ -259,6 +278,12 @@ class StepRunner:
             if "found_inf" in metrics:
                 self.skipped.add_(metrics["found_inf"].to(torch.int64))
         return metrics
+
+    def _is_eager(self) -> bool:
+        """Return whether the step that comes now runs operation by operation, for certain."""
+        if self.compilation is not None:
+            return self.taken == 1
+        return self.graph is None or self.graph.is_eager
 
     def _take(self, index: int, measure: bool) -> dict[str, Tensor]:
         if self.compilation is not None and self.taken == 2:
@@ -299,6 +324,24 @@ class StepRunner:
         """
         if self.graph is not None and self.graph.replayed:
             torch.cuda.empty_cache()
+
+    def check_happened(self) -> None:
+        """Raise MprunError if none of the watched steps computed as the mode says."""
+        try:
+            self.audit.check_happened()
+        except Contradiction as error:
+            raise MprunError(str(error)) from error
+
+    def audit_result(self) -> dict[str, Any]:
+        """What was computed in the watched steps, and which steps cannot be; for run.json."""
+        found = self.audit.result()
+        found["optimizers"] = sorted({type(own.inner).__name__ for own in self.rate.optimizers})
+        unseen = []
+        if self.graph is not None and self.graph.replayed:
+            unseen.append("replayed steps (CUDA graph)")
+        if self.compilation is not None and self.compilation.seconds is not None:
+            unseen.append(f"compiled steps (train.compile={self.compilation.mode})")
+        return found | ({"not_watched": ", ".join(unseen)} if unseen else {})
 
     @property
     def description(self) -> dict[str, str | float | int]:

@@ -90,6 +90,18 @@ class Throughput(TypedDict, total=False):
     data_wait: float
 
 
+class AuditRecord(TypedDict, total=False):
+    """What was computed in the watched steps (`precision.audit`). products: "forward fp16" ->
+    number. not_watched: what steps could not be."""
+
+    watched: _Count
+    products: dict[str, _Count]
+    left_the_model: list[str]
+    written_in_a_call: list[str]
+    optimizers: list[str]
+    not_watched: str
+
+
 class RunRecord(TypedDict, total=False):
     """run.json, of any attempt and however it ended."""
 
@@ -119,6 +131,7 @@ class RunRecord(TypedDict, total=False):
     operations: dict[str, Any]
     memory_by_kind: dict[str, dict[str, _Count]]
     emulated: dict[str, _Count]
+    audit: AuditRecord
     seconds: float
     execution: dict[str, str | float]  # `StepRunner.description`
     data_before_repair: list[str]

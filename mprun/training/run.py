@@ -32,13 +32,13 @@ from mprun.errors import (
     PREEMPTED,
     STATUS_EXIT_CODE,
     BadInput,
-    MprunError,
     RankFailed,
     Resource,
 )
 from mprun.numerics.probe import chosen_modules
 from mprun.numerics.replay import Snapshot
 from mprun.precision import pin_math_flags, read_math_flags
+from mprun.precision.audit import combined
 from mprun.precision.random_states import restore_dropout_state
 from mprun.record.metrics import TensorBoardView
 from mprun.record.run_directory import (
@@ -243,6 +243,7 @@ def _attempt(
 ) -> int:
     started = time.perf_counter()
     earlier = record.get("data", {})  # of the attempt before this one
+    watched = [record["audit"]] if "audit" in record else []
     record |= _beginning(config, built, record) | {"attempts": record["attempts"] + 1}
     write_json(directory / "run.json", record)
     if built.task.ranks.world > 1:
@@ -253,12 +254,13 @@ def _attempt(
         record.update(ending)
         record["data"] |= replaced(built.data, earlier)
         record["execution"] = built.stepper.description
+        record["audit"] = combined([*watched, built.stepper.audit_result()])
         write_json(directory / "run.json", record)
 
     try:
         with closing(built.data), built.stepper.on_stream(), _heard(built):
             outcome = train(built, config, directory, interruption, start)
-        _check_honoured(built)
+        built.stepper.check_happened()
     except BaseException as error:
         stopped = isinstance(error, KeyboardInterrupt)  # the second time, or in between: at once
         with suppress(OSError):  # where the disk is full, the first error is the one to tell
@@ -382,14 +384,6 @@ def _result(outcome: Outcome, built: Built, seconds: float) -> dict:
         "seconds": round(seconds, 3),
         "ended": _now(),
     }
-
-
-def _check_honoured(built: Built) -> None:
-    """A 16-bit mode on a CPU in which nothing was computed as asked for is a bug, not a result."""
-    if missing := built.arithmetic.missing():
-        raise MprunError(
-            f"precision={built.policy.name}: no operation ran in {missing}; the mode did not happen"
-        )
 
 
 def resolve_device(name: str) -> torch.device:

@@ -360,7 +360,7 @@ class Run:
 
     def _log_step(self, wait: bool = False) -> None:
         """Record the step just taken."""
-        groups = next(iter(self.task.prepared.values())).param_groups
+        groups = next(iter(self.task.prepared.values())).optimizer.param_groups
         self._records.extra[self.steps] = {"lr": float(groups[0]["lr"])} | self._extra
         self._flush(logged=True, wait=wait)
 
@@ -407,6 +407,7 @@ class Run:
             "throughput": {"samples_per_s": speed, "windows": windows, "sample": "step"},
             "memory": memory.higher({}, self.task.device),
             "emulated": self.task.arithmetic.rerouted(),
+            "audit": self.task.audit(),
             "seconds": round(time.perf_counter() - self._started, 3),
             "ended": _now(),
         }
@@ -435,7 +436,7 @@ class Run:
                 **{str(k): _plain(v) for k, v in config.items() if not _of_arm(k, v, seed)},
             },
             "model": {"parameters": hashlib.sha256(_canonical(shapes)).hexdigest()},
-            "optim": {n: _settings(o.inner) for n, o in self.task.prepared.items()},
+            "optim": {n: _settings(o.optimizer) for n, o in self.task.prepared.items()},
             "precision": _precision(first.policy, first.models[0].overrides),
             "scaler": _scaler(first.scaler_name, first.scale, len(self.task.loss_scales)),
         }

@@ -1,0 +1,231 @@
+"""What an arm really computed: watched in its first steps, then in one of a thousand.
+
+A mode says in which dtype products run. Code inside of a model can say otherwise without a word
+(`torch.autocast` in its `forward`, TF32 switched on later), and then a comparison compares
+something else. So every arm is watched, FP32 too; a contradiction ends it in one line, and what
+was seen is a part of the record.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mprun.precision.emulation import PRODUCTS, ForwardContext
+from mprun.precision.policy import DTYPE_NAMES, read_math_flags
+from mprun.precision.recurrent import LAYERS
+
+FIRST = 3  # watched one after the other
+RARELY = 1000  # then one in so many
+_ATTENTION = [
+    f"_scaled_dot_product_{kind}{end}"
+    for kind in ("flash_attention", "flash_attention_for_cpu", "efficient_attention")
+    + ("cudnn_attention",)
+    for end in ("", "_backward")
+]
+_RECURRENT = [
+    *("mkldnn_rnn_layer", "_thnn_fused_lstm_cell", "_cudnn_rnn", "_cudnn_rnn_backward"),
+    *(layer.__name__ for layer in LAYERS),
+]
+_WATCHED = frozenset([*PRODUCTS, "scaled_mm", "mkldnn_linear", *_ATTENTION, *_RECURRENT])
+NONE: Mapping[str, Tensor] = MappingProxyType({})
+
+
+class Contradiction(RuntimeError):
+    """What was computed is not what the mode says; one line."""
+
+
+def is_due(number: int) -> bool:
+    """Return whether the call, pass or step after `number` others is watched."""
+    return number < FIRST or number % RARELY == 0
+
+
+def next_due(number: int) -> int:
+    """Return the next number after `number` that is due."""
+    number += 1
+    return number if number < FIRST else number + -number % RARELY
+
+
+class Audit(TorchDispatchMode):
+    """Counts the products that run inside of it by phase and dtype.
+
+    To be entered behind the emulation, which computes in FP32 what the model asks for in 16 bits:
+    what is counted is what the model asks for. A recurrent layer that the emulation computes whole
+    counts as one product, each way. Costs some microseconds an operation, and waits for nothing.
+
+    Args:
+        arithmetic: of the arm.
+        parameters: name -> parameter, looked at for writes whenever this is entered; none for a
+            model that looks by itself. A write through `.data` is not seen.
+
+    Attributes:
+        products: (phase, dtype) -> number of products.
+        left: places from which tensors left the model beside its outputs, "module.attribute".
+        written: parameters that a call of the model wrote to, by name.
+        optimizers: classes of the optimizers that updated its parameters.
+        watched: number of calls and passes, or of steps.
+    """
+
+    def __init__(self, arithmetic: ForwardContext, parameters: Mapping[str, Tensor] = NONE):
+        super().__init__()
+        self.arithmetic, self.parameters = arithmetic, parameters
+        self.products: Counter[tuple[str, torch.dtype]] = Counter()
+        self.left: set[str] = set()
+        self.written: set[str] = set()
+        self.optimizers: set[str] = set()
+        self.watched = 0
+        policy = arithmetic.policy
+        self._allowed = {torch.float32, torch.float64, torch.complex64, torch.complex128}
+        self._wanted = dict.fromkeys((*arithmetic.half_dtypes, *policy.formats))
+        self._allowed.update(self._wanted)
+        if torch.float16 in self._wanted:
+            self._allowed.add(torch.complex32)
+        self._versions: list[int] = []
+
+    def __enter__(self) -> Audit:
+        self._versions = [own._version for own in self.parameters.values()]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        now = [own._version for own in self.parameters.values()]
+        for name, version, before in zip(self.parameters, now, self._versions, strict=True):
+            if version != before:
+                self.written.add(name)
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        name = func._schema.name.rpartition("::")[2]
+        if name.removesuffix("_") in _WATCHED:
+            dtype = next(
+                (arg.dtype for arg in args if isinstance(arg, Tensor) and _is_number(arg)), None
+            )
+            if dtype is not None:
+                backward = torch._C._current_graph_task_id() != -1
+                self.products["backward" if backward else "forward", dtype] += 1
+                # In a backward pass of a script it may be one of the script's, behind the model.
+                is_own = not backward or self.arithmetic.watcher is self
+                if dtype not in self._allowed and is_own:
+                    self._refuse(name, dtype)
+        return func(*args, **(kwargs or {}))
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Count what runs within, and check the switches of torch."""
+        with self._beginning(), self:
+            yield
+
+    @contextmanager
+    def watching_step(self) -> Iterator[None]:
+        """Count what runs within where the arithmetic is entered: forward and backward passes."""
+        with self._beginning():
+            self.arithmetic.watcher = self
+            try:
+                yield
+            finally:
+                self.arithmetic.watcher = None
+
+    @contextmanager
+    def _beginning(self) -> Iterator[None]:
+        """Check the switches of torch, and count what is watched to its end."""
+        self._check_flags()
+        before = self.arithmetic.recurrent_layers()
+        yield
+        self.products.update(self.arithmetic.recurrent_layers() - before)
+        self.watched += 1
+
+    def check_happened(self) -> None:
+        """Raise Contradiction if the mode has not happened: no product ran in its dtype.
+
+        Of what was watched to its end; where there is none the question is open.
+        """
+        if not self.watched:
+            return
+        arithmetic, seen = self.arithmetic, {dtype for _, dtype in self.products}
+        missing = arithmetic.missing()
+        if seen.intersection(self._wanted):
+            formats = arithmetic.policy.products
+            if formats is None or seen.intersection(formats.formats):
+                missing = None
+        elif self.products and self._wanted and missing is None:
+            missing = arithmetic.kind()
+        if missing is not None:
+            raise Contradiction(
+                f"precision={arithmetic.policy.name}: no operation of the network ran in "
+                f"{missing}; there is nothing to compare"
+            )
+
+    def result(self) -> dict[str, Any]:
+        """As run.json has it."""
+        counts = (
+            (f"{phase} {self._name(dtype)}", n) for (phase, dtype), n in self.products.items()
+        )
+        return {
+            "watched": self.watched,
+            "products": dict(sorted(counts)),
+            "left_the_model": sorted(self.left),
+            "written_in_a_call": sorted(self.written),
+            "optimizers": sorted(self.optimizers),
+        }
+
+    def _name(self, dtype: torch.dtype) -> str:
+        """Of a dtype in which products run: those of FP32 may be TF32's."""
+        is_tf32 = dtype is torch.float32 and self.arithmetic.policy.fp32_math == "tf32"
+        return "tf32" if is_tf32 else _name(dtype)
+
+    def _check_flags(self) -> None:
+        """Raise Contradiction where FP32 products on a GPU are not what the mode says; a CPU does
+        not read these switches."""
+        if self.arithmetic.device.type != "cuda":
+            return
+        wanted = self.arithmetic.policy.fp32_math
+        for name, value in read_math_flags().items():
+            if name.startswith("cu") and name.endswith("fp32_precision") and value != wanted:
+                raise Contradiction(
+                    f"precision={self.arithmetic.policy.name}: torch.backends.{name} was set to "
+                    f"{value!r} later; must stay {wanted!r}"
+                )
+
+    def _refuse(self, operation: str, dtype: torch.dtype) -> None:
+        allowed = ", ".join(_name(wanted) for wanted in (*self._wanted, torch.float32))
+        raise Contradiction(
+            f"precision={self.arithmetic.policy.name}: {operation} inside of the model computes in "
+            f"{_name(dtype)}, must be in {allowed}; remove torch.autocast and casts from forward"
+        )
+
+
+def combined(results: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return several results of `Audit.result` as one: counts added up, names each once.
+
+    What was not watched is that of the newest.
+    """
+    found: dict[str, Any] = {"watched": 0, "products": {}}
+    found |= {name: [] for name in ("left_the_model", "written_in_a_call", "optimizers")}
+    for result in results:
+        found["watched"] += result.get("watched", 0)
+        for name, count in result.get("products", {}).items():
+            found["products"][name] = found["products"].get(name, 0) + count
+        for name in ("left_the_model", "written_in_a_call", "optimizers"):
+            found[name] = sorted({*found[name], *result.get(name, ())})
+        if "not_watched" in result:
+            found["not_watched"] = result["not_watched"]
+    found["products"] = dict(sorted(found["products"].items()))
+    return found
+
+
+def _is_number(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _name(dtype: torch.dtype) -> str:
+    return DTYPE_NAMES.get(dtype, str(dtype).removeprefix("torch."))

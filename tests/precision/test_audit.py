@@ -1,0 +1,235 @@
+"""The audit counts what a model computes, by hand counts, and refuses what contradicts its mode."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from mprun.precision import ForwardContext, cast_model, get_policy, ieee_fp32, pin_math_flags
+from mprun.precision.audit import Audit, Contradiction, combined, is_due, next_due
+
+from ..helpers import network, raises_line
+from ..shipped import MODES
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+ON_A_CPU = [mode for mode in MODES if get_policy(mode).fp32_math == "ieee"]
+
+
+class Half(nn.Module):
+    """A linear layer that computes in `dtype` whatever it is told."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.layer, self.dtype = nn.Linear(4, 4), dtype
+
+    def forward(self, x):
+        with torch.autocast("cpu", dtype=self.dtype):
+            return self.layer(x)
+
+
+def stepped(model, mode, inputs, *, before=lambda: None, **overrides):
+    """The audit of one step of `model` in `mode`: as a task of mprun takes it."""
+    policy = get_policy(mode)
+    cast = cast_model(model, policy, overrides)
+    arithmetic = ForwardContext(policy, CPU, overrides=overrides.values())
+    audit = Audit(arithmetic, dict(model.named_parameters()))
+    inputs = policy.cast_inputs(inputs)
+    with audit.watching_step():
+        before()
+        with arithmetic:
+            with arithmetic.autocast():
+                outputs = cast.module(inputs)
+            outputs.float().square().sum().backward()
+    return audit
+
+
+@pytest.mark.parametrize("mode", [m for m in ON_A_CPU if get_policy(m).products is None])
+def test_products_of_two_layers_are_those_counted_by_hand(mode):
+    """Forward one product a layer; backward two, but one of the first, whose input needs none."""
+    audit = stepped(network(), mode, torch.randn(5, 6))
+    dtype = get_policy(mode).half_dtype or F32
+    assert audit.products == {("forward", dtype): 2, ("backward", dtype): 3}
+    assert (audit.watched, audit.written) == (1, set())
+    audit.check_happened()
+
+
+def test_fp8_counts_by_the_format_of_the_left_operand():
+    """Of two layers the output layer stays in BF16; the weight's gradient is e5m2 times e4m3."""
+    audit = stepped(network(16, 16, 16), "fp8_tensorwise", torch.randn(16, 16))
+    e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
+    hand = {("forward", e4m3): 1, ("forward", BF16): 1}
+    hand |= {("backward", e5m2): 1, ("backward", BF16): 2}
+    assert audit.products == hand
+    audit.check_happened()
+
+
+def test_a_layer_that_an_override_keeps_in_fp32_counts_there():
+    audit = stepped(network(), "fp16_master", torch.randn(5, 6), **{"2": F32})
+    hand = {("forward", F16): 1, ("forward", F32): 1, ("backward", F16): 1, ("backward", F32): 2}
+    assert audit.products == hand
+
+
+def test_a_recurrent_layer_that_is_emulated_whole_counts_once_each_way():
+    class Sequence(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.LSTM(4, 4)
+
+        def forward(self, x):
+            return self.layer(x)[0]
+
+    audit = stepped(Sequence(), "fp16_master", torch.randn(3, 2, 4))
+    assert audit.products == {("forward", F16): 1, ("backward", F16): 1}
+    audit.check_happened()
+
+
+@pytest.mark.parametrize(
+    ("mode", "inside"),
+    [("fp32", BF16), ("fp32", F16), ("amp", BF16), ("fp16_naive", BF16), ("amp_bf16", F16)],
+)
+def test_another_dtype_inside_of_the_model_is_refused(mode, inside):
+    model = nn.Sequential(nn.Linear(4, 4), Half(inside))
+    name = {F16: "fp16", BF16: "bf16"}[inside]
+    with raises_line(Contradiction, f"precision={mode}: ", f" computes in {name}, must be in "):
+        stepped(model, mode, torch.randn(2, 4))
+
+
+def test_a_contradiction_in_the_backward_pass_is_refused():
+    class Back(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return (gradient.bfloat16() @ torch.eye(4, dtype=BF16)).float()
+
+    class Model(nn.Linear):
+        def forward(self, x):
+            return Back.apply(super().forward(x))
+
+    with raises_line(Contradiction, "precision=fp32: mm inside of the model computes in bf16"):
+        stepped(Model(4, 4), "fp32", torch.randn(2, 4))
+
+
+def test_fp32_inside_of_a_mode_is_counted_and_allowed():
+    class Wide(nn.Linear):
+        def forward(self, x):
+            return F.linear(x.float(), self.weight.float()).to(x.dtype)
+
+    model = nn.Sequential(nn.Linear(4, 4), Wide(4, 4))
+    audit = stepped(model, "fp16_master", torch.randn(2, 4))
+    assert audit.products["forward", F32] == audit.products["forward", F16] == 1
+    audit.check_happened()
+
+
+@pytest.mark.parametrize("mode", ["fp32", "tf32", "fp16_master"])
+def test_tensor_float_32_that_is_switched_later_is_refused_on_a_gpu(mode):
+    """By the switches alone, which are there without a GPU too."""
+    wanted = get_policy(mode).fp32_math
+    other = {"ieee": "tf32", "tf32": "ieee"}[wanted]
+    pin_math_flags(wanted)
+    try:
+        audit, of_cpu = (
+            Audit(ForwardContext(get_policy(mode), device, native=True)) for device in (CUDA, CPU)
+        )
+        with audit.watching_step():
+            pass
+        torch.backends.cudnn.conv.fp32_precision = other
+        with raises_line(Contradiction, "cudnn.conv.fp32_precision", f"must stay {wanted!r}"):
+            with audit.watching_step():
+                pytest.fail("the step was taken")
+        with of_cpu.watching_step():  # which does not read them
+            pass
+        assert (audit.watched, of_cpu.watched) == (1, 1)
+    finally:
+        pin_math_flags("ieee")
+
+
+def test_products_in_fp32_are_called_tf32_where_the_mode_says_so():
+    pin_math_flags("tf32")
+    try:
+        arithmetic = ForwardContext(get_policy("tf32"), CUDA)
+        audit = Audit(arithmetic)
+        with audit.watching_step(), arithmetic:
+            torch.eye(2) @ torch.eye(2)  # on a CPU: of what is counted the dtype alone matters
+    finally:
+        pin_math_flags("ieee")
+    assert audit.result()["products"] == {"forward tf32": 1}
+
+
+def test_a_model_that_writes_its_own_parameters_is_told():
+    class Writes(nn.Linear):
+        def forward(self, x):
+            with torch.no_grad():
+                self.bias.add_(1)
+            return super().forward(x)
+
+    assert stepped(Writes(4, 4), "fp16_master", torch.randn(2, 4)).written == {"bias"}
+
+
+def test_evaluation_is_not_watched():
+    arithmetic = ForwardContext(get_policy("fp32"), CPU)
+    audit = Audit(arithmetic)
+    with audit.watching_step(), arithmetic, ieee_fp32():
+        torch.eye(2) @ torch.eye(2)
+    with arithmetic:
+        torch.eye(2) @ torch.eye(2)
+    assert audit.products == {("forward", F32): 1}
+
+
+def test_a_mode_that_did_not_happen_is_refused():
+    class Nothing(nn.Linear):
+        def forward(self, x):
+            return x * self.weight[0]
+
+    audit = stepped(Nothing(4, 4), "fp16_master", torch.randn(2, 4))
+    with raises_line(Contradiction, "no operation of the network ran in emulated-fp16"):
+        audit.check_happened()
+
+
+def test_a_mode_is_asked_for_where_nothing_is_emulated_too():
+    """On CUDA, and a CPU's own kernels: no count of the emulation tells."""
+    policy = get_policy("amp_bf16")
+    arithmetic = ForwardContext(policy, CPU, native=True)
+    audit, model = Audit(arithmetic), nn.Linear(4, 4)
+    with audit.watching_step(), arithmetic:
+        model(torch.randn(2, 4))  # without the autocast of the mode
+    with raises_line(Contradiction, "no operation of the network ran in native-bf16"):
+        audit.check_happened()
+    with audit.watching_step(), arithmetic, arithmetic.autocast():
+        model(torch.randn(2, 4))
+    audit.check_happened()
+
+
+def test_nothing_is_said_of_what_nobody_watched_to_its_end():
+    audit = Audit(ForwardContext(get_policy("fp16_master"), CPU))
+    audit.check_happened()
+    with pytest.raises(KeyboardInterrupt), audit.watching_step():
+        raise KeyboardInterrupt
+    audit.check_happened()
+    assert audit.watched == 0 and audit.arithmetic.watcher is None
+
+
+def test_the_first_three_and_one_in_a_thousand():
+    due = [number for number in range(3500) if is_due(number)]
+    assert due == [0, 1, 2, 1000, 2000, 3000]
+    assert [next_due(number) for number in due] == [*due[1:], 4000]
+    assert next_due(2500) == 3000
+
+
+def test_attempts_add_up():
+    one = {"watched": 3, "products": {"forward fp16": 6}, "left_the_model": ["a"]}
+    one |= {"written_in_a_call": [], "optimizers": ["SGD"], "not_watched": "compiled steps"}
+    other = {"watched": 2, "products": {"backward fp32": 1, "forward fp16": 4}}
+    other |= {"left_the_model": ["b", "a"], "written_in_a_call": [], "optimizers": ["SGD"]}
+    assert combined([one, other]) == {
+        "watched": 5,
+        "products": {"backward fp32": 1, "forward fp16": 10},
+        "left_the_model": ["a", "b"],
+        "written_in_a_call": [],
+        "optimizers": ["SGD"],
+        "not_watched": "compiled steps",
+    }
+    assert combined([{}])["watched"] == 0  # of a record that a stranger wrote
