@@ -61,12 +61,12 @@ class ScriptOptimizer:
 
     @property
     def narrow(self) -> NarrowWeights | None:
-        """Of the steps."""
+        """Return those of the steps."""
         return self._steps.narrow
 
     @property
     def found_inf(self) -> Tensor:
-        """Whether the last step was skipped, float32, 0-dim."""
+        """Return whether the last step was skipped, float32, 0-dim."""
         last = self._steps.last
         if last is None or last.found_inf is None:
             return torch.zeros_like(self._steps.scale.found_inf)
@@ -213,7 +213,7 @@ class ScriptTask:
         return found
 
     def audit(self) -> dict[str, Any]:
-        """What the models really computed so far, for run.json."""
+        """Return what the models really computed so far, for run.json."""
         models = [model for steps in self.prepared.values() for model in steps.models]
         return combined(model.audit.result() for model in dict.fromkeys(models))
 

@@ -31,7 +31,7 @@ _MARK = "mprun.node"  # in the metadata of a node: (what, owner)
 
 
 class Owner(Protocol):
-    """What nodes ask of the prepared model that made them.
+    """Name what nodes ask of the prepared model that made them.
 
     Attributes:
         scale: of its gradients; None: they are not scaled.

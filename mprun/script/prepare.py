@@ -44,7 +44,7 @@ Opt = TypeVar("Opt", bound=Optimizer | Sequence[Optimizer])
 
 
 class Options(TypedDict, total=False):
-    """Of `prepare`, by name."""
+    """Name the options of `prepare`."""
 
     scaler: str | LossScale | None
     overrides: Mapping[str, str | torch.dtype] | None

@@ -286,7 +286,7 @@ class PreparedModel:
 
     @property
     def has_graph(self) -> bool:
-        """Whether a graph lives that a backward pass could go through."""
+        """Return whether a graph lives that a backward pass could go through."""
         return len(self._graphs) > 0
 
     # Hooks of inner modules see what they see without a mode: FP32, unscaled

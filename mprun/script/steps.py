@@ -88,7 +88,7 @@ class Scaling:
 
 
 class OptimizerSteps:
-    """What is known of the steps of one optimizer that updates prepared models.
+    """Keep what is known of the steps of one optimizer that updates prepared models.
 
     Attributes:
         optimizer: of the script.
@@ -127,12 +127,12 @@ class OptimizerSteps:
 
     @property
     def policy(self) -> PrecisionPolicy:
-        """Of its models."""
+        """Return that of its models."""
         return self.models[0].policy
 
     @property
     def arithmetic(self) -> ForwardContext:
-        """In which the calls of its first model run."""
+        """Return that in which the calls of its first model run."""
         return self.models[0].arithmetic
 
     @property
@@ -142,7 +142,7 @@ class OptimizerSteps:
 
     @property
     def scaler_name(self) -> str:
-        """What the loss scale is called in records."""
+        """Return what the loss scale is called in records."""
         return _scaler_names.get(self.scale, self.scale.kind)
 
     @property

@@ -29,7 +29,7 @@ Place = tuple[dict[str, Any], str]
 
 
 class _Held(NamedTuple):
-    """What was put into a place of a module for a while."""
+    """Remember what a place of a module holds for a while."""
 
     place: dict[str, Any]
     key: str
@@ -78,7 +78,7 @@ class Tensors:
 
     @property
     def changes(self) -> bool:
-        """Whether anything is put anywhere."""
+        """Return whether anything is put anywhere."""
         return self.rounds or self.owner.scale is not None
 
     def dtypes(self) -> dict[int, torch.dtype]:
