@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from types import MappingProxyType
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mprun.precision.emulation import PRODUCTS, ForwardContext
-from mprun.precision.policy import DTYPE_NAMES, read_math_flags
+from mprun.precision.policy import dtype_name, read_math_flags
 from mprun.precision.recurrent import LAYERS
 
 FIRST = 3  # watched one after the other
@@ -36,7 +35,6 @@ _RECURRENT = [
     *(layer.__name__ for layer in LAYERS),
 ]
 _WATCHED = frozenset([*PRODUCTS, "scaled_mm", "mkldnn_linear", *_ATTENTION, *_RECURRENT])
-NONE: Mapping[str, Tensor] = MappingProxyType({})
 
 
 class Contradiction(RuntimeError):
@@ -74,9 +72,9 @@ class Audit(TorchDispatchMode):
         watched: number of calls and passes, or of steps.
     """
 
-    def __init__(self, arithmetic: ForwardContext, parameters: Mapping[str, Tensor] = NONE):
+    def __init__(self, arithmetic: ForwardContext, parameters: Mapping[str, Tensor] | None = None):
         super().__init__()
-        self.arithmetic, self.parameters = arithmetic, parameters
+        self.arithmetic, self.parameters = arithmetic, parameters or {}
         self.products: Counter[tuple[str, torch.dtype]] = Counter()
         self.left: set[str] = set()
         self.written: set[str] = set()
@@ -92,8 +90,7 @@ class Audit(TorchDispatchMode):
 
     def __enter__(self) -> Audit:
         self._versions = [own._version for own in self.parameters.values()]
-        super().__enter__()
-        return self
+        return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
@@ -107,40 +104,32 @@ class Audit(TorchDispatchMode):
     ) -> Any:
         name = func._schema.name.rpartition("::")[2]
         if name.removesuffix("_") in _WATCHED:
-            dtype = next(
-                (arg.dtype for arg in args if isinstance(arg, Tensor) and _is_number(arg)), None
-            )
+            dtypes = [arg.dtype for arg in args if isinstance(arg, Tensor)]
+            dtype = next((d for d in dtypes if d.is_floating_point or d.is_complex), None)
             if dtype is not None:
                 backward = torch._C._current_graph_task_id() != -1
                 self.products["backward" if backward else "forward", dtype] += 1
                 # In a backward pass of a script it may be one of the script's, behind the model.
-                is_own = not backward or self.arithmetic.watcher is self
+                is_own = not backward or self in self.arithmetic.watchers
                 if dtype not in self._allowed and is_own:
                     self._refuse(name, dtype)
         return func(*args, **(kwargs or {}))
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Count what runs within, and check the switches of torch."""
-        with self._beginning(), self:
-            yield
+    def watching(self, *, step: bool = False) -> Iterator[None]:
+        """Count what runs within to its end, and check the switches of torch.
 
-    @contextmanager
-    def watching_step(self) -> Iterator[None]:
-        """Count what runs within where the arithmetic is entered: forward and backward passes."""
-        with self._beginning():
-            self.arithmetic.watcher = self
-            try:
-                yield
-            finally:
-                self.arithmetic.watcher = None
-
-    @contextmanager
-    def _beginning(self) -> Iterator[None]:
-        """Check the switches of torch, and count what is watched to its end."""
+        step: what runs where the arithmetic is entered, in forward and backward passes.
+        """
         self._check_flags()
         before = self.arithmetic.recurrent_layers()
-        yield
+        with ExitStack() as stack:
+            if step:
+                self.arithmetic.watchers.append(self)
+                stack.callback(self.arithmetic.watchers.remove, self)
+            else:
+                stack.enter_context(self)
+            yield
         self.products.update(self.arithmetic.recurrent_layers() - before)
         self.watched += 1
 
@@ -167,12 +156,10 @@ class Audit(TorchDispatchMode):
 
     def result(self) -> dict[str, Any]:
         """As run.json has it."""
-        counts = (
-            (f"{phase} {self._name(dtype)}", n) for (phase, dtype), n in self.products.items()
-        )
+        counts = {f"{phase} {self._name(dtype)}": n for (phase, dtype), n in self.products.items()}
         return {
             "watched": self.watched,
-            "products": dict(sorted(counts)),
+            "products": dict(sorted(counts.items())),
             "left_the_model": sorted(self.left),
             "written_in_a_call": sorted(self.written),
             "optimizers": sorted(self.optimizers),
@@ -181,7 +168,7 @@ class Audit(TorchDispatchMode):
     def _name(self, dtype: torch.dtype) -> str:
         """Of a dtype in which products run: those of FP32 may be TF32's."""
         is_tf32 = dtype is torch.float32 and self.arithmetic.policy.fp32_math == "tf32"
-        return "tf32" if is_tf32 else _name(dtype)
+        return "tf32" if is_tf32 else dtype_name(dtype)
 
     def _check_flags(self) -> None:
         """Raise Contradiction where FP32 products on a GPU are not what the mode says; a CPU does
@@ -197,10 +184,11 @@ class Audit(TorchDispatchMode):
                 )
 
     def _refuse(self, operation: str, dtype: torch.dtype) -> None:
-        allowed = ", ".join(_name(wanted) for wanted in (*self._wanted, torch.float32))
+        found, *others = map(dtype_name, (dtype, *self._wanted, torch.float32))
+        allowed = ", ".join(others)
         raise Contradiction(
             f"precision={self.arithmetic.policy.name}: {operation} inside of the model computes in "
-            f"{_name(dtype)}, must be in {allowed}; remove torch.autocast and casts from forward"
+            f"{found}, must be in {allowed}; remove torch.autocast and casts from forward"
         )
 
 
@@ -209,23 +197,13 @@ def combined(results: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
     What was not watched is that of the newest.
     """
-    found: dict[str, Any] = {"watched": 0, "products": {}}
-    found |= {name: [] for name in ("left_the_model", "written_in_a_call", "optimizers")}
+    products: Counter[str] = Counter()
+    names = ("left_the_model", "written_in_a_call", "optimizers")
+    found: dict[str, Any] = {"watched": 0, "products": {}} | dict.fromkeys(names, [])
     for result in results:
         found["watched"] += result.get("watched", 0)
-        for name, count in result.get("products", {}).items():
-            found["products"][name] = found["products"].get(name, 0) + count
-        for name in ("left_the_model", "written_in_a_call", "optimizers"):
-            found[name] = sorted({*found[name], *result.get(name, ())})
+        products.update(result.get("products", {}))
+        found |= {name: sorted({*found[name], *result.get(name, ())}) for name in names}
         if "not_watched" in result:
             found["not_watched"] = result["not_watched"]
-    found["products"] = dict(sorted(found["products"].items()))
-    return found
-
-
-def _is_number(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
-
-
-def _name(dtype: torch.dtype) -> str:
-    return DTYPE_NAMES.get(dtype, str(dtype).removeprefix("torch."))
+    return found | {"products": dict(sorted(products.items()))}

@@ -41,10 +41,7 @@ _FP32_BY_ARGUMENT = frozenset(
     linalg_vector_norm linalg_matrix_norm linalg_matrix_norm.str_ord
     """.split()
 )
-_HALF_TO_FLOAT = {
-    "softmax": torch.ops.aten._softmax,
-    "log_softmax": torch.ops.aten._log_softmax,
-}
+_HALF_TO_FLOAT = ("softmax", "log_softmax")
 # Kernels of the CUDA library itself, which CPU tensors never reach.
 _NEVER = frozenset({"_cudnn_rnn", "cudnn_convolution", "cudnn_convolution_transpose"})
 # On both lists, but not alike.
@@ -114,7 +111,7 @@ def _under(name: str, half_to_float: bool) -> Callable[..., Any]:
                 if asked is None and half in (torch.float16, torch.bfloat16):
                     kwargs["dtype"] = F32
                     if half_to_float and packet in _HALF_TO_FLOAT and half is torch.float16:
-                        return _HALF_TO_FLOAT[packet](*args, True)
+                        return getattr(torch.ops.aten, f"_{packet}")(*args, True)
                 return operator(*args, **kwargs)
             dtype = target((args, kwargs))
             return operator(*_cast(args, dtype), **_cast(kwargs, dtype))

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from torch.utils._pytree import tree_map
 from mprun.precision.policy import PrecisionPolicy
 from mprun.precision.recurrent import own_recurrent
 from mprun.precision.row_updates import row_tables
-from mprun.precision.scaled_products import install
+from mprun.precision.scaled_products import inherited, install
 
 
 def _names_like(model: nn.Module, pattern: str) -> list[str]:
@@ -72,7 +71,7 @@ class CastModel:
     forwards: list[tuple[dict[str, Any], Any]] = field(default_factory=list)
 
     @contextmanager
-    def in_fp32(self, weights: Mapping[str, Tensor] = MappingProxyType({})) -> Iterator[nn.Module]:
+    def in_fp32(self, weights: Mapping[str, Tensor] | None = None) -> Iterator[nn.Module]:
         """Within it the module computes in FP32: with its master weights, without any cast.
 
         16-bit tensors that have no FP32 form are widened, which costs their memory in FP32; row
@@ -82,22 +81,22 @@ class CastModel:
             weights: by parameter name, FP32, in place of some.
         """
         tables = row_tables(self.module)
-        forms = self._forms(weights)
+        forms = self._forms(weights or {})
         kept = {id(own) for own in (*self.module.parameters(), *self.masters.values())}
         with ExitStack() as stack:
             for attributes, forward in self.forwards:
-                stack.enter_context(_held(attributes, {"forward": forward}))
+                _hold(stack, attributes, {"forward": forward})
             for path, module in self.module.named_modules():
                 if path in tables:
-                    stack.enter_context(_held(vars(tables[path]), {"row_dtype": torch.float32}))
+                    _hold(stack, vars(tables[path]), {"row_dtype": torch.float32})
                     continue
                 places: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
                 for place in places:
                     other = {key: forms[id(t)] for key, t in place.items() if id(t) in forms}
-                    stack.enter_context(_held(place, other))
+                    _hold(stack, place, other)
                 if isinstance(module, nn.RNNBase):
                     flat = [forms.get(id(weight), weight) for weight in module._flat_weights]
-                    stack.enter_context(_held(vars(module), flat_weights(flat)))
+                    _hold(stack, vars(module), flat_weights(flat))
                     if not {id(weight) for weight in flat} <= kept:  # else as they were built
                         module.flatten_parameters()
             yield self.module
@@ -132,15 +131,10 @@ class CastModel:
 _NOTHING = object()
 
 
-@contextmanager
-def _held(place: dict[str, Any], other: Mapping[str, Any]) -> Iterator[None]:
-    """Within it `place` holds `other`, or _NOTHING, under these keys; then what it held."""
-    before = {key: place.get(key, _NOTHING) for key in other}
+def _hold(stack: ExitStack, place: dict[str, Any], other: Mapping[str, Any]) -> None:
+    """Let `place` hold `other`, or _NOTHING, under these keys; after `stack` what it held."""
+    stack.callback(_put, place, {key: place.get(key, _NOTHING) for key in other})
     _put(place, other)
-    try:
-        yield
-    finally:
-        _put(place, before)
 
 
 def _put(place: dict[str, Any], values: Mapping[str, Any]) -> None:
@@ -274,7 +268,7 @@ def cast_around_modules(model: nn.Module, policy: PrecisionPolicy, chosen: _Chos
     for name, module in model.named_modules():
         if getattr(module, "computes_in_fp32", False):
             continue  # whatever is around it, and its results are losses
-        outer = _inherited(_parent(name), chosen)
+        outer = inherited(name.rpartition(".")[0], chosen)
         around = outer or policy.autocast_dtype or policy.param_dtype
         if name in chosen and chosen[name] is not outer:
             _compute_in(module, chosen[name], around, policy)
@@ -306,25 +300,12 @@ def _refuse_without_effect(
             )
 
 
-def _parent(name: str) -> str:
-    return name.rpartition(".")[0]
-
-
-def _inherited(name: str, chosen: _Chosen) -> torch.dtype | None:
-    """The override of the module `name` or of the nearest module around it."""
-    while name:
-        if name in chosen:
-            return chosen[name]
-        name = _parent(name)
-    return None
-
-
 def dtype_of(name: str, module: nn.Module, policy: PrecisionPolicy, chosen: _Chosen) -> torch.dtype:
     """Return the dtype of the parameters and buffers of the module `name`.
 
     chosen: names of modules that have an override -> its dtype.
     """
-    override = _inherited(name, chosen)
+    override = inherited(name, chosen)
     if getattr(module, "computes_in_fp32", False):
         return torch.float32
     if isinstance(module, NORM_LAYERS) and name not in chosen:

@@ -78,12 +78,13 @@ class _Kind(NamedTuple):
     Operands: x, h0, w_ih, w_hh, b_ih, b_hh; of an LSTM then c0, w_hr. Biases and w_hr may be None.
 
     forward(keep, *operands): (y, h_n, ...), and what backward needs: x, h0, w_ih, w_hh, y, others.
-    backward(needed, kept, dy, dh_n, ...): gradients of the operands, None where not needed.
+    backward(kept, dy, dh_n, ...): gradients of the gates' inputs and of the recurrent product (T,
+        G H, B), and of h0 (H, B); then those of the operands that only an LSTM has.
     """
 
     name: str
     forward: Callable[..., Results]
-    backward: Callable[..., Gradients]
+    backward: Callable[..., Sequence[Any]]
 
 
 class _EmulatedLayer(torch.autograd.Function):
@@ -110,8 +111,9 @@ class _EmulatedLayer(torch.autograd.Function):
         saved = ctx.saved_tensors  # which a checkpoint computes again, in all modes
         with torch._C.DisableTorchFunction(), _disable_current_modes():
             ctx.counts[name, "backward"] += 1
-            needed = ctx.needs_input_grad[3:]
-            return None, None, None, *ctx.kind.backward(needed, saved, *gradients)
+            d_inputs, d_recurrent, dh, *others = ctx.kind.backward(saved, *gradients)
+            found = _gradients(ctx.needs_input_grad[3:], saved, d_inputs, d_recurrent, dh)
+            return None, None, None, *found, *others
 
 
 def _transposed(t: Tensor) -> Tensor:
@@ -162,9 +164,7 @@ def _lstm_forward(keep: bool, *operands: Any) -> Results:
     return (y, y[-1].clone(), cells[-1].t().contiguous()), kept
 
 
-def _lstm_backward(
-    needed: Sequence[bool], kept: Sequence[Any], dy: Tensor, dh_n: Tensor, dc_n: Tensor
-) -> Gradients:
+def _lstm_backward(kept: Sequence[Any], dy: Tensor, dh_n: Tensor, dc_n: Tensor) -> Sequence[Any]:
     *_, w_hh, y, c0, w_hr, cells, gates, raw = kept
     (steps, hidden, batch), half = cells.shape, y.dtype
     of_gates, dc_factor, forget = _factors(gates, cells, c0)
@@ -190,24 +190,18 @@ def _lstm_backward(
         torch.mul(os[t], d, out=d_o)
         d_flat.copy_(d_inputs[t].copy_(d_flat))
         dc.mul_(forget[t])
-    return (
-        *_gradients(needed, kept, d_inputs, d_inputs, w_t @ d_flat),
-        dc.to(half).t(),
-        (_columns(projected) @ _columns(raw).t()).to(half) if needed[7] else None,
-    )
+    d_w_hr = None if raw is None else (_columns(projected) @ _columns(raw).t()).to(half)
+    return d_inputs, d_inputs, w_t @ d_flat, dc.to(half).t(), d_w_hr
 
 
-def _factors(
-    gates: Tensor, cells: Tensor, c0: Tensor
-) -> tuple[Tensor, Sequence[Tensor], Sequence[Tensor]]:
-    """Factors of dc (for i, f, g) and dh (for o), (T, 4, H, B); then dc/dh and f, by step (H, B).
+def _factors(gates: Tensor, cells: Tensor, c0: Tensor) -> Sequence[Any]:
+    """Return factors of dc (for i, f, g) and dh (for o), (T, 4, H, B), and by step dc/dh and f.
 
     They do not depend on the recursion, so they are computed for all time steps at once.
     """
     steps, hidden, batch = cells.shape
     tanh_c = cells.to(F32)
-    previous = torch.empty_like(tanh_c)
-    previous[0], previous[1:] = c0.t(), tanh_c[:-1]
+    previous = torch.cat([_transposed(c0)[None], tanh_c[:-1]])
     tanh_c.tanh_()
     i, f, g, o = gates.to(F32).view(steps, 4, hidden, batch).unbind(1)
     factors = torch.empty(steps, 4, hidden, batch, dtype=F32)
@@ -239,9 +233,7 @@ def _gru_forward(keep: bool, *operands: Any) -> Results:
     return (y, y[-1].clone()), (x, h0, w_ih, w_hh, y, gates.to(x.dtype) if keep else None)
 
 
-def _gru_backward(
-    needed: Sequence[bool], kept: Sequence[Any], dy: Tensor, dh_n: Tensor
-) -> Gradients:
+def _gru_backward(kept: Sequence[Any], dy: Tensor, dh_n: Tensor) -> Sequence[Any]:
     _, h0, _, w_hh, y, gates = kept
     steps, batch, hidden = y.shape
     r, z, n, of_n = gates.to(F32).view(steps, 4, hidden, batch).unbind(1)
@@ -261,7 +253,7 @@ def _gru_backward(
         torch.cat([d_r_z, d_n], out=d_inputs[t])
         torch.cat([d_r_z, d_n * r[t]], out=d_recurrent[t])
         dh = torch.addmm(dh * z[t], w_t, d_recurrent[t].to(F32))
-    return _gradients(needed, kept, d_inputs, d_recurrent, dh)
+    return d_inputs, d_recurrent, dh
 
 
 def _rnn(slope: Callable[[Tensor], Tensor], activation: Callable[[Tensor], Tensor]) -> _Kind:
@@ -278,9 +270,7 @@ def _rnn(slope: Callable[[Tensor], Tensor], activation: Callable[[Tensor], Tenso
         y = outputs.transpose(1, 2).contiguous()
         return (y, y[-1].clone()), (x, h0, w_ih, w_hh, y)
 
-    def backward(
-        needed: Sequence[bool], kept: Sequence[Any], dy: Tensor, dh_n: Tensor
-    ) -> Gradients:
+    def backward(kept: Sequence[Any], dy: Tensor, dh_n: Tensor) -> Sequence[Any]:
         *_, w_hh, y = kept
         slopes, dys, dh = slope(_transposed(y)), _transposed(dy), _transposed(dh_n)
         w_t, half = _transposed(w_hh), y.dtype
@@ -288,7 +278,7 @@ def _rnn(slope: Callable[[Tensor], Tensor], activation: Callable[[Tensor], Tenso
         for t in range(len(y) - 1, -1, -1):
             dh = (dh + dys[t]).to(half).to(F32)
             dh = w_t @ d_inputs[t].copy_(dh * slopes[t]).to(F32)
-        return _gradients(needed, kept, d_inputs, d_inputs, dh)
+        return d_inputs, d_inputs, dh
 
     return _Kind("rnn", forward, backward)
 

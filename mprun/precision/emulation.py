@@ -42,12 +42,7 @@ F32 = torch.float32
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 Route = Callable[["HalfEmulation", OpOverload, Args, Kwargs], Any]
-_RECURRENT = LAYERS | {
-    torch.lstm_cell,
-    torch.gru_cell,
-    torch.rnn_tanh_cell,
-    torch.rnn_relu_cell,
-}
+_RECURRENT = LAYERS | {torch.lstm_cell, torch.gru_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell}
 
 
 class ForwardContext:
@@ -60,17 +55,14 @@ class ForwardContext:
 
     Entered within itself it changes nothing, so that each part of a step may enter it.
 
-    On a CPU 16-bit formats are emulated (float16 or bfloat16 tensors, FP32 products rounded once
-    on store, as a Tensor Core does; paper section 3.3), and autocast follows CUDA's lists; on CUDA
-    nothing is done.
+    On a CPU 16-bit formats are emulated and autocast follows CUDA's lists; on CUDA nothing is done.
 
     Args:
         native: nothing is emulated on a CPU either, and autocast follows torch's lists for a CPU.
         overrides: the dtypes of the policy's module overrides; their 16-bit ones are emulated too.
 
     Attributes:
-        watcher: entered behind the emulations, so that it meets an operation before them; None:
-            nobody watches.
+        watchers: modes entered behind the emulations, so that they meet an operation before them.
     """
 
     def __init__(
@@ -86,25 +78,22 @@ class ForwardContext:
         self._before = calls.copy()
         self.half_dtypes = tuple(dict.fromkeys(d for d in wanted if d.itemsize == 2))
         emulated = self.half_dtypes if device.type == "cpu" and not native else ()
-        # A step that is watched has one more for a while, which reroutes nothing.
-        self._own = self.emulations = tuple(HalfEmulation(dtype) for dtype in emulated)
+        self.emulations = tuple(HalfEmulation(dtype) for dtype in emulated)
         follows = self.emulations and policy.autocast_dtype is not None
         self._lists = cuda_lists() if follows else None  # for as long as this lives
         self._entered: list[ExitStack] = []
-        self.watcher: AbstractContextManager[Any] | None = None
+        self.watchers: list[TorchDispatchMode] = []
 
     def __enter__(self) -> ForwardContext:
         # Within itself a mode would only see each call twice. Function modes are looked for on
         # their own: a backward pass keeps the dispatch modes around it and loses those.
         entered = ExitStack()
+        for mode in (*self.emulations, *self.watchers):
+            if mode not in _get_current_dispatch_mode_stack():
+                entered.enter_context(mode)
         for emulation in self.emulations:
-            if emulation not in _get_current_dispatch_mode_stack():
-                entered.enter_context(emulation)
-        for emulation in self._own:
             if emulation.functions not in _get_current_function_mode_stack():
                 entered.enter_context(emulation.functions)
-        if self.watcher is not None:
-            entered.enter_context(self.watcher)
         self._entered.append(entered)
         return self
 
@@ -119,9 +108,7 @@ class ForwardContext:
 
     def rerouted(self) -> dict[str, int]:
         """Calls computed by the emulation so far, by "phase operation"; empty if none."""
-        total: Counter[tuple[str, str]] = Counter()
-        for emulation in self._own:
-            total += emulation.rerouted
+        total = sum((emulation.rerouted for emulation in self.emulations), Counter())
         found = {f"{phase} {operation}": n for (operation, phase), n in sorted(total.items())}
         return found | {name: n for name, n in sorted((calls - self._before).items())}
 
@@ -129,7 +116,7 @@ class ForwardContext:
         """Recurrent layers that the emulation computed whole so far, by phase and dtype: no
         operation of theirs reaches a dispatch mode."""
         found: Counter[tuple[str, torch.dtype]] = Counter()
-        for emulation in self._own:
+        for emulation in self.emulations:
             for (operation, phase), count in emulation.rerouted.items():
                 if operation.removesuffix("_") not in PRODUCTS:
                     found[phase, emulation.dtype] += count
@@ -137,7 +124,7 @@ class ForwardContext:
 
     def kind(self) -> str:
         """How 16-bit products are computed: "emulated-fp16", "native-bf16", ... or "none"."""
-        how = "emulated" if self._own else "native"
+        how = "emulated" if self.emulations else "native"
         found = [f"{how}-{DTYPE_NAMES[dtype]}" for dtype in self.half_dtypes]
         how = "emulated" if self.device.type == "cpu" else "native"
         if (products := self.policy.products) is not None:
@@ -148,7 +135,7 @@ class ForwardContext:
         """What of the mode has not happened so far, "emulated-fp16"; None: nothing, or unknown."""
         if self.policy.products is not None and not calls - self._before:
             return " ".join(kind for kind in self.kind().split() if "-e" in kind)
-        if not self._own or any(emulation.rerouted for emulation in self._own):
+        if not self.emulations or any(emulation.rerouted for emulation in self.emulations):
             return None
         return self.kind()
 
@@ -261,8 +248,9 @@ class HalfEmulation(TorchDispatchMode):
             if route is None:
                 return func(*args, **kwargs)
             name, run = route
-            if name in _WITH_NUMBER and _is_dense_tensor(args[1]) and "alpha" not in kwargs:
-                return func(*args, **kwargs)
+            if name in _WITH_NUMBER and "alpha" not in kwargs:
+                if isinstance(args[1], Tensor) and args[1].layout is torch.strided:
+                    return func(*args, **kwargs)
             found = {t.dtype for t in _tensors((args, kwargs)) if t.is_cpu or t.dtype is F32}
             if self.dtype not in found or (F32 in found and name not in _MIXED):
                 # Mixed dtypes are an error of most, and the native kernel says so.
@@ -359,16 +347,17 @@ class HalfEmulation(TorchDispatchMode):
         widen = widen or self._scratch.float
 
         def one(leaf: Any) -> Any:
-            if isinstance(leaf, Tensor):
-                return widen(leaf) if leaf.dtype is self.dtype else leaf
-            return F32 if leaf is self.dtype else leaf
+            if leaf is self.dtype:
+                return F32
+            return widen(leaf) if isinstance(leaf, Tensor) and leaf.dtype is self.dtype else leaf
 
         return _each(one, value)
 
 
 class Losses(TorchFunctionMode):
     """Within it the losses that a model computes itself are computed in `loss_dtype`, as those
-    outside of it are. Costs about a microsecond for each call of a function of torch.
+    outside of it are, and attention in the dtype of its query: a float32 mask beside a 16-bit query
+    CUDA's kernels refuse. Costs about a microsecond for each call of a function of torch.
 
     Args:
         loss_dtype: None: as their tensors are.
@@ -381,7 +370,15 @@ class Losses(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None) -> Any:
         if self.loss_dtype is not None and func in _LOSSES:
             args, kwargs = _each_tensor((args, kwargs or {}), self._widened)
+        elif func in _ATTENTIONS:
+            args, kwargs = self._as_query(args, kwargs or {})
         return func(*args, **(kwargs or {}))
+
+    def _as_query(self, args: Args, kwargs: Kwargs) -> Any:
+        query = args[0] if args else kwargs["query"]
+        if query.dtype.itemsize != 2 or torch.is_autocast_enabled(query.device.type):
+            return args, kwargs
+        return _each_tensor((args, kwargs), lambda t: t.to(query.dtype) if t.dtype is F32 else t)
 
     def _widened(self, tensor: Tensor) -> Tensor:
         half = tensor.dtype in (torch.float16, torch.bfloat16)
@@ -400,8 +397,7 @@ class _Functions(Losses):
 
     def __init__(self, dtype: torch.dtype, counts: Counter[tuple[str, str]]) -> None:
         super().__init__(None)
-        self._dtype = dtype
-        self._counts = counts
+        self._dtype, self._counts = dtype, counts
 
     def __torch_function__(self, func, types, args=(), kwargs=None) -> Any:
         if func not in _RECURRENT:
@@ -424,6 +420,7 @@ class _Functions(Losses):
         return tensor.to(self._dtype) if tensor.dtype is F32 and tensor.is_cpu else tensor
 
 
+_ATTENTIONS = (F.scaled_dot_product_attention, F.multi_head_attention_forward)
 _LOSSES = frozenset(
     function
     for name, function in vars(F).items()
@@ -550,10 +547,6 @@ def _each(convert: Callable[[Any], Any], value: Any) -> Any:
 
 def _each_tensor(value: Any, convert: Callable[[Tensor], Any]) -> Any:
     return _each(lambda leaf: convert(leaf) if isinstance(leaf, Tensor) else leaf, value)
-
-
-def _is_dense_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.layout is torch.strided
 
 
 def _leaves(value: Any) -> Iterator[Any]:

@@ -6,7 +6,6 @@ A policy needs one of these ways, chosen when the optimizer is made:
     Unscaled              after each loss: cast to the dtype of the update, unscaled, checked, added
     LeftForOnePass        the same, but those of a single loss stay in `.grad`, scaled, for a pass
                           that reads them once
-    UnscaledOverRanks     the same, added over ranks
     SummedBeforeUnscaled  added up as backward made them, scaled, in the dtype that ranks exchange
 
 A gradient is in `.grad` from backward until it is taken, then in a sum until `ready` hands it over.
@@ -17,7 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -26,6 +25,7 @@ from mprun.precision.loss_scale import LossScale
 from mprun.precision.reduction import Reduction, factors
 from mprun.precision.row_updates import RowUpdate
 from mprun.precision.update import (
+    Gradients,
     Ready,
     Scaled,
     any_sparse,
@@ -35,9 +35,8 @@ from mprun.precision.update import (
     largest,
 )
 
-Gradients = list[Tensor | None]  # one for each parameter, then for each row table
 
-
+@dataclass(eq=False)
 class Gathering(ABC):
     """One way from the losses of a step to its gradients.
 
@@ -48,15 +47,10 @@ class Gathering(ABC):
         ranks: sums over ranks, of which each has some of the micro-batches; None: there is one.
     """
 
-    def __init__(
-        self,
-        parameters: Sequence[Tensor],
-        rows: Sequence[RowUpdate],
-        parts: int,
-        ranks: Reduction | None,
-    ):
-        self.parameters, self.rows = list(parameters), list(rows)
-        self.parts, self.ranks = parts, ranks
+    parameters: Sequence[Tensor]
+    rows: Sequence[RowUpdate]
+    parts: int
+    ranks: Reduction | None
 
     @abstractmethod
     def clear(self) -> None:
@@ -130,31 +124,11 @@ class Untouched(Gathering):
         return Ready(Scaled(own, None, None), rows, unread, sparse=sparse)
 
 
-class Found(NamedTuple):
-    """What was found in the gradients of one loss, 0-dim.
-
-    Attributes:
-        found_inf: float32, not 0 where one is not finite; None: the loss scale does not ask.
-        grad_max: float32, largest magnitude that backward, or the sum of ranks, had to hold, times
-            no scale; None: not asked for.
-    """
-
-    found_inf: Tensor | None
-    grad_max: Tensor | None
-
-    def more(self, other: Found) -> Found:
-        """What was found in either, of one loss scale."""
-        pairs = zip(self, other, strict=True)
-        return Found(*(None if a is None or b is None else torch.maximum(a, b) for a, b in pairs))
-
-    def tell(self, scale: LossScale) -> None:
-        """Let the scale of these gradients know."""
-        if self.found_inf is not None:
-            scale.record(self.found_inf, self.grad_max)
-
-
+@dataclass(eq=False)
 class Unscaled(Gathering):
-    """Gradients that are cast, unscaled and checked after each loss, then added.
+    """Gradients that are cast, unscaled and checked after each loss, then added, over ranks too.
+
+    What one rank finds in them, all hear of before they act on it.
 
     Args:
         dtypes: in which gradients of parameters, then of rows, are unscaled and added up.
@@ -162,140 +136,26 @@ class Unscaled(Gathering):
         skips: whether the step is skipped there.
     """
 
-    def __init__(
-        self,
-        parameters: Sequence[Tensor],
-        rows: Sequence[RowUpdate],
-        parts: int,
-        ranks: Reduction | None,
-        dtypes: Sequence[torch.dtype],
-        found_inf: Tensor,
-        skips: bool,
-    ):
-        super().__init__(parameters, rows, parts, ranks)
-        self.dtypes, self.found_inf, self.skips = list(dtypes), found_inf, skips
-        self.one = torch.ones_like(found_inf)
-        self.sum: Sum | Reduction = Sum(len(self.dtypes)) if ranks is None else ranks
+    dtypes: Sequence[torch.dtype]
+    found_inf: Tensor
+    skips: bool
+
+    def __post_init__(self) -> None:
+        self.one = torch.ones_like(self.found_inf)
+        self.sum: Sum | Reduction = self.ranks or Sum(len(self.dtypes))
         self.clear()
 
     def clear(self) -> None:
         self.sum.clear()
+        # Of each loss its scale, whether a gradient is not finite, and the largest magnitude that
+        # backward, or the sum of ranks, had to hold, times no scale (None: not asked for).
+        self._found: list[tuple[LossScale, Tensor, Tensor | None]] = []
+        self._summed: LossScale | None = None  # of what was summed as it was propagated
 
     def take(self, scale: LossScale) -> None:
         new = self.cast(self.taken())
-        self.unscale(new, scale).tell(scale)
+        self.unscale(new, scale)
         self.sum.add(new)
-
-    def ready(self) -> Ready:
-        return self.handed_over(self.sum.total())
-
-    def handed_over(self, gradients: Gradients) -> Ready:
-        """These as those of the step."""
-        count, found_inf = len(self.parameters), self.found_inf if self.skips else None
-        scaled = Scaled(gradients[:count], None, found_inf)
-        return Ready(scaled, gradients[count:], None, sparse=any_sparse(gradients))
-
-    def cast(self, gradients: Gradients) -> Gradients:
-        """In the dtypes of the update; sparse ones then added up by row, which 16 bits could not
-        hold."""
-        pairs = zip(gradients, self.dtypes, strict=True)
-        return coalesced(None if own is None else own.to(dtype) for own, dtype in pairs)
-
-    def unscale(self, gradients: Gradients, scale: LossScale) -> Found:
-        """Divide by scale and number of parts, in place, and check."""
-        parts = self.parts
-        if not scale.skips_nonfinite:
-            if parts > 1:
-                for group in by_dtype(gradients):
-                    torch._foreach_div_(group, parts)
-            self._multiply_rows(gradients)
-            return Found(None, None)
-        found_inf, grad_max = torch.zeros_like(self.found_inf), None
-        inverse = scale.inverse() / parts if parts > 1 else scale.inverse()
-        for group in by_dtype(gradients):
-            check_and_unscale(group, found_inf, inverse)
-        if scale.needs_grad_max:
-            empty = not by_dtype(gradients)
-            grad_max = torch.zeros_like(found_inf) if empty else largest(gradients) * parts
-        # A factor can take a 16-bit gradient beyond its format.
-        for group in by_dtype(self._multiply_rows(gradients)):
-            check_and_unscale(group, found_inf, self.one)
-        torch.maximum(self.found_inf, found_inf, out=self.found_inf)
-        return Found(found_inf, grad_max)
-
-    def _multiply_rows(self, gradients: Gradients) -> list[Tensor]:
-        """Multiply those of tables that have a factor, and return these."""
-        return [
-            gradient.mul_(row.table.gradient_factor)
-            for row, gradient in zip(self.rows, gradients[len(self.parameters) :], strict=True)
-            if gradient is not None and row.table.gradient_factor != 1
-        ]
-
-
-class LeftForOnePass(Gathering):
-    """Gradients of a step with one loss, left in `.grad`: one read for the check, one for the rest.
-
-    A second loss, and sparse gradients, go the way of `unscaled`.
-    """
-
-    def __init__(self, unscaled: Unscaled):
-        super().__init__(unscaled.parameters, (), 1, None)
-        self.unscaled = unscaled
-        self._losses = 0
-        self._left: LossScale | None = None  # the scale of those in `.grad`
-
-    def clear(self) -> None:
-        self._losses, self._left = 0, None
-        self.unscaled.clear()
-
-    def backward(self, loss: Tensor, scale: LossScale) -> None:
-        if self._left is not None:  # before autograd adds to them
-            with torch._C.DisableTorchFunction():
-                self.unscaled.take(self._left)
-            self._left = None
-        super().backward(loss, scale)
-
-    def take(self, scale: LossScale) -> None:
-        self._losses += 1
-        if self._losses == 1 and not any_sparse(p.grad for p in self.parameters):
-            self._left = scale
-        else:
-            self.unscaled.take(scale)
-
-    def ready(self) -> Ready:
-        scale, unscaled = self._left, self.unscaled
-        if scale is None:
-            return unscaled.ready()
-        own = [parameter.grad for parameter in self.parameters]
-        rows: Gradients = [None] * len(own)
-        grad_max = None
-        if unscaled.rows:
-            rows = unscaled.cast([*rows, *(row.take_gradient() for row in unscaled.rows)])
-            grad_max = unscaled.unscale(rows, scale).grad_max
-        inverse = scale.inverse() if scale.skips_nonfinite else None
-        scaled = Scaled(own, inverse, unscaled.found_inf if unscaled.skips else None)
-        return Ready(scaled, rows[len(own) :], scale, grad_max)
-
-
-class UnscaledOverRanks(Unscaled):
-    """As `Unscaled`, summed over ranks; what one finds, all hear of before they act on it."""
-
-    ranks: Reduction
-
-    def clear(self) -> None:
-        super().clear()
-        # What this rank found in the gradients of each scale, and the scale of a loss that was
-        # summed as it was propagated.
-        self._found: dict[LossScale, Found] = {}
-        self._summed: LossScale | None = None
-
-    def take(self, scale: LossScale) -> None:
-        new = self.cast(self.taken())
-        found = self.unscale(new, scale)
-        if found.found_inf is not None:
-            known = self._found.get(scale)
-            self._found[scale] = found if known is None else known.more(found)
-        self.ranks.add(new)
 
     def sent(self, number: int, flat: Tensor, scale: LossScale) -> Tensor:
         wide = flat.to(self.dtypes[number], copy=True)
@@ -307,38 +167,123 @@ class UnscaledOverRanks(Unscaled):
         self._summed = scale
 
     def ready(self) -> Ready:
-        total = self.ranks.total()
-        if self._summed is None:
-            self._agree()
-        elif self._summed.skips_nonfinite:  # what one rank has is in the sum
-            found_inf = torch.zeros_like(self.found_inf)
-            for group in by_dtype(total):
-                check_and_unscale(group, found_inf, self.one)
-            self._hear(self._summed, found_inf, None)
+        total = self.sum.total()
+        if self._summed is not None:
+            self._found = []
+            if self._summed.skips_nonfinite:  # what one rank has is in the sum
+                for group in by_dtype(total):
+                    check_and_unscale(group, self.found_inf, self.one)
+                self._found = [(self._summed, self.found_inf, None)]
+        elif self.ranks is not None and self._found:
+            self._agree(self.ranks)
         return self.handed_over(total)
 
-    def _agree(self) -> None:
-        """Let every scale hear what any rank found.
+    def _agree(self, ranks: Reduction) -> None:
+        """Take over what any rank found.
 
         Gradients were checked before they were summed: an inf of one rank is one of all, but the
         largest magnitude and each scale's own flag are not to be read off a sum.
         """
-        if not self._found:
-            return
         zero = torch.zeros_like(self.found_inf)
-        own = [flag for found in self._found.values() for flag in found]
-        flags = torch.stack([zero if flag is None else flag.float() for flag in own])
+        own = [zero if one is None else one for _, *both in self._found for one in both]
         # Of what is not finite only the flag counts, and a maximum over ranks may drop a NaN.
-        agreed = iter(self.ranks.largest(flags.nan_to_num(0.0)).unbind())
-        for scale, found in self._found.items():
-            found_inf, grad_max = next(agreed), next(agreed)
-            self._hear(scale, found_inf, None if found.grad_max is None else grad_max)
+        agreed = ranks.largest(torch.stack(own).nan_to_num(0.0)).view(-1, 2)
+        self._found = [
+            (scale, found_inf, None if own_max is None else grad_max)
+            for (scale, _, own_max), (found_inf, grad_max) in zip(self._found, agreed, strict=True)
+        ]
+        torch.maximum(self.found_inf, agreed[:, 0].amax(), out=self.found_inf)
 
-    def _hear(self, scale: LossScale, found_inf: Tensor, grad_max: Tensor | None) -> None:
+    def tell(self) -> None:
+        """Let the scales of these gradients know what was found."""
+        for scale, found_inf, grad_max in self._found:
+            scale.record(found_inf, grad_max)
+
+    def handed_over(self, gradients: Gradients) -> Ready:
+        """Return these as the gradients of the step, of which the scales know."""
+        self.tell()
+        count = len(self.parameters)
+        scaled = Scaled(gradients[:count], None, self.found_inf if self.skips else None)
+        return Ready(scaled, gradients[count:], None, sparse=any_sparse(gradients))
+
+    def cast(self, gradients: Gradients) -> Gradients:
+        """In the dtypes of the update; sparse ones then added up by row, which 16 bits could not
+        hold."""
+        pairs = zip(gradients, self.dtypes, strict=True)
+        return coalesced(None if own is None else own.to(dtype) for own, dtype in pairs)
+
+    def unscale(self, gradients: Gradients, scale: LossScale) -> None:
+        """Divide by scale and number of parts, in place, check, and note what is found."""
+        parts = self.parts
+        if not scale.skips_nonfinite:
+            if parts > 1:
+                for group in by_dtype(gradients):
+                    torch._foreach_div_(group, parts)
+            self._multiply_rows(gradients)
+            return
+        found_inf, grad_max = torch.zeros_like(self.found_inf), None
+        inverse = scale.inverse() / parts if parts > 1 else scale.inverse()
+        for group in by_dtype(gradients):
+            check_and_unscale(group, found_inf, inverse)
+        if scale.needs_grad_max:
+            empty = not by_dtype(gradients)
+            grad_max = torch.zeros_like(found_inf) if empty else largest(gradients) * parts
+        # A factor can take a 16-bit gradient beyond its format.
+        for group in by_dtype(self._multiply_rows(gradients)):
+            check_and_unscale(group, found_inf, self.one)
         torch.maximum(self.found_inf, found_inf, out=self.found_inf)
-        scale.record(found_inf, grad_max)
+        self._found.append((scale, found_inf, grad_max))
+
+    def _multiply_rows(self, gradients: Gradients) -> list[Tensor]:
+        """Multiply those of tables that have a factor, and return these."""
+        return [
+            gradient.mul_(row.table.gradient_factor)
+            for row, gradient in zip(self.rows, gradients[len(self.parameters) :], strict=True)
+            if gradient is not None and row.table.gradient_factor != 1
+        ]
 
 
+class LeftForOnePass(Unscaled):
+    """Gradients of a step with one loss, left in `.grad`: one read for the check, one for the rest.
+
+    Those of a second loss, and sparse ones, go the way of `Unscaled`.
+    """
+
+    def clear(self) -> None:
+        super().clear()
+        self._losses = 0
+        self._left: LossScale | None = None  # the scale of those in `.grad`
+
+    def backward(self, loss: Tensor, scale: LossScale) -> None:
+        if self._left is not None:  # before autograd adds to them
+            with torch._C.DisableTorchFunction():
+                super().take(self._left)
+            self._left = None
+        super().backward(loss, scale)
+
+    def take(self, scale: LossScale) -> None:
+        self._losses += 1
+        if self._losses == 1 and not any_sparse(p.grad for p in self.parameters):
+            self._left = scale
+        else:
+            super().take(scale)
+
+    def ready(self) -> Ready:
+        scale = self._left
+        if scale is None:
+            return super().ready()
+        own = [parameter.grad for parameter in self.parameters]
+        rows: Gradients = [None] * len(own)
+        if self.rows:
+            rows = self.cast([*rows, *(row.take_gradient() for row in self.rows)])
+            self.unscale(rows, scale)
+            self.tell()
+        inverse = scale.inverse() if scale.skips_nonfinite else None
+        scaled = Scaled(own, inverse, self.found_inf if self.skips else None)
+        return Ready(scaled, rows[len(own) :], scale)
+
+
+@dataclass(eq=False)
 class SummedBeforeUnscaled(Unscaled):
     """Gradients added up scaled, as backward made them, in the dtype that ranks exchange.
 
@@ -347,19 +292,16 @@ class SummedBeforeUnscaled(Unscaled):
     these where more than two ranks are added, errors do not.
 
     Args:
-        of_unscaled: arguments of `Unscaled`.
         dtype: of the sum and of what is added.
         divide: see `factors`; `parts` is then what is divided by after the sum.
     """
 
-    def __init__(self, *of_unscaled: Any, dtype: torch.dtype, divide: str):
-        super().__init__(*of_unscaled)
-        self.dtype = dtype
-        self.before, self.parts = factors(self.parts, divide)
+    dtype: torch.dtype
+    divide: str
 
-    def clear(self) -> None:
-        super().clear()
-        self._scale: LossScale | None = None
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.before, self.parts = factors(self.parts, self.divide)
 
     def take(self, scale: LossScale) -> None:
         """Take those of one rank.
@@ -374,15 +316,14 @@ class SummedBeforeUnscaled(Unscaled):
         return self._narrowed(flat.clone())
 
     def summed(self, scale: LossScale) -> None:
-        if self._scale not in (None, scale):
+        if self._summed not in (None, scale):
             raise RuntimeError("gradients of several loss scales cannot be summed as they are")
-        self._scale = scale
+        self._summed = scale
 
     def ready(self) -> Ready:
-        if self._scale is None:
-            return self.handed_over([None] * len(self.parameters))
         gradients = self.cast(self.sum.total())
-        self.unscale(gradients, self._scale).tell(self._scale)
+        if self._summed is not None:
+            self.unscale(gradients, self._summed)
         return self.handed_over(gradients)
 
     def _narrowed(self, gradient: Tensor) -> Tensor:
@@ -394,11 +335,10 @@ class Sum:
     """Gradients of the losses of one process, added up where the first ones lie."""
 
     def __init__(self, count: int):
-        self._count = count
-        self.clear()
+        self._values: Gradients = [None] * count
 
     def clear(self) -> None:
-        self._values: Gradients = [None] * self._count
+        self._values = [None] * len(self._values)
 
     def add(self, gradients: Gradients) -> None:
         self._values = added(self._values, gradients)
@@ -413,14 +353,12 @@ class Sum:
 def added(known: Gradients, new: Gradients) -> Gradients:
     """Sums of gradients, in the tensors of `known` where there are both."""
     pairs = list(zip(known, new, strict=True))
-    groups: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    groups: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
     for one, other in pairs:
         if one is not None and other is not None and not one.is_sparse:
-            both = groups.setdefault(one.dtype, ([], []))
-            both[0].append(one)
-            both[1].append(other)
-    for both in groups.values():
-        torch._foreach_add_(*both)
+            groups.setdefault(one.dtype, []).append((one, other))
+    for group in groups.values():
+        torch._foreach_add_([one for one, _ in group], [other for _, other in group])
     return [_sum_of(one, other) for one, other in pairs]
 
 

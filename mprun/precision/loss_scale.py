@@ -1,8 +1,7 @@
 """Loss scales `none`, `static`, `dynamic` and `logmax`.
 
-All state (scale, overflow flag, skip counters) is tensors on the device, and whether to skip is
-decided there: nothing here reads a tensor on the host. The published dynamic rules are arguments of
-`DynamicLossScale`, which stand in conf/scaler/*.yaml.
+Whether to skip is decided on the device: nothing here reads a tensor on the host. The published
+dynamic rules are arguments of `DynamicLossScale`, which stand in conf/scaler/*.yaml.
 
 Paper: Micikevicius et al., arXiv 1710.03740, section 3.2.
 """
@@ -72,9 +71,8 @@ class LossScale(ABC):
     stuck: Tensor  # bool: the last update was an overflow with no room left to back off
 
     def __init__(self, scale: float, max_consecutive_skips: int, device: torch.device | str):
-        self.max_consecutive_skips = checked_count(
-            "max_consecutive_skips", max_consecutive_skips, 1
-        )
+        most = checked_count("max_consecutive_skips", max_consecutive_skips, 1)
+        self.max_consecutive_skips = most
         self._one = torch.ones((), dtype=torch.float64, device=device)
         self._fields: list[str] = []
         self._add(torch.float32, scale=scale, found_inf=0.0)
@@ -192,7 +190,6 @@ class StaticLossScale(LossScale):
         super().__init__(scale, max_consecutive_skips, device)
 
     def update(self) -> None:
-        """Count the skip if any, clear `found_inf`."""
         torch.ne(self.found_inf, 0, out=self.stuck)
         self._count(self.stuck)
 
@@ -267,7 +264,6 @@ class DynamicLossScale(LossScale):
         self._add(torch.int64, steps_since_rescale=0, overflows_since_backoff=0)
 
     def update(self) -> None:
-        """End the iteration: move the scale by the rule, count the skip, clear `found_inf`."""
         overflow = self.found_inf != 0
         backs_off = overflow
         if self.hysteresis > 1:
@@ -380,9 +376,8 @@ class LogMaxLossScale(LossScale):
         self.beta1 = within("beta1", beta1, 0.0, 1.0, open_ends=True)
         self.beta2 = within("beta2", beta2, 0.0, 1.0, open_ends=True)
         self.overflow_std_dev = within("overflow_std_dev", overflow_std_dev, 0.0, 100.0)
-        if overflow_log2 is None:
-            overflow_log2 = self.log_max
-        self.overflow_log2 = within("overflow_log2", overflow_log2, -(2.0**31), 2.0**31)
+        overflows_at = self.log_max if overflow_log2 is None else overflow_log2
+        self.overflow_log2 = within("overflow_log2", overflows_at, -(2.0**31), 2.0**31)
         super().__init__(init_scale, max_consecutive_skips, device)
         self._add(torch.float32, grad_max=0.0)
         self._add(torch.float64, (3,), averages=0.0, start_weights=1.0)
@@ -393,7 +388,6 @@ class LogMaxLossScale(LossScale):
         """OR one optimizer's flag in, and keep the largest `grad_max` of the iteration.
 
         Args:
-            found_inf: one element, any dtype.
             grad_max: one element, floating point, max |gradient| after unscaling; its value is
                 ignored when the iteration overflows.
 
@@ -406,7 +400,6 @@ class LogMaxLossScale(LossScale):
         torch.maximum(self.grad_max, grad_max.reshape(()).float(), out=self.grad_max)
 
     def update(self) -> None:
-        """End the iteration: set the scale, count the skip, clear `found_inf` and `grad_max`."""
         overflow = self.found_inf != 0
         torch.logical_and(overflow, self.scale <= self.min_scale, out=self.stuck)
         no_number = overflow | ~torch.isfinite(self.grad_max)

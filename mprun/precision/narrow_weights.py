@@ -18,7 +18,7 @@ and the weights in FP32 are those of a chunk at a time.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mprun.precision.torch_update import initialise_state, rule_of
+from mprun.precision.policy import PrecisionPolicy
+from mprun.precision.torch_update import initialise_state, put_back_where, rule_of
 
 COMPENSATION = "compensation"  # in the state of a weight
 # Numbers that are widened at a time, and rounded: 32 MiB in FP32. A weight beyond that is a chunk.
@@ -87,9 +88,9 @@ class NarrowWeights:
     def __contains__(self, weight: Tensor) -> bool:
         return id(weight) in self._number
 
-    def number(self, weight: Tensor) -> int:
-        """Of a weight among all of them."""
-        return self._number[id(weight)]
+    def number(self, weight: Tensor) -> int | None:
+        """Return that of a weight among these; None: it is none of them."""
+        return self._number.get(id(weight))
 
     def keys(self) -> Tensor | None:
         """Of this update, one for each weight: int32 [weights]; None: nothing is random."""
@@ -106,16 +107,7 @@ class NarrowWeights:
         """
         if rule_of(self.inner) is None:
             return [list(range(len(updated)))]
-        found: list[list[int]] = [[]]
-        size = 0
-        for place, tensor in enumerate(updated):
-            numel = tensor.numel() if tensor in self else 0
-            if found[-1] and size + numel > CHUNK:
-                found.append([])
-                size = 0
-            found[-1].append(place)
-            size += numel
-        return found
+        return packed((own.numel() if own in self else 0 for own in updated), CHUNK)
 
     @contextmanager
     def in_fp32(
@@ -138,10 +130,9 @@ class NarrowWeights:
         wide: dict[int, Tensor] = {}
         with torch.no_grad():
             for weight, state in zip(chosen, states, strict=True):
-                own = weight.detach()
-                if own.dtype is not torch.float32:
-                    own = torch.empty_like(own, dtype=torch.float32)
-                    widen(own, weight, state.get(COMPENSATION))
+                own = weight.detach().float()
+                if COMPENSATION in state:
+                    own.add_(state[COMPENSATION])
                 wide[id(weight)] = own
                 inner.state[own] = _widened(state, weight)
         groups = [group["params"] for group in inner.param_groups]
@@ -164,8 +155,6 @@ class NarrowWeights:
         kept = {COMPENSATION: before[COMPENSATION]} if COMPENSATION in before else {}
         for name, value in found.items():
             dtype = self.state_dtype if _is_like(value, weight, name) else None
-            if name == COMPENSATION:
-                dtype = weight.dtype  # what loads a state casts all of it
             if dtype is not None and value.dtype is not dtype:
                 own = before.get(name)
                 value = value.to(dtype) if own is None else own.copy_(value)
@@ -185,12 +174,8 @@ class NarrowWeights:
             # Rounding takes a multiple of what it rounds.
             flat = [tensor.as_strided((tensor.numel(),), (1,)).split(CHUNK) for tensor in tensors]
             for number, (own, new, *rest) in enumerate(zip(*flat, strict=True)):
-                written = [own, *rest]
-                before = [] if found_inf is None else [tensor.clone() for tensor in written]
-                self.store(own, new, key, rest[0] if rest else None, number * CHUNK)
-                if found_inf is not None:
-                    for tensor, old in zip(written, before, strict=True):
-                        tensor.copy_(torch.where(found_inf != 0, old, tensor))
+                with put_back_where(found_inf, [own, *rest]):
+                    self.store(own, new, key, rest[0] if rest else None, number * CHUNK)
 
     def count(self, found_inf: Tensor | None = None) -> None:
         """There was an update, unless `found_inf` is not 0."""
@@ -218,6 +203,34 @@ class NarrowWeights:
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         self.updates.copy_(state["updates"])
+
+
+def choose_narrow(
+    inner: Optimizer, named: Mapping[str, Tensor], policy: PrecisionPolicy, seed: int = 0
+) -> NarrowWeights | None:
+    """Return those of `named` that are BF16 but updated in FP32, or have a state in BF16."""
+    rounding = policy.rounding if policy.masters == "transient" else "nearest"
+    state_dtype = policy.state_dtype
+    if rounding == "nearest" and state_dtype is None:
+        return None
+    real = {name: own for name, own in named.items() if not own.is_complex()}
+    chosen = {n: own for n, own in real.items() if state_dtype or own.dtype is torch.bfloat16}
+    if not chosen:
+        return None
+    return NarrowWeights(inner, [*chosen], [*chosen.values()], rounding, state_dtype, seed)
+
+
+def packed(sizes: Iterable[int], most: int) -> list[list[int]]:
+    """Return places in `sizes`, in order, together as long as they add up to `most` or less."""
+    found: list[list[int]] = [[]]
+    used = 0
+    for place, size in enumerate(sizes):
+        if found[-1] and used + size > most:
+            found.append([])
+            used = 0
+        found[-1].append(place)
+        used += size
+    return found
 
 
 def widen(wide: Tensor, own: Tensor, kept: Tensor | None) -> Tensor:
@@ -286,11 +299,5 @@ def _hashed(x: Tensor) -> Tensor:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the values fill their part of memory, in whatever order of dimensions."""
-    expected = 1
-    sizes = [(s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1]
-    for stride, size in sorted(sizes):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
+    """Return whether the values fill their part of memory, in whatever order of dimensions."""
+    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()

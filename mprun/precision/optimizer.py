@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -34,11 +33,10 @@ from mprun.precision.gradients import (
     LeftForOnePass,
     SummedBeforeUnscaled,
     Unscaled,
-    UnscaledOverRanks,
     Untouched,
 )
 from mprun.precision.loss_scale import LossScale, NoLossScale
-from mprun.precision.narrow_weights import NarrowWeights
+from mprun.precision.narrow_weights import choose_narrow
 from mprun.precision.policy import PrecisionPolicy
 from mprun.precision.reduction import Reduction
 from mprun.precision.row_updates import RowUpdate, row_tables
@@ -47,8 +45,7 @@ from mprun.precision.update import ByTorch, Ready, SinglePass
 from mprun.precision.update_choice import choose_update
 
 
-@dataclass(frozen=True, slots=True)
-class Update:
+class Update(NamedTuple):
     """What one step did, as 0-dim device tensors.
 
     Attributes:
@@ -63,13 +60,9 @@ class Update:
     grad_norm: Tensor | None
 
     def metrics(self, prefix: str = "") -> dict[str, Tensor]:
-        """What there is to report, by the name it has in metrics.jsonl behind `prefix`."""
-        values = {
-            f"{prefix}loss_scale": self.loss_scale,
-            f"{prefix}found_inf": self.found_inf,
-            f"{prefix}grad_norm": self.grad_norm,
-        }
-        return {name: value for name, value in values.items() if value is not None}
+        """Return what there is to report, named as in metrics.jsonl behind `prefix`."""
+        values = self._asdict().items()
+        return {prefix + name: value for name, value in values if value is not None}
 
 
 class Stages(NamedTuple):
@@ -98,7 +91,7 @@ class MixedPrecisionOptimizer:
         clipped: names of the parameters and row tables whose gradients count in that norm and are
             clipped; None: all.
         guards: BatchNorm statistics to restore when an update is skipped; saved by `zero_grad`.
-        average_decay: keep a WeightAverage, in `averages`.
+        average_decay: keep a WeightAverage, its values in `averages` by parameter name.
         averaged: of these parameters; None: of all.
         update: "plain" (torch's operations one after the other), "single_pass", or "auto" for the
             latter where it can be used and saves something.
@@ -132,7 +125,8 @@ class MixedPrecisionOptimizer:
         trained = {name: p for name, p in cast.module.named_parameters() if p.requires_grad}
         self.names, self.parameters = list(trained), list(trained.values())
         # The masters are those of `cast`, updated in place: a copy would cost 4 bytes a parameter.
-        self.updated = [cast.masters.get(name, own) for name, own in trained.items()]
+        named = {name: cast.masters.get(name, own) for name, own in trained.items()}
+        self.updated = list(named.values())
         self._hold_gradients = [*self.parameters, *self.masters.values()]
         device = self.parameters[0].device
         if loss_scales is None or isinstance(loss_scales, LossScale):
@@ -144,11 +138,16 @@ class MixedPrecisionOptimizer:
         several = parts > 1 or reduction is not None
         self.guards = tuple(guards) if self.skips or several else ()
 
-        self.inner = make_optimizer(list(zip(self.names, self.updated, strict=True)))
+        self.inner = make_optimizer(list(named.items()))
         self.tables = row_tables(cast.module)
-        self.narrow = self._narrow_of(cast.policy, seed)
+        self.narrow = choose_narrow(self.inner, named, cast.policy, seed)
         if self.narrow is None:
             initialise_state(self.inner)
+        elif self.tables:
+            raise ValueError(
+                f"precision={cast.policy.name}: row tables ({', '.join(self.tables)}) are updated "
+                "row by row, for which there is no other rounding and no other dtype of the state"
+            )
         else:
             self.narrow.initialise_state()
         self.rows = [
@@ -159,27 +158,29 @@ class MixedPrecisionOptimizer:
         if self.rows and several:
             raise ValueError("row tables take one micro-batch an update, on one rank")
         self._kinds = self._gradient_kinds(cast.policy)
-        self.average: WeightAverage | None = None
-        if average_decay is not None:
-            weights = zip(self.names, self.updated, strict=True)
-            chosen = {n: own for n, own in weights if averaged is None or n in averaged}
-            self.average = WeightAverage(chosen, average_decay)
         # What else a skipped step leaves as it was, after an update.
         self._after = [guard.restore_where for guard in self.guards] if self.skips else []
-        self._after += [] if self.average is None else [self.average.update]
+        self.averages: dict[str, Tensor] = {}
+        if average_decay is not None:
+            chosen = {n: own for n, own in named.items() if averaged is None or n in averaged}
+            average = WeightAverage(chosen, average_decay)
+            self.averages = average.values
+            self._after.append(average.update)
 
         names = [*self.names, *(row.name for row in self.rows)]
         self.is_clipped = [clipped is None or name in clipped for name in names]
-        tensors = (self.parameters, self.updated, self.is_clipped)
-        by_torch = ByTorch(self.inner, *tensors, self.narrow)
-        self._plain = Stages(self._gathering(cast.policy), by_torch)
+        by_torch = ByTorch(self.inner, self.parameters, self.updated, self.is_clipped, self.narrow)
         dtypes = [used for _, used, _ in self._kinds]
-        gains = self.skips or any(made is not used for made, used, _ in self._kinds)
-        choice = choose_update(update, by_torch, dtypes, gains=gains)
-        self.update_path, self.update_reason = choice.path, choice.reason
+        casts = any(made is not used for made, used, _ in self._kinds)
+        own = (self.parameters, self.rows, parts, reduction)
+        self._of_gathering = (*own, dtypes, self.found_inf, self.skips)
+        self._plain = Stages(self._gathering(cast.policy, casts), by_torch)
+        gains = casts or self.skips
+        choice = choose_update(update, by_torch, dtypes, MixedPrecisionOptimizer, gains=gains)
+        single_pass, self.update_path, self.update_reason = choice
         # True: torch's operations even so, which show an observer every intermediate result.
         self.observed = False
-        self.use(choice.single_pass)
+        self.use(single_pass)
         self._stages = self._chosen
         self._used: tuple[Ready, Tensor | None] | None = None
 
@@ -189,10 +190,9 @@ class MixedPrecisionOptimizer:
         self._chosen = self._plain
         if single_pass is not None:
             gathering = self._plain.gathering
-            several = self.micro_batches > 1 or self.reduction is not None
             # Several micro-batches are unscaled one by one, whatever applies their sum.
-            if isinstance(gathering, Unscaled) and not several:
-                gathering = LeftForOnePass(gathering)
+            if type(gathering) is Unscaled and gathering.parts == 1 and gathering.ranks is None:
+                gathering = LeftForOnePass(*self._of_gathering)
             self._chosen = Stages(gathering, single_pass)
 
     @property
@@ -200,11 +200,6 @@ class MixedPrecisionOptimizer:
         """The master weights of the parameters that have a copy, by parameter name."""
         pairs = zip(self.names, self.parameters, self.updated, strict=True)
         return {name: master for name, own, master in pairs if own is not master}
-
-    @property
-    def averages(self) -> dict[str, Tensor]:
-        """The averaged weights, FP32, by parameter name; empty without an average."""
-        return {} if self.average is None else self.average.values
 
     def gradient_dtypes(self) -> dict[str, int]:
         """Dtype -> number of gradient elements as backward makes them; row tables count whole."""
@@ -347,28 +342,6 @@ class MixedPrecisionOptimizer:
         if self.narrow is not None:
             self.narrow.load_state_dict(saved["narrow"])
 
-    def _narrow_of(self, policy: PrecisionPolicy, seed: int) -> NarrowWeights | None:
-        """Those of `updated` that are BF16 but updated in FP32, or have a state in BF16."""
-        narrow = policy.masters == "transient"
-        if not narrow and policy.state_dtype is None:
-            return None
-        if self.tables:
-            raise ValueError(
-                f"precision={policy.name}: row tables ({', '.join(self.tables)}) are updated row "
-                "by row, for which there is no other rounding and no other dtype of the state"
-            )
-        chosen = {
-            name: own
-            for name, own in zip(self.names, self.updated, strict=True)
-            if not own.is_complex() and (policy.state_dtype or own.dtype is torch.bfloat16)
-        }
-        if not chosen:
-            return None
-        rounding = policy.rounding if narrow else "nearest"
-        return NarrowWeights(
-            self.inner, list(chosen), list(chosen.values()), rounding, policy.state_dtype, seed
-        )
-
     def _gradient_kinds(
         self, policy: PrecisionPolicy
     ) -> list[tuple[torch.dtype, torch.dtype, int]]:
@@ -384,20 +357,15 @@ class MixedPrecisionOptimizer:
         ]
         return list(zip(made, used, (tensor.numel() for tensor in updated), strict=True))
 
-    def _gathering(self, policy: PrecisionPolicy) -> Gathering:
-        """The way from losses to gradients that the policy needs."""
-        own = (self.parameters, self.rows, self.micro_batches, self.reduction)
-        dtypes = [used for _, used, _ in self._kinds]
+    def _gathering(self, policy: PrecisionPolicy, casts: bool) -> Gathering:
+        """Return the way from losses to gradients that the policy needs."""
         if self.micro_batches > 1 and policy.reduce_dtype is not None:
-            dtype, divide = policy.reduce_dtype, policy.reduce_divide
-            stage = (dtypes, self.found_inf, self.skips)
-            return SummedBeforeUnscaled(*own, *stage, dtype=dtype, divide=divide)
-        casts = any(made is not used for made, used, _ in self._kinds)
+            own_sum = policy.reduce_dtype, policy.reduce_divide
+            return SummedBeforeUnscaled(*self._of_gathering, *own_sum)
         multiplies = any(row.table.gradient_factor != 1 for row in self.rows)
         if not (casts or self.skips or multiplies or self.masters):
-            return Untouched(*own)
-        kind = Unscaled if self.reduction is None else UnscaledOverRanks
-        return kind(*own, dtypes, self.found_inf, self.skips)
+            return Untouched(*self._of_gathering[:4])
+        return Unscaled(*self._of_gathering)
 
 
 def elements_by_dtype(tensors: Iterable[tuple[torch.dtype, int]]) -> dict[str, int]:

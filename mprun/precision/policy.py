@@ -31,6 +31,11 @@ ROUNDINGS = ("nearest", "stochastic", "kahan")
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()} | FORMAT_NAMES
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return "fp16", or torch's own name of a dtype that no mode has."""
+    return DTYPE_NAMES.get(dtype, str(dtype).removeprefix("torch."))
+
+
 @dataclass(frozen=True, slots=True)
 class PrecisionPolicy:
     """In which dtype each kind of tensor of a training run lives; FP32 where nothing else is said.
@@ -135,18 +140,17 @@ def _read(key: str, value: Any, dtypes: Mapping[str, torch.dtype]) -> Any:
 
 
 def policy_values(policy: PrecisionPolicy) -> dict[str, Any]:
-    """What `build_policy` makes `policy` of, in the form of a configuration."""
-    words = {
-        field.name: _word(getattr(policy, field.name))
-        for field in fields(policy)
-        if field.name not in ("name", "products")
-    }
-    products = policy.products or ScaledProducts()
-    of_products = {field.name: _word(getattr(products, field.name)) for field in fields(products)}
+    """Return what `build_policy` makes `policy` of, in the form of a configuration."""
+    words, products = _words(policy), _words(policy.products or ScaledProducts())
     if policy.products is None:
-        of_products |= dict.fromkeys(("input", "weight", "grad_output"))
+        products |= dict.fromkeys(("input", "weight", "grad_output"))
     update = {name: words.pop(name) for name in ("rounding", "state_dtype")}
-    return words | {"products": of_products, "update": update}
+    del words["name"]
+    return words | {"products": products, "update": update}
+
+
+def _words(of: PrecisionPolicy | ScaledProducts) -> dict[str, Any]:
+    return {field.name: _word(getattr(of, field.name)) for field in fields(of)}
 
 
 def _word(value: Any) -> Any:
@@ -180,12 +184,10 @@ def get_policy(name: str, folder: Path | None = None) -> PrecisionPolicy:
 
 
 def usual_scaler(name: str) -> str:
-    """The loss scaler that a mode of mprun's own comes with, by name; see `get_policy`."""
-    for default in option("precision", name).get("defaults", []):
-        for key, scaler in default.items():
-            if "/scaler" in key:
-                return scaler
-    return "none"
+    """Return the loss scaler that a mode of mprun's own comes with, by name; see `get_policy`."""
+    defaults = option("precision", name).get("defaults", [])
+    pairs = [pair for default in defaults for pair in default.items()]
+    return next((scaler for key, scaler in pairs if "/scaler" in key), "none")
 
 
 def option(group: str, name: str, folder: Path | None = None) -> dict[str, Any]:
@@ -206,10 +208,7 @@ def option(group: str, name: str, folder: Path | None = None) -> dict[str, Any]:
 
 
 # In torch.backends; the CPU's are "mkldnn".
-_FP32_PRODUCTS = (
-    *("cuda.matmul", "cudnn.conv", "cudnn.rnn"),
-    *("mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn"),
-)
+_FP32_PRODUCTS = "cuda.matmul cudnn.conv cudnn.rnn mkldnn.matmul mkldnn.conv mkldnn.rnn".split()
 _REDUCTIONS = (
     "allow_fp16_reduced_precision_reduction",
     "allow_bf16_reduced_precision_reduction",

@@ -50,25 +50,19 @@ class Reduction(Protocol):
 
     def overlap(self, last: bool) -> bool:
         """Set `overlaps` for the next backward pass, the `last` one of a step; what it is then."""
-        ...
 
     def begin(self, parameters: Sequence[Tensor], sent: Callable[[int, Tensor], Tensor]) -> None:
         """Such a pass begins. `sent`: number of a parameter, and a flat tensor of gradients of its
         kind as backward makes them -> what is to be summed."""
-        ...
 
     def add(self, tensors: list[Tensor | None]) -> None:
         """Add what one loss left, a tensor or None for each parameter; it may be written to."""
-        ...
 
     def total(self) -> list[Tensor | None]:
         """The sum over all losses of all ranks, the same bits on each; the next sum begins."""
-        ...
 
     def clear(self) -> None:
         """Forget what was added."""
-        ...
 
     def largest(self, values: Tensor) -> Tensor:
         """Elementwise maximum over the ranks, of the shape and dtype of `values`."""
-        ...

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Optimizer
 
+from mprun.precision.torch_update import put_back_where
+
 
 class Gathered(Protocol):
     """The rows that a step uses (see mprun.models.sampled_lstm.Gathered)."""
@@ -36,7 +38,6 @@ class RowTable(Protocol):
 
     def tensors(self) -> dict[str, Tensor]:
         """Parameter name -> table [rows, ...]."""
-        ...
 
 
 def row_tables(model: nn.Module) -> dict[str, RowTable]:
@@ -79,10 +80,9 @@ class RowUpdate:
 
     def take_gradient(self) -> Tensor | None:
         """The gradient, which the rows no longer hold afterwards."""
-        if self.table.gathered is None:
-            return None
-        leaf = self.table.gathered.leaves[self.key]
-        gradient, leaf.grad = leaf.grad, None
+        gradient = self.gradient
+        if self.table.gathered is not None:
+            self.table.gathered.leaves[self.key].grad = None
         return gradient
 
     @torch.no_grad()
@@ -100,35 +100,26 @@ class RowUpdate:
         assert gathered is not None  # its leaves had the gradient
         used = gathered.used.view(-1, *[1] * (gradient.dim() - 1))
         gradient = torch.where(used, gradient, gradient[:1]).to(self.tensor.dtype)
-        rows = self.tensor.index_select(0, gathered.ids)
-        before = {"": rows.clone()} if found_inf is not None else {}
-        state = {}
-        for key, tensor in self.state.items():
-            state[key] = tensor.index_select(0, gathered.ids)
-            if found_inf is not None:
-                before[key] = state[key].clone()
-        self._move(rows, gradient, state)
-        for key, value in {"": rows, **state}.items():
-            if found_inf is not None:
-                value = torch.where(found_inf != 0, before[key], value)
-            target = self.state[key] if key else self.tensor
-            target.index_copy_(0, gathered.ids, value)
+        whole = [self.tensor, *self.state.values()]
+        rows, *state = parts = [tensor.index_select(0, gathered.ids) for tensor in whole]
+        with put_back_where(found_inf, parts):
+            self._move(rows, gradient, *state)
+        for tensor, part in zip(whole, parts, strict=True):
+            tensor.index_copy_(0, gathered.ids, part)
 
-    def _move(self, rows: Tensor, gradient: Tensor, state: dict[str, Tensor]) -> None:
-        """In place, in the order of operations of torch.optim's foreach implementations."""
+    def _move(self, rows: Tensor, gradient: Tensor, total: Tensor | None = None) -> None:
+        """Update in place, in the order of operations of torch.optim's foreach implementations."""
         groups = self._optimizer.param_groups
         # The one whose rate is the plain one: biases may have one of their own.
         group = next((g for g in groups if g.get("lr_factor", 1.0) == 1.0), groups[0])
         lr = group["lr"]
-        if isinstance(self._optimizer, SGD):
-            if isinstance(lr, Tensor):
-                rows.sub_(gradient * lr)
-            else:
-                rows.add_(gradient, alpha=-lr)
-            return
-        state["sum"].addcmul_(gradient, gradient, value=1)
-        deviation = state["sum"].sqrt().add_(group["eps"])
-        rows.addcdiv_(gradient * -lr, deviation)
+        if total is not None:
+            deviation = total.addcmul_(gradient, gradient, value=1).sqrt().add_(group["eps"])
+            rows.addcdiv_(gradient * -lr, deviation)
+        elif isinstance(lr, Tensor):
+            rows.sub_(gradient * lr)
+        else:
+            rows.add_(gradient, alpha=-lr)
 
 
 def _check_rule(optimizer: Optimizer) -> None:

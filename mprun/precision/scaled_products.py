@@ -20,7 +20,7 @@ own kernel there does, several times as fast.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache, partial
@@ -76,13 +76,22 @@ class Cast(NamedTuple):
         return Cast(self.values.t(), self.factor.t())
 
 
+# Takes each cast, given the matrix and what casts it; None: nobody observes them.
+observer: Callable[[Tensor, Callable[[], Cast]], Cast] | None = None
+
+
 def cast(matrix: Tensor, dtype: torch.dtype, products: ScaledProducts, dim: int = -1) -> Cast:
-    """`matrix` in `dtype`.
+    """Return `matrix` in `dtype`, by way of the `observer`.
 
     Args:
         matrix: [n, k] in 16 or 32 bits.
         dim: along which a product adds up; of scales by row.
     """
+    take = partial(_cast, matrix, dtype, products, dim)
+    return take() if observer is None else observer(matrix, take)
+
+
+def _cast(matrix: Tensor, dtype: torch.dtype, products: ScaledProducts, dim: int) -> Cast:
     largest = torch.finfo(dtype).max
     if products.granularity == "row":
         # torch.aminmax along a dimension takes ten times as long on a CPU.
@@ -277,7 +286,7 @@ def chosen_layers(
                 f"precision.products.modules: {pattern!r} matches no nn.Linear; some: {known}"
             )
         found += [name for name in matched if name != output or name == pattern]
-    names = [name for name in dict.fromkeys(found) if _dtype_of(name, chosen) is not torch.float32]
+    names = [name for name in dict.fromkeys(found) if inherited(name, chosen) is not torch.float32]
     if not names:
         raise ValueError(
             f"precision.products.modules={list(products.modules)}: no nn.Linear is left to compute "
@@ -286,7 +295,8 @@ def chosen_layers(
     return names
 
 
-def _dtype_of(name: str, chosen: Mapping[str, torch.dtype]) -> torch.dtype | None:
+def inherited(name: str, chosen: Mapping[str, torch.dtype]) -> torch.dtype | None:
+    """Return the dtype chosen for the module `name` or for the nearest module around it."""
     while name:
         if name in chosen:
             return chosen[name]

@@ -10,17 +10,18 @@ plain way computes, bit for bit: the kernels are the same, and they work element
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import accumulate, chain
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mprun.precision.narrow_weights import NarrowWeights, widen
+from mprun.precision.narrow_weights import NarrowWeights, packed, widen
 from mprun.precision.update import (
     Checked,
+    Gradients,
     Scaled,
     SinglePass,
     Weight,
@@ -51,13 +52,11 @@ class _Block:
     ):
         self.pieces = pieces
         self.masters = [piece.master.detach() for piece in pieces]
-        self.narrow: list[tuple[Weight, Tensor]] = []
         if wide is not None:
-            places = self._places(wide)
-            for number, (piece, place) in enumerate(zip(pieces, places, strict=True)):
-                if piece.master.dtype is not torch.float32:
-                    self.masters[number] = place
-                    self.narrow.append((piece, place))
+            pairs = zip(pieces, self.masters, self._places(wide), strict=True)
+            self.masters = [own if piece.narrow is None else place for piece, own, place in pairs]
+        of_pieces = zip(pieces, self.masters, strict=True)
+        self.narrow = [(piece, place) for piece, place in of_pieces if piece.narrow is not None]
         self.states = [list(tensors) for tensors in zip(*(p.state for p in pieces), strict=True)]
         self.steps = [piece.step for piece in pieces if piece.step is not None]
         self.copies = [piece.own.detach() for piece in pieces if piece.has_copy]
@@ -117,9 +116,8 @@ class BlockedUpdate(SinglePass):
             finite = self._all_finite(present)
         if found_inf is not None and not finite:
             found_inf.fill_(1.0)
-        if not norm:
-            return Checked(None, largest)
-        return Checked(_norms(self._clipped(gradients), inverse, finite), largest)
+        norms = _norms(self._clipped(gradients), inverse, finite) if norm else None
+        return Checked(norms, largest)
 
     @torch.no_grad()
     def write(self, scaled: Scaled, clip: Tensor | None) -> None:
@@ -139,13 +137,11 @@ class BlockedUpdate(SinglePass):
                 factors.append(factor)
             direct = part.in_fp32 and not factors
             # Backwards: what the check read last is still in the cache.
-            blocks = part.blocks[::-1]
-            if direct and part.whole is not None:
-                blocks = [part.whole]
-            for block in blocks:
+            whole = [part.whole] if direct and part.whole is not None else None
+            for block in whole or part.blocks[::-1]:
                 for piece, wide in block.narrow:
                     widen(wide, piece.own, piece.kept)
-                self._run(block, gradients, factors, settings, direct=direct)
+                self._run(block, gradients, factors, settings, direct)
                 if narrow is not None:
                     self._store(narrow, block, keys)
         if narrow is not None:
@@ -154,10 +150,9 @@ class BlockedUpdate(SinglePass):
     def _run(
         self,
         block: _Block,
-        gradients: Sequence[Tensor | None],
+        gradients: Gradients,
         factors: list[float],
         settings: dict,
-        *,
         direct: bool,
     ) -> None:
         """Update one block. direct: FP32 gradients with nothing to multiply need no buffer."""
@@ -170,25 +165,24 @@ class BlockedUpdate(SinglePass):
             pieces = block.buffers
             for factor in factors:
                 torch._foreach_mul_(pieces, factor)
-        masters, states, steps = block.masters, block.states, block.steps
         match self.rule:
             case "sgd":
-                torch._fused_sgd_(masters, pieces, states[0] if states else [], **settings)
-            case "adam" | "adamw":
-                fused = torch._fused_adam_ if self.rule == "adam" else torch._fused_adamw_
-                fused(masters, pieces, states[0], states[1], [], steps, **settings)
+                others = block.states or [[]]
+            case "adagrad":
+                others = [*block.states, block.steps]
             case _:
-                torch._fused_adagrad_(masters, pieces, states[0], steps, **settings)
+                others = [*block.states, [], block.steps]  # no largest squares (amsgrad)
+        getattr(torch, f"_fused_{self.rule}_")(block.masters, pieces, *others, **settings)
         if block.copies:
             torch._foreach_copy_(block.copies, block.copied)
 
     def _store(self, narrow: NarrowWeights, block: _Block, keys: Tensor | None) -> None:
         for piece, wide in block.narrow:
-            key = None if keys is None else keys[narrow.number(self.updated[piece.index])]
+            key = None if keys is None else keys[piece.narrow]
             start = 0 if piece.part is None else piece.part * self.block
             narrow.store(piece.own, wide, key, piece.kept, start)
 
-    def _piece(self, gradients: Sequence[Tensor | None], index: int, part: int | None) -> Tensor:
+    def _piece(self, gradients: Gradients, index: int, part: int | None) -> Tensor:
         gradient = gradients[index]
         assert gradient is not None  # a plan holds what has one
         if part is None:
@@ -239,7 +233,7 @@ class BlockedUpdate(SinglePass):
                     return False
         return not found
 
-    def _plan(self, gradients: Sequence[Tensor | None]) -> None:
+    def _plan(self, gradients: Gradients) -> None:
         """Build the blocks anew where gradients or the model's tensors are others than before."""
         dtypes = [None if gradient is None else gradient.dtype for gradient in gradients]
         key = (dtypes, [parameter.data_ptr() for parameter in self.parameters])
@@ -249,37 +243,27 @@ class BlockedUpdate(SinglePass):
         kinds: dict[tuple[int, bool, bool], list[Weight]] = {}
         for weight in self.weights([dtype is not None for dtype in dtypes]):
             in_fp32 = dtypes[weight.index] is torch.float32
-            kind = (id(weight.group), self.is_clipped[weight.index], in_fp32)
+            kind = (weight.group, self.is_clipped[weight.index], in_fp32)
             kinds.setdefault(kind, []).append(weight)
-        blocks = [self._in_blocks(weights) for weights in kinds.values()]
-        sizes = [sum(_aligned(p.master.numel()) for p in block) for of in blocks for block in of]
-        buffer = torch.empty(max(sizes, default=0))
+        buffer = torch.empty(_aligned(self.block))
         wide = None if self.narrow is None else torch.empty_like(buffer)
         self._parts = [
             _Part(
-                weights[0].group,
+                self.inner.param_groups[group],
                 clipped,
                 in_fp32,
-                [_Block(pieces, buffer, wide) for pieces in in_blocks],
+                [_Block(pieces, buffer, wide) for pieces in self._in_blocks(weights)],
                 None if wide is not None or any(w.has_copy for w in weights) else _Block(weights),
                 [weight.step for weight in weights if weight.step is not None],
             )
-            for ((_, clipped, in_fp32), weights), in_blocks in zip(
-                kinds.items(), blocks, strict=True
-            )
+            for (group, clipped, in_fp32), weights in kinds.items()
         ]
 
     def _in_blocks(self, weights: list[Weight]) -> list[list[Weight]]:
-        """Pieces of the weights, in order, together in one block as long as they fit."""
-        blocks: list[list[Weight]] = []
-        used = 0
-        for piece in chain.from_iterable(map(self._pieces, weights)):
-            if not blocks or used + piece.master.numel() > self.block:
-                blocks.append([])
-                used = 0
-            blocks[-1].append(piece)
-            used += _aligned(piece.master.numel())
-        return blocks
+        """Return pieces of the weights, in order, together in one block as long as they fit."""
+        pieces = [piece for weight in weights for piece in self._pieces(weight)]
+        sizes = [_aligned(piece.master.numel()) for piece in pieces]
+        return [[pieces[n] for n in places] for places in packed(sizes, self.block)]
 
     def _pieces(self, weight: Weight) -> Iterator[Weight]:
         """The weight in pieces of a block."""
@@ -309,11 +293,10 @@ def _norms(gradients: list[Tensor], inverse: Tensor | None, finite: bool) -> Ten
     """L2 norm of each unscaled gradient, float32 [n], as the plain way computes them."""
     if not gradients:
         return torch.zeros(0)
-    if inverse is None:
-        return torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32))
-    if math.frexp(float(inverse))[0] == 0.5:
+    factor = 1.0 if inverse is None else float(inverse)
+    if math.frexp(factor)[0] == 0.5:
         # A power of two goes through squares, sums and roots without a rounding.
-        norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32)) * inverse
+        norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32)) * factor
         if not finite or bool(torch.isfinite(norms).all()):
             return norms
-    return torch.stack([torch.linalg.vector_norm(g.float() * inverse) for g in gradients])
+    return torch.stack([torch.linalg.vector_norm(g.float() * factor) for g in gradients])

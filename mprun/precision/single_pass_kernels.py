@@ -22,14 +22,9 @@ COLUMNS = tl.constexpr(7)
 
 
 @triton.jit
-def _pointer(address, DTYPE: tl.constexpr):
-    return address.to(tl.pointer_type(DTYPE))
-
-
-@triton.jit
 def _at(address, offsets, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
     """Pointers to values; ALIGNED: the address is a multiple of 16, so loads are wide."""
-    pointers = _pointer(address, DTYPE) + offsets
+    pointers = address.to(tl.pointer_type(DTYPE)) + offsets
     if ALIGNED:
         pointers = tl.multiple_of(tl.max_contiguous(pointers, BLOCK), 16)
     return pointers
@@ -210,7 +205,8 @@ def update_kernel(
         tl.store(firsts, total, mask=writes)
         master = master - rate * tl.div_rn(gradient, tl.sqrt_rn(total) + eps)
     else:
-        step = tl.load(_pointer(tl.load(tensors + row * COLUMNS + 5), tl.float32)).to(tl.float64)
+        steps = tl.load(tensors + row * COLUMNS + 5).to(tl.pointer_type(tl.float32))
+        step = tl.load(steps).to(tl.float64)
         correction1 = (1.0 - tl.exp(step * tl.load(logarithms))).to(tl.float32)
         correction2 = (1.0 - tl.exp(step * tl.load(logarithms + 1))).to(tl.float32)
         seconds = _at(tl.load(tensors + row * COLUMNS + 3), offsets, tl.float32, ALIGNED, BLOCK)

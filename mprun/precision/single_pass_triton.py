@@ -5,7 +5,6 @@ is captured, so the pinned memory that they were copied from lives as long as th
 """
 
 import math
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -15,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mprun.precision.single_pass_kernels import COLUMNS, check_kernel, update_kernel
-from mprun.precision.update import Checked, Scaled, SinglePass, Weight, in_order_of
+from mprun.precision.update import Checked, Gradients, Scaled, SinglePass, Weight, in_order_of
 
 # Of pinned memory, which must not be allocated while a graph is captured: enough for the graphs
 # that are captured one after the other without a plain step between them.
@@ -76,7 +75,7 @@ class _Kind(NamedTuple):
     """What the tensors of one launch have in common.
 
     Attributes:
-        group: the id of the optimizer's.
+        group: number of the optimizer's.
         narrow: how a BF16 weight without a master is stored; "no": it is none.
     """
 
@@ -90,26 +89,19 @@ class _Kind(NamedTuple):
 
 @dataclass(slots=True)
 class _Launch:
-    """The tensors that one launch serves: of one parameter group and one kind.
+    """The tensors that one launch serves, which are of one kind.
 
     Attributes:
         chunks: int32 [programs, 2] on the device.
-        squares: where the sums of squares of its blocks go, None if its gradients do not count in
-            the norm.
-        largest: the same for the largest values.
+        squares, largest: where the sums of squares of its blocks go, and the largest values.
         logarithms: of Adam's betas, see `single_pass_kernels.adam_kernel`.
     """
 
-    group: dict
     kind: _Kind
     chunks: Tensor
-    squares: Tensor | None
+    squares: Tensor
     largest: Tensor
     logarithms: Tensor | None
-
-    @property
-    def grid(self) -> tuple[int]:
-        return (self.chunks.shape[0],)
 
 
 @dataclass(slots=True)
@@ -134,7 +126,7 @@ class _Plan:
 # Of each gradient its dtype and whether it lies at a multiple of 16; None where there is none.
 _Kinds = tuple[tuple[torch.dtype, bool] | None, ...]
 # With the table of addresses, and the gradients in memory order, which have to stay alive.
-_Prepared = tuple[_Plan, Tensor, list[Tensor | None]]
+_Prepared = tuple[_Plan, Tensor, Gradients]
 
 
 class KernelUpdate(SinglePass):
@@ -162,20 +154,20 @@ class KernelUpdate(SinglePass):
         checks = scaled.found_inf is not None
         with self._on_device():
             for launch in plan.launches:
-                squares = launch.squares if norm else None
-                if not (checks or squares is not None or grad_max):
+                counts = norm and launch.kind.clipped
+                if not (checks or counts or grad_max):
                     continue
-                check_kernel[launch.grid](
+                check_kernel[(len(launch.chunks),)](
                     table,
                     plan.tensors,
                     launch.chunks,
                     self._one if scaled.inverse is None else scaled.inverse,
                     self._zero if scaled.found_inf is None else scaled.found_inf,
-                    launch.largest if squares is None else squares,
+                    launch.squares,
                     launch.largest,
                     _TYPES[launch.kind.gradient_dtype],
                     checks,
-                    squares is not None,
+                    counts,
                     grad_max,
                     launch.kind.aligned,
                     BLOCK,
@@ -209,10 +201,10 @@ class KernelUpdate(SinglePass):
         clip: Tensor | None,
         keys: Tensor | None,
     ) -> None:
-        group, kind = launch.group, launch.kind
+        kind, group = launch.kind, self.inner.param_groups[launch.kind.group]
         clips = clip is not None and kind.clipped
         beta1, beta2 = group.get("betas", (0.0, 0.0))
-        update_kernel[launch.grid](
+        update_kernel[(len(launch.chunks),)](
             table,
             tensors,
             launch.chunks,
@@ -264,15 +256,12 @@ class KernelUpdate(SinglePass):
             held = torch.full((), lr, device=self.device)
             self._held.append(held)
             return held
-        known = self._rates.get(id(group))
-        if known is None:
-            known = (lr, torch.full((), lr, device=self.device))
-        elif known[0] != lr:
-            known = (lr, known[1].fill_(lr))
-        self._rates[id(group)] = known
-        return known[1]
+        known, rate = self._rates.get(id(group)) or (None, torch.empty((), device=self.device))
+        if known != lr:
+            self._rates[id(group)] = lr, rate.fill_(lr)
+        return rate
 
-    def _prepare(self, gradients: Sequence[Tensor | None]) -> _Prepared:
+    def _prepare(self, gradients: Gradients) -> _Prepared:
         pairs = zip(gradients, self.updated, strict=True)
         ordered = [None if g is None else in_order_of(master, g) for g, master in pairs]
         addresses = [0 if gradient is None else gradient.data_ptr() for gradient in ordered]
@@ -295,8 +284,7 @@ class KernelUpdate(SinglePass):
         rows: list[list[int]] = []
         steps: list[Tensor] = []
         places: dict[_Kind, list[list[int]]] = {}
-        present = [kind is not None for kind in kinds]
-        for weight in self.weights(present):
+        for weight in self.weights([kind is not None for kind in kinds]):
             if not weight.master.numel():
                 continue
             if weight.step is not None:
@@ -306,7 +294,19 @@ class KernelUpdate(SinglePass):
             chunks.extend([len(rows), block] for block in blocks)
             rows.append(row)
             indices.append(weight.index)
-        launches, squares, largest = self._launches(places)
+        # Four floats: each launch writes to an address that is a multiple of 16.
+        sizes = [-(-len(chunks) // 4) * 4 for chunks in places.values()]
+        # One value more, so that there is a largest one of no gradients: 0.
+        squares, largest = (torch.zeros(sum(sizes) + 1, device=self.device) for _ in range(2))
+        parts = zip(squares.split([*sizes, 1]), largest.split([*sizes, 1]), strict=True)
+        launches = []
+        for (kind, chunks), (of_squares, of_largest) in zip(places.items(), parts, strict=False):
+            betas = self.inner.param_groups[kind.group].get("betas", ())
+            # The smallest number for a beta of 0: its powers are 0 as well.
+            values = [math.log(beta or 5e-324) for beta in betas]
+            logarithms = self._to_device(values, torch.float64) if values else None
+            on_device = self._to_device(chunks, torch.int32)
+            launches.append(_Launch(kind, on_device, of_squares, of_largest, logarithms))
         tensors = self._to_device(rows, torch.int64)
         table = AddressTable(len(rows), self.device)
         return _Plan(indices, tensors, table, launches, squares, largest, steps)
@@ -314,37 +314,13 @@ class KernelUpdate(SinglePass):
     def _kind(self, weight: Weight, row: list[int], kinds: _Kinds) -> _Kind:
         dtype, aligned = kinds[weight.index] or (torch.float32, False)
         return _Kind(
-            id(weight.group),
+            weight.group,
             dtype,
             weight.own.dtype if weight.has_copy else None,
             self.is_clipped[weight.index],
-            "no"
-            if self.narrow is None or weight.master not in self.narrow
-            else self.narrow.rounding,
+            "no" if self.narrow is None or weight.narrow is None else self.narrow.rounding,
             aligned and not any(value % 16 for value in row[:5]),
         )
-
-    def _launches(
-        self, places: dict[_Kind, list[list[int]]]
-    ) -> tuple[list[_Launch], Tensor, Tensor]:
-        """A launch for each kind; where the sums of squares and the largest values of all go."""
-        groups = {id(group): group for group in self.inner.param_groups}
-        # Four floats: each launch writes to an address that is a multiple of 16.
-        sizes = [-(-len(chunks) // 4) * 4 for chunks in places.values()]
-        # One value more, so that there is a largest one of no gradients: 0.
-        squares, largest = (torch.zeros(sum(sizes) + 1, device=self.device) for _ in range(2))
-        own_squares, own_largest = squares.split([*sizes, 1]), largest.split([*sizes, 1])
-        launches = []
-        for place, (kind, chunks) in enumerate(places.items()):
-            group, on_device = groups[kind.group], self._to_device(chunks, torch.int32)
-            of_squares = own_squares[place] if kind.clipped else None
-            # The smallest number for a beta of 0: its powers are 0 as well.
-            values = [math.log(beta or 5e-324) for beta in group.get("betas", ())]
-            logarithms = self._to_device(values, torch.float64) if values else None
-            launches.append(
-                _Launch(group, kind, on_device, of_squares, own_largest[place], logarithms)
-            )
-        return launches, squares, largest
 
     def _to_device(self, values: list, dtype: torch.dtype) -> Tensor:
         """Does not wait: the source is pinned, see torch's CachingHostAllocator, which reuses it
@@ -365,14 +341,13 @@ class KernelUpdate(SinglePass):
         """A row of the table of tensors, see `single_pass_kernels`; 0: there is none."""
         states = [tensor.data_ptr() for tensor in weight.state] + [0, 0]
         step, beside = weight.step, weight.own if weight.has_copy else weight.kept
-        narrow = self.narrow
         row = [
             weight.master.numel(),
             weight.master.data_ptr(),
             *states[:2],
             0 if beside is None else beside.data_ptr(),
             0 if step is None or step.device != weight.master.device else step.data_ptr(),
-            0 if narrow is None or weight.master not in narrow else narrow.number(weight.master),
+            weight.narrow or 0,
         ]
         assert len(row) == COLUMNS.value
         return row

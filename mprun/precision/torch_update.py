@@ -8,6 +8,8 @@ or stays on the host, the host decides, as torch.amp.GradScaler does: it waits f
 """
 
 import functools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -40,18 +42,14 @@ def initialise_state(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             state = optimizer.state[parameter]
-            if kind is SGD and group["momentum"] and not state:
-                if not group["dampening"]:
-                    state["momentum_buffer"] = torch.zeros_like(parameter)
+            if kind is SGD and group["momentum"] and not group["dampening"] and not state:
+                state["momentum_buffer"] = torch.zeros_like(parameter)
             elif kind in (Adam, AdamW) and not state:
-                on_device = group["fused"] or group["capturable"]
-                state["step"] = torch.zeros(
-                    (), dtype=torch.float32, device=parameter.device if on_device else "cpu"
-                )
-                state["exp_avg"] = torch.zeros_like(parameter)
-                state["exp_avg_sq"] = torch.zeros_like(parameter)
-                if group["amsgrad"]:
-                    state["max_exp_avg_sq"] = torch.zeros_like(parameter)
+                device = parameter.device if group["fused"] or group["capturable"] else "cpu"
+                state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+                squares = ["exp_avg_sq", "max_exp_avg_sq"] if group["amsgrad"] else ["exp_avg_sq"]
+                for name in ("exp_avg", *squares):
+                    state[name] = torch.zeros_like(parameter)
 
 
 def is_fused(optimizer: Optimizer) -> bool:
@@ -63,8 +61,8 @@ def is_fused(optimizer: Optimizer) -> bool:
 def step_unless(optimizer: Optimizer, found_inf: Tensor) -> None:
     """Take one step that leaves parameters and state as they were where found_inf is non-zero.
 
-    A fused kernel skips by itself; otherwise the step is taken and taken back on the device, which
-    costs a copy of parameters and state. Waits for the device only where `host_decides`.
+    Costs a copy of parameters and state unless a fused kernel skips by itself. Waits for the device
+    only where `host_decides`.
     """
     if host_decides(optimizer):
         _step_on_host(optimizer, found_inf)
@@ -83,8 +81,21 @@ def step_unless(optimizer: Optimizer, found_inf: Tensor) -> None:
         for value in (parameter, *optimizer.state[parameter].values())
         if isinstance(value, Tensor) and value.device == parameter.device
     ]
+    with put_back_where(found_inf, tensors):
+        optimizer.step()
+
+
+@contextmanager
+def put_back_where(found_inf: Tensor | None, tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Let `tensors` be written to within it, and put them back where `found_inf` (0-dim) is not 0.
+
+    On the device, which is not waited for; None: they stay as they are written.
+    """
+    if found_inf is None:
+        yield
+        return
     before = [tensor.clone() for tensor in tensors]
-    optimizer.step()
+    yield
     skipped = found_inf != 0
     for tensor, old in zip(tensors, before, strict=True):
         tensor.copy_(torch.where(skipped, old, tensor))
@@ -109,16 +120,12 @@ def host_decides(optimizer: Optimizer) -> bool:
             continue  # its counter serves nothing else
         for parameter in group["params"]:
             state = optimizer.state[parameter]
-            if (
-                parameter.grad is not None
-                and not state
-                and not (known == "sgd" and not group["momentum"])
-            ):
+            keeps_none = known == "sgd" and not group["momentum"]
+            if parameter.grad is not None and not state and not keeps_none:
                 return True
-            for value in state.values():
-                own = isinstance(value, Tensor) and value.device == parameter.device
-                if value is not None and not own:
-                    return True
+            devices = [getattr(v, "device", None) for v in state.values() if v is not None]
+            if any(device != parameter.device for device in devices):
+                return True
     return False
 
 

@@ -11,7 +11,7 @@ the names of the state are the same, so a checkpoint of one continues in the oth
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,8 @@ from torch.optim import Optimizer
 from mprun.precision.loss_scale import LossScale
 from mprun.precision.narrow_weights import COMPENSATION, NarrowWeights
 from mprun.precision.torch_update import STATE, rule_of, step_unless
+
+Gradients = list[Tensor | None]  # one for each parameter, or then for each row table too
 
 
 class Scaled(NamedTuple):
@@ -33,7 +35,7 @@ class Scaled(NamedTuple):
         found_inf: float32, 0-dim, not 0 where one is not finite; None: no check.
     """
 
-    gradients: list[Tensor | None]
+    gradients: Gradients
     inverse: Tensor | None
     found_inf: Tensor | None
 
@@ -46,14 +48,12 @@ class Ready(NamedTuple):
         rows: of the row tables, unscaled; None where there is none.
         unread: the loss scale of `own`, which nobody has read yet: a single pass checks them and
             tells it. None: they have been checked.
-        grad_max: float32, 0-dim, largest magnitude of `rows` where it asks for that.
         sparse: whether one of `own` is.
     """
 
     own: Scaled
-    rows: list[Tensor | None]
+    rows: Gradients
     unread: LossScale | None
-    grad_max: Tensor | None = None
     sparse: bool = False
 
 
@@ -76,26 +76,29 @@ class Weight:
 
     Attributes:
         index: of the parameter.
-        group: of the optimizer.
+        group: number of the optimizer's.
         own: what the model computes with; `master` itself where there is no copy.
         state: in the order in which kernels take it, in memory as `master` is: kernels look at no
             strides.
         step: the optimizer's counter; None: it keeps none.
+        narrow: number of a narrow weight among those; None: it is none.
         kept: of a narrow weight, what its last rounding took away; None: nothing is kept.
         part: number of the piece; None: the whole parameter.
     """
 
     index: int
-    group: dict
+    group: int
     own: Tensor
     master: Tensor
     has_copy: bool
     state: list[Tensor]
     step: Tensor | None
+    narrow: int | None = None
     kept: Tensor | None = None
     part: int | None = None
 
 
+@dataclass(eq=False)
 class ByTorch:
     """Updates by torch's operations, one after the other.
 
@@ -108,19 +111,17 @@ class ByTorch:
         narrow: those of `updated` that are BF16 and updated in FP32 all the same.
     """
 
-    def __init__(
-        self,
-        inner: Optimizer,
-        parameters: Sequence[Tensor],
-        updated: Sequence[Tensor],
-        is_clipped: Sequence[bool],
-        narrow: NarrowWeights | None = None,
-    ):
-        self.inner, self.narrow = inner, narrow
-        self.parameters, self.updated = list(parameters), list(updated)
-        self.is_clipped = list(is_clipped)
-        pairs = [(own, m) for own, m in zip(parameters, updated, strict=True) if own is not m]
-        self._copies, self._masters = [own for own, _ in pairs], [master for _, master in pairs]
+    inner: Optimizer
+    parameters: Sequence[Tensor]
+    updated: Sequence[Tensor]
+    is_clipped: Sequence[bool]
+    narrow: NarrowWeights | None = None
+
+    def __post_init__(self) -> None:
+        self.rule = rule_of(self.inner)
+        pairs = zip(self.parameters, self.updated, strict=True)
+        copied = [(own, master) for own, master in pairs if own is not master]
+        self._copies, self._masters = [own for own, _ in copied], [master for _, master in copied]
 
     def check(self, ready: Ready, norm: bool) -> Tensor | None:
         """L2 norm of all unscaled gradients that count in it, float32, 0-dim; None: not asked for.
@@ -151,7 +152,7 @@ class ByTorch:
             torch._foreach_copy_(self._copies, self._masters)
 
     def _step_in_chunks(
-        self, narrow: NarrowWeights, own: Sequence[Tensor | None], found_inf: Tensor | None
+        self, narrow: NarrowWeights, own: Gradients, found_inf: Tensor | None
     ) -> None:
         for places in narrow.chunks(self.updated):
             chunk, gradients = [self.updated[n] for n in places], [own[n] for n in places]
@@ -160,10 +161,7 @@ class ByTorch:
         narrow.count(found_inf)
 
     def _step(
-        self,
-        updated: Sequence[Tensor],
-        gradients: Sequence[Tensor | None],
-        found_inf: Tensor | None,
+        self, updated: Sequence[Tensor], gradients: Gradients, found_inf: Tensor | None
     ) -> None:
         """Let `inner`, which holds these, take a step."""
         for tensor, gradient in zip(updated, gradients, strict=True):
@@ -174,9 +172,9 @@ class ByTorch:
         else:
             self.inner.step()
 
-    def _clipped(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
-        """Those that count in the norm."""
-        pairs = zip(gradients, self.is_clipped, strict=False)
+    def _clipped(self, gradients: Gradients, start: int = 0) -> list[Tensor]:
+        """Return those that count in the norm, of gradients from the one of number `start` on."""
+        pairs = zip(gradients, self.is_clipped[start:], strict=False)
         return [gradient for gradient, counts in pairs if counts and gradient is not None]
 
 
@@ -186,10 +184,6 @@ class SinglePass(ByTorch, ABC):
     Gradients that somebody has read before, and sparse ones, are checked as by torch's operations;
     sparse ones are also applied so: its kernels take every weight.
     """
-
-    def __init__(self, *of_optimizer: Any):
-        super().__init__(*of_optimizer)
-        self.rule = rule_of(self.inner)
 
     @abstractmethod
     def read(self, scaled: Scaled, *, norm: bool, grad_max: bool) -> Checked:
@@ -207,22 +201,18 @@ class SinglePass(ByTorch, ABC):
         if scale is None:
             return super().check(ready, norm)
         checked = self.read(own, norm=norm, grad_max=scale.needs_grad_max)
-        if scale.skips_nonfinite:
-            assert own.found_inf is not None
-            most, of_rows = checked.grad_max, ready.grad_max
-            if most is not None and of_rows is not None:
-                most = torch.maximum(most, of_rows)
-            scale.record(own.found_inf, most)
+        if scale.skips_nonfinite and own.found_inf is not None:
+            scale.record(own.found_inf, checked.grad_max)
         if checked.norms is None:
             return None
-        rows = self._clipped_rows(ready)
+        rows = self._clipped(ready.rows, len(own.gradients))
         norms = torch.cat([checked.norms, norms_of(rows)]) if rows else checked.norms
         return torch.linalg.vector_norm(norms)
 
     def clip(self, ready: Ready, factor: Tensor) -> Tensor | None:
         if ready.sparse:
             return super().clip(ready, factor)
-        if rows := self._clipped_rows(ready):
+        if rows := self._clipped(ready.rows, len(ready.own.gradients)):
             torch._foreach_mul_(rows, factor)
         return factor
 
@@ -232,13 +222,10 @@ class SinglePass(ByTorch, ABC):
         else:
             self.write(ready.own, clip)
 
-    def _clipped_rows(self, ready: Ready) -> list[Tensor]:
-        return self._clipped([*[None] * len(ready.own.gradients), *ready.rows])
-
     def weights(self, has_gradient: Sequence[bool]) -> Iterator[Weight]:
         """What `inner` updates, in the order of its groups."""
         index_of = {id(tensor): index for index, tensor in enumerate(self.updated)}
-        for group in self.inner.param_groups:
+        for number, group in enumerate(self.inner.param_groups):
             for master in group["params"]:
                 index = index_of[id(master)]
                 if not has_gradient[index]:
@@ -248,8 +235,9 @@ class SinglePass(ByTorch, ABC):
                 for name in names:
                     state[name] = in_order_of(master, state[name])
                 tensors, step = [state[name] for name in names], state.get("step")
-                kept = state.get(COMPENSATION)
-                yield Weight(index, group, own, master, own is not master, tensors, step, kept)
+                of_narrow = None if self.narrow is None else self.narrow.number(master)
+                rest = (tensors, step, of_narrow, state.get(COMPENSATION))
+                yield Weight(index, number, own, master, own is not master, *rest)
 
 
 def any_sparse(gradients: Iterable[Tensor | None]) -> bool:
@@ -257,7 +245,7 @@ def any_sparse(gradients: Iterable[Tensor | None]) -> bool:
     return any(gradient is not None and gradient.is_sparse for gradient in gradients)
 
 
-def coalesced(gradients: Iterable[Tensor | None]) -> list[Tensor | None]:
+def coalesced(gradients: Iterable[Tensor | None]) -> Gradients:
     """The same, sparse ones with one entry a row, so that their values can be looked at."""
     return [
         own.coalesce() if own is not None and own.is_sparse and not own.is_coalesced() else own

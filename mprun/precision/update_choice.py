@@ -5,46 +5,35 @@ kernels are compared with torch's operations once in a process, for each optimiz
 """
 
 import functools
-from collections.abc import Sequence
-from typing import NamedTuple
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mprun.precision.narrow_weights import COMPENSATION, NarrowWeights, is_dense
-from mprun.precision.torch_update import (
-    RULES,
-    has_fused_kernel,
-    initialise_state,
-    is_fused,
-    rule_of,
-)
-from mprun.precision.update import ByTorch, Ready, Scaled, SinglePass, same_order
+from mprun.precision.casting import cast_model
+from mprun.precision.loss_scale import LogMaxLossScale, StaticLossScale
+from mprun.precision.narrow_weights import COMPENSATION, is_dense
+from mprun.precision.policy import PrecisionPolicy
+from mprun.precision.torch_update import RULES, has_fused_kernel, is_fused, rule_of
+from mprun.precision.update import ByTorch, SinglePass, same_order
 
+Engine = Callable[..., Any]  # MixedPrecisionOptimizer, which imports this module
 # What no published recipe of the paper's models sets, and what the single pass has no formula for.
 _UNKNOWN_SETTINGS = ("maximize", "differentiable", "amsgrad", "dampening", "lr_decay")
 
 
-class UpdateChoice(NamedTuple):
-    """Which way was chosen.
-
-    Attributes:
-        path: "single_pass", or which of torch's: "fused", "foreach", "loop", "default".
-        reason: why.
-    """
-
-    single_pass: SinglePass | None
-    path: str
-    reason: str
-
-
 def choose_update(
-    asked: str, plain: ByTorch, dtypes: Sequence[torch.dtype], *, gains: bool
-) -> UpdateChoice:
-    """The way that `asked` names: "plain", "single_pass", or "auto" for the better one.
+    asked: str, plain: ByTorch, dtypes: Sequence[torch.dtype], engine: Engine, *, gains: bool
+) -> tuple[SinglePass | None, str, str]:
+    """Return the single pass to take, None: torch's operations; which way that is, and why.
+
+    The way is called "single_pass", or as `torch_path` calls it.
 
     Args:
+        asked: "plain", "single_pass", or "auto" for the better one.
         plain: what a single pass would replace.
         dtypes: in which gradients of parameters, then of rows, are unscaled.
         gains: whether there is a cast or a scale to save passes over.
@@ -55,17 +44,17 @@ def choose_update(
     inner, updated = plain.inner, plain.updated
     path, device, rule = torch_path(inner), updated[0].device, rule_of(inner)
     if asked == "plain":
-        return UpdateChoice(None, path, f"optim.implementation={path}")
+        return None, path, f"optim.implementation={path}"
     if asked not in ("auto", "single_pass"):
         raise ValueError(f"update={asked!r}: must be 'plain', 'auto' or 'single_pass'")
     why = _why_not(plain, dtypes)
     if why is None and asked == "auto":
         why = _why_slower(plain, gains)
     if why is None and rule is not None and device.type == "cuda":
-        why = why_not_on(device, rule, getattr(plain.narrow, "rounding", None))
+        why = why_not_on(engine, device, rule, getattr(plain.narrow, "rounding", None))
     if why is not None:
         if asked == "auto":
-            return UpdateChoice(None, path, why)
+            return None, path, why
         raise ValueError(
             f"optim.implementation=single_pass: {why} (allowed: auto, fused, foreach, loop)"
         )
@@ -79,11 +68,11 @@ def choose_update(
 
         kind, reason = KernelUpdate, f"a Triton kernel for {rule}"
     single_pass = kind(inner, plain.parameters, updated, plain.is_clipped, plain.narrow)
-    return UpdateChoice(single_pass, "single_pass", reason)
+    return single_pass, "single_pass", reason
 
 
 def torch_path(inner: Optimizer) -> str:
-    """Which of torch's implementations `inner` runs; "default": torch chooses."""
+    """Return which of torch's implementations `inner` runs; "default": torch chooses."""
     if is_fused(inner):
         return "fused"
     chosen = [group.get("foreach") for group in inner.param_groups]
@@ -147,17 +136,17 @@ def _why_not_of_settings(inner: Optimizer, rule: str, device: str) -> str | None
 
 
 # Values of a tensor: one, a whole block, a part of one, two blocks of which the last has a number
-# that is no multiple of 16. In each of the three gradient dtypes.
+# that is no multiple of 16.
 _SIZES = (1, 2048, 1040, 2083)
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-_SCALE, _CLIP, _LR, _DECAY = 64.0, 0.625, 2.0**-4, 0.125
-_MOMENTUM = 0.875
+_SCALE, _CLIP_NORM, _LR, _MOMENTUM = 64.0, 32.0, 2.0**-4, 0.875
+_DECAY = {"weight_decay": 0.125}
 # Of a rule that has several formulas: the settings that choose each.
 _FORMULAS: dict[str, dict[str, dict]] = {
     "sgd": {
-        "sgd": {"weight_decay": _DECAY},
+        "sgd": _DECAY,
         "sgd with momentum": {"momentum": _MOMENTUM},
-        "nesterov": {"momentum": _MOMENTUM, "weight_decay": _DECAY, "nesterov": True},
+        "nesterov": {"momentum": _MOMENTUM, "nesterov": True} | _DECAY,
     }
 }
 # Of an FP32 result of at most eight operations, each rounded by at most 2^-24 of values below 8;
@@ -175,7 +164,9 @@ def take_for_granted() -> None:
 
 
 @functools.cache
-def why_not_on(device: torch.device, rule: str, rounding: str | None = None) -> str | None:
+def why_not_on(
+    engine: Engine, device: torch.device, rule: str, rounding: str | None = None
+) -> str | None:
     """Why the kernel of `rule` cannot be used on `device`, None: it can. Waits for the device.
 
     rounding: of BF16 weights without masters, see `NarrowWeights`; None: there are none.
@@ -188,7 +179,9 @@ def why_not_on(device: torch.device, rule: str, rounding: str | None = None) -> 
     except ImportError as error:
         return f"Triton cannot be imported ({error})"
     try:
-        return difference(device, rule) or (rounding and store_difference(device, rule, rounding))
+        return difference(engine, device, rule) or (
+            rounding and store_difference(engine, device, rule, rounding)
+        )
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # whatever a compiler or a driver may raise
@@ -197,128 +190,94 @@ def why_not_on(device: torch.device, rule: str, rounding: str | None = None) -> 
 
 
 def difference(
-    device: torch.device, rule: str, dtypes: tuple[torch.dtype, ...] = _DTYPES
+    engine: Engine, device: torch.device, rule: str, dtypes: Sequence[torch.dtype] = _DTYPES
 ) -> str | None:
-    """In what the kernels of `rule` differ from torch's operations on made tensors; None: nothing.
-
-    Two steps with a loss scale and clipping, then some with a gradient that is not finite.
+    """Return in what the kernels of `rule` differ from torch's operations; None: in nothing.
 
     Args:
-        dtypes: of the gradients.
+        dtypes: of the gradients, and of the copies of FP32 weights.
     """
-    for name, settings in _FORMULAS.get(rule, {rule: {"weight_decay": _DECAY}}).items():
-        what = _difference_of(rule, settings, device, dtypes)
-        if what is not None:
-            return f"its Triton kernel for {name} differs from torch here in {what}"
+    for name, settings in _FORMULAS.get(rule, {rule: _DECAY}).items():
+        for policy in (PrecisionPolicy("", dtype) for dtype in dtypes):
+            ours, theirs = (
+                _outcome(engine, own, device, rule, settings, policy) for own in (True, False)
+            )
+            for (what, rtol), expected in theirs.items():
+                if not torch.allclose(ours[what, rtol], expected, rtol=rtol, atol=8 * rtol):
+                    return f"its Triton kernel for {name} differs from torch here in {what}"
     return None
 
 
-def _difference_of(
-    rule: str, settings: dict, device: torch.device, chosen: tuple[torch.dtype, ...]
-) -> str | None:
-    """The same for one formula, of weights that all have a copy, but those of FP32."""
-    from mprun.precision.single_pass_triton import KernelUpdate
-
-    random, dtypes = torch.Generator().manual_seed(0), list(chosen) * len(_SIZES)
-    start = [torch.randn(n, generator=random).to(device) for n in _SIZES for _ in chosen]
-    masters, expected = ([t.clone().requires_grad_() for t in start] for _ in range(2))
-    own = [
-        master if dtype is torch.float32 else master.detach().to(dtype)
-        for master, dtype in zip(masters, dtypes, strict=True)
-    ]
-    way = "fused" if has_fused_kernel(rule, device) else "foreach"
-    inner = RULES[rule](masters, _LR, **settings, **{way: True})
-    plain = RULES[rule](expected, _LR, **settings, foreach=True)
-    initialise_state(inner)
-    initialise_state(plain)
-    single = KernelUpdate(inner, own, masters, [True] * len(own))
-    inverse, clip = (torch.full((), factor, device=device) for factor in (1 / _SCALE, _CLIP))
-
-    gradients: list[Tensor] = []
-    for _ in range(2):
-        values = [torch.randn(tensor.shape, generator=random) * _SCALE for tensor in start]
-        gradients = [g.to(device, dtype) for g, dtype in zip(values, dtypes, strict=True)]
-        unscaled = [gradient.float() * inverse for gradient in gradients]
-        scaled = Scaled([*gradients], inverse, torch.zeros_like(inverse))
-        if what := _misread(single, scaled, torch.cat(unscaled)):
-            return what
-        single.write(scaled, clip)
-        for tensor, gradient in zip(expected, unscaled, strict=True):
-            tensor.grad = gradient * clip
-        plain.step()
-    for ours, theirs in zip(masters, expected, strict=True):
-        mine, other = inner.state[ours], plain.state[theirs]
-        pairs = {"the weights": (ours.detach(), theirs.detach())}
-        pairs |= {key: (mine[key].cpu(), other[key].cpu()) for key in mine if key != "step"}
-        for what, (left, right) in pairs.items():
-            if not torch.allclose(left, right, rtol=_TOLERANCE, atol=8 * _TOLERANCE):
-                return what
-    for copy, master in zip(own, masters, strict=True):
-        if not torch.equal(copy, master.to(copy.dtype)):
-            return "the copy of the weights"
-    return _moves_where_skipped(single, gradients, inverse)
-
-
-def store_difference(device: torch.device, rule: str, rounding: str) -> str | None:
-    """In what BF16 weights that the kernel stores differ from those of torch's operations.
+def store_difference(engine: Engine, device: torch.device, rule: str, rounding: str) -> str | None:
+    """Return in what BF16 weights that the kernel stores differ from those of torch's operations.
 
     Random bits are the same, but where the numbers that are rounded differ in their last bits a few
     are rounded apart: less than one in 2^8, against one in two with other random bits.
     """
-    from mprun.precision.single_pass_triton import KernelUpdate
-
-    random = torch.Generator().manual_seed(1)
-    start = [torch.randn(n, generator=random).bfloat16().to(device) for n in _SIZES]
-    found: list[Tensor] = []
-    gradients = [torch.randn(n, generator=random).to(device) for n in _SIZES]
-    for kind in (KernelUpdate, ByTorch):
-        weights = [tensor.clone().requires_grad_() for tensor in start]
-        fused = kind is KernelUpdate and has_fused_kernel(rule, device)
-        way = {"fused": True} if fused else {"foreach": True}
-        inner = RULES[rule](weights, _LR, weight_decay=_DECAY, **way)
-        narrow = NarrowWeights(inner, list("abcd"), weights, rounding)
-        narrow.initialise_state()
-        update = kind(inner, weights, weights, [True] * len(weights), narrow)
-        for _ in range(2):
-            update.apply(Ready(Scaled([*gradients], None, None), [], None), None)
-        stored = torch.cat([weight.detach().float() for weight in weights])
-        if rounding == "kahan":
-            stored += torch.cat([inner.state[weight][COMPENSATION].float() for weight in weights])
-        found.append(stored)
-    apart = (found[0] - found[1]).abs() > 2.0**-14 * found[1].abs()  # BF16 twice: 16 bits
-    if float(apart.float().mean()) < 2.0**-8 and torch.allclose(found[0], found[1], rtol=2.0**-7):
+    policy = PrecisionPolicy("", torch.bfloat16, master_dtype=None, rounding=rounding)
+    found = (_outcome(engine, own, device, rule, _DECAY, policy) for own in (True, False))
+    ours, theirs = (one["the weights", _TOLERANCE] for one in found)
+    apart = (ours - theirs).abs() > 2.0**-14 * theirs.abs()  # BF16 twice: 16 bits
+    if float(apart.float().mean()) < 2.0**-8 and torch.allclose(ours, theirs, rtol=2.0**-7):
         return None
     return f"its Triton kernel for {rule} differs from torch here in the {rounding} store"
 
 
-def _misread(single: SinglePass, scaled: Scaled, unscaled: Tensor) -> str | None:
-    """In what the check of finite gradients is wrong."""
-    checked = single.read(scaled, norm=True, grad_max=True)
-    if scaled.found_inf != 0:
-        return "the finite check"
-    assert checked.norms is not None  # asked for
-    if not torch.allclose(checked.norms.norm(), unscaled.double().norm().float(), rtol=1e-5):
-        return "the gradient norm"
-    return None if checked.grad_max == unscaled.abs().max() else "the largest gradient"
+@torch.enable_grad()
+def _outcome(
+    engine: Engine,
+    by_kernel: bool,
+    device: torch.device,
+    rule: str,
+    settings: dict,
+    policy: PrecisionPolicy,
+) -> dict[tuple[str, float], Tensor]:
+    """Return what the kernels, or torch's operations, read and leave of made tensors.
 
+    Of two steps with a loss scale and clipping, then three with a gradient that is not finite; by
+    what it is, and by how far two may lie apart.
+    """
+    random = torch.Generator().manual_seed(0)
+    model = nn.ParameterList(torch.randn(n, generator=random) for n in _SIZES).to(device)
+    scale, other = LogMaxLossScale(_SCALE, device=device), StaticLossScale(_SCALE, device=device)
+    way = "fused" if by_kernel and has_fused_kernel(rule, device) else "foreach"
+    made = engine(
+        cast_model(model, policy),
+        lambda named: RULES[rule]([own for _, own in named], _LR, **settings, **{way: True}),
+        (scale, other),
+    )
+    own, weights = made.parameters, made.updated
+    if by_kernel:
+        from mprun.precision.single_pass_triton import KernelUpdate
 
-def _moves_where_skipped(
-    single: SinglePass, gradients: list[Tensor], inverse: Tensor
-) -> str | None:
-    """What a step with a gradient that is not finite moves."""
-    states = [v for state in single.inner.state.values() for v in state.values() if v.dim()]
-    tensors = [*single.parameters, *single.updated, *states]
-    before = [tensor.detach().clone() for tensor in tensors]
-    values = (float("inf"), float("-inf"), float("nan"))
-    for value, gradient in zip(values, gradients[-3:], strict=True):
-        kept = gradient[-1].clone()
-        gradient[-1] = value
-        scaled = Scaled([*gradients], inverse, torch.zeros_like(inverse))
-        single.read(scaled, norm=False, grad_max=False)
-        single.write(scaled, None)
-        gradient[-1] = kept
-        if scaled.found_inf != 1:
-            return "the finite check"
-        if not all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True)):
-            return "what a skipped step leaves alone"
-    return None
+        made.use(KernelUpdate(made.inner, own, weights, made.is_clipped, made.narrow))
+    flags, norms, largests, left = (list[Tensor]() for _ in range(4))
+    start = scale.state_dict()
+    for special in (0.0, 0.0, math.inf, -math.inf, math.nan):
+        made.zero_grad()
+        scale.load_state_dict(start)
+        values = [torch.randn(n, generator=random).to(device) for n in _SIZES]
+        values[len(flags) % 3 - 3][-1] += special
+        losses = [(weight * value).sum() for weight, value in zip(own, values, strict=True)]
+        made.clip_norm = None if special else _CLIP_NORM
+        made.backward(torch.stack(losses).sum(), int(special != 0))
+        norm = made.step().grad_norm
+        flags.append(made.found_inf.clone())
+        if norm is not None:
+            norms.append(norm)
+            largests.append(scale.grad_max.clone())
+        states = made.state_by_name().values()
+        pairs = zip(weights, states, strict=True)
+        wide = [weight.float() + state.get(COMPENSATION, 0.0) for weight, state in pairs]
+        kept = [value for state in states for value in state.values() if value.dim()]
+        left.append(torch.cat([*wide, *kept]).detach())
+    copies = [copy - weight.to(copy) for copy, weight in zip(own, weights, strict=True)]
+    return {
+        ("the finite check", 0.0): torch.stack(flags),
+        ("the gradient norm", 1e-5): torch.stack(norms),
+        ("the largest gradient", 0.0): torch.stack(largests),
+        ("what a skipped step leaves alone", 0.0): left[-1] - left[1],
+        ("the weights", _TOLERANCE): left[-1][: sum(_SIZES)],
+        ("the state", _TOLERANCE): left[-1],
+        ("the copy of the weights", 0.0): torch.cat(copies).detach(),
+    }

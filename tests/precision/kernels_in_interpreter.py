@@ -13,7 +13,7 @@ import torch  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.optim import SGD, Adam  # noqa: E402
 
-from mprun.precision import LogMaxLossScale  # noqa: E402
+from mprun.precision import LogMaxLossScale, MixedPrecisionOptimizer  # noqa: E402
 from mprun.precision.narrow_weights import NarrowWeights, widen  # noqa: E402
 from mprun.precision.single_pass_cpu import BlockedUpdate  # noqa: E402
 from mprun.precision.single_pass_triton import KernelUpdate  # noqa: E402
@@ -31,7 +31,7 @@ CLOSE = {"rtol": 2.0**-20, "atol": 2.0**-19}
 
 def self_test(rule):
     # Not bfloat16: the interpreter cuts bits off where a GPU rounds.
-    found = difference(CPU, rule, (torch.float16, torch.float32))
+    found = difference(MixedPrecisionOptimizer, CPU, rule, (torch.float16, torch.float32))
     assert found is None, found
 
 
@@ -40,7 +40,7 @@ def self_test_notices():
     update = KernelUpdate.write
     KernelUpdate.write = lambda self, scaled, clip: update(self, scaled, None)
     try:
-        found = difference(CPU, "sgd", (torch.float16, torch.float32))
+        found = difference(MixedPrecisionOptimizer, CPU, "sgd", (torch.float16, torch.float32))
     finally:
         KernelUpdate.write = update
     assert found is not None and "the weights" in found, found
@@ -161,7 +161,7 @@ def a_whole_optimizer():
 
 
 def store(rule, rounding):
-    found = store_difference(CPU, rule, rounding)
+    found = store_difference(MixedPrecisionOptimizer, CPU, rule, rounding)
     assert found is None, found
 
 
@@ -176,7 +176,7 @@ def store_notices():
 
     NarrowWeights.keys = others
     try:
-        found = store_difference(CPU, "sgd", "stochastic")
+        found = store_difference(MixedPrecisionOptimizer, CPU, "sgd", "stochastic")
     finally:
         NarrowWeights.keys = keys
     assert found is not None and "stochastic store" in found, found

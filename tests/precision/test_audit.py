@@ -35,7 +35,7 @@ def stepped(model, mode, inputs, *, before=lambda: None, **overrides):
     arithmetic = ForwardContext(policy, CPU, overrides=overrides.values())
     audit = Audit(arithmetic, dict(model.named_parameters()))
     inputs = policy.cast_inputs(inputs)
-    with audit.watching_step():
+    with audit.watching(step=True):
         before()
         with arithmetic:
             with arithmetic.autocast():
@@ -134,13 +134,13 @@ def test_tensor_float_32_that_is_switched_later_is_refused_on_a_gpu(mode):
         audit, of_cpu = (
             Audit(ForwardContext(get_policy(mode), device, native=True)) for device in (CUDA, CPU)
         )
-        with audit.watching_step():
+        with audit.watching(step=True):
             pass
         torch.backends.cudnn.conv.fp32_precision = other
         with raises_line(Contradiction, "cudnn.conv.fp32_precision", f"must stay {wanted!r}"):
-            with audit.watching_step():
+            with audit.watching(step=True):
                 pytest.fail("the step was taken")
-        with of_cpu.watching_step():  # which does not read them
+        with of_cpu.watching(step=True):  # which does not read them
             pass
         assert (audit.watched, of_cpu.watched) == (1, 1)
     finally:
@@ -152,7 +152,7 @@ def test_products_in_fp32_are_called_tf32_where_the_mode_says_so():
     try:
         arithmetic = ForwardContext(get_policy("tf32"), CUDA)
         audit = Audit(arithmetic)
-        with audit.watching_step(), arithmetic:
+        with audit.watching(step=True), arithmetic:
             torch.eye(2) @ torch.eye(2)  # on a CPU: of what is counted the dtype alone matters
     finally:
         pin_math_flags("ieee")
@@ -172,7 +172,7 @@ def test_a_model_that_writes_its_own_parameters_is_told():
 def test_evaluation_is_not_watched():
     arithmetic = ForwardContext(get_policy("fp32"), CPU)
     audit = Audit(arithmetic)
-    with audit.watching_step(), arithmetic, ieee_fp32():
+    with audit.watching(step=True), arithmetic, ieee_fp32():
         torch.eye(2) @ torch.eye(2)
     with arithmetic:
         torch.eye(2) @ torch.eye(2)
@@ -194,22 +194,32 @@ def test_a_mode_is_asked_for_where_nothing_is_emulated_too():
     policy = get_policy("amp_bf16")
     arithmetic = ForwardContext(policy, CPU, native=True)
     audit, model = Audit(arithmetic), nn.Linear(4, 4)
-    with audit.watching_step(), arithmetic:
+    with audit.watching(step=True), arithmetic:
         model(torch.randn(2, 4))  # without the autocast of the mode
     with raises_line(Contradiction, "no operation of the network ran in native-bf16"):
         audit.check_happened()
-    with audit.watching_step(), arithmetic, arithmetic.autocast():
+    with audit.watching(step=True), arithmetic, arithmetic.autocast():
         model(torch.randn(2, 4))
     audit.check_happened()
+
+
+def test_an_arithmetic_within_itself_is_watched_once():
+    arithmetic = ForwardContext(get_policy("fp16_master"), CPU)
+    audit, model = Audit(arithmetic), nn.Linear(4, 4).half()
+    with audit.watching(step=True), arithmetic:
+        with arithmetic:
+            model(torch.randn(2, 4).half())
+        model(torch.randn(2, 4).half())
+    assert audit.result()["products"] == {"forward fp16": 2}
 
 
 def test_nothing_is_said_of_what_nobody_watched_to_its_end():
     audit = Audit(ForwardContext(get_policy("fp16_master"), CPU))
     audit.check_happened()
-    with pytest.raises(KeyboardInterrupt), audit.watching_step():
+    with pytest.raises(KeyboardInterrupt), audit.watching(step=True):
         raise KeyboardInterrupt
     audit.check_happened()
-    assert audit.watched == 0 and audit.arithmetic.watcher is None
+    assert audit.watched == 0 and audit.arithmetic.watchers == []
 
 
 def test_the_first_three_and_one_in_a_thousand():

@@ -161,7 +161,7 @@ def test_no_more_than_a_chunk_is_in_fp32(mode, monkeypatch):
                 sizes.append([tensor.numel() for tensor in wide])
                 yield wide
 
-    monkeypatch.setattr("mprun.precision.optimizer.NarrowWeights", Seen)
+    monkeypatch.setattr(narrow_weights, "NarrowWeights", Seen)
     _, optimizer = trained(mode, "plain", torch.optim.AdamW, 1, **ADAM)
     # Two linear layers, their biases, and the norm layer's weights, which are in FP32 anyway.
     assert sizes == [[1480], [37, 37, 37, 111, 3]]

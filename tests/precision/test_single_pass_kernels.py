@@ -11,6 +11,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from mprun.precision import MixedPrecisionOptimizer  # noqa: E402
 from mprun.precision.update_choice import why_not_on  # noqa: E402
 
 SCRIPT = Path(__file__).with_name("kernels_in_interpreter.py")
@@ -36,5 +37,5 @@ def test_all_of_them():
 
 def test_a_kernel_that_does_not_run_is_a_reason_not_an_error():
     """Without the interpreter Triton cannot work on tensors of a CPU."""
-    reason = why_not_on(torch.device("cpu"), "sgd")
+    reason = why_not_on(MixedPrecisionOptimizer, torch.device("cpu"), "sgd")
     assert "Triton kernel does not run here" in reason and "\n" not in reason

@@ -84,7 +84,8 @@ def batches(count, seed=0):
 
 @pytest.mark.parametrize("rule", ["sgd", "adam", "adamw", "adagrad"])
 def test_the_self_test_passes(rule):
-    assert why_not_on(torch.device("cuda", torch.cuda.current_device()), rule) is None
+    device = torch.device("cuda", torch.cuda.current_device())
+    assert why_not_on(MixedPrecisionOptimizer, device, rule) is None
 
 
 @pytest.mark.parametrize("mode", ["fp16_master", "bf16_master", "amp"])
