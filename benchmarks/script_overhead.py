@@ -1,14 +1,15 @@
 """The cost of `mprun.prepare` and `mprun.Run` over the plain script, as a ratio in one process.
 
-    python -m benchmarks.script_overhead [--rounds N] [--modes fp32,amp,...]
+    python -m benchmarks.script_overhead [--rounds N] [--width N] [--modes fp32,amp,...]
 
-A small LSTM language model, whose step takes about a millisecond on one core: every microsecond
-shows. Four loops take turns, some steps each, in changing order: plain torch in FP32, the same
-script with prepared objects, the same that records into a run directory, and the runner's own
-engine in that mode (mprun/precision/__init__.py). In a 16-bit mode on a CPU the ratio to plain
-torch is mostly the emulation, which the engine pays too; in fp32 it is `prepare` alone.
-What mprun hooks into torch for a whole process (optimizer steps, backward passes) is there for the
-plain loop too, and costs it a look-up.
+A small LSTM language model, whose step takes about half a millisecond on one core: every
+microsecond shows (`--width` makes it larger). Four loops take turns, some steps each, in changing
+order: plain torch in FP32, the same script with prepared objects, the same that records into a run
+directory, and the runner's own engine in that mode (mprun/precision/__init__.py). In a 16-bit mode
+on a CPU the ratio to plain torch is mostly the emulation, which the engine pays too; in fp32 it is
+`prepare` alone.
+What mprun hooks into torch for a whole process (optimizer steps, backward passes) is taken out of
+torch while the plain loop has its turn.
 
 Printed is the median of each round's ratio with its 95 % interval (order statistics, no
 assumption on the distribution), and the ratio of the 20th percentiles: what else a machine does
@@ -19,12 +20,13 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.optim import optimizer as optim
 
 import mprun
 from mprun.precision import (
@@ -36,18 +38,21 @@ from mprun.precision import (
 )
 from mprun.precision.policy import usual_scaler
 
+PLAIN_ENGINE = torch.autograd._engine_run_backward  # before mprun.prepare wraps it
 STEPS = 25  # of a loop in a round
-VOCABULARY, WIDTH, LENGTH, STREAMS = 128, 48, 16, 4
+VOCABULARY, LENGTH, STREAMS = 128, 16, 4
 
 
 class Words(nn.Module):
     """Embedding, LSTM, output layer."""
 
+    width = 48
+
     def __init__(self) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.lstm = nn.LSTM(WIDTH, WIDTH)
-        self.output = nn.Linear(WIDTH, VOCABULARY)
+        self.embedding = nn.Embedding(VOCABULARY, self.width)
+        self.lstm = nn.LSTM(self.width, self.width)
+        self.output = nn.Linear(self.width, VOCABULARY)
 
     def forward(self, tokens):
         return self.output(self.lstm(self.embedding(tokens))[0])
@@ -113,6 +118,22 @@ def prepared(mode: str, recorded: ExitStack | None) -> Callable[[], None]:
     return script_step(model, optimizer, tokens, run)
 
 
+@contextmanager
+def without_hooks() -> Iterator[None]:
+    """Take what mprun hooks into torch out of it."""
+    hooks = (optim._global_optimizer_pre_hooks, optim._global_optimizer_post_hooks)
+    kept, engine = [dict(each) for each in hooks], torch.autograd._engine_run_backward
+    for each in hooks:
+        each.clear()
+    torch.autograd._engine_run_backward = PLAIN_ENGINE
+    try:
+        yield
+    finally:
+        for each, before in zip(hooks, kept, strict=True):
+            each.update(before)
+        torch.autograd._engine_run_backward = engine
+
+
 def seconds(step: Callable[[], None]) -> float:
     started = time.perf_counter()
     for _ in range(STEPS):
@@ -124,7 +145,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--modes", default="fp32,fp16_master_scaled,amp")
+    parser.add_argument("--width", type=int, default=Words.width)
     options = parser.parse_args()
+    Words.width = options.width
     torch.set_num_threads(1)
     for mode in options.modes.split(","):
         with ExitStack() as recorded:
@@ -138,7 +161,8 @@ def main() -> None:
             for number in range(options.rounds + 2):
                 turns = [*loops.items()]
                 for name, step in turns[:: 1 if number % 2 else -1]:
-                    found = seconds(step)
+                    with without_hooks() if name == "plain" else nullcontext():
+                        found = seconds(step)
                     if number >= 2:  # the first two warm up
                         times[name].append(found)
         base = times.pop("plain")
@@ -147,8 +171,9 @@ def main() -> None:
         for name, own in times.items():
             ratios = [mine / theirs for mine, theirs in zip(own, base, strict=True)]
             low, middle, high = median_interval(ratios)
+            added = 1e6 * statistics.median(m - t for m, t in zip(own, base, strict=True))
             spread = f"rounds {middle:.3f} (95 % {low:.3f} to {high:.3f}), n = {len(ratios)}"
-            print(f"  {name:<14} x {_fast(own) / fast:.3f}; {spread}")
+            print(f"  {name:<14} x {_fast(own) / fast:.3f}; {spread}; {added:+.0f} us")
 
 
 def median_interval(values: list[float]) -> tuple[float, float, float]:

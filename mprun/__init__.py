@@ -16,7 +16,7 @@ All are imported when they are asked for; the last two import no torch.
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
@@ -43,11 +43,13 @@ _PUBLIC = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _PUBLIC:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = import_module(_PUBLIC[name])
-    return module if module.__name__ == f"{__name__}.{name}" else getattr(module, name)
+if not TYPE_CHECKING:  # to a type checker any name would be one
+
+    def __getattr__(name):
+        if name not in _PUBLIC:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        module = import_module(_PUBLIC[name])
+        return module if module.__name__ == f"{__name__}.{name}" else getattr(module, name)
 
 
 def __dir__() -> list[str]:

@@ -286,7 +286,7 @@ def main() -> None:
             for mode in MODES:
                 call(with_run, name, mode, seed)
                 (directory,) = (with_run / name / "runs").glob(f"{mode}-s*")
-                record = mprun.load(directory).record
+                record = mprun.load(directory).one.record
                 kept = ("status", "cause", "last_step", "final", "skipped")
                 row["modes"][mode] = {key: record[key] for key in kept}
                 print(name, mode, row["modes"][mode], flush=True)

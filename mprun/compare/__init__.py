@@ -1,15 +1,14 @@
-"""From the records of finished runs to a verdict per precision mode; imports no torch.
+"""Turn the records of finished runs into a verdict per precision mode; imports no torch.
 
-load (run.json, metrics.jsonl) or log_formats and external_logs (what other tools wrote)
+load (run.json, metrics.jsonl) or log_formats and external_logs (logs of other tools)
 -> grouping (which runs belong together, which are baselines)
 -> verdict (divergence, then equivalence)
--> text (console, report.md, results.json), report (report.html and its figures), paper,
-   tensorboard_summary.
+-> text (console, report.md, results.json), report (report.html and its figures),
+tensorboard_summary.
 
-`findings` holds the plain data that travels between them; `notebook` is what a program gets.
-
-`compare` is the way through all of them, for the command and for programs. The package itself is
-callable, so that `mprun.compare(paths)` is this function however the package was imported.
+`findings` holds the plain data that the steps exchange; `notebook` holds the objects for programs.
+`compare` runs all the steps, for the command and for programs. The package itself is callable:
+`mprun.compare(paths)` is this function however the package was imported.
 """
 
 import inspect
@@ -43,37 +42,38 @@ def compare(
     absolute: bool = False,
     paired: bool = False,
 ) -> "ComparedRuns":
-    """Whether each precision mode matches FP32: what `mprun compare` judges, as an object.
+    """Judge whether each precision mode matches FP32, as `mprun compare` does.
 
-    Reads, groups and judges; writes nothing. In a notebook the result shows itself.
+    The function reads, groups and judges; it writes nothing. A notebook shows the result as a
+    table.
 
     Args:
-        paths: Run directories, or folders that hold runs (searched to any depth); with `tag`
+        paths: Run directories, or folders that hold runs (searched to any depth). With `tag`:
             "LABEL=PATH[,PATH...]" for each label, as on the command line.
         baseline: A precision mode whose runs are the baseline, or a path below which they are
             (None: the mode that the runs' compare.baseline names).
-        allow: Keys in which runs may differ from the baseline all the same.
-        metric: Another metric of the evaluation than the runs' compare.metric.
-        margin: Another margin than the runs' compare.margin: relative (0.01 = 1 %) for losses and
-            distances, percentage points for top1 and top5.
-        looks: Verdicts at these numbers of seeds, ascending from 3.
+        allow: Keys in which runs may nevertheless differ from the baseline.
+        metric: An evaluation metric to use instead of the runs' compare.metric.
+        margin: A margin to use instead of the runs' compare.margin: relative (0.01 = 1 %) for
+            losses and distances, percentage points for top1 and top5.
+        looks: Planned numbers of seeds for a verdict, ascending from 3.
         tag: Compare this scalar of other tools' logs.
         step: With `tag`: the column that counts the steps.
-        higher_is_better: With `tag` and `margin`: it is an accuracy or a score.
-        lower_is_better: With `tag`: it is none.
+        higher_is_better: With `tag` and `margin`: the scalar is an accuracy or a score.
+        lower_is_better: With `tag`: the scalar is not an accuracy or a score.
         absolute: The margin is in the metric's own unit, not relative to the baseline.
-        paired: With `tag`: the runs of every label stand in the order of the same seeds.
+        paired: With `tag`: every label lists its runs in the order of the same seeds.
 
     Returns:
         The comparison: `verdicts`, `to_dict()`, `write(folder)`.
 
     Raises:
-        BadInput: Nothing can be compared, or options do not go together; options are named as on
-            the command line.
+        BadInput: Nothing can be compared, or options contradict each other; the message names
+            options as on the command line.
         Damaged: A record cannot be read.
         MissingExtra: A package of `pip install 'mprun[notebook]'` is not installed.
     """
-    with needing("notebook"):  # here and not at the top: who reads one run needs no statistics
+    with needing("notebook"):  # imported here: reading one run needs no statistics
         from mprun.compare.equivalence import ALPHA, nominal_alpha
         from mprun.compare.gaps import follow_gaps
         from mprun.compare.grouping import group_runs
@@ -139,7 +139,7 @@ def compare(
                 higher_is_better=higher_is_better,
                 absolute=absolute,
             )
-        except BadInput as error:  # of one group: the others are compared all the same
+        except BadInput as error:  # concerns one group; the others are still compared
             refused.append(f"{error} ({proto.title}: not compared)")
         else:
             follow_gaps(group)
@@ -159,7 +159,7 @@ def compare(
 
 
 def _path_or_mode(given: str | Path) -> str | Path:
-    """What --baseline names: a path that there is, else a precision mode by its name."""
+    """Return what --baseline names: an existing path, else a precision mode by its name."""
     is_name = isinstance(given, str) and not Path(given).exists() and "/" not in given
     return given if is_name else Path(given)
 
@@ -171,10 +171,9 @@ def _several(given: Any) -> list[Any]:
 def _check_belonging(
     asked: dict[str, Any], of_logs: dict[str, Any], needing_margin: dict[str, bool]
 ) -> None:
-    """BadInput for options that do not go together.
+    """Raise BadInput for options that contradict each other.
 
-    of_logs: options that only other tools' logs have. needing_margin: those that say something
-    about a margin.
+    of_logs: options for other tools' logs only. needing_margin: options that need a margin.
     """
     foreign = asked["--tag"] is not None
     for flag in (flag for flag, given in of_logs.items() if given and not foreign):
@@ -189,7 +188,7 @@ def _check_belonging(
 
 
 def checked_margin(given: str | float) -> float:
-    """A margin; BadInput unless it is a number above 0."""
+    """Return the margin as a number; raise BadInput unless it is above 0 and finite."""
     try:
         value = float(given)
     except ValueError:
@@ -200,7 +199,7 @@ def checked_margin(given: str | float) -> float:
 
 
 def planned_looks(given: Iterable[str | int]) -> list[int]:
-    """Numbers of seeds at which verdicts are planned; BadInput for what is no such plan."""
+    """Return the planned numbers of seeds; raise BadInput for an invalid plan."""
     from mprun.compare.equivalence import checked_looks
 
     given = list(given)
@@ -214,7 +213,7 @@ def planned_looks(given: Iterable[str | int]) -> list[int]:
 
 
 def _stamps(asked: dict[str, Any], runs: "list[RunData]") -> list[str]:
-    """What the reader must know of how the comparison was asked for."""
+    """Return warnings about how the comparison was requested."""
     stamps = []
     if asked["--allow"]:
         keys = ",".join(asked["--allow"])
@@ -235,7 +234,7 @@ def _stamps(asked: dict[str, Any], runs: "list[RunData]") -> list[str]:
 
 
 def _left_out(groups: "Sequence[Group]") -> list[str]:
-    """What no verdict is on, each once, with the modes that it is left out of."""
+    """Return each line on what the verdicts leave out, once, with the modes concerned."""
     found: dict[str, list[str]] = {}
     for row in (row for group in groups for row in group.rows):
         for line in row.verdict.left_out:
@@ -244,10 +243,10 @@ def _left_out(groups: "Sequence[Group]") -> list[str]:
 
 
 class _CallablePackage(ModuleType):
-    """Python makes a package an attribute of its parent, in whose place no function can stay."""
+    """A callable package: Python sets it as its parent's attribute, replacing any function."""
 
     __call__ = staticmethod(compare)
 
 
-__signature__ = inspect.signature(compare)  # what help and completion show for the call
+__signature__ = inspect.signature(compare)  # shown by help and completion for the call
 sys.modules[__name__].__class__ = _CallablePackage

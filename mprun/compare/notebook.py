@@ -1,9 +1,9 @@
-"""What a program or a notebook gets: recorded runs and a comparison, as frames and as tables.
+"""Give recorded runs and a comparison to programs and notebooks, as frames and as tables.
 
-`mprun.load` and `mprun.compare` give these objects. Numbers come as pandas frames, or, where pandas
-is not installed, as columns of numpy arrays; in a notebook an object shows itself as a table. Of
-HTML nothing leads out of the page, every value is escaped, and colours are those of the notebook's
-theme, light or dark.
+`mprun.load` and `mprun.compare` return these objects. Numbers come as pandas frames or, without
+pandas, as columns of numpy arrays. In a notebook an object shows itself as a table. The HTML links
+to nothing outside the page, escapes every value, and uses the colours of the notebook's theme,
+light or dark.
 """
 
 import hashlib
@@ -30,33 +30,33 @@ if TYPE_CHECKING:
 
 Part = Literal["train", "evals", "probes"]
 Columns = dict[str, np.ndarray]  # name -> [rows]: int64, float64, bool or object
-_FIGURES = ("intervals", "difference", "loss-steps")  # that a notebook shows
-_POINTS = 240  # of a curve
-_MOST_ROWS = 60  # of runs that are shown
+_FIGURES = ("intervals", "difference", "loss-steps")  # the figures that a notebook shows
+_POINTS = 240  # points of a curve
+_MOST_ROWS = 60  # most runs shown
 
 
-def load(path: str | Path) -> "RecordedRun | RecordedRuns":
-    """The record of a run, or of every run below a folder; imports no torch.
+def load(path: str | Path) -> "RecordedRuns":
+    """Read the records of every run at or below a path; imports no torch.
 
     Args:
         path: A run directory, or a folder that is searched to any depth.
 
     Returns:
-        One run for a run directory, else all runs in the order of their names.
+        All runs in the order of their names. `.one` is the run of a run directory.
 
     Raises:
         BadInput: There is no run.
-        Damaged: The run.json of one is not a record.
+        Damaged: A run.json is not a record.
     """
     path = Path(path)
     runs = [RecordedRun(directory) for directory in run_directories(path)]
     if not runs:
         raise BadInput(f"{path}: no run there; give a run directory or a folder that holds runs")
-    return runs[0] if runs[0].path == path else RecordedRuns(runs)
+    return RecordedRuns(runs)
 
 
 class RecordedRun:
-    """One run directory, read when it is asked for.
+    """One run directory; its files are read on first use.
 
     Attributes:
         path: The run directory.
@@ -69,38 +69,39 @@ class RecordedRun:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The resolved configuration, nested; empty where none was recorded."""
+        """Return the resolved configuration, nested; empty if none was recorded."""
         if "config" in self.record:
             return self.record["config"]
         return read_config(self.path) if (self.path / "config.yaml").is_file() else {}
 
     @property
     def mode(self) -> str | None:
-        """The precision mode by name."""
+        """Return the name of the precision mode."""
         return self.record.get("precision", {}).get("mode")
 
     @property
     def scaler(self) -> str | None:
-        """The loss scaler by name."""
+        """Return the name of the loss scaler."""
         return self.record.get("precision", {}).get("scaler")
 
     @property
     def seed(self) -> int | None:
+        """Return the run's seed."""
         return self.record.get("seed")
 
     @property
     def status(self) -> str | None:
-        """done, diverged, failed, preempted or running."""
+        """Return done, diverged, failed, preempted or running."""
         return self.record.get("status")
 
     @property
     def cause(self) -> str | None:
-        """Why the run ended, where it is not done."""
+        """Return why the run ended, if it is not done."""
         return self.record.get("cause")
 
     @property
     def last_step(self) -> int:
-        """The last step that was recorded, from 1; 0 before the first."""
+        """Return the last recorded step, from 1; 0 before the first."""
         recorded: int | None = self.record.get("last_step")
         if recorded is not None:
             return recorded
@@ -108,7 +109,7 @@ class RecordedRun:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Of the final evaluation, else of the newest one: "loss", "top1", "perplexity", ..."""
+        """Return "loss", "top1", "perplexity", ... of the final evaluation, else of the newest."""
         final = self.record.get("final")
         if final is not None:
             return {name: float(value) for name, value in final.items()}
@@ -118,32 +119,32 @@ class RecordedRun:
 
     @property
     def train(self) -> "DataFrame":
-        """Every training record: step, updates, skipped, epoch, loss, loss_scale, ..."""
+        """Return every training record, with step, updates, skipped, epoch, loss, loss_scale."""
         return _frame(self.columns("train"))
 
     @property
     def evals(self) -> "DataFrame":
-        """Every evaluation: step, updates and the task's metrics."""
+        """Return every evaluation, with step, updates and the task's metrics."""
         return _frame(self.columns("evals"))
 
     @property
     def probes(self) -> "DataFrame":
-        """Every probe, a row for each tensor kind of a module at a step (numerics=on).
+        """Return every probe, a row for each tensor kind of a module at a step (numerics=on).
 
-        amax is the largest absolute value; underflow, subnormal and overflow are the parts (0 to
-        1) of the `nonzero` finite values that FP16 rounds to zero, below its normal range and to
-        infinity, as they were measured: gradients times 2^log2_loss_scale (the largest, where the
-        losses have several scales). lost_fp16 and lost_bf16 (of updates): parts of the updates
-        that round away in that format; applied: sum of the updates that 16-bit weights took over
-        that of the wanted ones. cosine, norm_ratio and relative_error (of weight
-        gradients): against those of the FP32 shadow step.
+        amax is the largest absolute value. underflow, subnormal and overflow are parts (0 to 1) of
+        the `nonzero` finite values: those that FP16 rounds to zero, below its normal range and to
+        infinity. They are taken as measured: gradients times 2^log2_loss_scale (the largest, if the
+        losses have several scales). lost_fp16 and lost_bf16 (for updates) are the parts of the
+        updates that round away in that format. applied is the sum of the updates that 16-bit
+        weights took over the sum of the wanted ones. cosine, norm_ratio and relative_error (for
+        weight gradients) compare with the FP32 shadow step.
         """
         return _frame(self.columns("probes"))
 
     def columns(self, part: Part) -> Columns:
-        """What `train`, `evals` or `probes` hold, without pandas: name -> array [rows].
+        """Return the data of `train`, `evals` or `probes` without pandas: name -> array [rows].
 
-        A number that a record lacks is NaN. Empty where nothing was recorded.
+        A number that a record lacks is NaN. The result is empty if nothing was recorded.
         """
         if part == "probes":
             return _columns([row for probe in self._probes for row in _probe_rows(probe)])
@@ -166,7 +167,7 @@ class RecordedRun:
 
     @property
     def _summary(self) -> dict[str, Any]:
-        """A row of the table of several runs."""
+        """Return the run's row in a table of several runs."""
         told = {name: getattr(self, name) for name in ("mode", "scaler", "seed", "status")}
         ended = {"last_step": self.last_step, **self.metrics, "cause": self.cause}
         return {"run": str(self.path), **told, **ended}
@@ -184,7 +185,7 @@ class RecordedRun:
 
 
 class RecordedRuns(Sequence[RecordedRun]):
-    """Several runs: a sequence, whose frames have the columns run, mode and seed in front."""
+    """A sequence of runs, whose frames have the columns run, mode and seed in front."""
 
     def __init__(self, runs: Sequence[RecordedRun]):
         self._runs = list(runs)
@@ -204,27 +205,48 @@ class RecordedRuns(Sequence[RecordedRun]):
         return iter(self._runs)
 
     @property
+    def one(self) -> RecordedRun:
+        """Return the only run.
+
+        Raises:
+            BadInput: There are several, or none.
+        """
+        if len(self) != 1:
+            raise BadInput(f"one: there are {len(self)} runs; take [0], or load a run directory")
+        return self._runs[0]
+
+    if not TYPE_CHECKING:  # a type checker would accept any name
+
+        def __getattr__(self, name):
+            """Raise an error that says where to find an attribute of a single run."""
+            line = f"RecordedRuns has no attribute {name!r}"
+            if not name.startswith("_") and any(name in dir(run) for run in self._runs[:1]):
+                own = f".one.{name}" if len(self) == 1 else f"[0].{name} (of {len(self)} runs)"
+                line += f"; write {own}"
+            raise AttributeError(line)
+
+    @property
     def table(self) -> "DataFrame":
-        """A row a run: path, mode, scaler, seed, status, last step, metrics, cause."""
+        """Return a row per run: path, mode, scaler, seed, status, last step, metrics, cause."""
         return _frame(_columns([run._summary for run in self]))
 
     @property
     def train(self) -> "DataFrame":
-        """`RecordedRun.train` of all runs, one below the other."""
+        """Return `RecordedRun.train` of all runs, concatenated."""
         return _frame(self.columns("train"))
 
     @property
     def evals(self) -> "DataFrame":
-        """`RecordedRun.evals` of all runs, one below the other."""
+        """Return `RecordedRun.evals` of all runs, concatenated."""
         return _frame(self.columns("evals"))
 
     @property
     def probes(self) -> "DataFrame":
-        """`RecordedRun.probes` of all runs, one below the other."""
+        """Return `RecordedRun.probes` of all runs, concatenated."""
         return _frame(self.columns("probes"))
 
     def columns(self, part: Part) -> Columns:
-        """As `RecordedRun.columns`, with run, mode and seed in front."""
+        """Return the columns as `RecordedRun.columns` does, with run, mode and seed in front."""
         parts: list[tuple[dict[str, Any], int]] = []
         for run in self:
             own: dict[str, Any] = {
@@ -242,6 +264,8 @@ class RecordedRuns(Sequence[RecordedRun]):
         }
 
     def __repr__(self) -> str:
+        if len(self) == 1:
+            return repr(self.one)
         header, *rows = _table([_texts(run._summary) for run in self._runs[:_MOST_ROWS]])
         widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
         lines = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in (header, *rows)]
@@ -263,41 +287,43 @@ class ComparedRuns(Comparison):
 
     @property
     def verdicts(self) -> "DataFrame":
-        """The numbers of the printed table: a row for each mode of each group, baselines first.
+        """Return the numbers of the printed table: a row per mode of each group, baselines first.
 
-        difference, low, high and margin are in `unit`: "%" of the baseline's mean, "points", or
-        "" for the metric's own; positive is worse. speedup, memory_ratio and saved_ratio are over
-        the baseline's; `emulated` says that speed and peak memory are the emulation's.
+        difference, low, high and margin are in `unit`: "%" of the baseline's mean, "points", or ""
+        for the metric's own; positive is worse. speedup, memory_ratio and saved_ratio are relative
+        to the baseline. `emulated` says that speed and peak memory are the emulation's.
         """
         return _frame(self.columns())
 
     def columns(self) -> Columns:
-        """What `verdicts` holds, without pandas: name -> array [rows]."""
+        """Return the data of `verdicts` without pandas: name -> array [rows]."""
         return _columns(
             [_verdict_row(group, row) for group in self.groups for row in group.every_row]
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The content of results.json (`mprun compare --json`), in JSON's own types."""
+        """Return the content of results.json (`mprun compare --json`), in JSON's own types."""
         return text.results(self)
 
     def write(self, folder: str | Path, *, paper: bool = False) -> Path:
         """Write report.html, report.md, results.json and figures, as `mprun compare` does.
 
         Args:
-            folder: Made if there is none; an earlier comparison in it is replaced.
-            paper: Add our result beside the paper's for the same model.
+            folder: Created if missing; an earlier comparison in it is replaced.
+            paper: Gone; `mprun paper RUNS` shows our results beside the paper's.
 
         Returns:
             The path of report.html.
 
         Raises:
-            BadInput: The folder holds something else, or cannot be made.
+            BadInput: The folder holds something else, or cannot be created; or `paper` is set.
             MissingExtra: matplotlib, Pillow or Jinja is not installed.
         """
+        if paper:
+            raise BadInput("paper=True: gone; `mprun paper RUNS` compares runs with the paper")
         with needing("notebook"):
             from mprun.compare.report import write_folder
-        return write_folder(self, Path(folder), paper)
+        return write_folder(self, Path(folder))
 
     def __repr__(self) -> str:
         return text.console(self)
@@ -318,7 +344,7 @@ class ComparedRuns(Comparison):
         try:
             for group, found in zip(self.groups, shown, strict=True):
                 found["figures"] = _figures(group)
-        except ModuleNotFoundError:  # without matplotlib a table tells as much
+        except ModuleNotFoundError:  # without matplotlib the tables suffice
             pass
         lines = [*(f"not compared: {line}" for line in self.not_compared), *self.notes]
         return _html(groups=shown, stamps=self.stamps, lines=lines)
@@ -357,7 +383,7 @@ def _verdict_row(group: Group, row: Row) -> dict[str, Any]:
 
 
 def _figures(group: Group) -> list[Markup]:
-    """The figures that decide, as SVG whose ids no other output of a notebook has."""
+    """Return the deciding figures as SVG, with ids that no other output of a notebook has."""
     from mprun.compare.figures import group_figures
     from mprun.plots.panel import inline_svg, settings, styles
 
@@ -372,7 +398,7 @@ def _figures(group: Group) -> list[Markup]:
         ]
 
 
-# Of an evaluation's record: what is no metric.
+# Keys of an evaluation's record that are not metrics.
 _NO_METRIC = ("split", "step", "updates", "skipped", "epoch", "seconds")
 
 
@@ -387,7 +413,7 @@ def _probe_rows(probe: ProbeRecord) -> Iterator[dict[str, Any]]:
 
 
 def _measured(learner: LearnerProbe) -> list[tuple[str, str]]:
-    """(kind, module) of all that was measured, a shadow step's weight gradients included."""
+    """Return (kind, module) of everything measured, including a shadow step's weight gradients."""
     found = [(kind, module) for kind, modules in learner.tensors.items() for module in modules]
     found += [("updates", module) for module in learner.lost_updates]
     found += [("updates", module) for module in learner.applied_updates]
@@ -416,13 +442,13 @@ def _stats(learner: LearnerProbe, kind: str, module: str) -> dict[str, Any]:
 
 
 def _columns(rows: Sequence[dict[str, Any]]) -> Columns:
-    """Records as columns, in the order in which their keys appear."""
+    """Turn records into columns, in the order in which their keys appear."""
     names = dict.fromkeys(key for row in rows for key in row)
     return {name: _column([row.get(name) for row in rows]) for name in names}
 
 
 def _column(values: list[Any]) -> np.ndarray:
-    """bool or int64 where every value is one, float64 (None is NaN) for numbers, else object."""
+    """Return bool or int64 if all values are, float64 (None is NaN) for numbers, else object."""
     kinds = set(map(type, values))
     if kinds == {bool} or kinds == {int}:
         return np.array(values)
@@ -434,14 +460,14 @@ def _column(values: list[Any]) -> np.ndarray:
 
 
 def _frame(columns: Columns) -> "DataFrame":
-    """The columns as a pandas frame; MissingExtra, which names the extra, without pandas."""
+    """Return the columns as a pandas frame; raise MissingExtra without pandas."""
     with needing("notebook"):
         from pandas import DataFrame
     return DataFrame(columns)
 
 
 def _texts(row: dict[str, Any]) -> dict[str, str]:
-    """The cells of a row as they are shown; numbers in four digits, whole ones in full."""
+    """Format the cells of a row: floats in four digits, whole numbers in full."""
 
     def cell(value: Any) -> str:
         match value:
@@ -455,7 +481,7 @@ def _texts(row: dict[str, Any]) -> dict[str, str]:
 
 
 def _table(rows: Sequence[dict[str, str]]) -> list[list[str]]:
-    """Header and rows, without columns that are empty."""
+    """Return header and rows without empty columns."""
     names = dict.fromkeys(name for row in rows for name in row)
     kept = [name for name in names if any(row.get(name) for row in rows)]
     return [kept, *([row.get(name, "") for name in kept] for row in rows)]

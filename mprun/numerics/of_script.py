@@ -1,11 +1,11 @@
-"""Probes and explanations of the steps of one's own script, in its own process.
+"""Probe and explain the steps of a user's script, in its own process.
 
     record = mprun.probe(step, optimizer)      # exponents of every tensor of one step
     finding = mprun.explain(step, optimizer)   # which operation made the first infinity or NaN
 
 `step` is a function of the script that takes one whole training step with prepared objects
-(`mprun.prepare`) and returns its loss. What measures is what measures a run of mprun: to it a
-script is a task, `ScriptTask`.
+(`mprun.prepare`) and returns its loss. The code that measures a run of mprun measures a script too;
+it sees the script as a task, `ScriptTask`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Optimizers = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer]
 
 
 class ScriptOptimizer:
-    """An optimizer of a script with what probes and records read of `MixedPrecisionOptimizer`."""
+    """A script's optimizer with the attributes of `MixedPrecisionOptimizer` that probes read."""
 
     masters: Mapping[str, Tensor] = MappingProxyType({})
     tables: Mapping[str, Any] = MappingProxyType({})
@@ -61,7 +61,7 @@ class ScriptOptimizer:
 
     @property
     def narrow(self) -> NarrowWeights | None:
-        """Return those of the steps."""
+        """Return the narrow weights of the steps."""
         return self._steps.narrow
 
     @property
@@ -73,17 +73,17 @@ class ScriptOptimizer:
         return last.found_inf
 
     def unscaled_gradients(self) -> dict[str, Tensor]:
-        """Copies of the gradients as the last step used them, by parameter name."""
+        """Return copies of the gradients as the last step used them, by parameter name."""
         pairs = zip(self.names, self.updated, strict=True)
         return {name: own.grad.detach().clone() for name, own in pairs if own.grad is not None}
 
     def state_by_name(self) -> dict[str, dict[Any, Any]]:
-        """The state of the optimizer by parameter name, as it is in use."""
+        """Return the optimizer's state by parameter name, without copies."""
         pairs = zip(self.names, self.updated, strict=True)
         return {name: self.inner.state.get(own, {}) for name, own in pairs}
 
     def load_state_by_name(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
-        """Put a state back, in copies; what has appeared since is gone."""
+        """Restore a state from copies; entries that have appeared since are removed."""
         for name, own in zip(self.names, self.updated, strict=True):
             self.inner.state.pop(own, None)
             for key, value in saved[name].items():
@@ -91,16 +91,16 @@ class ScriptOptimizer:
                 self.inner.state[own][key] = copy
 
     def gradient_dtypes(self) -> dict[str, int]:
-        """Dtype -> number of gradient elements as backward makes them inside of the models."""
+        """Return dtype -> number of gradient elements as backward makes them inside the models."""
         return elements_by_dtype((own.dtype, own.master.numel()) for own in self.parameters)
 
     def update_dtypes(self) -> dict[str, int]:
-        """Dtype -> number of gradient elements as the script sees them."""
+        """Return dtype -> number of gradient elements as the script sees them."""
         return elements_by_dtype((own.dtype, own.numel()) for own in self.updated)
 
 
 class _Inside:
-    """A parameter as its model computes with it, which lives for the length of a call."""
+    """A parameter as its model computes with it; it exists only during a call."""
 
     def __init__(self, model: PreparedModel, master: Tensor):
         self.model, self.master = model, master
@@ -114,12 +114,12 @@ class _Inside:
         return self.master.data_ptr()
 
     def register_hook(self, hook: Callable[[Tensor], None]) -> Any:
-        """Call `hook` with each gradient of it, as backward makes it."""
+        """Call `hook` with each of its gradients, as backward makes them."""
         return self.model.tensors.watch_gradient(self.master, hook)
 
 
 class Learner(NamedTuple):
-    """A model with what updates it, as probes know them."""
+    """A model with its optimizer, in the form that probes expect."""
 
     model: nn.Module
     optimizer: MixedPrecisionOptimizer
@@ -132,11 +132,11 @@ class ScriptTask:
         optimizers: one, or several in order or by name.
 
     Attributes:
-        prepared: by name; "model" where there is one.
+        prepared: by name; "model" if there is one.
         metrics: 0-dim tensors of the newest step (`take`).
 
     Raises:
-        ValueError: what is given was not prepared.
+        ValueError: an argument was not prepared.
     """
 
     def __init__(self, optimizers: Optimizers):
@@ -144,7 +144,7 @@ class ScriptTask:
         first = next(iter(self.prepared.values()))
         self.arithmetic, self.policy = first.models[0].arithmetic, first.policy
         self.device = self.arithmetic.device
-        # Of an optimizer of the runner it has what probes and records read.
+        # It has the attributes of a runner's optimizer that probes and records read.
         self.learners = {
             name: Learner(steps.module, cast(MixedPrecisionOptimizer, ScriptOptimizer(steps)))
             for name, steps in self.prepared.items()
@@ -169,10 +169,10 @@ class ScriptTask:
     def ended(
         self, loss: Tensor | float, metrics: Mapping[str, Tensor | float] = NO_METRICS
     ) -> dict[str, Tensor]:
-        """The metrics of the step that the script has just taken, on the device.
+        """Return the metrics of the step that the script has just taken, on the device.
 
         Raises:
-            RuntimeError: none of the optimizers took one.
+            RuntimeError: no optimizer took a step.
         """
         one, before = self._one, self._steps
         taken = self._taken() if one is None else one.steps
@@ -201,7 +201,7 @@ class ScriptTask:
             )
 
     def _of_several(self) -> dict[str, Tensor]:
-        """Loss scales by name, and whether one of the optimizers skipped its update."""
+        """Return loss scales by name, and whether one of the optimizers skipped its update."""
         found, flags = dict[str, Tensor](), []
         for optimizer, name in self._scale_names:
             if (last := optimizer.last) is not None:
@@ -230,9 +230,9 @@ class ScriptTask:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Models, states of the optimizers, loss scales: what the next step depends on."""
+        """Return models, optimizer states and loss scales: all that the next step depends on."""
         return {
-            # By name and not as `state_dict()` has them, which a model may filter.
+            # By name and not from the model's `state_dict()`, which a model may filter.
             "tensors": self._tensors(),
             "optimizers": {n: o.optimizer.state_by_name() for n, o in self.learners.items()},
             "settings": {
@@ -244,7 +244,7 @@ class ScriptTask:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Put everything back, in place."""
+        """Restore everything in place."""
         for name, tensor in self._tensors().items():
             tensor.copy_(state["tensors"][name])
         for name, steps in self.prepared.items():
@@ -260,7 +260,7 @@ class ScriptTask:
             scale.load_state_dict(state["loss_scales"][name])
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Parameters and buffers, those too that are in no state."""
+        """Return parameters and buffers, including those that are in no state."""
         return {
             f"{learner}.{name}": tensor.detach()
             for learner, optimizer in self.prepared.items()
@@ -279,7 +279,7 @@ class ScriptTask:
 
 
 class _Steps:
-    """The steps of a script as `find_culprit` takes them."""
+    """The steps of a script in the form that `find_culprit` takes."""
 
     def __init__(self, built: ScriptTask, step: Callable[[], Any]):
         self.built, self._take, self.step = built, step, 0
@@ -294,9 +294,9 @@ class _Steps:
 def probe(
     step: Callable[[], Any], optimizer: Optimizers, modules: Sequence[str] = ()
 ) -> ProbeRecord:
-    """Take one step of a script and count every tensor of it by exponent.
+    """Take one step of a script and count all its tensors by exponent.
 
-    The step is a step of the training like any other, and computes the same.
+    The step is a normal training step and computes the same.
 
     Args:
         step: takes it (forward, backward, `optimizer.step()`) and returns its loss, 0-dim.
@@ -304,8 +304,8 @@ def probe(
         modules: glob patterns over module names; none: every module without modules inside.
 
     Returns:
-        activations, gradients, weights and updates by module, and the updates that FP16 would
-        lose, as numerics/*.json of a run has them.
+        activations, gradients, weights and updates by module, and the updates that FP16 would lose,
+        as in numerics/*.json of a run.
     """
     task = ScriptTask(optimizer)
     with Watched(task, chosen_modules(task.learners, modules)) as watched:
@@ -315,16 +315,17 @@ def probe(
 
 
 def explain(step: Callable[[], Any], optimizer: Optimizers, *, steps: int = 1) -> Finding:
-    """Find the operation that makes the first value that is not finite; changes nothing.
+    """Find the operation that makes the first non-finite value; changes nothing.
 
-    Up to `steps` steps of the script are taken, every operation watched (some ten times as slow),
-    until one fails: its loss, a gradient, or a weight after it is not finite. Weights, states,
-    loss scales and random states are put back afterwards; what else the script keeps is not.
+    It takes up to `steps` steps of the script, watching every operation (some ten times as slow),
+    until one fails: its loss, a gradient, or a weight after it is not finite. Afterwards it
+    restores weights, optimizer states, loss scales and random states, but no other state of the
+    script.
 
     Args:
         step: takes a whole step and returns its loss, 0-dim.
         optimizer: prepared; several in a list, or by name.
-        steps: how many are tried.
+        steps: most steps to try.
     """
     task = ScriptTask(optimizer)
     before = Snapshot(task, task.device)
@@ -340,7 +341,7 @@ def explain(step: Callable[[], Any], optimizer: Optimizers, *, steps: int = 1) -
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What a scheduler may move."""
+    """Return the settings that a scheduler may change."""
     values = {key: value for key, value in group.items() if key != "params"}
     return {k: v.clone() if isinstance(v, Tensor) else v for k, v in values.items()}
 

@@ -16,7 +16,6 @@ around the engine's one entry, which `watch_backward` wraps.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -210,7 +209,7 @@ def after_this_pass(act: Callable[[], None]) -> None:
     queue(lambda: queue(act))
 
 
-_inside = threading.local()
+_graph_task = torch._C._current_graph_task_id
 _plain_engine = torch.autograd._engine_run_backward
 
 
@@ -225,19 +224,15 @@ def watch_backward(
     """
 
     def run(roots: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
-        context = None if getattr(_inside, "runs", False) else around(roots)
+        context = around(roots) if _graph_task() == -1 else None
         if context is None:
             return _plain_engine(roots, *args, **kwargs)
         with context:
-            _inside.runs = True
-            try:
-                return _plain_engine(roots, *args, **kwargs)
-            finally:
-                _inside.runs = False
+            return _plain_engine(roots, *args, **kwargs)
 
     setattr(torch.autograd, "_engine_run_backward", run)  # noqa: B010 - for mypy no attribute
 
 
 def in_backward() -> bool:
     """Return whether a backward pass runs in this thread."""
-    return bool(torch._C._current_graph_task_id() != -1)
+    return bool(_graph_task() != -1)

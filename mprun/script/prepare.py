@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, TypedDict, TypeVar, Unpack, overload
 
 import torch
@@ -143,10 +142,10 @@ def _take_over(optimizer: Optimizer, scale: LossScale) -> None:
                 if isinstance(value, Tensor) and value.shape == own.shape:
                     optimizer.state[own][key] = value.to(own.dtype)
     state_of(optimizer)
-    optimizer.__dict__["backward"] = partial(_backward, optimizer)
+    optimizer.__dict__["backward"] = _backward
 
 
-def _backward(optimizer: Optimizer, loss: Tensor, *, retain_graph: bool | None = None) -> None:
+def _backward(loss: Tensor, *, retain_graph: bool | None = None) -> None:
     """Propagate a loss, as `loss.backward()` does."""
     warnings.warn(
         "optimizer.backward(loss) goes with the next release; call loss.backward()",

@@ -22,8 +22,9 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed import is_available, is_initialized
+from torch import Tensor, is_autocast_enabled, is_grad_enabled, nn
+from torch.compiler import is_dynamo_compiling
+from torch.distributed import is_initialized
 from torch.nn.modules.loss import _Loss
 from torch.utils._pytree import tree_map
 
@@ -62,8 +63,9 @@ class PreparedModel:
         tensors: what stands for its parameters and buffers within a call.
         found_inf: float32, 0-dim: the gradients of the newest backward pass are not finite.
         audit: of its calls and passes.
-        calls, calls_before: with gradients or in training mode, and before the newest pass.
-        passes: backward passes after calls.
+        calls: with gradients or in training mode.
+        called_in: number of the newest pass when it was called last.
+        pass_is_due: whether the next pass is audited, as the call before it was.
         fed: number of the newest pass in which a gradient has left it in front.
         in_ddp: whether it was called inside of DistributedDataParallel.
         has_gradients: a pass has reached it since its last step.
@@ -72,6 +74,10 @@ class PreparedModel:
     """
 
     alive: weakref.WeakSet[PreparedModel] = weakref.WeakSet()
+    changing: weakref.WeakSet[PreparedModel] = weakref.WeakSet()  # those that are not plain
+    # Whether backward passes have to be looked at: there was a model that is not plain, or the call
+    # before the next pass was audited.
+    is_heard = False
     built = 0  # how often one was, or was anew
     pass_number = 0  # of the newest backward pass of the process
     fed_number = 0  # of the newest in which a gradient has left one of them in front
@@ -85,6 +91,7 @@ class PreparedModel:
         on_pass: Callable[[PreparedModel], None],
     ):
         self.model, self.arithmetic, self.loss_scale = model, arithmetic, scale
+        self.device_type = arithmetic.device.type
         self.overrides, self.on_pass = dict(overrides), on_pass
         self.policy = policy = arithmetic.policy
         self.scale = scale if scale.skips_nonfinite else None
@@ -97,7 +104,9 @@ class PreparedModel:
         self.found_inf = torch.zeros((), device=arithmetic.device)
         self.audit = Audit(arithmetic)
         self.audit.written = self.tensors.written
-        self.calls = self.calls_before = self.passes = self.fed = 0
+        self.calls = self.fed = 0
+        self.called_in = -1
+        self.pass_is_due = False
         self.in_ddp = self.has_gradients = self._guards_step = False
         self.partners: weakref.WeakSet[PreparedModel] = weakref.WeakSet()
         self.updated_by: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -118,6 +127,9 @@ class PreparedModel:
         self._build()
         self._dtype = self._first.dtype  # as seen from outside
         PreparedModel.alive.add(self)
+        if not self.is_plain:
+            PreparedModel.changing.add(self)
+            PreparedModel.is_heard = True
 
     def _build(self) -> None:
         """Say in which dtype each module computes, and give it its `forward`; anew where modules
@@ -186,15 +198,17 @@ class PreparedModel:
         """Call the model, or a part of it, from outside."""
         # What a checkpoint inside of the model computes again is inside of it.
         again = in_backward() and not forward.was_called
-        if not again and torch.is_autocast_enabled(self.arithmetic.device.type):
+        if not again and is_autocast_enabled(self.device_type):
             self.refuse_autocast()
-        if not (forward.module.training or torch.is_grad_enabled()):
+        if not (forward.module.training or is_grad_enabled()):
             return self._evaluate(forward, args, kwargs)
         if again:
             with self._in_mode(audits=False):
                 return forward.compute_within(args, kwargs)
         audits = is_due(self.calls)
         self._check(audits)
+        if audits:
+            self.pass_is_due = PreparedModel.is_heard = True
         self._note_call()
         forward.was_called = True
         if self.is_plain:
@@ -212,12 +226,17 @@ class PreparedModel:
         if any(tuple(m._modules.values()) != children for m, _, children in self.tensors.parts):
             self._build()
         with ExitStack() as stack:
-            stack.enter_context(self.arithmetic)
-            stack.enter_context(self._losses)
-            stack.enter_context(self.arithmetic.autocast())
+            if torch.is_inference_mode_enabled():
+                # In it, tensors count no versions, and the emulation would see a batch norm whole.
+                stack.enter_context(torch.inference_mode(False))
+                stack.enter_context(torch.no_grad())
+            # First: an emulation would look at each access, and find nothing to emulate.
             stack.enter_context(self.tensors.inside(audits))
             stack.enter_context(self._hooks_outside())
             stack.enter_context(self._attributes_inside(audits))
+            stack.enter_context(self.arithmetic)
+            stack.enter_context(self._losses)
+            stack.enter_context(self.arithmetic.autocast())
             stack.enter_context(self._in_state(_IN_MODE))
             if audits:
                 stack.enter_context(self.audit.watching())
@@ -233,10 +252,11 @@ class PreparedModel:
 
     def _note_call(self) -> None:
         self.calls += 1
-        if is_available() and is_initialized():
+        self.called_in = PreparedModel.pass_number
+        if is_initialized():
             ddp = nn.parallel.DistributedDataParallel
             self.in_ddp = self.in_ddp or ddp._get_active_ddp_module() is not None
-        if self.guard is not None and not self._guards_step and torch.is_grad_enabled():
+        if self.guard is not None and not self._guards_step and is_grad_enabled():
             if not self.guard.is_current():
                 self.guard = BatchNormGuard(self.model)
             self.guard.save()
@@ -264,7 +284,7 @@ class PreparedModel:
             return tensor
         if dtype is None and self._casts:
             dtype = self.policy.param_dtype
-        if self.scale is not None and tensor.requires_grad and torch.is_grad_enabled():
+        if self.scale is not None and tensor.requires_grad and is_grad_enabled():
             return make_nodes(self, "in", dtype, [tensor])[0]
         return tensor if dtype is None else tensor.to(dtype)
 
@@ -336,7 +356,7 @@ class PreparedModel:
     @contextmanager
     def _attributes_inside(self, audits: bool) -> Iterator[None]:
         """Let attributes hold what the mode computes with; in the end what is seen from outside."""
-        if not (self._casts or self.scale is not None) or not torch.is_grad_enabled():
+        if not (self._casts or self.scale is not None) or not is_grad_enabled():
             yield
             return
         given = []
@@ -361,7 +381,7 @@ class PreparedModel:
     @torch._disable_dynamo
     def _let_out(self, audits: bool) -> None:
         """Let tensors that the call has left in attributes go out."""
-        if not (self._casts or self.scale is not None) or not torch.is_grad_enabled():
+        if not (self._casts or self.scale is not None) or not is_grad_enabled():
             return
         for name, place, key in self._places(audits):
             inner = place[key]
@@ -532,17 +552,19 @@ class Watched(Forward):
     """`forward` of a model in FP32, in which nothing changes and which is only watched."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        shared = self.shared
-        if torch.compiler.is_dynamo_compiling():
-            return self.compute_plainly(args, kwargs)
-        if torch.is_autocast_enabled(shared.arithmetic.device.type):
-            shared.refuse_autocast()
-        if not (self.module.training or torch.is_grad_enabled()):
-            return self.compute_plainly(args, kwargs)
-        if is_due(shared.calls) or is_available() and is_initialized():
-            return shared.call(self, args, kwargs)
-        shared.calls += 1
-        return self.compute_plainly(args, kwargs)
+        # Each line costs about a microsecond in a step whose kernels drive it out of the caches.
+        if not is_dynamo_compiling():
+            shared = self.shared
+            if is_autocast_enabled(shared.device_type):
+                shared.refuse_autocast()
+            if self.module.training or is_grad_enabled():
+                if is_due(shared.calls) or is_initialized():
+                    return shared.call(self, args, kwargs)
+                shared.calls += 1
+                shared.called_in = PreparedModel.pass_number
+        if self.plain is not None:
+            return self.plain(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
 
 
 def prepared_modules(model: nn.Module) -> dict[str, PreparedModel]:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import get_world_size, is_available, is_initialized
+from torch.distributed import get_world_size, is_initialized
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -28,10 +28,9 @@ from torch.optim.optimizer import (
 )
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from mprun.precision.audit import is_due
 from mprun.precision.emulation import ForwardContext, HalfEmulation
 from mprun.precision.loss_scale import LossScale
-from mprun.precision.narrow_weights import NarrowWeights
+from mprun.precision.narrow_weights import NarrowWeights, choose_narrow
 from mprun.precision.optimizer import Update
 from mprun.precision.policy import PrecisionPolicy
 from mprun.precision.torch_update import host_decides, initialise_state, is_fused, step_unless
@@ -175,6 +174,7 @@ class OptimizerSteps:
         self.models = [model for model in dict.fromkeys(found) if model is not None]
         self._is_plain = all(model.is_plain for model in self.models)
         if self.models:
+            self._untouched = Update(self.scale.scale, None, None)
             for model in self.models:
                 model.audit.optimizers.add(type(self.optimizer).__name__)
                 model.updated_by.add(self)
@@ -223,7 +223,7 @@ class OptimizerSteps:
         self._frame = None
         self.steps += 1
         if self._is_plain and self._found is None:
-            self.last = Update(self.scale.scale, None, None)
+            self.last = self._untouched
         else:
             self._after()
         for watcher in self.watchers:
@@ -365,27 +365,13 @@ class OptimizerSteps:
     # 16-bit weights without a master copy
 
     def _make_narrow(self) -> None:
-        policy, rounding = self.policy, self.policy.rounding
-        if policy.masters != "transient" and policy.state_dtype is None:
+        narrow = choose_narrow(self.optimizer, self.named(), self.policy)
+        if narrow is None:
             return
-        wanted = {
-            name: own
-            for name, own in self.named().items()
-            if not own.is_complex() and (policy.state_dtype or own.dtype is torch.bfloat16)
-        }
-        if not wanted:
-            return
-        before = self.narrow
-        self.narrow = NarrowWeights(
-            self.optimizer,
-            [*wanted],
-            [*wanted.values()],
-            rounding if policy.masters == "transient" else "nearest",
-            policy.state_dtype,
-        )
-        if before is not None:
-            self.narrow.load_state_dict(before.state_dict())
-        self.narrow.initialise_state()
+        if self.narrow is not None:
+            narrow.load_state_dict(self.narrow.state_dict())
+        self.narrow = narrow
+        narrow.initialise_state()
 
     def _step_in_chunks(self, narrow: NarrowWeights) -> None:
         """Take the step here, in FP32, chunk by chunk; the one that follows has no gradients."""
@@ -567,12 +553,15 @@ def _on_device(optimizer: Optimizer) -> list[Tensor]:
 
 
 def _has_gradients(optimizer: Optimizer) -> bool:
-    groups = optimizer.param_groups
-    return any(own.grad is not None for group in groups for own in group["params"])
+    for group in optimizer.param_groups:
+        for own in group["params"]:
+            if own.grad is not None:
+                return True
+    return False
 
 
 def _refuse_alone(models: Sequence[PreparedModel]) -> None:
-    if not (is_available() and is_initialized() and get_world_size() > 1):
+    if not (is_initialized() and get_world_size() > 1):
         return
     for model in models:
         if model.calls and not model.in_ddp:
@@ -613,33 +602,35 @@ def reach(model: PreparedModel) -> None:
 @torch.no_grad()
 def _end_pass() -> None:
     """Look at the gradients once, before the script can change them; nothing waits."""
-    for model in _Pass.models:
-        model.partners.update(_Pass.models)
-        model.found_inf.zero_()
-        check_finite([own.grad for own in model.masters()], model.found_inf)
-        for steps in [*model.updated_by]:
-            steps.look_at(model)
+    with torch._C.DisableTorchFunction():  # an emulation would look at each access
+        for model in _Pass.models:
+            model.partners.update(_Pass.models)
+            model.found_inf.zero_()
+            check_finite([own.grad for own in model.masters()], model.found_inf)
+            for steps in [*model.updated_by]:
+                steps.look_at(model)
     _Pass.task, _Pass.models = -1, []
 
 
 def _around_pass(roots: Sequence[Tensor]) -> AbstractContextManager[Any] | None:
     """Return what the backward passes of prepared models need; None: nothing."""
-    PreparedModel.pass_number += 1
-    models = [model for model in PreparedModel.alive if model.calls]
-    recent = [model for model in models if model.calls > model.calls_before]
-    if recent and torch.is_autocast_enabled(recent[0].arithmetic.device.type):
-        recent[0].refuse_autocast()
-    due = [model for model in recent if is_due(model.passes)]
-    for model in recent:
-        model.calls_before = model.calls
-        model.passes += 1
-    if not due and all(model.is_plain for model in models):
+    number = PreparedModel.pass_number
+    PreparedModel.pass_number = number + 1
+    if not PreparedModel.is_heard:
         return None
+    PreparedModel.is_heard = len(PreparedModel.changing) > 0
+    recent = [model for model in PreparedModel.alive if model.called_in == number]
+    if recent and torch.is_autocast_enabled(recent[0].device_type):
+        recent[0].refuse_autocast()
+    due = [model for model in recent if model.pass_is_due]
+    for model in due:
+        model.pass_is_due = False
     if any(model.scale is not None for model in due):
         refuse_leaks(roots)
     # Products of models in other modes would be taken for those of the first.
     audited = due[:1] if len({model.policy for model in recent}) == 1 else []
-    return _running(models, audited)
+    called = [model for model in PreparedModel.changing if model.calls]
+    return _running(called, audited) if called or audited else None
 
 
 @contextmanager

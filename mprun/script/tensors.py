@@ -127,12 +127,13 @@ class Tensors:
     @contextmanager
     def widened(self) -> Iterator[None]:
         """Let the modules hold FP32 tensors with the values of their 16-bit ones."""
-        found = {
-            (id(own), dtype): own.detach().float()
-            for module, dtype, _ in self.parts
-            for own in (*module._parameters.values(), *module._buffers.values())
-            if own is not None and own.is_floating_point() and own.dtype.itemsize == 2
-        }
+        with torch.inference_mode(False):  # whose tensors count no versions
+            found = {
+                (id(own), dtype): own.detach().float()
+                for module, dtype, _ in self.parts
+                for own in (*module._parameters.values(), *module._buffers.values())
+                if own is not None and own.is_floating_point() and own.dtype.itemsize == 2
+            }
         held: list[_Held] = []
         flat: list[tuple[dict[str, Any], dict[str, Any]]] = []
         try:
@@ -223,7 +224,8 @@ def _state_of(own: Tensor) -> tuple[int, int]:
 
 
 def _differs(now: Tensor, own: Tensor) -> Tensor:
-    return now != own.to(now.dtype)
+    rounded = own.to(now.dtype)
+    return (now != rounded) & ~(now.isnan() & rounded.isnan())
 
 
 def _buckets(pairs: Sequence[tuple[Key, Tensor]]) -> Iterator[list[tuple[Key, Tensor]]]:

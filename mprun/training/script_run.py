@@ -1,4 +1,4 @@
-"""`mprun.Run`: the training of one's own script as a run directory.
+"""`mprun.Run`: the training of a user's script as a run directory.
 
     with mprun.Run("outputs/mine", optimizer, config=vars(args), seed=args.seed) as run:
         for inputs, labels in batches:
@@ -7,9 +7,9 @@
             run.step(loss)
         run.evaluate(loss=held_out_loss)
 
-What it leaves is what a run of `mprun` leaves: `mprun compare`, its report, TensorBoard and
-`mprun scaler-replay` take it. What takes steps anew (`mprun resume=`, `mprun explain`) cannot, as
-the steps are the script's; `mprun.explain` does in the script.
+It leaves the same directory as a run of `mprun`: `mprun compare`, its report, TensorBoard and
+`mprun scaler-replay` read it. Commands that take steps again (`mprun resume=`, `mprun explain`)
+cannot, because only the script can take its steps; `mprun.explain` does so in the script.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from mprun.config.roles import config_hash
-from mprun.errors import DIVERGED, BadInput
+from mprun.errors import DIVERGED, BadInput, MprunError
 from mprun.numerics.failure import FailureKeeper, Kept, suspect
 from mprun.numerics.of_script import Optimizers, ScriptTask
 from mprun.numerics.post_mortem import StepRow, write_post_mortem
@@ -49,6 +49,7 @@ from mprun.record.run_directory import (
     claim,
     locked,
     path_safe,
+    read_record,
     write_config,
     write_json,
 )
@@ -56,14 +57,14 @@ from mprun.training.environment import effective_dtypes, environment, updates
 from mprun.training.metric_buffer import MetricBuffer
 from mprun.training.metric_logger import Records
 
-# Keys of a script's configuration that say which arm a run is, not what is learned.
+# Keys of a script's configuration that name the arm of a run, not the experiment.
 _OF_ARM = ("precision", "mode", "scaler", "seed")
-# Fields of the records, which a metric cannot be called.
+# Fields of the records; no metric may have these names.
 _RESERVED = frozenset(
     "split step updates skipped epoch loss_scale found_inf lr seconds samples_per_s".split()
 )
 _MOST_CONFIG = 200_000  # characters; a record takes no more
-# Of an optimizer's group: how it computes, not what.
+# Keys of an optimizer's group that decide how it computes, not what.
 _HOW = ("params", "foreach", "fused", "capturable", "differentiable", "initial_lr")
 _SCALER = (
     *("scale", "growth_factor", "backoff_factor", "growth_interval", "hysteresis", "min_scale"),
@@ -73,36 +74,39 @@ _SCALER = (
 
 
 class Diverged(SystemExit):
-    """The run has diverged and is recorded: its `with` block ends here, and the script goes on
-    behind it; without one the process ends with exit code 3. No `except Exception` stops it."""
+    """Exception of a run that has diverged and is recorded.
+
+    It ends the run's `with` block, and the script continues after the block. Without a block the
+    process ends with exit code 3. No `except Exception` catches it.
+    """
 
 
 class Run:
     """A run directory that a script writes, in a `with` block around its training.
 
     Args:
-        folder: gets the run's directory, named after mode, scaler and seed; `directory` says which.
+        folder: parent of the run's directory, which is named after mode, scaler and seed.
         optimizer: from `mprun.prepare`; several in a list, or by name ({"d": ..., "g": ...}).
-        config: what of the script's settings decides on its result, for instance `vars(args)`. Runs
-            are compared where these agree; precision, scaler and seed are left out of it.
+        config: the script's settings that decide on its result, for instance `vars(args)`. Runs
+            are compared if these agree; precision, scaler and seed are left out.
         seed: runs of the same seed are compared in pairs.
-        data: what is learned from: a name, or a path (or several) whose content is hashed.
-        metric: of `evaluate`, on which the verdict rests.
-        margin: within which it matches FP32, relative (0.01: 1 %), or in the metric's own unit
-            where more is better; None: 1 %.
+        data: the training data: a name, or a path (or several) whose content is hashed.
+        metric: metric of `evaluate` that the verdict rests on.
+        margin: difference up to which the metric matches FP32: relative (0.01: 1 %), or in the
+            metric's own unit if higher is better; None: 1 %.
         higher_is_better: the metric is an accuracy or a score; needs a margin.
-        name: of the experiment; None: the script's file.
-        log_every: steps between two records; the first 20 and every skipped one have one too.
+        name: name of the experiment; None: the script's file.
+        log_every: steps between two records; the first 20 and every skipped step have one too.
         probe_every: probe the steps divisible by this, see `mprun.probe`; 0: none.
-        modules: patterns of the modules that are probed; none: all without modules inside.
+        modules: patterns of the modules to probe; none: all modules without submodules.
 
     Attributes:
-        directory: of the run.
+        directory: the run's directory.
         status: "running", then "done", "diverged", "preempted" or "failed".
-        steps: taken so far.
+        steps: number of steps taken so far.
 
     Raises:
-        ValueError: names the argument, and what is allowed.
+        ValueError: an argument is wrong; the message names it and what is allowed.
         BadInput: the directory cannot be made.
     """
 
@@ -132,7 +136,7 @@ class Run:
         if type(probe_every) is not int or probe_every < 0:
             raise ValueError(f"probe_every={probe_every!r}: must be an integer of at least 0")
         if not isinstance(config, Mapping):
-            raise ValueError(f"config: is a {type(config).__name__}, must be a mapping")
+            raise ValueError(f"config: must be a mapping, not a {type(config).__name__}")
         if margin is not None and not 0 < margin < (math.inf if higher_is_better else 0.5):
             allowed = "above 0" if higher_is_better else "above 0 and below 0.5 (0.01: 1 %)"
             raise ValueError(f"margin={margin!r}: must be {allowed}")
@@ -156,7 +160,7 @@ class Run:
         if len(_canonical(values)) > _MOST_CONFIG:
             raise ValueError(
                 f"config: {len(_canonical(values))} characters, must be at most {_MOST_CONFIG}; "
-                "give what decides on the result, a hash of large values"
+                "give only settings that decide on the result, and hashes of large values"
             )
         values["compare"] = {"metric": metric, "margin": margin, "window": 1}
         if higher_is_better:
@@ -180,6 +184,7 @@ class Run:
             "attempts": 1,
             "config": values,
             "seed": seed,
+            "initial_state": self._initial_state(),
             "steps": 1,
             "sample": "step",
             "samples_per_step": 1,
@@ -194,8 +199,9 @@ class Run:
             self._open(probe_every, modules)
         except BaseException:
             self._lock.__exit__(None, None, None)
-            shutil.rmtree(self.directory)  # made a moment ago, and of no use
+            shutil.rmtree(self.directory)  # just made, still without content
             raise
+        self._look_for_a_twin()
         atexit.register(self._at_exit)
 
     def __enter__(self) -> Run:
@@ -209,7 +215,7 @@ class Run:
     ) -> bool:
         if kind is None:
             try:
-                self._log_step(wait=True)  # the last step has a record, wherever it ends
+                self._log_step(wait=True)  # the last step always has a record
             except Diverged:
                 kind = Diverged
         if kind is None:
@@ -223,14 +229,14 @@ class Run:
         return kind is Diverged
 
     def step(self, loss: Tensor | float, **metrics: Tensor | float) -> None:
-        """Count the step that the script has just taken; to be called after `optimizer.step()`.
+        """Count the step that the script has just taken; call it after `optimizer.step()`.
 
-        Waits for the device only where steps are recorded, and on CUDA not even there: what it
-        tells is read `log_every` steps later.
+        It waits for the device only at steps that are recorded. On CUDA it never waits: the numbers
+        are read `log_every` steps later.
 
         Args:
-            loss: of the step as it is to be reported, 0-dim.
-            metrics: what else is to be recorded of it, each one number.
+            loss: the step's loss to report, 0-dim.
+            metrics: further metrics of the step, one number each.
 
         Raises:
             Diverged: the loss was not finite although its update was applied, or a loss scale has
@@ -253,21 +259,21 @@ class Run:
         if self._probing is not None:
             self._begin_watching()
 
-    def log(self, **values: float) -> None:
-        """Numbers of the host that the records of training have from now on, until set anew."""
+    def log(self, **values: Tensor | float) -> None:
+        """Add numbers to the training records from now on, until they are set again."""
         _refuse_reserved((_RESERVED | {"loss"}) & values.keys())
         self._extra |= {name: float(value) for name, value in values.items()}
 
     def evaluate(self, **metrics: Tensor | float) -> None:
-        """Record an evaluation of the script after the steps so far.
+        """Record an evaluation by the script after the steps so far.
 
         A prepared model in eval mode computes with its master weights in FP32.
 
         Args:
-            metrics: by name, each one number; the run's `metric` among them.
+            metrics: one number a name, including the run's `metric`.
 
         Raises:
-            Diverged: one of them is not finite.
+            Diverged: a metric is not finite.
         """
         values = {
             name: float(value.detach() if isinstance(value, Tensor) else value)
@@ -277,7 +283,7 @@ class Run:
         _refuse_reserved(_RESERVED & values.keys())
         if self.metric not in values:
             given = ", ".join(values) or "nothing"
-            raise ValueError(f"evaluate: gives {given}, not {self.metric} (metric of the run)")
+            raise ValueError(f"evaluate: got {given}, but not {self.metric} (the run's metric)")
         self._flush(wait=True)
         self._final = values
         self._records.write_evaluation(self.steps, values, time.perf_counter() - self._evaluated)
@@ -286,10 +292,10 @@ class Run:
             self._diverge(self.steps, "non-finite evaluation loss")
 
     def rewind(self) -> int:
-        """Put models, optimizers, loss scales and random states back to the newest kept copy.
+        """Restore models, optimizers, loss scales and random states from the newest kept copy.
 
-        Of a run that diverged: a state before its bad step, from which `mprun.explain(step,
-        optimizer, steps=...)` can look for it.
+        After a divergence this is a state before the bad step. `mprun.explain(step, optimizer,
+        steps=...)` can look for that step from there.
 
         Returns:
             The step that the copy was taken after.
@@ -313,14 +319,14 @@ class Run:
             raise RuntimeError(f"{self.directory}: the run has ended ({self.status})")
 
     def _at_exit(self) -> None:
-        """The script is over, and had no `with` block."""
+        """End the run of a script without a `with` block when the script ends."""
         error: BaseException | None = getattr(sys, "last_value", None)
         if self.status == "running":
             with suppress(Diverged):
                 self.__exit__(type(error) if error is not None else None, error, None)
 
     def _open(self, probe_every: int, modules: list[str]) -> None:
-        """Write what is known before step 1."""
+        """Write config.yaml and run.json, and prepare the records, before step 1."""
         write_config(self.directory, self._record["config"])
         write_json(self.directory / "run.json", self._record)
         self._buffer = MetricBuffer(self.task.device, loss_scales=self.task.loss_scales)
@@ -352,7 +358,7 @@ class Run:
         watching, self._watching = self._watching, None
         if watching is None:
             return
-        if found is None:  # a step that was not finished
+        if found is None:  # the step did not finish
             self._watched.__exit__(GeneratorExit, None, None)
             return
         self._watched.metrics = found
@@ -370,7 +376,7 @@ class Run:
             self._diverge(self._records.diverged_at, cause)
 
     def _keep(self) -> None:
-        """A copy of the state, where it is time and the last step was sound."""
+        """Keep a copy of the state if one is due and the last step was sound."""
         if self._buffer.late:
             skipped = torch.full((), self._buffer.host_skipped, device=self.task.device)
             self._keeper.keep_if(self.steps, skipped, self._buffer.sound)
@@ -420,7 +426,7 @@ class Run:
     def _configuration(
         self, config: dict[str, Any], seed: int, script: Path | None, data: Any
     ) -> dict[str, Any]:
-        """In the form of a run's config.yaml, as far as a script has it."""
+        """Return the parts of config.yaml that a script's run has."""
         first = next(iter(self.task.prepared.values()))
         known = script is not None and script.is_file()
         source = script.read_bytes() if script is not None and known else b""
@@ -441,8 +447,33 @@ class Run:
             "scaler": _scaler(first.scaler_name, first.scale, len(self.task.loss_scales)),
         }
 
+    def _initial_state(self) -> str:
+        """Return a digest of torch's random state and a few numbers of each parameter.
+
+        A seed decides on both.
+        """
+        digest = hashlib.sha256(torch.get_rng_state().numpy().tobytes())
+        for own in self._parameters().values():
+            digest.update(repr(own.detach().reshape(-1)[:8].tolist()).encode())
+        return digest.hexdigest()
+
+    def _look_for_a_twin(self) -> None:
+        """Warn if a run beside this one has another seed but the same initial state."""
+        for path in sorted(self.directory.parent.glob("*/run.json")):
+            with suppress(MprunError, OSError):
+                other = read_record(path.parent)
+                same = other.get("initial_state") == self._record["initial_state"]
+                if same and other.get("seed") != self._record["seed"]:
+                    print(
+                        f"seed={self._record['seed']}: weights and torch's random state are those "
+                        f"of {path.parent} (seed={other.get('seed')}); unless the script's own "
+                        "generators differ, both are one run: call torch.manual_seed(seed) first",
+                        file=sys.stderr,
+                    )
+                    return
+
     def _parameters(self) -> dict[str, Tensor]:
-        """All parameters of the models, by learner and name."""
+        """Return all parameters of the models, by learner and name."""
         return {
             f"{learner}.{name}": parameter
             for learner, optimizer in self.task.prepared.items()
@@ -451,7 +482,7 @@ class Run:
 
 
 class _Records(Records):
-    """The records of a script: what it says of a step beside what the device tells."""
+    """The records of a script's run, with the fields that the script adds to a step."""
 
     def __init__(self, directory: Path, buffer: MetricBuffer):
         self.extra: dict[int, dict[str, float]] = {}
@@ -462,7 +493,7 @@ class _Records(Records):
 
 
 def _of_arm(key: Any, value: Any, seed: int) -> bool:
-    """Whether a setting says which arm or seed a run is, not what is learned."""
+    """Return whether a setting names the arm or the seed of a run, not the experiment."""
     is_seed = "seed" in str(key).lower() and type(value) is int and value == seed
     return key in _OF_ARM or is_seed
 
@@ -470,7 +501,7 @@ def _of_arm(key: Any, value: Any, seed: int) -> bool:
 def _name_of(script: Path | None) -> str:
     if script is None or not script.is_file():
         return "script"
-    # "main.py" tells nothing where the folder does.
+    # "main.py" tells nothing; its folder does.
     folder = script.resolve().parent.name
     return f"{folder}-{script.stem}" if script.stem in ("main", "train", "run") else script.stem
 
@@ -501,7 +532,7 @@ def _scaler(name: str, scale: LossScale, count: int) -> dict[str, Any]:
 
 
 def _settings(inner: torch.optim.Optimizer) -> Any:
-    """Class and settings of a torch optimizer, as they are at the start."""
+    """Return class and initial settings of a torch optimizer."""
     groups = [
         {key: _plain(value) for key, value in group.items() if key not in _HOW}
         for group in inner.param_groups
@@ -510,7 +541,7 @@ def _settings(inner: torch.optim.Optimizer) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """As YAML and JSON have it."""
+    """Convert a value to the types of YAML and JSON."""
     if isinstance(value, Tensor):
         return value.item() if value.numel() == 1 else value.tolist()
     if isinstance(value, Enum):
@@ -548,7 +579,7 @@ def _data(data: str | Path | Iterable[Path] | None) -> dict[str, Any]:
 
 def _refuse_reserved(names: Iterable[str]) -> None:
     for name in sorted(names):
-        raise ValueError(f"{name}: is a field of every record; call the metric otherwise")
+        raise ValueError(f"{name}: is a field of every record; give the metric another name")
 
 
 def _canonical(values: Any) -> bytes:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import pickle
 import subprocess
 import sys
 from xml.etree import ElementTree
@@ -42,7 +43,7 @@ def study(tmp_path, monkeypatch):
 
 
 def test_a_run_has_its_record_and_every_number(study):
-    run = mprun.load(study / "amp-s1")
+    run = mprun.load(study / "amp-s1").one
     assert (run.mode, run.scaler, run.seed, run.status) == ("amp", "dynamic", 1, "done")
     assert (run.cause, run.last_step) == (None, 40)
     assert run.config["optim"] == CONFIG["optim"]
@@ -68,7 +69,7 @@ def test_long_records_are_not_thinned_and_hold_what_is_no_number(tmp_path):
         file.write({**head, "loss": math.nan if step == 7 else 1.0, "note": "a"})
     file.write({"split": "train", "step": 2001, "updates": 1, "skipped": 0, "grad_norm": math.inf})
     file.close()
-    found = mprun.load(tmp_path / "run").columns("train")
+    found = mprun.load(tmp_path / "run").one.columns("train")
     assert len(found["step"]) == 2001
     # NaN where it was recorded, and where a record has no such number.
     assert np.flatnonzero(np.isnan(found["loss"])).tolist() == [6, 2000]
@@ -77,11 +78,11 @@ def test_long_records_are_not_thinned_and_hold_what_is_no_number(tmp_path):
 
 
 def test_a_run_that_still_runs_tells_how_far_it_is(tmp_path):
-    run = mprun.load(write_run(tmp_path / "run", status="running"))
+    run = mprun.load(write_run(tmp_path / "run", status="running")).one
     assert (run.status, run.last_step) == ("running", 40)
     assert run.metrics == {"loss": 1.0, "perplexity": 2.0}  # of the newest evaluation
     (tmp_path / "run" / "metrics.jsonl").unlink()
-    begun = mprun.load(tmp_path / "run")
+    begun = mprun.load(tmp_path / "run").one
     assert (begun.last_step, begun.metrics, begun.columns("train")) == (0, {}, {})
     assert begun._repr_html_() and "running at step 0" in repr(begun)
 
@@ -95,6 +96,27 @@ def test_a_folder_gives_every_run_below_it(study):
     assert evals["seed"].tolist() == [0, 1, 2] * 3
     lines = repr(runs).splitlines()
     assert len(lines) == 10 and lines[0].split()[:3] == ["run", "mode", "scaler"]
+
+
+def test_a_run_directory_gives_a_sequence_of_one(study):
+    """One type, whatever lies at the path; what only a single run has says where it is."""
+    runs = mprun.load(study / "amp-s1")
+    assert len(runs) == 1 and runs[0] is runs.one
+    assert repr(runs) == repr(runs.one) and runs._repr_html_() == runs.one._repr_html_()
+    assert {*runs.columns("evals")} - {*runs.one.columns("evals")} == {"run", "mode", "seed"}
+    several = mprun.load(study)
+    for name in ("metrics", "record"):
+        with raises_line(AttributeError, f"'{name}'; write .one.{name}"):
+            getattr(runs, name)
+        with raises_line(AttributeError, f"'{name}'; write [0].{name} (of 9 runs)"):
+            getattr(several, name)
+    with raises_line(AttributeError, "no attribute 'metric'"):
+        runs.metric  # noqa: B018
+    for none_alone, count in ((several, 9), (several[:0], 0)):
+        with raises_line(BadInput, f"there are {count} runs; take [0]"):
+            none_alone.one  # noqa: B018
+    for each in (runs, several, several[:0]):
+        assert repr(pickle.loads(pickle.dumps(each))) == repr(each)
 
 
 def stats(value: float, count: int) -> TensorStats:
@@ -120,7 +142,7 @@ def test_probes_are_rows(tmp_path):
     write_probe(folder, ProbeRecord(5, False, {"loss_scale": 16.0}, {"model": learner}))
     shadow_alone = LearnerProbe(("loss_scale",), shadow={"head": Agreement(1.0, 1.0, 1.0, 0.0)})
     write_probe(folder, ProbeRecord(9, True, {"loss_scale": 15.0}, {"model": shadow_alone}))
-    found = mprun.load(folder).columns("probes")
+    found = mprun.load(folder).one.columns("probes")
     rows = [dict(zip(found, row, strict=True)) for row in zip(*found.values(), strict=True)]
     at = {(row["step"], row["kind"]): row for row in rows}
     assert len(rows) == 4 and found["skipped"].tolist() == [False] * 3 + [True]
@@ -164,6 +186,9 @@ def test_a_comparison_is_what_the_command_prints_and_writes(study, capsys):
     assert written == found.to_dict()
     with raises_line(BadInput, "holds other files"):
         found.write(study)
+    with raises_line(BadInput, "mprun paper RUNS"):
+        found.write(study.parent / "other", paper=True)
+    assert not (study.parent / "other").exists()
 
 
 def test_verdicts_hold_the_numbers_of_the_table(study):
@@ -214,7 +239,7 @@ def test_what_is_no_run_is_refused(study):
     with raises_line(BadInput, "must be train, evals or probes"):
         mprun.load(study / "amp-s0").columns("eval")
     (study / "amp-s0" / "metrics.jsonl").write_text("7\n{}\n")
-    with raises_line(Damaged, "line 1 is no record"):
+    with raises_line(Damaged, "line 1 is not a record"):
         mprun.load(study / "amp-s0").columns("train")
     (study / "amp-s0" / "run.json").write_text("{")
     with raises_line(Damaged, "amp-s0"):
@@ -279,12 +304,12 @@ assert repr(compare("outputs")) and len(load("outputs")) == 9
 absent("torch", "hydra", "pandas", "matplotlib")
 found._repr_html_()
 from mprun.cli import main
-assert main(["compare", "outputs", "--tensorboard", "--paper"]) == 0
+assert main(["compare", "outputs", "--tensorboard"]) == 0
 absent("torch", "tensorflow", "pandas")
 # Without pandas a frame names the extra.
 sys.modules["pandas"] = None
 try:
-    load("outputs/study/amp-s0").train
+    load("outputs/study/amp-s0").one.train
 except ImportError as error:
     print(error)
 """

@@ -4,6 +4,7 @@
 them.
 """
 
+import gc
 import sys
 import traceback
 import warnings
@@ -153,7 +154,15 @@ def refusal(error: Exception, prepare: Callable = mprun.prepare) -> tuple[bool, 
     return own and isinstance(error, RuntimeError | ValueError) and "\n" not in text, text
 
 
-plainly = cache(lambda name: _run(name, Plain()))
+@cache
+def plainly(name: str) -> tuple[Moved, tuple[str, ...]]:
+    """Run a loop without mprun.
+
+    Models of earlier loops live on in cycles; while one in amp does, it decides on `torch.autocast`
+    of all others.
+    """
+    gc.collect()
+    return _run(name, Plain())
 
 
 def outcome(name: str, mode: str, prepare: Callable = mprun.prepare) -> Outcome:

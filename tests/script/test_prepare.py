@@ -1,8 +1,10 @@
 """Prepared objects compute what the runner computes, and look FP32 from outside."""
 
 import copy
+import gc
 import io
 import math
+import weakref
 from functools import partial
 
 import pytest
@@ -113,6 +115,29 @@ def test_eval_computes_with_the_master_weights_in_fp32(mode):
     with torch.no_grad():
         assert torch.equal(model.eval()(images), plain(images))
         assert torch.equal(model.features(images), plain.features(images))
+
+
+class Drifting(Net):
+    """Writes to its buffer in each call."""
+
+    def forward(self, images):
+        self.shift.mul_(0.5)
+        return super().forward(images)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_inference_mode_computes_what_no_grad_does(mode):
+    found = []
+    for without_gradients in (torch.no_grad, torch.inference_mode):
+        torch.manual_seed(0)
+        model, optimizer = prepared(mode, Drifting())
+        train(model, optimizer, steps=2)
+        images, _ = next(batches(1, seed=9))
+        with without_gradients():
+            outputs = [model.eval()(images).clone(), model.train()(images).clone()]
+        train(model, optimizer, steps=2)
+        found.append(outputs + [*model.state_dict().values()])
+    assert_same_bits(*found)
 
 
 @pytest.mark.parametrize("mode", HALF_WEIGHTS)
@@ -432,6 +457,18 @@ def test_a_loss_with_weights_of_classes_keeps_them_in_fp32(mode):
     mprun.prepare(model, sgd(model.parameters()), mode)
     logits, labels = model["net"](torch.randn(16, 8)), torch.randint(4, (16,))
     assert torch.equal(model["loss"](logits, labels), F.cross_entropy(logits, labels, weight))
+
+
+def test_an_optimizer_that_is_dropped_is_gone_at_once():
+    """Without a collector of cycles: the loss scale would wait for its step."""
+    optimizer = prepared("amp")[1]
+    reference = weakref.ref(optimizer)
+    gc.disable()
+    try:
+        del optimizer
+        assert reference() is None
+    finally:
+        gc.enable()
 
 
 def test_an_optimizer_that_is_known_of_has_its_turn_before_the_scale_moves():

@@ -120,6 +120,17 @@ def test_runs_of_different_scripts_are_not_compared_and_what_differs_is_said(tmp
         mprun.compare(tmp_path / "out")
 
 
+def test_seeds_that_differ_by_name_only_are_told_once(tmp_path, capsys):
+    for seed, told in ((0, 7), (1, 7), (2, 7), (0, 7), (3, 3)):
+        model, optimizer = prepared("amp", net(told))
+        with mprun.Run(tmp_path, optimizer, config={}, seed=seed):
+            lines = capsys.readouterr().err.splitlines()
+        if seed in (1, 2):
+            assert [line.partition(":")[0] for line in lines] == [f"seed={seed}"]
+            assert f"{tmp_path / 'amp-s0'} (seed=0); unless" in lines[0]
+        capsys.readouterr()
+
+
 @pytest.mark.parametrize("with_block", [True, False])
 def test_steps_after_the_last_evaluation_are_recorded_too(tmp_path, with_block):
     """A record that ends before its run would be taken for damaged."""
@@ -132,7 +143,7 @@ def test_steps_after_the_last_evaluation_are_recorded_too(tmp_path, with_block):
             if number == 24:
                 run.evaluate(loss=1.0)
     run.close()
-    recorded = mprun.load(run.directory)
+    recorded = mprun.load(run.directory).one
     last = recorded.columns("train")
     assert (recorded.status, recorded.last_step, last["step"][-1]) == ("done", 33, 33)
     assert last["lr"][-1] == 0.1

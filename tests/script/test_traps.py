@@ -326,6 +326,47 @@ def test_buffers_that_a_call_replaces_go_on(mode):
     assert model.average.dtype is (next(model.parameters()).dtype)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_weight_that_is_no_number_makes_a_loss_that_is_none(mode):
+    model, optimizer = prepared(mode)
+    with torch.no_grad():
+        model.norm.weight[0] = torch.nan
+    loss = loss_of(model)
+    loss.backward()
+    optimizer.step()
+    assert loss.isnan()
+
+
+class Biased(nn.Module):
+    """Adds to attention what it makes itself, in FP32 or in the dtype of what it adds to."""
+
+    def __init__(self, kind, in_fp32):
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind, self.in_fp32 = kind, in_fp32
+        self.embed, self.attention = nn.Linear(4, 8), nn.MultiheadAttention(8, 2)
+
+    def forward(self, x):
+        x = self.embed(x)
+        bias = -0.1 * torch.arange(36.0).view(6, 6)
+        bias = bias if self.in_fp32 else bias.to(x.dtype)
+        if self.kind == "function":
+            return F.scaled_dot_product_attention(x, x, x, bias)
+        return self.attention(x, x, x, attn_mask=bias, need_weights=self.kind == "weights")[0]
+
+
+@pytest.mark.parametrize("mode", HALF_WEIGHTS)
+@pytest.mark.parametrize("kind", ["function", "layer", "weights"])
+def test_a_mask_of_attention_is_in_the_dtype_of_the_query(mode, kind):
+    """CUDA's kernels refuse another one; a CPU's take it."""
+    found = []
+    for in_fp32 in (True, False):
+        model, _ = prepared(mode, Biased(kind, in_fp32))
+        model(torch.linspace(-1, 1, 24).view(6, 4)).square().sum().backward()
+        found.append([own.grad for own in model.parameters() if own.grad is not None])
+    assert_same_bits(*found)
+
+
 def test_weights_change_within_a_call_where_no_masters_undo_it():
     model, _ = prepared("amp", MaxNorm(4, 2))
     model(torch.ones(2, 4))
