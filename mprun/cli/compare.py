@@ -11,7 +11,6 @@ from pathlib import Path
 from mprun.cli.arguments import Arguments
 from mprun.compare import checked_margin, compare, planned_looks
 from mprun.compare.findings import Comparison
-from mprun.compare.paper import paper_markdown, paper_rows
 from mprun.compare.text import console, markdown, results
 from mprun.errors import DIVERGED, DONE, BadInput
 
@@ -38,29 +37,25 @@ that all have.
 Exit codes: 0 compared, 2 bad input or nothing to compare, 3 --check failed, 4 damaged record."""
 _FLAGS = {
     "--tensorboard": "write summary runs (mean, lower, upper, margin charts) for TensorBoard",
-    "--paper": "our result beside the row of Micikevicius et al. for the same model",
     "--check": "exit code 3 unless every mode matches and nothing was left out",
     "--no-report": "print only",
     "--higher-is-better": "the --tag is an accuracy or a score (--margin is then absolute)",
     "--lower-is-better": "it is none (goes without saying for loss, error, perplexity)",
-    "--absolute": "the --margin is in the metric's own unit, not relative to the baseline",
     "--paired": "runs of --tag are listed in the order of the same seeds in every label",
 }
 
-# What `mprun.compare.compare` takes by the same name.
-_JUDGING = (
-    *("baseline", "allow", "metric", "margin", "looks", "tag", "step"),
-    *("higher_is_better", "lower_is_better", "absolute", "paired"),
-)
+# What `mprun.compare.compare` takes by the same name; the first ones for runs of mprun.
+JUDGING = ("baseline", "allow", "metric", "margin", "looks", "absolute")
+_JUDGING = (*JUDGING, "tag", "step", "higher_is_better", "lower_is_better", "paired")
 
 
 def main(words: list[str]) -> int:
     """Entry point of the verb; returns the exit code."""
     options = parse(words)
     comparison = compare(options.paths, **{name: getattr(options, name) for name in _JUDGING})
-    beside = _beside(options)
+    beside = folder_beside(_paths(options))
     folder = options.out or beside / "compare"
-    report = None if options.no_report else comparison.write(folder, paper=options.paper)
+    report = None if options.no_report else comparison.write(folder)
     if options.tensorboard:
         from mprun.compare.tensorboard_summary import write_summaries
 
@@ -70,8 +65,6 @@ def main(words: list[str]) -> int:
         print(json.dumps(results(comparison), indent=1, allow_nan=False))
     else:
         print((markdown if options.markdown else console)(comparison))
-        if options.paper:
-            print(paper_markdown(paper_rows(comparison)))
         if report is not None:
             print(f"report: {report}")
     return DIVERGED if options.check and not _all_match(comparison) else DONE
@@ -79,21 +72,12 @@ def main(words: list[str]) -> int:
 
 def parse(words: Sequence[str]) -> Namespace:
     """The options, checked; BadInput for anything that is none."""
+    if "--paper" in words:
+        raise BadInput("compare: --paper: gone; mprun paper RUNS puts runs beside the paper")
     arguments = Arguments("compare", _WHAT, _MORE)
     add = arguments.add_argument
     add("paths", nargs="*", metavar="PATH", help="with --tag: LABEL=PATH[,PATH...], a path a run")
-    what = "the runs of this precision mode, or below this path, are the baseline (default: the "
-    what += "mode that the runs' compare.baseline names, fp32)"
-    add("--baseline", metavar="MODE|PATH", help=what)
-    what = "compare although these keys differ from the baseline's (the report says so)"
-    add("--allow", type=_keys, default=(), metavar="KEY[,KEY...]", help=what)
-    add("--metric", metavar="NAME", help="another metric of the evaluation than compare.metric")
-    what = "another margin than compare.margin: relative (0.01 = 1 %%) for losses and distances, "
-    what += "percentage points for top1 and top5 (the report says so)"
-    add("--margin", type=checked_margin, metavar="X", help=what)
-    what = "verdicts at these numbers of seeds, with an error rate of 5 %% (normal noise) over all"
-    what += " looks"
-    add("--looks", type=_looks, default=[], metavar="3,5,10", help=what)
+    add_judging(arguments)
     add("--tag", metavar="NAME", help="compare this scalar of other tools' logs")
     what = "with --tag: what counts the steps, where it is not step, iteration or epoch"
     add("--step", metavar="COLUMN", help=what)
@@ -111,6 +95,25 @@ def parse(words: Sequence[str]) -> Namespace:
     return options
 
 
+def add_judging(arguments: Arguments) -> None:
+    """Add the options of JUDGING."""
+    add = arguments.add_argument
+    what = "the runs of this precision mode, or below this path, are the baseline (default: the "
+    what += "mode that the runs' compare.baseline names, fp32)"
+    add("--baseline", metavar="MODE|PATH", help=what)
+    what = "compare although these keys differ from the baseline's (the report says so)"
+    add("--allow", type=_keys, default=(), metavar="KEY[,KEY...]", help=what)
+    add("--metric", metavar="NAME", help="another metric of the evaluation than compare.metric")
+    what = "another margin than compare.margin: relative (0.01 = 1 %%) for losses and distances, "
+    what += "percentage points for top1 and top5 (the report says so)"
+    add("--margin", type=checked_margin, metavar="X", help=what)
+    what = "verdicts at these numbers of seeds, with an error rate of 5 %% (normal noise) over all"
+    what += " looks"
+    add("--looks", type=_looks, default=[], metavar="3,5,10", help=what)
+    what = "the --margin is in the metric's own unit, not relative to the baseline"
+    add("--absolute", action="store_true", help=what)
+
+
 def _keys(text: str) -> tuple[str, ...]:
     return tuple(key for key in text.split(",") if key)
 
@@ -119,12 +122,16 @@ def _looks(text: str) -> list[int]:
     return planned_looks(text.split(","))
 
 
-def _beside(options: Namespace) -> Path:
-    """The folder that holds all runs: of one PATH itself, of several their common parent."""
-    words = options.paths
-    if options.tag is not None:
-        words = [part for word in words for part in word.partition("=")[2].split(",")]
-        words = [re.sub(r"^seed\d+:", "", word) for word in words]
+def _paths(options: Namespace) -> list[str]:
+    """Those of runs, without labels and seeds of logs."""
+    if options.tag is None:
+        return options.paths
+    words = [part for word in options.paths for part in word.partition("=")[2].split(",")]
+    return [re.sub(r"^seed\d+:", "", word) for word in words]
+
+
+def folder_beside(words: Sequence[str]) -> Path:
+    """The folder that holds all runs: of one path itself, of several their common parent."""
     common = Path(os.path.commonpath([Path(word).resolve() for word in words]))
     if not common.is_dir() or (common / "run.json").exists():
         common = common.parent

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from mprun.cli.arguments import filled
+from mprun.config.components import NETWORKS, SOURCES
 from mprun.config.option_files import (
     conf_dir,
     named,
@@ -27,7 +28,6 @@ from mprun.config.option_files import (
 )
 from mprun.config.roles import FIELDS, Meaning, meanings, role_of
 from mprun.config.rules import did_you_mean, key_called, nearest
-from mprun.config.schema import DATA, MODELS
 from mprun.errors import DONE, BadInput
 from mprun.record.console import columns
 
@@ -293,8 +293,8 @@ def _overrides(word: str, words: list[str], config_dir: str | None) -> list[str]
     key, equals, values = word.partition("=")
     if equals:
         return [f"{key}={value}" for value in _listed(values, _values(key, config_dir))]
-    own = {**_fields_of("model", MODELS, words, config_dir)}
-    own |= _fields_of("data", DATA, words, config_dir)
+    own = {**_fields_of("model", NETWORKS, words, config_dir)}
+    own |= _fields_of("data", SOURCES, words, config_dir)
     found = [f"{group}=" for group in GROUPS]
     for name in FIELDS:
         group, _, last = name.rpartition(".")
@@ -306,12 +306,12 @@ def _overrides(word: str, words: list[str], config_dir: str | None) -> list[str]
 
 
 def _fields_of(
-    group: str, schemas: dict[str, Any], words: list[str], config_dir: str | None
+    group: str, components: dict[str, Any], words: list[str], config_dir: str | None
 ) -> dict[str, tuple[str, ...]]:
     """{group: the fields of the option that is chosen on the line}; {} where none is."""
     chosen = [word.partition("=")[2] for word in words if word.startswith(f"{group}=")]
-    schema = schemas.get(named(group, config_dir).get(chosen[-1], "")) if chosen else None
-    return {} if schema is None else {group: tuple(schema.__dataclass_fields__)}
+    found = components.get(named(group, config_dir).get(chosen[-1], "")) if chosen else None
+    return {} if found is None else {group: tuple(found.config.__dataclass_fields__)}
 
 
 def _values(key: str, config_dir: str | None) -> list[str]:
@@ -369,12 +369,11 @@ def _part(composed: "Composed", package: str) -> Any:
 
 def _by_hydra(flag: list[str], overrides: list[str], config_dir: str | None) -> int:
     import hydra
-    from hydra.core.config_store import ConfigStore
 
+    from mprun.config.compose import prepare_hydra
     from mprun.config.overrides import as_hydra_takes, line_of, parse_overrides
-    from mprun.config.schema import register_schemas
 
-    register_schemas(ConfigStore.instance())
+    prepare_hydra()
     source = [] if config_dir is None else ["--config-dir", config_dir]
     lines = [line_of(override) for override in as_hydra_takes(parse_overrides(overrides))]
     before, sys.argv = sys.argv, ["mprun", *flag, *source, *lines]

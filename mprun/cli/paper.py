@@ -1,4 +1,4 @@
-"""`mprun paper`: the paper's tables and figures, run and written beside its own."""
+"""`mprun paper [RUNS]`: the paper's tables and figures beside runs, its own or those given."""
 
 import json
 import shlex
@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from mprun.cli.arguments import Arguments, names, number
+from mprun.cli.compare import JUDGING, add_judging, folder_beside
+from mprun.compare import compare
+from mprun.compare.text import console, markdown
 from mprun.errors import DONE, BadInput, needing
 from mprun.paper.rows import ROWS, Row
 from mprun.record.console import columns, markdown_table
@@ -26,22 +29,30 @@ _WHAT = """\
   mprun paper --list            which those are, what is finished, what the others would take
   mprun paper --only table2,fig3
   mprun paper --scale full --data-root DIR --only resnet50
+  mprun paper RUNS              runs that are there, beside the paper's rows for their networks
 
 Runs what has no outcome yet, goes on with what was interrupted, and writes paper.md, paper.html,
 paper.json and the figures: each table of Micikevicius et al. (ICLR 2018) with its FP32 and mixed
 values beside ours, and whether the outcome is the same. KEY=VALUE goes to every run.
+
+RUNS, run directories or folders that hold runs, are compared as by mprun compare, whose verdicts
+are printed and whose report lies beside the page.
 """
 _MORE = """\
 Exit codes: 0 done, 2 bad input, 130 interrupted, otherwise that of the worst run; the page is
 written with what there is."""
 SCALES = ("small", "full")
+_OF_RUNS = (*JUDGING, "json", "markdown", "no_report")
+_OF_NO_RUNS = ("list", "data_root", "jobs", "config_dir", "overrides")
 _PROBES = ("precision=fp32", "numerics=on", "numerics.every=20", "seed=0")
 
 
 def main(arguments: list[str]) -> int:
     """Entry point of the verb; returns the exit code."""
     options = _options(arguments)
-    rows = [row for row in ROWS if not options.only or {row.key, row.place} & set(options.only)]
+    if options.runs:
+        return _beside(options, arguments)
+    rows = [row for row in ROWS if _asked(row, options)]
     reasons = {row.key: reason for row in rows if (reason := _why_not(row, options))}
     runs = _Runs(options, [row for row in rows if row.key not in reasons])
     if options.list:
@@ -53,9 +64,41 @@ def main(arguments: list[str]) -> int:
     return code
 
 
+def _asked(row: Row, options: Namespace) -> bool:
+    return not options.only or bool({row.key, row.place} & set(options.only))
+
+
+def _beside(options: Namespace, arguments: list[str]) -> int:
+    """Put runs that are there beside the paper; the exit code."""
+    judging = {name: getattr(options, name) for name in JUDGING}
+    comparison = compare(options.runs, **judging)
+    with needing("cli"):
+        from mprun.paper.outcomes import beside
+        from mprun.paper.page import Page, tables, tables_markdown
+    found, without = beside(comparison)
+    found = [one for one in found if _asked(one.row, options)]
+    keys = {one.row.key for one in found}
+    rows = [row for row in ROWS if row.key in keys]
+    remarks = [*comparison.stamps, *without, *comparison.not_compared, *comparison.notes]
+    paths = [Path(run.path) for group in comparison.groups for run in group.every_run]
+    facts = _facts(paths) | {"command": shlex.join(["mprun", "paper", *arguments])}
+    page = Page("given", found, rows, facts, full_hours(), remarks)
+    if options.json:
+        print(page.json())
+    else:
+        print((markdown if options.markdown else console)(comparison))
+        print("\n".join(["", tables_markdown(tables(found)), *without]))
+    if not options.no_report:
+        out = options.out or folder_beside(options.runs) / "compare"
+        written = [f"report: {comparison.write(out)}", f"paper: {page.write(out)}"]
+        print("\n".join(written), file=sys.stderr if options.json else sys.stdout)
+    return DONE
+
+
 def _options(arguments: list[str]) -> Namespace:
-    parser = Arguments("paper", _WHAT, _MORE, overrides=True)
+    parser = Arguments("paper", _WHAT, _MORE)
     add = parser.add_argument
+    add("words", nargs="*", metavar="RUNS|KEY=VALUE", help="see above; KEY=VALUE as for a run")
     known = [*dict.fromkeys(row.place for row in ROWS), *(row.key for row in ROWS)]
     add("--only", type=names("--only"), metavar="A,B", help=f"of {', '.join(dict.fromkeys(known))}")
     add("--scale", default="small", metavar="|".join(SCALES), help="embedded data, or the recipes")
@@ -64,10 +107,15 @@ def _options(arguments: list[str]) -> Namespace:
     add("--data-root", type=Path, metavar="DIR", help=what)
     processes = number("-j", 1, 1024, "a number of processes", whole=True)
     add("-j", "--jobs", type=processes, metavar="N", help="runs at a time (small: every core)")
-    what = "folder of the runs and of the page (outputs/paper)"
-    add("--out", type=Path, default=Path("outputs/paper"), metavar="DIR", help=what)
+    what = "folder of the runs and of the page (outputs/paper; with RUNS: compare/ beside them)"
+    add("--out", type=Path, metavar="DIR", help=what)
     add("--config-dir", metavar="DIR", help="options of your own, as for a run")
+    add_judging(parser)
+    add("--json", action="store_true", help="with RUNS: print paper.json instead of tables")
+    add("--markdown", action="store_true", help="with RUNS: print the verdicts as Markdown, too")
+    add("--no-report", action="store_true", help="with RUNS: print only")
     options = parser.parse(arguments)
+    _sort_words(options)
     if options.scale not in SCALES:
         raise BadInput(f"--scale {options.scale}: must be one of {', '.join(SCALES)}")
     for name in options.only or ():
@@ -77,9 +125,31 @@ def _options(arguments: list[str]) -> Namespace:
         raise BadInput(f"--data-root {options.data_root}: small runs have their data with them")
     if options.data_root is not None and not options.data_root.is_dir():
         raise BadInput(f"--data-root {options.data_root}: no such folder")
-    if options.out.exists() and not options.out.is_dir():
+    if options.out is None and not options.runs:
+        options.out = Path("outputs/paper")
+    if options.out is not None and options.out.exists() and not options.out.is_dir():
         raise BadInput(f"--out {options.out}: must be a folder")
     return options
+
+
+def _sort_words(options: Namespace) -> None:
+    """The words as `runs` and `overrides`; BadInput for an option of the other kind."""
+    options.runs = [word for word in options.words if Path(word).exists()]
+    options.overrides = [word for word in options.words if word not in options.runs]
+    for word in options.overrides:
+        if "=" not in word and not word.startswith("~"):
+            known = {row.key for row in ROWS} | {row.place for row in ROWS}
+            hint = f"; did you mean '--only {word}'?" if word in known else ""
+            raise BadInput(f"paper: '{word}': neither a path of runs nor key=value{hint}")
+    when = "not with RUNS, which were run" if options.runs else "only with RUNS"
+    given = [name for name in (_OF_NO_RUNS if options.runs else _OF_RUNS) if getattr(options, name)]
+    if options.runs and options.scale != "small":
+        given.append("scale")
+    for name in given:
+        what = options.overrides[0] if name == "overrides" else f"--{name.replace('_', '-')}"
+        raise BadInput(f"{what}: {when}")
+    if options.json and options.markdown:
+        raise BadInput("--json, --markdown: give one of the two")
 
 
 def _why_not(row: Row, options: Namespace) -> str:
@@ -210,16 +280,16 @@ def _page(
     for row in rows:
         cells = runs.cells.get(row.key, {})
         directories = {name: [cell.directory for cell in own] for name, own in cells.items()}
-        found.append(found_of(row, directories, reasons.get(row.key, "")))
-    facts = _facts(runs) | {"command": shlex.join(["mprun", "paper", *arguments])}
-    return Page(options.scale, found, rows, runs.probes, facts, full_hours())
+        probes = runs.probes.get(row.key)
+        found.append(found_of(row, directories, reasons.get(row.key, ""), probes))
+    ended = [cell.directory for cell in runs.plan.cells if look(cell) is State.FINISHED]
+    facts = _facts(ended) | {"command": shlex.join(["mprun", "paper", *arguments])}
+    return Page(options.scale, found, rows, facts, full_hours())
 
 
-def _facts(runs: _Runs) -> dict[str, str]:
+def _facts(directories: Sequence[Path]) -> dict[str, str]:
     """Machine, versions and cost, from the records of the runs."""
-    records = [
-        read_record(cell.directory) for cell in runs.plan.cells if look(cell) is State.FINISHED
-    ]
+    records = [read_record(directory) for directory in directories]
     if not records:
         return {}
     known = records[0]["environment"]

@@ -1,9 +1,9 @@
-"""report.html: the whole comparison on one page that needs nothing but itself, and PNG files.
+"""Write report.html, the whole comparison on one self-contained page, and PNG files.
 
-No link that leads out, and a script that only makes figures answer: the page works from a mail,
-offline, on paper and without scripts, and runs no other script than its own. Curves get fewer
-points, then figures are left to the PNG files, until the page is below 1 MB. What it says is in
-`templates/`, where every value is escaped; here is what they are given.
+The page has no link that leads out, and its only script makes the figures interactive. It works
+from a mail, offline, on paper and without scripts, and runs no other script than its own. To keep
+it below 1 MB, curves first get fewer points, then figures are left to the PNG files. The page's
+text is in `templates/`, which escapes every value; this module supplies the values.
 """
 
 import base64
@@ -24,16 +24,15 @@ from mprun.compare.equivalence import ALPHA, FEWEST_SEEDS
 from mprun.compare.figures import group_figures
 from mprun.compare.findings import Comparison, Group, is_gan
 from mprun.compare.numerics import PREFIX, ProbedMode, probed_modes
-from mprun.compare.paper import HEADER, PaperRow, paper_markdown, paper_rows
 from mprun.config.roles import flat
 from mprun.errors import BadInput
 from mprun.plots.panel import INK, MARKS, Drawing, Style, inline_svg, settings, styles
 
 LIMIT = 1_000_000  # bytes of report.html
 _DPI = 160
-_POINTS = 240  # of a curve, in the PNG files and on a page with room
+_POINTS = 240  # points of a curve, in the PNG files and on a page with room
 _GRID_PIXELS = 360  # width of an embedded sample grid
-# (points of a curve, figures shown or None for all): the first that fits is taken.
+# (points of a curve, figures shown or None for all): the first level that fits is used.
 _MAIN = ("intervals", "difference", "loss-steps")
 _LEVELS: tuple[tuple[int, tuple[str, ...] | None], ...] = (
     (_POINTS, None),
@@ -48,19 +47,19 @@ _LEVELS: tuple[tuple[int, tuple[str, ...] | None], ...] = (
 
 
 def _powers(plain: str) -> Markup:
-    """ "2^9" as a power."""
+    """Show powers such as "2^9" with a superscript."""
     return Markup(re.sub(r"\b2\^(-?[\d.]+)", r"2<sup>\1</sup>", str(escape(plain))))
 
 
 def _two_lines(plain: str) -> Markup:
-    """What stands in brackets goes below, in a fainter colour."""
+    """Put the part in brackets on a second line, in a fainter colour."""
     first, bracket, rest = escape(plain).partition(" (")
     below = Markup('<br><span class="nowrap faint">({}</span>')
     return first + (below.format(rest) if bracket else "")
 
 
 def _lines(plain: str) -> Markup:
-    """A line each."""
+    """Put each line on its own line."""
     return Markup("<br>").join(plain.split("\n"))
 
 
@@ -93,19 +92,18 @@ _TEMPLATES.globals |= {
 }
 
 
-def write_folder(comparison: Comparison, folder: Path, paper: bool = False) -> Path:
+def write_folder(comparison: Comparison, folder: Path) -> Path:
     """Write report.html, report.md, results.json and the figures into `folder`.
 
     Args:
-        comparison: What was found.
-        folder: Made if there is none; an earlier comparison in it is replaced.
-        paper: Add our result beside the paper's for the same model.
+        comparison: The finished comparison.
+        folder: Created if missing; an earlier comparison in it is replaced.
 
     Returns:
         The path of report.html.
 
     Raises:
-        BadInput: The folder holds something else, or cannot be made.
+        BadInput: The folder holds something else, or cannot be created.
     """
     if folder.exists() and not folder.is_dir():
         raise BadInput(f"--out {folder}: must be a folder")
@@ -116,20 +114,20 @@ def write_folder(comparison: Comparison, folder: Path, paper: bool = False) -> P
         raise BadInput(f"--out {folder}: cannot be made ({error.strerror})") from None
     for name in earlier:  # perhaps of other groups
         (folder / name).unlink(missing_ok=True)
-    rows = paper_rows(comparison) if paper else []
-    report = write_report(comparison, folder, rows)
-    words = "\n".join([text.markdown(comparison), *([paper_markdown(rows)] if paper else [])])
-    (folder / "report.md").write_text(words + "\n", encoding="utf-8")
-    figures = sorted(path.name for path in folder.glob("*.png"))
+    report = write_report(comparison, folder)
+    (folder / "report.md").write_text(text.markdown(comparison) + "\n", encoding="utf-8")
+    # The figures of a page that `mprun paper` wrote are not listed.
+    own = (folder.glob(f"{group.slug}-*.png") for group in comparison.groups)
+    figures = sorted({path.name for found in own for path in found})
     found = json.dumps(text.results(comparison) | {"figures": figures}, indent=1, allow_nan=False)
     (folder / "results.json").write_text(found + "\n", encoding="utf-8")
     return report
 
 
 def _earlier_figures(folder: Path) -> list[str]:
-    """Names of the figures of an earlier comparison in `folder`; BadInput if it is no such folder.
+    """Return the figures of an earlier comparison in `folder`; BadInput if it holds other files.
 
-    Nothing but what results.json lists is ever deleted.
+    Only files that results.json lists are ever deleted.
     """
     if not folder.is_dir() or not any(folder.iterdir()):
         return []
@@ -142,16 +140,15 @@ def _earlier_figures(folder: Path) -> list[str]:
     raise BadInput(f"--out {folder}: holds other files; choose an empty or a new folder")
 
 
-def write_report(comparison: Comparison, folder: Path, paper: Sequence[PaperRow] = ()) -> Path:
+def write_report(comparison: Comparison, folder: Path) -> Path:
     """Write report.html and `<slug>-<figure>.png` into `folder`; return the page's path.
 
-    paper: what is shown beside the paper, after the groups. The same comparison gives the same
-    bytes.
+    The same comparison gives the same bytes.
     """
     folder.mkdir(parents=True, exist_ok=True)
     rows = [row for group in comparison.groups for row in group.every_row]
     looks = styles(row.arm.label for row in rows)
-    report = _Report(comparison, looks, paper_html(paper), folder)
+    report = _Report(comparison, looks, folder)
     with settings():
         page = report.fitting_page()
     path = folder / "report.html"
@@ -159,18 +156,13 @@ def write_report(comparison: Comparison, folder: Path, paper: Sequence[PaperRow]
     return path
 
 
-def paper_html(rows: Sequence[PaperRow]) -> Markup:
-    """The rows beside the paper's as an HTML fragment; empty without rows."""
-    return render("paper.html", rows=rows, header=HEADER) if rows else Markup("")
-
-
 def numerics_html(modes: Sequence[ProbedMode], looks: dict[str, Style]) -> Markup:
-    """The tables of what was probed, with what their words mean; empty without a probe."""
+    """Return the tables of the probes, with explanations; empty without a probe."""
     return render("numerics.html", probes=modes, colours=_colours(looks))
 
 
 def render(template: str, **given: Any) -> Markup:
-    """A page, or a part of one, of `templates/`; what is given is escaped."""
+    """Render a page, or a part of one, from `templates/`; the arguments are escaped."""
     return Markup(_TEMPLATES.get_template(template).render(**given).strip())
 
 
@@ -179,17 +171,15 @@ def _colours(looks: dict[str, Style]) -> dict[str, str]:
 
 
 class _Report:
-    """The page of a comparison, made with less and less until it fits."""
+    """The page of a comparison, built with less and less content until it fits."""
 
-    def __init__(
-        self, comparison: Comparison, looks: dict[str, Style], paper: Markup, folder: Path
-    ):
-        self.comparison, self.looks, self.paper, self.folder = comparison, looks, paper, folder
+    def __init__(self, comparison: Comparison, looks: dict[str, Style], folder: Path):
+        self.comparison, self.looks, self.folder = comparison, looks, folder
         self.probes = {group.slug: probed_modes(group) for group in comparison.groups}
         self.full: dict[str, list[dict[str, Any]]] = {}
 
     def fitting_page(self) -> Markup:
-        """The page with as many points and figures as there is room for; writes the PNG files."""
+        """Return the page with as many points and figures as fit; write the PNG files."""
         groups = self.comparison.groups
         for group in groups:
             self.full[group.slug] = self._pictures(group, _POINTS, None, png=True)
@@ -197,7 +187,7 @@ class _Report:
             sections: list[Markup] = []
             for group in groups:
                 sections.append(self._section(group, points, kept))
-                if len(groups) * len(sections[0]) > LIMIT:  # what one takes tells of all
+                if len(groups) * len(sections[0]) > LIMIT:  # one section tells the size of all
                     break
             else:
                 page = self._page(sections)
@@ -206,7 +196,7 @@ class _Report:
         return self._page([self._section(group, *_LEVELS[-1], details=False) for group in groups])
 
     def _page(self, sections: list[Markup]) -> Markup:
-        given = {"comparison": self.comparison, "paper": self.paper, "sections": sections}
+        given = {"comparison": self.comparison, "sections": sections}
         script = _TEMPLATES.get_template("report.js").render()
         digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
         given |= {"script": Markup(script), "script_hash": f"sha256-{digest}", "facts_of": _facts}
@@ -215,7 +205,7 @@ class _Report:
     def _pictures(
         self, group: Group, points: int, kept: tuple[str, ...] | None, png: bool = False
     ) -> list[dict[str, Any]]:
-        """The figures of a group as the page takes them; without SVG what is not kept."""
+        """Return a group's figures as the page needs them; figures not kept have no SVG."""
         pictures = []
         for drawing in group_figures(group, self.looks, points, self.probes[group.slug]):
             has_room = kept is None or drawing.name in kept
@@ -259,9 +249,10 @@ class _Report:
 
 
 def picture(drawing: Drawing, name: str, folder: Path | None, svg: bool = True) -> dict[str, str]:
-    """A figure as a page takes it; with a folder its PNG file is written, too."""
+    """Return a figure as a page needs it; with a folder, write its PNG file too."""
     if folder is not None:
-        # matplotlib would write its own version into it, which says nothing of the runs.
+        # By default matplotlib writes its own version into the file, which says nothing of the
+        # runs.
         about = {"Software": None}
         drawing.figure.savefig(folder / f"{name}.png", dpi=_DPI, metadata=about)
     return {
@@ -273,7 +264,7 @@ def picture(drawing: Drawing, name: str, folder: Path | None, svg: bool = True) 
 
 
 def _columns(group: Group) -> dict[str, str]:
-    """Name of each column of the verdict table that says something -> its head."""
+    """Return name -> head for the non-empty columns of the verdict table."""
     base = text.baseline_name(group)
     interval = f"{text.level_text(group)} interval"
     heads = {
@@ -290,11 +281,11 @@ def _columns(group: Group) -> dict[str, str]:
 
 
 def _facts(group: Group) -> dict[str, str]:
-    """What was run, where, with what and when: name -> value, of what was recorded."""
+    """Return the recorded facts, name -> value: what was run, where, with what and when."""
     runs, every = group.every_run, group.every_row
 
     def told(*values: Any) -> str:
-        """The different values that were recorded, at most three of them."""
+        """Return the different recorded values, at most three of them."""
         known = list(dict.fromkeys(str(value) for value in values if value))
         more = [f"{len(known) - 3} more"] if len(known) > 3 else []
         return "; ".join([*known[:3], *more])
@@ -327,7 +318,7 @@ def _facts(group: Group) -> dict[str, str]:
 
 
 def _hardware(environment: dict[str, Any]) -> str:
-    """ "Xeon, CPU, 1 thread"."""
+    """Return the machine in words: "Xeon, CPU, 1 thread"."""
     if environment.get("gpu"):
         return str(environment["gpu"])
     threads = environment.get("threads")
@@ -336,19 +327,19 @@ def _hardware(environment: dict[str, Any]) -> str:
 
 
 def _filled(keys: dict[str, Any]) -> dict[str, Any]:
-    """Without the mappings that hold nothing."""
+    """Return the keys without empty mappings."""
     return {key: value for key, value in keys.items() if value != {}}
 
 
 def _outcomes_by_seed(group: Group) -> list[tuple[int, list]]:
-    """(seed, the outcome of each row or None), seeds ascending."""
+    """Return (seed, the outcome of each row or None), seeds ascending."""
     by_seed = [{outcome.seed: outcome for outcome in row.outcomes} for row in group.every_row]
     seeds = sorted({seed for outcomes in by_seed for seed in outcomes})
     return [(seed, [outcomes.get(seed) for outcomes in by_seed]) for seed in seeds]
 
 
 def _environment(group: Group) -> tuple[dict[str, str], dict[str, dict[str, list[str]]]]:
-    """Machine, versions and numeric flags: key -> value where all runs agree; else -> labels."""
+    """Return machine, versions and flags: key -> value if all runs agree, else value -> labels."""
     where: dict[str, dict[str, list[str]]] = {}
     for row in group.every_row:
         for run in row.arm.runs:
@@ -360,8 +351,10 @@ def _environment(group: Group) -> tuple[dict[str, str], dict[str, dict[str, list
 
 
 def samples(group: Group) -> list[dict[str, Any]]:
-    """Per mode the images of the lowest seed that all modes have some of, if there is one, with
-    `path`, the file that they are from."""
+    """Return per mode the image grid of one seed, with the `path` of its file.
+
+    The seed is the lowest that all modes with images have; without one, the lowest of each mode.
+    """
     found = [
         (row.arm.label, {run.seed: run.sample_grid for run in row.arm.runs if run.sample_grid})
         for row in group.every_row
@@ -376,7 +369,7 @@ def samples(group: Group) -> list[dict[str, Any]]:
 
 
 def _jpeg(path: Path) -> dict[str, Any]:
-    """data (base64), width and height of the image, made smaller; no data if it is not readable."""
+    """Return data (base64), width and height of the shrunk image; no data if it is unreadable."""
     from PIL import Image
 
     try:

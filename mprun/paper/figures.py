@@ -20,14 +20,14 @@ class PaperFigure(NamedTuple):
         key: "fig3".
         row: whose runs redraw it.
         shows: the message of the paper's, in words.
-        draw: from the row as found and the directory of its probes; None: there is nothing to draw.
+        draw: from the row as found; None: there is nothing to draw.
         kind: of the tensors of a histogram; empty: there is none.
     """
 
     key: str
     row: str
     shows: str
-    draw: Callable[[Found, Path | None], Drawing | None]
+    draw: Callable[[Found], Drawing | None]
     kind: str = ""
 
     @property
@@ -36,8 +36,8 @@ class PaperFigure(NamedTuple):
         return f"Figure {self.key.removeprefix('fig')}"
 
 
-def _curve(plot: str) -> Callable[[Found, Path | None], Drawing | None]:
-    def draw(found: Found, probes: Path | None) -> Drawing | None:
+def _curve(plot: str) -> Callable[[Found], Drawing | None]:
+    def draw(found: Found) -> Drawing | None:
         if found.group is None:
             return None
         looks = styles(row.arm.label for row in found.group.every_row)
@@ -47,9 +47,9 @@ def _curve(plot: str) -> Callable[[Found, Path | None], Drawing | None]:
     return draw
 
 
-def _histogram(kind: str) -> Callable[[Found, Path | None], Drawing | None]:
-    def draw(found: Found, probes: Path | None) -> Drawing | None:
-        mode = None if probes is None else probed_run(probes, "fp32", 0)
+def _histogram(kind: str) -> Callable[[Found], Drawing | None]:
+    def draw(found: Found) -> Drawing | None:
+        mode = None if found.probes is None else probed_run(found.probes, "fp32", 0)
         if mode is None or mode.damage:
             return None
         name = f"numerics-{kind.replace('_', '-')}"
@@ -59,7 +59,7 @@ def _histogram(kind: str) -> Callable[[Found, Path | None], Drawing | None]:
     return draw
 
 
-def _nothing(found: Found, probes: Path | None) -> None:
+def _nothing(found: Found) -> None:
     return None
 
 

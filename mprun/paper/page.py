@@ -20,6 +20,8 @@ SCALE = {
     "with the paper's, outcomes are. The paper has one run per number and no interval.",
     "full": "The recipes on the paper's data, as far as those are public. The paper has one run "
     "per number and no interval.",
+    "given": "Runs that were there: outcomes compare with the paper's, numbers only on the same "
+    "data. The paper has one run per number and no interval.",
 }
 HEADER = (
     "network",
@@ -88,13 +90,14 @@ def _lines(found: Found) -> list[list[str]]:
 
 
 def _notes(found: Found) -> list[str]:
-    notes = []
+    result = found.row.result
+    notes = [f"paper: {result.data}; {result.scope}"]
     if found.network:
         notes.append(f"ours: {found.network}; {found.data}")
     if found.why_not:
         notes.append(f"not run: {found.why_not}")
-    if found.row.differs:
-        notes.append(f"differs from the paper: {'; '.join(found.row.differs)}")
+    if differs := (*found.row.differs, *found.row.always):
+        notes.append(f"differs from the paper: {'; '.join(differs)}")
     if found.discriminates is False:
         notes.append(
             "does not discriminate: FP16 without master weights matches as well, so that this "
@@ -130,23 +133,28 @@ class Page:
     """Everything that is written.
 
     Attributes:
-        probes: row -> directory of its probed run.
         facts: machine, versions, commands: name -> value.
         hours: as of `full_lines`.
+        remarks: what is said of runs as a whole, a line each.
     """
 
     scale: str
     found: list[Found]
     rows: Sequence[Row]
-    probes: Mapping[str, Path]
     facts: Mapping[str, str]
     hours: Mapping[str, Mapping[str, float]]
+    remarks: Sequence[str] = ()
 
     def write(self, folder: Path) -> Path:
         """Write it; returns the path of paper.md."""
         folder.mkdir(parents=True, exist_ok=True)
         with settings():
-            figures = [self._figure(figure, folder) for figure in self._figures()]
+            figures = [
+                self._figure(figure, found, folder)
+                for figure in FIGURES
+                for found in self.found
+                if found.row.key == figure.row
+            ]
         given = {
             "scale": SCALE[self.scale],
             "tables": tables(self.found),
@@ -155,29 +163,24 @@ class Page:
             "full_header": FULL_HEADER,
             "full": full_lines(self.rows, self.hours),
             "facts": self.facts,
+            "remarks": self.remarks,
         }
         (folder / "paper.html").write_text(render("paper_page.html", **given), encoding="utf-8")
-        (folder / "paper.json").write_text(self._json(given), encoding="utf-8")
+        (folder / "paper.json").write_text(self.json() + "\n", encoding="utf-8")
         path = folder / "paper.md"
         path.write_text(_markdown(given), encoding="utf-8")
         return path
 
-    def _figures(self) -> list[PaperFigure]:
-        keys = {found.row.key for found in self.found}
-        return [figure for figure in FIGURES if figure.row in keys]
-
-    def _figure(self, figure: PaperFigure, folder: Path) -> dict[str, Any]:
+    def _figure(self, figure: PaperFigure, found: Found, folder: Path) -> dict[str, Any]:
         """As the page takes it: title, what the paper's shows, and ours where there is one."""
-        found = next(found for found in self.found if found.row.key == figure.row)
-        probes = self.probes.get(figure.row)
-        drawing = figure.draw(found, probes)
-        pictures = [] if drawing is None else [picture(drawing, figure.key, folder)]
+        drawing = figure.draw(found)
+        name = f"{figure.key}-{found.slug}" if found.slug else figure.key
+        pictures = [] if drawing is None else [picture(drawing, name, folder)]
         grids = samples(found.group) if figure.key == "fig6" and found.group else []
         for grid in grids:
-            name = f"{figure.key}-{path_safe(grid['what'])}.png"
-            shutil.copyfile(grid["path"], folder / name)
-            grid["file"] = name
-        ours = shares_text(probes, figure.kind) if figure.kind else ""
+            grid["file"] = f"{name}-{path_safe(grid['what'])}.png"
+            shutil.copyfile(grid["path"], folder / grid["file"])
+        ours = shares_text(found.probes, figure.kind) if figure.kind else ""
         return {
             "title": figure.title,
             "network": found.row.result.network,
@@ -188,14 +191,15 @@ class Page:
             "none": "" if pictures or grids else found.why_not or "nothing recorded",
         }
 
-    def _json(self, given: dict[str, Any]) -> str:
+    def json(self) -> str:
+        """Return the text of paper.json."""
         rows = {
-            one.row.key: {
+            one.key: {
                 "network": one.row.result.network,
                 "place": one.row.result.place,
                 "paper": one.row.result._asdict(),
                 "ours": {"network": one.network, "data": one.data, "metric": one.metric},
-                "differs": one.row.differs,
+                "differs": (*one.row.differs, *one.row.always),
                 "fp32": one.fp32,
                 "not_run": one.why_not,
                 "discriminates": one.discriminates,
@@ -219,14 +223,15 @@ class Page:
             for one in self.found
         }
         known = {"scale": self.scale, "facts": dict(self.facts), "rows": rows}
-        return json.dumps(known | {"hours_on_h200": self.hours}, indent=1) + "\n"
+        known |= {"remarks": self.remarks} if self.remarks else {}
+        return json.dumps(known | {"hours_on_h200": self.hours}, indent=1)
 
 
 def _markdown(given: Mapping[str, Any]) -> str:
     parts = ["# Mixed Precision Training: the paper's results beside ours", given["scale"]]
-    for table in given["tables"]:
-        parts += [f"## {table.title}", markdown_table(list(HEADER), table.lines)]
-        parts.append(_listed(table.notes))
+    parts.append(tables_markdown(given["tables"]))
+    if given["remarks"]:
+        parts += ["## Remarks", "\n".join(f"- {remark}" for remark in given["remarks"])]
     if given["figures"]:
         parts.append("## Figures")
     for figure in given["figures"]:
@@ -250,5 +255,10 @@ def _markdown(given: Mapping[str, Any]) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _listed(notes: Sequence[tuple[str, list[str]]]) -> str:
-    return "\n".join(f"- {network}: {note}" for network, own in notes for note in own)
+def tables_markdown(made: Sequence[Table]) -> str:
+    """Each table below its heading, its notes below it."""
+    parts = []
+    for table in made:
+        parts += [f"## {table.title}", markdown_table(list(HEADER), table.lines)]
+        parts.append("\n".join(f"- {name}: {note}" for name, own in table.notes for note in own))
+    return "\n\n".join(parts)

@@ -7,7 +7,7 @@ conf/experiment on the data of the paper, as far as those are public.
 
 from typing import NamedTuple
 
-from mprun.compare.published import PUBLISHED, Published
+from mprun.paper.published import PUBLISHED, Published
 
 EQUAL, FAILS = "equal", "fails"
 
@@ -62,6 +62,8 @@ class Row(NamedTuple):
             looked for.
         metric: that is shown beside the one that is judged; empty: none.
         is_probed: whether one more FP32 run counts its tensors by exponent, for a histogram.
+        models: `model.name` of the networks of ours whose runs, of any size, stand beside it.
+        always: from what the paper trained, what differs at any size, a phrase each.
     """
 
     key: str
@@ -75,6 +77,8 @@ class Row(NamedTuple):
     tried: str = ""
     metric: str = ""
     is_probed: bool = False
+    models: tuple[str, ...] = ()
+    always: tuple[str, ...] = ()
 
     @property
     def place(self) -> str:
@@ -110,7 +114,7 @@ LM1B = 800_000_000  # words, as its authors round them (Chelba et al., arXiv 131
 
 
 def _classifier(
-    key: str, differs: tuple[str, ...], full: Full, seeds: int = 3, tried: str = ""
+    key: str, differs: tuple[str, ...], full: Full, seeds: int = 3, tried: str = "", model: str = ""
 ) -> Row:
     result = PUBLISHED[key]
     return Row(
@@ -122,6 +126,7 @@ def _classifier(
         differs=(_DIGITS, *differs),
         full=full,
         tried=tried,
+        models=(model or key,),
     )
 
 
@@ -145,6 +150,7 @@ ROWS = (
         "vgg",
         (f"{_EIGHTH} and hidden units, 32 px", f"{_ADAM}, weights averaged, no dropout"),
         Full("vgg16_imagenet", "imagenet", IMAGENET),
+        model="vgg16",
     ),
     _classifier(
         "googlenet",
@@ -196,6 +202,7 @@ ROWS = (
         ),
         full=Full("faster_rcnn_voc", "VOCdevkit", missing=_VOC_WEIGHTS),
         metric="map",
+        models=("faster_rcnn",),
     ),
     Row(
         "ssd",
@@ -220,6 +227,7 @@ ROWS = (
         full=Full("ssd300_voc", "VOCdevkit", missing=_VOC_WEIGHTS),
         metric="map",
         is_probed=True,
+        models=("ssd_mini", "ssd300", "conv_autoencoder"),
     ),
     Row(
         "ssd_control",
@@ -242,6 +250,7 @@ ROWS = (
         differs=_SPEECH,
         full=Full("deep_speech2_librispeech", "librispeech", LIBRISPEECH),
         tried="smaller updates, with which FP16 weights without masters do fall behind: figure 2a",
+        models=("deep_speech2",),
     ),
     Row(
         "speech_mandarin",
@@ -250,6 +259,7 @@ ROWS = (
         (_unscaled(PUBLISHED["speech_mandarin"]), DYNAMIC, NAIVE),
         differs=("the runs of the row above, for both languages",),
         why_not=_PRIVATE,
+        models=("deep_speech2",),
     ),
     Row(
         "mandarin_weights",
@@ -259,12 +269,10 @@ ROWS = (
             Arm(*_unscaled(PUBLISHED["mandarin_weights"])[:3], "the curve of FP32"),
             NAIVE._replace(outcome=FAILS, value="80 % relative loss of accuracy"),
         ),
-        differs=(
-            *_SPEECH,
-            "norm layers and optimizer state are in FP16 as well, not the weights alone",
-        ),
+        differs=_SPEECH,
         why_not=_PRIVATE,
         is_probed=True,
+        always=("norm layers and optimizer state are in FP16 as well, not the weights alone",),
     ),
     Row(
         "translation",
@@ -278,14 +286,15 @@ ROWS = (
         differs=(
             "names of Unicode's characters to those of what they are composed of, at most 11 "
             "words, in place of English to French",
-            "2 x 64 cells in place of 3 x 1024 and 5 x 1024; Luong's attention without input "
-            "feeding, full softmax, constant rate",
+            "2 x 64 cells in place of 3 x 1024 and 5 x 1024; full softmax, constant rate",
         ),
         full=Full("seq2seq_wmt15", "wmt15"),
         tried="eight FP32 seeds, whose losses have a standard deviation of 8 %, so that nothing "
         "slightly worse can be seen from the curves; optim.lr=0.03, where more updates are lost: "
         "FP16 weights without masters ended 8 % above FP32 (one seed)",
         metric="bleu",
+        models=("seq2seq",),
+        always=("Luong's attention without input feeding",),
     ),
     Row(
         "biglstm",
@@ -303,6 +312,7 @@ ROWS = (
             "without a scale",
         ),
         full=Full("biglstm_lm1b", "lm1b", LM1B, published="50 epochs on 4 GPUs (the paper)"),
+        models=("lstm_lm",),
     ),
     Row(
         "dcgan",
@@ -316,5 +326,10 @@ ROWS = (
             _EPS,
         ),
         full=Full("dcgan_celeba_128", "celeba", published="100,000 iterations (the paper)"),
+        models=("dcgan",),
+        always=(
+            "the paper's generator has 7 fractionally-strided convolutions, its discriminator 6 "
+            "convolutions and 2 fully connected layers",
+        ),
     ),
 )

@@ -27,7 +27,7 @@ def runs(tmp_path, monkeypatch):
 
 
 def test_verdicts_of_a_study_are_printed_and_left(runs, capsys):
-    assert main(["compare", "outputs/study", "--tensorboard", "--paper"]) == 0
+    assert main(["compare", "outputs/study", "--tensorboard"]) == 0
     printed = capsys.readouterr().out
     assert printed.splitlines()[-1] == "report: outputs/study/compare/report.html"
     assert "diverged in 1 of 5 runs (first at step 12" in printed
@@ -46,6 +46,11 @@ def test_verdicts_of_a_study_are_printed_and_left(runs, capsys):
     assert amp["margin"] == pytest.approx(0.01 * 2.00, rel=1e-12)
     # Again: what it wrote itself is no run.
     assert compared(capsys, "outputs")["groups"][0]["modes"] == group["modes"]
+
+
+def test_the_paper_is_another_command_now(runs, capsys):
+    refused(capsys, "compare", "outputs", "--paper", says="mprun paper RUNS")
+    assert not (runs.parent / "compare").exists() and not (runs / "compare").exists()
 
 
 def test_check_tells_whether_every_mode_matches(runs, capsys):

@@ -11,7 +11,6 @@ import pytest
 from PIL import Image
 
 from mprun.compare.findings import VERDICTS, Arm, Comparison, Row, Verdict
-from mprun.compare.paper import paper_rows
 from mprun.compare.report import LIMIT, write_report
 from mprun.compare.text import answer
 from mprun.plots.panel import MARKS
@@ -219,16 +218,6 @@ def test_a_foreign_log_is_told_as_what_it_is(tmp_path):
     assert "progress" not in page.words and "Not recorded." in page.words
     assert "Training loss over" not in page.words and "which are not paired; above" in page.words
     assert (tmp_path / f"{one.slug}-eval-train_loss.png").is_file()
-
-
-@pytest.mark.slow
-def test_the_rows_of_the_paper_follow_the_groups(tmp_path):
-    made = comparison(group(seeds=3, steps=400), not_compared=["x: no FP32 run"])
-    path = write_report(made, tmp_path, paper_rows(made))
-    page = Page(path.read_text(encoding="utf-8"))
-    wanted = ("Environment", "Beside the paper resnet50-digits_32: ResNet-50, table 1 of the paper")
-    places = [page.words.index(t) for t in (*wanted, "75.92 76.04", "x: no FP32")]
-    assert places == sorted(places)
 
 
 def test_grids_of_the_same_seed_stand_side_by_side(several):

@@ -5,9 +5,9 @@ from importlib.resources import files
 
 import pytest
 
-from mprun.compare.published import PUBLISHED
 from mprun.config.compose import compose_config
 from mprun.paper.outcomes import NO, UNDECIDED, YES, same_outcome
+from mprun.paper.published import PUBLISHED
 from mprun.paper.rows import EQUAL, FAILS, NAIVE, ROWS
 
 
