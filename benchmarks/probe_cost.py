@@ -25,7 +25,6 @@ from torch.utils.tensorboard import SummaryWriter
 
 from mprun.build import build
 from mprun.config.compose import compose_config
-from mprun.config.schema import NumericsConfig
 from mprun.numerics.probing import Probing
 from mprun.precision import pin_math_flags
 
@@ -46,7 +45,7 @@ def measure(overrides: list[str], precision: str, rounds: int, steps: int) -> di
     task = build(config, torch.device("cpu")).task
     with tempfile.TemporaryDirectory() as folder:
         writer = SummaryWriter(folder)
-        probing = Probing(task, Path(folder), writer, NumericsConfig(every=1))
+        probing = Probing(task, Path(folder), writer, every=1)
 
         def bare(index: int) -> None:
             task.train_step(index)

@@ -15,9 +15,9 @@ from mprun.numerics.post_mortem import plain, power, read_post_mortem
 from mprun.record.run_directory import read_config, read_record
 
 if TYPE_CHECKING:
-    from mprun.numerics.dispatch import Largest
     from mprun.numerics.first_nonfinite import Finding
     from mprun.numerics.interventions import Tried
+    from mprun.numerics.observation import Largest
 
 RAMP = 12  # modules printed before the culprit
 _OUTSIDE = {"forward": "(the model itself)", "loss": "(the loss)", "backward": "(no module)"}
@@ -197,8 +197,8 @@ def _command(record: dict, smallest: "Tried") -> str:
 
 def as_dict(explanation: Explanation) -> dict:
     """As plain values, non-finite numbers as text."""
-    from mprun.numerics.dispatch import dtype_name
     from mprun.numerics.first_nonfinite import in_words, reason_of
+    from mprun.precision.policy import dtype_name
 
     finding, cure = explanation.finding, explanation.smallest
     content = _chosen(explanation, "run status cause classification replay") | {
@@ -268,7 +268,7 @@ def _titled(title: str, lines: list[str]) -> list[str]:
 
 
 def _ramp(ramp: list["Largest"]) -> list[str]:
-    from mprun.numerics.dispatch import dtype_name
+    from mprun.precision.policy import dtype_name
 
     shown = ramp[-RAMP - 1 :]
     rows = [(one.phase, one.module or _OUTSIDE[one.phase], power(one.value)) for one in shown]

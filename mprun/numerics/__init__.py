@@ -1,4 +1,4 @@
-"""What happens to the numbers of a run: exponents, lost updates, shadow steps, records of them.
+"""Study the numbers of a run: exponents, lost updates, shadow steps, and records of them.
 
-Imported only where it is asked for; reading the files of a run (`probe_record`) needs no torch.
+The package is imported only on demand; reading the files of a run (`probe_record`) needs no torch.
 """

@@ -1,6 +1,6 @@
-"""From the probes of a run to what FP16 needs: master weights, a loss scale, modules in FP32.
+"""Derive from a run's probes what FP16 needs: master weights, a loss scale, modules in FP32.
 
-And to which linear layers could have their products in FP8 (`mprun.numerics.fp8`).
+It also tells which linear layers could have their products in FP8 (`mprun.numerics.fp8`).
 
 Micikevicius et al., arXiv 1710.03740, section 3: master weights (3.1) where updates round away in
 FP16 weights, loss scaling (3.2) where gradients underflow, FP32 where values exceed FP16's range.
@@ -39,17 +39,17 @@ from mprun.numerics.probe_record import (
 )
 from mprun.numerics.shapes import IdleShape, Key, Layout
 
-# A lost update is lost again at the next step as long as weight, gradient and rate are alike: such
-# weights stand still, which no later step averages out. From one weight in a hundred on that is
-# called needing master weights.
+# A lost update is lost again at the next step as long as weight, gradient and rate stay similar.
+# Such weights stand still, and no later step averages that out. If one weight in a hundred loses
+# its update, master weights count as needed.
 LOST_THRESHOLD = 0.01
-# Smaller modules are judged within the total alone: single weights would decide.
+# Smaller modules count only in the total: there, single weights would decide.
 FEWEST_UPDATES = 1000
-# Powers of two between the recommended scale and the first overflow seen: gradients of later steps
-# and those inside a module (an LSTM's gates) are seen by no probe.
+# Powers of two between the recommended scale and the first overflow seen. Probes do not see the
+# gradients of later steps, nor those inside a module (an LSTM's gates).
 SCALE_HEADROOM = 2
-# Activations and weights closer than this to 65504, in powers of two, are kept in FP32 before they
-# get there.
+# Activations and weights closer than this to 65504, in powers of two, are kept in FP32 as a
+# precaution.
 VALUE_HEADROOM = 2
 _NORM_INPUT = 2.0**8  # its square is the first power of two beyond FP16
 _EPS = {"adam": 1e-8, "adamw": 1e-8, "adagrad": 1e-10}
@@ -65,13 +65,13 @@ def advise(
     *,
     share: float,
 ) -> Advice:
-    """Advice from the probes of one run.
+    """Derive the advice from the probes of one run.
 
     Args:
         records: its probes.
-        layout: of its models.
-        idle: sizes that leave Tensor Cores idle, which are handed on.
-        config: of the run.
+        layout: the layout of its models.
+        idle: sizes that leave Tensor Cores idle; they are passed on.
+        config: the run's configuration.
         rates: its learning rate by update.
         share: underflow share to stay at or below.
 
@@ -114,7 +114,7 @@ def _tensors(used: Sequence[ProbeRecord], kind: str) -> Iterator[tuple[Key, Tens
 
 
 def _values(used: Sequence[ProbeRecord], kind: str) -> dict[Key, TensorStats]:
-    """The tensors of one kind, over all probes."""
+    """Merge the tensors of one kind over all probes."""
     found: dict[Key, TensorStats] = {}
     for key, stats in _tensors(used, kind):
         found[key] = found[key].merge(stats) if key in found else stats
@@ -124,7 +124,7 @@ def _values(used: Sequence[ProbeRecord], kind: str) -> dict[Key, TensorStats]:
 def modules_in_fp32(
     used: Sequence[ProbeRecord], layout: Layout
 ) -> tuple[list[KeepFp32], tuple[str, float] | None]:
-    """Modules whose weights or outputs are beyond FP16 or close to it; the largest activation."""
+    """Return modules whose weights or outputs exceed or near FP16's range; largest activation."""
     activations = _values(used, "activations")
     near = {key: reason for key, stats in activations.items() if (reason := _reason(stats))}
     keep = [
@@ -146,7 +146,7 @@ def _size(stats: TensorStats) -> float:
 
 
 def _reason(stats: TensorStats) -> str | None:
-    """Why such values are kept in FP32; None where FP16 holds them."""
+    """Return why such values are kept in FP32; None if FP16 holds them."""
     if not math.isfinite(stats.amax):
         return "are not finite"
     if stats.headroom is None or stats.headroom >= VALUE_HEADROOM:
@@ -159,10 +159,11 @@ def _reason(stats: TensorStats) -> str | None:
 def _region(
     learner: str, module: str, near: Mapping[Key, str], layout: Layout
 ) -> tuple[tuple[str, ...], bool]:
-    """Patterns that keep `module` and the reader of its output in FP32, and whether only in amp.
+    """Return patterns that keep `module` and its output's reader in FP32, and whether only in amp.
 
-    Where modules are cast, an FP32 module returns FP16: the smallest module around it that ends
-    with another one is taken. Under autocast a result stays FP32 until the next product reads it.
+    If modules are cast, an FP32 module returns FP16: the smallest enclosing module that does not
+    end with a module near the limit is taken. Under autocast a result stays FP32 until the next
+    product reads it.
     """
     leaves, around = layout.leaves[learner], module
     while around := around.rpartition(".")[0]:
@@ -175,7 +176,7 @@ def _region(
 
 
 def notes_on_naive(used: Sequence[ProbeRecord], layout: Layout, optim: OptimConfig) -> list[str]:
-    """What breaks in fp16_naive alone, where norm layers, optimizer state and update are FP16."""
+    """Return notes on fp16_naive alone, with FP16 norm layers, optimizer state and updates."""
     notes = []
     eps = optim.eps if optim.eps is not None else _EPS.get(optim.name)
     if optim.name in _EPS and eps is not None and 0 < eps <= 2.0**FP16_LOST:
@@ -214,7 +215,7 @@ def _master_weights(used: Sequence[ProbeRecord], layout: Layout) -> MasterWeight
     highest = max(shares["fp16"], worst["fp16"].share if worst["fp16"] else 0.0)
     zero = total.zero / total.total if total.total else 0.0
     bias = applied.ratio if applied.wanted else None
-    # What weights of 16 bits have lost is among the zeros: the meter sees it.
+    # Updates lost by 16-bit weights are among the zeros; the meter sees them.
     needed: bool | None = highest > LOST_THRESHOLD
     if bias is not None:
         needed = (needed or bias < 1 - LOST_THRESHOLD) if total.total else None
@@ -222,7 +223,7 @@ def _master_weights(used: Sequence[ProbeRecord], layout: Layout) -> MasterWeight
 
 
 def _gradients(used: Sequence[ProbeRecord], kind: str, layout: Layout) -> dict[Key, Gradients]:
-    """By (learner, module), without weights that every advised mode keeps in FP32."""
+    """Collect gradients by (learner, module); leave out weights that all modes keep in FP32."""
     found: dict[Key, Gradients] = {}
     for learner, own, record in _learners(used):
         scales = [record.log2_loss_scale[name] for name in own.loss_scales] or [0.0]
@@ -244,7 +245,7 @@ def _loss_scaling(gradients: ByKind, share: float, layout: Layout) -> LossScalin
     found = scale_range(totals.values(), share, SCALE_HEADROOM)
 
     def lost(kind: str, k: int) -> tuple[float, float, Worst | None]:
-        """Of one kind at scale 2^k: the share of values, of their sum, the worst module."""
+        """Return a kind's lost share of values and of their sum at 2^k, and the worst module."""
         total = totals[kind]
         large = {key: g for key, g in gradients[kind].items() if g.nonzero >= FEWEST_UPDATES}
         worst = _worst((layout.named(key), own.underflow(k)) for key, own in large.items())
@@ -262,7 +263,7 @@ def _loss_scaling(gradients: ByKind, share: float, layout: Layout) -> LossScalin
 def _modes(
     scaling: LossScaling, keep: list[KeepFp32]
 ) -> tuple[list[str], list[str], list[str], list[str]]:
-    """`overrides`, `static`, `dynamic` and `unscaled` of `Advice`."""
+    """Return `overrides`, `static`, `dynamic` and `unscaled` of `Advice`."""
     patterns = dict.fromkeys(pattern for one in keep for pattern in one.patterns)
     kept = [f"precision.overrides.{pattern}=fp32" for pattern in patterns]
     amp = any(one.needs_amp for one in keep)

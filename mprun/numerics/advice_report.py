@@ -1,4 +1,4 @@
-"""What `mprun advise` finds out: as data, from which --json is made, and as about 30 lines."""
+"""The findings of `mprun advise`: as data, from which --json is made, and as about 30 lines."""
 
 import shlex
 from dataclasses import asdict, dataclass, field
@@ -9,7 +9,7 @@ from mprun.numerics.probe_record import ScaleRange
 from mprun.numerics.shapes import MULTIPLE, IdleShape
 
 GROWTH_INTERVAL = 2000  # of torch, apex and NVIDIA's guide: at most one skip in so many updates
-_SHAPES = 6  # lines of sizes, the rest is counted
+_SHAPES = 6  # most lines of sizes; the rest is counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,13 +22,13 @@ class Worst:
 
 @dataclass(frozen=True, slots=True)
 class MasterWeights:
-    """Lost updates by format ("fp16", "bf16"): of all weights, and of the worst module.
+    """The lost updates by format ("fp16", "bf16"): over all weights, and of the worst module.
 
-    share, worst: parts of the non-zero updates, over all probes. needed: a share in FP16, in
-    total or of a module with 1,000 non-zero updates, is above `threshold`, or 16-bit weights took a
-    smaller part of their updates than 1 - threshold; None: the run stored its weights with
-    stochastic rounding or a compensation, of which single updates tell nothing. applied: part of
-    the wanted updates that 16-bit weights took, None where weights are updated in FP32.
+    share, worst: parts of the non-zero updates, over all probes. needed: in FP16 the share of the
+    total, or of a module with 1,000 non-zero updates, is above `threshold`; or 16-bit weights took
+    a smaller part of their updates than 1 - threshold. needed is None if the run stored its weights
+    with stochastic rounding or a compensation: single updates then say nothing. applied: part of
+    the wanted updates that 16-bit weights took; None if weights are updated in FP32.
     """
 
     needed: bool | None
@@ -41,11 +41,11 @@ class MasterWeights:
 
 @dataclass(frozen=True, slots=True)
 class Underflow:
-    """One kind of gradients. Shares are parts of the non-zero values; true zeros are apart.
+    """One kind of gradients. Shares are parts of the non-zero values; true zeros are separate.
 
     lost, lost_sum: share of values, and of the sum of absolute values, that FP16 makes zero at
     scale 1. lost_recommended, lost_sum_recommended: the same at the recommended scale. lowest: log2
-    of the smallest scale that keeps `lost` at or below the share asked for.
+    of the smallest scale that keeps `lost` at or below the requested share.
     """
 
     kind: str
@@ -61,10 +61,11 @@ class Underflow:
 
 @dataclass(frozen=True, slots=True)
 class LossScaling:
-    """needed: at scale 1 a kind loses more than the share, or something overflows.
+    """The loss scaling that FP16 needs.
 
-    range: None if no gradient was different from zero. limited_by: the module whose gradients
-    overflow first, and their largest value at scale 1.
+    needed: at scale 1 a kind loses more than the share, or something overflows. range: None if all
+    gradients were zero. limited_by: the module whose gradients overflow first, and their largest
+    value at scale 1.
     """
 
     needed: bool
@@ -78,8 +79,8 @@ class LossScaling:
 class KeepFp32:
     """A module that FP16 cannot hold.
 
-    patterns: for precision.overrides; they also take in what reads the values, because an FP32
-    module hands on its result in FP16. needs_amp: this takes autocast, where FP32 results stay.
+    patterns: for precision.overrides. They include the reader of the values, because an FP32 module
+    returns its result in FP16. needs_amp: the patterns need autocast, where FP32 results stay FP32.
     """
 
     module: str
@@ -90,11 +91,11 @@ class KeepFp32:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What the advice rests on.
+    """The basis of the advice.
 
-    steps: probed and used. left_out: probed, but their update was skipped. of_steps: length of
-    the whole run. lr: smallest and largest rate of the probed steps; schedule_lr: of the run.
-    formats: dtypes of the gradients measured. problems: what makes the advice doubtful.
+    steps: probed and used. left_out: probed, but their update was skipped. of_steps: length of the
+    whole run. lr: smallest and largest rate of the probed steps; schedule_lr: the same over the
+    run. formats: dtypes of the measured gradients. problems: reasons to doubt the advice.
     """
 
     steps: list[int]
@@ -108,11 +109,11 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """What FP16 needs, and what FP8 products would lose.
+    """The needs of FP16, and the losses of FP8 products.
 
-    overrides: the advised mode, as one would type it behind `mprun`: `static` where a loss scale is
-    needed, else a mode without one. static, dynamic: the mode with either scaler, empty without a
-    gradient. unscaled: the same mode with scale 1 and nothing kept in FP32.
+    overrides: the advised mode, as typed after `mprun`: `static` if a loss scale is needed, else a
+    mode without one. static, dynamic: the mode with either scaler, empty without a gradient.
+    unscaled: the same mode with scale 1 and nothing kept in FP32.
     """
 
     evidence: Evidence
@@ -132,7 +133,7 @@ class Advice:
     check: dict | None = None
 
     def as_dict(self) -> dict:
-        """As plain values, non-finite numbers as text."""
+        """Return plain values, non-finite numbers as text."""
         content = plain(asdict(self))
         scales = self.loss_scaling.range
         if scales is not None:
@@ -141,7 +142,7 @@ class Advice:
 
 
 def as_text(advice: Advice) -> list[str]:
-    """As lines for the console, without the check and the last line."""
+    """Return lines for the console, without the check and the last line."""
     parts = (_evidence, _masters, _scaling, _fp32, _shapes, _fp8)
     lines = [line for part in parts for line in part(advice)]
     lines += ["use it", f"  {advice.command}"]
@@ -151,7 +152,7 @@ def as_text(advice: Advice) -> list[str]:
 
 
 def check_as_text(check: dict) -> list[str]:
-    """What `--check` found, as lines."""
+    """Return the findings of `--check` as lines."""
     lines = [
         f"check: {check['seeds']} seeds of {check['steps']} steps beside FP32 "
         f"({check['metric']} {check['baseline']:.5g}); brief, and no word on a whole run"
@@ -322,5 +323,5 @@ def _worst(worst: Worst | None) -> str:
 
 
 def words(kind: str) -> str:
-    """ "weight gradients" of "weight_gradients"."""
+    """Return "weight gradients" for "weight_gradients"."""
     return kind.replace("_", " ")

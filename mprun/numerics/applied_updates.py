@@ -1,7 +1,8 @@
-"""Which part of its wanted update a 16-bit weight took: the bias of how weights are stored.
+"""Measure which part of its wanted update a 16-bit weight took: the bias of the weight storage.
 
-Wanted is what the same rule makes in float64 of the weight, its gradient and the optimizer's state
-as they were; applied is by how much the stored weight moved. See `AppliedUpdates`.
+The wanted update is what the same rule computes in float64 from the weight, its gradient and the
+optimizer's state before the step. The applied update is how far the stored weight moved. See
+`AppliedUpdates`.
 """
 
 from collections.abc import Collection
@@ -16,25 +17,26 @@ from mprun.precision.torch_update import RULES, rule_of
 
 
 class UpdateMeter:
-    """Compares the step that `optimizer` is about to take with the one that is wanted.
+    """Compare the step that `optimizer` is about to take with the wanted one.
 
         meter = UpdateMeter(optimizer, optimizer.names)
         ...  # the step
         sums = meter.sums()
 
-    Measured are weights that are updated in 16 bits, of SGD without Nesterov's momentum (whose
-    kernels may write to the gradient), Adam, AdamW and Adagrad, each number of which is updated
-    for itself: of a large tensor a part is enough (`sampling_stride`). Costs a copy of that part,
-    of its state and gradient. Of other weights nothing is kept and nothing told.
+    It measures weights that are updated in 16 bits by SGD without Nesterov's momentum (whose
+    kernels may write to the gradient), Adam, AdamW or Adagrad. These update each number
+    independently, so a part of a large tensor is enough (`sampling_stride`). It costs a copy of
+    that part, of its state and gradient. Other weights are neither kept nor reported.
 
     Args:
-        names: of parameters of the optimizer, those to measure.
+        names: the optimizer's parameters to measure.
     """
 
     def __init__(self, optimizer: MixedPrecisionOptimizer, names: Collection[str]):
         self.optimizer = optimizer
-        # By the tensor that is updated: its name and stride, float64 copies of what is counted of
-        # the weight (with its compensation) and the state, in which only numbers stay as they are.
+        # By the updated tensor's id: name, tensor, stride, and float64 copies of the counted part
+        # of the weight (with its compensation) and of the state, whose plain numbers stay as they
+        # are.
         self._before: dict[int, tuple[str, Tensor, int, Tensor, dict]] = {}
         if rule_of(optimizer.inner) is None:
             return
@@ -54,9 +56,10 @@ class UpdateMeter:
 
     @torch.no_grad()
     def sums(self) -> dict[str, Tensor]:
-        """Name -> float64 [3] on the device, the fields of `AppliedUpdates`; 0 of skipped steps.
+        """Return name -> float64 [3] on the device, the fields of `AppliedUpdates`; 0 if skipped.
 
-        To be read after the step and before gradients are cleared; nothing waits for the device.
+        Call it after the step and before the gradients are cleared; it does not wait for the
+        device.
         """
         gradients = self.optimizer.unscaled_gradients() if self._before else {}
         inner, groups, states = self.optimizer.inner, [], {}
@@ -79,7 +82,7 @@ class UpdateMeter:
         rule = rule_of(inner)
         if not groups or rule is None:
             return {}
-        # Another optimizer of the same type: a copy would bring the hooks of a user's along.
+        # Another optimizer of the same type: a copy would include a user's hooks.
         twin = RULES[rule](groups)
         twin.state.update(states)
         twin.step()
@@ -95,7 +98,7 @@ class UpdateMeter:
         return found
 
     def _weight(self, updated: Tensor, stride: int) -> Tensor:
-        """float64, with what the last rounding took away where that is kept."""
+        """Return float64 values, plus what the last rounding took away if that is kept."""
         values = sampled(updated, stride).double()
         kept = self.optimizer.inner.state.get(updated, {}).get(COMPENSATION)
         return values if kept is None else values + sampled(kept, stride).double()

@@ -1,15 +1,15 @@
-"""Counting values by binary exponent, and updates that round away, where the tensors are.
+"""Count values by binary exponent, and updates that round away, on the tensors' device.
 
-The mantissa classes of `exponent_shares` make the histogram exact for FP16 at every scale 2^k. All
-of it is integer arithmetic on the bits of the FP32 value, so no rounding mode, flush-to-zero or
+The mantissa classes of `exponent_shares` make the histogram exact for FP16 at every scale 2^k. Only
+integer operations on the bits of the FP32 value are used. So no rounding mode, flush-to-zero or
 order of summation can change a count, and nothing waits for the device. A `Tally` gathers
 histograms and largest values of many tensors under keys.
 
-Updates round away where w + u is w again in a 16-bit format (paper sections 2 and 3.1). Counted is
-what FP16 and BF16 would do if they held the weights: with r = round(w), the update u is lost if
-round(r + u) == r, r + u taken exactly and rounded to nearest, ties to even. That is the case if |u|
-is below half of the gap between r and its neighbour in the direction of u, or equal to it while the
-mantissa of r is even. Half a gap is a power of two, so integers decide: no sum is formed, and
+Updates round away if w + u is w again in a 16-bit format (paper sections 2 and 3.1). The counts
+tell what FP16 and BF16 would do if they held the weights. With r = round(w), the update u is lost
+if round(r + u) == r, where r + u is exact and rounded to nearest, ties to even. That is the case if
+|u| is below half the gap between r and its neighbour in the direction of u, or equal to it while
+the mantissa of r is even. Half a gap is a power of two, so integers decide: no sum is formed, and
 nothing can round.
 """
 
@@ -24,23 +24,23 @@ from mprun.numerics.exponent_shares import BINS, CLASSES, LostUpdates
 COUNTED = (torch.float32, torch.float16, torch.bfloat16)
 MAGNITUDE, _MANTISSA = 0x7FFFFFFF, 0x7FFFFF
 _SMALLEST_NORMAL = 0x800000
-# The float of an integer n has the exponent field 127 + log2 n. The subnormal n * 2^-149 shall have
+# The float of an integer n has the exponent field 127 + log2 n. The subnormal n * 2^-149 must get
 # the field of its true exponent, log2 n - 149 + 127, which is 0 or negative.
 _SUBNORMAL_SHIFT = 149 << 23
 _ZERO_KEY = -CLASSES * 23
-# Working sets that stay in a CPU's second-level cache are several times as fast as large ones; on a
-# GPU the temporaries are what is bounded: at most 5 of 4 bytes a value.
+# On a CPU, working sets that fit into the second-level cache are several times as fast as large
+# ones. On a GPU the chunk bounds the temporaries: at most 5 of 4 bytes a value.
 _CHUNK, _CHUNK_ON_GPU = 1 << 16, 1 << 25
 
 
 def exponent_counts(tensors: Sequence[Tensor]) -> Tensor:
-    """A histogram of each tensor over exponents and mantissa classes: int64 [len(tensors), BINS].
+    """Count each tensor by exponent and mantissa class: int64 [len(tensors), BINS].
 
-    About 3 ns a value on one CPU core; no synchronisation, no random numbers.
+    This takes about 3 ns a value on one CPU core, without synchronisation or random numbers.
     `ExponentCounts(row.cpu().numpy())` reads a row of the result.
 
     Args:
-        tensors: one or more of one device; float32, float16 or bfloat16, any shape.
+        tensors: one or more on one device; float32, float16 or bfloat16, any shape.
 
     Raises:
         TypeError: for another dtype.
@@ -53,10 +53,10 @@ def exponent_counts(tensors: Sequence[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def _histograms(bins: int, code: Callable[..., Tensor], *columns: Sequence[Tensor]) -> Tensor:
-    """int64 [rows, bins]: how often each of 0 ... bins-1 occurs in what `code` makes of a row.
+    """Count how often each of 0 ... bins-1 occurs in the codes of each row: int64 [rows, bins].
 
-    Neighbouring rows that together are no larger than one chunk share their operations: for the
-    161 parameters of ResNet-50 that is a fifth of the calls. Larger ones are worked on by chunks.
+    Neighbouring rows that together fit into one chunk share their operations: for the 161
+    parameters of ResNet-50 that is a fifth of the calls. Larger rows are processed in chunks.
 
     Args:
         code: flat float32 tensors, one of each column -> int32 of the same size.
@@ -76,7 +76,7 @@ def _histograms(bins: int, code: Callable[..., Tensor], *columns: Sequence[Tenso
 
 
 def _groups(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Indices of neighbouring tensors that together are no larger than one chunk."""
+    """Yield the indices of neighbouring tensors that together fit into one chunk."""
     group: list[int] = []
     size = 0
     for index, tensor in enumerate(tensors):
@@ -89,51 +89,52 @@ def _groups(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
 
 
 def chunk_size(tensor: Tensor) -> int:
-    """Elements to be worked on at a time."""
+    """Return the number of elements to process at a time."""
     return _CHUNK if tensor.device.type == "cpu" else _CHUNK_ON_GPU
 
 
 def extended(magnitude: Tensor) -> Tensor:
-    """int32 bits of a float32 without its sign -> the same, subnormals with their true exponent.
+    """Convert int32 bits of an unsigned float32: subnormals get their true exponent.
 
     Bits 23 and above are 127 plus the exponent, which for a subnormal is 0 or negative; zero is
     below all of them. Larger values have larger integers, equal ones equal integers.
     """
     clamped = magnitude.clamp(max=_SMALLEST_NORMAL)
-    # Exact, up to 2^23. Of the smallest normal, 1 << 23, this makes 1 << 23 again.
+    # Exact, up to 2^23. For the smallest normal, 1 << 23, this gives 1 << 23 again.
     subnormal = clamped.float().view(torch.int32).sub_(_SUBNORMAL_SHIFT)
     return subnormal.sub_(clamped).add_(magnitude)
 
 
 def histogram(keys: Tensor, bins: int) -> Tensor:
-    """How often each of 0 ... bins-1 occurs in `keys` (int32): int64 [bins], no synchronisation."""
+    """Count how often each of 0 ... bins-1 occurs in `keys` (int32): int64 [bins], no wait."""
     if keys.device.type == "cpu":
         return torch.bincount(keys, minlength=bins)
-    # bincount waits for the largest key on a GPU; histc of integers does not and is deterministic.
+    # bincount waits for the largest key on a GPU; histc of integers does not, and is deterministic.
     return torch.histc(keys, bins=bins, min=0, max=bins).long()
 
 
 def _keys(bits: Tensor) -> Tensor:
-    """int32 bit patterns of float32 -> int32 bin numbers."""
+    """Convert int32 bit patterns of float32 to int32 bin numbers."""
     value = extended(bits & MAGNITUDE)
     mantissa = value & _MANTISSA
     keys = value.bitwise_right_shift_(23).mul_(CLASSES)
-    # Sums that carry into bit 23 from 2 - 2^-11 and from 2 - 2^-10 on.
+    # The sums carry into bit 23 from 2 - 2^-11 and from 2 - 2^-10 on.
     keys += (mantissa + (1 << 12)).bitwise_right_shift_(23)
     keys += (mantissa + (1 << 13)).bitwise_right_shift_(23)
     keys += mantissa.clamp_(max=1)
     return keys.clamp_(min=_ZERO_KEY).sub_(_ZERO_KEY)
 
 
-# Of a larger tensor every stride-th value is counted, which keeps a probe at about two training
-# steps or less. A share of it is then known to 0.001 (one standard deviation of an even share).
+# Larger tensors are sampled at every stride-th value, which keeps a probe at about two training
+# steps or less. A share is then known to 0.001 (one standard deviation of an even share).
 SAMPLED_FROM = 1 << 18
 
 
 def sampling_stride(tensor: Tensor) -> int:
-    """1 up to 2^18 values, else the smallest that leaves no more and has no factor of a dimension.
+    """Return 1 up to 2^18 values, else the smallest stride that keeps at most so many.
 
-    With a common factor the same few channels would be met again and again.
+    It has no common factor with a dimension: otherwise it would hit the same few channels again and
+    again.
     """
     stride = -(-tensor.numel() // SAMPLED_FROM) or 1
     while stride > 1 and any(gcd(stride, size) > 1 for size in tensor.shape):
@@ -142,16 +143,16 @@ def sampling_stride(tensor: Tensor) -> int:
 
 
 def sampled(tensor: Tensor, stride: int) -> Tensor:
-    """Every stride-th value, flat; a view where the memory allows it."""
+    """Return every stride-th value, flat; a view if the memory layout allows it."""
     return tensor.detach().reshape(-1)[::stride]
 
 
 class Tally:
-    """Merges the tensors added under the same key; nothing waits for the device.
+    """Merge the tensors added under the same key; nothing waits for the device.
 
-    counts: key -> int64 [BINS], of a sampled tensor times its stride; amax: key -> 0-dim float32
-    over all values, NaN if one is; dtypes and strides: key -> those of its tensors. Complete after
-    `finish`.
+    counts: key -> int64 [BINS], for a sampled tensor times its stride. amax: key -> 0-dim float32
+    over all values, NaN if one is. dtypes, strides: key -> those of its tensors. They are complete
+    after `finish`.
     """
 
     def __init__(self):
@@ -164,11 +165,11 @@ class Tally:
 
     @torch.no_grad()
     def add(self, key: Hashable, tensor: Tensor) -> None:
-        """Add the values that `tensor` has now; empty tensors and other dtypes count for nothing.
+        """Add the current values of `tensor`; ignore empty tensors and other dtypes.
 
-        Only float32, float16 and bfloat16 are counted; of a sparse tensor the values of its rows.
+        Only float32, float16 and bfloat16 are counted; for a sparse tensor the values of its rows.
         """
-        if tensor.is_sparse:  # rows are summed in FP32, as the update sums them
+        if tensor.is_sparse:  # rows are summed in FP32, as in the update
             tensor = tensor.float().coalesce().values().to(tensor.dtype)
         if tensor.dtype in COUNTED and tensor.numel():
             stride = sampling_stride(tensor)
@@ -176,14 +177,14 @@ class Tally:
 
     @torch.no_grad()
     def add_sample(self, key: Hashable, values: Tensor, stride: int, amax: Tensor) -> None:
-        """Add every stride-th value of a tensor, and the `largest` of it (0-dim float32)."""
+        """Add every stride-th value of a tensor, and its `largest` (0-dim float32)."""
         self.amax[key] = torch.maximum(self.amax[key], amax) if key in self.amax else amax
         self.dtypes.setdefault(key, set()).add(values.dtype)
         self.strides[key] = max(stride, self.strides.get(key, 1))
         if values.numel() > chunk_size(values) // 4:
             self._count([(key, values, stride)])
             return
-        # Small tensors wait for each other: most of their cost is that of calls. Copies, because
+        # Small tensors are batched: most of their cost is that of calls. They are copied, because
         # the next operation may overwrite them.
         self._waiting.append((key, values.clone(), stride))
         self._waiting_size += values.numel()
@@ -191,7 +192,7 @@ class Tally:
             self.finish()
 
     def finish(self) -> None:
-        """Count what waits."""
+        """Count the waiting tensors."""
         waiting, self._waiting, self._waiting_size = self._waiting, [], 0
         if waiting:
             self._count(waiting)
@@ -205,40 +206,39 @@ class Tally:
 
 
 def largest(tensor: Tensor) -> Tensor:
-    """The largest absolute value, 0-dim float32, NaN if a value is; one pass, no copy."""
+    """Return the largest absolute value, 0-dim float32, NaN if a value is; one pass, no copy."""
     low, high = torch.aminmax(tensor.detach())
     return torch.maximum(low.abs(), high.abs()).float()
 
 
 _INFINITE = 0x7F800000
 OUTCOMES = 16  # bit 0: lost in FP16, 1: lost in BF16, 2: update is zero, 3: not finite
-# Keeps differences to half a gap, whose exponent field is -8 to 247, inside an int32.
+# Keeps differences from half a gap, whose exponent field is -8 to 247, inside an int32.
 _LOWEST, _HIGHEST = -8 << 23, (247 << 23) + 1
 
 
 def lost_updates(weights: Sequence[Tensor], updates: Sequence[Tensor]) -> Tensor:
-    """How often which of the 16 outcomes occurs: int64 [pairs, 16] on the device.
+    """Count how often each of the 16 outcomes occurs: int64 [pairs, 16] on the device.
 
     `read_counts` reads a row. An infinite r (|w| from 65520 on in FP16) loses every finite update.
-    In a run whose weights are 16 bits wide an update that was lost is not to be seen in them: it is
-    one of the zeros.
+    If a run's weights are 16 bits wide, a lost update does not show in them: it is one of the
+    zeros.
 
     Args:
-        weights: one or more, before the update; float32, or 16-bit values, which are their own
-            rounding.
-        updates: float32, of the same shapes and one device.
+        weights: one or more, before the update; float32, or 16-bit values, which need no rounding.
+        updates: float32, of the same shapes and on one device.
     """
     return _histograms(OUTCOMES, _codes, weights, updates)
 
 
 def read_counts(counts: Sequence[int]) -> LostUpdates:
-    """The 16 numbers of a row of `lost_updates`, on the host, as counts with names."""
+    """Convert a row of `lost_updates`, 16 numbers on the host, to named counts."""
     fp16, bf16 = counts[1] + counts[3], counts[2] + counts[3]
     return LostUpdates(sum(counts), sum(counts[4:8]), sum(counts[8:]), fp16, bf16)
 
 
 def _codes(w: Tensor, u: Tensor) -> Tensor:
-    """float32 -> int32 outcome of each weight."""
+    """Return the int32 outcome of each float32 weight."""
     bits = u.contiguous().view(torch.int32)
     magnitude = bits & MAGNITUDE
     size = extended(magnitude).clamp_(_LOWEST, _HIGHEST)
@@ -251,18 +251,18 @@ def _codes(w: Tensor, u: Tensor) -> Tensor:
 
 
 def _lost(rounded: Tensor, mantissa_bits: int, update_bits: Tensor, update_size: Tensor) -> Tensor:
-    """int32, 1 where `rounded` (float16 or bfloat16) plus the update rounds to `rounded`.
+    """Return int32, 1 where `rounded` (float16 or bfloat16) plus the update rounds to `rounded`.
 
-    Comparisons are differences whose sign bit is shifted down to 0 or -1: several times as fast on
-    a CPU as comparisons and selections.
+    Comparisons are differences whose sign bit is shifted down to 0 or -1. On a CPU this is several
+    times as fast as comparisons and selections.
     """
     exponent_bits = 15 - mantissa_bits
     infinite = (1 << exponent_bits) - 1
     bits = rounded.view(torch.int16).int()  # sign-extended
     field = (bits >> mantissa_bits).bitwise_and_(infinite)
     mantissa = bits & ((1 << mantissa_bits) - 1)
-    # A gap is 2^-mantissa_bits of the power of two below; towards zero from that power itself it is
-    # half of that, but not at the smallest normal, below which the gaps stay.
+    # A gap is 2^-mantissa_bits of the power of two below. From that power itself, the gap towards
+    # zero is half of that, except at the smallest normal, below which the gaps stay.
     narrow = (bits ^ update_bits).bitwise_right_shift_(31)
     narrow &= (mantissa - 1).bitwise_right_shift_(31)
     narrow &= (1 - field).bitwise_right_shift_(31)

@@ -1,4 +1,4 @@
-"""What a histogram over binary exponents says about FP16, on the host; needs no torch.
+"""Derive FP16's losses from a histogram over binary exponents, on the host; needs no torch.
 
 A value m * 2^e (1 <= m < 2) is kept as its exponent e and the class of its mantissa m:
 
@@ -7,12 +7,12 @@ A value m * 2^e (1 <= m < 2) is kept as its exponent e and the class of its mant
     class 2: 2 - 2^-10 <= m < 2 - 2^-11    in [2^-15, 2^-14) rounds up to the smallest normal
     class 3: m >= 2 - 2^-11                in [2^15, 2^16) is 65520 or more: rounds to infinity
 
-That is all it takes to know exactly what FP16 (round to nearest, ties to even) makes of a value
-times 2^k, for every integer k: below exponent -25 it is 0, at -25 class 0 is 0; up to -15 it is
-subnormal but for classes 2 and 3 at -15; at 15 class 3 is infinite, above 15 everything is.
+This suffices to know exactly what FP16 (round to nearest, ties to even) makes of a value times 2^k,
+for every integer k. Below exponent -25 the value is 0, and so is class 0 at -25. Up to -15 it is
+subnormal, except classes 2 and 3 at -15. Class 3 at 15 is infinite, and so is everything above 15.
 
-Beside them: how many updates a 16-bit format would have lost, and which part of the wanted updates
-a 16-bit weight took.
+The module also holds two further counts: how many updates a 16-bit format would have lost, and
+which part of the wanted updates a 16-bit weight took.
 """
 
 import math
@@ -30,15 +30,15 @@ _FIRST = CLASSES
 FP16_MAX = 65504.0
 FP16_LOST = -25  # values with a lower exponent are 0 in FP16, and so is 2^-25 itself
 _INFINITE = CLASSES * (HIGHEST - LOWEST + 2)
-# Where classes 1, 2 and 3 begin, and 3 ends.
+# The start of classes 0 to 3, and the end of 3.
 _EDGES = np.array([1, 2 - 2.0**-10, 2 - 2.0**-11, 2])
 BINS = _INFINITE + CLASSES
 
 
 class Shares(NamedTuple):
-    """Parts (0 to 1) of the non-zero finite values that FP16 turns into something else.
+    """Parts (0 to 1) of the non-zero finite values that FP16 changes in kind.
 
-    underflow: rounded to zero; subnormal: not zero, below 2^-14; overflow: rounded to infinity.
+    underflow: rounded to zero. subnormal: not zero, below 2^-14. overflow: rounded to infinity.
     """
 
     underflow: float
@@ -47,7 +47,7 @@ class Shares(NamedTuple):
 
 
 def fp16_headroom(value: float) -> int:
-    """The largest k for which a positive value times 2^k does not overflow FP16."""
+    """Return the largest k for which a positive value times 2^k does not overflow FP16."""
     mantissa, exponent = math.frexp(value)  # mantissa below 1
     # From 65520 = 2^16 * (1 - 2^-12) on, rounding gives infinity, not 65504.
     return 16 - exponent - (mantissa >= 1 - 2.0**-12)
@@ -56,7 +56,7 @@ def fp16_headroom(value: float) -> int:
 class ExponentCounts:
     """A histogram of values over binary exponents and mantissa classes.
 
-    bins: int64 [BINS] as `exponent_counts` makes them; ValueError for another shape.
+    bins: int64 [BINS] from `exponent_counts`; ValueError for another shape.
     """
 
     __slots__ = ("bins",)
@@ -65,7 +65,7 @@ class ExponentCounts:
         bins = np.zeros(BINS, np.int64) if bins is None else np.asarray(bins, np.int64)
         if bins.shape != (BINS,):
             raise ValueError(f"bins of shape {bins.shape}: must be ({BINS},)")
-        # NaN of any mantissa are one kind, so that equal histograms have equal bins.
+        # All NaN mantissas count as one kind, so that equal histograms have equal bins.
         nan = bins[_INFINITE + 1 :].sum()
         self.bins = np.concatenate([bins[: _INFINITE + 1], [nan, 0, 0]])
 
@@ -79,7 +79,7 @@ class ExponentCounts:
 
     @property
     def total(self) -> int:
-        """All elements, zeros, infinities and NaN included."""
+        """Return the number of elements, including zeros, infinities and NaN."""
         return int(self.bins.sum())
 
     @property
@@ -96,23 +96,23 @@ class ExponentCounts:
 
     @property
     def nonzero(self) -> int:
-        """Finite elements that are not zero: what the shares are parts of."""
+        """Return the number of finite non-zero elements, the base of the shares."""
         return int(self.bins[_FIRST:_INFINITE].sum())
 
     def by_class(self) -> np.ndarray:
-        """Non-zero finite elements, int64 [277, 4]: row e + 149 for exponent e, column class."""
+        """Return finite non-zero counts, int64 [277, 4]: row e + 149: exponent e, column: class."""
         return self.bins[_FIRST:_INFINITE].reshape(-1, CLASSES)
 
     def by_exponent(self) -> dict[int, int]:
-        """Exponent -> how many, ascending, without exponents that do not occur."""
+        """Return exponent -> count, ascending, without exponents that do not occur."""
         counts = self.by_class().sum(axis=1)
         return {int(i) + LOWEST: int(counts[i]) for i in np.flatnonzero(counts)}
 
     @property
     def headroom(self) -> int | None:
-        """The largest k for which no finite element times 2^k overflows FP16; negative if one does.
+        """Return the largest k for which no finite element times 2^k overflows FP16.
 
-        None if no finite element is non-zero.
+        It is negative if one overflows at 2^0; None if no finite element is non-zero.
         """
         exponent = max(self.by_exponent(), default=None)
         if exponent is None:
@@ -121,9 +121,9 @@ class ExponentCounts:
         return fp16_headroom(2.0**exponent * (2 - 2.0**-11 if in_class_3 else 1))
 
     def shares(self, log2_scale: int = 0) -> Shares:
-        """What rounding to FP16 does to the elements times 2^log2_scale; exact.
+        """Return what rounding to FP16 does to the elements times 2^log2_scale; exact.
 
-        log2_scale: an integer, further to the scale that the elements were measured with.
+        log2_scale: an integer, in addition to the scale that the elements were measured with.
         """
         counts, total = self.by_class(), self.nonzero
         if not total:
@@ -136,25 +136,25 @@ class ExponentCounts:
         return Shares(*(int(count) / total for count in found))
 
     def up_to(self, limit: float) -> tuple[int, int]:
-        """(least, most) number of non-zero finite elements whose magnitude is at most `limit`.
+        """Return (least, most) number of non-zero finite elements of magnitude at most `limit`.
 
-        A bin that `limit` falls into counts for the larger number alone. Where it is a power of two
-        both are equal: that power has a bin of its own.
+        If `limit` falls inside a bin, the bin counts only for the larger number. If it is a power
+        of two, both numbers are equal: that power has its own bin.
         """
         counts, powers = self.by_class(), np.exp2(np.arange(LOWEST, HIGHEST + 1, dtype=np.float64))
         edges = powers[:, None] * _EDGES
-        below = edges[:, 1:] <= limit  # ends of classes 1 to 3, which do not belong to them
+        below = edges[:, 1:] <= limit  # the ends of classes 1 to 3 are exclusive
         one = edges[:, :1] <= limit
         most = np.concatenate([one, edges[:, :1] < limit, edges[:, 1:3] <= limit], axis=1)
         least = np.concatenate([one, below], axis=1)
         return int(counts[least].sum()), int(counts[most].sum())
 
     def merge(self, other: "ExponentCounts") -> "ExponentCounts":
-        """The histogram of the elements of both."""
+        """Return the histogram of the elements of both."""
         return ExponentCounts(self.bins + other.bins)
 
     def to_json(self) -> dict:
-        """Plain values: zeros, inf, nan, and per class the counts by exponent that are not 0."""
+        """Return plain values: zeros, inf, nan, and per class the non-zero counts by exponent."""
         classes = [
             {str(int(i) + LOWEST): int(column[i]) for i in np.flatnonzero(column)}
             for column in self.by_class().T
@@ -163,7 +163,7 @@ class ExponentCounts:
 
     @classmethod
     def from_json(cls, content: Mapping) -> "ExponentCounts":
-        """The inverse of `to_json`; KeyError, TypeError or ValueError for anything else."""
+        """Invert `to_json`; KeyError, TypeError or ValueError for anything else."""
         bins = np.zeros(BINS, np.int64)
         bins[0] = content["zeros"]
         bins[_INFINITE], bins[_INFINITE + 1] = content["inf"], content["nan"]
@@ -187,7 +187,7 @@ Part = TypeVar("Part", bound=_Mergeable)
 
 
 def merged(parts: Iterable[Part]) -> Part | None:
-    """The merge of all; None if there are none."""
+    """Return the merge of all; None if there are none."""
     total: Part | None = None
     for part in parts:
         total = part if total is None else total.merge(part)
@@ -200,7 +200,7 @@ class Sums:
     __slots__ = ()
 
     def merge(self, other: Self) -> Self:
-        """Of the elements of both."""
+        """Return the sums over the elements of both."""
         return type(self)(*map(add, astuple(self), astuple(other)))  # type: ignore[call-overload]
 
 
@@ -209,10 +209,10 @@ FORMATS = ("fp16", "bf16")
 
 @dataclass(frozen=True, slots=True)
 class LostUpdates(Sums):
-    """Counts over the weights of a module or a model.
+    """The lost updates of a module or a model, counted over its weights.
 
-    total: all weights. zero: those whose update is exactly 0. nonfinite: weight or update is NaN
-    or infinite. fp16, bf16: of the others those whose update rounds away in that format.
+    total: all weights. zero: those whose update is exactly 0. nonfinite: weight or update is NaN or
+    infinite. fp16, bf16: of the others, those whose update rounds away in that format.
     """
 
     total: int = 0
@@ -223,11 +223,11 @@ class LostUpdates(Sums):
 
     @property
     def nonzero(self) -> int:
-        """Finite non-zero updates: what the shares are parts of."""
+        """Return the number of finite non-zero updates, the base of the shares."""
         return self.total - self.zero - self.nonfinite
 
     def share(self, format: str) -> float:
-        """Part (0 to 1) of the non-zero updates that are lost in one of FORMATS; 0 without any."""
+        """Return the part (0 to 1) of the non-zero updates lost in one of FORMATS; 0 without."""
         return getattr(self, format) / self.nonzero if self.nonzero else 0.0
 
     def to_json(self) -> dict[str, int]:
@@ -235,20 +235,19 @@ class LostUpdates(Sums):
 
     @classmethod
     def from_json(cls, content: Mapping) -> "LostUpdates":
-        """The inverse of `to_json`; TypeError or ValueError for anything else."""
+        """Invert `to_json`; TypeError or ValueError for anything else."""
         return cls(**{name: int(count) for name, count in content.items()})
 
 
 @dataclass(frozen=True, slots=True)
 class AppliedUpdates(Sums):
-    """What became of the updates of 16-bit weights, as sums over those of a module or a model.
+    """The applied updates of 16-bit weights, as sums over the weights of a module or a model.
 
     A weight is stored in 16 bits and its update rounded with it. Single updates say little about
-    such a store: stochastic rounding leaves most weights where they were, and is right on average.
-
-    applied: of the change of the weight, Kahan's compensation included, times the sign of the
-    wanted update. wanted: of the magnitude of the wanted update, which is that of the same rule in
-    float64, from the weight, gradient and state that there were. squares: of applied minus wanted.
+    such a store: stochastic rounding leaves most weights unchanged, and is right on average.
+    applied: the change of the weight, including Kahan's compensation, times the sign of the wanted
+    update. wanted: the magnitude of the wanted update, computed by the same rule in float64 from
+    the weight, gradient and state before the step. squares: the square of applied minus wanted.
     """
 
     applied: float = 0.0
@@ -257,10 +256,13 @@ class AppliedUpdates(Sums):
 
     @property
     def ratio(self) -> float:
-        """Applied / wanted: 1 without bias, 0 for weights that stand still; NaN without updates."""
+        """Return applied / wanted: 1 without bias, 0 for weights that stand still; NaN if 0 / 0."""
         return self.applied / self.wanted if self.wanted else math.nan
 
     @property
     def standard_error(self) -> float:
-        """Of `ratio`, where errors are independent with mean 0, as of stochastic rounding."""
+        """Return the standard error of `ratio`.
+
+        It assumes independent errors with mean 0, as of stochastic rounding.
+        """
         return math.sqrt(self.squares) / self.wanted if self.wanted else math.nan

@@ -1,11 +1,10 @@
-"""What a run keeps so that its failure can be replayed: the state before the step that went wrong.
+"""Keep what is needed to replay a run's failure: the state before the step that went wrong.
 
-A divergence is noticed only when the loop looks at the losses, up to `train.log_every` steps late,
-and by then the weights are NaN. So a copy of the state is kept from time to time, on the device;
-when the run has diverged it goes back to that copy, trains again up to the step that went wrong
-and saves what that step started from. No step waits for any of this: on a GPU the device itself
-decides whether a copy is worth keeping, and the host learns of it later. Where a run kept nothing
-the state is found by training again.
+A divergence is noticed only when the loop looks at the losses, up to `train.log_every` steps late.
+By then the weights are NaN. So the run copies its state from time to time, on the device. A
+diverged run goes back to that copy, trains again up to the bad step and saves that step's starting
+state. No step waits for any of this: on a GPU the device itself decides whether a copy is worth
+keeping, and the host learns of it later. If a run kept nothing, training again finds the state.
 """
 
 import shutil
@@ -27,21 +26,21 @@ from mprun.record import checkpoint
 from mprun.record.async_copy import PinnedRing, Sent
 from mprun.record.metrics import read_metrics
 
-LARGEST_STATE = 2**30  # bytes; a larger state would take memory that the run may need
-# A copy is taken at most once a second, and only after 200 times as long as the last one took:
-# at most 0.5 % of the time of a run.
+LARGEST_STATE = 2**30  # bytes; a larger copy would take memory that the run may need
+# A copy is taken at most once a second, and only after 200 times the duration of the last one: at
+# most 0.5 % of a run's time.
 SHORTEST_PAUSE_S = 1.0
 PAUSE_FACTOR = 200
 
 
 @dataclass(frozen=True, slots=True)
 class Suspect:
-    """What the loop saw when it ended a run as diverged.
+    """The loop's view of a run that it ended as diverged.
 
     kind: "loss" (not finite although the update was applied), "collapse" (of the loss scale) or
-    "evaluation" (its loss is not finite). step: the step that is to be replayed at the latest: of
-    the loss; of the first skip in the last row of skips at which the scale was as low as at its
-    end; of the evaluation.
+    "evaluation" (its loss is not finite). step: the last step to replay. For "loss" and
+    "evaluation" it is the step of that loss. For "collapse" it is the first skip in the last row of
+    skips at which the scale was as low as at its end.
     """
 
     kind: str
@@ -50,13 +49,13 @@ class Suspect:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What was kept of a failure.
+    """The kept state of a failure.
 
     kind: as in `Suspect`, or "state": weights or carried LSTM state became non-finite in a step
-    whose own loss was finite. step: from 1, the one that went wrong. replayed_from: steps done when
-    the copy was taken; replayed: steps trained again, the bad one among them; compared: how many
-    of them have a recorded loss; first_difference: the first whose loss has other bits, or None.
-    reason: why nothing was kept, or None. folder: relative to the run directory.
+    whose own loss was finite. step: the step that went wrong, from 1. replayed_from: steps done
+    when the copy was taken. replayed: steps trained again, including the bad one. compared: how
+    many of them have a recorded loss. first_difference: the first whose loss has other bits, or
+    None. reason: why nothing was kept, or None. folder: relative to the run directory.
     """
 
     kind: str
@@ -70,7 +69,7 @@ class Kept:
 
 
 def suspect(cause: str, last_step: int, rows: Sequence[Mapping]) -> Suspect:
-    """From a run's recorded cause of divergence, its last step and its newest rows.
+    """Return the suspected step from a run's cause of divergence, last step and newest rows.
 
     rows: mappings with step, loss_scale and found_inf, oldest first.
     """
@@ -90,12 +89,12 @@ def suspect(cause: str, last_step: int, rows: Sequence[Mapping]) -> Suspect:
 
 
 def failure_folder(directory: Path) -> Path:
-    """Where a run keeps the state before its bad step, in the form of a checkpoint."""
+    """Return the folder for the state before the bad step, which has the form of a checkpoint."""
     return directory / "numerics" / "failure"
 
 
 def forget_failure(directory: Path) -> None:
-    """Remove what an earlier attempt of this run left."""
+    """Remove the files that an earlier attempt of this run left."""
     shutil.rmtree(failure_folder(directory), ignore_errors=True)
     for name in ("post-mortem.json", "post-mortem.md"):
         (directory / "numerics" / name).unlink(missing_ok=True)
@@ -113,13 +112,13 @@ def report_failure(
 ) -> None:
     """Keep what can be kept of a run that ended as diverged, and write its post-mortem.
 
-    What goes wrong here is told in the post-mortem: the run itself has ended as it has.
+    The post-mortem reports errors of this function; the run's own end stays as it is.
 
     Args:
-        keeper: None where none was kept, for this `reason`.
-        directory: of the run.
-        cause: as it is recorded.
-        step: where the run ended.
+        keeper: None if none was used, for this `reason`.
+        directory: the run directory.
+        cause: the recorded cause.
+        step: the step at which the run ended.
         rows: its last steps (`post_mortem.History`).
         scaler_kind: "none", "static", "dynamic" or "logmax".
     """
@@ -135,10 +134,10 @@ def report_failure(
 
 
 class FailureKeeper:
-    """Keeps copies of the state of a built run (`mprun.build.Built`) while it trains.
+    """Keep copies of the state of a built run (`mprun.build.Built`) while it trains.
 
-    bytes: device memory of the copy, for whoever measures the peak; 0 where none is kept, because
-    the state is larger than LARGEST_STATE or than an eighth of a GPU's free memory. `explain`
+    bytes: device memory of the copy, for whoever measures the peak. It is 0 if no copy is kept,
+    because the state is larger than LARGEST_STATE or an eighth of a GPU's free memory. `explain`
     trains such a run again from its newest checkpoint.
     """
 
@@ -158,10 +157,11 @@ class FailureKeeper:
             self.reason = f"a copy of the state takes {size / 2**20:.0f} MiB, more than is spared"
 
     def keep(self, step: int, skipped: int, *, healthy: bool = True) -> None:
-        """Copy the state after `step` steps if it is time; to be called where the loop waits.
+        """Copy the state after `step` steps if it is time; call it where the loop waits.
 
         healthy: whether the last step had its update. Within a row of skipped updates nothing is
-        copied, so that the copy lies before the first of them; nor once a weight is not finite.
+        copied, so that the copy precedes the first of them. Nor is anything copied once a weight is
+        not finite.
         """
         started = time.perf_counter()
         if self.reason is not None or not healthy or started < self._due:
@@ -174,20 +174,20 @@ class FailureKeeper:
 
     @torch.no_grad()
     def keep_if(self, step: int, skipped: Tensor, sound: Callable[[], Tensor]) -> None:
-        """As `keep`, where the host does not know yet what the last steps did; waits for nothing.
+        """Do the same as `keep` without waiting, before the host knows the last steps' results.
 
-        Only after a first `keep`.
+        Call it only after a first `keep`.
 
         Args:
             step: steps done.
             skipped: int64, 0-dim, on the device.
             sound: returns whether no step since the last call diverged and the last one had its
-                update, bool, 0-dim, on the device (of `mprun.training.metric_buffer`).
+                update, bool, 0-dim, on the device (from `mprun.training.metric_buffer`).
         """
         started = time.perf_counter()
         if self.reason is not None or started < self._due:
             return
-        # Of the copy before: an interval ago at least, so the device is past it.
+        # Settles the previous copy: at least an interval old, so the device has passed it.
         self._settle()
         chosen = sound() & finite_on_device(weights(self.built.task).values())
         self.snapshot.take_if(chosen, step)
@@ -208,16 +208,16 @@ class FailureKeeper:
     def record(self, directory: Path, found: Suspect, losses: Mapping[int, float]) -> Kept:
         """Rewind, train again to the step that went wrong, and save the state before it.
 
-        Saves task state, random states, step and the batch of that step below `failure_folder`.
-        Leaves the task in some later state: only for a run that has ended.
+        It saves task state, random states, step and the batch of that step below `failure_folder`.
+        It leaves the task in some later state: call it only for a run that has ended.
 
         Args:
-            directory: of the run.
-            found: what the loop saw.
+            directory: the run directory.
+            found: the loop's view of the failure.
             losses: recorded losses by step, to compare with.
 
         Raises:
-            Resource: where the disk is full.
+            Resource: the disk is full.
         """
         self._settle()
         origin = self.snapshot.step
@@ -225,7 +225,7 @@ class FailureKeeper:
             return Kept(found.kind, found.step, reason=self.reason or "no copy of the state")
         if origin > found.step - (found.kind != "evaluation"):
             return Kept(found.kind, found.step, reason="the copy is younger than the failure")
-        # What is trained again is no part of the run's own count of emulated operations.
+        # The steps trained again must not change the run's own count of emulated operations.
         counts = [(e.rerouted, Counter(e.rerouted)) for e in self.built.arithmetic.emulations]
         try:
             kind, rows = self._rewind(found)
@@ -251,9 +251,9 @@ class FailureKeeper:
         )
 
     def _rewind(self, found: Suspect) -> tuple[str, list[StepRow]]:
-        """Train from the copy to the step that went wrong, the state before which is kept.
+        """Train from the copy to the step that went wrong, and keep the state before that step.
 
-        The kind of the failure, and the steps that were trained.
+        Returns the kind of the failure, and the trained steps.
         """
         kept, kind, rows = self.snapshot, found.kind, []
         kept.restore()
@@ -281,7 +281,7 @@ CPU = torch.device("cpu")
 
 
 def kept_state(directory: Path, record: dict, plain: dict, build) -> dict:
-    """The state before the bad step; found by training again where the run kept none."""
+    """Return the state before the bad step; train again if the run kept none."""
     folder = failure_folder(directory)
     if not folder.is_dir():
         _train_again(directory, record, plain, build)
@@ -297,7 +297,7 @@ def kept_state(directory: Path, record: dict, plain: dict, build) -> dict:
 
 
 def _train_again(directory: Path, record: dict, plain: dict, build) -> None:
-    """From the newest checkpoint whose weights are finite, or the start, to the bad step."""
+    """Train to the bad step from the newest checkpoint with finite weights, or from the start."""
     if not {"last_step", "cause"} <= record.keys():
         raise Damaged(f"{directory / 'run.json'}: no last_step or cause; not the record of a run")
     last, built, step, skipped = record["last_step"], build(plain), 0, 0
@@ -320,12 +320,13 @@ def _train_again(directory: Path, record: dict, plain: dict, build) -> None:
 
 
 def recorded_rows(directory: Path) -> list[dict]:
-    """The recorded training steps, in the form of `post_mortem.History`."""
+    """Return the recorded training steps, in the form of `post_mortem.History`."""
     rows, skipped = [], 0
     for record in read_metrics(directory / "metrics.jsonl"):
         if record["split"] != "train":
             continue
-        # Every step with a skipped update has a record, so a higher count is this step's own.
+        # Every step with a skipped update has a record, so a higher count means that this step
+        # skipped.
         row = {name: record[name] for name in ("step", "loss", "loss_scale", "skipped")}
         row["found_inf"] = record["skipped"] > skipped
         row |= {name: value for name, value in record.items() if name.endswith("grad_norm")}

@@ -1,17 +1,18 @@
-"""The first value of a failed step that was not finite, and what had been growing before it."""
+"""Find the first non-finite value of a failed step, and what had been growing before it."""
 
 import math
 from dataclasses import dataclass, field
 
 import torch
 
-from mprun.numerics.dispatch import Event, Largest, Phase, dtype_name
-from mprun.numerics.observation import Observation
+from mprun.numerics.observation import Event, Largest, Observation
 from mprun.numerics.post_mortem import StepRow, power
 from mprun.numerics.replay import Steps, batches_of
 from mprun.numerics.state import buffers, carried, nonfinite, optimizer_state, weights
+from mprun.numerics.trace import Phase
+from mprun.precision.policy import dtype_name
 
-# Of each phase: what it does, and what stands for a module there.
+# For each phase: its description, and the words for its place outside modules.
 _PHASES: dict[str, tuple[str, str]] = {
     Phase.INPUT: ("casting the batch", "inputs"),
     Phase.FORWARD: ("forward", ""),
@@ -24,13 +25,13 @@ _PHASES: dict[str, tuple[str, str]] = {
 
 @dataclass(slots=True)
 class Finding:
-    """What the replay of one step has shown.
+    """The result of replaying one step.
 
     verdict: "operation" (then `event` is the culprit), "data" (the batch holds NaN or infinities),
     "earlier" (something was not finite before the step), "statistics" (the buffers of norm layers,
     before an evaluation) or "not found".
-    kind, step: of what was replayed (`mprun.numerics.failure.Kept`). reproduced: whether it failed
-    again. details: name -> how many values are not finite, of what the verdict is about.
+    kind, step: of the replayed step (`mprun.numerics.failure.Kept`). reproduced: whether it failed
+    again. details: name -> number of non-finite values, for the subject of the verdict.
     ramp: largest values by phase and module, in order of execution, up to the culprit.
     weights: weights that are not finite after the step.
     """
@@ -49,7 +50,7 @@ class Finding:
 
     @property
     def module(self) -> str | None:
-        """The module that the culprit belongs to: its own, or that of the weight it is about."""
+        """Return the culprit's module: its own, or that of the weight concerned."""
         event = self.event
         if event is None:
             return None
@@ -60,11 +61,11 @@ class Finding:
 
 
 def find_culprit(steps: Steps, kind: str) -> Finding:
-    """Replay the next step of `steps` (or an evaluation) and look; changes the task.
+    """Replay the next step of `steps` (or an evaluation) and find the culprit; changes the task.
 
     Args:
         steps: from a kept state (`mprun.numerics.replay.restore`).
-        kind: of the failure (`mprun.numerics.failure.Kept`); "step": any that a step can have.
+        kind: the kind of failure (`mprun.numerics.failure.Kept`); "step": any that a step can have.
     """
     if kind == "evaluation":
         return _find_in_evaluation(steps)
@@ -99,7 +100,7 @@ def _find_in_evaluation(steps: Steps) -> Finding:
     finding = Finding("not found", "evaluation", steps.step, reproduced)
     if not reproduced:
         return finding
-    # Of finite losses a metric may still be infinite: perplexity from a loss of 710 on.
+    # With finite losses a metric may still be infinite: perplexity from a loss of 710 on.
     finding.details = {name: f"{value:g}" for name, value in values.items()}
     if before:
         finding.verdict, finding.details = "earlier", before
@@ -111,7 +112,7 @@ def _find_in_evaluation(steps: Steps) -> Finding:
 
 
 def _nonfinite_batch(steps: Steps) -> dict[str, str]:
-    if steps.built.task.data is None:  # of a script, whose batches nobody else knows
+    if steps.built.task.data is None:  # a script, whose batches are unknown here
         return {}
     inputs = [inputs for inputs, *_ in batches_of(steps.built.task, steps.step)]
     if len(inputs) == 1:
@@ -120,7 +121,7 @@ def _nonfinite_batch(steps: Steps) -> dict[str, str]:
 
 
 def _sources(seen: Observation, steps: Steps, row: StepRow) -> set[int]:
-    """Events behind what failed: the loss, else the gradients, else weights or carried state."""
+    """Return events behind the failure: of the loss, else gradients, else weights or state."""
     found: set[int] = set()
     if not math.isfinite(row.loss):
         found = seen.sources_of([steps.metrics["loss"]])
@@ -148,7 +149,7 @@ def _blame(finding: Finding, seen: Observation, sources: set[int]) -> bool:
 
 
 def in_words(finding: Finding) -> list[str]:
-    """The finding as sentences, the culprit first."""
+    """Return the finding as sentences, the culprit first."""
     where = "; ".join(f"{name}: {text}" for name, text in finding.details.items())
     match finding.verdict:
         case "data":
@@ -178,7 +179,7 @@ def in_words(finding: Finding) -> list[str]:
 
 
 def place_of(event: Event) -> str:
-    """The module of an event, or what stands for it outside of modules."""
+    """Return the module of an event, or the words for its place outside modules."""
     if event.phase not in (Phase.FORWARD, Phase.BACKWARD):
         return _PHASES[event.phase][1]
     if event.module == "loss":
@@ -187,13 +188,13 @@ def place_of(event: Event) -> str:
 
 
 def reason_of(event: Event) -> str:
-    """Why the operation made a value that is not finite."""
+    """Return why the operation produced a non-finite value."""
     name = event.operation.removeprefix("_foreach_")
     dtype, limit = dtype_name(event.dtype).upper(), torch.finfo(event.dtype).max
     end = f"ends at {power(limit)}"
     if event.at_zero and name.startswith("log"):
         return "logarithm of zero"
-    if event.at_zero:  # what is singular there and no logarithm divides
+    if event.at_zero:  # the operations that are singular at 0, other than logarithms, divide
         of_update = ": the optimizer's denominator and its eps round to 0"
         return f"division by zero{of_update if event.phase == Phase.UPDATE else ''}"
     if event.phase == Phase.UPDATE and event.operation == "_foreach_copy_":

@@ -1,17 +1,17 @@
-"""What FP8 products would make of the tensors that probes have counted, without running any.
+"""Predict the effect of FP8 products on probed tensors, without running any.
 
 FP8 products take input, weight and output gradient of a linear layer in 8 bits
 (`mprun.precision.scaled_products`). A cast rounds to zero what is at most half of the smallest
-number of its format (a tie goes to the even neighbour, zero), and saturates above the largest:
+number of its format (a tie goes to the even neighbour, zero). It saturates above the largest:
 
     format  half of the smallest  largest  flushed by a scale of the tensor: at most amax times
     E4M3    2^-10                 448      2^-10 / 448 = 2^-18.8
     E5M2    2^-17                 57344    2^-17 / 57344 = 2^-32.8
 
-(Micikevicius et al., arXiv 2209.05433, table 1.) A histogram tells it to within the one bin, one
-power of two wide, that such a bound falls into: the smaller number leaves that bin out, the larger
-one, by which layers are judged, takes it in. Without a scale the bounds of zero are powers of two,
-which have bins of their own: exact. Of rows a histogram tells nothing apart.
+(Micikevicius et al., arXiv 2209.05433, table 1.) A histogram gives the count to within the one bin,
+one power of two wide, that such a bound falls into. The smaller number excludes that bin; the
+larger one, by which layers are judged, includes it. Without a scale the bounds of zero are powers
+of two, which have their own bins: the count is exact. A histogram does not distinguish rows.
 """
 
 import math
@@ -21,17 +21,20 @@ from dataclasses import dataclass
 from mprun.numerics.probe_record import ProbeRecord, TensorStats
 from mprun.numerics.shapes import Key, Layout
 
-# What outliers do: where the largest of normally distributed values, 4 deviations, is 2^12 times as
-# large, E4M3 flushes 3 % of the others (below 4 * 2^(12 - 18.8) = 0.036 deviations), at 2^15 23 %,
-# at 2^19 all. From a tenth on a layer is named.
+# The effect of outliers: normally distributed values reach 4 deviations. If the largest value is
+# 2^12 times that, E4M3 flushes 3 % of the others (below 4 * 2^(12 - 18.8) = 0.036 deviations); at
+# 2^15 it flushes 23 %, at 2^19 all. A layer is named from a tenth on.
 FLUSHED_THRESHOLD = 0.1
-_SMALLEST_AMAX = 1e-12  # scales end there
-_MOST_POWERS = 64  # of a loss scale that is looked for
+_SMALLEST_AMAX = 1e-12  # scales stop there
+_MOST_POWERS = 64  # tried for a loss scale
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """half: of the smallest number, at or below which a value becomes zero. largest: number."""
+    """A number format. half: half of its smallest number, values up to which become zero.
+
+    largest: its largest number.
+    """
 
     name: str
     half: float
@@ -49,10 +52,10 @@ OPERANDS = {
 
 @dataclass(frozen=True, slots=True)
 class Flushed:
-    """Of one operand of one layer, or of several: parts (0 to 1) of the non-zero values.
+    """Parts (0 to 1) of the non-zero values, for one operand of one or several layers.
 
-    least, most: rounded to zero with a scale of the tensor; everything where a value is not finite.
-    unscaled: rounded to zero without a scale, of the gradient of the unscaled loss. saturated:
+    least, most: rounded to zero with a scale of the tensor; everything if a value is not finite.
+    unscaled: rounded to zero without a scale, for the gradient of the unscaled loss. saturated:
     above the largest number without a scale, at most.
     """
 
@@ -64,14 +67,13 @@ class Flushed:
 
 @dataclass(frozen=True, slots=True)
 class Fp8Advice:
-    """Which linear layers could have their products in FP8.
+    """The linear layers that could have their products in FP8.
 
-    layers: name -> operand -> what is flushed, of all that were measured. excluded: those of which
-    a tensor-wise scale flushes more than `threshold` of an operand. unmeasured: those of which a
-    probe lacks an operand. loss_scale: log2 of the smallest scale of the loss that keeps each
-    output gradient at `threshold` without scales of tensors, and saturates none; None: none does.
-    overrides: the mode
-    as one would type it behind `mprun`, empty where no layer is left.
+    layers: name -> operand -> what is flushed, for all measured layers. excluded: those where a
+    tensor-wise scale flushes more than `threshold` of an operand. unmeasured: those where a probe
+    lacks an operand. loss_scale: log2 of the smallest loss scale that keeps each output gradient at
+    `threshold` without scales of tensors, and saturates none; None: there is none. overrides: the
+    mode as typed after `mprun`, empty if no layer is left.
     """
 
     threshold: float
@@ -83,14 +85,14 @@ class Fp8Advice:
     command: str = ""
 
     def worst(self, operand: str, part: str) -> tuple[str, float]:
-        """The layer with the largest part, a field of `Flushed`, and that part."""
+        """Return the layer with the largest part, a field of `Flushed`, and that part."""
         shares = {name: getattr(found[operand], part) for name, found in self.layers.items()}
         name = max(shares, key=lambda name: shares[name])
         return name, shares[name]
 
 
 def fp8_advice(used: Sequence[ProbeRecord], layout: Layout) -> Fp8Advice:
-    """From the probes of a run; `layout` says which layers come into question."""
+    """Judge the candidate layers of `layout` from the probes of a run."""
     layers: dict[str, dict[str, Flushed]] = {}
     gradients: list[list[_Part]] = []
     unmeasured: list[Key] = []
@@ -122,7 +124,7 @@ def fp8_advice(used: Sequence[ProbeRecord], layout: Layout) -> Fp8Advice:
 
 
 def _overrides(kept: list[str], left_out: list[str]) -> list[str]:
-    """The shorter of both ways to say it. In overrides the others compute in FP32, else in BF16."""
+    """Return the shorter of two forms: overrides compute the other layers in FP32, else in BF16."""
     if not kept:
         return []
     mode = ["precision=fp8_tensorwise"]
@@ -133,7 +135,7 @@ def _overrides(kept: list[str], left_out: list[str]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A tensor of one probe. low, high: of the scales that its losses were multiplied by, log2."""
+    """A tensor of one probe. low, high: log2 of the smallest and largest scale of its losses."""
 
     stats: TensorStats
     low: float
@@ -152,7 +154,10 @@ def _parts(used: Iterable[ProbeRecord], key: Key, kind: str) -> Iterable[_Part]:
 
 
 def _flushed(parts: Iterable[_Part], format: Format, log2_scale: int = 0) -> Flushed:
-    """Over all probes, each with its own scale; without scales at 2^log2_scale of the loss."""
+    """Return parts over all probes, each with its own scale.
+
+    The unscaled parts are at 2^log2_scale times the loss.
+    """
     least = most = unscaled = saturated = total = 0
     for part in parts:
         counts = part.stats.counts
@@ -164,7 +169,7 @@ def _flushed(parts: Iterable[_Part], format: Format, log2_scale: int = 0) -> Flu
             least, most = least + here[0], most + here[1]
         else:
             least, most = least + own, most + own
-        # Of losses with several scales the worse.
+        # If losses have several scales, the worse one counts.
         unscaled += counts.up_to(format.half * 2.0 ** (part.high - log2_scale))[1]
         largest = format.largest * 2.0 ** (part.low - log2_scale)
         saturated += own - counts.up_to(largest)[0] if not amax <= largest else 0

@@ -1,4 +1,4 @@
-"""Changes that may cure a failed step, smallest first, each tried by training that step again."""
+"""Try changes that may cure a failed step, smallest first, by training that step again."""
 
 import copy
 import math
@@ -13,29 +13,30 @@ from torch import Tensor
 
 from mprun.build import Built
 from mprun.config.compose import compose_config, group_options, hydra_session
+from mprun.config.roles import kind_recorded
 from mprun.errors import BadInput, MprunError
-from mprun.numerics.dispatch import Phase
 from mprun.numerics.exponent_shares import FP16_MAX
 from mprun.numerics.first_nonfinite import Finding
 from mprun.numerics.post_mortem import EXPLOSION, LAST, explosion, power
 from mprun.numerics.replay import Steps, resume_from, same_loss, use_batch
 from mprun.numerics.state import all_finite, carried, weights
+from mprun.numerics.trace import Phase
 from mprun.tasks import LanguageModel
 
-WORSE = 1.5  # times FP32's loss: finite, but no cure
-AFTER = 5  # further steps that a cure must survive
-# A scale that has to settle first may skip so many more.
+WORSE = 1.5  # times FP32's loss: finite, but not cured
+AFTER = 5  # further steps that a cured run must survive
+# A scale that has to settle first may skip so many more steps.
 PATIENCE = 40
-# A run whose loss exploded was damaged long before its last step: changes are tried from its start
-# if it gets to the bad step within this time.
+# A run whose loss exploded was damaged long before its last step. Changes are tried from its start
+# if it reaches the bad step within this time.
 LONGEST_CONTROL_S = 60.0
-Build = Callable[[dict], Built]  # from a plain configuration; raises BadInput
+Build = Callable[[dict], Built]  # builds from a plain configuration; raises BadInput
 Options = Mapping[str, dict[str, dict]]  # "scaler=static" -> {"scaler": its values}
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A configuration with one thing changed. overrides: as one would type it behind `mprun`."""
+    """A configuration with one thing changed. overrides: as typed after `mprun`."""
 
     overrides: tuple[str, ...]
     config: dict
@@ -43,20 +44,20 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """What became of a change. cures: None where it could not be tried."""
+    """The result of a change. cures: None if it could not be tried."""
 
     overrides: tuple[str, ...]
     cures: bool | None
     result: str
-    loss: float | None = None  # the last one, where all steps were taken
+    loss: float | None = None  # the last one, if all steps were taken
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where the trials start: a kept state, or the start of the run.
+    """The start of the trials: a kept state, or the start of the run.
 
-    bad_step: from 1. kept: the state before it, also where the trials start earlier, because its
-    batch is used. limit: a loss above it is no cure, None if unknown.
+    bad_step: from 1. kept: the state before it; its batch is used even if the trials start earlier.
+    limit: a loss above it is no cure, None if unknown.
     """
 
     kept: dict
@@ -68,18 +69,18 @@ class Origin:
 def find_cures(
     build: Build, config: dict, kept: dict, finding: Finding, rows: list[dict], options: Options
 ) -> tuple[list[Tried], bool]:
-    """What became of each change, and whether they were tried from the start of the run.
+    """Return the result of each change, and whether they were tried from the start of the run.
 
-    From there where the loss had grown before the bad step, or where nothing cures that step: the
+    They start there if the loss had grown before the bad step, or if nothing cures that step: the
     run was damaged earlier.
 
     Args:
-        build: a run from a plain configuration.
+        build: builds a run from a plain configuration.
         config: the run's, as plain values.
         kept: the state before the bad step (`mprun.numerics.failure.kept_state`).
-        finding: what the replay of that step has shown.
+        finding: the result of replaying that step.
         rows: the recorded steps of the run (`mprun.numerics.failure.recorded_rows`).
-        options: what may be chosen instead (`options_of`).
+        options: the available choices (`options_of`).
     """
     if finding.kind == "evaluation":
         return [], False
@@ -105,7 +106,7 @@ def find_cures(
 
 
 def _start_leads_there(build: Build, config: dict, origin: Origin, rows: list[dict]) -> bool:
-    """Whether the run trained from its start, unchanged, gives its losses and the same failure."""
+    """Return whether training from the start, unchanged, gives the same losses and failure."""
     losses = {row["step"]: row["loss"] for row in rows}
     steps, loss = start_from(build(config), origin), math.nan
     ends = time.perf_counter() + LONGEST_CONTROL_S
@@ -119,7 +120,7 @@ def _start_leads_there(build: Build, config: dict, origin: Origin, rows: list[di
 
 
 def options_of(config_dir: str | None = None) -> Options:
-    """What a run may be changed to: every precision mode with its scaler, and two scalers."""
+    """Return the possible choices: every precision mode with its scaler, and two scalers."""
     with hydra_session(config_dir):
         modes = group_options("precision")
     found = {}
@@ -135,7 +136,7 @@ def options_of(config_dir: str | None = None) -> Options:
 def changes(
     config: dict, finding: Finding, options: Options, *, exploding: bool = False
 ) -> list[Change]:
-    """What to try, smallest change first; only what differs from the run and has to do with it.
+    """Return the changes to try, smallest first; only relevant ones that differ from the run.
 
     exploding: whether the loss grew before the bad step.
     """
@@ -157,7 +158,7 @@ def changes(
 def _proposed(
     config: dict, finding: Finding, options: Options, exploding: bool
 ) -> Iterator[dict[str, Any]]:
-    """Overrides as key -> value, what changes nothing among them."""
+    """Yield overrides as key -> value, including those that change nothing."""
     precision, optim = config["precision"], config["optim"]
     half = precision["autocast_dtype"] or precision["param_dtype"]
     phase = finding.event.phase if finding.event is not None else None
@@ -173,7 +174,7 @@ def _proposed(
         yield from _scales(config["scaler"], finding, phase)
     if phase == Phase.UPDATE and optim["name"] in ("adam", "adamw", "adagrad"):
         yield from ({"optim.eps": eps} for eps in (1e-6, 1e-4) if eps > (optim["eps"] or 0.0))
-    # Those of transient masters are updated in FP32 already.
+    # Weights with transient masters are updated in FP32 already.
     if precision["master_dtype"] is None and precision["update"]["rounding"] == "nearest":
         yield {"precision.master_dtype": "fp32", "precision.grad_dtype": "fp32"}
     yield from ({key: "fp32"} for key in modules[1:])
@@ -187,13 +188,15 @@ def _proposed(
 
 
 def _modules(config: dict, finding: Finding) -> list[str]:
-    """Keys of precision.overrides: of the culprit's module, of those at its place in other layers,
-    then of the one around it."""
+    """Return keys of precision.overrides: the culprit's module, its peers, the enclosing module.
+
+    Peers are the modules at the same place in other layers.
+    """
     module = finding.module
     if not module:
         return []
     model = config["model"]
-    if model["name"] == "dcgan" or model.get("task") == "gan":
+    if kind_recorded(model["name"], model.get("task")).networks > 1:
         # Overrides name modules inside generator and discriminator.
         module = module.partition(".")[2]
     parts, around = module.split("."), module.rpartition(".")[0]
@@ -203,7 +206,7 @@ def _modules(config: dict, finding: Finding) -> list[str]:
 
 
 def _in_bf16(precision: dict, options: Options) -> dict[str, Any]:
-    """The mode that is the run's with BF16 in place of FP16; its dtypes where none is that."""
+    """Return the run's mode with BF16 in place of FP16; else its dtypes."""
 
     def dtypes(mode: dict) -> dict:
         return {key: value for key, value in mode.items() if key not in ("name", "overrides")}
@@ -218,11 +221,11 @@ def _in_bf16(precision: dict, options: Options) -> dict[str, Any]:
 
 
 def _scales(scaler: dict, finding: Finding, phase: str | None) -> Iterator[dict[str, Any]]:
-    """Static scales below (or above) the present one, a lower floor, dynamic scaling."""
+    """Yield static scales below (or above) the present one, a lower floor, dynamic scaling."""
     event, kind = finding.event, scaler["kind"]
     choice = {"scaler": "static"} if kind == "none" else {}
     if phase in (Phase.BACKWARD, Phase.UNSCALE) and kind in ("static", "none"):
-        # By how many powers of two it should be smaller: one to spare, 4 if that is unknown.
+        # The powers of two by which to lower it: one to spare, 4 if that is unknown.
         wanted, lowest = None if event is None else event.would_be, 4
         if wanted is not None and math.isfinite(wanted):
             lowest = max(1, math.ceil(math.log2(max(wanted, 1.0) / FP16_MAX)) + 1)
@@ -238,17 +241,17 @@ def _scales(scaler: dict, finding: Finding, phase: str | None) -> Iterator[dict[
 
 
 def _typed(value: str | float | None) -> str:
-    """All digits of a number, so that what is typed is what was tried."""
+    """Keep all digits of a number, so that typing it repeats the trial."""
     if value is None:
         return "null"
     return value if isinstance(value, str) else repr(value).removesuffix(".0")
 
 
 def try_changes(build: Build, changes: list[Change], origin: Origin) -> list[Tried]:
-    """Every change tried, in order; those that end far above FP32 do not cure.
+    """Try every change, in order; those that end far above FP32 do not cure.
 
-    FP32 altogether, if it is among them, goes first: a run that stays finite but ends above 1.5
-    times the loss of FP32 (or of its own start, where that is larger) has not been cured.
+    FP32 as a whole, if listed, goes first. A run that stays finite but ends above 1.5 times the
+    loss of FP32 (or of its own start, if that is larger) is not cured.
     """
     done: dict[tuple[str, ...], Tried] = {}
     for change in changes:
@@ -273,7 +276,7 @@ def try_change(build: Build, change: Change, origin: Origin) -> Tried:
 
 
 def start_from(built: Built, origin: Origin) -> Steps:
-    """A run just built, put to where the trials start."""
+    """Put a newly built run to the start of the trials."""
     if not origin.from_start:
         transplant(built, origin.kept["task"])
         return resume_from(built, origin.kept)
@@ -282,7 +285,7 @@ def start_from(built: Built, origin: Origin) -> Steps:
 
 
 def survives(steps: Steps, origin: Origin) -> tuple[bool, str, float | None]:
-    """Train to AFTER steps behind the bad one: whether all went well, what happened, the loss."""
+    """Train to AFTER steps past the bad one; return whether all went well, a result, the loss."""
     built, task = steps.built, steps.built.task
     end = origin.bad_step + AFTER
     if not built.rate.constant:
@@ -303,7 +306,7 @@ def survives(steps: Steps, origin: Origin) -> tuple[bool, str, float | None]:
         if row.step >= end + PATIENCE or not built.rate.constant:
             text = f"{skipped} updates skipped, still at loss scale {power(row.loss_scale)}"
             return False, text, row.loss
-    # It stayed finite; whether that is a cure:
+    # The run stayed finite; now decide whether that is a cure.
     scale = power(row.loss_scale)
     if skipped and next(iter(task.loss_scales.values())).kind == "static":
         return False, f"{skipped} updates skipped at the static loss scale {scale}", row.loss
@@ -315,11 +318,11 @@ def survives(steps: Steps, origin: Origin) -> tuple[bool, str, float | None]:
 
 @torch.no_grad()
 def transplant(built: Built, saved: dict) -> None:
-    """Put the state of a run (`task.state_dict()`) into a task of another precision or scaler.
+    """Copy the state of a run (`task.state_dict()`) into a task of another precision or scaler.
 
-    Weights come from the saved masters where there are some, rounded where the new dtype is
-    narrower; optimizer state likewise. The state of a loss scale is taken over where its kind and
-    scale are the same.
+    Weights come from the saved masters if there are any, rounded if the new dtype is narrower; the
+    same holds for optimizer state. The state of a loss scale is copied if kind and scale are the
+    same.
     """
     task = built.task
     for name, learner in task.learners.items():

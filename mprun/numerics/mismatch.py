@@ -1,8 +1,8 @@
-"""Log-probabilities of the same tokens under the same weights, and how far two sets of them differ.
+"""Compute log-probabilities of the same tokens under the same weights, and their differences.
 
-The quantity that reinforcement learning of language models calls the mismatch of training and
-inference: the ratio exp(a - b) of a token's probability under two computations of one policy, which
-importance sampling takes for a change of the policy (Qi et al., arXiv 2510.26788).
+Reinforcement learning of language models calls this the mismatch of training and inference. It is
+the ratio exp(a - b) of a token's probability under two computations of one policy. Importance
+sampling takes it for a change of the policy (Qi et al., arXiv 2510.26788).
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Windows(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """How far log-probabilities a are from b, both in nats.
+    """The differences between log-probabilities a and b, both in nats.
 
-    tokens, differing, nonfinite: of all tokens, those where a is not b, and those where a or b is
-        not finite, which count as outside of the band and in nothing else.
-    rms, mean, largest: of a - b: root mean square, bias, largest magnitude, in nats.
+    tokens, differing, nonfinite: numbers of all tokens, of those where a is not b, and of those
+    where a or b is not finite. The last count as outside of the band and in nothing else.
+    rms, mean, largest: root mean square, bias, largest magnitude of a - b, in nats.
     ratio_rms: root mean square of exp(a - b) - 1, the probability ratio less one.
     outside: share of the tokens with |exp(a - b) - 1| above the band.
     """
@@ -48,11 +48,11 @@ class Mismatch:
 
 
 def held_out_windows(data: Source, tokens: int, length: int | None = None) -> Windows:
-    """The first windows of the held-out data, at least one and at most `tokens` tokens.
+    """Return the first windows of the held-out data, at least one and at most `tokens` tokens.
 
     Args:
-        length: tokens of a window; None: as long as the first held-out batch is. Longer batches are
-            cut, what is left over is dropped.
+        length: tokens of a window; None: the length of the first held-out batch. Longer batches are
+            cut; the rest is dropped.
 
     Raises:
         ValueError: no held-out batch is so long.
@@ -78,15 +78,15 @@ def held_out_windows(data: Source, tokens: int, length: int | None = None) -> Wi
 def log_probs(
     task: LanguageModel, windows: Windows, batch: int, pad: int = 0, *, own_format: bool = False
 ) -> Tensor:
-    """Log-probability of each target in the task's mode, float64 [windows, time], on the CPU.
+    """Return each target's log-probability in the task's mode, float64 [windows, time], on the CPU.
 
-    Forward in eval mode without gradients, each window from its start with no carried state;
-    weights are what an evaluation takes: averages where the run has them.
+    The forward pass runs in eval mode without gradients, each window from its start with no carried
+    state. Weights are those of an evaluation: averages if the run has them.
 
     Args:
         batch: windows side by side; the last batch may be smaller.
-        pad: tokens put behind each window. They change nothing that a causal model computes for the
-            tokens before them but the shapes of its products.
+        pad: tokens appended to each window. For the tokens before them, a causal model computes the
+            same; only the shapes of its products change.
         own_format: let the mode decide the format of log-softmax (that of the logits; FP32 under
             autocast) in place of FP32, to which logits are widened. A sampled softmax is FP32.
     """
@@ -107,7 +107,7 @@ def log_probs(
 
 
 def mismatch(a: Tensor, b: Tensor, band: float) -> Mismatch:
-    """How far `a` is from `b`, floating point of one shape; computed in FP64."""
+    """Compare `a` with `b`, floating point of one shape; computed in FP64."""
     a, b = a.double(), b.double()
     apart = a - b
     apart = apart[torch.isfinite(apart)]
@@ -126,9 +126,9 @@ def mismatch(a: Tensor, b: Tensor, band: float) -> Mismatch:
 
 
 def by_position(a: Tensor, b: Tensor, band: float, bins: int = 8) -> dict[int, Mismatch]:
-    """`mismatch` of consecutive parts of the window, by the last position (from 1) of each part.
+    """Return `mismatch` of consecutive parts of the window, by each part's last position (from 1).
 
-    a, b: [windows, time]. The parts are as long as each other, or one longer at the beginning.
+    a, b: [windows, time]. The parts are equally long, or one longer at the beginning.
     """
     parts = zip(*(side.tensor_split(min(bins, side.shape[1]), 1) for side in (a, b)), strict=True)
     found, last = {}, 0

@@ -1,6 +1,6 @@
-"""What `operations.FirstStep` saw in at most ten lines: which operations ran in which dtype.
+"""Summarize `operations.FirstStep` in at most ten lines: which operations ran in which dtype.
 
-Products are what Tensor Cores do; beside their dtype stands their share of the work.
+Products are the work of Tensor Cores; their dtypes are listed with their share of the work.
 """
 
 import math
@@ -9,19 +9,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from torch._ops import OpOverload
+
+from mprun.numerics.trace import Operation
 
 # One call is a whole recurrent layer; the first three are the emulated ones.
 RECURRENT = frozenset(
     "lstm gru rnn _cudnn_rnn _cudnn_rnn_backward mkldnn_rnn_layer mkldnn_rnn_layer_backward "
     "miopen_rnn miopen_rnn_backward".split()
 )
-_MATRIX = frozenset("mm addmm bmm baddbmm addmm_ baddbmm_ _addmm_activation scaled_mm".split())
+_LEFT_FIRST = frozenset("mm bmm linear scaled_mm _scaled_mm".split())
+_MATRIX = _LEFT_FIRST.union("addmm baddbmm addmm_ baddbmm_ _addmm_activation".split())
 _CONVOLUTION, _CONVOLUTION_BACKWARD = (
     (f"convolution{ending}", f"convolution{ending}_overrideable") for ending in ("", "_backward")
 )
 _OTHERS = (
-    "mv addmv addmv_ dot vdot linear addbmm cudnn_convolution cudnn_convolution_transpose "
+    "mv addmv addmv_ dot vdot addbmm cudnn_convolution cudnn_convolution_transpose "
     "mkldnn_convolution".split()
 )
 _ATTENTION = frozenset(
@@ -32,50 +34,51 @@ _ATTENTION = frozenset(
 PRODUCTS = _MATRIX.union(_CONVOLUTION, _CONVOLUTION_BACKWARD, _OTHERS, _ATTENTION, RECURRENT)
 
 
-def flops(
-    name: str, args: tuple, kwargs: dict[str, Any], result: Any, *, causal: bool = False
-) -> int:
-    """Floating-point operations of one call, 2 for a multiplication and addition.
+def flops(operation: Operation) -> int:
+    """Return the floating-point operations of one call, 2 for a multiplication and addition.
 
-    Of matrix products, convolutions and attention with their gradients; 0 for everything else
-    (recurrent layers: `recurrent_flops`). See `attention_flops`; where attention is written out in
-    products, all pairs are multiplied.
+    It counts matrix products, convolutions and attention with their gradients, and 0 for everything
+    else (recurrent layers: `recurrent_flops`). See `attention_flops`; attention written as separate
+    products multiplies all pairs.
     """
-    if name in _MATRIX | {"linear"}:
-        left = args[0] if name in ("mm", "bmm", "linear", "scaled_mm") else args[1]
+    name, args, result = operation.name, operation.args, operation.result
+    if name in _MATRIX:
+        left = args[0] if name in _LEFT_FIRST else args[1]
         return 2 * result.numel() * left.shape[-1]
     if name in _CONVOLUTION:
-        return _convolution(result, args[0], args[1], transposed=args[6])
+        return convolution_flops(result, args[0], args[1], transposed=args[6])
     if name in _CONVOLUTION_BACKWARD:
-        mask = kwargs.get("output_mask", args[-1])
-        one = _convolution(args[0], args[1], args[2], transposed=args[7])
+        mask = operation.kwargs.get("output_mask", args[-1])
+        one = convolution_flops(args[0], args[1], args[2], transposed=args[7])
         return one * (bool(mask[0]) + bool(mask[1]))
     if name in _ATTENTION:
+        causal = _is_causal(operation)
         if "backward" in name:  # scores again; gradients of values, weights, queries and keys
             return attention_flops(args[1:4], 3, 2, causal=causal)
         return attention_flops(args[:3], 1, 1, causal=causal)
     return 0
 
 
-def is_causal(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Whether an attention kernel leaves out what a causal mask does."""
-    for place, argument in enumerate(func._schema.arguments):
+def _is_causal(operation: Operation) -> bool:
+    """Return whether an attention kernel leaves out the pairs that a causal mask removes."""
+    args = operation.args
+    for place, argument in enumerate(operation.func._schema.arguments):
         if argument.name == "is_causal":
-            return bool(args[place] if place < len(args) else kwargs.get("is_causal", False))
+            return bool(args[place] if place < len(args) else operation.kwargs.get(argument.name))
     return False
 
 
 def attention_flops(
     tensors: Sequence[Tensor], of_keys: int, of_values: int, *, causal: bool
 ) -> int:
-    """FLOPs of products over all pairs of a query and a key.
+    """Return the FLOPs of products over all pairs of a query and a key.
 
-    With a causal mask only over those that it leaves, as a fused kernel multiplies them (Dao, arXiv
+    With a causal mask only the remaining pairs count, as a fused kernel multiplies them (Dao, arXiv
     2307.08691, section 3.1); torch's FlopCounterMode counts all pairs.
 
     Args:
         tensors: queries, keys, values, ``[batch, heads, tokens, size]`` each.
-        of_keys, of_values: products over the size of keys, and of values.
+        of_keys, of_values: number of products over the size of keys, and of values.
         causal: query i sees the keys up to i.
     """
     query, key, value = tensors
@@ -88,7 +91,8 @@ def attention_flops(
     return 2 * pairs * (of_keys * query.shape[-1] + of_values * value.shape[-1])
 
 
-def _convolution(outputs: Tensor, inputs: Tensor, weight: Tensor, transposed: bool) -> int:
+def convolution_flops(outputs: Tensor, inputs: Tensor, weight: Tensor, *, transposed: bool) -> int:
+    """Return the FLOPs of each of the three passes of a convolution."""
     # Every element of the larger side meets each weight of one channel once. Weight: [outputs,
     # inputs / groups, ...], transposed [inputs, outputs / groups, ...].
     many = inputs if transposed else outputs
@@ -96,9 +100,10 @@ def _convolution(outputs: Tensor, inputs: Tensor, weight: Tensor, transposed: bo
 
 
 def recurrent_flops(layer: nn.RNNBase, inputs: Any) -> int:
-    """Of one forward pass of nn.RNN, nn.LSTM or nn.GRU: each weight meets each time step once.
+    """Return the FLOPs of one forward pass of nn.RNN, nn.LSTM or nn.GRU.
 
-    inputs: [time, batch, features], unbatched or batch-first as the layer takes them, or packed.
+    Each weight meets each time step once. inputs: [time, batch, features], unbatched or batch-first
+    as the layer takes them, or packed.
     """
     data = getattr(inputs, "data", inputs) if not isinstance(inputs, Tensor) else inputs
     positions = data.numel() // data.shape[-1]
@@ -116,9 +121,9 @@ _KINDS = (
 def lines(
     operations: Mapping, memory: Mapping, flags: Mapping, mode: str, device: str
 ) -> list[str]:
-    """At most ten lines of text: products, other operations, casts, flags, memory, warning.
+    """Return at most ten lines: products, other operations, casts, flags, memory, warnings.
 
-    operations, memory: as in run.json. flags: as `read_math_flags` gives them. device: its type.
+    operations, memory: as in run.json. flags: from `read_math_flags`. device: its type.
     """
     text = [f"step {operations['step']} of {mode} on {device} ran in:"]
     groups: dict[str, list[Mapping]] = {"products": [], "other": [], "update": [], "casts": []}
@@ -146,7 +151,7 @@ def lines(
 
 
 def flag_line(flags: Mapping, device: str) -> str:
-    """The flags that change the numbers of products on this kind of device."""
+    """Return the flags that change the numbers of products on this kind of device."""
     library = "cuda.matmul cudnn.conv cudnn.rnn" if device == "cuda" else "mkldnn.matmul"
     fp32 = {name: flags.get(f"{name}.fp32_precision", "?") for name in library.split()}
     same, each = set(fp32.values()), ", ".join(f"{name} {how}" for name, how in fp32.items())
@@ -159,7 +164,7 @@ def flag_line(flags: Mapping, device: str) -> str:
 
 
 def memory_line(memory: Mapping) -> str:
-    """Every kind with its bytes by dtype, integers (indices, counters) left out."""
+    """Return every kind with its bytes by dtype, without integers (indices, counters)."""
     parts = []
     for kind in _KINDS:
         sizes = {
@@ -174,7 +179,7 @@ def memory_line(memory: Mapping) -> str:
 
 
 def _products(rows: list[Mapping]) -> list[str]:
-    """A line for each dtype with its share of the floating-point operations."""
+    """Return a line for each dtype with its share of the floating-point operations."""
     if not rows:
         return ["  products none seen"]
     flops: Counter[str] = Counter()
@@ -198,7 +203,7 @@ def _by_dtype(rows: list[Mapping], names: int) -> str:
 
 
 def _totals(rows: list[Mapping], key: str) -> dict[str, int]:
-    """Elements by the value of a key, the most first."""
+    """Return the elements by the value of a key, the largest first."""
     totals: Counter[str] = Counter()
     for row in rows:
         totals[row[key]] += row["elements"]
@@ -211,7 +216,7 @@ def _some(names: list[str], most: int = _NAMES) -> str:
 
 
 def _count(value: float) -> str:
-    """ "1.2 M"; below 1000 with a blank behind, for the unit that follows."""
+    """Return "1.2 M"; below 1000 with a trailing blank, for the unit that follows."""
     return _in_units(value, 1000, ("", "k", "M", "G", "T"))
 
 

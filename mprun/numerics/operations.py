@@ -1,6 +1,7 @@
-"""Which operations ran in which dtype during one training step, and what its memory holds.
+"""Record which operations ran in which dtype during one training step, and its memory.
 
-Did I get what I asked for? Counted is what was computed, casts included (`dispatch.Watch`).
+The record shows whether the run computed as requested. It counts what was computed, including casts
+(`trace.Trace`).
 """
 
 import math
@@ -13,27 +14,26 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
-from mprun.numerics.dispatch import UNWRITTEN, Watch, dtype_name, in_backward, name_of
 from mprun.numerics.operation_summary import (
     PRODUCTS,
     RECURRENT,
     flops,
-    is_causal,
     lines,
     recurrent_flops,
 )
 from mprun.numerics.state import named_modules
+from mprun.numerics.trace import UNWRITTEN, Collector, Operation, Phase, Trace
 from mprun.precision import PrecisionPolicy, read_math_flags
+from mprun.precision.policy import dtype_name
 from mprun.record.memory import SavedForBackward, memory_by_kind
 
 # Allocations and views under another name.
 _NOT_COUNTED = (UNWRITTEN - {"resize_"}) | {"_unsafe_view"}
 _CASTS = {"_to_copy", "copy_", "copy"}
 _FP32 = ("fp32", "tf32")
-# Infinite without an overflow: at 0, or because it is told so.
+# Operations that are infinite without an overflow: at 0, or by their arguments.
 _POLES = frozenset(
     """
     atanh div fill_ full_like log log10 log1p log2 logit masked_fill masked_fill_ reciprocal rsqrt
@@ -45,7 +45,7 @@ _POLES = frozenset(
 class Row(NamedTuple):
     """One operation in one dtype in one phase: calls, elements of the results, and FLOPs.
 
-    flops: of a product, 2 for a multiplication and addition; else 0.
+    flops: for a product, 2 for a multiplication and addition; else 0.
     """
 
     calls: int = 0
@@ -53,24 +53,24 @@ class Row(NamedTuple):
     flops: int = 0
 
 
-class FirstStep:
-    """Counts operations by dtype and memory by kind of the one training step inside the block.
+class FirstStep(Collector):
+    """Count operations by dtype and memory by kind of one training step inside the block.
 
         with FirstStep(task, policy, overrides, step) as first:
             metrics = task.train_step(index)
         first.record()
 
-    The step computes, bit for bit, what it would without; it takes about 10 microseconds of host
-    time more for each operation, so only one step is watched.
+    The step computes the same bits as without. Each operation takes about 10 microseconds more of
+    host time, so only one step is watched.
 
     The dtype of a row is that of its floating-point operands: "fp16", "fp16+fp32" for both,
     "fp32->fp16" for a cast, "tf32" for an FP32 product under TF32 flags on a GPU, "emulated fp16"
-    for what the CPU emulation computed in FP32 and rounded. The insides of a fused kernel are not
-    seen. Views, allocations and operations without floating-point tensors are not counted.
+    for a result that the CPU emulation computed in FP32 and rounded. The insides of a fused kernel
+    are not seen. Views, allocations and operations without floating-point tensors are not counted.
 
     Args:
         task: has `arithmetic` and `learners`.
-        policy: of the mode; its dtypes say what was asked for.
+        policy: the mode's policy; its dtypes are the requested ones.
         overrides: module-name pattern -> dtype name, as in `precision.overrides`.
         step: its number, for the record.
     """
@@ -81,39 +81,35 @@ class FirstStep:
         self.task, self.policy, self.step = task, policy, step
         self.saved = SavedForBackward(task.learners.values())
         self.rows: dict[tuple[str, str, str], Row] = {}
-        # Modules of FP32 products in the forward pass, by operation; those kept in FP32 left out.
+        # Operation -> modules of FP32 products in the forward pass, without those kept in FP32.
         self.fp32_modules: dict[str, Counter[str]] = {}
         self._fp32_patterns = [p for p, dtype in overrides.items() if dtype == "fp32"]
-        self._modules: list[tuple[str, str]] = []  # label, name
+        self._names: dict[str, str] = {}  # path of a module -> name inside its model
         # (operation and module, whether finite 16-bit operands gave an infinite result).
         self._infinite: list[tuple[str, Tensor]] = []
         self._lock = threading.Lock()
-        self._after_backward = False
         self._recurrent_flops = 0
         self._emulations = task.arithmetic.emulations
-        self._watch = Watch(task.arithmetic, self._see)
-        self._hooks: list[Any] = []
+        self._trace = Trace(task, self)
 
     def __enter__(self) -> Self:
-        for label, name, module in named_modules(self.task):
-            self._hook(label, name, module)
+        for path, name, module in named_modules(self.task):
+            self._names[path] = name
             if getattr(module, "computes_in_fp32", False):  # in every mode, by its recipe
                 self._fp32_patterns.append(name)
         self._before = [Counter(e.rerouted) for e in self._emulations]
         self.saved.__enter__()
-        self._watch.__enter__()
+        self._trace.__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        self._watch.__exit__(*exception)
+        self._trace.__exit__(*exception)
         self.saved.__exit__(*exception)
-        for hook in self._hooks:
-            hook.remove()
         self._add_unseen()
         self.flags = read_math_flags()
 
     def operations(self) -> dict:
-        """For run.json: the step, the rows (largest products first) and what fell short."""
+        """Return for run.json: step, rows (largest products first), FP32 products and overflows."""
         order = ("forward", "backward", "update")
         found = sorted(
             self.rows.items(),
@@ -132,23 +128,23 @@ class FirstStep:
         }
 
     def memory(self) -> dict[str, dict[str, int]]:
-        """For run.json: kind -> dtype -> bytes, measured after the step (see record.memory)."""
+        """Return kind -> dtype -> bytes after the step, for run.json (see record.memory)."""
         return memory_by_kind(self.task.learners.values()) | self.saved.by_kind()
 
     def record(self) -> dict:
-        """What run.json keeps of it."""
+        """Return the entries of run.json."""
         return {"operations": self.operations(), "memory_by_kind": self.memory()}
 
     def summary(self, device: str) -> str:
-        """At most ten lines for the console."""
+        """Return at most ten lines for the console."""
         text = lines(self.operations(), self.memory(), self.flags, self.policy.name, device)
         return "\n".join(text)
 
     def not_in_16_bits(self) -> list[str]:
-        """FP32 products that a 16-bit mode did not ask for, e.g. "addmm in output"; else empty.
+        """Return unrequested FP32 products of a 16-bit mode, e.g. "addmm in output"; else empty.
 
-        Products of modules that an override keeps in FP32 were asked for. Those of a backward pass
-        cannot be told apart by module: they count only where no forward product was in FP32.
+        Products of modules that an override keeps in FP32 were requested. Products of a backward
+        pass have no module: they count only if no forward product was in FP32.
         """
         if self.policy.half_dtype is None:
             return []
@@ -163,61 +159,53 @@ class FirstStep:
         return found
 
     def overflowed(self) -> list[str]:
-        """Forward operations whose 16-bit result is infinite though their operands are finite, e.g.
-        "linalg_vector_norm in norm1". Nothing else tells of them where a division makes 0 of it.
+        """Return forward operations with finite operands but an infinite 16-bit result.
 
-        Reads values of the device.
+        An example is "linalg_vector_norm in norm1". Nothing else shows them if a division turns the
+        result into 0. Reads values of the device.
         """
         flags = [flag for _, flag in self._infinite]
         found = torch.stack(flags).tolist() if flags else []
         names = [name for (name, _), bad in zip(self._infinite, found, strict=True) if bad]
         return list(dict.fromkeys(names))
 
-    def _hook(self, label: str, name: str, module: nn.Module) -> None:
-        def enter(module: nn.Module, args: tuple) -> None:
-            self._after_backward = False
-            self._modules.append((label, name))
-            if isinstance(module, nn.RNNBase):
-                self._recurrent_flops += recurrent_flops(module, args[0])
+    def enter(self, module: nn.Module, inputs: tuple) -> None:
+        if isinstance(module, nn.RNNBase):
+            self._recurrent_flops += recurrent_flops(module, inputs[0])
 
-        def leave(*_: Any) -> None:
-            self._modules.pop()
+    def before(self, operation: Operation) -> tuple[int, Tensor | None]:
+        return self._emulated(), self._finite(operation)
 
-        self._hooks.append(module.register_forward_pre_hook(enter))
-        self._hooks.append(module.register_forward_hook(leave, always_call=True))
-
-    def _see(self, func: OpOverload, args: tuple, kwargs: dict[str, Any], inside: bool) -> Any:
-        before = self._emulated() if inside else 0
-        name = name_of(func)
-        finite = self._finite(name, args, kwargs)
-        result = func(*args, **kwargs)
-        if func.is_view or name in _NOT_COUNTED:
-            return result
-        operands, results = _floats((args, kwargs)), _floats(result)
+    def after(self, operation: Operation, kept: tuple[int, Tensor | None]) -> None:
+        name, args = operation.name, operation.args
+        if operation.func.is_view or name in _NOT_COUNTED:
+            return
+        operands, results = _floats((args, operation.kwargs)), _floats(operation.result)
         if operands or results:
-            emulated = inside and self._emulated() > before
-            dtype = self._dtype(name, operands, results, emulated)
-            # Operations on lists of tensors in place (the optimizer's) return nothing.
+            emulated, finite = kept
+            dtype = self._dtype(name, operands, results, self._emulated() > emulated)
+            # In-place operations on lists of tensors (the optimizer's) return nothing.
             changed = results or [t for t in tree_leaves(args[:1]) if isinstance(t, Tensor)]
-            causal = is_causal(func, args, kwargs)
-            work = flops(name, args, kwargs, result, causal=causal)
-            row = Row(1, sum(t.numel() for t in changed), work)
+            row = Row(1, sum(t.numel() for t in changed), flops(operation))
             with self._lock:
                 self._add(self._phase(), name, dtype, row)
                 if finite is not None:
                     self._note_overflow(name, finite, results)
                 if name == "_to_copy" and operands:
                     self._note_weight_copy(operands[0], results)
-        return result
-
-    def _phase(self) -> str:
-        if in_backward():
-            self._after_backward = True
-            return "backward"
-        return "update" if self._after_backward else "forward"
 
     def _emulated(self) -> int:
         return sum(e.rerouted.total() for e in self._emulations)
+
+    def _phase(self) -> str:
+        phase = self._trace.phase
+        if phase is Phase.BACKWARD:
+            return "backward"
+        return "update" if phase in (Phase.UNSCALE, Phase.UPDATE) else "forward"
+
+    def _modules(self) -> list[str]:
+        """Return the paths of the networks' modules that run now, the outermost first."""
+        return [path for path in self._trace.modules if path in self._names]
 
     def _dtype(
         self, name: str, operands: list[Tensor], results: list[Tensor], emulated: bool
@@ -239,19 +227,22 @@ class FirstStep:
         key = (phase, name, dtype)
         self.rows[key] = Row(*map(add, self.rows.get(key, Row()), row))
         if phase == "forward" and name in PRODUCTS and dtype in _FP32:
-            inside = [own for _, own in self._modules]
-            if not any(fnmatchcase(own, p) for own in inside for p in self._fp32_patterns):
-                label = self._modules[-1][0] if self._modules else ""
+            modules = self._modules()
+            names = [self._names[path] for path in modules]
+            if not any(fnmatchcase(own, p) for own in names for p in self._fp32_patterns):
+                label = modules[-1] if modules else ""
                 self.fp32_modules.setdefault(name, Counter())[label] += 1
 
-    def _finite(self, name: str, args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
-        """Whether all operands are finite, asked before the call may write to them; None: of no
-        forward operation that can overflow."""
-        if name in _POLES or self._phase() != "forward":
+    def _finite(self, operation: Operation) -> Tensor | None:
+        """Return whether all operands are finite, before the call may overwrite them.
+
+        None: not a forward operation that can overflow.
+        """
+        if operation.name in _POLES or self._phase() != "forward":
             return None
-        leaves = tree_leaves((args, kwargs))
+        leaves = tree_leaves((operation.args, operation.kwargs))
         if any(isinstance(leaf, float) and math.isinf(leaf) for leaf in leaves):
-            return None  # it is told so
+            return None  # an argument is infinite
         operands = _floats(leaves)
         if not operands or any(t.layout is not torch.strided for t in operands):
             return None
@@ -262,8 +253,7 @@ class FirstStep:
         half = [t for t in results if t.dtype.itemsize == 2 and t.layout is torch.strided]
         if half and half[0].device == finite.device:
             infinite = torch.stack([t.isinf().any() for t in half]).any()
-            label = self._modules[-1][0] if self._modules else ""
-            where = label or "the step itself"
+            where = (self._modules() or [""])[-1] or "the step itself"
             self._infinite.append((f"{name} in {where}", infinite & finite))
 
     def _note_weight_copy(self, source: Tensor, results: list[Tensor]) -> None:
@@ -275,7 +265,7 @@ class FirstStep:
                 self.saved.weight_copies.add((storage.data_ptr(), storage.nbytes()))
 
     def _add_unseen(self) -> None:
-        """What the emulation computes with all modes off (its LSTM), and FLOPs of fused layers."""
+        """Add the emulation's work with all modes off (its LSTM), and the FLOPs of fused layers."""
         for emulation, before in zip(self._emulations, self._before, strict=True):
             dtype = f"emulated {dtype_name(emulation.dtype)}"
             for (name, phase), count in (Counter(emulation.rerouted) - before).items():

@@ -1,10 +1,11 @@
-"""What is known of a training run's overflows: at which scale each step would have overflowed.
+"""Describe a training run's overflows: at which scale each step would have overflowed.
 
-A step overflows at loss scale S when its largest gradient, times S, does not fit FP16. So each step
-has a limit, and overflows at every scale above it. A recorded run shows one side of that limit:
-a skipped update at scale S says "below S", a clean step at scale S says "S or above".
+A step overflows at loss scale S if its largest gradient, times S, does not fit FP16. So each step
+has a limit, and overflows at every scale above it. A recorded run shows one side of that limit: a
+skipped update at scale S says "below S", a clean step at scale S says "S or above".
 
-The trace of a CSV or JSONL file that somebody else's training wrote is read here; imports no torch.
+This module also reads the trace of a CSV or JSONL file that another tool's training wrote. It
+imports no torch.
 """
 
 import csv
@@ -21,19 +22,19 @@ import numpy as np
 from mprun.errors import BadInput
 from mprun.numerics.exponent_shares import FP16_MAX
 
-SCAN = 256  # steps looked at first for the next overflow
+SCAN = 256  # steps examined first for the next overflow
 
 
 @dataclass(slots=True)
 class OverflowTrace:
-    """Per step the scales known, assumed and not known to overflow; one entry for each step.
+    """Per step, the scales at which an overflow is known, assumed or unknown.
 
     first_step: number of the first step; the entries are consecutive steps.
-    clean: float64 [n], largest scale at which this very step is known not to overflow; 0: none is.
-    overflow: float64 [n], smallest scale at which this very step is known to overflow; inf: none.
-    likely_clean, likely_overflow: float64 [n], the same with what other steps show (see `carry`).
-    grad_max: float64 [n], largest unscaled gradient magnitude, or None where the trace has none.
-    notes: what a reader must know of where the numbers come from.
+    clean: float64 [n], largest scale at which the step itself is known not to overflow; 0: none is.
+    overflow: float64 [n], smallest scale at which the step itself is known to overflow; inf: none.
+    likely_clean, likely_overflow: float64 [n], the same with evidence of other steps (see `carry`).
+    grad_max: float64 [n], largest unscaled gradient magnitude, or None if the trace has none.
+    notes: remarks for the reader on the source of the numbers.
     """
 
     first_step: int
@@ -48,9 +49,9 @@ class OverflowTrace:
         return len(self.clean)
 
     def next_overflow(self, scale: float, start: int) -> int:
-        """First index from `start` on whose step is taken to overflow at `scale`; else the length.
+        """Return the first index from `start` on that likely overflows at `scale`; else the length.
 
-        What is not known at all is taken as clean.
+        Unknown steps count as clean.
         """
         width = SCAN
         while start < len(self):
@@ -61,9 +62,9 @@ class OverflowTrace:
         return len(self)
 
     def decided(self, scales: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(known, likely): bool [m]: what the trace says of its first m steps at `scales` [m].
+        """Return (known, likely): bool [m], the trace's knowledge of m steps at `scales` [m].
 
-        known: the step itself shows whether it overflows; likely: it does or other steps do.
+        known: the step itself shows whether it overflows. likely: the step or other steps show it.
         """
         steps = slice(len(scales))
         known = (scales <= self.clean[steps]) | (scales >= self.overflow[steps])
@@ -79,9 +80,9 @@ def trace_from_bounds(
     notes: list[str] | None = None,
     probably_clean: np.ndarray | None = None,
 ) -> OverflowTrace:
-    """A trace from what each step shows of itself; see `OverflowTrace` and `carry`.
+    """Build a trace from what each step shows of itself; see `OverflowTrace` and `carry`.
 
-    probably_clean: float64 [n], as `clean`, but taken for likely alone; 0 where there is no word.
+    probably_clean: float64 [n], as `clean`, but only for the likely bounds; 0 where unknown.
     """
     low = clean if probably_clean is None else np.maximum(clean, probably_clean)
     low = np.where(low < overflow, low, clean)
@@ -92,13 +93,13 @@ def trace_from_bounds(
 
 
 def carry(clean: np.ndarray, overflow: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(likely_clean, likely_overflow): each step's own bounds and the tightest of other steps.
+    """Return (likely_clean, likely_overflow): own bounds, and the tightest of other steps.
 
     clean, overflow: float64 [n] as in `OverflowTrace`. A bound is carried forward until a later
-    step contradicts it, then the next looser one that nothing contradicts is carried. Where there
-    is none yet the bound is carried backward from later steps, by the same rule. An overflow at a
-    scale that had been clean before, with a clean step next, is an event of that step alone and
-    not carried: one odd batch says nothing of its neighbours.
+    step contradicts it; then the next looser uncontradicted bound is carried. Where there is none
+    yet, the bound is carried backward from later steps, by the same rule. An overflow at a scale
+    that had been clean before, with a clean step next, concerns that step alone and is not carried:
+    one odd batch says nothing about its neighbours.
     """
     carried = ~_single_events(clean, overflow)
     ahead = _walk(clean, overflow, carried, range(len(clean)))
@@ -111,7 +112,7 @@ def carry(clean: np.ndarray, overflow: np.ndarray) -> tuple[np.ndarray, np.ndarr
 
 
 def _single_events(clean: np.ndarray, overflow: np.ndarray) -> np.ndarray:
-    """bool [n]: overflowed at a scale seen clean before, and the next step that tells is clean."""
+    """Return bool [n]: overflowed at a scale seen clean before, clean at the next known step."""
     single = np.zeros(len(clean), bool)
     telling = np.flatnonzero((clean > 0) | np.isfinite(overflow))
     overflowed = (clean[telling] == 0).tolist()
@@ -133,7 +134,7 @@ def _single_events(clean: np.ndarray, overflow: np.ndarray) -> np.ndarray:
 def _walk(
     clean: np.ndarray, overflow: np.ndarray, carried: np.ndarray, order: range
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Tightest bounds that no step has contradicted so far, at each step, in the given order."""
+    """Return the tightest uncontradicted bounds so far at each step, in the given order."""
     likely_clean, likely_overflow = np.zeros(len(clean)), np.full(len(clean), np.inf)
     lows, highs, counts = clean.tolist(), overflow.tolist(), carried.tolist()
     low: list[float] = []  # ascending, all below all of `high`
@@ -146,7 +147,7 @@ def _walk(
                 at = bisect_left(ascending, value)
                 if ascending[at : at + 1] != [value]:
                     ascending.insert(at, value)
-        # What a step shows of itself comes before what other steps show.
+        # A step's own evidence precedes that of other steps.
         below = bisect_left(low, highs[index])
         above = bisect_right(high, lows[index])
         likely_clean[index] = low[below - 1] if below else 0.0
@@ -161,13 +162,13 @@ _OTHER_NUMBERS |= {"True": 1.0, "False": 0.0}
 
 
 def read_trace_file(path: Path) -> OverflowTrace:
-    """The trace of a CSV file with a header, or of a file with one JSON object a line.
+    """Read the trace of a CSV file with a header, or of a file with one JSON object a line.
 
-    Columns: `step`, ascending integers from 0 or 1 or later; of a step that is missing nothing is
-    known. And `limit`, the largest loss scale 2^k at which the step does not overflow (0: it does
-    at every scale; inf: at none; empty: not known); or `found_inf`, 0 or 1, with `loss_scale`, the
-    scale it was seen at (without that column the step is taken to overflow at every scale).
-    Optional `grad_max`: largest unscaled gradient magnitude. Other columns are not read.
+    Columns: `step`, ascending integers from 0 or 1 or later; missing steps are unknown. And
+    `limit`, the largest loss scale 2^k at which the step does not overflow (0: it overflows at
+    every scale; inf: at none; empty: not known). Or `found_inf`, 0 or 1, with `loss_scale`, the
+    scale of that step (without that column the overflow counts for every scale). Optional
+    `grad_max`: largest unscaled gradient magnitude. Other columns are not read.
 
     Raises:
         BadInput: for anything else, naming the line.
@@ -210,9 +211,9 @@ def read_trace_file(path: Path) -> OverflowTrace:
 
 
 def _known(row: dict[str, Any], has: set[str], before: int) -> tuple[int, float, float, float]:
-    """Step, `clean` and `overflow` of `OverflowTrace`, grad_max or NaN.
+    """Return step, `clean` and `overflow` of `OverflowTrace`, and grad_max or NaN.
 
-    Raises ValueError for what is no such number, or a step that does not come after `before`.
+    Raises ValueError for an invalid number, or for a step that does not come after `before`.
     """
     step = _number(row, "step")
     if step is None or step != int(min(step, 2**53)):
@@ -228,7 +229,7 @@ def _of_limit(row: dict[str, Any]) -> tuple[float, float]:
     limit = _number(row, "limit")
     if limit is None:
         return 0.0, math.inf
-    # A limit 2^k says that 2^(k+1) overflows, not where between the two it starts.
+    # A limit 2^k says that 2^(k+1) overflows, but not where between the two overflows start.
     power = 0 < limit < math.inf and math.frexp(limit)[0] == 0.5
     return limit, 2 * limit if power else math.nextafter(limit, math.inf)
 
@@ -247,7 +248,7 @@ def _of_found_inf(row: dict[str, Any], scaled: bool) -> tuple[float, float]:
 
 
 def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line number, values by column)."""
+    """Yield (line number, values by column)."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
@@ -282,7 +283,7 @@ def _json_row(path: Path, number: int, line: str) -> dict[str, Any]:
 
 
 def _number(row: dict[str, Any], name: str) -> float | None:
-    """A number >= 0; None for an empty value."""
+    """Return a number >= 0; None for an empty value."""
     value = row.get(name)
     if value is None or value == "":
         return None

@@ -1,7 +1,7 @@
-"""The last steps of a run that diverged, in numbers and in words; needs no torch.
+"""Describe the last steps of a diverged run, in numbers and in words; needs no torch.
 
 Files: numerics/post-mortem.json and .md in the run directory. A few skipped updates while a dynamic
-scale settles are normal and called so; a row of skips at the floor is called a collapse.
+scale settles are reported as normal; a row of skips at the floor is a collapse.
 """
 
 import json
@@ -17,13 +17,13 @@ from mprun.record.console import markdown_table
 from mprun.record.run_directory import write_json
 
 LAST = 50  # steps
-# A loss that grew by this factor before it ended is called exploding.
+# A loss that grew by this factor before the end counts as exploding.
 EXPLOSION = 10.0
 _FILE = Path("numerics") / "post-mortem.json"
 
 
 class StepRow(NamedTuple):
-    """One step as numbers: `step` counts from 1; `skipped` is the total up to and with it."""
+    """One step as numbers: `step` counts from 1; `skipped` is the total up to and including it."""
 
     step: int
     loss: float
@@ -33,7 +33,7 @@ class StepRow(NamedTuple):
 
     @property
     def diverged(self) -> bool:
-        """A loss that is not finite although its update was applied."""
+        """Return whether the loss is not finite although its update was applied."""
         return not self.found_inf and not math.isfinite(self.loss)
 
 
@@ -57,16 +57,17 @@ class History:
                 del self.norms[step]
 
     def up_to(self, step: int) -> list[dict]:
-        """The rows up to and with `step` as dictionaries, with the norms that are known."""
+        """Return the rows up to and including `step` as dictionaries, with the known norms."""
         return [
             row._asdict() | self.norms.get(row.step, {}) for row in self.rows if row.step <= step
         ]
 
 
 def explosion(rows: Sequence[Mapping]) -> tuple[float, int] | None:
-    """(factor, steps): how the finite losses grew up to the last one; None below EXPLOSION.
+    """Return (factor, steps): the growth of the finite losses; None below EXPLOSION.
 
-    Compared with the lowest loss of the rows. steps: since the loss was last within twice that.
+    factor: the last finite loss over the lowest. steps: since the loss was last at most twice the
+    lowest.
     """
     applied = [row for row in rows if not row["found_inf"]]
     losses = [(row["step"], row["loss"]) for row in applied if math.isfinite(row["loss"])]
@@ -78,13 +79,13 @@ def explosion(rows: Sequence[Mapping]) -> tuple[float, int] | None:
 
 
 def classify(cause: str, rows: Sequence[Mapping], scaler_kind: str, bad_step: int) -> list[str]:
-    """What happened, in one line each; the first says what ended the run.
+    """Describe what happened, in one line each; the first says what ended the run.
 
     Args:
-        cause: as it is recorded.
-        rows: of the last steps, oldest first (`History`).
+        cause: the recorded cause.
+        rows: the last steps, oldest first (`History`).
         scaler_kind: "none", "static", "dynamic" or "logmax".
-        bad_step: the step that went wrong, where it is known, else the last one.
+        bad_step: the step that went wrong, if known, else the last one.
     """
     streak = len(list(takewhile(lambda row: row["found_inf"], reversed(rows))))
     before = rows[: len(rows) - streak] if "collapsed" in cause else rows
@@ -114,9 +115,9 @@ def _ending(cause: str, rows: Sequence[Mapping], streak: int, bad_step: int) -> 
 def write_post_mortem(
     directory: Path, cause: str, step: int, rows: list[dict], scaler_kind: str, kept: dict
 ) -> list[str]:
-    """Write both files below `directory`; returns the classification.
+    """Write both files below `directory`; return the classification.
 
-    step: at which the run ended. kept: `mprun.numerics.failure.Kept` as a dictionary.
+    step: the step at which the run ended. kept: `mprun.numerics.failure.Kept` as a dictionary.
     """
     lines = classify(cause, rows, scaler_kind, kept["step"])
     content = {"cause": cause, "step": step, "classification": lines, "failure": kept}
@@ -129,7 +130,7 @@ def write_post_mortem(
 
 
 def read_post_mortem(directory: Path) -> dict | None:
-    """The post-mortem of a run, its numbers as floats; None if it has none, Damaged if torn."""
+    """Read a run's post-mortem, numbers as floats; None if it has none, Damaged if torn."""
     path = directory / _FILE
     if not path.is_file():
         return None
@@ -146,7 +147,7 @@ def read_post_mortem(directory: Path) -> dict | None:
 
 
 def power(value: float) -> str:
-    """A positive number as a power of two: "2^15.9", "2^16", "0", "inf", "nan"."""
+    """Return a positive number as a power of two: "2^15.9", "2^16", "0", "inf", "nan"."""
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
     exponent = math.log2(abs(value))
@@ -154,7 +155,7 @@ def power(value: float) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Nested values for JSON: non-finite numbers as text, tuples as lists."""
+    """Convert nested values for JSON: non-finite numbers as text, tuples as lists."""
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

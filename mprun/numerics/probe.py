@@ -1,8 +1,8 @@
-"""One step under observation: every tensor of it counted, nothing of it changed.
+"""Observe one step: count all its tensors, change nothing.
 
-Which modules are measured is chosen by patterns; a parameter belongs to the innermost around it.
-Hooks only look: they return nothing, draw no random numbers and work under no_grad, outside the
-modes that emulate 16-bit products. They exist during the step that is probed and at no other time.
+Patterns choose the measured modules; a parameter belongs to the innermost chosen one around it.
+Hooks only look: they return nothing, draw no random numbers and run under no_grad, outside the
+modes that emulate 16-bit products. They exist only during the probed step.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,10 +36,10 @@ Chosen = dict[str, dict[str, nn.Module]]
 
 
 def chosen_modules(learners: Mapping[str, Learner], patterns: Sequence[str]) -> Chosen:
-    """Learner -> module name -> module; BadInput for a pattern that matches no module.
+    """Return learner -> module name -> module; BadInput for a pattern that matches no module.
 
-    patterns: glob patterns over module names, as in precision.overrides; each has to match in one
-    of the models at least. None at all: every module that has no modules inside.
+    patterns: glob patterns over module names, as in precision.overrides; each must match in at
+    least one of the models. Without patterns: every module that has no modules inside.
     """
     names = {
         label: {name: module for name, module in learner.model.named_modules() if name}
@@ -65,7 +65,7 @@ def chosen_modules(learners: Mapping[str, Learner], patterns: Sequence[str]) -> 
 
 
 def owner(parameter: str, chosen: Mapping[str, nn.Module]) -> str | None:
-    """The innermost chosen module around the parameter of this name, or None."""
+    """Return the innermost chosen module around the parameter of this name, or None."""
     while parameter:
         parameter = parameter.rpartition(".")[0]
         if parameter in chosen:
@@ -74,24 +74,23 @@ def owner(parameter: str, chosen: Mapping[str, nn.Module]) -> str | None:
 
 
 class Probe:
-    """Watches one training step of `task` inside a `with` block; `read` gives what it saw.
+    """Watch one training step of `task` inside a `with` block; `read` returns the result.
 
         with Probe(task, chosen) as probe:
             metrics = task.train_step(index)
         learners, (loss,) = probe.read([metrics["loss"]])
 
-    chosen: the modules to measure, from `chosen_modules`. Of tensors of more than 2^18 values a
-    part is counted (`sampling_stride`). Costs about two training steps of time and a copy of the
-    weights that are counted, where these are updated in 16 bits also of their state and gradients
-    (`UpdateMeter`). Of row tables (mprun.precision.row_updates) the gradients of the rows
-    that the step uses are counted, not the weights and their updates.
+    chosen: the modules to measure, from `chosen_modules`. Only a part of a tensor with more than
+    2^18 values is counted (`sampling_stride`). A probe costs about two training steps of time and a
+    copy of the counted weights; if these are updated in 16 bits, also of their state and gradients
+    (`UpdateMeter`). For row tables (mprun.precision.row_updates) it counts the gradients of the
+    rows that the step uses, not the weights and their updates.
     """
 
     def __init__(self, task, chosen: Chosen):
         self.task, self.chosen = task, chosen
         self.tally = Tally()
-        # Of each parameter its learner and module, values before the step, their stride, and the
-        # tensor itself.
+        # For each parameter: learner and module, values before the step, their stride, the tensor.
         self.before: list[tuple[tuple[str, str], Tensor, int, Tensor]] = []
         self.lost: dict[tuple[str, str], Tensor] = {}
         self.meters: dict[str, UpdateMeter] = {}
@@ -138,12 +137,12 @@ class Probe:
     def _on_output(self, learner: str, name: str, module, inputs, output) -> None:
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         with _plainly():
-            # What FP8 products take beside weight and output gradient (`mprun.numerics.fp8`).
+            # FP8 products take the input too (`mprun.numerics.fp8`).
             if isinstance(module, nn.Linear) and inputs:
                 self.tally.add((learner, "inputs", name), inputs[0])
             for tensor in tensors:
                 self.tally.add((learner, "activations", name), tensor)
-        # A hook of the tensor gets the gradient of these very values, also where the next module
+        # A tensor hook gets the gradient of exactly these values, even if the next module
         # overwrites them in place.
         hook = partial(self._on_gradient, (learner, "activation_gradients", name))
         for tensor in tensors:
@@ -151,7 +150,7 @@ class Probe:
                 tensor.register_hook(hook)
 
     def _on_gradient(self, key: tuple[str, str, str], gradient: Tensor | None) -> None:
-        if gradient is None:  # of a result that is not used, beside others of one operation
+        if gradient is None:  # of an unused result, beside others of one operation
             return
         with _plainly():
             self.tally.add(key, gradient)
@@ -163,7 +162,7 @@ class Probe:
             update = sampled(updated, stride).float() - old.float()
             self.tally.add_sample((name, "updates", module), update, stride, largest(update))
             narrow = self.task.learners[name].optimizer.narrow
-            # What a store keeps on average no single update tells.
+            # Single updates do not show what such a store keeps on average.
             if narrow is None or narrow.rounding == "nearest":
                 asked.append(((name, module), old, stride))
                 updates.append(update)
@@ -174,15 +173,15 @@ class Probe:
         for name, meter in self.meters.items():
             for parameter, sums in meter.sums().items():
                 inside = owner(parameter, self.chosen[name])
-                assert inside is not None  # only such are measured
+                assert inside is not None  # only these are measured
                 self.applied[name, inside] = self.applied.get((name, inside), 0) + sums
         self.before, self.meters = [], {}
 
     def read(self, scalars: Sequence[Tensor]) -> tuple[dict[str, LearnerProbe], list[float]]:
-        """(learner -> what was measured in it, `scalars` as floats).
+        """Return (learner -> measurements, `scalars` as floats).
 
-        scalars: 0-dim tensors that are wanted on the host too: this is the one place that waits
-        for the device, in one transfer.
+        scalars: 0-dim tensors that the host needs too. Only this method waits for the device, in
+        one transfer.
         """
         tally, keys = self.tally, list(self.tally.counts)
         singles = [x.double() for x in (*(tally.amax[key] for key in keys), *scalars)]
@@ -218,7 +217,7 @@ class Probe:
 
 
 def loss_scale_names(task, learner: str) -> tuple[str, ...]:
-    """Names of the loss scales that the losses of one learner are multiplied by, each once."""
+    """Return the names of the loss scales of one learner's losses, each once."""
     names = {id(scale): name for name, scale in task.loss_scales.items()}
     own = task.learners[learner].optimizer.loss_scales
     return tuple(dict.fromkeys(names[id(scale)] for scale in own))
@@ -226,6 +225,6 @@ def loss_scale_names(task, learner: str) -> tuple[str, ...]:
 
 @contextmanager
 def _plainly() -> Iterator[None]:
-    """Without gradients, and past the emulation, which would look at every operation."""
+    """Disable gradients and the emulation, which would look at every operation."""
     with torch.no_grad(), torch._C.DisableTorchFunction(), _disable_current_modes():
         yield

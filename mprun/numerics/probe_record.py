@@ -71,7 +71,7 @@ from mprun.numerics.exponent_shares import (
 
 VERSION = 1
 KINDS = ("weights", "inputs", "activations", "activation_gradients", "weight_gradients", "updates")
-GRADIENT_KINDS = ("activation_gradients", "weight_gradients")  # times the loss scale
+GRADIENT_KINDS = ("activation_gradients", "weight_gradients")  # multiplied by the loss scale
 FOLDER = "numerics"
 _NAME = re.compile(r"step-(\d{8,})\.json$")
 
@@ -87,17 +87,17 @@ class TensorStats:
 
     @property
     def headroom(self) -> int | None:
-        """The largest k for which nothing here overflows FP16 when multiplied by 2^k.
+        """Return the largest k for which nothing here overflows FP16 when multiplied by 2^k.
 
-        From amax, so that it holds for values that were not counted, too. Where a value is not
-        finite, of the counted finite ones; None if there is none but zero.
+        It uses amax, so it also covers values that were not counted. If a value is not finite, it
+        uses the counted finite ones. None if all are zero.
         """
         if not self.amax or not math.isfinite(self.amax):
             return self.counts.headroom
         return fp16_headroom(self.amax)
 
     def merge(self, other: "TensorStats") -> "TensorStats":
-        """The elements of both; a NaN stays."""
+        """Merge the elements of both; a NaN stays."""
         larger = max(self.amax, other.amax)
         amax = math.nan if math.isnan(self.amax + other.amax) else larger
         dtypes = sorted({*self.dtype.split("+"), *other.dtype.split("+")})
@@ -107,10 +107,10 @@ class TensorStats:
 
 @dataclass(frozen=True, slots=True)
 class Agreement(Sums):
-    """Gradients of a step beside those of its FP32 shadow, as sums over the elements.
+    """The gradients of a step against those of its FP32 shadow, as sums over the elements.
 
     dot: own times fp32; own, fp32: squares of each; difference: squares of own minus fp32. Own
-    gradients are unscaled; both are as they are before clipping. Sums of several modules add up.
+    gradients are unscaled; both are taken before clipping. Sums of several modules add up.
     """
 
     dot: float = 0.0
@@ -120,23 +120,23 @@ class Agreement(Sums):
 
     @property
     def cosine(self) -> float:
-        """1 if both point the same way; NaN where one of them is zero."""
+        """Return the cosine: 1 if both point the same way; NaN if one of them is zero."""
         return _ratio(self.dot, math.sqrt(self.own) * math.sqrt(self.fp32))
 
     @property
     def norm_ratio(self) -> float:
-        """Own norm / FP32 norm."""
+        """Return own norm / FP32 norm."""
         return _ratio(math.sqrt(self.own), math.sqrt(self.fp32))
 
     @property
     def relative_error(self) -> float:
-        """Norm of the difference / FP32 norm."""
+        """Return norm of the difference / FP32 norm."""
         return _ratio(math.sqrt(self.difference), math.sqrt(self.fp32))
 
 
 @dataclass(frozen=True, slots=True)
 class LearnerProbe:
-    """What was measured in one model. tensors: kind -> module -> stats, kinds as in KINDS."""
+    """The measurements in one model. tensors: kind -> module -> stats, kinds as in KINDS."""
 
     loss_scales: tuple[str, ...] = ()
     tensors: dict[str, dict[str, TensorStats]] = field(default_factory=dict)
@@ -145,25 +145,25 @@ class LearnerProbe:
     applied_updates: dict[str, AppliedUpdates] = field(default_factory=dict)
 
     def total(self, kind: str) -> TensorStats | None:
-        """Over all modules; None if nothing of this kind was measured."""
+        """Return the merge over all modules; None if nothing of this kind was measured."""
         return merged(self.tensors.get(kind, {}).values())
 
     def total_lost(self) -> LostUpdates:
-        """Over all modules."""
+        """Return the merge over all modules."""
         return merged(self.lost_updates.values()) or LostUpdates()
 
     def total_applied(self) -> AppliedUpdates:
-        """Over all modules."""
+        """Return the merge over all modules."""
         return merged(self.applied_updates.values()) or AppliedUpdates()
 
     def total_agreement(self) -> Agreement | None:
-        """Over all modules; None without a shadow step."""
+        """Return the merge over all modules; None without a shadow step."""
         return merged(self.shadow.values()) if self.shadow else None
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeRecord:
-    """What was measured at one step; the fields are those of the file."""
+    """The measurements at one step; the fields are those of the file."""
 
     step: int
     skipped: bool
@@ -174,12 +174,12 @@ class ProbeRecord:
 
 
 def write_probe(run_dir: Path, record: ProbeRecord) -> Path:
-    """Write the file of one step, replacing it at once if it exists; returns its path."""
+    """Write the file of one step, replacing an existing one atomically; return its path."""
     folder = run_dir / FOLDER
     folder.mkdir(exist_ok=True)
     path = folder / f"step-{record.step:08}.json"
     temporary = folder / f".{path.name}.{os.getpid()}"
-    # In one line and at once: only so the encoder is the one written in C, ten times as fast.
+    # In one line and one call: only then the encoder is the one in C, ten times as fast.
     text = json.dumps(_to_json(record), allow_nan=False, separators=(",", ":"))
     temporary.write_text(text + "\n", encoding="utf-8")
     os.replace(temporary, path)
@@ -187,9 +187,9 @@ def write_probe(run_dir: Path, record: ProbeRecord) -> Path:
 
 
 def read_probes(run_dir: Path) -> list[ProbeRecord]:
-    """All probes of a run by ascending step; an empty list if it has none.
+    """Read all probes of a run by ascending step; an empty list if it has none.
 
-    Raises Damaged for a file that is no probe record.
+    Raises Damaged for a file that is not a probe record.
     """
     folder = run_dir / FOLDER
     if not folder.is_dir():
@@ -199,7 +199,7 @@ def read_probes(run_dir: Path) -> list[ProbeRecord]:
 
 
 def read_probe(path: Path) -> ProbeRecord:
-    """The probe record in one file; Damaged if it is none."""
+    """Read the probe record in one file; raise Damaged if it is not one."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["version"] != VERSION:
@@ -219,7 +219,7 @@ def read_probe(path: Path) -> ProbeRecord:
 
 
 def drop_later_probes(run_dir: Path, last_step: int) -> None:
-    """Remove the files of steps after `last_step`, which a resumed run will write again."""
+    """Remove the files of steps after `last_step`; the resumed run writes them again."""
     for path in (run_dir / FOLDER).glob("step-*.json"):
         match = _NAME.match(path.name)
         if match and int(match[1]) > last_step:
@@ -283,7 +283,7 @@ def _each(change: Callable[[Any], Any], values: Mapping[str, Any]) -> dict[str, 
 
 
 def _number(value: float) -> float | str:
-    """JSON has no NaN; float() reads these words back."""
+    """Convert a number for JSON, which has no NaN; float() reads these words back."""
     if math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
@@ -293,19 +293,19 @@ def _ratio(numerator: float, denominator: float) -> float:
     return numerator / denominator if denominator else math.nan
 
 
-# No FP32 value (exponents -149 to 127) that was measured at a scale of 2^-126 to 2^126 needs more.
+# Any FP32 value (exponents -149 to 127) measured at a scale of 2^-126 to 2^126 fits.
 _SMALLEST, _LARGEST = -300, 300
 
 
 class Gradients:
-    """Histograms of gradients that belong together, each with the scale it was measured at.
+    """Histograms of related gradients, each with the scale of its measurement.
 
-    A histogram in which gradients of losses with different scales are mixed counts with the
-    largest of them for underflow and with the smallest for overflow: the worse case of both.
+    If a histogram mixes gradients of losses with different scales, underflow uses the largest scale
+    and overflow the smallest: the worse case of both.
     """
 
     def __init__(self):
-        # (lowest, highest shift): log2 of what takes a measured value to its value at scale 1.
+        # (lowest, highest shift): log2 of the factor from a measured value to its value at scale 1.
         self.parts: dict[tuple[float, float], TensorStats] = {}
 
     def add(self, stats: TensorStats, log2_scales: Iterable[float]) -> None:
@@ -314,34 +314,34 @@ class Gradients:
         self.merge({(-max(scales), -min(scales)): stats})
 
     def merge(self, parts: Mapping[tuple[float, float], TensorStats]) -> None:
-        """Add all histograms of the `parts` of others."""
+        """Add all histograms of another object's `parts`."""
         for shifts, stats in parts.items():
             before = self.parts.get(shifts)
             self.parts[shifts] = stats if before is None else before.merge(stats)
 
     @property
     def nonzero(self) -> int:
-        """Finite elements that are not zero: what shares are parts of."""
+        """Return the number of finite non-zero elements, the base of the shares."""
         return sum(stats.counts.nonzero for stats in self.parts.values())
 
     @property
     def zero_share(self) -> float:
-        """Part (0 to 1) of all elements that are exactly zero; no scale changes these."""
+        """Return the part (0 to 1) of all elements that are exactly 0; no scale changes these."""
         total = sum(stats.counts.total for stats in self.parts.values())
         return sum(stats.counts.zeros for stats in self.parts.values()) / total if total else 0.0
 
     @property
     def finite(self) -> bool:
-        """Whether every value was, also of those that were not counted."""
+        """Return whether every value was finite, including uncounted ones."""
         return all(math.isfinite(stats.amax) for stats in self.parts.values())
 
     @property
     def largest(self) -> float:
-        """Largest absolute value at scale 1."""
+        """Return the largest absolute value at scale 1."""
         return max((s.amax * 2.0 ** shifts[1] for shifts, s in self.parts.items()), default=0.0)
 
     def underflow(self, k: int) -> float:
-        """Part (0 to 1) of the non-zero elements that are zero in FP16 at scale 2^k."""
+        """Return the part (0 to 1) of the non-zero elements that are zero in FP16 at scale 2^k."""
         lost = sum(
             stats.counts.shares(math.floor(k + low)).underflow * stats.counts.nonzero
             for (low, _), stats in self.parts.items()
@@ -349,26 +349,26 @@ class Gradients:
         return lost / self.nonzero if self.nonzero else 0.0
 
     def underflow_of_sum(self, k: int) -> float:
-        """The same of the sum of absolute values, to about 10 %: small values make small sums."""
+        """Return the lost part of the sum of absolute values, to about 10 %."""
         lost = total = 0.0
         for (low, _), stats in self.parts.items():
             counts = stats.counts.by_class().sum(axis=1)
             exponents = np.arange(LOWEST, HIGHEST + 1)
-            # All mantissas count as 1.5, and 2^-25 itself, the one tie, with what is above it.
+            # All mantissas count as 1.5, and 2^-25 itself, the one tie, like the values above it.
             sums = counts * np.exp2(exponents.astype(np.float64))
             total += float(sums.sum()) * 2.0**low
             lost += float(sums[exponents + math.floor(k + low) < FP16_LOST].sum()) * 2.0**low
         return lost / total if total else 0.0
 
     def lowest(self, share: float) -> int | None:
-        """The smallest k with an underflow share of at most `share`; None without a gradient."""
+        """Return the smallest k with at most `share` underflow; None without a gradient."""
         if not self.nonzero:
             return None
         scales = range(_SMALLEST, _LARGEST)  # the share falls with k
         return _SMALLEST + bisect_left(scales, True, key=lambda k: self.underflow(k) <= share)
 
     def highest(self) -> int | None:
-        """The largest k at which nothing overflows; None without a gradient."""
+        """Return the largest k at which nothing overflows; None without a gradient."""
         found = [
             math.floor(stats.headroom - high)
             for (_, high), stats in self.parts.items()
@@ -379,12 +379,12 @@ class Gradients:
 
 @dataclass(frozen=True, slots=True)
 class ScaleRange:
-    """Static loss scales 2^k for one set of gradients.
+    """The static loss scales 2^k for one set of gradients.
 
     lowest: smallest k that keeps the underflow share of every kind at or below `share`. highest:
-    largest k at which nothing overflowed in any probe. headroom: powers of two to be left below
-    that. recommended: the middle of [lowest, highest - headroom] (the upper one of two), or, where
-    that is empty, highest - headroom.
+    largest k at which nothing overflowed in any probe. headroom: powers of two to leave below that.
+    recommended: the middle of [lowest, highest - headroom] (the upper one of two), or, if that is
+    empty, highest - headroom.
     """
 
     share: float
@@ -395,25 +395,25 @@ class ScaleRange:
 
     @property
     def top(self) -> int:
-        """The largest k that leaves the headroom."""
+        """Return the largest k that leaves the headroom."""
         return self.highest - self.headroom
 
     @property
     def fits(self) -> bool:
-        """Whether a scale keeps underflow below the share and leaves the headroom."""
+        """Return whether a scale keeps underflow below the share and leaves the headroom."""
         return self.lowest <= self.top
 
 
 def scale_range(kinds: Iterable[Gradients], share: float, headroom: int) -> ScaleRange | None:
-    """The scales that suit all kinds at once; None if no gradient was different from zero."""
+    """Return the scales that suit all kinds at once; None if all gradients were zero."""
     kinds = [kind for kind in kinds if kind.nonzero]
     if not kinds:
         return None
-    # Of gradients that are not zero both are known.
+    # Both are known for non-zero gradients.
     lowest = max(kind.lowest(share) or 0 for kind in kinds)
     highest = min(kind.highest() or 0 for kind in kinds)
     top = highest - headroom
-    # Below lies silent underflow, above lie skipped updates: as far as possible from both, because
-    # gradients shrink and peak over a whole run.
+    # Below is silent underflow, above are skipped updates. The middle is farthest from both,
+    # because gradients shrink and peak over a whole run.
     recommended = math.ceil((lowest + top) / 2) if lowest <= top else top
     return ScaleRange(share, headroom, lowest, highest, recommended)

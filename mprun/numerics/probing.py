@@ -1,13 +1,13 @@
-"""Which steps of a run are probed and shadowed, and where what they show is written.
+"""Choose the steps of a run to probe and to shadow, and write the results.
 
-In TensorBoard: histograms over exponents for whole models, scalars per module.
+TensorBoard gets histograms over exponents for whole models, and scalars per module.
 
 The shadow step takes the same batch from the same weights in FP32, beside the mode's own step. Two
-training curves that part say that rounding changed something, not how much: training is chaotic,
-and any difference grows. One step from equal weights tells what rounding did to it. The task's own
-`train_step` computes it, on a twin of the task whose models are FP32 copies of the master weights
-and whose optimizers only collect gradients. Random numbers are those of the mode's step, so dropout
-masks and generator inputs are the same.
+diverging training curves show that rounding changed something, but not how much: training is
+chaotic, and any difference grows. One step from equal weights shows the effect of rounding on it.
+The task's own `train_step` computes it, on a twin of the task. The twin's models are FP32 copies of
+the master weights, and its optimizers only collect gradients. Random numbers are those of the
+mode's step, so dropout masks and generator inputs are the same.
 """
 
 import copy
@@ -47,14 +47,14 @@ from mprun.precision.recurrent import own_recurrent
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-# Before these names of metrics stands which learner of a GAN they are of.
+# Prefixes of metric names that tell the learner of a GAN.
 _PREFIX = {"generator": "g_", "discriminator": "d_"}
-# TensorBoard sorts sections by name and opens the first two: eval and train come before the probes.
+# TensorBoard sorts sections by name and opens the first two: eval and train precede the probes.
 _SECTION = "values_"
 
 
 class Shadow:
-    """Runs one training step of `task` a second time, in FP32; the task does not notice.
+    """Run one training step of `task` a second time, in FP32, without effect on the task.
 
         with Shadow(task, chosen) as shadow:
             metrics = task.train_step(index)
@@ -62,8 +62,8 @@ class Shadow:
         agreements = shadow.read()
 
     chosen: the modules to compare, from `chosen_modules`. In a GAN the generator is compared
-    against the discriminator as the mode's own step has just updated it. Costs an FP32 step, an
-    FP32 copy of the models with gradients, and a copy of the mode's gradients.
+    against the discriminator as the mode's own step has just updated it. A shadow costs an FP32
+    step, an FP32 copy of the models with gradients, and a copy of the mode's gradients.
     """
 
     def __init__(self, task, chosen: Chosen):
@@ -74,7 +74,7 @@ class Shadow:
 
     def __enter__(self) -> "Shadow":
         self.random = random_states(self.device)
-        # Copies of the weights and of the carried state as they are before the step.
+        # Copies of the weights and of the carried state before the step.
         self.twin = _twin(self.task, self.device)
         return self
 
@@ -85,9 +85,9 @@ class Shadow:
                 self.own[name] = {own: value.float() for own, value in gradients.items()}
 
     def run(self, index: int, metrics: dict[str, Tensor]) -> Tensor:
-        """Take the step in FP32 and compare; its loss as a 0-dim tensor.
+        """Take the step in FP32 and compare; return its loss as a 0-dim tensor.
 
-        index: the one the task's own step had; metrics: what that returned.
+        index: that of the task's own step; metrics: the result of that step.
         """
         afterwards = random_states(self.device)
         restore_random_states(self.random, self.device)
@@ -105,7 +105,7 @@ class Shadow:
         return loss
 
     def read(self) -> dict[str, dict[str, Agreement]]:
-        """TrainState -> module -> agreement; waits for the device, in one transfer."""
+        """Return TrainState -> module -> agreement; waits for the device, in one transfer."""
         found: dict[str, dict[str, Agreement]] = {name: {} for name in self.chosen}
         rows = torch.stack(list(self.sums.values())).tolist() if self.sums else []
         for (name, module), row in zip(self.sums, rows, strict=True):
@@ -122,7 +122,7 @@ class Shadow:
             # In float64: squares of gradients below 2^-75 are 0 in FP32.
             gradient, reference = own[parameter].double(), reference.double()
             if factor is not None:
-                gradient = gradient / factor  # what clipping did is undone
+                gradient = gradient / factor  # undoes the clipping
             off = gradient - reference
             pairs = (
                 (gradient, reference),
@@ -135,9 +135,9 @@ class Shadow:
 
 
 class _Gradients:
-    """In place of an optimizer: collects gradients, and moves the model where the mode's own went.
+    """A stand-in for an optimizer: collect gradients, and copy the mode's own update.
 
-    A generator's loss is computed after the discriminator's update, and it has to be the same one.
+    A generator's loss is computed after the discriminator's update, and that must be the same one.
     """
 
     def __init__(self, module: nn.Module, own):
@@ -165,8 +165,8 @@ class _Gradients:
 
 
 def _twin(task, device: torch.device):
-    """The same task in FP32 on copies of its models; it shares the data."""
-    # Here: scripts are probed without the tasks of mprun, and without what these need.
+    """Return the same task in FP32 on copies of its models; it shares the data."""
+    # Imported here: probing a script must not need mprun's tasks and their dependencies.
     from mprun.tasks import GAN, BatchStatistics, LanguageModel, TrainState
 
     policy = get_policy("fp32")
@@ -177,7 +177,7 @@ def _twin(task, device: torch.device):
         with learner.cast.in_fp32() as own:
             model = own_recurrent(copy.deepcopy(own))
         gradients = _Gradients(model, learner.optimizer)
-        # Of an optimizer it has what a training step calls.
+        # It has the methods of an optimizer that a training step calls.
         optimizer = cast(MixedPrecisionOptimizer, gradients)
         twin.learners[name] = TrainState(CastModel(model, policy, {}), optimizer)
     if isinstance(task, GAN):
@@ -197,12 +197,12 @@ Metrics = dict[str, Tensor]
 
 
 class Probing:
-    """Watches the steps of `task` that are due; writes RUN/numerics and TensorBoard.
+    """Watch the due steps of `task`; write RUN/numerics and TensorBoard.
 
     Args:
-        directory: of the run.
+        directory: the run directory.
         writer: a SummaryWriter; None: no TensorBoard.
-        every, shadow_every: which steps to probe and to shadow; 0: none.
+        every, shadow_every: probe or shadow every n-th step; 0: none.
         modules: patterns (see `chosen_modules`, which raises BadInput).
     """
 
@@ -221,7 +221,7 @@ class Probing:
         self.chosen = chosen_modules(task.learners, modules)
 
     def due(self, step: int) -> bool:
-        """Whether step `step` (from 1) is to be watched."""
+        """Return whether to watch step `step` (from 1)."""
         return self._probes(step) or self._shadows(step)
 
     def _probes(self, step: int) -> bool:
@@ -231,9 +231,9 @@ class Probing:
         return self.shadow_every > 0 and step % self.shadow_every == 0
 
     def watch(self, step: int, index: int, take: Callable[[], Metrics]) -> Metrics:
-        """Take step `step` by `take()` and record what it shows; returns its metrics.
+        """Take step `step` by `take()` and record its probe; return its metrics.
 
-        index: what `take` hands to the task's `train_step`.
+        index: the argument of the task's `train_step`.
         """
         with self.watching(step, index) as watched:
             watched.metrics = take()
@@ -241,7 +241,7 @@ class Probing:
 
     @contextmanager
     def watching(self, step: int, index: int = 0) -> "Iterator[Watched]":
-        """Record what step `step`, taken inside the block, shows; its metrics are to be set."""
+        """Record step `step`, taken inside the block; the block must set its metrics."""
         watched = Watched(self.task, self.chosen, self._probes(step), self._shadows(step))
         with watched:
             yield watched
@@ -252,11 +252,11 @@ class Probing:
 
 
 class Watched:
-    """One step under a probe, a shadow or both, in a `with` block; `record` says what was seen.
+    """One step under a probe, a shadow or both, in a `with` block; `record` returns the result.
 
     Attributes:
-        metrics: what the step returned, to be set inside the block: `loss`, `found_inf` where
-            updates can be skipped, and for a shadow all of them.
+        metrics: the step's result, to be set inside the block: `loss`, `found_inf` if updates can
+            be skipped, and for a shadow all of them.
     """
 
     def __init__(self, task, chosen: Chosen, probes: bool = True, shadows: bool = False):
@@ -266,7 +266,7 @@ class Watched:
         self.metrics: Metrics = {}
 
     def __enter__(self) -> "Watched":
-        # Copies: the scales move in place at the end of the step.
+        # Copies: the scales change in place at the end of the step.
         self.scales = {name: s.scale.clone() for name, s in self.task.loss_scales.items()}
         with ExitStack() as stack:
             for watcher in (self.shadow, self.probe):
@@ -279,9 +279,9 @@ class Watched:
         self._stack.__exit__(*error)
 
     def record(self, step: int, index: int = 0) -> ProbeRecord:
-        """What step `step` showed; index: what the task's `train_step` was given."""
+        """Return the record of step `step`; index: the argument of the task's `train_step`."""
         loss = self.metrics["loss"]
-        # Without a shadow its place is taken by the loss itself, which nobody reads.
+        # Without a shadow the loss itself fills the place, which nobody reads.
         fp32 = loss if self.shadow is None else self.shadow.run(index, self.metrics)
         found_inf = self.metrics.get("found_inf", torch.zeros_like(loss))
         scalars = [loss, fp32, found_inf, *self.scales.values()]
@@ -318,7 +318,7 @@ def show_probe(writer: "SummaryWriter", record: ProbeRecord) -> None:
     of the non-zero values), KIND_zeros (share of all), KIND_log2_amax and KIND_headroom (powers of
     two), lost_updates_fp16 and lost_updates_bf16 (shares), applied_updates (ratio to the wanted
     ones), shadow_cosine, shadow_norm_ratio and shadow_relative_error, each `/total` and `/MODULE`.
-    A GAN has the learner behind the slash.
+    For a GAN the learner follows the slash.
     """
     from tensorboard.compat.proto.summary_pb2 import Summary
 
@@ -333,13 +333,13 @@ def show_probe(writer: "SummaryWriter", record: ProbeRecord) -> None:
             if value is not None and math.isfinite(value):
                 tag = f"{_SECTION}{tag}/{prefix}{name}"
                 values.append(Summary.Value(tag=tag, simple_value=value))
-    # In one event: some hundred modules with a call each would take longer than a training step.
+    # One event: a call for each of some hundred modules would take longer than a training step.
     file_writer: Any = writer.file_writer  # torch declares it as None
     file_writer.add_summary(Summary(value=values), record.step)
 
 
 def _scalars(measured: LearnerProbe) -> Iterator[tuple[str, str, float | None]]:
-    """(tag, module or "total", value) of all that is shown as a curve."""
+    """Yield (tag, module or "total", value) of all curves."""
     for kind, modules in measured.tensors.items():
         for name, stats in _with_total(modules):
             counts, shares = stats.counts, stats.counts.shares()
@@ -359,7 +359,7 @@ def _scalars(measured: LearnerProbe) -> Iterator[tuple[str, str, float | None]]:
 
 
 def _with_total(modules: dict[str, Any]) -> list[tuple[str, Any]]:
-    """Of what was measured by module: that of all of them first; none where there is none."""
+    """Return the modules' measurements, their total first; empty if there are none."""
     return [("total", merged(modules.values())), *modules.items()] if modules else []
 
 

@@ -1,7 +1,7 @@
-"""A run's steps outside the loop that records them: to rewind, to reproduce, to try something else.
+"""Take a run's steps outside the recording loop: to rewind, reproduce, or try changes.
 
-On a CPU a replayed step is bit-equal to the recorded one; on a GPU some kernels add up in another
-order, so whoever replays compares the losses and says whether they are the same.
+On a CPU a replayed step is bit-equal to the recorded one. On a GPU some kernels add in a different
+order, so every replay compares the losses and reports whether they are the same.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 
 class Steps:
-    """Trains a built run one step at a time, eagerly; waits for the device each time.
+    """Train a built run one step at a time, eagerly; waits for the device each time.
 
     Attributes:
         step: steps done so far.
         skipped: how many of them had a skipped update, int64, 0-dim.
-        metrics: what the last step returned, still on the device.
+        metrics: the result of the last step, still on the device.
     """
 
     def __init__(self, built: Built, step: int, skipped: int):
@@ -45,9 +45,9 @@ class Steps:
 
 
 class KeptBatch:
-    """A data source in which the batches of one step are those that were kept with the state.
+    """A data source that returns the kept batches for one step.
 
-    batches: one per micro-batch of step `step` (from 0). Everything else is the source's own.
+    batches: one per micro-batch of step `step` (from 0). Everything else comes from the source.
     """
 
     def __init__(self, source, step: int, batches: list[tuple[Tensor, ...]], device: torch.device):
@@ -65,22 +65,22 @@ class KeptBatch:
 
 
 def batches_of(task, step: int) -> list[tuple[Tensor, ...]]:
-    """The micro-batches that `step` (from 0) trains on."""
+    """Return the micro-batches that `step` (from 0) trains on."""
     count = task.samples_per_step // task.data.samples_per_batch
     return [task.data.train_batch(step * count + index) for index in range(count)]
 
 
 def restore(built, kept: dict) -> Steps:
-    """Put a kept state (`FailureKeeper.record`) into a run just built; what trains on from there.
+    """Put a kept state (`FailureKeeper.record`) into a newly built run; return its steps.
 
-    Raises ValueError where the state is of another model or precision mode.
+    Raises ValueError if the state is of another model or precision mode.
     """
     built.task.load_state_dict(kept["task"])
     return resume_from(built, kept)
 
 
 def resume_from(built, kept: dict) -> Steps:
-    """Batches and random states of a kept state; the task's own state is already in place."""
+    """Restore batches and random states of a kept state; the task's own state is in place."""
     use_batch(built, kept)
     random = kept["random"]
     if built.device.type == "cuda" and "cuda" not in random:
@@ -90,13 +90,13 @@ def resume_from(built, kept: dict) -> Steps:
 
 
 def use_batch(built, kept: dict) -> None:
-    """Let the run train the kept step on the batch that was kept, if one was."""
+    """Let the run train the kept step on the kept batch, if there is one."""
     if kept["batch"] is not None:
         built.task.data = KeptBatch(built.task.data, kept["step"], kept["batch"], built.device)
 
 
 def same_loss(a: float, b: float) -> bool:
-    """Bit-equal, all NaN counting as one value."""
+    """Return whether both are bit-equal; all NaN count as one value."""
     return a == b or (math.isnan(a) and math.isnan(b))
 
 
@@ -113,20 +113,20 @@ class Snapshot:
 
     @property
     def bytes(self) -> int:
-        """What the copy holds."""
+        """Return the bytes of the copy."""
         return size_of(self._state)
 
     def take(self, step: int, skipped: int) -> None:
-        """Remember the state after `step` steps, `skipped` of them without an update."""
+        """Copy the state after `step` steps, `skipped` of them without an update."""
         self._copy(step, None)
         self.settle(True, skipped)
 
     def take_if(self, chosen: Tensor, step: int) -> None:
-        """Replace the copy by the state after `step` steps where `chosen` (bool, 0-dim) is true.
+        """Replace the copy by the state after `step` steps if `chosen` (bool, 0-dim) is true.
 
-        The device decides and the host waits for nothing; `settle` has to be told what `chosen`
-        was before anything else is asked of this copy. Takes no memory but for what has another
-        form than before (the carried state of a language model, once) or lies on the host.
+        The device decides, and the host does not wait. Call `settle` with the value of `chosen`
+        before any other use of this copy. It allocates memory only for tensors of changed form (the
+        carried state of a language model, once) or on the host.
         """
         self._copy(step, chosen)
 
@@ -153,29 +153,29 @@ class Snapshot:
         self._adopt = adopt
 
     def settle(self, chosen: bool, skipped: int) -> None:
-        """What became of the last `take_if`; `skipped`: its steps without an update."""
+        """Report the result of the last `take_if`; `skipped`: its steps without an update."""
         adopt, self._adopt = self._adopt, None
         if adopt is not None and chosen:
             adopt(skipped)
 
     def restore(self) -> None:
-        """Put the task and the random generators back to where they were."""
+        """Restore the task and the random generators."""
         self.task.load_state_dict(self._state)
         restore_random_states(self._random, self.device)
 
     def content(self) -> dict:
-        """In the form of a checkpoint; its tensors are those that the next `take` overwrites."""
+        """Return the form of a checkpoint; the next `take` overwrites its tensors."""
         place = {"step": self.step, "skipped": self.skipped}
         return {"task": self._state, **place, "random": self._random}
 
 
 def size_of(state: dict) -> int:
-    """Bytes of all tensors in a nested state."""
+    """Return the bytes of all tensors in a nested state."""
     return sum(leaf.nbytes for leaf in tree_leaves(state) if isinstance(leaf, Tensor))
 
 
 def _fits(target: Tensor, source: object, chosen: Tensor | None) -> bool:
-    """Whether it can be copied there, by the device that `chosen` lies on if that is to decide."""
+    """Return whether `source` can be copied to `target`, on the device of `chosen` if given."""
     if not isinstance(source, Tensor) or (chosen is not None and source.device != chosen.device):
         return False
     form = (target.shape, target.dtype, target.device)

@@ -1,10 +1,10 @@
-"""One overflow trace through any loss scale: which updates it skips, and where its scale goes.
+"""Replay one overflow trace through any loss scale: skipped updates, and the course of the scale.
 
-The loss scales are the ones that training uses, on the CPU. The trace stays as it is: a scale that
-skips other updates would have trained differently from there on, which no replay can know.
+The loss scales are those of training, on the CPU. The trace does not change: a scale that skips
+other updates would have trained differently afterwards, which no replay can know.
 
 The trace of a recorded run comes from its skipped updates, its scales and its probes, which show
-how far gradients were from overflow. Beside them: the scales that several scalers took, drawn.
+how far gradients were from overflow. The module also draws the scales of several scalers.
 """
 
 import math
@@ -35,14 +35,14 @@ from mprun.record.metrics import read_metrics
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What one loss scale did on a trace; steps are numbered as in the trace.
+    """The course of one loss scale on a trace; steps are numbered as in the trace.
 
-    changes: (step, scale): the scale that this step and those after it used, first step included.
-    skipped: int64, steps whose update it skipped. final: the scale after the last step. lowest,
-    highest: of the scales that steps used. collapsed_at: the step on which its own rule for giving
-    up came true (a run ends there and so does the replay), or None. steps: how many it saw.
-    known, assumed, unknown: how many of them the trace decides by the step itself, by other steps,
-    or not at all (taken as clean); skipped_known: skipped updates of the first kind.
+    changes: (step, scale): the scale from this step on, including the first step. skipped: int64,
+    steps whose update it skipped. final: the scale after the last step. lowest, highest: of the
+    scales in use. collapsed_at: the step at which its own rule for giving up became true (a run
+    ends there and so does the replay), or None. steps: number of replayed steps. known, assumed,
+    unknown: how many of them the trace decides by the step itself, by other steps, or not at all
+    (taken as clean). skipped_known: skipped updates of the first kind.
     """
 
     changes: list[tuple[int, float]]
@@ -62,9 +62,9 @@ class Replay:
 def replay(scale: LossScale, trace: OverflowTrace, stop_at_collapse: bool = True) -> Replay:
     """Run a fresh CPU loss scale (not `none`) over the trace, to its end or its collapse.
 
-    A stretch of clean steps in which nothing but the counters moves is one update and an addition
-    to them, so that 100,000 steps take a tenth of a second; logmax, which moves at every step,
-    takes some 10 seconds.
+    A stretch of clean steps in which only the counters change takes one update and one addition. So
+    100,000 steps take a tenth of a second; logmax, which changes at every step, takes some 10
+    seconds.
 
     Raises:
         ValueError: for a logmax scale on a trace without `grad_max`.
@@ -110,11 +110,11 @@ def replay(scale: LossScale, trace: OverflowTrace, stop_at_collapse: bool = True
 
 
 def _count_clean_steps(scale: LossScale, most: int) -> int:
-    """Let the scale pass clean steps at which its rule only counts, `most` at most; how many."""
+    """Pass at most `most` clean steps at which the rule only counts; return how many."""
     if isinstance(scale, LogMaxLossScale):
         return 0
     if isinstance(scale, DynamicLossScale):
-        # All but the step that grows.
+        # All but the step at which the scale grows.
         most = min(most, scale.growth_interval - 1 - int(scale.growth_tracker))
         scale.growth_tracker.add_(most)
         if scale.tolerance > 0:
@@ -125,14 +125,14 @@ def _count_clean_steps(scale: LossScale, most: int) -> int:
 def probed_bounds(
     directory: Path, steps: int, every_dtype: bool
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, int]:
-    """(clean, overflow, grad_max, probes) of the steps 1 to `steps` of a run directory.
+    """Return (clean, overflow, grad_max, probes) of the steps 1 to `steps` of a run directory.
 
     clean: float64 [steps], the largest scale (in powers of two from the run's own) at which no
-    gradient that was probed overflows FP16, 0 where there was no probe; others, inside a kernel,
-    may. overflow: twice that, at which one does; inf where there was no probe. Gradients in FP16
-    count, or with `every_dtype` all of them, as if they were FP16. grad_max: largest unscaled
-    weight gradient, of the nearest probe before the step (for the first ones, after it) that was
-    finite; None if none was.
+    probed gradient overflows FP16; 0 without a probe. Gradients inside a kernel may still overflow.
+    overflow: twice that, at which one does; inf without a probe. Only gradients in FP16 count; with
+    `every_dtype` all count, as if they were FP16. grad_max: largest unscaled weight gradient of the
+    nearest finite probe before the step (for the first ones, after it); None if no probe was
+    finite.
     """
     clean, overflow = np.zeros(steps), np.full(steps, np.inf)
     largest, probes = np.full(steps, np.nan), 0
@@ -150,7 +150,7 @@ def probed_bounds(
 
 
 def _shown_by(probe: ProbeRecord, every_dtype: bool) -> tuple[float, float] | None:
-    """(a scale without overflow of which the double overflows, largest unscaled weight gradient).
+    """Return (a scale that is clean but whose double overflows, largest unscaled weight gradient).
 
     None if the probe cannot tell.
     """
@@ -175,13 +175,15 @@ def _shown_by(probe: ProbeRecord, every_dtype: bool) -> tuple[float, float] | No
 
 
 def run_trace(directory: Path, record: dict[str, Any], own: LossScale) -> OverflowTrace:
-    """The trace of a run directory; `record` is its run.json, `own` a fresh scale as it had.
+    """Return the trace of a run directory; `record`: its run.json, `own`: its scaler, fresh.
 
-    Every skipped update is recorded with its scale. Of the clean steps most are not recorded; their
-    scale is found by running `own` over the skips, which must agree with every recorded scale.
-    Probes show how far the gradients were from overflow: for other scales than the run's own.
+    Every skipped update is recorded with its scale. Most clean steps are not recorded; running
+    `own` over the skips gives their scale, which must agree with every recorded scale. Probes show
+    how far the gradients were from overflow, for scales other than the run's own.
+
     Raises BadInput for a run that skips nothing by its rule and has no probes, or that has several
-    scales (their overflows are recorded together); Damaged for records that contradict each other.
+    scales (their overflows are recorded together). Raises Damaged for records that contradict each
+    other.
     """
     path = directory / "metrics.jsonl"
     per = record["config"]["scaler"].get("per", "shared")
@@ -234,7 +236,7 @@ def _train_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def _skipped_steps(path: Path, rows: list[dict[str, Any]]) -> np.ndarray:
-    """bool [last step]: whether its update was skipped; each that was has a record of its own."""
+    """Return bool [last step]: whether its update was skipped; every skip has its own record."""
     skipped, before = [], 0
     for row in rows:
         if row["skipped"] - before not in (0, 1):
@@ -253,12 +255,12 @@ def _skipped_steps(path: Path, rows: list[dict[str, Any]]) -> np.ndarray:
 def _scales(
     rows: list[dict[str, Any]], overflowed: np.ndarray, own: LossScale
 ) -> tuple[np.ndarray, list[str]]:
-    """The scale of each step, float64 [n], NaN where it is not known; and what to say of it."""
+    """Return the scale of each step, float64 [n], NaN where unknown; and notes on it."""
     recorded = np.full(len(overflowed), np.nan)
     recorded[[row["step"] - 1 for row in rows]] = [row["loss_scale"] for row in rows]
     if own.needs_grad_max:
         return recorded, ["logmax moves at every step: known are the steps with a record alone"]
-    # The scales of `own` when exactly these steps overflow.
+    # The scales of `own` if exactly these steps overflow.
     bound = np.where(overflowed, 0.0, np.inf)
     changes = replay(own, trace_from_bounds(1, bound, bound), stop_at_collapse=False).changes
     starts, values = zip(*changes, strict=True)
@@ -267,7 +269,7 @@ def _scales(
     wrong = given[scales[given] != recorded[given]]
     if not len(wrong):
         return scales, []
-    # Between two records with the same scale that scale (a change back shows as a skip).
+    # The scale between two records with equal scales is theirs (a change back shows as a skip).
     for a, b in pairwise(given.tolist()):
         if recorded[a] == recorded[b]:
             recorded[a:b] = recorded[a]
@@ -278,7 +280,7 @@ def _scales(
     return recorded, [note]
 
 
-_TICKS = 400  # drawn skipped updates of one scaler at most
+_TICKS = 400  # most skipped updates drawn per scaler
 
 
 def draw_replays(replays: dict[str, Replay], trace: OverflowTrace, paths: list[Path]) -> None:
@@ -307,7 +309,7 @@ def _figure(replays: dict[str, Replay], trace: OverflowTrace):
             steps,
             power,
             **looks[name].line,
-            # The first is the widest, so that equal scales stay visible below each other.
+            # The first line is the widest, so that equal scales stay visible below each other.
             linewidth=1.2 + 2.4 * (1 - (layer + 1) / len(replays)),
             drawstyle="steps-post",
         )
@@ -318,7 +320,7 @@ def _figure(replays: dict[str, Replay], trace: OverflowTrace):
     low = min(low, high - 2)
     ticks = MaxNLocator(nbins=6, integer=True).tick_values(low, high)
     axes.set_yticks([tick for tick in ticks if low <= tick <= high])
-    share = 0.13 * len(replays) / height  # of the height, for the rows of skipped updates
+    share = 0.13 * len(replays) / height  # part of the height for the rows of skipped updates
     axes.set_ylim(low - share / (1 - share) * (high - low), high)
     for number, (name, found) in enumerate(replays.items()):
         shown = found.skipped

@@ -1,7 +1,7 @@
-"""Sizes of a model: which of them leave Tensor Cores idle, and what lies next to what.
+"""Find the sizes of a model that leave Tensor Cores idle, and the order of its modules.
 
 Tensor Cores take FP16 operands in multiples of 8: channels of convolutions, features of linear
-layers, hidden and input sizes and the batch of recurrent ones, the vocabulary (NVIDIA, "Training
+layers, hidden and input sizes and the batch of recurrent layers, the vocabulary (NVIDIA, "Training
 With Mixed Precision"; cuBLAS from 11 and cuDNN from 7.6.3 pad odd sizes themselves, at a cost).
 """
 
@@ -24,7 +24,7 @@ _PRODUCTS = (nn.Linear, nn.RNNBase, *_CONVOLUTIONS, *_TRANSPOSED)
 
 @dataclass(frozen=True, slots=True)
 class IdleShape:
-    """One size that is no multiple of 8.
+    """One size that is not a multiple of 8.
 
     module: its name, "" for the batch. usual: as in every network of this kind (image channels).
     remedy: an override that makes it a multiple, None if no key does.
@@ -39,7 +39,7 @@ class IdleShape:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Modules without modules inside, by learner, in the order of the model's definition.
+    """The modules without modules inside, by learner, in the order of the model's definition.
 
     leaves: learner -> names. norms and products: (learner, name) of norm layers, and of linear,
     recurrent and convolution layers. scaled: those whose products can be in FP8, in that order.
@@ -51,12 +51,12 @@ class Layout:
     scaled: tuple[Key, ...] = ()
 
     def named(self, key: Key) -> str:
-        """What a module is called: with the learner where there are several."""
+        """Return the module's name, with the learner if there are several."""
         return ": ".join(key if len(self.leaves) > 1 else key[1:])
 
 
 def layout(task) -> Layout:
-    """The layout of all models of a task."""
+    """Return the layout of all models of a task."""
     leaves = {
         (label, name): module
         for label, learner in task.learners.items()
@@ -74,12 +74,12 @@ def layout(task) -> Layout:
 def _scaled(model: nn.Module) -> list[str]:
     try:
         return chosen_layers(model, ScaledProducts(), {})
-    except ValueError:  # no linear layer but that of the output
+    except ValueError:  # no linear layer except the output's
         return []
 
 
 def idle_shapes(task, config: RunConfig) -> list[IdleShape]:
-    """Every size of `task` that is no multiple of 8; `config`: the run's, for the remedies."""
+    """Return every size of `task` that is not a multiple of 8; `config`: for the remedies."""
     found: list[IdleShape] = []
     readers: list[str] = []
     for label, learner in task.learners.items():
@@ -118,7 +118,7 @@ def _sizes(module: nn.Module) -> list[tuple[str, int]]:
             sizes = [("input size", module.input_size), ("hidden size", module.hidden_size)]
             return sizes + ([("projection size", module.proj_size)] if module.proj_size else [])
     if isinstance(module, _CONVOLUTIONS + _TRANSPOSED):
-        # Each group is a product of its own.
+        # Each group is a separate product.
         per_group = "" if module.groups == 1 else " per group"
         return [
             (f"input channels{per_group}", module.in_channels // module.groups),
@@ -128,7 +128,7 @@ def _sizes(module: nn.Module) -> list[tuple[str, int]]:
 
 
 def _of_images(module, dimension: str, size: int, convolutions: list, last) -> bool:
-    """Whether these are the channels of images, or the one logit of a discriminator."""
+    """Return whether the size is of image channels, or of a discriminator's single logit."""
     if size not in (1, 3) or module not in convolutions:
         return False
     first_input = dimension == "input channels" and module is convolutions[0]
@@ -136,8 +136,8 @@ def _of_images(module, dimension: str, size: int, convolutions: list, last) -> b
 
 
 def _remedy(model: Any, size: int, is_last: bool) -> str | None:
-    """The override that pads this size, where the configuration has one."""
-    if model.name == "lstm_lm":
+    """Return the override that pads this size, if the configuration has one."""
+    if hasattr(model, "pad_to_multiple"):
         return f"model.pad_to_multiple={MULTIPLE}"
     if hasattr(model, "num_classes") and is_last:
         return f"model.num_classes={_padded(size)}"

@@ -1,4 +1,4 @@
-"""The modules of a task and the tensors it trains with, by name; whether these are finite.
+"""List the modules of a task and its tensors by name, and test whether these are finite.
 
 In a task with several learners the learner's name comes first, "generator.layers.conv1".
 """
@@ -14,7 +14,7 @@ from mprun.precision.update import largest
 
 
 class Learner(Protocol):
-    """What is asked of a task's learner (`mprun.tasks.TrainState`)."""
+    """The parts of a task's learner that are used here (`mprun.tasks.TrainState`)."""
 
     @property
     def model(self) -> nn.Module: ...
@@ -23,20 +23,20 @@ class Learner(Protocol):
 
 
 def named_learners(task) -> Iterator[tuple[str, Learner]]:
-    """(what names of its modules begin with, learner)."""
+    """Yield (prefix of its modules' names, learner)."""
     for name, learner in task.learners.items():
         yield f"{name}." if len(task.learners) > 1 else "", learner
 
 
 def named_modules(task) -> Iterator[tuple[str, str, nn.Module]]:
-    """(name, name inside its model, module) of all modules; a model itself is "" in its own."""
+    """Yield (name, name inside its model, module) of all modules; the model itself is ""."""
     for prefix, learner in named_learners(task):
         for name, module in learner.model.named_modules():
             yield f"{prefix}{name}".rstrip("."), name, module
 
 
 def weights(task) -> dict[str, Tensor]:
-    """Master weights and parameters."""
+    """Return master weights and parameters."""
     found = {}
     for prefix, learner in named_learners(task):
         masters = learner.optimizer.masters
@@ -48,7 +48,7 @@ def weights(task) -> dict[str, Tensor]:
 
 
 def buffers(task) -> dict[str, Tensor]:
-    """Running statistics."""
+    """Return the models' buffers, such as running statistics."""
     return {
         prefix + name: buffer
         for prefix, learner in named_learners(task)
@@ -57,7 +57,7 @@ def buffers(task) -> dict[str, Tensor]:
 
 
 def optimizer_state(task) -> dict[str, Tensor]:
-    """Momentum and the like, "exp_avg_sq of decoder.weight"."""
+    """Return the optimizer's state tensors, such as "exp_avg_sq of decoder.weight"."""
     return {
         f"{key} of {prefix}{name}": value
         for prefix, learner in named_learners(task)
@@ -68,7 +68,7 @@ def optimizer_state(task) -> dict[str, Tensor]:
 
 
 def carried(task) -> dict[str, Tensor]:
-    """The state that a language model carries from batch to batch."""
+    """Return the state that a language model carries from batch to batch."""
     hidden = task.state_dict().get("hidden") or ()
     names = "hc" if len(hidden) == 2 else range(len(hidden))
     kind = "LSTM" if len(hidden) == 2 else "carried"
@@ -77,10 +77,10 @@ def carried(task) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Whether every value is finite, all tensors on one device; waits for it once.
+    """Return whether every value is finite, all tensors on one device; waits for it once.
 
-    By sums first: a sum in float32 passes on every infinity and NaN and takes a fifth of the time
-    of any other test; where it only overflowed itself, the values are looked at.
+    It tests sums first: a sum in float32 keeps every infinity and NaN and takes a fifth of the time
+    of any other test. If only the sum overflowed, the values themselves decide.
     """
     tensors = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.numel()]
     if not tensors:
@@ -93,9 +93,9 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
 
 @torch.no_grad()
 def finite_on_device(tensors: Iterable[Tensor]) -> Tensor:
-    """`all_finite` as a 0-dim bool on the device; waits for nothing.
+    """Return `all_finite` as a 0-dim bool on the device, without waiting.
 
-    By the largest magnitude: torch's maximum norm passes on every infinity and NaN.
+    It uses the largest magnitude: torch's maximum norm keeps every infinity and NaN.
     """
     tensors = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.numel()]
     return torch.isfinite(largest(tensors))
@@ -103,7 +103,7 @@ def finite_on_device(tensors: Iterable[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def nonfinite(named: Mapping) -> dict:
-    """Name -> "3 of 400 values are NaN" of every tensor that holds a value that is not finite."""
+    """Return name -> "3 of 400 values are NaN" for every tensor with a non-finite value."""
     found = {}
     for name, tensor in named.items():
         if not tensor.is_floating_point():

@@ -1,6 +1,5 @@
 """Small runs that fail in a known way, made as a user's run is made."""
 
-import inspect
 from collections.abc import Callable
 
 import torch
@@ -86,10 +85,8 @@ def replace_in_lm(monkeypatch, make: Callable[[], nn.Module]):
     """Every language model from now on has a new layer between embedding and LSTM ("dropout")."""
 
     class Planted(models.LSTMLanguageModel):
-        __signature__ = inspect.signature(models.LSTMLanguageModel)
-
-        def __init__(self, **named):
-            super().__init__(**named)
+        def __init__(self, *sizes, **named):
+            super().__init__(*sizes, **named)
             self.dropout = make()
 
         def forward(self, tokens, state=None):
@@ -98,4 +95,4 @@ def replace_in_lm(monkeypatch, make: Callable[[], nn.Module]):
             outputs, state = self.lstm(self.dropout(self.embedding(tokens)), state)
             return self.output(outputs), state
 
-    monkeypatch.setattr(models, "LSTMLanguageModel", Planted)
+    monkeypatch.setattr("mprun.models.sampled_lstm.LSTMLanguageModel", Planted)

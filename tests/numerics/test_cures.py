@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from mprun.config.compose import compose_config
-from mprun.numerics.dispatch import Event
 from mprun.numerics.first_nonfinite import Finding
 from mprun.numerics.interventions import Origin, changes, options_of, survives, transplant
+from mprun.numerics.observation import Event
 from mprun.numerics.replay import Steps
 
 from ..helpers import TINY_GPT, assert_same_bits

@@ -16,6 +16,7 @@ from mprun.precision import (
     MixedPrecisionOptimizer,
     cast_model,
     get_policy,
+    pin_math_flags,
 )
 from mprun.tasks.task import TrainState
 
@@ -81,6 +82,15 @@ def watched(mode, overrides=None, **arguments):
     with FirstStep(task, task.policy, overrides or {}) as first:
         task.train_step(0)
     return first
+
+
+def test_a_step_that_raises_leaves_no_watcher_behind():
+    task = SmallTask("fp16_master")
+    with pytest.raises(RuntimeError), FirstStep(task, task.policy, {}) as first:
+        task.learners["model"].model(torch.zeros(1))
+    seen = dict(first.rows)
+    task.train_step(0)
+    assert task.arithmetic.watchers == [] and first.rows == seen
 
 
 def dtypes_of(first, *names):
@@ -352,6 +362,7 @@ def test_a_fused_recurrent_layer_is_counted_as_one_product(build_run, mode):
 
 @pytest.mark.parametrize("mode", ["fp32", "fp16_naive", "amp", "fp16_master_scaled"])
 def test_the_console_gets_at_most_ten_lines(mode):
+    pin_math_flags("ieee")
     first = watched(mode)
     text = first.summary("cpu").splitlines()
     assert len(text) <= 10

@@ -31,6 +31,7 @@ from mprun.build.task import build_task
 from mprun.config.compose import compose_config
 from mprun.config.schema import DataConfig, RunConfig
 from mprun.errors import BadInput, MprunError, raised
+from mprun.numerics.trace import Operation, in_backward, name_of
 from mprun.precision import DTYPES, ForwardContext, PrecisionPolicy
 from mprun.precision.update import Checked, Scaled, SinglePass
 
@@ -213,7 +214,7 @@ class Counter(TorchDispatchMode):
         # What returns nothing only changes values, of which there are none; some such operators
         # (fused optimizers) do not know tensors without values.
         results = func(*args, **kwargs) if func._schema.returns else None
-        for kind, flops, size in costs(func, args, kwargs, results):
+        for kind, flops, size in costs(Operation(func, name_of(func), args, kwargs, results)):
             kind = self._kind(kind, args, results)
             folded = self._folded(kind, args, results)
             form = self._format(next(tensors_in(args)).dtype) if flops else ""
@@ -234,7 +235,7 @@ class Counter(TorchDispatchMode):
     @property
     def phase(self) -> str:
         """Of what runs now: "forward", "backward" or "update"."""
-        if torch._C._current_graph_task_id() != -1:
+        if in_backward():
             return "backward"
         return "update" if self._updating else "forward"
 

@@ -9,17 +9,13 @@ the functions below. Products are 2 FLOP per multiply-add, everything else count
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
-from mprun.numerics.operation_summary import attention_flops
-
-aten = torch.ops.aten
+from mprun.numerics.operation_summary import convolution_flops, flops
+from mprun.numerics.trace import Operation, operands
 
 # (kind, FLOPs, bytes) of one kernel
 Cost = tuple[str, int, int]
@@ -64,13 +60,9 @@ _FREE = set(
     sym_size sym_numel sym_stride sym_storage_offset _local_scalar_dense
     """.split()
 )
-# What is there before is overwritten without being read, and so is the argument after which a
-# tensor is shaped.
-_WRITES_ONLY = set(
-    """
-    zero_ fill_ copy_ _foreach_copy_ _foreach_zero_ uniform_ normal_ bernoulli_ exponential_
-    random_ zeros_like ones_like full_like rand_like randn_like new_zeros new_ones new_full
-    """.split()
+# A tensor is shaped after their argument, which is not read.
+_SHAPED_AFTER = set(
+    "zeros_like ones_like full_like rand_like randn_like new_zeros new_ones new_full".split()
 )
 _NAMES = {  # kind -> operators that are called otherwise
     "matrix product": "mm addmm bmm baddbmm",
@@ -110,155 +102,122 @@ def tensors_in(tree: object) -> Iterator[Tensor]:
     return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
 
 
-def costs(operator: OpOverload, args: tuple, kwargs: dict, results: object) -> Iterator[Cost]:
+def costs(operation: Operation) -> Iterator[Cost]:
     """What each kernel of an operation costs; nothing for a view."""
-    name = operator._schema.name.partition("::")[2]
-    if (
-        operator.namespace not in ("aten", "torchvision", "mprun")
-        or name in _FREE
-        or _is_view(operator)
-    ):
+    func, name = operation.func, operation.name
+    if func.namespace not in ("aten", "torchvision", "mprun") or name in _FREE or func.is_view:
         return
     if name in _SPECIAL:
-        yield from _SPECIAL[name](args, kwargs, results)
+        yield from _SPECIAL[name](operation)
         return
-    formula = flop_registry.get(operator.overloadpacket)
-    flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=results))
-    yield _KINDS.get(name, name), flops, _traffic(operator, name, args, kwargs, results)
+    yield _KINDS.get(name, name), flops(operation), _traffic(operation)
 
 
-def _is_view(operator: OpOverload) -> bool:
-    returns = operator._schema.returns
-    aliases = [r.alias_info for r in returns if r.alias_info is not None]
-    return bool(aliases) and not any(alias.is_write for alias in aliases)
-
-
-def _traffic(operator: OpOverload, name: str, args: tuple, kwargs: dict, results: object) -> int:
+def _traffic(operation: Operation) -> int:
     """Bytes by the rule: read, written, and written in place."""
-    schema, overwrites = operator._schema, name in _WRITES_ONLY
-    positional = [a for a in schema.arguments if not a.kwarg_only]
-    given = list(zip(positional, args, strict=False))
-    given += [(a, kwargs[a.name]) for a in schema.arguments if a.name in kwargs]
-    read: list[object] = []
-    in_place: list[Tensor] = []
-    for argument, value in given:
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            in_place += tensors_in(value)
-            unread = overwrites or argument.is_out
-        else:
-            unread = overwrites and argument.name == "self"
-        read += [] if unread else [value]
-    return _total(*read) + (_total(in_place) if in_place else _total(results))
+    given = list(operands(operation))
+    read = [one.tensor for one in given if one.read and operation.name not in _SHAPED_AFTER]
+    in_place = [one.tensor for one in given if one.written]
+    return _total(read, in_place or operation.result)
 
 
 def _total(*trees: object) -> int:
     return sum(bytes_of(tensor) for tree in trees for tensor in tensors_in(tree))
 
 
-def _convolution(args, kwargs, results) -> Iterator[Cost]:
-    inputs, weight, bias, *_ = args
-    flops = _convolution_flops(inputs, weight, results, args[6])
-    yield "convolution", flops, _total(inputs, weight, results)
+def _convolution(call: Operation) -> Iterator[Cost]:
+    inputs, weight, bias, *_ = call.args
+    yield "convolution", flops(call), _total(inputs, weight, call.result)
     if bias is not None:
         # ATen/native/Convolution.cpp adds it in place, after cuDNN.
-        yield "convolution bias", 0, 2 * _total(results) + _total(bias)
+        yield "convolution bias", 0, 2 * _total(call.result) + _total(bias)
 
 
-def _convolution_backward(args, kwargs, results) -> Iterator[Cost]:
-    gradient, inputs, weight, *_ = args
-    flops = _convolution_flops(inputs, weight, gradient, args[7])
-    of_inputs, of_weight, of_bias = args[10]
+def _convolution_backward(call: Operation) -> Iterator[Cost]:
+    gradient, inputs, weight, *_ = call.args
+    work = convolution_flops(gradient, inputs, weight, transposed=call.args[7])
+    of_inputs, of_weight, of_bias = call.args[10]
     if of_inputs:
-        yield "convolution backward", flops, _total(gradient, weight, results[0])
+        yield "convolution backward", work, _total(gradient, weight, call.result[0])
     if of_weight:
-        yield "convolution weight gradient", flops, _total(gradient, inputs, results[1])
+        yield "convolution weight gradient", work, _total(gradient, inputs, call.result[1])
     if of_bias:
-        yield "convolution bias gradient", 0, _total(gradient, results[2])
+        yield "convolution bias gradient", 0, _total(gradient, call.result[2])
 
 
-def _convolution_flops(inputs: Tensor, weight: Tensor, outputs: Tensor, transposed: bool) -> int:
-    """Of each of the three passes; torch's own formula counts groups twice in a weight gradient."""
-    places = prod((inputs if transposed else outputs).shape[2:])
-    return 2 * len(inputs) * places * weight.numel()
-
-
-def _batch_norm(args, kwargs, results) -> Iterator[Cost]:
-    training = args[5]
-    once = _total(args[:5]) + _total(results)
+def _batch_norm(call: Operation) -> Iterator[Cost]:
+    args = call.args
+    once = _total(args[:5], call.result)
     # Statistics first, then the values: cuDNN and ATen read a big tensor twice.
-    yield "batch norm", 0, once + (_total(args[0]) + _total(args[3:5]) if training else 0)
+    yield "batch norm", 0, once + (_total(args[0], args[3:5]) if args[5] else 0)
 
 
-def _batch_norm_backward(args, kwargs, results) -> Iterator[Cost]:
-    again = _total(args[:2]) if args[7] else 0
-    yield "batch norm backward", 0, _total(args) + again + _total(results)
+def _batch_norm_backward(call: Operation) -> Iterator[Cost]:
+    again = _total(call.args[:2]) if call.args[7] else 0
+    yield "batch norm backward", 0, _total(call.args, call.result) + again
 
 
-def _attention(args, kwargs, results) -> Iterator[Cost]:
-    flops = attention_flops(args[:3], 1, 1, causal=_given(args, 4, kwargs))
-    yield "attention", flops, _total(args[:3], results[0])
-
-
-def _attention_backward(args, kwargs, results) -> Iterator[Cost]:
-    # Scores again, then the gradients of values, scores, queries and keys.
-    flops = attention_flops(args[1:4], 3, 2, causal=_given(args, 7, kwargs))
-    yield "attention backward", flops, _total(args[:5], results)
-
-
-def _given(args: tuple, place: int, kwargs: dict) -> bool:
-    return bool(args[place] if len(args) > place else kwargs.get("is_causal", False))
-
-
-def _scaled_product(args, kwargs, results) -> Iterator[Cost]:
+def _scaled_product(call: Operation) -> Iterator[Cost]:
     """cuBLAS takes the left matrix by rows and the right by columns: what lies otherwise is copied
     (`mprun.precision.scaled_products`)."""
-    a, b = args[:2]
+    a, b = call.args[:2]
     for operand in (a, b.t()):
         if not operand.is_contiguous():
             yield "fp8 transpose", 0, 2 * bytes_of(operand)
-    yield "fp8 product", 2 * results.numel() * a.shape[-1], _total(args[:4], results)
+    yield "fp8 product", flops(call), _total(call.args[:4], call.result)
 
 
-def _fused_update(state_lists: Iterable[int]) -> Callable:
+def _fused_update(state_lists: Iterable[int]) -> Callable[[Operation], list[Cost]]:
     """torch's fused optimizers: parameters and state in place, gradients read; written as well
     only where they are unscaled on the way."""
 
-    def cost(args, kwargs, results) -> Iterator[Cost]:
-        unscales = kwargs.get("grad_scale") is not None
-        state = sum(_total(args[number]) for number in state_lists)
-        yield "update", 0, 2 * state + _total(args[1]) * (2 if unscales else 1)
+    def cost(call: Operation) -> list[Cost]:
+        unscales = call.kwargs.get("grad_scale") is not None
+        state = sum(_total(call.args[number]) for number in state_lists)
+        return [("update", 0, 2 * state + _total(call.args[1]) * (2 if unscales else 1))]
 
     return cost
 
 
-def _rows_written(args, kwargs, results) -> Iterator[Cost]:
-    yield "row update", 0, _total(args[2]) + 2 * _total(args[3])
+def _rows_written(call: Operation) -> list[Cost]:
+    return [("row update", 0, _total(call.args[2]) + 2 * _total(call.args[3]))]
 
 
-_SPECIAL: dict[str, Callable[[tuple, dict, Any], Iterable[Cost]]] = {
+def _rows_read(call: Operation) -> list[Cost]:
+    """As many rows of the table as there are ids."""
+    ids = call.args[1 if call.name == "embedding" else 2]
+    return [(call.name, 0, _total(ids) + 2 * _total(call.result))]
+
+
+_SPECIAL: dict[str, Callable[[Operation], Iterable[Cost]]] = {
     "convolution": _convolution,
     "convolution_backward": _convolution_backward,
     "native_batch_norm": _batch_norm,
     "_native_batch_norm_legit": _batch_norm,
     "native_batch_norm_backward": _batch_norm_backward,
     "scaled_mm": _scaled_product,
-    "_scaled_dot_product_flash_attention_for_cpu": _attention,
-    "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
-    # Rows of a table: as many as there are ids, not the table.
-    "embedding": lambda args, _, out: [("embedding", 0, _total(args[1]) + 2 * _total(out))],
-    "index_select": lambda args, _, out: [("index_select", 0, _total(args[2]) + 2 * _total(out))],
+    "_scaled_dot_product_flash_attention_for_cpu": lambda call: [
+        ("attention", flops(call), _total(call.args[:3], call.result[0]))
+    ],
+    "_scaled_dot_product_flash_attention_for_cpu_backward": lambda call: [
+        ("attention backward", flops(call), _total(call.args[:5], call.result))
+    ],
+    "embedding": _rows_read,
+    "index_select": _rows_read,
     "index_copy_": _rows_written,
     "index_add_": _rows_written,
     # A dense gradient: zeros everywhere, then the rows of the step are added up in it.
-    "embedding_dense_backward": lambda args, _, out: [
-        ("embedding backward", 0, _total(out)),
-        ("embedding backward", 0, 2 * _total(args[0]) + _total(args[1])),
+    "embedding_dense_backward": lambda call: [
+        ("embedding backward", 0, _total(call.result)),
+        ("embedding backward", 0, 2 * _total(call.args[0]) + _total(call.args[1])),
     ],
     # One number of each row; in the backward pass zeros everywhere before.
-    "nll_loss_forward": lambda args, _, out: [("nll_loss", 0, 2 * _total(args[1]) + _total(out))],
-    "nll_loss_backward": lambda args, _, out: [
-        ("nll_loss backward", 0, _total(out)),
-        ("nll_loss backward", 0, _total(args[0]) + 2 * _total(args[3])),
+    "nll_loss_forward": lambda call: [
+        ("nll_loss", 0, 2 * _total(call.args[1]) + _total(call.result))
+    ],
+    "nll_loss_backward": lambda call: [
+        ("nll_loss backward", 0, _total(call.result)),
+        ("nll_loss backward", 0, _total(call.args[0]) + 2 * _total(call.args[3])),
     ],
     "_fused_sgd_": _fused_update((0, 2)),
     "_fused_adam_": _fused_update((0, 2, 3, 4)),

@@ -16,18 +16,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mprun.build.data import build_data, check_batches, own_source
 from mprun.config import schema
-from mprun.config.schema import task_of
+from mprun.config.registry import kind_of, task_of
 from mprun.data.digit_strips import COLUMNS, FREQUENCIES, MOST, DigitStrips
 from mprun.data.source import Source
 from mprun.data.speech_manifest import spectrogram_of
 from mprun.errors import BadInput
 
-_CLASSES = {"digits": 10, "digit_canvases": 10, "cifar10": 10, "imagenet": 1000, "voc": 20}
-# Objects that a batch has room for: of VOC the most of an image of 2007 or 2012.
-_MOST_BOXES = {"digit_canvases": 3, "voc": 56}
-# Entries of the vocabulary file of the One Billion Word benchmark (Jozefowicz et al., arXiv
-# 1602.02410, section 4.1).
-_LM1B_WORDS = 793_470
 _CHARACTERS_A_SECOND = 15
 NO_END = 1 << 40
 
@@ -105,24 +99,25 @@ def shape_source(config: schema.RunConfig) -> ShapeSource:
     where a size is known to the files alone.
     """
     data: Any = config.data
-    if isinstance(data, schema.CustomDataConfig):
+    about = data.component
+    if about.own:
         return _of_own_data(config, data)
-    if isinstance(data, schema.SentencePairsConfig):
+    if about.family == "sentence_pairs":
         shape = torch.Size((data.batch_size, data.max_length))
         return ShapeSource(shape, shape, False, **_vocabularies(config, data))
-    if data.family == "utterances":
+    if about.family == "utterances":
         return _of_utterances(data)
-    if not isinstance(data, schema.ImagesConfig):
-        shape = torch.Size((data.sequence_length, data.batch_size))
-        about = {"vocab_size": _vocabulary(config, data), "sequence_length": data.sequence_length}
-        return ShapeSource(shape, shape, False, **about)
+    if about.family == "text":
+        shape, length = torch.Size((data.sequence_length, data.batch_size)), data.sequence_length
+        words = _vocabulary(config, data)
+        return ShapeSource(shape, shape, False, vocab_size=words, sequence_length=length)
     size, channels = data.image_size, data.channels
     shape = torch.Size((data.batch_size, channels, size, size))
-    about = {"num_classes": _classes(config), "channels": channels, "image_size": size}
+    sizes = {"num_classes": _classes(config), "channels": channels, "image_size": size}
     second = shape[:1]
-    if data.family == "boxes":
-        second = torch.Size((data.batch_size, _MOST_BOXES[data.name], 6))
-    return ShapeSource(shape, second, True, **about)
+    if about.family == "boxes":
+        second = torch.Size((data.batch_size, about.most_boxes, 6))
+    return ShapeSource(shape, second, True, **sizes)
 
 
 def _of_utterances(data: Any) -> ShapeSource:
@@ -150,7 +145,7 @@ def _utterances(n: int, rows: int, frames: int, symbols: int, num_symbols: int) 
     return ShapeSource(first, second, True, frequencies=rows, num_symbols=num_symbols)
 
 
-def _of_own_data(config: schema.RunConfig, data: schema.CustomDataConfig) -> ShapeSource:
+def _of_own_data(config: schema.RunConfig, data: Any) -> ShapeSource:
     device = torch.device("cpu")
     try:
         source = own_source(data, config.seed, device)
@@ -170,12 +165,11 @@ def _of_own_data(config: schema.RunConfig, data: schema.CustomDataConfig) -> Sha
 
 
 def _classes(config: schema.RunConfig) -> int:
-    data = config.data
-    if data.name in _CLASSES:
-        return _CLASSES[data.name]
-    if isinstance(data, schema.SyntheticImagesConfig):
-        return data.num_classes
-    if task_of(config.model) != "classification":
+    data: Any = config.data
+    known: int | None = data.component.num_classes or getattr(data, "num_classes", None)
+    if known is not None:
+        return known
+    if "num_classes" not in kind_of(config.model).sizes:
         return 0
     classes = getattr(config.model, "num_classes", None)
     if classes is None:
@@ -187,23 +181,19 @@ def _classes(config: schema.RunConfig) -> int:
 
 
 def _vocabulary(config: schema.RunConfig, data: Any) -> int:
-    if data.name == "synthetic_tokens":
-        return data.vocab_size
-    if data.name == "docs_text":
+    if hasattr(data, "vocab_size"):
+        return _padded_words(data.vocab_size, data)
+    if not data.component.on_disk:
         few = dataclasses.replace(data, batch_size=1, sequence_length=1)
         text: Any = build_data(few, config.seed, torch.device("cpu"))
         return text.vocab_size
-    if data.name == "lm1b":
-        return _padded_words(_LM1B_WORDS, data)
-    if data.name == "token_files":
-        return _padded_words(data.vocab_size, data)
     return _in_files(config, data, "vocab")
 
 
 def _vocabularies(config: schema.RunConfig, data: Any) -> dict[str, int]:
     """The words of both sides, padding included, by the name of their size."""
     sides = ("source_vocab", "target_vocab")
-    if data.name == "unicode_names":
+    if not data.component.on_disk:
         few = dataclasses.replace(data, batch_size=1)
         names = build_data(few, config.seed, torch.device("cpu"))
         return {f"{side}_size": getattr(names, f"{side}_size") for side in sides}
@@ -222,7 +212,8 @@ def _in_files(config: schema.RunConfig, data: Any, name: str) -> int:
 
 
 def _padded_words(words: int, data: Any) -> int:
-    return -(-words // data.vocab_multiple) * data.vocab_multiple
+    multiple = getattr(data, "vocab_multiple", 1)
+    return -(-words // multiple) * multiple
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

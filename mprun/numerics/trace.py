@@ -1,0 +1,265 @@
+"""Trace one step: its operations as they reach the kernels, and the running modules.
+
+A `TorchDispatchMode` sees them below autograd and autocast, so it sees what is really computed,
+including casts. Autograd's own threads inherit the mode from the thread that calls backward
+(at::ThreadLocalState holds the stack of modes), so it sees a backward pass on a GPU too.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from mprun.numerics.state import named_modules
+
+
+class Phase(StrEnum):
+    """The phases of a step, in order.
+
+    The batch is cast, modules run, the loss is computed, its gradients are propagated, gradients
+    are unscaled, weights are updated.
+    """
+
+    INPUT = "input"
+    FORWARD = "forward"
+    LOSS = "loss"
+    BACKWARD = "backward"
+    UNSCALE = "unscale"
+    UPDATE = "update"
+
+
+@dataclass(slots=True)
+class Operation:
+    """A call of an ATen operation; `result` is set once it has run."""
+
+    func: OpOverload
+    name: str
+    args: tuple
+    kwargs: dict[str, Any]
+    result: Any = None
+
+
+class Collector:
+    """Base of the observers of a `Trace`; its methods do nothing."""
+
+    def before(self, operation: Operation) -> Any:
+        """Look before the call writes to anything; `after` is given what this returns."""
+
+    def after(self, operation: Operation, kept: Any) -> None:
+        """Look at a call that has run."""
+
+    def enter(self, module: nn.Module, inputs: tuple) -> None:
+        """Look at a module before its forward pass; it is not yet among the trace's modules."""
+
+    def leave(self, module: nn.Module, path: str, inputs: tuple, outputs: Any) -> None:
+        """Look at a module after its forward pass; outputs: None where it raised."""
+
+
+class Trace:
+    """Show a collector each operation and module of a step of `task` inside the block.
+
+    An emulated operation is shown as the network calls it, and not again as the emulation computes
+    it. There are two modes: the arithmetic enters one below its emulations, and the other is silent
+    for that time.
+
+    Attributes:
+        modules: paths of the running modules, the outermost first.
+    """
+
+    def __init__(self, task: Any, collector: Collector):
+        self.arithmetic, self.collector = task.arithmetic, collector
+        self.modules: list[str] = []
+        self._paths = {id(module): path for path, _, module in named_modules(task)}
+        self._forwarded = self._propagated = False
+        self._inner, self._outer = _Mode(self._run), _Mode(self._run_outside)
+
+    def __enter__(self) -> Self:
+        self._hooks = [
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+        ]
+        self.arithmetic.watchers.append(self._inner)
+        self._outer.__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._outer.__exit__(*exception)
+        self.arithmetic.watchers.remove(self._inner)
+        for hook in self._hooks:
+            hook.remove()
+
+    @property
+    def phase(self) -> Phase:
+        """Return the current phase of the step."""
+        if in_backward():
+            return Phase.BACKWARD
+        if self.modules:
+            return Phase.FORWARD
+        if self._propagated:
+            return Phase.UNSCALE if self._inner.is_entered else Phase.UPDATE
+        return Phase.LOSS if self._forwarded else Phase.INPUT
+
+    def _run_outside(self, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if self._inner.is_entered:
+            return func(*args, **kwargs)
+        return self._run(func, args, kwargs)
+
+    def _run(self, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
+        operation = Operation(func, name_of(func), args, kwargs)
+        self._propagated |= in_backward()
+        kept = self.collector.before(operation)
+        operation.result = func(*args, **kwargs)
+        self.collector.after(operation, kept)
+        return operation.result
+
+    def _enter(self, module: nn.Module, inputs: tuple) -> None:
+        if id(module) not in self._paths and not self.modules:
+            # The model's copy that an evaluation uses has the same names.
+            for name, inside in module.named_modules():
+                self._paths.setdefault(id(inside), name)
+        self.collector.enter(module, inputs)
+        self._forwarded, self._propagated = True, False
+        self.modules.append(self._paths.get(id(module), type(module).__name__))
+
+    def _leave(self, module: nn.Module, inputs: tuple, outputs: Any) -> None:
+        self.collector.leave(module, self.modules.pop(), inputs, outputs)
+
+
+class _Mode(TorchDispatchMode):
+    """A dispatch mode that lets `run` run every operation."""
+
+    def __init__(self, run: Callable[[OpOverload, tuple, dict[str, Any]], Any]):
+        super().__init__()
+        self.run, self.is_entered = run, False
+
+    def __enter__(self) -> Self:
+        self.is_entered = True
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self.is_entered = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        with torch._C.DisableTorchFunction():
+            return self.run(func, args, kwargs or {})
+
+
+# Operations that return uninitialized memory.
+UNWRITTEN = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_"}
+# In-place operations that do not read what they overwrite.
+_OVERWRITING = {"copy_", "_foreach_copy_", "fill_", "zero_", "_foreach_zero_", "set_"}
+_OVERWRITING |= {"normal_", "uniform_", "bernoulli_", "exponential_", "random_"}
+# The argument that is divided by, or whose logarithm is taken.
+_SINGULAR_AT_ZERO = {
+    **dict.fromkeys(("div", "div_", "_foreach_div", "_foreach_div_", "true_divide"), 1),
+    **dict.fromkeys(("addcdiv", "addcdiv_", "_foreach_addcdiv", "_foreach_addcdiv_"), 2),
+    **dict.fromkeys(("reciprocal", "_foreach_reciprocal", "rsqrt", "pow"), 0),
+    **dict.fromkeys(("log", "log2", "log10"), 0),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """One tensor argument. index: its place in the list argument, None outside lists.
+
+    read, written: a tensor that is only overwritten is not read. singular_at_zero: the operation
+    divides by it, or takes its logarithm.
+    """
+
+    index: int | None
+    tensor: Tensor
+    read: bool
+    written: bool
+    singular_at_zero: bool
+
+
+def operands(operation: Operation) -> Iterator[Operand]:
+    """Yield every tensor argument of a call, in the order of the operation's schema."""
+    args, name = operation.args, operation.name
+    for position, argument in enumerate(operation.func._schema.arguments):
+        value = args[position] if position < len(args) else operation.kwargs.get(argument.name)
+        written = argument.alias_info is not None and argument.alias_info.is_write
+        read = not (written and (name in _OVERWRITING or argument.kwarg_only))
+        how = (read, written, position == _SINGULAR_AT_ZERO.get(name))
+        if isinstance(value, Tensor):
+            yield Operand(None, value, *how)
+        elif isinstance(value, (list, tuple)):
+            for index, entry in enumerate(value):
+                if isinstance(entry, Tensor):
+                    yield Operand(index, entry, *how)
+
+
+def name_of(func: OpOverload) -> str:
+    """Return the name of an ATen operation, "addmm"."""
+    return func._schema.name.partition("::")[2]
+
+
+def in_backward() -> bool:
+    """Return whether autograd is running a backward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def per_entry(name: str) -> bool:
+    """Return whether entry i of the operation's lists depends on entry i only."""
+    return name.startswith(("_foreach_", "_fused_", "_amp_foreach_"))
+
+
+def floats(tree) -> list[Tensor]:
+    """Return the floating-point tensors in nested lists, tuples and dicts, detached."""
+    return [leaf.detach() for leaf in tree_leaves(tree) if has_values(leaf)]
+
+
+def has_values(leaf) -> bool:
+    """Return whether the leaf is a tensor of numbers that can overflow; none on "meta" is.
+
+    8-bit values cannot overflow: they were scaled to fit, and mean something only with their
+    factor.
+    """
+    if not isinstance(leaf, Tensor) or leaf.is_meta or leaf.itemsize == 1:
+        return False
+    return leaf.is_floating_point() and leaf.numel() > 0
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Return an address that differs between tensors in different memory; views share it."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def largest_of(tensor: Tensor) -> float:
+    """Return the largest absolute value, NaN if there is one."""
+    return float(tensor.abs().amax())
+
+
+def largest_finite_of(tensor: Tensor) -> float:
+    """Return the largest absolute value of the finite ones, 0 if none is."""
+    return largest_of(torch.where(torch.isfinite(tensor), tensor, 0))
+
+
+def in_fp32(operation: Operation, place: int) -> float | None:
+    """Return the largest absolute value of the same call on the same inputs in FP32."""
+
+    def widened(value):
+        if isinstance(value, Tensor) and value.is_floating_point():
+            return value if value.itemsize == 1 else value.float()
+        half = value is torch.float16 or value is torch.bfloat16
+        return torch.float32 if half else value
+
+    if torch.Tag.nondeterministic_seeded in operation.func.tags:
+        return None  # would draw the step's random numbers a second time
+    try:
+        wide_args, wide_kwargs = tree_map(widened, (operation.args, operation.kwargs))
+        found = floats(operation.func(*wide_args, **wide_kwargs))
+    except (RuntimeError, NotImplementedError, TypeError):
+        return None  # kernels that demand a 16-bit argument
+    return largest_of(found[place]) if place < len(found) else None
