@@ -16,7 +16,7 @@ from mprun.bench.contest import Contest
 from mprun.bench.plan import OWN, REFERENCES, Case, Group, Row, without_device
 from mprun.bench.report import markdown, ratio_text
 from mprun.bench.summary import summarise
-from mprun.config.schema import task_of
+from mprun.config.registry import task_of
 from mprun.errors import BadInput
 
 # Keys that do not choose what is trained: the suite takes them too.

@@ -41,7 +41,7 @@ from mprun.bench.measure import first_steps
 from mprun.bench.own import Own
 from mprun.bench.plan import Case
 from mprun.bench.worker import release
-from mprun.config.schema import task_of
+from mprun.config.registry import task_of
 from mprun.precision import get_policy
 
 _REFERENCES = ("loop", "amp", "mprun")  # the plainest first

@@ -125,7 +125,7 @@ def why_not(case: Case, device: torch.device) -> str | None:
     config = case.config()
     policy = policy_from(config.precision)
     reason = why_unsupported(policy, device)
-    if reason is None and config.model.recurrent and device.type == "cuda":
+    if reason is None and config.model.component.recurrent and device.type == "cuda":
         reason = why_no_lstm(policy, device)
     if reason is None:
         case.config(f"device={device.type}")

@@ -16,16 +16,16 @@ from mprun.bench.contender import Contender, RotatingSource, in_channels_last, r
 from mprun.bench.measure import attempt, synchronise
 from mprun.bench.plan import Case
 from mprun.build import Built
-from mprun.config.metrics import FAMILIES
-from mprun.config.schema import MODELS, RunConfig
+from mprun.config.components import NETWORKS, TASKS
+from mprun.config.schema import RunConfig
 from mprun.errors import BadInput
 from mprun.numerics.operations import FirstStep
 from mprun.training.run import prepare
 
 _CONVOLUTIONAL = {
     name
-    for name, model in MODELS.items()
-    if FAMILIES.get(model.learns, "images") == "images" and name != "custom"
+    for name, network in NETWORKS.items()
+    if network.task is not None and TASKS[network.task].family == "images"
 }
 _PREPARED_STEPS = 12  # a graph is captured after fewer
 _SPLIT_STEPS = 5

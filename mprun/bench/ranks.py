@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from mprun.config.compose import compose_config
-from mprun.config.schema import task_of
+from mprun.config.registry import kind_of
 from mprun.distributed.launch import launch
 from mprun.distributed.places import place_from
 from mprun.errors import ASKING, DONE, INTERRUPTED, BadInput, MprunError, Resource
@@ -81,7 +81,7 @@ def worlds(devices: str, device: torch.device) -> list[int]:
 
 def _of(config: Any, world: int) -> list[str]:
     """What gives each of so many ranks what one has."""
-    if task_of(config.model) == "language_model":
+    if kind_of(config.model).streams:
         return [f"data.batch_size={config.data.batch_size * world}"]
     return [f"train.accumulate={config.train.accumulate * world}"]
 

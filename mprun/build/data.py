@@ -1,7 +1,6 @@
 """Data sources from configurations; one of the user's own is held to what a source must be."""
 
 from collections.abc import Callable
-from functools import partial
 from inspect import Parameter, signature
 from typing import Any, get_args
 
@@ -9,51 +8,21 @@ import torch
 from torch import Tensor
 
 from mprun.build.user_code import Factory, blaming, known_size
-from mprun.config import schema
-from mprun.config.schema import CustomDataConfig
-from mprun.data import DigitsImages, DigitStrips, DocsText, SyntheticImages, SyntheticTokens
-from mprun.data.boxes import DigitCanvases
-from mprun.data.cifar10 import Cifar10
-from mprun.data.image_folder import ImageFolder
-from mprun.data.lm1b import Lm1b
-from mprun.data.parallel_text import ParallelText
-from mprun.data.sentence_pairs import UnicodeNames
+from mprun.config.components.custom import CustomDataConfig
+from mprun.config.registry import DataConfig, TaskKind, kind_called, loaded
 from mprun.data.source import Source, completed, kept_random_state
-from mprun.data.speech_manifest import SpeechManifest
-from mprun.data.text import Text
-from mprun.data.token_files import TokenFiles
-from mprun.data.voc import Voc
 from mprun.errors import BadInput
-
-# Name in a configuration -> what makes the source; fields are arguments of the same name.
-_SOURCES: dict[str, Callable[..., Source]] = {
-    "digits": DigitsImages,
-    "digit_canvases": DigitCanvases,
-    "docs_text": DocsText,
-    "synthetic_images": SyntheticImages,
-    "synthetic_tokens": SyntheticTokens,
-    "image_folder": ImageFolder,
-    "imagenet": partial(ImageFolder, imagenet=True),
-    "cifar10": Cifar10,
-    "voc": Voc,
-    "text": Text,
-    "lm1b": Lm1b,
-    "token_files": TokenFiles,
-    "unicode_names": UnicodeNames,
-    "parallel_text": ParallelText,
-    "digit_strips": DigitStrips,
-    "speech_manifest": SpeechManifest,
-}
 
 _PASSED_ON = Parameter.VAR_KEYWORD
 
 
-def build_data(config: schema.DataConfig, seed: int, device: torch.device) -> Source:
+def build_data(config: DataConfig, seed: int, device: torch.device) -> Source:
     """The data source of a configuration."""
-    if isinstance(config, schema.CustomDataConfig):
+    if isinstance(config, CustomDataConfig):
         return own_source(config, seed, device)
-    make = _SOURCES[config.name]
-    return make(**arguments_of(make, config), seed=seed, device=device)
+    make = loaded(config.component.builder)
+    source: Source = make(**arguments_of(make, config), seed=seed, device=device)
+    return source
 
 
 def arguments_of(make: Callable, config: object) -> dict[str, Any]:
@@ -74,20 +43,6 @@ _ATTRIBUTES = (
     "sha256",
     "description",
 )
-# What the source must know of itself, by what is learned from it.
-_PAIR_SIZES = ("source_vocab_size", "target_vocab_size")
-_SIZES_OF: dict[str, tuple[str, ...]] = {
-    "classification": ("num_classes",),
-    "language_model": ("vocab_size",),
-    "translation": _PAIR_SIZES,
-    "speech": ("num_symbols",),
-}
-_KIND = {
-    "classification": "classifier",
-    "language_model": "language model",
-    "translation": "translation model",
-    "speech": "speech recogniser",
-}
 _RANGE_TOLERANCE = 1e-3  # of [-1, 1]: interpolation may overshoot by a rounding
 
 
@@ -142,9 +97,10 @@ def check_batches(config: CustomDataConfig, task: str, source: Source, device) -
     description lacks them, into it.
     """
     name = f"data.factory={config.factory}"
-    for size in _SIZES_OF.get(task, ()):
+    kind = kind_called(task)
+    for size in kind.sizes:
         if type(getattr(source, size, None)) is not int:
-            raise BadInput(f"{name}: its source has no {size}, which a {_KIND[task]} needs")
+            raise BadInput(f"{name}: its source has no {size}, which a {kind.learner} needs")
     if source.batches_per_epoch < 1:
         return  # said with the batch size, once the model is known
     with kept_random_state():
@@ -155,17 +111,17 @@ def check_batches(config: CustomDataConfig, task: str, source: Source, device) -
     if held_out is None:
         raise BadInput(f"{name}: eval_batches() of its source yields nothing")
     for what, batch in {"train_batch(0)": first, "eval_batches()": held_out}.items():
-        wrong = _wrong(batch, task, source, device)
+        wrong = _wrong(batch, kind, source, device)
         if wrong:
             raise BadInput(f"{name}: {what} of its source {wrong}")
-    if not all(map(torch.equal, first[: 1 if task == "gan" else 2], again)):
+    if not all(map(torch.equal, first[: 1 if kind.networks > 1 else 2], again)):
         raise BadInput(
             f"{name}: train_batch(0) of its source differs when it is asked again; it must depend "
             "on seed and index alone"
         )
-    if task == "speech":
+    if kind.family == "utterances":
         source.description.setdefault("frequencies", first[0].shape[2])
-    elif task not in ("language_model", "translation"):
+    elif kind.family in ("images", "boxes"):
         channels, height, width = first[0].shape[1:]
         source.description.setdefault("channels", channels)
         if height == width:
@@ -189,7 +145,7 @@ def check_tanh_images(config: CustomDataConfig, image_size: int, source: Source)
         )
 
 
-def _wrong(batch: Any, task: str, source: Source, device: torch.device) -> str | None:
+def _wrong(batch: Any, kind: TaskKind, source: Source, device: torch.device) -> str | None:
     """What is wrong with a batch, behind "the batch"; None if nothing is."""
     pair = isinstance(batch, tuple | list) and len(batch) == 2
     if not pair or not all(isinstance(part, Tensor) for part in batch):
@@ -198,34 +154,34 @@ def _wrong(batch: Any, task: str, source: Source, device: torch.device) -> str |
         if part.device.type != torch.device(device).type:
             return f"lies on {part.device}, must be on {device}"
     first, second = batch
-    if task == "language_model":
-        return _wrong_tokens(first, second, source)
-    if task == "translation":
-        return _wrong_pairs(first, second, source)
-    if task == "speech":
-        return _wrong_utterances(first, second, source)
-    return _wrong_images(first, second, source if task == "classification" else None)
+    wrong = _WRONG.get(kind.family, _wrong_images)
+    return wrong(first, second, source, kind.sizes)
 
 
-def _wrong_tokens(tokens: Tensor, targets: Tensor, source: Source) -> str | None:
+_Sizes = tuple[str, ...]
+
+
+def _wrong_tokens(tokens: Tensor, targets: Tensor, source: Source, sizes: _Sizes) -> str | None:
     alike = tokens.dtype is targets.dtype is torch.int64 and tokens.shape == targets.shape
     if not alike or tokens.dim() != 2:
         return f"is {_text(tokens)} and {_text(targets)}, must be int64 [time, batch] twice"
-    return _outside("token", torch.cat([tokens, targets]), source, "vocab_size")
+    return _outside("token", torch.cat([tokens, targets]), source, *sizes)
 
 
-def _wrong_pairs(sources: Tensor, targets: Tensor, source: Source) -> str | None:
+def _wrong_pairs(sources: Tensor, targets: Tensor, source: Source, sizes: _Sizes) -> str | None:
     for tokens in (sources, targets):
         if tokens.dtype is not torch.int64 or tokens.dim() != 2 or len(tokens) != len(sources):
             return f"is {_text(sources)} and {_text(targets)}, must be int64 [batch, words] twice"
-    found = zip((sources, targets), _PAIR_SIZES, strict=True)
+    found = zip((sources, targets), sizes, strict=True)
     wrong = [_outside("token", tokens, source, size) for tokens, size in found]
     if not bool((sources != 0).any(1).all()):
         wrong.append("has a source of padding (0) alone")
     return next(filter(None, wrong), None)
 
 
-def _wrong_utterances(features: Tensor, targets: Tensor, source: Source) -> str | None:
+def _wrong_utterances(
+    features: Tensor, targets: Tensor, source: Source, sizes: _Sizes
+) -> str | None:
     if features.dtype is not torch.float32 or features.dim() != 4 or features.shape[1] != 1:
         return f"has features {_text(features)}, must be float32 [batch, 1, frequencies, time]"
     if targets.dtype is not torch.int64 or targets.dim() != 2 or targets.shape[1] < 2:
@@ -236,22 +192,30 @@ def _wrong_utterances(features: Tensor, targets: Tensor, source: Source) -> str 
         ("lengths of texts", lengths, 0, symbols.shape[1]),
         ("symbols", symbols[torch.arange(symbols.shape[1]) < lengths[:, None].cpu()], 1, None),
     ):
-        most = known_size(source, "num_symbols") - 1 if most is None else most
+        most = known_size(source, *sizes) - 1 if most is None else most
         if len(values) and not least <= values.min().item() <= values.max().item() <= most:
             low, high = values.min().item(), values.max().item()
             return f"has {what} from {low} to {high}, must be from {least} to {most}"
     return None
 
 
-def _wrong_images(images: Tensor, labels: Tensor, source: Source | None) -> str | None:
-    """source: of the number of classes, where labels are learned."""
+def _wrong_images(images: Tensor, labels: Tensor, source: Source, sizes: _Sizes) -> str | None:
+    """sizes: of the classes, where labels are learned."""
     if images.dtype is not torch.float32 or images.dim() != 4:
         return f"has images {_text(images)}, must be float32 [batch, channels, height, width]"
-    if source is None:
+    if not sizes:
         return None
     if labels.dtype is not torch.int64 or labels.shape != images.shape[:1]:
         return f"has labels {_text(labels)}, must be int64 [batch]"
-    return _outside("label", labels, source, "num_classes")
+    return _outside("label", labels, source, *sizes)
+
+
+# Family of data -> what holds a batch of it to what it must be; others are images.
+_WRONG: dict[str, Callable[[Tensor, Tensor, Source, _Sizes], str | None]] = {
+    "text": _wrong_tokens,
+    "sentence_pairs": _wrong_pairs,
+    "utterances": _wrong_utterances,
+}
 
 
 def _outside(what: str, values: Tensor, source: Source, name: str) -> str | None:

@@ -1,104 +1,57 @@
 """Functions that build the networks of a configuration: mprun's own, or the user's factory."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mprun import models
 from mprun.build.data import arguments_of
 from mprun.build.user_code import Factory, known_size
-from mprun.config import schema
 from mprun.config.check import auto_channels_last
-from mprun.config.schema import CustomModelConfig, RunConfig, task_of
+from mprun.config.components.custom import CustomModelConfig
+from mprun.config.registry import ModelConfig, kind_of, loaded
+from mprun.config.schema import RunConfig
 from mprun.data.source import Source, kept_random_state
 from mprun.errors import BadInput
 
-# Sizes of an LSTM that are padded for the sake of Tensor Cores.
-_PADDED = ("vocab_size", "embedding_size", "hidden_size", "projection_size")
+Builders = Sequence[Callable[[], nn.Module]]
 
 
-def model_builder(config: schema.ModelConfig, data: Source) -> Callable[[], nn.Module]:
-    """A function that builds the (FP32) model of a configuration with new random weights.
+def network_builders(config: Any, data: Source) -> Builders:
+    """Functions that build the (FP32) networks of a configuration with new random weights.
 
-    For a GAN use `gan_builders`.
+    One, or generator and discriminator.
     """
-    own: dict[str, Any] = {}
-    network: Callable[..., nn.Module]
-    match config:
-        case schema.CustomModelConfig():
-            return OwnModel(config, data)
-        case schema.AlexNetConfig():
-            network = models.alexnet if config.variant == "torchvision" else models.AlexNet2012
-        case schema.ResNet50Config():
-            preactivation = config.variant == "preactivation"
-            network = models.PreActivationResNet50 if preactivation else models.resnet50
-        case schema.VGG16Config():
-            network = models.VGG16
-        case schema.InceptionV3Config():
-            network = models.inception_v3
-        case schema.GoogLeNetConfig():
-            network = models.googlenet
-        case schema.InceptionV2Config():
-            network = models.inception_v2
-        case schema.LSTMConfig():
-            network = models.LSTMLanguageModel
-            if config.sampled_softmax is not None:
-                network, own["candidates"] = models.SampledLSTM, config.sampled_softmax
-            own["vocab_size"] = _at_least_the_data_s("vocab_size", config, data)
-        case schema.GPTConfig():
-            network = models.GPT
-            own["vocab_size"] = _at_least_the_data_s("vocab_size", config, data)
-            own["context_length"] = _context_length(config, data)
-        case schema.Seq2SeqConfig():
-            network = models.Seq2Seq
-            for key in ("source_vocab_size", "target_vocab_size"):
-                own[key] = _at_least_the_data_s(key, config, data)
-        case schema.SSDMiniConfig():
-            network = models.ssd_mini
-            own |= {name: data.description[name] for name in ("num_classes", "image_size")}
-        case schema.SSD300Config():
-            network = models.ssd300
-            own["num_classes"] = data.description["num_classes"]
-        case schema.FasterRCNNConfig():
-            from mprun.models import faster_rcnn
-
-            small = config.variant == "small"
-            network = faster_rcnn.faster_rcnn_small if small else faster_rcnn.faster_rcnn_vgg16
-            own |= {name: data.description[name] for name in ("num_classes", "image_size")}
-        case schema.ConvAutoencoderConfig():
-            network = models.ConvAutoencoder
-            own["channels"] = data.description["channels"]
-        case schema.DeepSpeech2Config():
-            network = models.DeepSpeech2
-            own["frequencies"] = data.description["frequencies"]
-            own["num_symbols"] = known_size(data, "num_symbols")
-        case _:
-            raise BadInput(f"model={config.name}: no builder")
-    if task_of(config) == "classification":
-        own["num_classes"] = _at_least_the_data_s("num_classes", config, data)
-    values = arguments_of(network, config) | own
-    if isinstance(config, schema.LSTMConfig):
-        values |= arguments_of(models.LSTMLanguageModel, config) | own
-        for name in _PADDED:
-            values[name] = models.pad_to_multiple(values[name], config.pad_to_multiple)
-    return partial(network, **values)
-
-
-def gan_builders(
-    config: schema.DCGANConfig | schema.CustomModelConfig, data: Source
-) -> tuple[Callable[[], nn.Module], Callable[[], nn.Module]]:
-    """Functions that build generator and discriminator with new random weights."""
-    if isinstance(config, schema.CustomModelConfig):
+    if isinstance(config, CustomModelConfig):
         own = OwnModel(config, data)
-        return partial(own.part, 0), partial(own.part, 1)
-    size, channels = config.image_size, int(data.description["channels"])
-    return (
-        partial(models.Generator, size, config.latent_size, config.generator_width, channels),
-        partial(models.Discriminator, size, config.discriminator_width, channels),
-    )
+        return [partial(own.part, number) for number in range(kind_of(config).networks)]
+    builder = config.component.builder
+    if isinstance(builder, Mapping):
+        builder = builder[config.variant]
+    return [
+        _with_arguments(loaded(one), config, data)
+        for one in ((builder,) if isinstance(builder, str) else builder)
+    ]
+
+
+def _with_arguments(
+    make: Callable[..., nn.Module], config: ModelConfig, data: Source
+) -> Callable[[], nn.Module]:
+    needs = {name: _of_the_data(name, config, data) for name in config.component.needs}
+    return partial(make, **arguments_of(make, config) | needs)
+
+
+def _of_the_data(name: str, config: ModelConfig, data: Source) -> int:
+    """What the configuration says of `name`, at least the data's, or else the data themselves."""
+    if name == "context_length":
+        return _context_length(config, data)
+    given = int(known_size(data, name) if hasattr(data, name) else data.description[name])
+    wanted = getattr(config, name, None)
+    if wanted is not None and wanted < given:
+        raise BadInput(f"model.{name}={wanted}: must be >= {given}, what the data have")
+    return wanted or given
 
 
 def new_network(
@@ -131,14 +84,7 @@ def put_channels_last(network: nn.Module) -> nn.Module:
     )
 
 
-def _at_least_the_data_s(key: str, config: schema.ModelConfig, data: Source) -> int:
-    wanted, given = getattr(config, key), known_size(data, key)
-    if wanted is not None and wanted < given:
-        raise BadInput(f"model.{key}={wanted}: must be >= {given}, what the data have")
-    return wanted or given
-
-
-def _context_length(config: schema.GPTConfig, data: Source) -> int:
+def _context_length(config: Any, data: Source) -> int:
     length = config.context_length or data.description.get("sequence_length")
     if not isinstance(length, int):
         raise BadInput(
@@ -159,13 +105,9 @@ class OwnModel:
     def __init__(self, config: CustomModelConfig, data: Source):
         self.factory = Factory("model.factory", config.factory)
         self.data, self.options = data, config.options
-        self.is_gan = config.task == "gan"
+        self.is_gan = kind_of(config).networks > 1
         self.first: Sequence[nn.Module] | None = None
         self.left: dict[int, nn.Module] = {}
-
-    def __call__(self) -> nn.Module:
-        """The network of a task with one."""
-        return self.part(0)
 
     def part(self, number: int) -> nn.Module:
         """0: the network, or the generator; 1: the discriminator, built together with it."""

@@ -11,14 +11,7 @@ from mprun.build.model import uses_channels_last
 from mprun.build.precision import policy_from
 from mprun.build.task import build_task
 from mprun.config.check import refuse_on, why_no_graph
-from mprun.config.schema import (
-    MAX_STEPS,
-    CustomModelConfig,
-    GPTConfig,
-    LSTMConfig,
-    OptimConfig,
-    RunConfig,
-)
+from mprun.config.schema import MAX_STEPS, OptimConfig, RunConfig
 from mprun.data import DataError
 from mprun.data.source import DamagedData, Source
 from mprun.distributed.ranks import ALONE, Ranks
@@ -104,7 +97,7 @@ def _check_device(
     """BadInput for a mode that the device does not have."""
     reason = why_unsupported(policy, device, overrides)
     native_cpu = device.type == "cpu" and config.cpu_half == "native"
-    if reason is None and config.model.recurrent:
+    if reason is None and config.model.component.recurrent:
         if device.type != "cpu" or native_cpu:
             projected = getattr(config.model, "projection_size", 0) > 0
             reason = why_no_lstm(policy, device, projected)
@@ -150,7 +143,7 @@ def build_step_runner(
         CudaRecorder(device, stream),
         required=required,
         clock=None if required else HostBound(device),
-        zero_state=isinstance(config.model, GPTConfig | LSTMConfig),
+        zero_state=config.model.component.zero_state,
     )
     return StepRunner(
         task, rate, device, graph=graph, compilation=compilation, stream=stream, settings=settings
@@ -168,7 +161,6 @@ def _compilation(config: RunConfig, learners: Mapping[str, TrainState]) -> Compi
     mode = config.train.compile
     if mode == "off":
         return None
-    own = isinstance(config.model, CustomModelConfig)
     for learner in learners.values():
         if any(isinstance(module, nn.RNNBase) for module in learner.model.modules()):
             raise BadInput(
@@ -176,7 +168,7 @@ def _compilation(config: RunConfig, learners: Mapping[str, TrainState]) -> Compi
                 "passes over (allowed: off)"
             )
     # The casts around modules of another dtype are functions in place of `forward`.
-    whole = not own and not config.precision.overrides
+    whole = not config.model.component.own and not config.precision.overrides
     return Compilation(learners.values(), mode, fullgraph=whole)
 
 

@@ -9,20 +9,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from mprun.build.data import check_batches, check_tanh_images
+from mprun.build.data import arguments_of, check_batches, check_tanh_images
 from mprun.build.model import (
-    gan_builders,
-    model_builder,
+    Builders,
+    network_builders,
     new_network,
     put_channels_last,
     uses_channels_last,
 )
 from mprun.build.precision import build_loss_scale, optimizer_maker, update_of
 from mprun.build.user_code import Factory, Trial, known_size
-from mprun.config import schema
 from mprun.config.check import engine_of
-from mprun.config.metrics import FAMILIES
-from mprun.config.schema import RunConfig, task_of
+from mprun.config.components import TASKS
+from mprun.config.components.custom import CustomDataConfig, CustomModelConfig
+from mprun.config.registry import kind_of, loaded, task_of
+from mprun.config.schema import RunConfig
 from mprun.data.source import Source, kept_random_state
 from mprun.distributed.ranks import ALONE, Ranks
 from mprun.errors import BadInput
@@ -38,24 +39,10 @@ from mprun.precision import (
 )
 from mprun.precision.casting import matching_modules, those_that_match
 from mprun.precision.row_updates import row_tables
-from mprun.tasks import (
-    GAN,
-    BatchStatistics,
-    Classification,
-    Detection,
-    LanguageModel,
-    Reconstruction,
-    SampleDistance,
-    Speech,
-    Task,
-    TrainState,
-    Translation,
-)
+from mprun.tasks import BatchStatistics, SampleDistance, Task, TrainState
 
 if TYPE_CHECKING:
     from mprun.distributed.flat import FlatReduction
-
-_Builders = Sequence[Callable[[], nn.Module]]
 
 
 def build_task(
@@ -71,54 +58,53 @@ def build_task(
     names the key, for what cannot be.
     """
     _check_own_data(config, data, arithmetic.device)
-    model: Any = config.model
-    task = task_of(model)
+    model, name = config.model, task_of(config.model)
     common: dict[str, Any] = {
         "eval_in_mode": config.train.eval_arithmetic == "mode",
         "accumulate": config.train.accumulate,
     }
-    if task == "gan":
-        return _build_gan(config, data, arithmetic, ranks, common)
-    builder = model_builder(model, data)
-    casts = _cast_networks(config, [builder], data, arithmetic)
+    make: Any = None
+    if name in TASKS:
+        make = loaded(TASKS[name].builder)
+        common |= arguments_of(make, model)
+    builders = network_builders(model, data)
+    casts = _cast_networks(config, builders, data, arithmetic)
+    if len(builders) > 1:
+        return _in_turn(make, config, casts, data, arithmetic, ranks, common)
     scale = build_loss_scale(config.scaler, arithmetic.device)
     keeps_statistics = scale.skips_nonfinite or config.train.accumulate > 1 or ranks.world > 1
     guards = [BatchStatistics(casts[0].module)] if keeps_statistics else []
     (learner,) = _learners(config, casts, [scale], [guards], arithmetic.device, ranks)
-    kinds: dict[str, Callable[..., Task]] = {
-        "classification": Classification,
-        "language_model": LanguageModel,
-        "reconstruction": Reconstruction,
-        "translation": Translation,
-        "speech": Speech,
-        "detection": Detection,
-    }
-    if task == "language_model":
-        common |= {"time_reduction": model.time_reduction, "sampled": _samples(config)}
-    elif task == "classification":
-        common["label_smoothing"] = model.label_smoothing
-        common["aux_weight"] = getattr(model, "aux_weight", 0.0)
-        if known_size(data, "num_classes") < 2:
-            raise BadInput(
-                f"data.root={config.data.root}: one class, a classifier needs two; is the "
-                "folder one level too high?"
-            )
-    make = kinds.get(task) or Factory("model.task", task)
-    made = make(learner, data, policy, arithmetic, scale, **common)
+    _check_sizes(config, data)
+    make = make or Factory("model.task", name)  # imported behind the first draw of weights
+    made: Task = make(learner, data, policy, arithmetic, scale, **common)
     made.guards, made.ranks = guards, ranks
     return made
 
 
-def _build_gan(
+def _check_sizes(config: RunConfig, data: Source) -> None:
+    if "num_classes" in kind_of(config.model).sizes and known_size(data, "num_classes") < 2:
+        raise BadInput(
+            f"data.root={config.data.root}: one class, a classifier needs two; is the "
+            "folder one level too high?"
+        )
+    if config.numerics.shadow_every and getattr(config.model, "sampled", False):
+        raise BadInput(
+            f"numerics.shadow_every={config.numerics.shadow_every}: must be 0 with "
+            "model.sampled_softmax, whose tables have no second copy for a shadow step"
+        )
+
+
+def _in_turn(
+    make: Callable[..., Task],
     config: RunConfig,
+    casts: Sequence[CastModel],
     data: Source,
     arithmetic: ForwardContext,
     ranks: Ranks,
     common: dict[str, Any],
-) -> GAN:
-    model: Any = config.model
-    builders = gan_builders(model, data)
-    casts = _cast_networks(config, builders, data, arithmetic)
+) -> Task:
+    """A task of two networks, each with an optimizer: generator and discriminator."""
     per = config.scaler.per
     count = {"shared": 1, "optimizer": 2}.get(per, 3)
     made = [build_loss_scale(config.scaler, arithmetic.device) for _ in range(count)]
@@ -127,16 +113,13 @@ def _build_gan(
     guard_g, guard_d = (BatchStatistics(cast.module) for cast in casts)
     of_losses: list[LossScale | Sequence[LossScale]] = [scales[2], scales[:2]]
     guards = [[guard_g, guard_d], [guard_d]]
-    generator, discriminator = _learners(config, casts, of_losses, guards, arithmetic.device, ranks)
-    task = GAN(
-        generator,
-        discriminator,
+    task = make(
+        *_learners(config, casts, of_losses, guards, arithmetic.device, ranks),
         data,
         arithmetic.policy,
         arithmetic,
         scales,
         (guard_g, guard_d),
-        latent_size=model.latent_size,
         **common,
         sample_distance=_sample_distance(config, data, arithmetic.device),
     )
@@ -145,7 +128,7 @@ def _build_gan(
 
 
 def _cast_networks(
-    config: RunConfig, builders: _Builders, data: Source, arithmetic: ForwardContext
+    config: RunConfig, builders: Builders, data: Source, arithmetic: ForwardContext
 ) -> list[CastModel]:
     """New networks in the mode's dtypes; an override has to match in one of them at least."""
     policy, device = arithmetic.policy, arithmetic.device
@@ -276,19 +259,6 @@ def _weights_of(model: nn.Module, patterns: Sequence[str], key: str) -> set[str]
     return names
 
 
-def _samples(config: RunConfig) -> bool:
-    """Whether the softmax is sampled; BadInput for what cannot be measured of such a model."""
-    model = config.model
-    if not isinstance(model, schema.LSTMConfig) or model.sampled_softmax is None:
-        return False
-    if config.numerics.shadow_every:
-        raise BadInput(
-            f"numerics.shadow_every={config.numerics.shadow_every}: must be 0 with "
-            "model.sampled_softmax, whose tables have no second copy for a shadow step"
-        )
-    return True
-
-
 def _sample_distance(
     config: RunConfig, data: Source, device: torch.device
 ) -> SampleDistance | None:
@@ -303,19 +273,17 @@ def _sample_distance(
 
 def _check_own_data(config: RunConfig, data: Source, device: torch.device) -> None:
     """Hold a source of the user's to what the model asks of it; nothing for mprun's own."""
-    if not isinstance(config.data, schema.CustomDataConfig):
+    if not isinstance(config.data, CustomDataConfig):
         return
     check_batches(config.data, task_of(config.model), data, device)
-    model = config.model
-    if not data.batches_per_epoch:
-        return
-    if isinstance(model, schema.DCGANConfig | schema.ConvAutoencoderConfig):
+    model: Any = config.model
+    if data.batches_per_epoch and model.component.in_tanh:
         check_tanh_images(config.data, model.image_size, data)
 
 
 def _check_own_network(
     config: RunConfig,
-    builders: _Builders,
+    builders: Builders,
     data: Source,
     arithmetic: ForwardContext,
     overrides: dict[str, torch.dtype],
@@ -326,10 +294,8 @@ def _check_own_network(
     have been built. Not for mprun's LSTM, which takes tokens of any data and may be large.
     """
     model = config.model
-    own_model = isinstance(model, schema.CustomModelConfig)
-    own_data = isinstance(config.data, schema.CustomDataConfig)
-    of_tokens = FAMILIES.get(task_of(model)) in ("text", "sentence_pairs")
-    if not (own_model or (own_data and not of_tokens)):
+    of_tokens = kind_of(model).family in ("text", "sentence_pairs")
+    if not (model.component.own or (config.data.component.own and not of_tokens)):
         return
     if data.batches_per_epoch < 1:
         return  # said with the batch size
@@ -339,7 +305,7 @@ def _check_own_network(
         networks = [put_channels_last(network) for network in networks]
     policy, device, native = arithmetic.policy, arithmetic.device, config.cpu_half == "native"
     name = f"model={model.name}"
-    if isinstance(model, schema.CustomModelConfig):
+    if isinstance(model, CustomModelConfig):
         name = f"model.factory={model.factory}"
         if device.type == "cuda" or native:
             _check_recurrent(f"{name} precision={policy.name}", networks, arithmetic)

@@ -154,7 +154,7 @@ class Trial:
             mode = f"in precision={policy.name}"
             audit = Audit(arithmetic)
             try:
-                with audit.watching_step(), arithmetic:
+                with audit.watching(step=True), arithmetic:
                     outputs = self._forward(first, more, policy, mode, arithmetic.autocast)
                     total = torch.stack([output.float().sum() for output in outputs]).sum()
                     with blaming(f"{self.name}: backward {mode}"):

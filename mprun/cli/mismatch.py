@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from mprun.cli.arguments import Arguments, number
 from mprun.config.compose import compose_config, config_from_record
 from mprun.config.option_files import modes
+from mprun.config.registry import task_of
 from mprun.config.rules import must_be
-from mprun.config.schema import MAX_STEPS, RunConfig, task_of
+from mprun.config.schema import MAX_STEPS, RunConfig
 from mprun.config.user_code import is_factory, vouched
 from mprun.errors import DONE, BadInput, Damaged, MprunError
 from mprun.numerics.post_mortem import plain

@@ -1,6 +1,6 @@
-"""Curves of a group: training loss and evaluation metric, mean and seed band of every mode.
+"""Draw the curves of a group: training loss, evaluation metric, loss scale and skipped updates.
 
-The loss scale of each mode that scales, and the updates that it skipped.
+A curve is the mean over the seeds of a mode; the baseline also has a band of its seeds.
 """
 
 import math
@@ -32,15 +32,15 @@ from mprun.plots.panel import (
 )
 
 _HEIGHT = 2.5  # inches
-_ROW = 0.92  # inches, of a mode in `difference_rows`
-_TEXT = 0.24  # of that, for its text
-_DASH = 3.5  # points, of the shortest dash
+_ROW = 0.92  # inches, for each mode in `difference_rows`
+_TEXT = 0.24  # inches of that, for its text
+_DASH = 3.5  # points, the length of the shortest dash
 
 
 def curves(group: Group, styles: dict[str, Style], plot: Plot, points: int) -> Drawing | None:
-    """The mean of every mode; None where there is no curve to show.
+    """Draw the mean of every mode; None if there is no curve.
 
-    No mode hides another (`_lines`); the baseline alone has its seeds' band, so that no two colours
+    No mode hides another (`_lines`). Only the baseline has a band of its seeds, so no two colours
     mix.
     """
     found = bands(group, plot.curve_of, points)
@@ -88,15 +88,15 @@ def curves(group: Group, styles: dict[str, Style], plot: Plot, points: int) -> D
 
 
 def _numbers(group: Group) -> dict[str, int]:
-    """The number of each mode, by which a page's script finds it: its place among the rows."""
+    """Return the number of each mode, by which a page's script finds it: its row index."""
     return {row.arm.label: number for number, row in enumerate(group.every_row)}
 
 
 def _lines(group: Group, styles: dict[str, Style]) -> dict[str, dict[str, Any]]:
-    """How the line of each mode is drawn, so that those that agree are seen in one another's gaps.
+    """Return the line style of each mode; equal curves stay visible in each other's gaps.
 
-    The baseline is wide and pale below all. Of n modes each is a bit thinner than the one before
-    it, and drawn over an n-th less of its length: equal curves come out striped, an n-th of each.
+    The baseline is wide and pale below all others. Each of n modes is a bit thinner than the
+    previous one and is drawn over 1/n less of its length. Equal curves come out striped, 1/n each.
     """
     base = group.baseline.arm.label
     pale: dict[str, Any] = {"linewidth": 6.0, "alpha": 0.35, "zorder": 10}
@@ -129,7 +129,7 @@ def _fill(
     number: int,
     alpha: float,
 ) -> None:
-    """The area between two curves, where both are known."""
+    """Fill the area between two curves where both are known."""
     known = np.isfinite(low) & np.isfinite(high)
     for part in np.split(np.arange(len(x)), np.flatnonzero(np.diff(known)) + 1):
         if len(part) > 1 and known[part[0]]:
@@ -138,7 +138,7 @@ def _fill(
 
 
 def _cross(axes: Axes, at: float, height: float, style: Style, number: int) -> None:
-    """Where a run diverged."""
+    """Draw a cross where a run diverged."""
     cross: dict[str, Any] = {"color": style.colour, "markersize": 8, "markeredgewidth": 2}
     axes.plot([at], [height], "x", zorder=40, clip_on=False, **cross, **series(number))
 
@@ -156,9 +156,9 @@ def _binning(records: int, points: int) -> str:
 
 
 def _set_y(axes: Axes, limits: tuple[float, float], logarithmic: bool) -> None:
-    """The frame, and what stands at its ticks."""
+    """Set the limits of the y axis, the tick labels and the grid."""
     if logarithmic:
-        # Labels at minor ticks where the axis spans little more than a decade.
+        # Label the minor ticks if the axis spans less than two decades.
         few = limits[1] / limits[0] < 100
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
@@ -173,10 +173,10 @@ def _set_y(axes: Axes, limits: tuple[float, float], logarithmic: bool) -> None:
 
 
 def _limits(bands: list[Band], baseline: Band) -> tuple[tuple[float, float], bool]:
-    """((low, high) of the y axis, logarithmic?): curves that explode leave through the top.
+    """Return ((low, high) of the y axis, logarithmic?); exploding curves leave through the top.
 
-    The frame holds the whole baseline, once its range above and below, and what the other modes
-    do most of the time unless that is ten times its range away.
+    The frame holds the whole baseline plus its range above and below. It also holds where the other
+    modes are most of the time, unless that is over ten times its range away.
     """
     low, high = np.nanmin(baseline.low), np.nanmax(baseline.high)
     room = high - low if high > low else 0.1 * abs(high) or 1.0
@@ -193,7 +193,7 @@ def _limits(bands: list[Band], baseline: Band) -> tuple[tuple[float, float], boo
 
 
 def _inside(value: float, limits: tuple[float, float], logarithmic: bool) -> float:
-    """The value, or the place near the edge of the frame where it would be."""
+    """Return the value, clipped to just inside the frame."""
     low, high = np.log(limits) if logarithmic else limits
     edge = 0.03 * (high - low)
     value = np.log(max(value, 1e-300)) if logarithmic else value
@@ -202,7 +202,7 @@ def _inside(value: float, limits: tuple[float, float], logarithmic: bool) -> flo
 
 
 def _ends(row: Row, plot: Plot) -> list[tuple[str, float, float]]:
-    """(label, x, last finite y or NaN) of each diverged run."""
+    """Return (label, x, last finite y or NaN) of each diverged run."""
     steps = {outcome.seed: outcome.step for outcome in row.outcomes if outcome.diverged}
     found = []
     for run in row.arm.runs:
@@ -228,9 +228,9 @@ def _courses(bands: list[tuple[Row, Band]]) -> str:
 def difference_rows(
     group: Group, styles: dict[str, Style], plot: Plot, points: int
 ) -> Drawing | None:
-    """`differences`, a row for each mode; None where there are no two points of any.
+    """Draw `differences`, a row for each mode; None if no mode has two points.
 
-    The margin is shaded where it speaks of what is drawn.
+    The margin is shaded if it applies to the plotted quantity.
     """
     found = differences(group, plot, points)
     if max((np.isfinite(b.mean).sum() for _, b, _ in found), default=0) < 2:
@@ -276,7 +276,7 @@ def difference_rows(
 def _draw_row(
     axes: Axes, rows: "_Rows", place: int, b: Band, style: Style, number: int, markers: bool
 ) -> None:
-    """Zero, the band and the mean of one mode."""
+    """Draw zero, the band and the mean of one mode."""
     axes.axhline(rows.y(place, 0.0), color=INK, linewidth=0.8)
     _fill(axes, b.x, rows.y(place, b.low), rows.y(place, b.high), style.colour, number, 0.3)
     known = np.isfinite(b.mean)
@@ -286,16 +286,16 @@ def _draw_row(
 
 
 def _draw_trend(axes: Axes, rows: "_Rows", place: int, gap: Gap) -> None:
-    """The mean slope that was tested, over the steps that it was tested on."""
+    """Draw the tested mean slope over the tested steps."""
     if gap.slope is None or gap.end is None or gap.per is None or gap.steps is None:
         return
-    x = np.linspace(*gap.steps, 20)  # straight on no scale but a linear one
+    x = np.linspace(*gap.steps, 20)  # several points: the line is straight only on a linear scale
     y = rows.y(place, gap.end + gap.slope / gap.per * (x - x[-1]))
     axes.plot(x, y, color=INK, linewidth=1.0, linestyle=(0, (3, 2)), zorder=30)
 
 
 def _set_rows(axes: Axes, rows: "_Rows", count: int) -> None:
-    """The frame of so many rows, and the ticks of each."""
+    """Set the limits for `count` rows, and the ticks of each."""
     ticks = [(rows.y(place, value), value) for place in range(count) for value in rows.ticks]
     axes.set_yticks([y for y, _ in ticks], [f"{v:+g}" if v else "0" for _, v in ticks])
     axes.tick_params(axis="y", labelsize=7.5, left=False, pad=3)
@@ -308,10 +308,11 @@ def _set_rows(axes: Axes, rows: "_Rows", count: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Where values stand in the rows of one picture: each a unit high, the text of a row first.
+    """The positions of values in the rows of one figure: a row is one unit high, its text on top.
 
-    One scale for all: linear near zero, logarithmic from about `linear` on, so that a margin and a
-    hundred of them are both seen. What is beyond `low` and `high` stands at the edge of its row.
+    All rows share one scale: linear near zero, logarithmic from about `linear` on. A margin and a
+    hundred margins are thus both visible. Values beyond `low` and `high` are drawn at the row's
+    edge.
     """
 
     low: float
@@ -320,7 +321,7 @@ class _Rows:
 
     @classmethod
     def of(cls, bands: list[Band], linear: float) -> "_Rows":
-        """What the bands do but for a tenth, and where they end: 1.4 to 1,000 `linear`."""
+        """Fit the scale to the bands' 10th to 90th percentiles and ends: 1.4 to 1,000 `linear`."""
         reach = []
         for b in bands:
             reach += [*b.mean[np.isfinite(b.mean)][-1:]]
@@ -334,7 +335,7 @@ class _Rows:
         return cls(min(float(low), -1.4 * linear), max(float(high), 1.4 * linear), linear)
 
     def y(self, row: int, values: Any) -> Any:
-        """The heights of values, or of one, in a row, downwards."""
+        """Return the y positions of one or several values in a row; y grows downwards."""
         low, high, at = (
             np.arcsinh(2 * part / self.linear)
             for part in (self.low, self.high, np.clip(values, self.low, self.high))
@@ -343,7 +344,7 @@ class _Rows:
 
     @property
     def ticks(self) -> list[float]:
-        """0, `linear` and, each way, the last of its tenfold, hundredfold and thousandfold."""
+        """Return 0, ±`linear` and, each way, its largest power-of-ten multiple in range."""
         found = [-self.linear, 0.0, self.linear]
         for limit in (self.low, self.high):
             power = math.floor(math.log10(abs(limit) / self.linear))
@@ -392,7 +393,7 @@ def _difference_caption(
 
 
 def loss_scale(group: Group, styles: dict[str, Style], points: int) -> Drawing | None:
-    """The loss scale of one seed per mode and its skipped updates; None if no mode scales."""
+    """Draw the loss scale of one seed per mode and its skipped updates; None if no mode scales."""
     found = [(row, _scaling_run(row)) for row in group.every_row]
     traces = [(row, run) for row, run in found if run is not None]
     if not traces:
@@ -428,7 +429,7 @@ def loss_scale(group: Group, styles: dict[str, Style], points: int) -> Drawing |
 
 
 def _scale(run: RunData) -> Curve:
-    """Steps and log2 of the loss scale."""
+    """Return the steps and log2 of the loss scale."""
     step, scale = curve(run.train, "step", "loss_scale")
     keep = np.isfinite(scale) & (scale > 0)
     return step[keep], np.log2(scale[keep])
@@ -440,13 +441,13 @@ def _skip_rows(
     styles: dict[str, Style],
     numbers: dict[str, int],
 ) -> None:
-    """Below the traces one row per mode with a tick at each skipped update."""
+    """Draw one row per mode below the traces, with a tick at each skipped update."""
     axes.margins(0.03, 0.08)
     low, high = axes.get_ylim()
     low = min(low, high - 2)
     ticks = MaxNLocator(nbins=6, integer=True).tick_values(low, high)
     axes.set_yticks([tick for tick in ticks if low <= tick <= high])
-    share = min(0.09 * len(traces), 0.4)  # of the height, for the rows
+    share = min(0.09 * len(traces), 0.4)  # part of the height for the rows
     axes.set_ylim(low - share / (1 - share) * (high - low), high)
     for number, (row, run) in enumerate(traces):
         skips = _every(np.asarray(run.skip_steps, float), 200)
@@ -461,14 +462,14 @@ def _skip_rows(
 
 
 def _scaling_run(row: Row) -> RunData | None:
-    """The run of the lowest seed that scaled its loss and recorded it."""
+    """Return the run of the lowest seed that scaled its loss and recorded it."""
     scaled = (run for run in row.arm.runs if run.scale_range is not None)
     recorded = (run for run in scaled if len(_scale(run)[0]))
     return min(recorded, key=lambda run: run.seed, default=None)
 
 
 def _corners(x: np.ndarray, y: np.ndarray, points: int) -> tuple[np.ndarray, np.ndarray]:
-    """What a step curve needs: its ends and the places where it changes."""
+    """Return the points that a step curve needs: its ends and where it changes."""
     if len(x) > 2:
         keep = np.ones(len(x), bool)
         keep[1:-1] = y[1:-1] != y[:-2]
@@ -478,7 +479,7 @@ def _corners(x: np.ndarray, y: np.ndarray, points: int) -> tuple[np.ndarray, np.
 
 
 def _every(values: np.ndarray, most: int) -> np.ndarray:
-    """At most `most` of the values, equally spaced, first and last among them."""
+    """Return at most `most` of the values, evenly spaced, including the first and the last."""
     if len(values) <= most:
         return values
     return values[np.linspace(0, len(values) - 1, most).astype(int)]

@@ -11,17 +11,12 @@ import os
 from collections.abc import Iterator
 
 from mprun.config import schema
-from mprun.config.metrics import FAMILIES, IN_POINTS, METRICS
+from mprun.config.components import SOURCES
+from mprun.config.metrics import IN_POINTS
 from mprun.config.option_files import named
-from mprun.config.rules import fields_of, rules_of, violations
-from mprun.config.schema import (
-    DTYPES,
-    CustomModelConfig,
-    DeepSpeech2Config,
-    LSTMConfig,
-    RunConfig,
-    task_of,
-)
+from mprun.config.registry import kind_of
+from mprun.config.rules import fields_of, is_label, rules_of, violations
+from mprun.config.schema import DTYPES, RunConfig
 from mprun.config.user_code import check_own_code
 from mprun.errors import BadInput
 
@@ -42,13 +37,8 @@ def check(config: RunConfig, *, files: bool = True) -> None:
         _length,
         _compare,
         _numerics,
-        _width,
+        _of_components,
         lambda config: _refused(config, config.device),
-        _images_on_disk,
-        _sentence_pairs,
-        _sampled_softmax,
-        _row_convolution,
-        _gpt,
         check_own_code,
         _embedded_data,
         *([_data_folder] if files else []),
@@ -59,9 +49,8 @@ def check(config: RunConfig, *, files: bool = True) -> None:
 
 
 def _names(config: RunConfig) -> Iterator[str]:
-    for group, table in (("model", schema.MODELS), ("data", schema.DATA)):
-        node = getattr(config, group)
-        if table.get(node.name) is not type(node):
+    for group, node in (("model", config.model), ("data", config.data)):
+        if node.name != node.component.name:
             yield f"{group}.name={node.name}: not a value to set; choose {group}=OPTION"
     scaler, precision = config.scaler.name, config.precision.name
     for key, name in (
@@ -73,77 +62,22 @@ def _names(config: RunConfig) -> Iterator[str]:
             yield f"{key}={name[:70]!r}: must be 1 to 64 of letters, digits, . _ and -"
 
 
-def is_label(text: str) -> bool:
-    """Whether a file name and a table can hold `text` as it is."""
-    plain = set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-")
-    return 0 < len(text) <= 64 and set(text) <= plain and not text.startswith((".", "-"))
-
-
 def _data_fits_model(config: RunConfig) -> Iterator[str]:
     model, data = config.model, config.data
-    if data.name == "custom":
+    if data.component.own:
         return  # its factory is asked when it is built
-    wanted = FAMILIES.get(task_of(model), "images")
-    if data.family != wanted:
-        sources = {name for name, source in schema.DATA.items() if source.family == wanted}
-        options = [o for o, name in named("data").items() if name in sources - {"custom"}]
+    wanted = kind_of(model).family
+    if data.component.family != wanted:
+        sources = {name for name, source in SOURCES.items() if source.family == wanted}
+        options = [option for option, name in named("data").items() if name in sources]
         learns = f"model {model.name} learns from {wanted.replace('_', ' ')}"
         yield f"data.name={data.name}: {learns}; choose data={', '.join(options)}"
-    if isinstance(data, schema.ImagesConfig):
-        yield from _images_fit(model, data)
 
 
-# Network -> the smallest images that it takes, in pixels, and its name.
-_SMALLEST = {
-    "alexnet": (63, "AlexNet"),
-    "resnet50": (32, "ResNet-50"),
-    "vgg16": (32, "VGG-16"),
-    "googlenet": (32, "GoogLeNet"),
-    "inception_v2": (32, "Inception v2"),
-    "inception_v3": (75, "Inception v3"),
-}
-
-
-def _images_fit(model: schema.ModelConfig, data: schema.ImagesConfig) -> Iterator[str]:
-    size = data.image_size
-    if isinstance(model, schema.DCGANConfig | schema.ConvAutoencoderConfig):
-        if size != model.image_size:
-            yield f"model.image_size={model.image_size}: must equal data.image_size ({size})"
-        if data.value_range != "tanh":
-            yield (
-                f"data.value_range={data.value_range}: must be tanh for {model.name}, "
-                "whose generator ends in tanh"
-            )
-    if isinstance(model, schema.SSD300Config) and size != 300:
-        yield f"data.image_size={size}: the default boxes of SSD300 are those of 300 pixels"
-    if isinstance(model, schema.SSDMiniConfig) and size % 8:
-        yield f"data.image_size={size}: must be a multiple of 8 for ssd_mini"
-    if task_of(model) == "detection" and data.channels != 3:
-        yield f"data.channels={data.channels}: must be 3 for {model.name}"
-    if isinstance(model, schema.FasterRCNNConfig):
-        yield from _faster_rcnn_fits(model, data)
-    if model.name in _SMALLEST:
-        least, network = _SMALLEST[model.name]
-        if size < least:
-            yield f"data.image_size={size}: {network} needs at least {least} pixels"
-        if data.channels != 3:
-            yield f"data.channels={data.channels}: must be 3 for {model.name}"
-
-
-def _faster_rcnn_fits(model: schema.FasterRCNNConfig, data: schema.ImagesConfig) -> Iterator[str]:
-    size, convolutions = data.image_size, 4
-    if model.variant == "small" and size % 4:
-        yield f"data.image_size={size}: must be a multiple of 4 for {model.name}"
-    if model.variant == "vgg16":
-        convolutions = 13
-        if size < 128:
-            yield f"data.image_size={size}: the smallest anchors of VGG-16 take 128 pixels"
-    if model.frozen > convolutions:
-        yield f"model.frozen={model.frozen}: the backbone has {convolutions} convolutions"
-    if data.channels != 3:
-        yield f"data.channels={data.channels}: must be 3 for {model.name}"
-    if model.weights is not None and model.variant != "vgg16":
-        yield f"model.weights={model.weights}: only model.variant=vgg16 takes those of a VGG-16"
+def _of_components(config: RunConfig) -> Iterator[str]:
+    for node in (config.model, config.data):
+        for rule in node.component.rules:
+            yield from rule(node, config)
 
 
 def _only_what_is_read(group: str, node: object, rule: str, who: str, what: str) -> Iterator[str]:
@@ -250,7 +184,7 @@ def _scaler(config: RunConfig) -> Iterator[str]:
     yield from _scale_bounds(scaler)
     if scaler.tolerance and (scaler.hysteresis or 1) > 1:
         yield f"scaler.tolerance={scaler.tolerance}: must be 0 with scaler.hysteresis > 1"
-    if scaler.per != "shared" and task_of(config.model) != "gan":
+    if scaler.per != "shared" and kind_of(config.model).networks == 1:
         yield (
             f"scaler.per={scaler.per}: {config.model.name} has one optimizer and one "
             "loss (allowed: shared)"
@@ -303,7 +237,7 @@ def _precision(config: RunConfig) -> Iterator[str]:
             f"precision.reduce_dtype={precision.reduce_dtype}: there are no ranks to sum over; use "
             "train.accumulate=8 for what 8 ranks of data.batch_size samples compute"
         )
-    if precision.reduce_dtype is not None and task_of(config.model) == "gan":
+    if precision.reduce_dtype is not None and kind_of(config.model).networks > 1:
         yield (
             f"precision.reduce_dtype={precision.reduce_dtype}: a discriminator has two losses in "
             "each micro-batch, which a rank adds up itself (allowed with a GAN: null)"
@@ -351,9 +285,9 @@ def _length(config: RunConfig) -> Iterator[str]:
 
 
 def _compare(config: RunConfig) -> Iterator[str]:
-    allowed = METRICS.get(task_of(config.model))
+    allowed = kind_of(config.model).metrics
     metric, margin, window = config.compare.metric, config.compare.margin, config.compare.window
-    if allowed is not None and metric not in allowed:
+    if allowed and metric not in allowed:
         yield (
             f"compare.metric={metric}: must be one of {', '.join(allowed)} for {config.model.name}"
         )
@@ -379,96 +313,6 @@ def _numerics(config: RunConfig) -> Iterator[str]:
         yield f"numerics.shadow_every={numerics.shadow_every}: needs numerics=on"
 
 
-def _images_on_disk(config: RunConfig) -> Iterator[str]:
-    data = config.data
-    if not isinstance(data, schema.ImageFolderConfig):
-        return
-    task = task_of(config.model)
-    if data.layout == "flat" and (config.model.name == "custom" or task == "classification"):
-        yield (f"data.layout=flat: images without labels; a {task} model needs data.layout=classes")
-    if data.centre_crop is not None and data.augmentation != "centre":
-        yield f"data.centre_crop={data.centre_crop}: only data.augmentation=centre reads it"
-    if data.resize_to is not None and data.augmentation == "centre":
-        yield (
-            f"data.resize_to={data.resize_to}: data.augmentation=centre resizes to "
-            "data.image_size; use data.centre_crop"
-        )
-    if data.resize_to is not None and data.resize_to < data.image_size:
-        yield f"data.resize_to={data.resize_to}: must be >= data.image_size ({data.image_size})"
-
-
-def _sentence_pairs(config: RunConfig) -> Iterator[str]:
-    data = config.data
-    if not isinstance(data, schema.ParallelTextConfig):
-        return
-    for key in ("source_language", "target_language"):
-        if not is_label(language := getattr(data, key)):
-            yield f"data.{key}={language[:70]!r}: must be 1 to 64 of letters, digits, . _ and -"
-    if data.source_language == data.target_language:
-        yield f"data.target_language={data.target_language}: must differ from data.source_language"
-
-
-def _width(config: RunConfig) -> Iterator[str]:
-    model = config.model
-    if not isinstance(model, schema.AlexNetConfig | schema.ResNet50Config) or model.width == 1:
-        return
-    other = "2012" if isinstance(model, schema.AlexNetConfig) else "preactivation"
-    if model.variant != other:
-        yield (
-            f"model.width={model.width:g}: model.variant={model.variant} is torchvision's, of one "
-            f"width (allowed: 1; model.variant={other} has others)"
-        )
-
-
-def _sampled_softmax(config: RunConfig) -> Iterator[str]:
-    model, optim = config.model, config.optim
-    if not isinstance(model, LSTMConfig):
-        return
-    if model.sampled_softmax is None:
-        factor = model.embedding_gradient_factor
-        if factor != 1.0:
-            yield f"model.embedding_gradient_factor={factor:g}: only with model.sampled_softmax"
-        return
-    if optim.name not in ("sgd", "adagrad") or optim.momentum or optim.weight_decay:
-        yield (
-            f"optim={optim.name} model.sampled_softmax={model.sampled_softmax}: rows are updated "
-            "only where used (allowed: adagrad or sgd without momentum, no weight decay)"
-        )
-    if config.train.accumulate != 1:
-        yield f"train.accumulate={config.train.accumulate}: must be 1 with model.sampled_softmax"
-
-
-def _row_convolution(config: RunConfig) -> Iterator[str]:
-    model = config.model
-    if isinstance(model, DeepSpeech2Config) and model.bidirectional and model.row_convolution:
-        yield (
-            f"model.row_convolution={model.row_convolution}: looks ahead for layers that do not; "
-            "must be 0 with model.bidirectional=true"
-        )
-
-
-def _gpt(config: RunConfig) -> Iterator[str]:
-    model = config.model
-    if not isinstance(model, schema.GPTConfig):
-        return
-    heads, kv_heads = model.num_heads, model.kv_heads
-    if model.hidden_size % heads:
-        yield f"model.num_heads={heads}: must divide model.hidden_size ({model.hidden_size})"
-    if kv_heads is not None and heads % kv_heads:
-        yield f"model.kv_heads={kv_heads}: must divide model.num_heads ({heads})"
-    if model.positions == "rotary" and model.hidden_size // heads % 2:
-        yield (
-            f"model.positions=rotary: turns pairs of a head's units, of which there are "
-            f"{model.hidden_size // heads} (model.hidden_size / model.num_heads); must be even"
-        )
-    length = getattr(config.data, "sequence_length", None)
-    if length and model.context_length is not None and model.context_length < length:
-        yield (
-            f"model.context_length={model.context_length}: must be >= data.sequence_length "
-            f"({length})"
-        )
-
-
 def world_of(config: RunConfig) -> int | None:
     """The ranks of a run; None where `devices=auto` leaves that to the machine."""
     return None if config.devices == "auto" else int(config.devices) * config.nodes
@@ -489,11 +333,10 @@ def _ranks(config: RunConfig) -> Iterator[str]:
 def why_not_on(config: RunConfig, world: int) -> Iterator[str]:
     """What of a configuration cannot be computed by so many ranks, and what to change."""
     given = f"devices={config.devices}" + (f" nodes={config.nodes}" if config.nodes > 1 else "")
-    task = task_of(config.model)
     parts, batch = config.train.accumulate, config.data.batch_size
-    if isinstance(config.model, LSTMConfig) and config.model.sampled_softmax is not None:
+    if getattr(config.model, "sampled", False):
         yield f"{given}: model.sampled_softmax updates rows of its tables on one rank (allowed: 1)"
-    if task == "language_model":
+    if kind_of(config.model).streams:
         if batch % world:
             yield (
                 f"{given}: {world} ranks share out data.batch_size={batch} streams; use "
@@ -535,7 +378,7 @@ def engine_of(config: RunConfig, device: str) -> tuple[str, str]:
     reason = _why_no_overlap(config)
     if config.dist.engine == "auto" and reason is None and device != "cuda":
         reason = f"device={device}"
-    if config.dist.engine == "auto" and isinstance(config.model, CustomModelConfig):
+    if config.dist.engine == "auto" and config.model.component.own:
         reason = reason or "a network of one's own may leave a parameter without a gradient"
     if config.dist.engine == "flat":
         reason = "dist.engine=flat"
@@ -543,11 +386,11 @@ def engine_of(config: RunConfig, device: str) -> tuple[str, str]:
 
 
 def _why_no_overlap(config: RunConfig) -> str | None:
-    task = task_of(config.model)
+    kind = kind_of(config.model)
     if config.dist.order == "fixed":
         return "dist.order=fixed needs the gradients of each micro-batch"
-    if task not in ("classification", "reconstruction", "language_model", "speech", "detection"):
-        return "two networks are trained in turn" if task == "gan" else f"task {task}"
+    if not kind.overlaps:
+        return "two networks are trained in turn" if kind.networks > 1 else f"task {kind.name}"
     if config.scaler.kind == "logmax":
         return f"scaler={config.scaler.name} needs the largest gradient of each rank"
     return None
@@ -555,7 +398,8 @@ def _why_no_overlap(config: RunConfig) -> str | None:
 
 def _embedded_data(config: RunConfig) -> Iterator[str]:
     data = config.data
-    if data.root is not None and not data.on_disk and data.name != "custom":
+    about = data.component
+    if data.root is not None and not (about.on_disk or about.own):
         # Not Path.exists, which raises for a name that is too long.
         if not os.path.exists(data.root):
             yield f"data.root={data.root}: no such folder"
@@ -563,7 +407,7 @@ def _embedded_data(config: RunConfig) -> Iterator[str]:
             f"data.root={data.root}: data.name={data.name} is embedded and "
             "reads no folder (allowed: null)"
         )
-    if data.workers and not data.decodes:
+    if data.workers and not about.decodes:
         yield (
             f"data.workers={data.workers}: data.name={data.name} needs no loader process "
             "(allowed: 0 or null)"
@@ -572,7 +416,7 @@ def _embedded_data(config: RunConfig) -> Iterator[str]:
 
 def _data_folder(config: RunConfig) -> Iterator[str]:
     data = config.data
-    if not data.on_disk:
+    if not data.component.on_disk:
         return
     if data.root is None:
         yield (
@@ -616,24 +460,25 @@ def why_no_graph(config: RunConfig, device: str) -> str | None:
         return "a CUDA graph needs device=cuda"
     if config.numerics.enabled:
         return f"{_HOOKS}, which a replay does not call"
-    if isinstance(config.model, schema.FasterRCNNConfig):
-        return "of the regions that Faster R-CNN proposes only the device knows how many are left"
-    if isinstance(config.model, CustomModelConfig) and config.train.cuda_graph == "auto":
+    network = config.model.component
+    if network.why_no_graph is not None:
+        return network.why_no_graph
+    if network.own and config.train.cuda_graph == "auto":
         return "a network of one's own may change with a number that a replay would keep"
     if world_of(config) != 1:
         return f"devices={config.devices}: ranks exchange gradients in a step"
-    if task_of(config.model) == "language_model" and config.train.accumulate > 1:
+    if kind_of(config.model).streams and config.train.accumulate > 1:
         return (
             f"train.accumulate={config.train.accumulate} with a language model, whose state is "
             "carried on inside of the step"
         )
-    if isinstance(config.data, schema.SpeechManifestConfig):
+    if config.data.component.several_shapes:
         return f"data={config.data.name}: batches differ in length, a graph has one shape"
     return None
 
 
 def _why_not_compiled(config: RunConfig, device: str) -> str | None:
-    if config.model.recurrent:
+    if config.model.component.recurrent:
         return (
             "torch.compile passes over nn.LSTM, nn.GRU and the function around them: nothing is "
             "compiled"
@@ -649,8 +494,8 @@ def _why_not_compiled(config: RunConfig, device: str) -> str | None:
 
 
 def _why_no_channels_last(config: RunConfig) -> str | None:
-    family = FAMILIES.get(task_of(config.model), "images")
-    return None if family in ("images", "boxes") else f"{config.model.name} has no images"
+    has_images = kind_of(config.model).family in ("images", "boxes")
+    return None if has_images else f"{config.model.name} has no images"
 
 
 def _why_no_autotune(config: RunConfig, device: str) -> str | None:
@@ -672,7 +517,7 @@ def auto_channels_last(config: RunConfig, device: str) -> tuple[bool, str]:
         reason = f"device={device}"
     if reason is None and not _has_16_bits(config) and config.precision.fp32_math != "tf32":
         reason = "FP32 products"
-    if reason is None and isinstance(config.model, CustomModelConfig):
+    if reason is None and config.model.component.own:
         reason = "a network of one's own may rely on NCHW; train.channels_last=on if it does not"
     return reason is None, reason or ""
 

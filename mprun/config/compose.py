@@ -9,7 +9,6 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
@@ -26,8 +25,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from mprun.config.check import check
-from mprun.config.metrics import default_margin, default_metric
-from mprun.config.option_files import conf_dir, mode_of, modes
+from mprun.config.components import NETWORKS, SOURCES
+from mprun.config.metrics import default_margin
+from mprun.config.option_files import conf_dir, folders, mode_of, modes
 from mprun.config.overrides import (
     MAPPING,
     as_hydra_takes,
@@ -36,9 +36,10 @@ from mprun.config.overrides import (
     parse_overrides,
     printable,
 )
+from mprun.config.registry import kind_of
 from mprun.config.rules import did_you_mean, key_called, must_be, nearest
-from mprun.config.schema import DATA, MODELS, RunConfig, register_schemas, task_of
-from mprun.config.selection import select
+from mprun.config.schema import RunConfig
+from mprun.config.selection import SCHEMAS, select
 from mprun.config.user_code import FACTORY_KEYS, NOTHING, Vouched, check_vouched, recorded_factories
 from mprun.errors import BadInput
 
@@ -169,8 +170,8 @@ def compose_config(
             raise BadInput(f"{override.input_line}: several values; add -m to sweep over them")
     _check_folder(config_dir)
     try:
-        folders = [str(conf_dir()), *([] if config_dir is None else [os.path.abspath(config_dir)])]
-        config, choices = _finished(*select(as_hydra_takes(parsed), folders))
+        places = [os.path.abspath(folder) for folder in folders(config_dir)]
+        config, choices = _finished(*select(as_hydra_takes(parsed), places))
     except COMPOSITION_ERRORS:  # which Hydra knows to explain, or to compose after all
         config, choices = _composed_by_hydra(parsed, config_dir)
     choices = {key: value for key, value in choices.items() if not key.startswith("hydra")}
@@ -251,7 +252,7 @@ def _length_as_given(config: RunConfig, given: set[str]) -> None:
 def _fill_compare(config: RunConfig) -> None:
     """Put metric and margin into the record: a later default must not move a verdict."""
     if config.compare.metric is None:
-        config.compare.metric = default_metric(task_of(config.model))
+        config.compare.metric = kind_of(config.model).judged
     if config.compare.margin is None:
         config.compare.margin = default_margin(config.compare.metric, config.data.name)
 
@@ -271,8 +272,8 @@ def config_from_record(record: dict, given: Vouched = NOTHING) -> RunConfig:
     _no_interpolation(record)
     try:
         root = OmegaConf.structured(RunConfig)
-        root.model = OmegaConf.structured(MODELS[record["model"]["name"]])
-        root.data = OmegaConf.structured(DATA[record["data"]["name"]])
+        root.model = OmegaConf.structured(NETWORKS[record["model"]["name"]].config)
+        root.data = OmegaConf.structured(SOURCES[record["data"]["name"]].config)
         config = _as_object(OmegaConf.merge(root, record))
     except (KeyError, TypeError, AttributeError, ValueError, OmegaConfBaseException) as error:
         reason = str(error).splitlines()[0]
@@ -299,14 +300,28 @@ def _check_folder(config_dir: str | None) -> None:
         raise BadInput(f"--config-dir {config_dir}: no such folder")
 
 
-class _UserOptions(SearchPathPlugin):
-    """Adds the user's own folder to the search path; Hydra reads it when it starts."""
+def prepare_hydra() -> None:
+    """Put all schemas into Hydra's ConfigStore, once, and all folders onto its search path.
 
-    folder: str | None = None
+    Under `schema/` they stay out of the list of options that a user sees.
+    """
+    Plugins.instance().register(_Folders)
+    store = ConfigStore.instance()
+    if "run_schema.yaml" in store.repo:  # a sixth of a composition's time
+        return
+    for path, node in SCHEMAS.items():
+        group, _, name = path.rpartition("/")
+        store.store(group=group or None, name=name, node=node)
+
+
+class _Folders(SearchPathPlugin):
+    """Adds the folders of other packages and the user's own; Hydra reads them when it starts."""
+
+    config_dir: str | None = None
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        if self.folder is not None:
-            search_path.append("command-line", f"file://{Path(self.folder).resolve()}")
+        for folder in folders(self.config_dir)[1:]:
+            search_path.append("command-line", f"file://{folder.resolve()}")
 
 
 @contextmanager
@@ -316,14 +331,13 @@ def hydra_session(config_dir: str | None) -> Iterator[None]:
     logger = logging.getLogger("hydra")
     level = logger.level
     logger.setLevel(logging.ERROR)
-    register_schemas(ConfigStore.instance())
     GlobalHydra.instance().clear()
-    Plugins.instance().register(_UserOptions)
-    _UserOptions.folder = config_dir
+    prepare_hydra()
+    _Folders.config_dir = config_dir
     try:
         with initialize_config_dir(str(conf_dir()), version_base="1.3"):
             yield
     finally:
         GlobalHydra.instance().clear()
-        _UserOptions.folder = None
+        _Folders.config_dir = None
         logger.setLevel(level)

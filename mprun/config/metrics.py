@@ -1,38 +1,11 @@
-"""What each kind of task learns from and measures, and the metric and margin of a verdict where
-none is set.
+"""The metrics of an evaluation, and the margin of a verdict where none is set.
 
-Reading runs needs it too, which needs no Hydra.
+Which task has which: `TaskKind.metrics`, `TaskKind.judged`.
 """
 
 ACCURACIES = ("top1", "top5")
 HIGHER_IS_BETTER = (*ACCURACIES, "map", "bleu")
 IN_POINTS = (*HIGHER_IS_BETTER, "cer")  # in percent, whose differences are percentage points
-# Task -> the family of data that it learns from; all others from images.
-FAMILIES = {
-    "language_model": "text",
-    "detection": "boxes",
-    "speech": "utterances",
-    "translation": "sentence_pairs",
-}
-# Task -> the metrics of its evaluation.
-METRICS = {
-    "classification": ("loss", *ACCURACIES),
-    "language_model": ("loss", "perplexity"),
-    "gan": ("loss", "d_loss", "g_loss", "sliced_wasserstein"),
-    "reconstruction": ("loss",),
-    "detection": ("loss", "map"),
-    "speech": ("loss", "cer"),
-    "translation": ("loss", "perplexity", "bleu"),
-}
-
-
-def default_metric(task: str) -> str:
-    """Top-1 accuracy for classifiers, as in table 1 of the paper; else the loss.
-
-    A held-out loss of a small classifier varies by a quarter from seed to seed, so that no
-    affordable number of seeds decides about 1 % of it.
-    """
-    return "top1" if task == "classification" else "loss"
 
 
 def default_margin(metric: str, data: str | None) -> float:

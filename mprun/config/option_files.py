@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from mprun.config.registry import FOLDERS
 from mprun.config.roles import flat
 from mprun.config.schema import DTYPES, PrecisionConfig
 
@@ -24,11 +25,15 @@ def conf_dir() -> Path:
     return inside if inside.is_dir() else inside.parents[1] / "conf"
 
 
+def folders(config_dir: str | None = None) -> list[Path]:
+    """List the folders of option files: mprun's, those of other packages, the user's own."""
+    return [conf_dir(), *FOLDERS, *([] if config_dir is None else [Path(config_dir)])]
+
+
 def option_files(group: str, config_dir: str | None = None) -> dict[str, Path]:
     """Option -> file, in alphabetical order; with those of the user's own `config_dir`."""
-    folders = [conf_dir(), *([] if config_dir is None else [Path(config_dir)])]
     found: dict[str, Path] = {}
-    for folder in folders:
+    for folder in folders(config_dir):
         for path in (folder / group).glob("*.yaml"):
             found.setdefault(path.stem, path)  # Hydra too takes the first that it finds
     return dict(sorted(found.items()))

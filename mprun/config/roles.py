@@ -13,10 +13,15 @@ from typing import Any, get_args
 
 from omegaconf import MISSING
 
+from mprun.config.components import NETWORKS, SOURCES
+from mprun.config.registry import TaskKind, kind_called
 from mprun.config.rules import RESULT, Role, allowed
-from mprun.config.schema import DATA, MODELS, RunConfig
+from mprun.config.schema import RunConfig
 
-_VARIANTS: dict[str, dict[str, Any]] = {"model": dict(MODELS), "data": dict(DATA)}
+_VARIANTS: dict[str, dict[str, Any]] = {
+    "model": {name: network.config for name, network in NETWORKS.items()},
+    "data": {name: source.config for name, source in SOURCES.items()},
+}
 
 
 def _fields(
@@ -139,11 +144,6 @@ _LATER: dict[str, Any] = {
     "precision.update.state_dtype": None,
     "compare.baseline": "fp32",
 }
-_LATER_OF_MODEL: dict[str, dict[str, Any]] = {
-    "alexnet": {"model.width": 1.0},
-    "resnet50": {"model.width": 1.0, "model.variant": "v1.5"},
-    "custom": {"model.aux_weight": 0.0},
-}
 # The same, and those that every hash has.
 _ADDED_LATER = _LATER | {
     "train.compile": "off",
@@ -155,13 +155,24 @@ _NEITHER = object()
 
 def with_later_keys(keys: dict[str, Any]) -> dict[str, Any]:
     """The flat keys of a recorded configuration, with those that mprun did not have yet."""
-    return _ADDED_LATER | _LATER_OF_MODEL.get(keys.get("model.name", ""), {}) | keys
+    return _ADDED_LATER | _later_of(keys.get("model.name")) | keys
+
+
+def _later_of(name: str | None) -> dict[str, Any]:
+    network = NETWORKS.get(name or "")
+    return {f"model.{key}": value for key, value in network.later.items()} if network else {}
+
+
+def kind_recorded(name: str | None, own_task: str | None) -> TaskKind:
+    """Return what is registered of the task of a record, by its `model.name` and `model.task`."""
+    network = NETWORKS.get(name or "")
+    return kind_called((network and network.task) or own_task or "")
 
 
 def config_hash(config: dict[str, Any]) -> str:
     """SHA-256 (hex) over everything in the configuration that can change a number."""
     model = config.get("model") or {}
-    later = _LATER | _LATER_OF_MODEL.get(model.get("name", ""), {})
+    later = _LATER | _later_of(model.get("name"))
     hashed = _hashed(config, later)
     return hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest()
 

@@ -53,31 +53,10 @@ READING = Role(hashed=False, resumable=True, compared=False, told=False)
 LABEL = Role(hashed=False, resumable=False, compared=False, told=False)
 
 
-def ranged(
-    default: Any,
-    *,
-    doc: str,
-    above: float | None = None,
-    at_least: float | None = None,
-    below: float | None = None,
-    at_most: float | None = None,
-    **more: Any,
-) -> Any:
-    """A number or a list of them (or null, where the type allows it), finite and inside the bounds.
-
-    doc, more: as for `setting`.
-    """
-    bounds = {"above": above, "at_least": at_least, "below": below, "at_most": at_most}
-    given = {key: value for key, value in bounds.items() if value is not None}
-    return setting(default, doc=doc, bounds=given, **more)
+_FIRST = object()
 
 
-def one_of(default: Any, *choices: Any, doc: str, **more: Any) -> Any:
-    """One of the given words (or null, where the type allows it); doc, more: as for `setting`."""
-    return setting(default, doc=doc, choices=choices, **more)
-
-
-def setting(default: Any, *, doc: str, **more: Any) -> Any:
+def setting(default: Any, doc: str, **more: Any) -> Any:
     """A field with `default`, a value or a function that makes one.
 
     Args:
@@ -91,6 +70,55 @@ def setting(default: Any, *, doc: str, **more: Any) -> Any:
     if callable(default):
         return dataclasses.field(default_factory=default, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
+
+
+def ranged(
+    default: Any,
+    doc: str,
+    *,
+    above: float | None = None,
+    at_least: float | None = None,
+    below: float | None = None,
+    at_most: float | None = None,
+    **more: Any,
+) -> Any:
+    """A number or a list of them (or null, where the type allows it), finite and inside the bounds.
+
+    doc, more: as for `setting`.
+    """
+    bounds = {"above": above, "at_least": at_least, "below": below, "at_most": at_most}
+    given = {key: value for key, value in bounds.items() if value is not None}
+    return setting(default, doc, bounds=given, **more)
+
+
+def count(default: Any, doc: str, **more: Any) -> Any:
+    """A whole number from 1 on."""
+    return ranged(default, doc, at_least=1, **more)
+
+
+def share(default: Any, doc: str, **more: Any) -> Any:
+    """A number from 0 up to 1, which it is not."""
+    return ranged(default, doc, at_least=0.0, below=1.0, **more)
+
+
+def positive(default: Any, doc: str, **more: Any) -> Any:
+    """A number above 0."""
+    return ranged(default, doc, above=0.0, **more)
+
+
+def one_of(choices: str | tuple, doc: str, default: Any = _FIRST, **more: Any) -> Any:
+    """One of the words of `choices`, or of its values (or null, where the type allows it).
+
+    default: the first of them without. doc, more: as for `setting`.
+    """
+    known = tuple(choices.split()) if isinstance(choices, str) else choices
+    return setting(known[0] if default is _FIRST else default, doc, choices=known, **more)
+
+
+def is_label(text: str) -> bool:
+    """Return whether a file name and a table can hold `text` as it is."""
+    plain = set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-")
+    return 0 < len(text) <= 64 and set(text) <= plain and not text.startswith((".", "-"))
 
 
 def fields_of(schema: Any, rule: str | None = None, *, needed: bool = False) -> set[str]:

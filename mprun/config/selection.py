@@ -24,12 +24,13 @@ from hydra.plugins.config_source import ConfigResult, ConfigSource
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf._utils import get_yaml_loader
 
-from mprun.config.schema import DATA, MODELS, RunConfig
+from mprun.config.components import NETWORKS, SOURCES
+from mprun.config.schema import RunConfig
 
-_SCHEMAS: dict[str, type] = {
+SCHEMAS: dict[str, type] = {
     "run_schema": RunConfig,
-    **{f"schema/model/{name}": schema for name, schema in MODELS.items()},
-    **{f"schema/data/{name}": schema for name, schema in DATA.items()},
+    **{f"schema/model/{name}": network.config for name, network in NETWORKS.items()},
+    **{f"schema/data/{name}": source.config for name, source in SOURCES.items()},
 }
 _NO_PACKAGE: dict[str, str | None] = {"package": None}
 
@@ -90,14 +91,14 @@ class _Options(ConfigRepository):
         return known
 
     def schema(self, config_path: str) -> type | None:
-        """The class of `mprun.config.schema` that a defaults list names, None of a file."""
-        return None if self._path(config_path) else _SCHEMAS.get(config_path)
+        """The class that a defaults list names, None of a file."""
+        return None if self._path(config_path) else SCHEMAS.get(config_path)
 
     def group_exists(self, config_path: str) -> bool:
         return any(os.path.isdir(os.path.join(folder, config_path)) for folder in self.folders)
 
     def config_exists(self, config_path: str) -> bool:
-        return config_path in _SCHEMAS or self._path(config_path) is not None
+        return config_path in SCHEMAS or self._path(config_path) is not None
 
     def _path(self, config_path: str) -> str | None:
         paths = (os.path.join(folder, f"{config_path}.yaml") for folder in self.folders)

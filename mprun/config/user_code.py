@@ -16,13 +16,15 @@ from typing import Any
 import yaml
 from hydra.plugins.config_source import ConfigSource
 
+from mprun.config.components import TASKS
 from mprun.config.overrides import parse_overrides, printable
-from mprun.config.schema import CustomDataConfig, CustomModelConfig, RunConfig
+from mprun.config.registry import kind_of
+from mprun.config.schema import RunConfig
 from mprun.errors import BadInput
 
 FACTORY_KEYS = ("data.factory", "model.factory")
 _CODE_KEYS = (*FACTORY_KEYS, "model.task")
-TASKS = ("classification", "language_model", "gan")  # of a network of one's own, by name
+_TASKS = [name for name, task in TASKS.items() if task.of_own_networks]
 _OWN = ("mprun.models.", "mprun.tasks.")
 _HEADER_LENGTH = 512  # characters of a file in which Hydra looks for `# @package`
 
@@ -43,7 +45,7 @@ NOTHING = Vouched()
 
 
 def is_factory(override: str) -> bool:
-    """Whether an override names code: a factory, or a task that is none of `TASKS`."""
+    """Whether an override names code: a factory, or a task that is not mprun's."""
     key, _, value = override.lstrip("+").partition("=")
     return _is_code(key, value)
 
@@ -116,9 +118,9 @@ def check_vouched(named: Mapping[str, str], given: Vouched) -> None:
 
 def check_own_code(config: RunConfig) -> Iterator[str]:
     """The rules for `custom`: how a factory is named and what its arguments can be."""
-    for group in ("data", "model"):
-        node = getattr(config, group)
-        if not isinstance(node, CustomDataConfig | CustomModelConfig):
+    groups: tuple[tuple[str, Any], ...] = (("data", config.data), ("model", config.model))
+    for group, node in groups:
+        if not node.component.own:
             continue
         check_form(f"{group}.factory", node.factory)
         for name, value in node.options.items():
@@ -127,17 +129,17 @@ def check_own_code(config: RunConfig) -> Iterator[str]:
                     f"{group}.options.{name}={printable(value)}: must be the name of an argument, "
                     "with a number, text, list or mapping"
                 )
-    model = config.model
-    if isinstance(model, CustomModelConfig):
-        if model.task not in TASKS:
+    model: Any = config.model
+    if model.component.own:
+        if model.task not in _TASKS:
             if ":" not in model.task:
                 yield (
-                    f"model.task={printable(model.task)}: must be one of {', '.join(TASKS)}, or of "
-                    "the form package.module:Class"
+                    f"model.task={printable(model.task)}: must be one of {', '.join(_TASKS)}, or "
+                    "of the form package.module:Class"
                 )
             check_form("model.task", model.task)
         for key in ("label_smoothing", "aux_weight"):
-            if model.task != "classification" and getattr(model, key):
+            if "num_classes" not in kind_of(model).sizes and getattr(model, key):
                 yield f"model.{key}={getattr(model, key):g}: must be 0 for model.task={model.task}"
 
 

@@ -1,1 +1,1 @@
-"""Figures: one look for everything that is drawn."""
+"""Figures in one common style."""

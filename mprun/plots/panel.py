@@ -1,14 +1,14 @@
-"""One look for everything that is drawn: colours, line styles, marks, and a panel per figure.
+"""The common style of all figures: colours, line styles, marks, and a panel per figure.
 
-Colours: Okabe and Ito's eight, which stay apart for colour-blind readers; their yellow is too pale
-for a line on white and gives way to a brown, and a grey is added. FP32 is black. Further ones,
-readable on black and on white, are for what is no shipped mode: a mode of the user's own, a mode
-with another scaler, a label of a foreign log.
+The colours are Okabe and Ito's eight, which colour-blind readers can distinguish, and a grey. A
+brown replaces their yellow, which is too pale for a line on white. FP32 is black. Labels that are
+no shipped mode get further colours, readable on black and on white: a user's mode, a mode with
+another scaler, a label of a foreign log.
 
 A panel is narrow enough to be read on a phone, with its legend below the curves. Figures are
-matplotlib `Figure` objects without pyplot: no window, no state kept between two. As SVG a figure
-can stand inside a page: its ids are its own, it has no size, no rules for the whole page and no
-metadata, and its ink is the page's text colour, so that text, axes and FP32 are black on white and
+matplotlib `Figure` objects without pyplot: no window, no state between two figures. A figure as SVG
+fits into a page: its ids are unique, and it has no size, no rules for the whole page and no
+metadata. Its ink is the page's text colour, so that text, axes and FP32 are black on white and
 white on black.
 """
 
@@ -30,7 +30,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-INK = "#111111"  # text, axes and FP32: black; inline figures show it in the page's own text colour
+INK = "#111111"  # text, axes and FP32: black; inline figures take the page's text colour instead
 
 # The shipped modes, in the order of every table.
 SHIPPED = {
@@ -45,7 +45,7 @@ SHIPPED = {
     "amp_bf16": "#56b4e9",
 }
 _FURTHER = ("#7a5cf0", "#d01c9f", "#5aa02c", "#c2253f", "#9a9a1f")
-# On and off lengths in units of the line width, as matplotlib takes them.
+# matplotlib's on and off lengths, in units of the line width.
 _DASHES = ((), (5.0, 2.0), (1.5, 1.5), (6.0, 2.0, 1.5, 2.0))
 
 # A mark and a tone per verdict, so that colour is never the only difference.
@@ -64,23 +64,24 @@ MARKS = {
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """How the lines of one mode are drawn."""
+    """The style of one mode's lines."""
 
     colour: str
     dashes: tuple[float, ...] = ()
 
     @property
     def line(self) -> dict[str, Any]:
-        """How matplotlib is to draw a line: colour and dashes."""
+        """Return matplotlib's options for a line: colour and dashes."""
         return {"color": self.colour, "linestyle": (0, self.dashes) if self.dashes else "-"}
 
 
 def styles(labels: Iterable[str]) -> dict[str, Style]:
-    """A style per label, the same in every figure: a shipped mode's own, else one by its name.
+    """Choose a style per label, the same in every figure.
 
-    Where two names would get the same one, the later of them takes the next that is free: first of
-    the further colours, then of those of shipped modes that are not among the labels, then with
-    another line style. More than fifty labels can be told apart.
+    A shipped mode has its own style, another label one chosen by its name. If two names would get
+    the same style, the later one takes the next free style. That is first a further colour, then
+    the colour of a shipped mode that is not among the labels, then another line style. More than
+    fifty labels get distinct styles.
     """
     labels = list(dict.fromkeys(labels))
     chosen = {label: Style(SHIPPED[label]) for label in labels if label in SHIPPED}
@@ -98,7 +99,7 @@ _WIDTH, _LEFT, _RIGHT = 5.0, 0.62, 0.14  # inches; text of 9 points stays 10 pix
 _TOP, _BOTTOM, _LINE = 0.41, 0.5, 0.168
 GREY = "#8a8a8a"
 
-# In force while figures are made and written; the caller's own settings come back afterwards.
+# In force while figures are made and written; the caller's settings return afterwards.
 SETTINGS: dict[Any, Any] = {
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans"],
@@ -123,14 +124,14 @@ _LEGEND = {"frameon": False, "borderaxespad": 0, "borderpad": 0, "labelspacing":
 
 _SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 _NO_METADATA = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-# What there is no setting for: what stands before the figure, rules for the whole page, comments,
-# ids of groups (`figure_1`, the same in every figure), turns by nothing, indentation.
+# Parts of the SVG that no setting removes: the text before the figure, rules for the whole page,
+# comments, ids of groups (`figure_1`, the same in every figure), rotations by 0, indentation.
 _NOT_INLINE = re.compile(
     r"^.*?(?=<svg)|<defs>\s*<style.*?</defs>|<!--.*?-->|(?<=<g) id=\"[^\"]*\"|(?<=\n)\s+"
     r'| transform="rotate\(-?0 [^"]*"',
     re.DOTALL,
 )
-# What the page's script asks for by name: the drawing and the legend of a mode, the ticks.
+# Parts that the page's script finds by name: the drawing and the legend of a mode, the ticks.
 _NAMED = re.compile(r'(?<=<g) id="(?:(series|legend)-(\d+)|([xy])tick_\d+)"')
 _TAG = re.compile(r"<[^>]*>")
 _NUMBER = re.compile(r"-?\d+\.\d{2,}")
@@ -138,27 +139,27 @@ _NUMBER = re.compile(r"-?\d+\.\d{2,}")
 
 @dataclass(slots=True)
 class Drawing:
-    """A figure and the words that go with it."""
+    """A figure and its texts."""
 
     name: str  # end of the file name: "loss-steps"
     caption: str  # below the figure
-    label: str  # what a reader who cannot see it is told
+    label: str  # description for a reader who cannot see the figure
     figure: Figure
-    values: dict[str, Any] | None = None  # what `live_values` gives; None: nothing to ask for
+    values: dict[str, Any] | None = None  # from `live_values`; None: the figure is static
 
 
 @contextmanager
 def settings() -> Iterator[None]:
-    """A context in which figures look the same whatever matplotlibrc says."""
+    """Apply the settings inside the block, so that matplotlibrc does not change figures."""
     every = {**matplotlib.rcParamsDefault, "backend": "agg", **SETTINGS}
     with matplotlib.rc_context(every), warnings.catch_warnings():
-        # A label in a script that the PNG's font lacks; a page itself shows it.
+        # A label may use a script that the PNG's font lacks; a page shows it by other fonts.
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         yield
 
 
 def panel(title: str, height: float, entries: list | None = None, note: str = "", left=_LEFT):
-    """(figure, axes) with a plot of `height` inches and room below for legend and note."""
+    """Make (figure, axes) with a plot of `height` inches and room below for legend and note."""
     entries = entries or []
     longest = max((len(entry.get_label()) for entry in entries), default=0)
     columns = 3 if longest <= 16 else 2 if longest <= 30 else 1
@@ -191,19 +192,19 @@ def panel(title: str, height: float, entries: list | None = None, note: str = ""
 
 
 def line_entry(label: str, style: Style, number: int | None = None, **line: Any) -> Line2D:
-    """A legend entry that looks like the curve.
+    """Make a legend entry that looks like the curve.
 
-    number: of the mode in its group, by which a page's script finds entry and curve (`series`).
-    line: how it is drawn other than by its style.
+    number: the mode's number in its group, by which a page's script finds entry and curve
+    (`series`). line: options of the line that replace those of its style.
     """
-    # matplotlib takes a label that starts with an underscore for no label.
+    # matplotlib ignores labels that start with an underscore.
     label = f" {label}" if label.startswith("_") else label
     gid = None if number is None else f"legend-{number}"
     return Line2D([], [], **{**style.line, "linewidth": 2, **line}, label=label, gid=gid)
 
 
 def series(number: int) -> dict[str, Any]:
-    """What names an artist as a part of the drawing of the mode of this number."""
+    """Return the options that mark an artist as part of this mode's drawing."""
     return {"gid": f"series-{number}"}
 
 
@@ -214,10 +215,10 @@ def live_values(
     difference: str | None = None,
     y: bool = True,
 ) -> dict[str, Any]:
-    """What a page's script needs to answer for a drawing, as plain values for JSON.
+    """Return the values that a page's script shows for a drawing, as plain values for JSON.
 
     Args:
-        axes: finished; its frame and scales are told.
+        axes: finished axes; the result holds their frame and scales.
         at: float64 [points], x ascending.
         values: by the number of a mode, float64 [points], NaN where there is none.
         difference: the unit of differences, which are shown with their sign.
@@ -238,7 +239,7 @@ def live_values(
 
 
 def _rounded(values: np.ndarray) -> list[float | None]:
-    """To five digits, more than are shown, but whole numbers as they are."""
+    """Round to five digits, more than are shown; whole numbers stay exact."""
     return [
         None if not math.isfinite(value) else float(f"{value:.5g}") if value % 1 else int(value)
         for value in values.tolist()
@@ -246,14 +247,14 @@ def _rounded(values: np.ndarray) -> list[float | None]:
 
 
 def mark_entry(label: str, marker: str) -> Line2D:
-    """A legend entry for a mark that every mode may have."""
+    """Make a legend entry for a mark that every mode may have."""
     return Line2D([], [], color=INK, linestyle="none", marker=marker, markersize=7, label=label)
 
 
 def rows_panel(title: str, labels: list[str], xlabel: str, note: str = ""):
-    """(figure, axes, y): one row per label, which stands above the row's own drawing at `y`.
+    """Make (figure, axes, y): a row per label, which stands above the row's drawing at `y`.
 
-    Labels of any length fit so, and no margin is lost to them on a narrow screen.
+    So labels of any length fit, and they take no margin on a narrow screen.
     """
     figure, axes = panel(title, 0.43 * len(labels) + 0.08, note=note, left=0.16)
     axes.set_ylim(len(labels) + 0.05, -0.1)
@@ -269,22 +270,22 @@ def rows_panel(title: str, labels: list[str], xlabel: str, note: str = ""):
 
 
 def thousands(value: float, _=None) -> str:
-    """Tick label with the thousands separated; for `FuncFormatter`."""
+    """Format a tick label with separated thousands; for `FuncFormatter`."""
     return f"{value:,.0f}" if value == round(value) else f"{value:g}"
 
 
 def power_of_two(exponent: int) -> str:
-    """ "2⁻³"."""
+    """Format a power of two as "2⁻³"."""
     return "2" + str(exponent).translate(_SUPERSCRIPT)
 
 
 def inline_svg(figure: Figure, prefix: str, label: str) -> str:
-    """The `<svg>` element of a figure; call it inside `settings()`.
+    """Return the `<svg>` element of a figure; call it inside `settings()`.
 
     Args:
         figure: drawn as it is; the same figure gives the same text every time.
         prefix: unique in the page; ids are made from it.
-        label: what is read out for the figure.
+        label: text that is read out for the figure.
     """
     buffer = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": prefix}):
@@ -302,13 +303,13 @@ def _name(found: re.Match) -> str:
 
 
 def _for_page(tag: re.Match) -> str:
-    """Colour and font of the page; numbers to a tenth of a point, less than a printer shows.
+    """Use the page's colour and font; round numbers to a tenth of a point, beyond print quality.
 
-    A path, which may be enlarged, to a hundredth.
+    A path, which may be enlarged, is rounded to a hundredth.
     """
     digits = 2 if tag[0].startswith("<path") else 1
     text = tag[0].replace(INK, "currentColor")
-    # The page's rules say it for all text and all lines; a path needs no line breaks.
+    # The page's rules set font and line caps for all; a path needs no line breaks.
     for said in ("font-family: 'DejaVu Sans', sans-serif; ", "; stroke-linecap: square", " \n"):
         text = text.replace(said, "")
     return _NUMBER.sub(

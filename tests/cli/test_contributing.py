@@ -25,7 +25,10 @@ def block(file: str) -> str:
 
 
 def test_every_block_of_the_page_is_used():
-    files = re.findall(r'"((?:conf|mprun)/[\w/]+\.(?:yaml|py))"', Path(__file__).read_text("utf-8"))
+    here = Path(__file__)
+    texts = (here, here.parents[1] / "config" / "test_components.py")
+    name = re.compile(r'"((?:conf/|mprun/|perceptrons/)?[\w/]+\.(?:yaml|py|toml))"')
+    files = [file for path in texts for file in name.findall(path.read_text("utf-8"))]
     used = {block(file) for file in files if f"`{file}`" in PAGE and "patient" not in file}
     assert len(used) == PAGE.count("```") // 2
 

@@ -359,7 +359,7 @@ def test_a_killed_run_without_a_checkpoint_begins_again(tmp_path, capsys):
     process.communicate()
     assert record_of(folder)["status"] == "running" and not (folder / "checkpoints").exists()
     assert main([f"resume={folder}", "train.steps=5"]) == 0
-    assert "begins again at step 1" in capsys.readouterr().err
+    assert "starting again at step 1" in capsys.readouterr().err
     assert run(whole, *LM, "precision=amp", "train.log_every=1", "train.steps=5") == 0
     losses = [[line["loss"] for line in rows_of(path)] for path in (folder, whole)]
     assert losses[0] == losses[1] and len(losses[0]) >= 5

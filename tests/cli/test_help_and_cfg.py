@@ -62,7 +62,7 @@ def test_help_of_a_key(capsys):
 
 def test_help_of_a_key_that_data_sources_differ_in(capsys):
     text = page(capsys, "--help", "data.image_size")
-    assert "of data digits, digit_canvases, synthetic_images, cifar10" in text
+    assert "of data digits, synthetic_images, cifar10, digit_canvases" in text
     assert "default 224" in text and "where the model asks for it" in text
 
 

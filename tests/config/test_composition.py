@@ -7,12 +7,13 @@ import yaml
 
 from mprun.build import build_loss_scale, policy_from
 from mprun.cli.help import GROUPS
+from mprun.config.components import NETWORKS
 from mprun.config.compose import compose_config, config_from_record
 from mprun.config.option_files import conf_dir, mode_values, modes, option_files
 from mprun.config.overrides import parse_overrides
 from mprun.config.roles import FIELDS, flat
 from mprun.config.rules import _ELSEWHERE, meant, must_be, ranged, violations
-from mprun.config.schema import MODELS, PrecisionConfig
+from mprun.config.schema import PrecisionConfig
 from mprun.config.user_code import vouched
 from mprun.errors import BadInput
 from mprun.precision import DynamicLossScale, get_policy
@@ -31,7 +32,7 @@ def read(group: str, option: str) -> dict:
 # The sizes of one model differ in numbers only: two modes in the default run, all in the slow one.
 PAIRS = [
     pytest.param(
-        model, mode, marks=() if model in MODELS or mode in ("fp32", "amp") else pytest.mark.slow
+        model, mode, marks=() if model in NETWORKS or mode in ("fp32", "amp") else pytest.mark.slow
     )
     for model in options("model")
     for mode in MODES

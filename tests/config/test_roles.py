@@ -4,11 +4,14 @@ import dataclasses
 
 import pytest
 
-from mprun.build.data import _SOURCES, arguments_of
+from mprun.build.data import arguments_of
 from mprun.config import schema
+from mprun.config.components import NETWORKS, SOURCES
 from mprun.config.compose import compose_config
+from mprun.config.registry import DataConfig, ModelConfig, loaded, network
 from mprun.config.roles import FIELDS, config_hash, resumable_keys, role_of
 from mprun.config.rules import LABEL, LENGTH, MACHINE, READING, RESULT, SEED
+from mprun.errors import BadInput
 
 # Of the versions in which each of these was a list of its own: records hold them. As they begin.
 HASHES = {
@@ -103,11 +106,38 @@ def test_every_class_of_the_schema_is_below_its_root():
     """A field of a class that no key leads to would escape the test above."""
     found = vars(schema).values()
     classes = {one for one in found if isinstance(one, type) and dataclasses.is_dataclass(one)}
-    reached = {schema.RunConfig, *schema.MODELS.values(), *schema.DATA.values()}
+    reached = {schema.RunConfig, ModelConfig, DataConfig}
     for inner in (schema.RunConfig, schema.PrecisionConfig):
         reached |= {field.default_factory for field in dataclasses.fields(inner)}
-    bases = {base for known in reached if isinstance(known, type) for base in known.__mro__}
-    assert classes <= bases
+    assert classes <= reached
+
+
+def test_no_class_of_the_schema_takes_an_unknown_key():
+    """OmegaConf sets attributes, so that only a slotted class refuses `+group.unknown=1`."""
+    found = [one for one in vars(schema).values() if isinstance(one, type)]
+    classes = [one for one in found if dataclasses.is_dataclass(one)]
+    classes += [one.config for one in (*NETWORKS.values(), *SOURCES.values())]
+    assert [one.__name__ for one in classes if hasattr(object.__new__(one), "__dict__")] == []
+    with pytest.raises(BadInput, match=r"data\.unknown: unknown key"):
+        compose_config(["model=deep_speech2", "+data.unknown=1"])
+
+
+def test_a_component_below_a_class_without_slots_is_refused():
+    @dataclasses.dataclass
+    class Open(ModelConfig):
+        pass
+
+    with pytest.raises(TypeError, match=r"open: a base class of Below is not"):
+
+        @network("open", task="classification")
+        class Below(Open):
+            pass
+
+    with pytest.raises(ValueError, match="two components are called gpt"):
+
+        @network("gpt", task="language_model")
+        class Again(ModelConfig):
+            pass
 
 
 def test_the_keys_of_a_continuation():
@@ -128,10 +158,12 @@ def test_what_is_not_hashed_is_not_compared_either():
 
 def test_no_setting_of_a_data_source_is_lost_on_the_way():
     """A field that is no argument of its source would be set without any effect."""
-    for name, make in _SOURCES.items():
-        config = schema.DATA[name]()
+    for name, source in SOURCES.items():
+        if source.own:
+            continue
+        make, config = loaded(source.builder), source.config()
         fields = {field.name for field in dataclasses.fields(config)}
-        embedded = set() if config.on_disk else {"root"}
-        loaded = set() if config.decodes else {"workers"}
-        left = fields - arguments_of(make, config).keys() - embedded - loaded - {"name"}
+        embedded = set() if source.on_disk else {"root"}
+        loader = set() if source.decodes else {"workers"}
+        left = fields - arguments_of(make, config).keys() - embedded - loader - {"name"}
         assert left == set(), name

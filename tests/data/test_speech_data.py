@@ -11,7 +11,7 @@ import torch
 
 from mprun.build.data import check_batches
 from mprun.cli import main
-from mprun.config.schema import CustomDataConfig
+from mprun.config.components.custom import CustomDataConfig
 from mprun.data import DataError, DigitStrips, load_digits
 from mprun.data.image_store import EVAL_SAMPLES, SPLIT_SEED
 from mprun.data.source import DamagedData, permutation

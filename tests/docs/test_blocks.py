@@ -47,7 +47,7 @@ OWN_TESTS = {
 # Records of what was run, by the programs of that day; and figures that a program writes.
 RECORDS = ("docs/results/", "docs/error_rates.md", "docs/operations.md", "docs/log.md")
 RUN = ("bash", "console", "python")
-SHOWN = ("", "text", "yaml", "{toctree}", "{include}", "{eval-rst}")
+SHOWN = ("", "text", "yaml", "toml", "{toctree}", "{include}", "{eval-rst}")
 # What a reader replaces: such an override is not composed.
 PLACEHOLDER = re.compile(r"[<>]|\.\.\.|…|\b[A-Z]{2,}\b|/data/|outputs/")
 FENCE = re.compile(

@@ -11,8 +11,9 @@ from benchmarks.suite.peers.dense_table import with_dense_tables
 from mprun.bench.contender import in_channels_last, rotating_batches
 from mprun.bench.plan import Case
 from mprun.build.data import build_data
-from mprun.build.model import gan_builders, model_builder
-from mprun.config.schema import RunConfig, task_of
+from mprun.build.model import network_builders
+from mprun.config.registry import task_of
+from mprun.config.schema import RunConfig
 from mprun.data.source import Batch, Source
 from mprun.errors import BadInput
 from mprun.precision import pin_math_flags
@@ -100,10 +101,7 @@ def set_up(case: Case, device: torch.device) -> PeerTask:
     warnings.filterwarnings("ignore", message="LSTM with projections")
     torch.manual_seed(config.seed)
     data = build_data(config.data, config.seed, device)
-    if kind == "gan":
-        builders = gan_builders(config.model, data)
-    else:
-        builders = (model_builder(config.model, data),)
+    builders = network_builders(config.model, data)
     networks = tuple(builder().to(device).train() for builder in builders)
     if "perturb" in case.extra:
         _perturb(networks, case.extra["perturb"])

@@ -1,0 +1,45 @@
+"""The user's own network and data, named by `package.module:function` (docs/own_data.md).
+
+What a factory's name and its arguments can be: `mprun.config.user_code.check_own_code`.
+"""
+
+from typing import Any
+
+from omegaconf import MISSING
+
+from mprun.config.components.gan import LATENT
+from mprun.config.components.images import AUXILIARY, smoothing
+from mprun.config.components.language import time_reduction
+from mprun.config.registry import DataConfig, ModelConfig, network, source
+from mprun.config.rules import count, ranged, setting
+
+
+@network("custom", task=None, own=True, later={"aux_weight": 0.0})
+class CustomModelConfig(ModelConfig):
+    """The user's own network: `factory` is package.module:function (docs/own_data.md)."""
+
+    factory: str = setting(
+        MISSING, "package.module:function that builds the network; named by command or --config-dir"
+    )
+    task: str = setting(
+        "classification",
+        "classification, language_model, gan, or package.module:Class of a task of one's own",
+    )
+    options: dict[str, Any] = setting(dict, "Keyword arguments of model.factory")
+    label_smoothing: float = smoothing()
+    aux_weight: float = ranged(0.0, AUXILIARY, at_least=0.0, at_most=1.0)
+    latent_size: int = count(100, f"With task=gan: {LATENT[0].lower()}{LATENT[1:]}")
+    time_reduction: str = time_reduction()
+
+
+@source("custom", own=True, family="any", decodes=True)
+class CustomDataConfig(DataConfig):
+    """The user's own data: `factory` is package.module:function (docs/own_data.md)."""
+
+    factory: str = setting(
+        MISSING, "package.module:function that makes the data; named by command or --config-dir"
+    )
+    options: dict[str, Any] = setting(dict, "Keyword arguments of data.factory")
+    image_size: int | None = ranged(
+        None, "Side of an image in pixels, where the model asks for it (dcgan)", at_least=8
+    )

@@ -1,0 +1,58 @@
+"""Images that are made, by a generator or a decoder that ends in tanh."""
+
+from mprun.config.components.images import SIDE, in_tanh
+from mprun.config.registry import ModelConfig, network, task
+from mprun.config.rules import count, one_of, ranged
+
+task(
+    "gan",
+    builder="mprun.tasks.gan:GAN",
+    metrics=("loss", "d_loss", "g_loss", "sliced_wasserstein"),
+    networks=2,
+    of_own_networks=True,
+)
+task(
+    "reconstruction",
+    builder="mprun.tasks.supervised:Reconstruction",
+    metrics=("loss",),
+    overlaps=True,
+)
+
+LATENT = "Length of the generator's random codes"
+
+
+@network(
+    "dcgan",
+    task="gan",
+    builder=("mprun.models.dcgan:generator", "mprun.models.dcgan:discriminator"),
+    rules=(in_tanh,),
+    needs=("channels",),
+    in_tanh=True,
+)
+class DCGANConfig(ModelConfig):
+    """Generator and discriminator of Radford et al.; widths in channels."""
+
+    image_size: int = one_of((32, 64, 128), SIDE, default=64)
+    latent_size: int = count(100, LATENT)
+    generator_width: int = count(
+        64, "Channels of the generator's last hidden layer; earlier ones double"
+    )
+    discriminator_width: int = count(
+        64, "Channels of the discriminator's first layer; later ones double"
+    )
+
+
+@network(
+    "conv_autoencoder",
+    task="reconstruction",
+    builder="mprun.models.dcgan:ConvAutoencoder",
+    rules=(in_tanh,),
+    needs=("channels",),
+    in_tanh=True,
+)
+class ConvAutoencoderConfig(ModelConfig):
+    """DCGAN's discriminator trunk as encoder and its generator as decoder, without BatchNorm."""
+
+    image_size: int = one_of((32, 64, 128), SIDE, default=64)
+    code_size: int = ranged(32, "Units of the code between encoder and decoder", at_least=2)
+    width: int = count(8, "Channels of the encoder's first layer; each further one doubles them")

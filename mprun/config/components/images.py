@@ -1,0 +1,299 @@
+"""Images: networks that classify them, and where they come from."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from mprun.config.registry import DataConfig, ModelConfig, Rule, network, source, task, task_of
+from mprun.config.rules import READING, count, one_of, ranged, setting, share
+from mprun.config.schema import RunConfig
+
+task(
+    "classification",
+    builder="mprun.tasks.supervised:Classification",
+    metrics=("loss", "top1", "top5"),
+    # Table 1 of the paper. The held-out loss of a small classifier varies by a quarter from seed to
+    # seed, so that no affordable number of seeds decides about 1 % of it.
+    judged="top1",
+    learner="classifier",
+    sizes=("num_classes",),
+    overlaps=True,
+    of_own_networks=True,
+)
+
+SIDE = "Side of an image in pixels"
+AUXILIARY = (
+    "Factor on each auxiliary head's loss in training; 0: mprun's networks have no such heads"
+)
+_FLIP = "Mirror half of the training images"
+TRAIN_FIRST = "Training images, the first of a fixed order; null: all"
+EVAL_FIRST = "Held-out images, the first of a fixed order; null: all"
+
+# Fields that several classes share.
+_dropout = partial(share, doc="Dropout probability before the last layer")
+_WIDTH = "Share of the published network's channels and hidden units that is built"
+_width = partial(ranged, 1.0, _WIDTH, above=0.0, at_most=4.0)
+_classes = partial(
+    ranged, None, "Outputs of the last layer; null: as many as the data has classes", at_least=2
+)
+smoothing = partial(share, 0.0, "Label smoothing of the cross-entropy, in classification; 0: none")
+prefetch = partial(
+    ranged, 2, "Batches in flight per loader process", at_least=1, at_most=64, role=READING
+)
+
+
+@dataclass(slots=True)
+class ImagesConfig(DataConfig):
+    """What every source of images has."""
+
+    image_size: int = ranged(32, SIDE, at_least=8, at_most=512)
+    channels: int = one_of((1, 3), "Channels of an image: 1 grey, 3 colour", default=3)
+    value_range: str = one_of(
+        "standardised mean_subtracted tanh",
+        "standardised: mean 0, deviation 1; mean_subtracted: 0-255 less means; tanh: -1 to 1",
+    )
+
+
+def in_colour(model: ModelConfig, config: RunConfig) -> Iterator[str]:
+    """Refuse grey images."""
+    if isinstance(data := config.data, ImagesConfig) and data.channels != 3:
+        yield f"data.channels={data.channels}: must be 3 for {model.name}"
+
+
+def in_tanh(model: Any, config: RunConfig) -> Iterator[str]:
+    """Refuse images that a network does not make: of another size or range."""
+    if isinstance(data := config.data, ImagesConfig):
+        if data.image_size != model.image_size:
+            yield (
+                f"model.image_size={model.image_size}: must equal data.image_size "
+                f"({data.image_size})"
+            )
+        if data.value_range != "tanh":
+            yield (
+                f"data.value_range={data.value_range}: must be tanh for {model.name}, "
+                "whose generator ends in tanh"
+            )
+
+
+def _from(pixels: int, called: str) -> tuple[Rule, ...]:
+    """The rules of a network that takes images in colour, of so many pixels or more."""
+
+    def smallest(model: ModelConfig, config: RunConfig) -> Iterator[str]:
+        if isinstance(data := config.data, ImagesConfig) and data.image_size < pixels:
+            yield f"data.image_size={data.image_size}: {called} needs at least {pixels} pixels"
+
+    return smallest, in_colour
+
+
+def _of_one_width(other: str) -> Rule:
+    """Let only the variant `other` have another width than 1."""
+
+    def one_width(model: Any, config: RunConfig) -> Iterator[str]:
+        if model.width != 1 and model.variant != other:
+            yield (
+                f"model.width={model.width:g}: model.variant={model.variant} is torchvision's, of "
+                f"one width (allowed: 1; model.variant={other} has others)"
+            )
+
+    return one_width
+
+
+_classifier = partial(network, task="classification", needs=("num_classes",))
+
+
+@_classifier(
+    "alexnet",
+    builder={
+        "torchvision": "mprun.models.classifiers:alexnet",
+        "2012": "mprun.models.classifiers:AlexNet2012",
+    },
+    rules=(*_from(63, "AlexNet"), _of_one_width("2012")),
+    later={"width": 1.0},
+)
+class AlexNetConfig(ModelConfig):
+    """`variant` torchvision: one tower, no LRN; 2012: two groups and local response norm."""
+
+    variant: str = one_of(
+        "torchvision 2012",
+        "torchvision: one tower, no LRN; 2012: two groups and local response normalisation",
+    )
+    dropout: float = share(0.5, "Dropout probability before the fully connected layers")
+    width: float = _width()
+    num_classes: int | None = _classes()
+    label_smoothing: float = smoothing()
+
+
+@_classifier(
+    "resnet50",
+    builder={
+        "v1.5": "mprun.models.classifiers:resnet50",
+        "preactivation": "mprun.models.classifiers:PreActivationResNet50",
+    },
+    rules=(*_from(32, "ResNet-50"), _of_one_width("preactivation")),
+    later={"width": 1.0, "variant": "v1.5"},
+)
+class ResNet50Config(ModelConfig):
+    """`variant` v1.5: torchvision's, stride 2 in the 3x3 convolution."""
+
+    variant: str = one_of(
+        "v1.5 preactivation",
+        "v1.5: torchvision's; preactivation: BatchNorm and ReLU before each convolution",
+    )
+    width: float = _width()
+    num_classes: int | None = _classes()
+    label_smoothing: float = smoothing()
+
+
+@_classifier("vgg16", builder="mprun.models.classifiers:VGG16", rules=_from(32, "VGG-16"))
+class VGG16Config(ModelConfig):
+    """VGG-D, 16 layers with weights, without BatchNorm."""
+
+    dropout: float = share(0.5, "Dropout probability behind the hidden linear layers")
+    width: float = _width()
+    num_classes: int | None = _classes()
+    label_smoothing: float = smoothing()
+
+
+@dataclass(slots=True)
+class InceptionConfig(ModelConfig):
+    """What all Inceptions have."""
+
+    dropout: float = _dropout(0.0)
+    width: float = _width()
+    num_classes: int | None = _classes()
+    label_smoothing: float = smoothing()
+
+
+@_classifier("googlenet", builder="mprun.models.inception:googlenet", rules=_from(32, "GoogLeNet"))
+class GoogLeNetConfig(InceptionConfig):
+    """Inception v1 as Caffe has it: local response normalisation, two auxiliary heads."""
+
+    dropout: float = _dropout(0.4)
+    aux_weight: float = ranged(0.3, AUXILIARY, at_least=0.0, at_most=1.0)
+
+
+@_classifier(
+    "inception_v2", builder="mprun.models.inception:inception_v2", rules=_from(32, "Inception v2")
+)
+class InceptionV2Config(InceptionConfig):
+    """BN-Inception, which has no auxiliary heads."""
+
+
+@_classifier(
+    "inception_v3", builder="mprun.models.inception:inception_v3", rules=_from(75, "Inception v3")
+)
+class InceptionV3Config(InceptionConfig):
+    """Inception v3 as torchvision has it: one auxiliary head."""
+
+    dropout: float = _dropout(0.5)
+    aux_weight: float = ranged(0.4, AUXILIARY, at_least=0.0, at_most=1.0)
+
+
+@source("digits", builder="mprun.data.image_store:DigitsImages", family="images", num_classes=10)
+class DigitsConfig(ImagesConfig):
+    """scikit-learn's 1,797 handwritten digits, enlarged from 8x8."""
+
+
+@source("synthetic_images", builder="mprun.data.image_store:SyntheticImages", family="images")
+class SyntheticImagesConfig(ImagesConfig):
+    """Random images with random labels: plumbing and speed, nothing to learn."""
+
+    num_classes: int = ranged(10, "Classes of the random labels", at_least=2)
+    train_size: int = count(1024, "Training images that are made")
+    eval_size: int = count(256, "Held-out images that are made")
+
+
+def _crops(data: "ImageFolderConfig", config: RunConfig) -> Iterator[str]:
+    model, kind = config.model.component, task_of(config.model)
+    if data.layout == "flat" and (model.own or kind == "classification"):
+        yield f"data.layout=flat: images without labels; a {kind} model needs data.layout=classes"
+    if data.centre_crop is not None and data.augmentation != "centre":
+        yield f"data.centre_crop={data.centre_crop}: only data.augmentation=centre reads it"
+    if data.resize_to is not None and data.augmentation == "centre":
+        yield (
+            f"data.resize_to={data.resize_to}: data.augmentation=centre resizes to "
+            "data.image_size; use data.centre_crop"
+        )
+    if data.resize_to is not None and data.resize_to < data.image_size:
+        yield f"data.resize_to={data.resize_to}: must be >= data.image_size ({data.image_size})"
+
+
+_image_files = partial(
+    source,
+    builder="mprun.data.image_folder:ImageFolder",
+    rules=(_crops,),
+    family="images",
+    on_disk=True,
+    decodes=True,
+)
+
+
+@_image_files("image_folder")
+class ImageFolderConfig(ImagesConfig):
+    """Image files below `root`, decoded on the way by loader processes.
+
+    root/train and root/val (or valid, validation, test) with one folder per class, or root alone
+    with one folder per class, of which `eval_share` of the files are held out. `layout: flat`
+    takes every image below root, at any depth, without labels (DCGAN).
+    """
+
+    image_size: int = ranged(224, SIDE, at_least=8, at_most=1024)
+    layout: str = one_of(
+        "classes flat",
+        "classes: one folder per class; flat: all images below root, without labels (DCGAN)",
+    )
+    eval_share: float = ranged(
+        0.1, "Share of the files held out where there is one folder only", above=0.0, below=1.0
+    )
+    augmentation: str = one_of(
+        "resized_crop crop centre",
+        "resized_crop: RandomResizedCrop; crop: resize, crop at random; centre: the middle",
+    )
+    flip: bool = setting(True, _FLIP)
+    resize_to: int | None = ranged(
+        None,
+        "Pixels before the crop, of the shorter side (crop: both); null: 8/7 of image_size",
+        at_least=8,
+        at_most=2048,
+    )
+    centre_crop: int | None = ranged(
+        None,
+        "augmentation=centre: pixels of the square cut out before resizing; null: the largest",
+        at_least=8,
+        at_most=8192,
+    )
+    on_corrupt: str = one_of(
+        "stop skip",
+        "An unreadable file: stop the run, or skip to the next readable image and count it",
+    )
+    prefetch: int = prefetch()
+
+
+@_image_files("imagenet", num_classes=1000)
+class ImageNetConfig(ImageFolderConfig):
+    """ILSVRC12: 1,000 class folders below root/train and root/val, or the original archives."""
+
+    imagenet = True  # an argument of the builder
+
+
+@source(
+    "cifar10",
+    builder="mprun.data.cifar10:Cifar10",
+    family="images",
+    on_disk=True,
+    num_classes=10,
+)
+class Cifar10Config(ImagesConfig):
+    """CIFAR-10 in torchvision's files, the binary ones, or class folders of JPEG or PNG.
+
+    Decoded once and held in memory on the device; other sizes than 32 are resized there.
+    """
+
+    channels: int = one_of((3,), "Channels of an image: CIFAR-10 is in colour")
+    augmentation: str = one_of(
+        "padded_crop none", "padded_crop: 4 pixels around, then a random crop"
+    )
+    flip: bool = setting(True, _FLIP)
+    train_size: int | None = count(None, TRAIN_FIRST)
+    eval_size: int | None = count(None, EVAL_FIRST)

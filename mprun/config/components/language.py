@@ -1,0 +1,223 @@
+"""Language models and their text: a batch is a piece of each of several streams of tokens."""
+
+from collections.abc import Iterator
+from functools import partial
+
+from mprun.config.registry import DataConfig, ModelConfig, network, source, task
+from mprun.config.rules import READING, count, one_of, positive, ranged, setting, share
+from mprun.config.schema import RunConfig
+
+task(
+    "language_model",
+    builder="mprun.tasks.supervised:LanguageModel",
+    metrics=("loss", "perplexity"),
+    family="text",
+    learner="language model",
+    sizes=("vocab_size",),
+    streams=True,
+    overlaps=True,
+    of_own_networks=True,
+)
+
+VOCAB_LIMIT = "Most frequent words that are kept; null: all"
+_EVAL_TOKENS = "First tokens of eval_split that are evaluated; null: all"
+
+# Fields that several classes share.
+time_reduction = partial(
+    one_of,
+    "mean sum",
+    "Gradient of the mean over tokens, or of the sum over time and mean over streams",
+)
+_vocab_size = partial(
+    ranged, None, "Words in embedding and softmax; null: as many as the data has", at_least=2
+)
+_sequence = partial(count, doc="Tokens per step and stream")
+_vocab_limit = partial(ranged, None, VOCAB_LIMIT, at_least=3, at_most=1_000_000)
+vocab_multiple = partial(count, doc="The vocabulary is padded to a multiple of this")
+eval_split = partial(one_of, "valid test", "Split that is evaluated")
+_CACHE = "Folder of the encoded text; null: mprun in the user's cache folder"
+cache = partial(setting, None, _CACHE, role=READING)
+
+
+def _sampling(model: "LSTMConfig", config: RunConfig) -> Iterator[str]:
+    optim = config.optim
+    if model.sampled_softmax is None:
+        factor = model.embedding_gradient_factor
+        if factor != 1.0:
+            yield f"model.embedding_gradient_factor={factor:g}: only with model.sampled_softmax"
+        return
+    if optim.name not in ("sgd", "adagrad") or optim.momentum or optim.weight_decay:
+        yield (
+            f"optim={optim.name} model.sampled_softmax={model.sampled_softmax}: rows are updated "
+            "only where used (allowed: adagrad or sgd without momentum, no weight decay)"
+        )
+    if config.train.accumulate != 1:
+        yield f"train.accumulate={config.train.accumulate}: must be 1 with model.sampled_softmax"
+
+
+@network(
+    "lstm_lm",
+    task="language_model",
+    builder="mprun.models.sampled_lstm:lstm",
+    rules=(_sampling,),
+    needs=("vocab_size",),
+    recurrent=True,
+    zero_state=True,
+)
+class LSTMConfig(ModelConfig):
+    """Word or character language model; sizes in units, `projection_size` 0 means none."""
+
+    vocab_size: int | None = _vocab_size()
+    embedding_size: int = count(200, "Units of the embedding of a word")
+    hidden_size: int = count(200, "Units of each LSTM layer")
+    num_layers: int = ranged(2, "LSTM layers, one above the other", at_least=1, at_most=1000)
+    projection_size: int = ranged(
+        0, "Units to which each LSTM layer's output is projected; 0: no projection", at_least=0
+    )
+    dropout: float = share(
+        0.0, "Dropout probability on embedding, between layers and on outputs; none over time"
+    )
+    init_range: float = positive(0.1, "Every parameter starts uniform between minus and plus this")
+    forget_bias: float = ranged(0.0, "Added to the forget gates' input bias at the start")
+    pad_to_multiple: int = count(
+        1, "Sizes are rounded up to a multiple of this; 8 suits Tensor Cores in FP16"
+    )
+    time_reduction: str = time_reduction()
+    sampled_softmax: int | None = count(
+        None, "Words drawn per step for a sampled softmax, in training only; null: the full softmax"
+    )
+    embedding_gradient_factor: float = positive(
+        1.0, "With sampled_softmax: factor on the embedding's gradient (bigLSTM)"
+    )
+
+    @property
+    def sampled(self) -> bool:
+        """Whether rows of its tables are updated only where a step uses them."""
+        return self.sampled_softmax is not None
+
+
+def _heads(model: "GPTConfig", config: RunConfig) -> Iterator[str]:
+    heads, kv_heads = model.num_heads, model.kv_heads
+    if model.hidden_size % heads:
+        yield f"model.num_heads={heads}: must divide model.hidden_size ({model.hidden_size})"
+    if kv_heads is not None and heads % kv_heads:
+        yield f"model.kv_heads={kv_heads}: must divide model.num_heads ({heads})"
+    if model.positions == "rotary" and model.hidden_size // heads % 2:
+        yield (
+            f"model.positions=rotary: turns pairs of a head's units, of which there are "
+            f"{model.hidden_size // heads} (model.hidden_size / model.num_heads); must be even"
+        )
+    length = getattr(config.data, "sequence_length", None)
+    if length and model.context_length is not None and model.context_length < length:
+        yield (
+            f"model.context_length={model.context_length}: must be >= data.sequence_length "
+            f"({length})"
+        )
+
+
+@network(
+    "gpt",
+    task="language_model",
+    builder="mprun.models.gpt:GPT",
+    rules=(_heads,),
+    needs=("vocab_size", "context_length"),
+    zero_state=True,
+)
+class GPTConfig(ModelConfig):
+    """Decoder-only transformer: GPT-2 as in nanoGPT, Llama's parts as values; without dropout."""
+
+    vocab_size: int | None = _vocab_size()
+    context_length: int | None = count(None, "Most tokens of a window; null: data.sequence_length")
+    hidden_size: int = ranged(128, "Units of the residual stream", at_least=2)
+    num_layers: int = ranged(2, "Blocks, one above the other", at_least=1, at_most=1000)
+    num_heads: int = count(4, "Heads of attention, which share hidden_size out")
+    kv_heads: int | None = count(None, "Heads of keys and values; null: as many as num_heads")
+    norm: str = one_of("layer rms", "LayerNorm, or RMSNorm as in Llama")
+    positions: str = one_of("learned rotary", "Added to the embeddings, or queries and keys turned")
+    mlp: str = one_of(
+        "gelu swiglu", "gelu: 4 hidden units a unit; swiglu: gated, 8/3, to a multiple of 64"
+    )
+    qk_norm: bool = setting(False, "Norm queries and keys of each head before their product")
+    attention: str = one_of(
+        "fused manual",
+        "fused: torch's kernel; manual: its parts, whose scores overflow FP16 beyond 65,504",
+    )
+    bias: bool = setting(False, "Linear layers and LayerNorm have biases, as OpenAI's GPT-2")
+    time_reduction: str = time_reduction()
+
+
+_text = partial(source, family="text")
+
+
+@_text("docs_text", builder="mprun.data.text:DocsText")
+class DocsTextConfig(DataConfig):
+    """The text of CPython's own documentation (`pydoc_data.topics`)."""
+
+    level: str = one_of("word char", "What a token is: a word or a character")
+    sequence_length: int = _sequence(20)
+    vocab_limit: int | None = _vocab_limit()
+    vocab_multiple: int = vocab_multiple(8)
+
+
+@_text("synthetic_tokens", builder="mprun.data.token_streams:SyntheticTokens")
+class SyntheticTokensConfig(DataConfig):
+    """Random tokens: plumbing and speed, nothing to learn."""
+
+    vocab_size: int = ranged(1000, "Different tokens", at_least=2)
+    sequence_length: int = _sequence(20)
+    train_tokens: int = ranged(100_000, "Training tokens that are made", at_least=2)
+    eval_tokens: int = ranged(10_000, "Held-out tokens that are made", at_least=2)
+
+
+@_text("text", builder="mprun.data.text:Text", on_disk=True)
+class TextConfig(DataConfig):
+    """Text files below `root` (train, valid, test), blank-separated words, one vocabulary."""
+
+    sequence_length: int = _sequence(35)
+    vocab_limit: int | None = _vocab_limit()
+    vocab_multiple: int = vocab_multiple(8)
+    lower: bool = setting(False, "Lower-case all words")
+    eval_split: str = eval_split()
+    rotate: bool = setting(
+        True, "Each epoch starts elsewhere in the text; false: always at its start"
+    )
+    eval_tokens: int | None = ranged(None, _EVAL_TOKENS, at_least=32)
+    cache: str | None = cache()
+
+
+@_text("lm1b", builder="mprun.data.lm1b:Lm1b", on_disk=True)
+class Lm1bConfig(DataConfig):
+    """One Billion Word: shards of shuffled sentences and the conventional vocabulary file."""
+
+    # Entries of that file (Jozefowicz et al., arXiv 1602.02410, section 4.1).
+    vocab_limit = 793_470
+    sequence_length: int = _sequence(20)
+    vocabulary: str | None = setting(
+        None, "File of the vocabulary, one word a line; null: the one below root", role=READING
+    )
+    vocab_multiple: int = vocab_multiple(8)
+    eval_split: str = eval_split()
+    eval_tokens: int | None = ranged(None, _EVAL_TOKENS, at_least=32)
+    cache: str | None = cache()
+
+
+@_text("token_files", builder="mprun.data.token_files:TokenFiles", on_disk=True)
+class TokenFilesConfig(DataConfig):
+    """Files of uint16 tokens below `root`, encoded before: nanoGPT's or llm.c's."""
+
+    sequence_length: int = _sequence(1024)
+    vocab_size: int = ranged(
+        50_257, "Different tokens; one beyond them is refused", at_least=2, at_most=65_536
+    )
+    vocab_multiple: int = vocab_multiple(64)
+    rotate: bool = setting(
+        True, "Each epoch starts elsewhere in the tokens; false: always at their start"
+    )
+    eval_tokens: int | None = ranged(
+        None, "First held-out tokens that are evaluated; null: all", at_least=32
+    )
+    cache: str | None = setting(
+        None,
+        "Folder of remembered hashes of files; null: mprun in the user's cache folder",
+        role=READING,
+    )

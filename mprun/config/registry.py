@@ -1,0 +1,259 @@
+"""Components: what a run can be made of, each registered at one place with all that is its own.
+
+A network, a source of data or a task names what builds it as text, `module:attribute`: whoever only
+asks for its keys imports no torch. The decorators make the configuration class, always slotted:
+OmegaConf sets attributes, and only a slotted class refuses `+group.unknown=1`.
+
+mprun's own stand in `mprun.config.components`. A package of somebody else adds its own through an
+entry point of the group `mprun.components`, which names a module that registers them; option files
+stand in a folder `conf` beside that module (docs/extend.md).
+"""
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar, dataclass_transform
+
+from omegaconf import MISSING
+
+from mprun.config.rules import READING, count, ranged, setting
+from mprun.errors import BadInput, raised
+
+T = TypeVar("T")
+# Yields the lines that refuse a configuration: (config.model or config.data, config).
+Rule = Callable[[Any, Any], Iterator[str]]
+GROUP = "mprun.components"
+# Folders of option files beside the modules of other packages.
+FOLDERS: list[Path] = []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Component:
+    """What is registered of a network or a source of data.
+
+    Attributes:
+        config: Its configuration class.
+        rules: That concern only it, beside the ranges of its fields.
+        later: Fields that came after its first records, with what runs without them computed: left
+            out of a hash at these values.
+        own: It is the user's own code, which nothing is known of.
+    """
+
+    name: str
+    config: type
+    rules: tuple[Rule, ...] = ()
+    later: Mapping[str, Any] = field(default_factory=dict)
+    own: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Network(Component):
+    """A network.
+
+    Attributes:
+        task: The name of what it learns; None: its configuration says so, in `task`.
+        builder: `module:attribute` of what makes it from the fields of the same name; one of each
+            network that is trained in turn, or one for each value of `variant`.
+        needs: What it takes of the data beside its configuration. Where it has a field of that
+            name, this counts, and must be at least the data's.
+        recurrent: It has LSTM or GRU layers.
+        in_tanh: It makes images in [-1, 1], of `model.image_size`, and takes such.
+        zero_state: The state that it carries on starts as zeros, or there is none.
+        why_no_graph: Why its steps cannot be a CUDA graph.
+    """
+
+    task: str | None
+    builder: str | tuple[str, ...] | Mapping[str, str] = ""
+    needs: tuple[str, ...] = ()
+    recurrent: bool = False
+    in_tanh: bool = False
+    zero_state: bool = False
+    why_no_graph: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSource(Component):
+    """A source of data.
+
+    Attributes:
+        family: What it holds: images, boxes (images with objects in them), text, utterances,
+            sentence_pairs.
+        builder: `module:attribute` of what makes it from the fields of the same name.
+        on_disk: Its files lie below `data.root`.
+        decodes: Files are decoded on the way, by loader processes.
+        several_shapes: Its batches differ in shape.
+        num_classes: Of those whose classes are known without its files.
+        most_boxes: Objects that an image has room for.
+    """
+
+    family: str
+    builder: str = ""
+    on_disk: bool = False
+    decodes: bool = False
+    several_shapes: bool = False
+    num_classes: int | None = None
+    most_boxes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskKind:
+    """What can be learned.
+
+    Attributes:
+        builder: `module:attribute` of its class.
+        metrics: Of its evaluation.
+        judged: The metric of a verdict where none is set.
+        family: Of the data that it learns from.
+        learner: What learns it, in words.
+        sizes: That a source of such data must know of itself.
+        networks: That are trained in turn, each with an optimizer.
+        streams: A batch is a piece of each of several streams, whose state is carried on; ranks
+            share out the streams.
+        overlaps: Gradients can be summed over ranks during the backward pass.
+        of_own_networks: A network of the user's own can learn it by its name.
+    """
+
+    name: str
+    builder: str
+    metrics: tuple[str, ...]
+    judged: str = "loss"
+    family: str = "images"
+    learner: str = ""
+    sizes: tuple[str, ...] = ()
+    networks: int = 1
+    streams: bool = False
+    overlaps: bool = False
+    of_own_networks: bool = False
+
+
+@dataclass(slots=True)
+class ModelConfig:
+    """Base of the configurations of networks; `component` says what is registered of one."""
+
+    component: ClassVar[Network] = Network(name="", config=object, task="")
+    name: str = setting(MISSING, "Which network is built; model=OPTION sets it")
+
+
+@dataclass(slots=True)
+class DataConfig:
+    """Base of the configurations of data; `component` says what is registered of one."""
+
+    component: ClassVar[DataSource] = DataSource(name="", config=object, family="")
+    name: str = setting(MISSING, "Which source of data is built; data=OPTION sets it")
+    root: str | None = setting(
+        None, "Folder that holds the files; null: embedded or synthetic data", role=READING
+    )
+    batch_size: int = count(32, "Samples (text: streams) of a micro-batch, on one device")
+    workers: int | None = ranged(
+        None,
+        "Loader processes; null: as many as pay where files are decoded on the way, else none",
+        at_least=0,
+        at_most=256,
+        role=READING,
+    )
+
+
+# Name -> what is registered; complete once `mprun.config.components` is imported.
+NETWORKS: dict[str, Network] = {}
+SOURCES: dict[str, DataSource] = {}
+TASKS: dict[str, TaskKind] = {}
+
+
+def task_of(model: Any) -> str:
+    """Return what a configured network learns: a name of `TASKS`, or a class of the user's own."""
+    registered: str | None = model.component.task
+    return model.task if registered is None else registered
+
+
+def kind_of(model: ModelConfig) -> TaskKind:
+    """Return what is registered of a configured network's task."""
+    return kind_called(task_of(model))
+
+
+def kind_called(name: str) -> TaskKind:
+    """Return what is registered of a task; of a class of the user's own, the defaults."""
+    return TASKS.get(name) or TaskKind(name=name, builder=name, metrics=())
+
+
+def loaded(builder: str) -> Any:
+    """Import what a component names as `module:attribute`."""
+    module, _, attribute = builder.partition(":")
+    return getattr(import_module(module), attribute)
+
+
+@dataclass_transform()
+def network(name: str, **facts: Any) -> Callable[[type[T]], type[T]]:
+    """Register a network with the decorated configuration, a `ModelConfig`.
+
+    facts: the attributes of `Network`.
+    """
+    return _registered(NETWORKS, Network, name, facts)
+
+
+@dataclass_transform()
+def source(name: str, **facts: Any) -> Callable[[type[T]], type[T]]:
+    """Register a source of data with the decorated configuration, a `DataConfig`.
+
+    facts: the attributes of `DataSource`.
+    """
+    return _registered(SOURCES, DataSource, name, facts)
+
+
+def task(name: str, **facts: Any) -> None:
+    """Register a task; facts: the attributes of `TaskKind`."""
+    _add(TASKS, TaskKind(name=name, **facts))
+
+
+def _registered(table: dict[str, Any], kind: Any, name: str, facts: dict[str, Any]) -> Any:
+    def decorate(cls: Any) -> Any:
+        cls.name = setting(name, cls.__dataclass_fields__["name"].metadata["doc"])
+        cls.__annotations__ = {"name": str, **vars(cls).get("__annotations__", {})}
+        made: Any = dataclass(slots=True)(cls)
+        if hasattr(object.__new__(made), "__dict__"):
+            raise TypeError(f"{name}: a base class of {cls.__name__} is not @dataclass(slots=True)")
+        made.component = kind(name=name, config=made, **facts)
+        _add(table, made.component)
+        return made
+
+    return decorate
+
+
+def _add(table: dict[str, Any], component: Any) -> None:
+    if component.name in table:
+        raise ValueError(f"two components are called {component.name}")
+    table[component.name] = component
+
+
+def load_of_others() -> None:
+    """Import the modules that entry points of the group name, which register what they have.
+
+    Raises:
+        BadInput: a module that cannot be imported, with the entry point's name.
+    """
+    if not _is_announced():
+        return
+    from importlib.metadata import entry_points
+
+    for entry in entry_points(group=GROUP):
+        try:
+            module = import_module(entry.module)
+        except Exception as error:
+            raise BadInput(f"entry point {GROUP} {entry.name}: {raised(error)}") from error
+        if module.__file__ and (folder := Path(module.__file__).parent / "conf").is_dir():
+            FOLDERS.append(folder)
+
+
+def _is_announced() -> bool:
+    """Return whether an installed package names the group; `importlib.metadata` takes 35 ms."""
+    for folder in sys.path:
+        with suppress(OSError):
+            for name in os.listdir(folder or "."):
+                if name.endswith((".dist-info", ".egg-info")):
+                    with suppress(OSError), open(f"{folder}/{name}/entry_points.txt", "rb") as file:
+                        if f"[{GROUP}]".encode() in file.read():
+                            return True
+    return False

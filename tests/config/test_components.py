@@ -1,0 +1,120 @@
+"""Components: a package adds its own, and each is known at few places."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import mprun
+from mprun.config.components import NETWORKS, SOURCES, TASKS
+from mprun.config.registry import loaded
+
+from ..cli.test_contributing import block
+
+FILES = (
+    "perceptrons/components.py",
+    "perceptrons/network.py",
+    "perceptrons/conf/model/perceptron.yaml",
+)
+
+
+@pytest.fixture
+def command(tmp_path):
+    """`command(*words)`: mprun beside an installed package, that of docs/extend.md."""
+    site = tmp_path / "site"
+    about = site / "perceptrons-1.dist-info"
+    for file in FILES:
+        (site / file).parent.mkdir(parents=True, exist_ok=True)
+        (site / file).write_text(block(file), encoding="utf-8")
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: perceptrons\nVersion: 1\n")
+    ((group, entries),) = tomllib.loads(block("pyproject.toml"))["project"]["entry-points"].items()
+    lines = [f"[{group}]", *(f"{name} = {value}" for name, value in entries.items()), ""]
+    (about / "entry_points.txt").write_text("\n".join(lines), encoding="utf-8")
+
+    def run(*words):
+        root = str(Path(mprun.__file__).parents[1])
+        path = os.pathsep.join([str(site), root])
+        return subprocess.run(
+            [sys.executable, "-m", "mprun", *words],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": path},
+        )
+
+    return run
+
+
+def test_an_installed_package_adds_a_network(command, tmp_path):
+    shown = command("--help", "model").stdout
+    assert "A perceptron on embedded digits" in shown
+    assert "Hidden units (perceptron)" in " ".join(shown.split())
+    assert "alexnet" in shown
+    assert "Hidden units" in command("--help", "model.units").stdout
+    refused = command("model=perceptron", "model.units=3")
+    assert (refused.returncode, refused.stderr) == (2, "mprun: model.units=3: must be even\n")
+    assert "perceptron" in command("--info", "config", "model=perceptron").stdout
+    run = ("model=perceptron", "precision=amp", "train.steps=2", "device=cpu", "output_dir=run")
+    assert (done := command(*run)).returncode == 0, done.stderr
+    record = json.loads((tmp_path / "run" / "run.json").read_text(encoding="utf-8"))
+    assert record["status"] == "done"
+
+
+def test_a_package_that_cannot_be_imported_is_named(command, tmp_path):
+    (tmp_path / "site" / FILES[0]).write_text("import nothing_of_this_name", encoding="utf-8")
+    done = command("--help", "model")
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert "entry point mprun.components perceptrons: ModuleNotFoundError" in done.stderr
+
+
+def builders(component) -> list[str]:
+    """All that a component names as `module:attribute`."""
+    builder = component.builder
+    if isinstance(builder, str):
+        return [builder] if builder else []
+    return list(builder.values() if isinstance(builder, dict) else builder)
+
+
+def named_in(path: Path) -> set[str]:
+    """Words that are a whole text in the code, and names of classes that are used there."""
+    nodes = [*ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+    texts = {node.value for node in nodes if isinstance(node, ast.Constant)}
+    names = {node.id for node in nodes if isinstance(node, ast.Name) and node.id[0].isupper()}
+    return {text for text in texts if isinstance(text, str)} | names
+
+
+def test_every_component_is_named_in_at_most_three_files_outside_of_its_own():
+    """Its own are its chapter and what builds it. Rows of the paper are called like their networks:
+    all of them are one place. Text is a family and a type too, and failures are classified.
+    """
+    root = Path(mprun.__file__).parent
+    words = {path.relative_to(root): named_in(path) for path in root.rglob("*.py")}
+    for component in (*NETWORKS.values(), *SOURCES.values(), *TASKS.values()):
+        if component.name in ("text", "classification"):
+            continue
+        config = getattr(component, "config", None)
+        called = {component.name, config.__name__} if config else {component.name}
+        modules = [text.partition(":")[0] for text in builders(component)]
+        own = {Path(*module.split(".")[1:]).with_suffix(".py") for module in modules}
+        found = {path for path, inside in words.items() if called & inside} - own
+        chapters = {path for path in found if path.parent.name == "components"}
+        rows = {path for path in found if path.parts[0] == "paper" or path.stem == "published"}
+        outside = found - chapters - rows
+        assert len(outside) + bool(rows) <= 3, (component.name, outside)
+
+
+def test_whoever_only_reads_records_knows_their_tasks():
+    program = "from mprun.compare.findings import is_gan; assert is_gan({'model.name': 'dcgan'})"
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
+
+
+def test_what_builds_a_component_is_there():
+    for component in (*NETWORKS.values(), *SOURCES.values(), *TASKS.values()):
+        assert builders(component) or component.own
+        assert all(callable(loaded(text)) for text in builders(component)), component.name
