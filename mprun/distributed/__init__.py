@@ -1,4 +1,4 @@
-"""One run on several processes: who they are, how they are started, what they agree on.
+"""One run on several processes: finding, starting and synchronizing its ranks.
 
-Nothing here imports torch.distributed where a run has one rank.
+A run with one rank never imports torch.distributed.
 """

@@ -1,9 +1,10 @@
 """Gradients of several ranks summed after backward, in buckets.
 
-`order=fixed` keeps the gradients of each micro-batch apart until all ranks have them, and adds them
-in the order of micro-batches, as one rank does that takes all of them: the same bits for every
-number of ranks, for the memory of M/W gradients and the traffic of M. `order=fast` adds what it has
-and leaves the rest to the library's all-reduce, whose order is its own.
+`order=fixed` keeps the gradients of each micro-batch apart until all ranks have them. It then adds
+them in the order of micro-batches, like a single rank that takes all of them. The bits are the same
+for every number of ranks; the cost is the memory of M/W gradients and the traffic of M.
+`order=fast` adds this rank's gradients first and leaves the rest to the library's all-reduce, which
+chooses its own order.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from mprun.precision.update import in_memory_order
 
 
 class FlatReduction:
-    """See `mprun.precision.reduction.Reduction`.
+    """Sum gradients over the ranks after backward; see `mprun.precision.reduction.Reduction`.
 
     Args:
         group: a `mprun.distributed.group.Group`.
         fixed: add in the order of micro-batches.
-        bucket_bytes: of gradients that are summed at a time.
+        bucket_bytes: size of the gradients summed at a time.
     """
 
     overlaps = False
-    muted = False  # for a bench: what one rank has is taken for the sum
+    muted = False  # for a bench: this rank's gradients are taken for the sum
 
     def __init__(self, group: Any, *, fixed: bool, bucket_bytes: int):
         self.group, self.fixed, self.bucket_bytes = group, fixed, bucket_bytes
@@ -37,14 +38,14 @@ class FlatReduction:
         self._used: list[bool] | None = None  # by parameter: whether any rank has a gradient
 
     def wrapped(self, model: nn.Module) -> nn.Module:
-        """What a step calls in place of the model."""
+        """Return the module that a step calls in place of the model."""
         return model
 
     def overlap(self, last: bool) -> bool:
         return False
 
     def begin(self, parameters: Sequence[Tensor], sent: Callable[[int, Tensor], Tensor]) -> None:
-        raise RuntimeError("`overlaps` is false: this one sums after backward")
+        raise RuntimeError("`overlaps` is false: FlatReduction sums after backward")
 
     def add(self, tensors: list[Tensor | None]) -> None:
         for tensor in tensors:
@@ -63,7 +64,7 @@ class FlatReduction:
         likes = self._likes(kept)
         places = [place for place, like in enumerate(likes) if like is not None]
         whole: list[Tensor | None] = [None] * len(likes)
-        # One bucket is flattened while those before it are on their way.
+        # Flattening a bucket overlaps with the all-reduce of the buckets before it.
         begun = []
         for bucket in self._buckets(places, likes):
             rows = [self._flattened(bucket, own, likes) for own in kept]
@@ -85,7 +86,7 @@ class FlatReduction:
         return values if self.muted else self.group.largest(values)
 
     def _in_order(self, rows: list[Tensor]) -> Tensor:
-        """The sum of the rows of all ranks, one after the other."""
+        """Add the rows of all ranks one after the other."""
         parts = self.group.gather(torch.stack(rows)).unbind()
         total = parts[0].clone()
         for part in parts[1:]:
@@ -93,9 +94,9 @@ class FlatReduction:
         return total
 
     def _likes(self, kept: list[list[Tensor | None]]) -> list[Tensor | None]:
-        """By parameter a gradient of this rank's, None where no rank has one.
+        """Return one gradient of this rank for each parameter, None where no rank has one.
 
-        Which parameters have gradients is asked once, and has to stay so.
+        The ranks agree once on which parameters have gradients; it must not change afterwards.
         """
         likes = [next((t for t in own if t is not None), None) for own in zip(*kept, strict=True)]
         has = [like is not None for like in likes]
@@ -109,14 +110,14 @@ class FlatReduction:
                 )
             if used and not own:
                 raise MprunError(
-                    f"parameter {place} has no gradient on rank {self.group.rank}, but had one in "
-                    "the first step, on some rank; on several ranks all must use the same "
-                    "parameters in every step"
+                    f"parameter {place} has no gradient on rank {self.group.rank}, but some rank "
+                    "had one in the first step; all ranks must use the same parameters in every "
+                    "step"
                 )
         return likes
 
     def _buckets(self, places: list[int], likes: list[Tensor | None]) -> Iterator[list[int]]:
-        """Consecutive parameters of one dtype, last ones first, as backward is done with them."""
+        """Yield consecutive parameters of one dtype, the last first, as backward finishes."""
         bucket: list[int] = []
         size, dtype = 0, None
         for place in reversed(places):

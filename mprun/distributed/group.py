@@ -1,9 +1,9 @@
 """The ranks of a run on several processes, over torch.distributed: NCCL on CUDA, gloo on a CPU.
 
-Two groups. Gradients, losses and statistics are on the device and go through one; what the host
-asks (whether to stop, which folder, who failed) goes through gloo, beside the device's work. What
-has to reach ranks that may already be lost (why one has failed, when each was last heard) is in the
-store that all of them keep a connection to.
+There are two groups. Gradients, losses and statistics are on the device and go through the first.
+The hosts' questions (stop or not, which folder, who failed) go through gloo, in parallel with the
+device's work. A store that every rank stays connected to holds what must survive a lost rank: why a
+rank failed, and when each was last heard.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ T = TypeVar("T")
 
 START_S = 300.0  # for all ranks to import, build and meet
 _BEAT_S = 1.0
-_SILENT_S = 3.0  # of a rank that the others have heard nothing of
-# What torch.distributed's libraries say, as a RuntimeError, of a rank that is gone or waits.
+_SILENT_S = 3.0  # a rank this far behind the newest beat counts as silent
+# Words of the RuntimeErrors that torch.distributed's libraries raise for a lost or waiting rank.
 _OF_OTHERS = (
     *("gloo", "nccl", "tcpstore", "connection", "socket"),
     *("timed out", "timeout", "watchdog"),
@@ -54,7 +54,7 @@ _DIRECTORY = "mprun/directory"
 
 
 def store_of(place: Place, host: bool, timeout_s: float) -> dist.TCPStore:
-    """The key-value store at the place's port; `host`: it is kept by this process.
+    """Connect to the key-value store at the place's port; with `host` this process serves it.
 
     Raises:
         Resource: nobody answers there in time, or the port is taken.
@@ -70,16 +70,16 @@ def store_of(place: Place, host: bool, timeout_s: float) -> dist.TCPStore:
         )
     except (RuntimeError, OSError) as error:
         text = str(error).partition("\n")[0]
-        raise Resource(f"{place.address}:{place.port}: no meeting of ranks ({text})") from error
+        raise Resource(f"{place.address}:{place.port}: the ranks did not meet ({text})") from error
 
 
 class Group(Ranks):
     """This process as one of several ranks.
 
     Args:
-        place: of this rank.
-        device: on which it computes.
-        timeout_s: after which a rank that waits for the others gives up.
+        place: this rank's place.
+        device: the device it computes on.
+        timeout_s: how long a rank waits for the others before it gives up.
 
     Raises:
         Resource: the ranks do not meet.
@@ -107,7 +107,7 @@ class Group(Ranks):
         self._stop: tuple[Tensor, Any] | None = None
         self._beaten = 0.0
 
-    # What is exchanged of a step.
+    # Exchanges between the devices, for a step.
 
     def gather(self, own: Tensor) -> Tensor:
         own = own.contiguous()
@@ -141,34 +141,35 @@ class Group(Ranks):
         )
 
     def sum(self, tensor: Tensor) -> Any:
-        """Begin to sum a tensor over the ranks, in place, as the library adds."""
+        """Begin to sum a tensor over the ranks, in place, in the library's order."""
         return dist.all_reduce(tensor, dist.ReduceOp.SUM, self.tensors, async_op=True)
 
     def largest(self, values: Tensor) -> Tensor:
-        """Elementwise maximum over the ranks."""
+        """Return the elementwise maximum over the ranks."""
         values = values.clone()
         dist.all_reduce(values, dist.ReduceOp.MAX, self.tensors)
         return values
 
-    # What the hosts tell each other.
+    # Exchanges between the hosts.
 
     def all_of(self, own: T) -> list[T]:
-        """A plain value of each rank, on all of them."""
+        """Return every rank's value, in the order of ranks; plain values alone."""
         found: list[Any] = [None] * self.world
         dist.all_gather_object(found, own, self.host)
         return found
 
     def first(self, value: T) -> T:
-        """The value that rank 0 has."""
+        """Return rank 0's value."""
         found: list[Any] = [value]
         dist.broadcast_object_list(found, 0, self.host)
         return found[0]
 
     def together(self, work: Callable[[], T]) -> T:
-        """Do `work` on all ranks; what one of them raises ends all, by the lowest rank's error.
+        """Do `work` on all ranks; an error on one rank ends all of them.
 
         Raises:
-            BadInput, MprunError: as it was raised, on the rank that it is of and on the others.
+            BadInput, MprunError: the lowest rank that failed raises its own error, every other
+                rank a RankFailed that quotes it.
         """
         result, failed = None, None
         try:
@@ -185,10 +186,10 @@ class Group(Ranks):
         return result  # type: ignore[return-value]
 
     def stops(self, signal_number: int) -> int:
-        """The signal that any rank had been sent a step ago, 0: none; this rank's is posted.
+        """Post this rank's signal; return the signal that any rank posted one step ago, 0: none.
 
-        All ranks hear of it after the same step. Called once a step; nothing is waited for that
-        has not had a step's time to arrive.
+        All ranks learn of it after the same step. Call it once a step: the exchange then has a
+        whole step to finish before it is waited for.
         """
         agreed = self._agreed()
         flag = torch.tensor(signal_number)
@@ -205,28 +206,28 @@ class Group(Ranks):
         return int(flag)
 
     def check_equal(self, state: Callable[[], Sequence[int]], step: int) -> None:
-        """As `Ranks.check_equal`.
+        """Compare the state of all ranks, as in `Ranks.check_equal`.
 
         Raises:
-            Resource: it is not; the message names the ranks.
+            Resource: some rank differs from rank 0; the message names the ranks.
         """
         found = self.all_of(tuple(state()))
         other = [rank for rank, one in enumerate(found) if one != found[0]]
         if other:
             raise Resource(
                 f"step {step}: ranks {', '.join(map(str, other))} have other weights, scales or "
-                "counts than rank 0: a device computes wrongly, or the network has statistics or "
-                "chances of its own (only BatchNorm's are averaged, only torch's, NumPy's and "
-                "Python's generators seeded)"
+                "counts than rank 0: a device computes wrongly, or the network keeps statistics "
+                "or random numbers per rank (only BatchNorm's statistics are averaged; only "
+                "torch's, NumPy's and Python's generators are seeded)"
             )
 
     def description(self) -> dict[str, Any]:
         return {"backend": self.backend, "hosts": list(dict.fromkeys(self.all_hosts))}
 
-    # What outlives a rank.
+    # The store, which outlives a rank.
 
     def beat(self, step: int) -> None:
-        """Say that this rank has come to `step`; at most once a second."""
+        """Report that this rank has reached `step`, at most once a second."""
         now = time.monotonic()
         if now - self._beaten >= _BEAT_S:
             self._beaten = now
@@ -234,18 +235,21 @@ class Group(Ranks):
                 self.store.set(f"beat/{self.rank}", f"{step} {time.time():.1f}")
 
     def found(self, directory: Path) -> None:
-        """Let who looks after the ranks know the run's directory."""
+        """Tell the launcher the run's directory."""
         if self.rank == 0:
             self.whole_store.set(_DIRECTORY, str(directory))
 
     def fail(self, code: int, text: str) -> None:
-        """Leave word of why this rank ends, unless another has before."""
+        """Record why this rank ends, unless another rank recorded a failure before."""
         word = json.dumps([self.rank, code, text])
         with suppress(RuntimeError):
             self.store.compare_set("failed", "", word)
 
     def explained(self, error: BaseException) -> BaseException:
-        """What has happened, where an error of this rank comes from another: its own if not."""
+        """Return the error of the rank that caused this one, or `error` itself.
+
+        An error that only says that the ranks lost contact becomes the failed rank's error.
+        """
         if isinstance(error, MprunError) or not isinstance(error, RuntimeError | OSError):
             return error
         if not any(word in str(error).lower() for word in _OF_OTHERS):
@@ -257,7 +261,7 @@ class Group(Ranks):
         if self.world == 2:
             silent = [1 - self.rank]
         who = f"rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))}" if silent else ""
-        # Without the place in the library's source.
+        # The library puts the line of its source in front.
         text = re.sub(r"^\[\S+\]\s*", "", str(error)).partition("\n")[0].partition(". ")[0][:80]
         return RankFailed(f"lost contact with {who or 'the other ranks'} ({text})", RESOURCE)
 
@@ -274,7 +278,7 @@ class Group(Ranks):
             raise found from error
 
     def leave(self, code: int) -> None:
-        """End with the others: rank 0 last, since who looks after them ends all with the first."""
+        """End this rank, rank 0 last: a launcher ends all ranks when the first one ends."""
         with suppress(RuntimeError):
             if self.rank:
                 self.store.wait(["ended"], timedelta(seconds=self.timeout_s))
@@ -288,7 +292,7 @@ def _code_of(error: BaseException) -> int:
         return error.exit_code
     if isinstance(error, OSError | MemoryError | torch.OutOfMemoryError):
         return RESOURCE
-    if isinstance(error, KeyboardInterrupt):  # of a signal, by its name
+    if isinstance(error, KeyboardInterrupt):  # carries the signal's name
         number = getattr(signal, str(error) or "SIGINT", signal.SIGINT)
         return INTERRUPTED if number == signal.SIGINT else 128 + number
     return BUG
@@ -304,7 +308,7 @@ def _in_words(error: BaseException) -> str:
 
 
 def failure_of(store: dist.Store, wait_s: float = 0.0) -> tuple[int, int, str] | None:
-    """Rank, exit code and words of the first rank that failed; None: none left word."""
+    """Return rank, exit code and message of the first failed rank; None: none recorded one."""
     try:
         if wait_s:
             store.wait(["failed"], timedelta(seconds=wait_s))
@@ -317,7 +321,7 @@ def failure_of(store: dist.Store, wait_s: float = 0.0) -> tuple[int, int, str] |
 
 
 def silent_ranks(store: dist.Store, world: int, own: int | None = None) -> list[int]:
-    """The ranks that were heard of last: long before the newest beat of any, or never."""
+    """Return the ranks that never beat, or whose last beat is long before the newest of any."""
     heard: dict[int, float] = {}
     with suppress(RuntimeError):
         for rank in range(world):
@@ -330,7 +334,7 @@ def silent_ranks(store: dist.Store, world: int, own: int | None = None) -> list[
 
 
 class RankLog:
-    """What a rank other than 0 prints, in `RUN/ranks/rank-00001.log`; gone where all went well."""
+    """Log of a rank other than 0, `RUN/ranks/rank-00001.log`; removed when all went well."""
 
     def __init__(self, directory: Path, rank: int):
         self.path = directory / "ranks" / f"rank-{rank:05}.log"
@@ -344,13 +348,13 @@ class RankLog:
         faulthandler.enable()
 
     def close(self, keep: bool) -> None:
-        """The rank has ended."""
+        """End the log; remove it unless `keep`."""
         sys.stdout.flush()
         sys.stderr.flush()
         if not keep:
             with suppress(OSError):
                 self.path.unlink()
-                self.path.parent.rmdir()  # by the last
+                self.path.parent.rmdir()  # succeeds for the last rank
 
 
 def join(place: Place, device: torch.device, timeout_s: float) -> Group:
@@ -364,15 +368,15 @@ def join(place: Place, device: torch.device, timeout_s: float) -> Group:
         count = torch.cuda.device_count()
         if place.local_rank >= count:
             raise BadInput(
-                f"devices={place.devices}: rank {place.rank} needs GPU {place.local_rank}, this "
-                f"machine shows {count} (allowed: 1 to {count})"
+                f"devices={place.devices}: rank {place.rank} needs GPU {place.local_rank}, but "
+                f"this machine shows {count} (allowed: 1 to {count})"
             )
         torch.cuda.set_device(place.local_rank)
     return Group(place, device, timeout_s)
 
 
 def previous_directory(place: Place) -> str | None:
-    """The directory of the attempt that torchrun has restarted; None: this is the first."""
+    """Return the directory of the attempt that torchrun restarted; None: this is the first."""
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" or not place.served:
         return None
     store = store_of(place, False, START_S)

@@ -1,9 +1,9 @@
-"""The ranks of one run on this machine: started, watched, ended together.
+"""Starting, watching and ending the ranks of one run on this machine.
 
-The processes are those of torch's elastic launcher (`torch.distributed.elastic.multiprocessing`,
-what torchrun starts its workers with), a session each. Its agent above them is left out: it makes
-every exit code 1, takes a run that diverged for one to be started again, gives the others 30 s, and
-its restart does not find the store of the first attempt (torch 2.15, issues 135712 and 167288).
+`torch.distributed.elastic.multiprocessing`, which also starts torchrun's workers, starts the
+processes, each in its own session. torchrun's agent above them is left out. It turns every exit
+code into 1, restarts a run that diverged, and gives the other ranks 30 s. Its restart does not find
+the store of the first attempt (torch 2.15, issues 135712 and 167288).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from mprun.errors import (
 )
 from mprun.record.run_directory import locked, read_record, write_json
 
-GRACE_S = 8.0  # between the end of one rank and SIGKILL for those that have not followed
+GRACE_S = 8.0  # between the end of one rank and SIGKILL for those still running
 _POLL_S = 0.05
 _AGAIN = (RESOURCE, PREEMPTED)
 
@@ -53,15 +53,15 @@ def launch(
     kept: Sequence[str] = (),
     module: str = "mprun.cli.child",
 ) -> int:
-    """Run on `devices` ranks of this machine; the exit code of the worst of them.
+    """Run on `devices` ranks of this machine; return the exit code of the worst rank.
 
     Args:
-        overrides: of the run.
-        place: of this machine among several; None: it is the only one.
-        restarts: times that lost ranks are started again, from the last checkpoint. A run that
-            diverged is not, nor what bad input or damaged files have ended.
-        kept: overrides that a continuation is given again.
-        module: what a rank runs, with this process's number before its arguments.
+        overrides: the run's overrides.
+        place: place of this machine among several; None: it is the only one.
+        restarts: how often lost ranks are restarted from the last checkpoint. A run that diverged,
+            or that bad input or damaged files ended, is not restarted.
+        kept: overrides that are passed to a restart as well.
+        module: module that a rank runs; its first argument is this process's id.
     """
     place = place or Place(None, 0, 0, 1, devices, "127.0.0.1", 0, served=True)
     arguments = list(overrides)
@@ -73,7 +73,7 @@ def launch(
             if code not in _AGAIN or restarts == 0 or asked.number:
                 return code
             restarts -= 1
-            print(f"mprun: ranks are started again, {restarts} times left", file=sys.stderr)
+            print(f"mprun: restarting the ranks ({restarts} restarts left)", file=sys.stderr)
             if directory is not None:
                 arguments = [f"resume={directory}", *kept]
                 if config_dir is not None:
@@ -81,7 +81,7 @@ def launch(
 
 
 class _Asked:
-    """While active, what a signal asks for is passed on to the ranks by the loop."""
+    """Note signals while active; the loop passes them on to the ranks."""
 
     def __init__(self) -> None:
         self.number, self.times = 0, 0
@@ -93,7 +93,7 @@ class _Asked:
         return self
 
     def listen(self) -> None:
-        """Have the handlers, which torch's launcher replaces by some that raise."""
+        """Install the handlers again after torch's launcher replaced them by raising ones."""
         for number, handler in self._before.items():
             if handler != signal.SIG_IGN:
                 signal.signal(number, self._note)
@@ -109,7 +109,7 @@ class _Asked:
 def _once(
     module: str, arguments: list[str], place: Place, asked: _Asked
 ) -> tuple[int, Path | None]:
-    """The exit code of one attempt, and the directory that it had."""
+    """Run one attempt; return its exit code and its directory."""
     hosts = place.node == 0
     store = store_of(place, hosts, 300.0)
     place = replace(place, port=store.port, served=True)
@@ -122,7 +122,7 @@ def _once(
     with TemporaryDirectory(prefix="mprun-ranks-") as folder:
         silent = {rank: Std.NONE if place.node + rank == 0 else Std.ALL for rank in ranks}
         logs = DefaultLogsSpecs(log_dir=folder, redirects=silent)
-        # Until torch's handlers are replaced again; the ranks unblock them.
+        # Blocked until torch's handlers are replaced again; the ranks unblock them for themselves.
         signal.pthread_sigmask(signal.SIG_BLOCK, ASKING)
         try:
             started = start_processes(
@@ -147,7 +147,7 @@ def _once(
 
 
 def _watched(started: PContext, asked: _Asked) -> dict[int, int | None]:
-    """Exit code of each rank, negative after a signal; None of one that had to be killed."""
+    """Wait for the ranks; return their exit codes, negative after a signal, None: still alive."""
     codes: dict[int, int | None] = {}
     passed_on, kill_at = 0, float("inf")
     pids = started.pids()
@@ -170,7 +170,7 @@ def _watched(started: PContext, asked: _Asked) -> dict[int, int | None]:
 
 
 def _ended(pid: int) -> int | None:
-    """The exit code of a child, which stays there for its owner to collect."""
+    """Return a child's exit code without reaping the child; None: it still runs."""
     found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     if found is None:
         return None
@@ -180,12 +180,12 @@ def _ended(pid: int) -> int | None:
 def _judged(
     codes: dict[int, int | None], store: dist.Store, place: Place, asked: int
 ) -> tuple[int, str | None]:
-    """The exit code of the run, and what is to be said beyond what its ranks have said.
+    """Return the exit code of the run, and the message that its ranks could not print themselves.
 
-    asked: the signal that they were asked to end with, 0: they were not.
+    asked: the signal that asked the ranks to end, 0: none did.
     """
     first = place.node * place.devices
-    if asked:  # a rank that had no handler yet has ended of it
+    if asked:  # a rank without a handler yet was ended by the signal
         of_it = INTERRUPTED if asked == signal.SIGINT else 128 + asked
         codes = {rank: of_it if code == -asked else code for rank, code in codes.items()}
     killed = {first + r: -c for r, c in codes.items() if c is not None and c < 0}
@@ -197,9 +197,9 @@ def _judged(
     said = failure_of(store)
     if said is not None:
         rank, code, text = said
-        told = place.node > 0 or codes[0] is not None  # by rank 0
+        told = place.node > 0 or codes[0] is not None  # rank 0 has printed it
         return code, None if told else f"rank {rank}: {text}"
-    # What did not follow one that ended by itself has not failed first.
+    # A rank that hangs after another ended by itself did not fail first.
     by_itself = set(codes.values()) - {None, DONE, RESOURCE}
     if hung and not by_itself:
         silent = set(silent_ranks(store, place.world)) & set(hung) or hung
@@ -210,7 +210,7 @@ def _judged(
 
 
 def _tell_unheard(folder: Path, cause: str | None) -> None:
-    """What ranks have said before they had a place to say it, where one of them failed."""
+    """After a failure, print what the ranks wrote before they had their own log."""
     if cause is None:
         return
     for log in sorted(folder.rglob("*.log")):
@@ -226,7 +226,7 @@ def _directory(store: dist.Store) -> Path | None:
 
 
 def _correct(directory: Path, cause: str) -> None:
-    """Let run.json say what the rank that wrote it could not know, or had no time to write."""
+    """Write the cause into run.json, which its rank could not know or had no time to write."""
     with suppress(MprunError, OSError), locked(directory):
         record = read_record(directory)
         if record["status"] not in ("running", "failed"):

@@ -1,13 +1,12 @@
-"""Gradients of several ranks summed while backward goes on, by torch's DistributedDataParallel.
+"""Gradients of several ranks summed during backward, by torch's DistributedDataParallel.
 
-DDP decides when a bucket of gradients is complete, and a communication hook (torch docs: DDP
-Communication Hooks) decides what becomes of it. DDP's own reduction would average FP16 gradients in
-FP16, times the loss scale; here each bucket is first cast and unscaled as the mode says, has the
-gradients of the micro-batches before added, and is summed in that dtype. What DDP then writes to
-`.grad` is not used.
+DDP decides when a bucket of gradients is complete; a communication hook (torch docs: DDP
+Communication Hooks) then sums it. DDP's own reduction would average FP16 gradients in FP16, times
+the loss scale. The hook casts and unscales each bucket as the mode says, adds the gradients of the
+earlier micro-batches, and sums in that dtype. The `.grad` that DDP then writes is not used.
 """
 
-# Without postponed annotations: DDP looks at those of its hook.
+# No postponed annotations: DDP inspects the annotations of its hook.
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
@@ -21,16 +20,16 @@ from torch.nn.parallel import DistributedDataParallel
 from mprun.distributed.flat import FlatReduction
 from mprun.errors import BadInput
 
-# Which gradient it is of the optimizer's, and the flat bucket -> what is to be summed.
+# Number of a parameter among the optimizer's, flat bucket -> flat tensor to be summed.
 Sent = Callable[[int, Tensor], Tensor]
 
 
 class OverlappedReduction(FlatReduction):
-    """As `FlatReduction`, but the last micro-batch of this rank is summed in its backward pass.
+    """A `FlatReduction` that sums the last micro-batch of this rank during its backward pass.
 
     Args:
         group: a `mprun.distributed.group.Group`.
-        bucket_bytes: of gradients that are summed at a time.
+        bucket_bytes: size of the gradients summed at a time.
     """
 
     def __init__(self, group: Any, *, bucket_bytes: int):
@@ -40,14 +39,14 @@ class OverlappedReduction(FlatReduction):
         self._sums: list[Tensor | None] = []
 
     def wrapped(self, model: nn.Module) -> DistributedDataParallel:
-        """What a step calls in place of the model; it shares its parameters."""
-        # Statistics and weights are the same on all ranks as they are.
+        """Return the module that a step calls in place of the model; both share parameters."""
+        # No buffers to broadcast: statistics and weights are already equal on all ranks.
         known = inspect.signature(DistributedDataParallel).parameters
         buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
         options: dict[str, Any] = {buffers: False, "bucket_cap_mb": self.bucket_bytes / 2**20}
         made = DistributedDataParallel(model, process_group=self.group.tensors, **options)
         made.register_comm_hook(self, _hook)
-        # Of 1x1 convolutions in NHWC, whose strides can be written in two ways.
+        # Warned of for 1x1 convolutions in NHWC, whose strides can be written in two ways.
         warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
         return made
 
@@ -56,7 +55,7 @@ class OverlappedReduction(FlatReduction):
         return self.overlaps
 
     def begin(self, parameters: Sequence[Tensor], sent: Sent) -> None:
-        """A backward pass begins that ends with the sum over all ranks."""
+        """Begin a backward pass that ends with the sum over all ranks."""
         self._place = {id(parameter): place for place, parameter in enumerate(parameters)}
         self._sent, self._sums = sent, [None] * len(parameters)
 
@@ -65,7 +64,7 @@ class OverlappedReduction(FlatReduction):
             return super().total()
         summed, self._sums, self._sent, self._kept = self._sums, [], None, []
         without = [place for place, tensor in enumerate(summed) if tensor is None]
-        if without:  # DDP waits for the gradients of a whole bucket
+        if without:  # DDP sums a bucket only once all of its gradients are there
             raise BadInput(
                 f"dist.engine=ddp: {len(without)} of {len(summed)} parameters have no gradient in "
                 "this step; use dist.engine=flat"
@@ -77,9 +76,9 @@ class OverlappedReduction(FlatReduction):
         self._sent, self._sums = None, []
 
     def begun(self, bucket: Any) -> torch.futures.Future[Tensor]:
-        """Sum one bucket; the future of what DDP puts into `.grad`."""
+        """Begin to sum one bucket; return the future that DDP puts into `.grad`."""
         buffer = bucket.buffer()
-        if self._sent is None:  # of a pass that is none of a step
+        if self._sent is None:  # a backward pass outside a step
             return _done(buffer)
         places = [self._place.get(id(p)) for p in bucket.parameters()]
         first = next((place for place in places if place is not None), None)
@@ -93,8 +92,8 @@ class OverlappedReduction(FlatReduction):
             begin, offset = offset, offset + parameter.numel()
             if place is None:
                 continue
-            # In the memory order of the parameter; `bucket.gradients()` says that it is contiguous
-            # (torch 2.15), which mixes up the values of a layout like NHWC.
+            # The bucket has the memory order of the parameter. `bucket.gradients()` takes it for
+            # contiguous (torch 2.15), which mixes up the values of a layout like NHWC.
             own = flat[begin:offset].as_strided(parameter.shape, _strides(parameter))
             before = self._kept[0][place] if self._kept else None
             if before is not None:
@@ -106,7 +105,7 @@ class OverlappedReduction(FlatReduction):
 
 
 def _strides(parameter: Tensor) -> tuple[int, ...]:
-    """Of a parameter's gradient in a bucket: its own where it is dense, else contiguous ones."""
+    """Return the strides of a gradient in a bucket: the parameter's if dense, else contiguous."""
     like = torch.empty_like(parameter, device="meta")
     return like.stride() if like.stride() == parameter.stride() else like.contiguous().stride()
 

@@ -1,6 +1,6 @@
-"""Which rank this process is, read from what torchrun, srun or mprun itself has put around it.
+"""The rank of this process, read from the environment that torchrun, srun or mprun itself set.
 
-Imports no torch: what contradicts itself is refused at once.
+Imports no torch, so that a contradiction is refused at once.
 """
 
 import os
@@ -10,20 +10,20 @@ from dataclasses import dataclass, replace
 
 from mprun.errors import BadInput
 
-# Ports that no service has by convention; one for each job of a cluster.
+# Ports that no service uses by convention; each job of a cluster takes one.
 _FIRST_PORT, _PORTS = 20_000, 40_000
 _NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A rank among all of them, or a machine among several whose ranks are still to be started.
+    """The position of a rank among all ranks, or of a machine whose ranks are not yet started.
 
     Attributes:
-        rank: 0 ... world-1; None: this process is to start the ranks of machine `node`.
+        rank: 0 ... world-1; None: this process has to start the ranks of machine `node`.
         devices: ranks on each machine.
         address, port: where all ranks find each other.
-        served: whether somebody else (torchrun, mprun's own launcher) answers at that port.
+        served: whether a launcher (torchrun or mprun's own) answers at that port.
     """
 
     rank: int | None
@@ -37,16 +37,16 @@ class Place:
 
     @property
     def world(self) -> int:
-        """Ranks of the run, W."""
+        """Return the number of ranks of the run, W."""
         return self.nodes * self.devices
 
     @property
     def is_first(self) -> bool:
-        """Whether it speaks for all of them."""
+        """Return whether this place speaks for the whole run."""
         return self.node == 0 and self.local_rank == 0
 
     def environment(self, rank: int) -> dict[str, str]:
-        """What rank `rank` of this machine is started with, as torchrun would start it."""
+        """Return the variables that torchrun would set for rank `rank` of this machine."""
         own = replace(self, rank=self.node * self.devices + rank, local_rank=rank)
         numbers = (own.rank, own.world, own.local_rank, own.devices, own.port)
         found = {name: str(number) for name, number in zip(_NUMBERS, numbers, strict=True)}
@@ -57,13 +57,12 @@ class Place:
 def completed(
     overrides: Sequence[str], place: Place | None
 ) -> tuple[tuple[str, ...], Place | None]:
-    """The overrides with the numbers of ranks that the environment says, and the place.
+    """Add the environment's numbers of ranks to the overrides; return both with the place.
 
-    Of a machine among several, on which one process was started for all of its devices, it is the
-    place of the machine.
+    Where one process was started for all devices of a machine, the place is the machine's.
 
     Raises:
-        BadInput: they say otherwise.
+        BadInput: the overrides contradict the environment.
     """
     if place is None:
         return tuple(overrides), None
@@ -89,14 +88,14 @@ def completed(
 
 
 def place_from(environ: Mapping[str, str] = os.environ) -> Place | None:
-    """The place of this process; None where nothing around it says that there are ranks.
+    """Return the place of this process; None: the environment names no ranks.
 
     Raises:
         BadInput: the variables contradict each other.
     """
     if "RANK" in environ or "LOCAL_RANK" in environ or "TORCHELASTIC_RUN_ID" in environ:
         return _of_torchrun(environ)
-    # Of a batch script, not of a step that srun started, only the number of tasks is set.
+    # A batch script sees the number of tasks, but only steps that srun starts are ranks.
     if "SLURM_PROCID" in environ and environ.get("SLURM_STEP_ID", "") not in ("", "4294967291"):
         return _of_slurm(environ)
     return None
@@ -105,7 +104,7 @@ def place_from(environ: Mapping[str, str] = os.environ) -> Place | None:
 def _of_torchrun(environ: Mapping[str, str]) -> Place | None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         if name not in environ:
-            raise BadInput(f"{name}: not set, but others of a rank are (RANK, WORLD_SIZE, ...)")
+            raise BadInput(f"{name}: not set, but other rank variables are (RANK, WORLD_SIZE, ...)")
     rank, world = _number(environ, "RANK"), _number(environ, "WORLD_SIZE", 1)
     local = _number(environ, "LOCAL_RANK")
     devices = _number(environ, "LOCAL_WORLD_SIZE", 1, default=world)
@@ -115,8 +114,8 @@ def _of_torchrun(environ: Mapping[str, str]) -> Place | None:
         raise BadInput(f"LOCAL_RANK={local}: must be below LOCAL_WORLD_SIZE={devices}")
     if world % devices:
         raise BadInput(
-            f"WORLD_SIZE={world}: must be a multiple of LOCAL_WORLD_SIZE={devices}, as many ranks "
-            "on each machine"
+            f"WORLD_SIZE={world}: must be a multiple of LOCAL_WORLD_SIZE={devices}; each machine "
+            "needs the same number of ranks"
         )
     if world == 1:
         return None
@@ -141,7 +140,7 @@ def _of_slurm(environ: Mapping[str, str]) -> Place | None:
     rank, local = _number(environ, "SLURM_PROCID"), _number(environ, "SLURM_LOCALID")
     node = _number(environ, "SLURM_NODEID")
     if tasks % nodes:
-        raise BadInput(f"SLURM_NTASKS={tasks}: must be as many on each of {nodes} machines")
+        raise BadInput(f"SLURM_NTASKS={tasks}: must be a multiple of {nodes} machines")
     devices = tasks // nodes
     if rank != node * devices + local:
         raise BadInput(
@@ -156,10 +155,10 @@ def _of_slurm(environ: Mapping[str, str]) -> Place | None:
 
 
 def first_host(hosts: str) -> str:
-    """The first of SLURM's list of machines: `gpu[003-010,012],login` is `gpu003`.
+    """Return the first machine of SLURM's list: `gpu[003-010,012],login` gives `gpu003`.
 
     Raises:
-        BadInput: there is none.
+        BadInput: the list names none.
     """
     found = re.match(r"([^,\[\]]+)(?:\[(\d+)[^\]]*\])?", hosts)
     if found is None:

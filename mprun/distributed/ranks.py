@@ -1,10 +1,10 @@
-"""What a rank does of an update, and what the ranks tell each other.
+"""A rank's share of an update, and the exchanges between the ranks.
 
-An update takes M micro-batches (`train.accumulate`), numbered 0 ... M-1 in every run. Of W ranks
-each takes M/W consecutive ones; a language model's streams are shared out instead, since a stream
-has to be read in order. Which samples a micro-batch holds and what is drawn at random in it depend
-on its number and not on the rank, so that the same configuration is the same run on any number of
-ranks that divides M.
+An update takes M micro-batches (`train.accumulate`), numbered 0 ... M-1 in every run. Each of W
+ranks takes M/W consecutive ones. A language model divides its streams among the ranks instead,
+because a stream has to be read in order. The samples and the random numbers of a micro-batch
+depend on its number, not on the rank. The same configuration is therefore the same run on any
+number of ranks that divides M.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """The one rank of a run on one process, and what a rank of several has in common with it.
+    """The only rank of a run on one process, and the base of a rank among several.
 
-    Every method that exchanges something is called by all ranks in the same order.
+    All ranks must call the methods that exchange something in the same order.
 
     Attributes:
         rank: 0 ... world-1.
@@ -38,11 +38,11 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank writes the records."""
+        """Return whether this rank writes the records."""
         return self.rank == 0
 
     def micro_batches(self, count: int) -> range:
-        """Which of the `count` micro-batches of an update this rank takes.
+        """Return the micro-batches that this rank takes of the `count` of an update.
 
         Raises:
             ValueError: the ranks do not divide them.
@@ -53,59 +53,69 @@ class Ranks:
         return range(self.rank * own, (self.rank + 1) * own)
 
     def streams(self, count: int) -> slice:
-        """Which of the `count` streams (columns of a batch of tokens) this rank reads."""
+        """Return which of the `count` streams (columns of a batch of tokens) this rank reads."""
         own = self.micro_batches(count)
         return slice(own.start, own.stop)
 
     def gather(self, own: Tensor) -> Tensor:
-        """`[n, ...]` of each rank as `[W * n, ...]`, in the order of ranks."""
+        """Concatenate `[n, ...]` of each rank to `[W * n, ...]`, in the order of ranks."""
         return own
 
     def mean(self, rows: Sequence[Tensor], count: int) -> list[float]:
-        """What this rank's held-out batches came to, float64 `[n]` each, and their samples: on all
-        ranks the sum in the order of batches over the number of all. Waits for the device."""
+        """Return the mean over the held-out samples of all ranks, the same on each.
+
+        Args:
+            rows: sums over each of this rank's held-out batches, float64 `[n]`; they are added in
+                the order of batches. Waits for the device.
+            count: samples in them.
+        """
         total = rows[0].clone()
         for row in rows[1:]:
             total += row
         return (total / count).tolist()
 
     def in_order(self, batches: Sequence[Tensor]) -> Tensor:
-        """Of held-out batches `[n, ...]` of this rank and of the others all samples, in the order
-        of batches: `[N, ...]`. Where there are several ranks it waits for the device."""
+        """Concatenate the held-out batches `[n, ...]` of all ranks to `[N, ...]`, in their order.
+
+        Several ranks wait for the device here.
+        """
         return torch.cat(list(batches))
 
     def first(self, value: T) -> T:
-        """The value that rank 0 has; plain values alone."""
+        """Return rank 0's value; plain values alone."""
         return value
 
     def together(self, work: Callable[[], T]) -> T:
-        """What `work` returns; where it fails on one rank it fails on all."""
+        """Return the result of `work`; a failure on one rank is one on all."""
         return work()
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Around what one rank may fail in: the others hear of it, and it of theirs."""
+        """Enclose code that may fail on one rank: the ranks tell each other of a failure."""
         yield
 
     def found(self, directory: Path) -> None:
-        """Let who looks after the ranks know the run's directory."""
+        """Tell the launcher the run's directory."""
 
     def description(self) -> dict[str, Any]:
-        """Plain values for run.json: how the ranks exchange, and where they are."""
+        """Return plain values for run.json: the ranks' backend and their hosts."""
         return {}
 
     def beat(self, step: int) -> None:
-        """Say that this rank has come to `step`."""
+        """Report that this rank has reached `step`."""
 
     def stops(self, signal_number: int) -> int:
-        """The signal that any rank was sent, 0: none."""
+        """Return the signal that any rank was sent, 0: none."""
         return signal_number
 
     def check_equal(self, state: Callable[[], Sequence[int]], step: int) -> None:
-        """What has to be the same on all ranks after `step`: plain numbers, computed if asked."""
+        """Check that `state` gives the same numbers on all ranks after `step`.
+
+        A single rank does not call `state`.
+        """
 
     def leave(self, code: int) -> None:
-        """The run has ended with this exit code."""
+        """End the exchange; the run has ended with this exit code."""
 
 
 ALONE = Ranks()
@@ -114,10 +124,10 @@ ALONE = Ranks()
 def seed_micro_batch(device: torch.device, *key: int) -> None:
     """Seed every generator as a pure function of `key`: seed, step, number of the micro-batch.
 
-    Nothing waits for the device. Costs about 30 us. Nothing is done while a CUDA graph is captured,
-    which has one seed: what draws in several micro-batches is not captured.
+    It does not wait for the device and costs about 30 us. It does nothing during the capture of a
+    CUDA graph, which has one seed: steps that draw in several micro-batches are not captured.
     """
-    index: int | Any = device.index  # None of "cuda", which torch's stub does not know
+    index: int | Any = device.index  # None for "cuda", which torch's stub does not know
     if device.type == "cuda":
         index = torch.cuda.current_device() if index is None else index
         if torch.cuda.is_current_stream_capturing():
