@@ -1,4 +1,4 @@
-"""Numbers that travel from the device to the host while the device goes on."""
+"""Copies of numbers from the device to the host that do not stop the device."""
 
 import time
 from dataclasses import dataclass
@@ -8,29 +8,29 @@ from torch import Tensor
 
 
 class Moment:
-    """This point in the device's work: a CUDA event on the current stream, on a CPU the clock.
+    """A point in the device's work: a CUDA event on the current stream, or the clock on a CPU.
 
-    Recording one waits for nothing. `wait` waits until the device has come this far, and for
-    nothing that was asked of it afterwards.
+    Recording one does not wait. `wait` waits until the device has reached the point, but not for
+    any later work.
     """
 
     def __init__(self, device: torch.device):
         self.event: torch.cuda.Event | None = None
         self.time = 0.0
         if device.type == "cuda":
-            # blocking: a host that waits leaves its core to the loader processes.
+            # blocking: a waiting host leaves its core to the loader processes.
             self.event = torch.cuda.Event(enable_timing=True, blocking=True)
             self.event.record(torch.cuda.current_stream(device))
         else:
             self.time = time.perf_counter()
 
     def wait(self) -> None:
-        """Return once the device has come this far."""
+        """Wait until the device has reached this point."""
         if self.event is not None:
             self.event.synchronize()
 
     def seconds_since(self, earlier: "Moment") -> float:
-        """Time of the device between two moments that it has passed."""
+        """Return the device's time between two moments that it has passed."""
         if self.event is not None and earlier.event is not None:
             return earlier.event.elapsed_time(self.event) / 1000
         return self.time - earlier.time
@@ -38,24 +38,28 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A copy on its way. `arrived`: the moment at which it, and all work before it, is done.
-    `values`: float32 [n], or numbers that are on the host."""
+    """A copy under way.
+
+    Attributes:
+        values: float32 [n], or numbers that are already on the host.
+        arrived: the moment at which the copy and all work before it are done.
+    """
 
     values: Tensor | list[float]
     arrived: Moment
 
     def read(self) -> list[float]:
-        """The numbers; waits for this copy alone. Only before its slot is used again."""
+        """Return the numbers; waits for this copy alone. Call it before its slot is reused."""
         self.arrived.wait()
         return self.values if isinstance(self.values, list) else self.values.tolist()
 
 
 class PinnedRing:
-    """`slots` buffers on the host that copies from `device` go to in turn.
+    """A ring of `slots` host buffers that take the copies from `device` in turn.
 
-    Page-locked on CUDA: only from there does a copy make the host wait for nothing (CUDA C++
+    On CUDA the buffers are page-locked: only then does a copy not stop the host (CUDA C++
     Programming Guide, "Asynchronous Concurrent Execution"). A buffer grows when more is sent than
-    it holds, and is reused when its turn comes again: what it held has to be read by then.
+    it holds. Its values must be read before its turn comes again.
     """
 
     def __init__(self, device: torch.device, slots: int):

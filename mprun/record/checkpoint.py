@@ -1,9 +1,9 @@
 """Checkpoints: complete, atomic, verified; resuming from one is bit-exact on a CPU.
 
 A checkpoint is a directory `step-NNNNNNNN/` with `state.pt` (tensors and plain values only) and
-`manifest.json`: step, SHA-256 and size of state.pt, whether every number in it is finite, and what
-belongs to it in other files. It appears under its name in one rename, after everything in it is on
-the disk; the hash finds accidents, not attackers.
+`manifest.json`. The manifest holds the step, SHA-256 and size of state.pt, whether all its numbers
+are finite, and the sizes and hashes of matching files. A single rename gives the checkpoint its
+name, after all of it is on the disk. The hash finds accidents, not attackers.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ _NAME = re.compile(r"step-(\d{8,})$")
 
 
 class Checkpoint(NamedTuple):
-    """A whole checkpoint. warnings: newer ones that are not whole, a line each."""
+    """A whole checkpoint. warnings: a line for each newer checkpoint that is not whole."""
 
     step: int
     state: dict[str, Any]
@@ -35,9 +35,9 @@ class Checkpoint(NamedTuple):
 
 
 def save(folder: Path, step: int, state: dict, keep: int, **belonging: Any) -> Path:
-    """Write the checkpoint of `step`, then drop what is older than the newest `keep` good ones.
+    """Write the checkpoint of `step`, then drop those older than the newest `keep` good ones.
 
-    Good is what is whole and finite. belonging: what else the manifest is to say.
+    A good checkpoint is whole and finite. belonging: further entries of the manifest.
     """
     folder.mkdir(exist_ok=True)
     final = folder / f"step-{step:08}"
@@ -64,7 +64,7 @@ def save(folder: Path, step: int, state: dict, keep: int, **belonging: Any) -> P
     _hash_of(final / "state.pt", sha256)
     kept: Counter[bool] = Counter()
     for number, old in reversed(_found(folder)):
-        # What is not good is no use but for a look at what happened: as many of these.
+        # Bad checkpoints only help to find out what happened; at most `keep` of them stay.
         good = kept[True] < keep and _is_good(old, number)
         if kept[True] < keep and kept[good] < keep:
             kept[good] += 1
@@ -74,7 +74,11 @@ def save(folder: Path, step: int, state: dict, keep: int, **belonging: Any) -> P
 
 
 def load_newest(folder: Path, map_location: torch.device) -> Checkpoint | None:
-    """The newest whole checkpoint; None if there is none at all, Damaged if none is whole."""
+    """Return the newest whole checkpoint; None if there is none.
+
+    Raises:
+        Damaged: there are checkpoints, but none is whole.
+    """
     warnings: list[str] = []
     for step, path in reversed(_found(folder)):
         try:
@@ -116,7 +120,7 @@ def _is_good(path: Path, step: int) -> bool:
 
 
 def _checked(path: Path, step: int) -> dict[str, Any]:
-    """The manifest of a checkpoint; Damaged if state.pt is not what it says."""
+    """Return a checkpoint's manifest; raise Damaged unless state.pt matches it."""
     state = path / "state.pt"
     try:
         manifest: Any = read_json(path / "manifest.json")
@@ -132,8 +136,8 @@ def _load(path: Path, map_location: torch.device) -> dict:
     try:
         with zipfile.ZipFile(path) as archive:
             if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
-                raise Damaged(f"{path}: compressed, which no checkpoint is")
-        # Tensors and plain values only: nothing read here can name code.
+                raise Damaged(f"{path}: compressed; mprun's checkpoints are not")
+        # Tensors and plain values only: a file cannot make torch run code.
         state = torch.load(path, map_location=map_location, weights_only=True)
     except Damaged:
         raise
@@ -148,7 +152,7 @@ _HASHES: dict[tuple[int, int, int, int], str] = {}  # by inode, device, size and
 
 
 def _hash_of(path: Path, known: str | None = None) -> str:
-    """SHA-256 of a file, read once as long as it does not change: rotation asks again and again."""
+    """Return the SHA-256 of a file, cached while it does not change; rotation asks often."""
     found = path.stat()
     key = (found.st_ino, found.st_dev, found.st_size, found.st_mtime_ns)
     if key not in _HASHES:

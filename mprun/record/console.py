@@ -1,4 +1,4 @@
-"""What a console shows: progress on stderr, and tables that are aligned in plain text as well.
+"""Console output: progress on stderr, and tables that are aligned as plain text too.
 
 Progress is a bar on a terminal and plain lines otherwise; stdout stays free for results.
 """
@@ -16,19 +16,19 @@ from typing import TYPE_CHECKING, Any, TextIO, cast
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
-# A share of the time that is worth a word: below it, no faster loader would show in the run.
+# Below this share of the time a faster loader would not speed up the run, so it is not shown.
 DATA_BOUND = 0.1
 _LEAST_BAR = 8  # columns of a bar beside its text
 
 
 class _Steady:
-    """A stream on which a failing write is no error; everything else is the stream's own."""
+    """A stream that ignores failing writes; it passes everything else to the wrapped stream."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream
 
     def write(self, text: str) -> int:
-        with suppress(OSError, ValueError):  # full, gone; closed
+        with suppress(OSError, ValueError):  # OSError: full or gone; ValueError: closed
             self._stream.write(text)
         return len(text)
 
@@ -42,16 +42,16 @@ class _Steady:
 
 @contextmanager
 def steady_terminal() -> Iterator[None]:
-    """Within it what is said on stderr, by mprun, torch or a thread, cannot end a run.
+    """Keep output on stderr, by mprun, torch or a thread, from ending a run inside the block.
 
-    Of the three standard descriptors those that are closed become the null device: the next file
-    that is opened would take their number, and get what is printed.
+    Closed standard descriptors become the null device. The next file opened would otherwise take
+    their number and receive what is printed.
     """
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
     before, hook = (sys.stdin, sys.stdout, sys.stderr), threading.excepthook
     sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115 - until the end
     sys.stderr = cast(TextIO, _Steady(sys.stderr or open(2, "w", closefd=False)))  # noqa: SIM115
@@ -64,30 +64,30 @@ def steady_terminal() -> Iterator[None]:
 
 
 def _tell_of_thread(args: threading.ExceptHookArgs) -> None:
-    """In one line: TensorBoard's thread on a full disk, say, whose error its next call raises."""
+    """Print a thread's error in one line; TensorBoard's writer, say, raises it in its next call."""
     name = args.thread.name if args.thread is not None else "a thread"
     print(f"mprun: {name}: {args.exc_value}", file=sys.stderr)
 
 
 def columns(most: int = 80, stream: TextIO | None = None) -> int:
-    """Of the terminal behind `stream` (COLUMNS, else what it says now; 80 without one).
+    """Return the width of the terminal behind `stream` (default: stdout), from 30 to `most`.
 
-    At least 30 and at most `most`. Without a stream: of stdout's.
+    COLUMNS comes first, then the terminal's current width, then 80.
     """
     found = shutil.get_terminal_size((80, 24)).columns
     if stream is not None and not os.environ.get("COLUMNS"):
-        with suppress(OSError, ValueError):  # no terminal; closed
+        with suppress(OSError, ValueError):  # OSError: no terminal; ValueError: closed
             found = os.get_terminal_size(stream.fileno()).columns or 80
     return max(30, min(most, found))
 
 
 class Progress:
-    """Shows step, loss, scale, skipped updates, throughput and the time left.
+    """Show step, loss, scale, skipped updates, throughput and the time left.
 
-    Where more than a tenth of the time went into waiting for data, that share as well. On a
-    terminal a line is as wide as that at most: what matters least is left out.
+    It also shows the share of time spent waiting for data, if above a tenth. On a terminal a line
+    fits the width: the least important parts are left out.
 
-    seconds: least time between two plain lines off a terminal.
+    seconds: least time between two plain lines when there is no terminal.
     """
 
     def __init__(self, total: int, sample: str, stream: TextIO | None = None, seconds: float = 5.0):
@@ -109,7 +109,7 @@ class Progress:
         if not self.drawn and now - self.printed < self.seconds and step < self.total:
             return
         self.printed = now
-        # Each with its place among those that stay when the line is too long.
+        # The number ranks a part: a line that is too long drops the highest first.
         parts = [(0, f"step {step}/{self.total}"), (1, f"loss {record['loss']:.5g}")]
         if record["loss_scale"] != 1:
             parts.append((6, f"scale {record['loss_scale']:g}"))
@@ -126,7 +126,7 @@ class Progress:
         self._draw(self._text) if self.drawn else self._print(self._text)
 
     def evaluated(self, samples: int, total: int) -> None:
-        """Of an evaluation that goes on: how many of the held-out samples are done."""
+        """Show how many held-out samples a running evaluation has done."""
         now = time.monotonic()
         if now - self.printed < (0.1 if self.drawn else self.seconds):
             return
@@ -138,18 +138,18 @@ class Progress:
             self._print(text)
 
     def evaluation(self) -> None:
-        """An evaluation begins; `note` tells how it ended."""
+        """Note that an evaluation begins; `note` reports its end."""
         if not self.drawn:
-            self.printed = time.monotonic()  # a short one needs no line
+            self.printed = time.monotonic()  # a short evaluation needs no line
 
     def note(self, text: str) -> None:
-        """A line of its own, on top of the bar."""
+        """Print separate lines above the bar."""
         if self.terminal:
             text = "\n".join(_broken(line, self._width()) for line in text.splitlines())
         if self._bar is None:
             self._print(text)
         else:
-            self._draw(self._text)  # an evaluation that is over
+            self._draw(self._text)  # in place of the text of a finished evaluation
             self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
@@ -157,16 +157,16 @@ class Progress:
             self._bar.stop()
 
     def _width(self) -> int:
-        """Of a line that does not reach the last column, where a terminal may break it."""
+        """Return the width of a line that ends before the last column, where terminals wrap."""
         return columns(1000, self.stream) - 1
 
     def _room(self) -> int:
-        """For the text of a line; off a terminal nothing is too long."""
+        """Return the columns for a line's text; without a terminal nothing is too long."""
         return self._width() - _LEAST_BAR * self.drawn if self.terminal else 1000
 
     def _draw(self, text: str) -> None:
         self._bar = self._bar or _started_bar(self.total, self.stream)
-        self._bar.console.width = self._width()  # of now: the window may have changed
+        self._bar.console.width = self._width()  # the window may have changed
         task = self._bar.task_ids[0]
         self._bar.update(task, completed=self.step, description=text, refresh=True)
 
@@ -176,7 +176,7 @@ class Progress:
 
 
 def _fitted(parts: list[tuple[int, str]], room: int) -> str:
-    """The texts of (rank, text) in their order; the higher ranks only as far as there is room."""
+    """Join the texts of (rank, text) in their order; drop the highest ranks that do not fit."""
     kept = sorted(parts)
     while len(kept) > 1 and sum(len(text) + 2 for _, text in kept) - 2 > room:
         kept.pop()
@@ -184,7 +184,7 @@ def _fitted(parts: list[tuple[int, str]], room: int) -> str:
 
 
 def _broken(line: str, width: int) -> str:
-    """The line on as many as it needs, the further ones further in."""
+    """Wrap a line; the further lines are indented by four more columns."""
     indent = " " * (len(line) - len(line.lstrip()) + 4)
     return textwrap.fill(
         line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
@@ -192,8 +192,8 @@ def _broken(line: str, width: int) -> str:
 
 
 def _started_bar(total: int, stream: TextIO) -> "Bar":
-    """A bar with one task, beside its description; both in one line of the terminal."""
-    # Imported here because it takes 70 ms, which only a terminal needs.
+    """Start a bar with one task beside its description, in one line of the terminal."""
+    # Imported here because rich takes 70 ms to import and only a terminal needs it.
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn
     from rich.table import Column
@@ -204,13 +204,13 @@ def _started_bar(total: int, stream: TextIO) -> "Bar":
         TextColumn("{task.description}", markup=False, table_column=text),
         console=Console(file=stream),
         expand=True,
-        auto_refresh=False,  # no thread: it would draw what did not change
+        auto_refresh=False,  # no thread that redraws an unchanged bar
         redirect_stdout=False,
         redirect_stderr=False,
     )
     bar.add_task("", total=total)
     bar.start()
-    bar.console.show_cursor(True)  # a run that is killed would leave the terminal without one
+    bar.console.show_cursor(True)  # a killed run would leave the terminal without a cursor
     return bar
 
 
@@ -221,7 +221,7 @@ def _clock(seconds: float) -> str:
 
 
 def markdown_table(header: list[str], rows: list[list[str]]) -> str:
-    """The table as text, every column as wide as its longest cell; a `|` in a cell is escaped."""
+    """Render the table as text, columns as wide as their longest cell; a `|` in it is escaped."""
     header, *rows = [[cell.replace("|", "\\|") for cell in row] for row in [header, *rows]]
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
 

@@ -1,4 +1,4 @@
-"""How much memory a run takes: the peak, and what one step keeps for its backward pass."""
+"""A run's memory: the peak, and the tensors that one step keeps for its backward pass."""
 
 import resource
 import sys
@@ -7,19 +7,19 @@ from collections import Counter
 import torch
 from torch import Tensor
 
-OF_CUDA = ("peak_bytes", "reserved_bytes")  # what `peak` measures there
+OF_CUDA = ("peak_bytes", "reserved_bytes")  # the keys that `peak` measures on CUDA
 
 
 class SavedForBackward(torch.autograd.graph.saved_tensors_hooks):
-    """Counts the bytes that autograd keeps between forward and backward, inside the block.
+    """Count the bytes that autograd keeps between forward and backward, inside the block.
 
-    Parameters and buffers are not counted, and each storage once: what remains are activations
-    and, under autocast, the 16-bit copies of the weights, which it keeps as well. Where a step
-    has several backward passes, memory that a later pass reuses counts once. The hooks hand every
-    tensor through unchanged, so the step computes what it would anyway.
+    Each storage counts once, parameters and buffers not at all. That leaves activations and, under
+    autocast, the 16-bit copies of the weights. If a step has several backward passes, memory that
+    a later pass reuses counts once. The hooks return every tensor unchanged, so the step computes
+    the same numbers.
 
-    weight_copies: (address, bytes) of storages that are casts of parameters. Whoever sees the casts
-    happen adds them; what is saved there counts as a copy of a weight, not as an activation.
+    weight_copies: (address, bytes) of storages that are casts of parameters. The code that watches
+    the casts adds them. Tensors saved there count as copies of weights, not as activations.
     """
 
     def __init__(self, learners):
@@ -47,11 +47,11 @@ class SavedForBackward(torch.autograd.graph.saved_tensors_hooks):
 
     @property
     def bytes(self) -> int:
-        """Bytes seen so far, of activations and copies of weights."""
+        """Return the bytes of activations and weight copies seen so far."""
         return sum(size for _, _, size in self.storages.values())
 
     def by_kind(self) -> dict[str, dict[str, int]]:
-        """ "activations" and, if there were any, "weight_copies": dtype -> bytes."""
+        """Return dtype -> bytes of "activations" and, if there are any, of "weight_copies"."""
         kinds: dict[str, Counter[str]] = {"activations": Counter()}
         for kind, dtype, size in self.storages.values():
             kinds.setdefault(kind, Counter())[dtype] += size
@@ -59,12 +59,12 @@ class SavedForBackward(torch.autograd.graph.saved_tensors_hooks):
 
 
 def memory_by_kind(learners) -> dict[str, dict[str, int]]:
-    """Kind -> dtype -> bytes of what the learners hold after a step; each storage once.
+    """Return kind -> dtype -> bytes that the learners hold after a step, each storage once.
 
-    parameters, master_weights (where they are copies), gradients (as backward makes them),
-    gradients_in_update (where they are cast to tensors of their own for the update),
-    optimizer_state, weight_average and buffers (norm statistics). Kinds that a run does not have
-    are left out. Of row tables, gradients are those of the rows that the step used.
+    Kinds: parameters, master_weights (if they are copies), gradients (as backward makes them),
+    gradients_in_update (if the update casts them to separate tensors), optimizer_state,
+    weight_average, buffers (norm statistics). Absent kinds are left out. The gradients of a row
+    table are those of the rows that the step used.
     """
     kinds = (
         *("parameters", "master_weights", "gradients", "gradients_in_update"),
@@ -76,10 +76,10 @@ def memory_by_kind(learners) -> dict[str, dict[str, int]]:
         found["parameters"] += learner.model.parameters()
         found["master_weights"] += optimizer.masters.values()
         for own, updated in zip(optimizer.parameters, optimizer.updated, strict=True):
-            # A single pass leaves gradients with the model's own parameters and makes no others.
+            # A single pass leaves gradients on the model's parameters and makes no others.
             if own.grad is not None or updated.grad is not None:
                 gradient = updated.grad if own.grad is None else own.grad
-                # A dense one has shape and dtype of its tensor: torch allows no other.
+                # torch gives a dense gradient the shape and dtype of its parameter.
                 found["gradients"].append(gradient if gradient.is_sparse else own)
             if updated.grad is not None and updated.grad.dtype is not own.dtype:
                 found["gradients_in_update"].append(updated.grad)
@@ -106,7 +106,10 @@ def _bytes_by_dtype(tensors: list[Tensor]) -> dict[str, int]:
 
 
 def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    """What holds its memory: of a sparse tensor, indices and values; of other layouts nothing."""
+    """Return the dense tensors that hold its memory: indices and values if it is sparse.
+
+    Layouts other than strided and sparse COO are not counted.
+    """
     if tensor.is_sparse:
         return tensor._indices(), tensor._values()
     return (tensor,) if tensor.layout is torch.strided else ()
@@ -117,13 +120,13 @@ def _dtype_name(tensor: Tensor) -> str:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Start the peak anew (CUDA; a process's resident peak cannot be reset)."""
+    """Reset the peak on CUDA; the resident peak of a process cannot be reset."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def higher(before: dict, device: torch.device) -> dict:
-    """The peak so far: on CUDA the larger of `before` and now, else the first one taken."""
+    """Return the peak so far: on CUDA the larger of `before` and now, else the first reading."""
     if not before:
         return peak(device)
     if device.type != "cuda":
@@ -133,12 +136,13 @@ def higher(before: dict, device: torch.device) -> dict:
 
 
 def peak(device: torch.device) -> dict[str, int | str]:
-    """Peak bytes and what they measure.
+    """Return the peak bytes and the name of their measure.
 
-    CUDA: the allocator's maximum of what tensors held. A captured graph's own tensors count while
-    it is captured and not in its replays, which allocate nothing; reserved_bytes, what the
-    allocator took from the device, has them always. CPU: the resident set of the whole process,
-    which includes Python and torch (some 300 to 500 MB) and the emulation's temporary FP32 copies.
+    On CUDA, peak_bytes is the allocator's maximum over the tensors. It counts a captured graph's
+    tensors during the capture, but not in replays, which allocate nothing. reserved_bytes, which
+    the allocator took from the device, always includes them. On a CPU, peak_bytes is the resident
+    set of the whole process. It includes Python and torch (some 300 to 500 MB) and the emulation's
+    temporary FP32 copies.
     """
     if device.type == "cuda":
         return {

@@ -1,6 +1,6 @@
-"""metrics.jsonl, the record of a run, and its TensorBoard view.
+"""The records of a run: metrics.jsonl, its TensorBoard view, and grids of generated images.
 
-Grids of generated images in a run directory: samples/step-NNNNNNNN.png.
+The grids are samples/step-NNNNNNNN.png in the run directory.
 """
 
 import hashlib
@@ -16,14 +16,14 @@ from mprun.errors import Damaged
 from mprun.record.metrics_columns import NON_FINITE, complete_lines, parsed_json, read_columns
 from mprun.record.run_directory import replacing
 
-_ENCODER = json.JSONEncoder(allow_nan=False)  # `json.dumps` would make one for each record
+_ENCODER = json.JSONEncoder(allow_nan=False)  # `json.dumps` would build one for each record
 
 
 class MetricsFile:
-    """Appends one JSON object a line, flushed, so that a killed run loses at most a torn line.
+    """Append JSON objects, one a line and flushed: a killed run tears at most the last line.
 
     JSON has no NaN: non-finite numbers are the strings "NaN", "Infinity" and "-Infinity".
-    Floats are written so that reading gives the same bits back.
+    Floats are written so that reading returns the same bits.
     """
 
     EMPTY: ClassVar = {"bytes": 0, "sha256": hashlib.sha256().hexdigest()}
@@ -42,11 +42,11 @@ class MetricsFile:
         self._hash.update(line)
 
     def so_far(self) -> dict[str, Any]:
-        """Size and SHA-256 of what was written, for the manifest of a checkpoint."""
+        """Return size and SHA-256 of the file so far, for a checkpoint's manifest."""
         return {"bytes": self.bytes, "sha256": self._hash.hexdigest()}
 
     def sync(self) -> None:
-        """Force what was written onto the disk."""
+        """Force the records onto the disk."""
         os.fsync(self.file.fileno())
 
     def close(self) -> None:
@@ -54,12 +54,12 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All records of a metrics.jsonl; a torn last line is left out, damage elsewhere raises."""
+    """Read all records of a metrics.jsonl; skip a torn last line, raise Damaged elsewhere."""
     lines = enumerate(complete_lines(path.read_bytes()), start=1)
     found = []
     for number, record in ((n, parsed_json(path, n, line)) for n, line in lines if line):
         if not isinstance(record, dict):
-            raise Damaged(f"{path}: line {number} is no record of a run")
+            raise Damaged(f"{path}: line {number} is not a record of a run")
         found.append(
             {k: NON_FINITE.get(v, v) if isinstance(v, str) else v for k, v in record.items()}
         )
@@ -67,9 +67,9 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def truncate_metrics(path: Path, last_step: int, so_far: dict[str, Any] | None) -> None:
-    """Drop the records after `last_step`, which a resumed run will write again, bit-equal.
+    """Drop the records after `last_step`; the resumed run writes them again, bit-equal.
 
-    so_far: what `MetricsFile.so_far` said at that step; None: a checkpoint of an earlier version.
+    so_far: the result of `MetricsFile.so_far` at that step; None: an earlier version's checkpoint.
 
     Raises:
         Damaged: The records up to that step are not those that the run wrote.
@@ -86,19 +86,19 @@ def truncate_metrics(path: Path, last_step: int, so_far: dict[str, Any] | None) 
         except (LookupError, TypeError):
             whole = False
         if not whole:
-            raise Damaged(f"{path}: not as it was at the checkpoint of step {last_step}")
+            raise Damaged(f"{path}: changed since the checkpoint of step {last_step}")
     with open(path, "ab") as file:
         file.truncate(size)
 
 
 class TensorBoardView:
-    """Mirrors records as scalars `train/...` and `eval/...` in the run directory itself.
+    """Mirror records as scalars `train/...` and `eval/...` in the run directory itself.
 
-    Each event wakes the writer's thread, which a short step pays for with as much again: records
-    of training are handed over together, those of up to two seconds.
+    Each event wakes the writer's thread, which would double the time of a short step. The training
+    records of up to two seconds are therefore handed over together.
 
     Attributes:
-        writer: a SummaryWriter; None where TensorBoard is not installed: then nothing is shown.
+        writer: a SummaryWriter; None if TensorBoard is not installed: then nothing is written.
     """
 
     TOGETHER_S: ClassVar = 2.0
@@ -107,7 +107,7 @@ class TensorBoardView:
         self.writer: Any = None
         self._waiting: list[tuple[float, dict[str, Any]]] = []
         try:
-            # Here and not at the top: reading records must not need torch.
+            # Imported here: reading records must not need torch.
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             return
@@ -115,7 +115,7 @@ class TensorBoardView:
         self.writer = SummaryWriter(str(directory), flush_secs=10, purge_step=purge_step)
 
     def write(self, record: dict[str, Any]) -> None:
-        """Add the numbers of one record at its step; of an evaluation its metrics alone."""
+        """Add the numbers of one record at its step; only the metrics of an evaluation."""
         if self.writer is None:
             return
         now = time.time()
@@ -135,7 +135,7 @@ class TensorBoardView:
                 for key, value in record.items()
                 if key not in left_out and isinstance(value, (int, float))
             ]
-            # In one event: one for each number would take several times as long.
+            # One event: an event for each number would take several times as long.
             summary = Summary(value=values)
             self.writer.file_writer.add_summary(summary, record["step"], written)
         self._waiting.clear()
@@ -147,9 +147,9 @@ class TensorBoardView:
         self.writer.add_image(tag, make_grid(images, nrow=8), step)
 
     def hyperparameters(self, values: dict[str, Any], tags: Iterable[str]) -> None:
-        """One entry of the HPARAMS page, in this same run (add_hparams would make another).
+        """Add an entry to the HPARAMS page, in this same run (add_hparams would make another).
 
-        tags: of the scalars whose newest value stands beside the hyperparameters.
+        tags: scalars whose newest value is shown beside the hyperparameters.
         """
         from torch.utils.tensorboard.summary import hparams
 
@@ -179,9 +179,9 @@ def _to_json(value: Any) -> Any:
 def write_sample_grid(directory: Path, step: int, images) -> Path:
     """Write images, float tensor [n, channels, height, width] in [0, 1], as a grid of 8 columns.
 
-    The file appears whole or not at all. channels: 1 or 3; 8 bits each, rounded.
+    The file appears whole or not at all. It has 1 or 3 channels of 8 bits, rounded.
     """
-    # Here and not at the top: reading records must need neither torch nor Pillow.
+    # Imported here: reading records must need neither torch nor Pillow.
     from PIL import Image
     from torchvision.utils import make_grid
 
@@ -195,7 +195,7 @@ def write_sample_grid(directory: Path, step: int, images) -> Path:
 
 
 def drop_later_grids(directory: Path, last_step: int) -> None:
-    """Remove the grids after `last_step`, which a resumed run makes again."""
+    """Remove the grids after `last_step`; the resumed run makes them again."""
     for path in (directory / "samples").glob("step-*.png"):
         number = path.stem.removeprefix("step-")
         if number.isdecimal() and int(number) > last_step:

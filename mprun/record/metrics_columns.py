@@ -1,10 +1,10 @@
 """The columns of a metrics.jsonl that a comparison needs.
 
-A comparison looks at a few columns of every record and at all columns of a few hundred. msgspec
-checks each line and takes the few columns out of it (100,000 records in about 0.1 s, a tenth of
-what json takes); the lines that are drawn are parsed in full. A file in which msgspec finds
-anything else than `MetricsFile` writes is read again by json, which is the reference: it also takes
-bare NaN and Infinity, and it says what is wrong with which line.
+A comparison needs a few columns of every record and all columns of a few hundred. msgspec checks
+each line and takes the few columns out of it (100,000 records in about 0.1 s, a tenth of json's
+time). The lines to be drawn are parsed in full. If msgspec finds a line that `MetricsFile` cannot
+have written, json reads the whole file again. json is the reference: it also accepts bare NaN and
+Infinity, and it names the faulty line.
 """
 
 import json
@@ -19,42 +19,42 @@ import numpy as np
 
 from mprun.errors import Damaged
 
-# How `MetricsFile` writes what JSON has no numbers for.
+# `MetricsFile`'s words for the numbers that JSON lacks.
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 DRAWN_RECORDS = 500
 DRAWN_SKIPS = 2000
 FIRST_STEPS = 20
-# Of an evaluation's record: what is no metric.
+# The keys of an evaluation's record that are not metrics.
 _NO_METRIC = ("split", "step", "updates", "skipped", "epoch", "seconds")
-# float64 holds every whole number up to here.
+# float64 holds every whole number up to this one.
 _MOST = 2**53
 _Count = Annotated[int, msgspec.Meta(ge=0, le=_MOST)]
 
 
 @dataclass(slots=True)
 class MetricsColumns:
-    """What a comparison needs of one metrics.jsonl; counts, ranges and steps are exact.
+    """The part of one metrics.jsonl that a comparison needs; counts, ranges and steps are exact.
 
     evals: column -> float64 [evaluations]: "step", "updates", then the metrics.
-    train: column -> float64 [at most 500], evenly thinned, the first and last record included:
-    "step", "updates", "skipped", then whatever was recorded. NaN where a record lacks a column.
+    train: column -> float64 [at most 500]: "step", "updates", "skipped", then all other columns,
+    NaN where a record lacks one. The records are evenly thinned and include the first and last.
     """
 
     evals: dict[str, np.ndarray]
     train: dict[str, np.ndarray]
     records: int  # train records in the file
-    last_step: int  # of the newest record, 0 if there is none
-    first_losses: np.ndarray  # float64; steps 1, 2, ... up to 20, as far as none is missing
+    last_step: int  # step of the newest record, 0 if there is none
+    first_losses: np.ndarray  # float64; steps 1, 2, ... up to 20, until the first missing step
     last_losses: np.ndarray  # float64; the last tenth of the train records, rounded up
     skipped: int  # skipped updates
     skip_steps: np.ndarray  # int64, steps with a skipped update, at most 2,000, evenly thinned
     longest_skip_streak: int  # consecutive steps whose update was skipped
-    scale_range: tuple[float, float] | None  # of loss_scale over all train records
+    scale_range: tuple[float, float] | None  # range of loss_scale over all train records
     nonfinite_step: int | None  # first step with a non-finite loss whose update was applied
 
 
 class _Train(msgspec.Struct, tag_field="split", tag="train", gc=False):
-    """What is needed of every train record."""
+    """The fields that every train record must have, and its loss scale."""
 
     step: _Count
     updates: _Count
@@ -64,13 +64,13 @@ class _Train(msgspec.Struct, tag_field="split", tag="train", gc=False):
 
 
 class _Eval(msgspec.Struct, tag_field="split", tag="eval", gc=False):
-    """What every evaluation's record must have."""
+    """The fields that every evaluation's record must have."""
 
     step: _Count
     updates: _Count
 
 
-# A record of another split is None.
+# None: a record of another split.
 _Records = list[_Train | _Eval | None]
 _decoder = msgspec.json.Decoder(_Train | _Eval)
 
@@ -80,16 +80,16 @@ def read_columns(path: Path, missing_ok: bool = False) -> MetricsColumns:
 
     Args:
         path: The file.
-        missing_ok: Take no file for an empty one.
+        missing_ok: Treat a missing file as empty.
 
     Raises:
-        Damaged: A line, which is named by its number, is no JSON object or lacks what every record
-            has, or the steps do not ascend.
+        Damaged: A line is no JSON object or lacks a field that every record has, or the steps do
+            not ascend; the message names the line's number.
     """
     data = b"" if missing_ok and not path.exists() else path.read_bytes()
     lines = complete_lines(data)
     try:
-        # msgspec does not look at the encoding of what it passes over; `MetricsFile` writes ASCII.
+        # msgspec does not check the encoding of fields it skips; `MetricsFile` writes ASCII.
         records = _decoded(lines) if data.isascii() else _parsed(path, lines)
     except msgspec.MsgspecError:
         records = _parsed(path, lines)
@@ -97,7 +97,7 @@ def read_columns(path: Path, missing_ok: bool = False) -> MetricsColumns:
 
 
 def complete_lines(data: bytes) -> list[bytes]:
-    """The lines of a metrics.jsonl without one that a killed run left torn at its end."""
+    """Return the lines of a metrics.jsonl, without a last line that a killed run left torn."""
     *lines, last = data.split(b"\n")
     try:
         json.loads(last)
@@ -107,7 +107,7 @@ def complete_lines(data: bytes) -> list[bytes]:
 
 
 def parsed_json(path: Path, number: int, line: bytes) -> Any:
-    """The content of line `number` of a metrics.jsonl; Damaged if it is not JSON."""
+    """Parse line `number` of a metrics.jsonl; raise Damaged if it is not JSON."""
     try:
         return json.loads(line)
     except ValueError:  # not JSON, or not UTF-8
@@ -119,7 +119,7 @@ def _decoded(lines: list[bytes]) -> _Records:
 
 
 def _parsed(path: Path, lines: list[bytes]) -> _Records:
-    """What `_decoded` returns, and all that json takes for a record."""
+    """Decode like `_decoded`, but accept every record that json accepts."""
     return [_parsed_line(path, number, line) for number, line in enumerate(lines, start=1)]
 
 
@@ -128,7 +128,7 @@ def _parsed_line(path: Path, number: int, line: bytes) -> _Train | _Eval | None:
         return None
     record = parsed_json(path, number, line)
     if not isinstance(record, dict) or not isinstance(record.get("split"), str):
-        raise Damaged(f"{path}: line {number} is no record of a run")
+        raise Damaged(f"{path}: line {number} is not a record of a run")
     kind = {"train": _Train, "eval": _Eval}.get(record["split"])
     if kind is None:
         return None
@@ -177,13 +177,13 @@ def _columns(path: Path, lines: list[bytes], records: _Records) -> MetricsColumn
 
 
 def _range(values: np.ndarray) -> tuple[float, float] | None:
-    """Least and largest of the values that are not NaN."""
+    """Return the least and the largest of the values that are not NaN."""
     known = values[~np.isnan(values)]
     return (float(known.min()), float(known.max())) if len(known) else None
 
 
 def _number(value: Any) -> float | None:
-    """A number as `MetricsFile` wrote it, non-finite ones as strings; None if it is none."""
+    """Return a number as `MetricsFile` wrote it, non-finite ones as strings; None: no number."""
     if isinstance(value, str):
         return NON_FINITE.get(value)
     if isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -192,7 +192,7 @@ def _number(value: Any) -> float | None:
 
 
 def _numbers(values: list[Any]) -> np.ndarray:
-    """float64; NaN for what is no number."""
+    """Return the values as float64, NaN for those that are not numbers."""
     if not set(map(type, values)) <= {float, int}:
         values = [_number(value) for value in values]
     return np.array(values, dtype=np.float64)  # None becomes NaN
@@ -210,7 +210,7 @@ def _ascending(
 
 
 def _longest_streak(steps: np.ndarray) -> int:
-    """Length of the longest run of consecutive integers in ascending `steps`."""
+    """Return the length of the longest run of consecutive integers in ascending `steps`."""
     if not len(steps):
         return 0
     ends = np.flatnonzero(np.diff(steps) != 1)
@@ -219,7 +219,7 @@ def _longest_streak(steps: np.ndarray) -> int:
 
 
 def _evenly(values: np.ndarray, limit: int) -> np.ndarray:
-    """At most `limit` of the values, evenly chosen, the first and the last included."""
+    """Return at most `limit` values, evenly chosen, the first and the last included."""
     if len(values) <= limit:
         return values
     return values[np.linspace(0, len(values) - 1, limit).round().astype(np.int64)]
@@ -228,7 +228,7 @@ def _evenly(values: np.ndarray, limit: int) -> np.ndarray:
 def _arrays(
     records: list[dict[str, Any]], always: Sequence[str], left_out: Sequence[str]
 ) -> dict[str, np.ndarray]:
-    """float64 columns: `always` first, then every other key that holds a number somewhere."""
+    """Return float64 columns: `always`, then every other key that holds a number somewhere."""
     keys = dict.fromkeys(key for record in records for key in record)
     columns = {}
     for key in [*always, *(key for key in keys if key not in always and key not in left_out)]:

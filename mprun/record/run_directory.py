@@ -1,11 +1,12 @@
 """A run directory: claimed once, never silently reused, every file written whole.
 
-Whoever reads one cannot know who made it: a directory is data, and nothing outside of it is read,
-written or removed through it. A sign of life of the training loop that other processes can see.
+A reader cannot know who made a directory. The directory is therefore data: nothing outside it is
+read, written or removed through it. Its lock file carries the training loop's heartbeat, which
+other processes can see.
 
-Every reader takes run.json from `read_record`, which has looked at the type of every field; what is
-not as `RunRecord` says it is Damaged, named by file and key. Any field may be missing, in a run of
-an earlier version say: a reader names those that it needs.
+Every reader takes run.json from `read_record`, which checks the type of every field. A field that
+contradicts `RunRecord` is Damaged, named by file and key. Any field may be missing, in a run of an
+earlier version say: a reader names the fields that it needs.
 """
 
 import errno
@@ -27,22 +28,22 @@ import yaml
 
 from mprun.errors import BadInput, Damaged, Resource
 
-# Keys that the path always shows, in a form of its own.
+# Keys that the path always shows, in their own form.
 _IN_PATH = {"model", "data", "experiment", "precision", "seed", "name"}
-_LONGEST = 200  # of a part of the path; file systems take 255 bytes
-# What is read of a file whose size the run's length does not set.
+_LONGEST = 200  # characters in a part of the path; file systems take 255 bytes
+# Size limits of files that do not grow with the run's length.
 _MOST_JSON, _MOST_CONFIG = 64 << 20, 256 << 10  # bytes
-# Of a process that writes: `.NAME.PID`.
+# Temporary files of a writing process: `.NAME.PID`.
 _TEMPORARY = re.compile(r"\.(run\.json|config\.yaml|metrics\.jsonl|step-\d{8,}\S*)\.\d+")
 
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
-# What JSON has no number for is a word.
+# The numbers that JSON lacks are words.
 _Number = float | Literal["nan", "inf", "-inf"]
 
 
 class Precision(TypedDict, total=False):
-    """The mode by name, and what became of it on the device."""
+    """The mode's name, and its effect on the device."""
 
     mode: str
     usual_scaler: str | None
@@ -54,7 +55,7 @@ class Precision(TypedDict, total=False):
 
 
 class Environment(TypedDict, total=False):
-    """Where the run ran."""
+    """The machine and the packages of the run."""
 
     device: Literal["cpu", "cuda"]
     threads: Annotated[int, msgspec.Meta(ge=1, le=2**20)]
@@ -65,7 +66,7 @@ class Environment(TypedDict, total=False):
 
 
 class Data(TypedDict, total=False):
-    """What the run learned from. replaced*: files that data.on_corrupt=skip replaced."""
+    """The run's data. replaced*: files that data.on_corrupt=skip replaced."""
 
     sha256: str | None
     replaced: _Count
@@ -74,7 +75,7 @@ class Data(TypedDict, total=False):
 
 
 class Memory(TypedDict, total=False):
-    """Bytes."""
+    """The run's memory in bytes."""
 
     peak_bytes: _Count | None
     measure: str
@@ -82,7 +83,7 @@ class Memory(TypedDict, total=False):
 
 
 class Throughput(TypedDict, total=False):
-    """Of training, without evaluations."""
+    """The throughput of training, without evaluations."""
 
     samples_per_s: float | None
     windows: _Count
@@ -91,8 +92,10 @@ class Throughput(TypedDict, total=False):
 
 
 class AuditRecord(TypedDict, total=False):
-    """What was computed in the watched steps (`precision.audit`). products: "forward fp16" ->
-    number. not_watched: what steps could not be."""
+    """The computations of the watched steps (`precision.audit`).
+
+    products: "forward fp16" -> number. not_watched: the steps that could not be watched.
+    """
 
     watched: _Count
     products: dict[str, _Count]
@@ -103,7 +106,7 @@ class AuditRecord(TypedDict, total=False):
 
 
 class RunRecord(TypedDict, total=False):
-    """run.json, of any attempt and however it ended."""
+    """The content of run.json, of any attempt and however it ended."""
 
     status: Literal["running", "done", "failed", "diverged", "preempted"]
     choices: dict[str, str | None]
@@ -146,12 +149,18 @@ def run_name(
     *,
     told: Callable[[str], bool],
 ) -> tuple[str, str]:
-    """(folder, run) of a run's path: what is learned, and the mode with all that differs from it.
+    """Return (folder, run) of a run's path: what it trains, and its mode with the overrides.
 
-    swept: keys that several runs differ in; they are in the name whatever they are, and a value
-    that a file name cannot hold has a hash behind it. told: whether a key describes a run, so that
-    it is in the name also where it is not swept. Both parts have at most 200 characters.
+    Both parts have at most 200 characters.
     Example: ("resnet50-digits_32", "amp-optim.lr=0.05-s0").
+
+    Args:
+        config: The run's configuration.
+        choices: The chosen file of each group.
+        overrides: As they were given.
+        swept: Keys that differ between several runs. The name always has them; a value that a
+            file name cannot hold is followed by its hash.
+        told: Whether a key describes a run, so that the name has it without a sweep, too.
     """
     swept = set(swept)
     folder = choices.get("experiment") or f"{choices['model']}-{choices['data']}"
@@ -166,7 +175,7 @@ def run_name(
     ends = [config["name"] or "", f"s{config['seed']}"]
     name = _joined([choices["precision"], *texts, *ends])
     if len(name) > _LONGEST and swept:
-        # What is swept stays readable; a hash stands for all the rest.
+        # The swept keys stay readable; a hash stands for all the rest.
         kept = [text for (key, _), text in zip(pairs, texts, strict=True) if key in swept]
         name = _joined([choices["precision"], *kept, *ends, _short_hash(name)])
     return path_safe(folder), path_safe(name)
@@ -200,7 +209,7 @@ def claim_exactly(path: Path) -> Path:
 
 @contextmanager
 def _making(key: str, path: Path) -> Iterator[None]:
-    """A folder that cannot be made is an error that names `key` and `path`."""
+    """Turn the error of a folder that cannot be made into one that names `key` and `path`."""
     try:
         yield
     except OSError as error:
@@ -212,13 +221,13 @@ def _making(key: str, path: Path) -> Iterator[None]:
 
 
 class locked:
-    """Hold a run directory: a second process that wants the same one is refused.
+    """Hold a run directory; a second process that wants it is refused.
 
-    What processes that were killed left half written is removed.
+    Files that killed processes left half written are removed.
 
     Raises:
         BadInput: It is in use.
-        Damaged: It holds a link that leads out of it, or something else than files and folders.
+        Damaged: It holds a link that leads out of it, or something other than files and folders.
     """
 
     def __init__(self, directory: Path):
@@ -229,7 +238,7 @@ class locked:
         self.file = open(self.directory / ".lock", "a", encoding="utf-8")
         try:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # A sweep that put the directory aside in between holds the lock of a moved file.
+            # A sweep may have moved the directory in between, and the locked file with it.
             held = is_at(self.file, self.directory / ".lock")
         except BlockingIOError:
             held = False
@@ -243,7 +252,7 @@ class locked:
 
 
 def is_at(file, path: Path) -> bool:
-    """Whether `path` is the open file, and not another one that took its place."""
+    """Return whether `path` still is the open file, not another that took its place."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
     except FileNotFoundError:
@@ -251,7 +260,7 @@ def is_at(file, path: Path) -> bool:
 
 
 def refuse_strange(directory: Path) -> None:
-    """Raise Damaged for a link out of the directory, and for what is neither file nor folder."""
+    """Raise Damaged for a link out of the directory or an entry that is no file or folder."""
     root = os.path.realpath(directory)
     folders = [root]
     while folders:
@@ -269,19 +278,19 @@ def refuse_strange(directory: Path) -> None:
 
 def _remove_leftovers(directory: Path) -> None:
     for path in [path for depth in (".*", "*/.*", "*/*/.*") for path in directory.glob(depth)]:
-        # What is in a folder that is a leftover itself goes with it.
+        # `exists`: removing a leftover folder also removed the leftovers in it.
         if _TEMPORARY.fullmatch(path.name) and not path.is_symlink() and path.exists():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def content_of(path: Path, most: int) -> bytes:
-    """The content of a file.
+    """Return the content of a file.
 
     Raises:
-        Damaged: It is no file, or larger than `most` bytes.
-        FileNotFoundError: There is none.
+        Damaged: It is not a regular file, or larger than `most` bytes.
+        FileNotFoundError: It does not exist.
     """
-    # A pipe would be waited for.
+    # O_NONBLOCK: opening a pipe would wait for its writer.
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         found = os.fstat(file.fileno())
         if not stat.S_ISREG(found.st_mode):
@@ -293,7 +302,7 @@ def content_of(path: Path, most: int) -> bytes:
 
 @contextmanager
 def synced(path: Path) -> Iterator[BinaryIO]:
-    """The new file `path`; what was written is on the disk when the block ends."""
+    """Open the new file `path`; its content is on the disk when the block ends."""
     with open(path, "wb") as file:
         yield file
         file.flush()
@@ -302,7 +311,7 @@ def synced(path: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file beside `path` that takes its place at the end: readers see the old or the new one."""
+    """Open a file that replaces `path` at the end: readers see the old or the new content."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with synced(temporary) as file:
         yield file
@@ -310,13 +319,13 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_json(path: Path, content: dict) -> None:
-    """Replace `path` by `content` at once: a reader sees the old file or the new one."""
+    """Write `content` to `path` at once: a reader sees the old file or the new one."""
     with replacing(path) as file:
         file.write(f"{json.dumps(content, indent=1)}\n".encode())
 
 
 def read_json(path: Path) -> dict:
-    """The content of a JSON file; Damaged if it is not JSON."""
+    """Read a JSON file; raise Damaged if it is not JSON."""
     try:
         return json.loads(content_of(path, _MOST_JSON))
     except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, a number of 5,000 digits
@@ -324,14 +333,14 @@ def read_json(path: Path) -> dict:
 
 
 def read_record(directory: Path, *needed: str) -> dict[str, Any]:
-    """The content of run.json.
+    """Read run.json.
 
     Args:
-        directory: Of the run.
+        directory: The run directory.
         needed: Fields that must be there ("steps", "environment.device").
 
     Raises:
-        Damaged: It is not JSON, or a field is of another type than `RunRecord` says, or missing.
+        Damaged: It is not JSON, or a field is missing or contradicts `RunRecord`.
         FileNotFoundError: There is none.
     """
     path = directory / "run.json"
@@ -351,7 +360,7 @@ def read_record(directory: Path, *needed: str) -> dict[str, Any]:
 
 
 def _in_words(error: Exception) -> str:
-    """ "environment.threads: Expected `int`, got `str`"."""
+    """Put the key first: "environment.threads: Expected `int`, got `str`"."""
     text = str(error) or "nested too deeply"
     what, _, where = text.partition(" - at `$")
     return f"{where.strip('.`')}: {what}" if where else f"not the record of a run ({what})"
@@ -364,7 +373,7 @@ def write_config(directory: Path, config: dict) -> None:
 
 
 class _PlainYaml(yaml.SafeLoader):
-    """Data alone: no tag that builds an object, and no alias, which multiplies what it names."""
+    """A loader of plain data: no tags that build objects, no aliases, which multiply content."""
 
     def compose_node(self, parent, index):
         if self.check_event(yaml.AliasEvent):
@@ -403,7 +412,7 @@ def _told_apart(text: str) -> str:
 
 
 def path_safe(text: str) -> str:
-    """`text` as a part of a path: other characters are underscores, a long end is a hash."""
+    """Make `text` a part of a path: odd characters become underscores, a long end a hash."""
     safe = _only_safe(text) or "run"
     if len(safe) > _LONGEST:
         safe = f"{safe[: _LONGEST - 9]}-{_short_hash(text)}"
@@ -419,10 +428,10 @@ def _short_hash(text: str) -> str:
 
 
 class Heartbeat:
-    """Sets the time stamp of the run's lock file while the loop goes on.
+    """Touch the run's lock file while the loop runs.
 
-    From the loop itself and not from a thread: a step that hangs must show. Costs one reading of
-    the clock a step, one system call every `seconds`.
+    The loop itself does it, not a thread, so that a hanging step shows. It costs one reading of the
+    clock a step and one system call every `seconds`.
     """
 
     def __init__(self, directory: Path, seconds: float = 2.0):
@@ -430,20 +439,20 @@ class Heartbeat:
         self.last = -seconds
 
     def beat(self) -> None:
-        """Note that the loop has come this far."""
+        """Note that the loop is alive."""
         now = time.monotonic()
         if now - self.last < self.seconds:
             return
         self.last = now
-        # A disk that fails for good shows where something is written.
+        # A disk that keeps failing shows in the next write.
         with suppress(OSError):
             self.path.touch()
 
 
 class Pulse:
-    """Reads a heartbeat from outside: for how long has there been none?
+    """Watch a run's heartbeat from another process.
 
-    Compares time stamps with each other only, so that clocks of two machines may differ.
+    Time stamps are compared only with each other, so the clocks of two machines may differ.
     """
 
     def __init__(self, directory: Path):
@@ -452,7 +461,7 @@ class Pulse:
         self.changed = time.monotonic()
 
     def silent_s(self) -> float:
-        """Seconds since the last change that was seen, or since this object was made."""
+        """Return the seconds since the last change seen, or since this object was made."""
         try:
             stamp = self.path.stat().st_mtime_ns
         except OSError:
