@@ -1,7 +1,7 @@
-"""How a training step is executed: eagerly, through compiled networks, or as a replayed CUDA graph.
+"""Executing training steps: eagerly, through compiled networks, or as a replayed CUDA graph.
 
-None of it changes what a step computes: a replay runs the kernels of the eager step on the same
-addresses, so it gives the same bits; compiled networks and the channels-last layout choose other
+None of these changes what a step computes. A replay runs the kernels of the eager step on the same
+addresses and gives the same bits. Compiled networks and the channels-last layout choose other
 kernels, which round differently. Every step goes through one `StepRunner`.
 """
 

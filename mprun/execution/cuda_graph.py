@@ -1,9 +1,9 @@
-"""Record a function of device work as a CUDA graph and replay it; which updates a graph can hold.
+"""Record a function of device work as a CUDA graph and replay it; check which updates allow it.
 
 torch documentation, CUDA semantics, "CUDA Graphs": capture on a side stream, after a warm-up on
 that stream, with all inputs and outputs at fixed addresses. A replay repeats the kernels of one
-step with that step's host numbers, so every number that changes from step to step has to be a
-tensor on the device.
+step with the host numbers of that step. Every number that changes from step to step therefore has
+to be a tensor on the device.
 """
 
 import time
@@ -23,17 +23,17 @@ _WAITS = "called a synchronizing CUDA operation"
 
 
 class CannotCapture(Exception):
-    """Why a function cannot be captured, in one line."""
+    """The one-line reason why a function cannot be captured."""
 
 
 class CudaRecorder:
-    """Records functions on `stream`; all recordings share one pool of memory.
+    """Record functions on `stream`; all recordings share one pool of memory.
 
-    They may share it because they are never replayed at the same time and what one of them leaves
-    is not read by another but for its output, which is kept.
+    Sharing is safe: recordings never replay at the same time, and no recording reads what another
+    leaves in the pool. Only its output is read, and that is kept.
 
     Attributes:
-        seconds: that captures took so far.
+        seconds: time that captures took so far.
     """
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream):
@@ -42,9 +42,9 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()
 
     def warm(self, function: Callable[[], Any]) -> tuple[Any, str | None]:
-        """(what `function` returns, the first thing in it that waits for the device, or None).
+        """Call `function`; return its result and where it first waits for the device, or None.
 
-        A step that waits cannot be captured, and a failed capture costs more than this look.
+        A step that waits cannot be captured, and a failed capture costs more than this check.
         """
         before = torch.cuda.get_sync_debug_mode()
         with warnings.catch_warnings(record=True) as caught:
@@ -66,28 +66,28 @@ class CudaRecorder:
         The current stream must be `stream`.
 
         Returns:
-            What replays it, on the current stream, and returns its output: the same tensor each
-            time, which the next replay overwrites.
+            A function that replays it on the current stream and returns its output: the same
+            tensor each time, which the next replay overwrites.
 
         Raises:
-            CannotCapture: after which everything can go on eagerly.
+            CannotCapture: the capture failed; everything can go on eagerly.
             torch.OutOfMemoryError: the memory for a second set of activations is missing.
         """
         graph, started = torch.cuda.CUDAGraph(), time.perf_counter()
         held = torch.cuda.memory_allocated(self.device)
-        needed = torch.cuda.max_memory_allocated(self.device) - held  # by the eager steps so far
+        needed = torch.cuda.max_memory_allocated(self.device) - held  # the eager steps' need
         watched = torch.cuda.get_sync_debug_mode()
         if watched:
             torch.cuda.set_sync_debug_mode("default")  # a capture begins with a wait, once
         try:
-            # "thread_local": a thread that reads data or writes metrics may ask for an event while
-            # this one captures, which "global" would take for a mistake.
+            # "thread_local": threads that read data or write metrics may query an event during the
+            # capture, which "global" would treat as an error.
             with torch.cuda.graph(
                 graph, pool=self._pool, stream=self.stream, capture_error_mode="thread_local"
             ):
                 if not self.seconds:
-                    # A first block for the pool, split as the step needs it. Segment by segment,
-                    # each of the size that is missing, a pool grows to up to twice its need.
+                    # A first block for the pool, which the step splits as needed. A pool that grows
+                    # segment by segment, each of the missing size, reaches up to twice its need.
                     torch.empty(needed, dtype=torch.uint8, device=self.device)
                 output = function()
         except Exception as error:
@@ -100,7 +100,7 @@ class CudaRecorder:
         finally:
             if watched:
                 torch.cuda.set_sync_debug_mode(watched)
-        # What eager steps left, their gradients among it, is of no use to a replay.
+        # A replay has no use for the cached memory of eager steps, nor for their gradients.
         torch.cuda.empty_cache()
         self.seconds += time.perf_counter() - started
 
@@ -111,22 +111,22 @@ class CudaRecorder:
         return replay
 
     def _recover(self) -> None:
-        """Undo what a failed capture leaves in torch: an open pool, and a generator in capture.
+        """Undo what a failed capture leaves in torch: an open pool and a generator in capture.
 
-        Nothing of it remains where the capture itself was sound and only Python code failed.
+        If only Python code failed and the capture itself was sound, neither is left.
         """
         index = torch.cuda.current_device()
         with suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(index, self._pool)
             torch._C._cuda_releasePool(index, self._pool)
         self._pool = torch.cuda.graph_pool_handle()
-        # The same seed and offset in a state that knows of no capture.
+        # Same seed and offset, in a state outside any capture.
         generator = torch.cuda.default_generators[index]
         generator.graphsafe_set_state(generator.clone_state())
 
 
 def _first(error: BaseException) -> BaseException:
-    """The error that broke the capture: the end of a broken capture raises one of its own."""
+    """Return the error that broke the capture; ending a broken capture raises another one."""
     while error.__context__ is not None:
         error = error.__context__
     return error
@@ -135,16 +135,16 @@ def _first(error: BaseException) -> BaseException:
 def why_not_captured(
     optimizers: Iterable[MixedPrecisionOptimizer], constant_rate: bool
 ) -> str | None:
-    """The reason why the updates of `optimizers` cannot be replayed, or None.
+    """Return the reason why the updates of `optimizers` cannot be replayed, or None.
 
-    Read from torch.optim of torch 2.11 to 2.15. SGD and Adagrad keep no number on the host that
-    their formulas read (Adagrad counts its steps there, for lr_decay alone, which is 0 here; a
-    replay does not count). Adam and AdamW count steps for their bias correction: on the device if
-    fused or capturable. Fused kernels and the single pass take a tensor as their rate; foreach and
-    loop implementations ask the host for its value.
+    Read from torch.optim of torch 2.11 to 2.15. The formulas of SGD and Adagrad read no number that
+    is kept on the host. (Adagrad counts its steps there, but only for lr_decay, which is 0 here; a
+    replay does not count.) Adam and AdamW count steps for their bias correction, on the device if
+    fused or capturable. Fused kernels and the single pass take the rate as a tensor; foreach and
+    loop implementations read its value on the host.
 
     Args:
-        constant_rate: the learning rate never changes, so that its number may be part of the graph.
+        constant_rate: the learning rate never changes, so the graph may contain its number.
     """
     for optimizer in optimizers:
         inner = optimizer.inner

@@ -1,13 +1,13 @@
 """A training step that is recorded once and then replayed: forward, backward, update, loss scale.
 
-What a recorded step reads lies at fixed addresses: the batches of a step, and the carried state.
-Outside of the recording stays what depends on the step's number or on the host: loading and its
-decisions, the copy into fixed inputs, the learning rate (a tensor that the optimizers read), and
-the state of a language model where an epoch starts. A replay saves time only where the device waits
-for the host, which is measured first.
+A recorded step reads its batches and the carried state at fixed addresses. Work that depends on
+the step's number or on the host stays outside the recording. That is loading and its decisions,
+the copy into fixed inputs, the learning rate (a tensor that the optimizers read), and a language
+model's state at the start of an epoch. A replay saves time only if the device waits for the host,
+which is measured first.
 
-`why_no_replay_on` asks whether a replay computes here what the eager step does: a driver, a torch
-or a kernel that is a little too old must be seen before a run counts on replays.
+`why_no_replay_on` tests that a replay computes the same as the eager step on this machine. It finds
+a driver, a torch or a kernel that is a little too old before a run relies on replays.
 """
 
 import copy
@@ -36,20 +36,20 @@ from mprun.tasks import LanguageModel, Task
 from mprun.tasks.supervised import Tokens
 
 STEPS = 5
-# Replaying a graph saves what the host needs to launch kernels one by one. Where the device is
-# still busy for a fifth of the step when the host has launched the last one, the host is ahead in
-# every later step, and a graph would cost a second pool of memory for nothing (whole-step capture
-# of ResNet-50 on a V100: -44 % time at batch 1, 0 % from batch 8 on, pytorch/benchmark#796).
+# Replaying a graph saves the host's time for launching kernels one by one. If the device stays busy
+# for a fifth of the step after the last launch, the host is ahead in every later step. A graph
+# would then cost a second pool of memory for nothing (whole-step capture of ResNet-50 on a V100:
+# -44 % time at batch 1, 0 % from batch 8 on, pytorch/benchmark#796).
 LEAST_SHARE = 0.8
-DEVICE_LIMITS = "the device is the limit"  # begins the reason why steps stay eager then
+DEVICE_LIMITS = "the device is the limit"  # first words of the reason why steps stay eager then
 
 
 class HostBound:
-    """Times steps one by one on an idle device: the host's part, and the device's.
+    """Time steps one by one on an idle device: the host's part, and the device's.
 
     Host: from the first launch to the last. Device: from the first launch until it is idle again.
-    The device is waited for between these few steps and never inside of one. (A host that launches
-    more than about a thousand kernels ahead is held up by CUDA; a single step seldom does.)
+    These few steps wait for the device before they begin and never inside. (CUDA holds up a host
+    that launches more than about a thousand kernels ahead; a single step seldom does.)
     """
 
     def __init__(self, device: torch.device):
@@ -62,7 +62,7 @@ class HostBound:
         return len(self.host) >= STEPS
 
     def time(self, step: Callable[[], Any]) -> Any:
-        """What `step` returns; its times are kept."""
+        """Take `step` and keep its times; return its result."""
         idle, begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
         stream = torch.cuda.current_stream(self.device)
         idle.record(stream)
@@ -76,25 +76,24 @@ class HostBound:
         return result
 
     def milliseconds(self) -> tuple[float, float]:
-        """Medians of (host, device) over the steps; waits for the last one."""
+        """Return the medians of (host, device) over the steps; waits for the last one."""
         self._events[-1][1].synchronize()
         device = [begin.elapsed_time(end) for begin, end in self._events]
         return statistics.median(self.host), statistics.median(device)
 
 
 def pays(host_ms: float, device_ms: float) -> bool:
-    """Whether a graph is worth its memory."""
+    """Return whether a graph is worth its memory."""
     return host_ms >= LEAST_SHARE * device_ms
 
 
 class FixedInputs:
-    """What a recorded step reads, in tensors that stay where they are; costs their memory.
+    """The inputs of a recorded step in tensors at fixed addresses; costs their memory.
 
-    Of the micro-batches these are copies that the batches of later steps are written into; `fresh`
-    of `Tokens` is False in them: a recorded step reads the carried state, whatever it is. To the
-    carried state of a language model `task.hidden` refers between recorded steps, so that a
-    checkpoint holds what the next step starts from. Steps outside, and a restored checkpoint, may
-    put other tensors there.
+    The micro-batches are copies, into which later steps write their batches. Their `fresh` (of
+    `Tokens`) is False: a recorded step always reads the carried state. Between recorded steps
+    `task.hidden` is the carried state of a language model, so that a checkpoint holds the start of
+    the next step. Eager steps and a restored checkpoint may put other tensors there.
     """
 
     def __init__(self, task: Task, batches: Sequence[tuple]):
@@ -106,7 +105,7 @@ class FixedInputs:
             self._model, self._state = task, tuple(part.clone() for part in task.hidden)
 
     def fit(self, batches: Sequence[tuple]) -> bool:
-        """Whether shapes and dtypes are those of the copies."""
+        """Return whether the batches have the shapes and dtypes of the copies."""
         own, new = _tensors(self.batches), _tensors(batches)
         return len(own) == len(new) and all(
             a.shape == b.shape and a.dtype == b.dtype for a, b in zip(own, new, strict=True)
@@ -114,7 +113,7 @@ class FixedInputs:
 
     @torch.no_grad()
     def fill(self, batches: Sequence[tuple]) -> None:
-        """Before a recorded step: its batches; the state as the task has it, or zeros if fresh."""
+        """Copy in the batches, and the task's state or zeros if fresh, before a recorded step."""
         for own, new in zip(_tensors(self.batches), _tensors(batches), strict=True):
             own.copy_(new, non_blocking=True)
         if self._model is None:
@@ -129,7 +128,7 @@ class FixedInputs:
 
     @torch.no_grad()
     def keep(self) -> None:
-        """At the end of a recorded step: the new state goes where the next step reads it."""
+        """Copy the new state to where the next step reads it, at the end of a recorded step."""
         if self._model is not None:
             assert self._model.hidden is not None
             self._write(self._model.hidden)
@@ -141,7 +140,7 @@ class FixedInputs:
 
 
 def is_fresh(batches: Sequence[tuple]) -> bool:
-    """Whether the carried state starts anew with these micro-batches."""
+    """Return whether the carried state starts anew with these micro-batches."""
     return any(isinstance(batch, Tokens) and batch.fresh for batch in batches)
 
 
@@ -155,24 +154,24 @@ def _tensors(batches: Sequence[tuple]) -> list[Tensor]:
     return [part for batch in batches for part in batch if isinstance(part, Tensor)]
 
 
-# Real training steps, taken eagerly. They choose and load kernels (cudnn.benchmark), and create
-# what lives longer than a step, on the stream and in the memory that are there later.
+# Real training steps, taken eagerly. They choose and load kernels (cudnn.benchmark) and create the
+# tensors that outlive a step, on the stream and in the memory that later steps use.
 WARM_UP = 3
-# The names of the metrics, and what replays the step and returns their values.
+# The names of the metrics, and the function that replays the step and returns their values.
 _Recording = tuple[list[str], Callable[[], Tensor]]
 
 
 class GraphedStep:
-    """Steps of `task` that are replayed after a few eager ones.
+    """Take a few eager steps of `task`, then record one and replay it.
 
-    A batch of another shape than the first is eager too.
+    A step whose batch has another shape than the first is eager, too.
 
     Args:
-        required: a step that cannot be captured ends the run (BadInput); else the steps stay eager,
-            and `off` says why.
-        clock: eager steps are timed first, and recorded only if the host is what limits them.
+        required: a step that cannot be captured ends the run (BadInput); otherwise the steps stay
+            eager, and `off` says why.
+        clock: times eager steps first; they are recorded only if the host limits them.
         zero_state: a carried state that starts anew is zero (an LSTM of mprun), or there is none;
-            else the first step of an epoch is eager.
+            otherwise the first step of an epoch is eager.
     """
 
     def __init__(
@@ -195,11 +194,11 @@ class GraphedStep:
 
     @property
     def is_eager(self) -> bool:
-        """Whether the next step is neither recorded nor replayed nor timed."""
+        """Return whether the next step is neither recorded nor replayed nor timed."""
         return self.off is not None or self.eager < WARM_UP
 
     def step(self, index: int, measure: bool) -> dict[str, Tensor]:
-        """Step `index` (from 0) as `task.train_step`; the tensors returned belong to the caller."""
+        """Take step `index` (from 0) like `task.train_step`; the caller owns the result."""
         self.task.step = index
         batches = list(self.task.load(index))
         if self.off is None and self.eager >= WARM_UP and self._is_decided():
@@ -217,20 +216,20 @@ class GraphedStep:
         if self.off is not None or self._recordings:
             return compute()
         if self.eager == WARM_UP:
-            # With the gradient norm, so that every kernel has run once before a capture.
+            # True: with the gradient norm, so that every kernel has run once before a capture.
             metrics, waits = self.recorder.warm(lambda: compute(True))
             if waits is not None:
                 self._give_up(waits)
             elif self.task.draws_in_parts():
                 parts = self.task.accumulate
-                self._give_up(f"each of {parts} micro-batches draws random numbers of its own")
+                self._give_up(f"each of {parts} micro-batches draws its own random numbers")
             return metrics
         if self.eager > WARM_UP and self.clock is not None:
             return self.clock.time(compute)
         return compute()
 
     def _is_decided(self) -> bool:
-        """Whether this step is to be recorded or replayed."""
+        """Return whether to record or replay this step."""
         if self.clock is None or self._recordings:
             return True
         if not self.clock.enough:
@@ -244,7 +243,7 @@ class GraphedStep:
         return False
 
     def _replayed(self, batches: Sequence[tuple], measure: bool) -> dict[str, Tensor] | None:
-        """The metrics of a recorded step; None where this step has to be eager."""
+        """Return the metrics of a recorded step; None: this step has to be eager."""
         if self._inputs is None:
             self._inputs = FixedInputs(self.task, batches)
         inputs, before = self._inputs, getattr(self.task, "hidden", None)
@@ -276,18 +275,18 @@ class GraphedStep:
         parameters = [p for own in self.task.learners.values() for p in own.model.parameters()]
         trained = [parameter.requires_grad for parameter in parameters]
         for own in self.task.learners.values():
-            # As the step does first: gradients of the last step are no memory that this one needs.
+            # The step itself begins so, too; the last gradients must not count as its memory.
             own.optimizer.zero_grad()
         try:
             return names, self.recorder.record(step)
         except BaseException:
-            # A GAN freezes its discriminator in the middle of a step.
+            # A GAN freezes its discriminator within a step; a failed capture must undo that.
             for parameter, value in zip(parameters, trained, strict=True):
                 parameter.requires_grad_(value)
             raise
 
     def _give_up(self, reason: str, error: Exception | None = None) -> None:
-        """Eager from here on, or the end of the run where a graph is required."""
+        """Stay eager from here on; raise if a graph is required."""
         if self.required:
             if isinstance(error, torch.OutOfMemoryError):
                 raise error
@@ -298,7 +297,7 @@ class GraphedStep:
 
 
 def _handed_over(batches: list[tuple]) -> Iterator[tuple]:
-    """The batches one by one, out of the list: a step releases what it no longer needs."""
+    """Yield the batches and remove them from the list, so that a step can release each one."""
     while batches:
         yield batches.pop(0)
 
@@ -308,13 +307,15 @@ _REPLAYS = 3
 
 
 def why_no_replay_on(device: torch.device) -> str | None:
-    """Why a recorded step cannot be relied on, None: it can. Waits for the device.
+    """Return why recorded steps are unreliable on `device`, None: they are reliable.
+
+    It waits for the device.
 
     Args:
         device: a CUDA device, by its index.
 
     Raises:
-        torch.OutOfMemoryError: which says nothing of replays.
+        torch.OutOfMemoryError: which proves nothing about replays.
     """
     stream = torch.cuda.Stream(device)
     with torch.cuda.stream(stream):  # which also makes `device` the current one
@@ -322,7 +323,7 @@ def why_no_replay_on(device: torch.device) -> str | None:
 
 
 def difference(recorder: CudaRecorder, device: torch.device) -> str | None:
-    """In what steps recorded by `recorder` differ from eager ones; None: in no bit."""
+    """Describe how steps recorded by `recorder` differ from eager ones; None: in no bit."""
     with torch.random.fork_rng(devices=[]):  # the random state belongs to the caller
         layer, inputs = nn.Linear(_WIDTH, _WIDTH), torch.randn(_BATCH, _WIDTH)
     eager, recorded = (
@@ -353,7 +354,7 @@ def difference(recorder: CudaRecorder, device: torch.device) -> str | None:
 
 
 class _Training:
-    """Of one linear layer, with what a run has in FP16: masters, loss scale, skipped updates."""
+    """The training of one linear layer as in an FP16 run: masters, loss scale, skipped updates."""
 
     def __init__(self, layer: nn.Linear, inputs: Tensor):
         policy, device = get_policy("fp16_master_scaled"), inputs.device
@@ -371,11 +372,11 @@ class _Training:
         self._weights = [*layer.parameters(), *cast.masters.values()]
 
     def on_host(self) -> list[Tensor]:
-        """Copies of weights and masters, which the CPU compares: not what is being tested."""
+        """Return copies of weights and masters; the CPU, which is not under test, compares them."""
         return [tensor.detach().cpu().clone() for tensor in self._weights]
 
     def step(self) -> Tensor:
-        """One training step; its loss, float32, 0-dim."""
+        """Take one training step; return its loss, float32, 0-dim."""
         self._optimizer.zero_grad()
         with self._arithmetic:
             loss = self._layer(self._inputs).float().square().mean()

@@ -1,7 +1,7 @@
-"""The one place that training steps go through, however they are executed, and at what rate.
+"""The one place that every training step goes through, and the learning rate that it gets.
 
 Eager and compiled steps are taken here, recorded ones in `graphed_step`. Schedules are tables by
-the number of applied updates: a skipped one does not advance them.
+the number of applied updates; a skipped update does not advance them.
 """
 
 import math
@@ -39,21 +39,21 @@ def learning_rates(
     gamma: float = 0.1,
     constant_epochs: float = 0.0,
 ) -> list[float]:
-    """The learning rate of update 0, 1, ... total_updates - 1.
+    """Return the learning rate of update 0, 1, ... total_updates - 1.
 
     After the warm-up, with t from 0 to 1 over the rest of the run and f = final_factor:
     constant: lr; linear: lr * (1 - (1 - f) * t); cosine: lr * (f + (1 - f) * (1 + cos(pi t)) / 2);
     polynomial: lr * (f + (1 - f) * (1 - t)^power); step: lr * gamma per milestone passed, the
     milestones being shares of the whole run; epoch_decay: lr for constant_epochs epochs, then
-    times gamma at once and after each further epoch, which is ``lr_decay ** max(epoch + 1 -
+    times gamma at once and after each further epoch. That is ``lr_decay ** max(epoch + 1 -
     max_epoch, 0)`` of TensorFlow's ptb_word_lm.py (Zaremba et al., arXiv 1409.2329, section 4.1).
 
     Args:
         warmup_updates: linear rise from lr / warmup_updates to lr.
-        warmup_epochs: the same, in epochs of steps_per_epoch updates, where warmup_updates is 0.
+        warmup_epochs: the same, in epochs of steps_per_epoch updates, if warmup_updates is 0.
 
     Raises:
-        ValueError: another schedule, and epochs without steps_per_epoch.
+        ValueError: the schedule is unknown, or it counts epochs without steps_per_epoch.
     """
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule={schedule!r}: must be one of {', '.join(SCHEDULES)}")
@@ -86,13 +86,13 @@ def learning_rates(
 
 
 class LearningRate:
-    """Applies a table of rates (one per update) to optimizers.
+    """Apply a table of rates (one per update) to optimizers.
 
-    The schedule follows applied updates: step number minus skipped updates. On CUDA that count
-    exists only on the device, so a varying rate is looked up there and the optimizers read a tensor
-    (float32; a fused kernel that reads a number takes it in float64, so it is the same kind in
-    every mode, and whether the step is replayed as a graph or not). A constant rate is a plain
-    number, and so is every rate on a CPU and of optimizers without a fused kernel.
+    The schedule follows applied updates: step number minus skipped updates. On CUDA only the device
+    knows that count, so a varying rate is looked up there and the optimizers read a float32 tensor.
+    A fused kernel would take a plain number in float64. The tensor is therefore used in every mode,
+    and for replayed and eager steps alike. A constant rate is a plain number, and so are the rates
+    on a CPU and of optimizers without a fused kernel.
     """
 
     def __init__(
@@ -104,12 +104,12 @@ class LearningRate:
         self.rates, self.optimizers = list(rates), list(optimizers)
         self.constant = min(self.rates) == max(self.rates)
         self.table = self._table_on(device)
-        # Here, because a constant rate is not touched again.
+        # Set here, because `apply` never sets a constant rate.
         for optimizer in self.optimizers:
             optimizer.set_lr(self.rates[0] if self.table is None else self.table[0])
 
     def _table_on(self, device: torch.device) -> Tensor | None:
-        """The rates where the optimizers read a tensor of their own; None: they read numbers."""
+        """Return the rates as a tensor, and give each group one to read; None: plain numbers."""
         if self.constant or device.type != "cuda":
             return None
         if not all(o.update_path == "single_pass" or is_fused(o.inner) for o in self.optimizers):
@@ -119,7 +119,7 @@ class LearningRate:
                     "optimizers on CUDA; use optim.schedule=constant or scaler=none"
                 )
             return None
-        # A tensor for each group: groups of one optimizer differ in their rate.
+        # One tensor a group: the groups of an optimizer may differ in their rate.
         for optimizer in self.optimizers:
             for group in optimizer.inner.param_groups:
                 group["lr"] = torch.empty((), dtype=torch.float32, device=device)
@@ -131,17 +131,17 @@ class LearningRate:
             return
         if self.table is not None:
             # index_select, because indexing with a tensor would read it on the host.
-            last = len(self.rates) - 1  # a bench goes on where the schedule ends
+            last = len(self.rates) - 1  # a bench takes steps beyond the schedule
             number = (min(step, last) - skipped).reshape(1)
             rate: float | Tensor = self.table.index_select(0, number).reshape(())
         else:
-            # No skips on CUDA, or a CPU: reading the count waits for nothing.
+            # On a CPU reading the count does not wait; on CUDA no update is skipped here.
             rate = self.at(step, int(skipped) if skipped.device.type == "cpu" else 0)
         for optimizer in self.optimizers:
             optimizer.set_lr(rate)
 
     def at(self, step: int, skipped: int) -> float:
-        """The rate used at `step` (from 0) after `skipped` skipped updates."""
+        """Return the rate used at `step` (from 0) after `skipped` skipped updates."""
         return self.rates[min(step - skipped, len(self.rates) - 1)]
 
 
@@ -149,16 +149,16 @@ _COMPILERS = ("torch._dynamo", "torch._inductor", "torch._functorch", "torch.fx"
 
 
 class Compilation:
-    """Gives learners a compiled form of their model, which shares its tensors.
+    """Give learners a compiled form of their model, which shares its tensors.
 
     Shapes are static: a batch of another size would be compiled once more.
 
     Args:
-        mode: of torch.compile ("default", "max-autotune-no-cudagraphs").
-        fullgraph: a part that cannot be compiled is an error instead of staying eager.
+        mode: mode of torch.compile ("default", "max-autotune-no-cudagraphs").
+        fullgraph: raise an error for a part that cannot be compiled, instead of leaving it eager.
 
     Attributes:
-        seconds: that the first compiled step took, None before.
+        seconds: time of the first compiled step, None before.
     """
 
     def __init__(self, learners: Iterable[TrainState], mode: str, *, fullgraph: bool):
@@ -169,10 +169,9 @@ class Compilation:
         """Install the compiled networks and take the step that compiles them.
 
         Raises:
-            BadInput: in one line, where the compiler fails (it needs a C++ compiler on a CPU,
-                Triton on a GPU).
+            BadInput: the compiler fails (it needs a C++ compiler on a CPU, Triton on a GPU).
         """
-        # Random numbers are those of the uncompiled network: the same dropout masks.
+        # fallback_random: the same dropout masks as in the uncompiled network.
         options = torch._inductor.list_mode_options(self.mode) | {"fallback_random": True}
         for learner in self.learners:
             learner.network = torch.compile(
@@ -183,7 +182,7 @@ class Compilation:
             with warnings.catch_warnings():
                 # torch looks for the gradient of a discriminator's input, which has none.
                 warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")
-                # FP32 products are what the configuration says.
+                # The configuration decides on the precision of FP32 products.
                 warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
                 result = step()
         except Exception as error:
@@ -202,21 +201,21 @@ _Take = Callable[[int, bool], dict[str, Tensor]]
 
 
 class StepRunner:
-    """Takes training steps of `task`; each step computes what `task.train_step` computes.
+    """Take training steps of `task`; each step computes the same as `task.train_step`.
 
     Args:
         compilation: networks to compile; None: none.
-        stream: on which graphs are captured; None without graphs.
-        settings: what is fixed beforehand, for the record: "cuda_graph" (why it is off, where
-            `graph` is None), "channels_last" and "autotune".
+        stream: the stream that captures graphs; None without graphs.
+        settings: choices made beforehand, for the record: "cuda_graph" (why it is off, if `graph`
+            is None), "channels_last" and "autotune".
 
     Attributes:
         skipped: steps with a skipped update so far, int64, 0-dim, on the device.
-        audit: of the steps that are taken, see `Audit`; compiled and replayed ones, which run no
-            operation one by one, it does not see.
+        audit: audit of the steps taken, see `Audit`. It does not see compiled and replayed steps,
+            which run no single operations.
 
-    The first step is eager and uncompiled, so that it can be watched operation by operation. It
-    is the step that compiles from the second one on; a graph is captured a few steps later.
+    The first step is eager and uncompiled, so that it can be watched operation by operation. The
+    second step compiles the networks; a graph is captured a few steps later.
     """
 
     def __init__(
@@ -240,7 +239,7 @@ class StepRunner:
             for name, parameter in learner.model.named_parameters()
         }
         self.audit = Audit(task.arithmetic, parameters)
-        self._watched_at = 1  # the number of the next step that is
+        self._watched_at = 1  # the number of the next step that the audit watches
 
     def step(self, index: int, measure: bool = False) -> dict[str, Tensor]:
         """Set the rate, take step `index` (from 0), count a skipped update; no synchronisation.
@@ -252,8 +251,8 @@ class StepRunner:
             0-dim device tensors by metric name.
 
         Raises:
-            BadInput: train.compile, or a CUDA graph that is required, turns out to be impossible.
-            MprunError: what the data source raises, and where the step contradicts the mode.
+            BadInput: train.compile or a required CUDA graph turns out to be impossible.
+            MprunError: the data source raised it, or the step contradicts the mode.
         """
         self.taken += 1
         if self.taken != self._watched_at:
@@ -262,13 +261,13 @@ class StepRunner:
         if not self._is_eager():
             return self._advance(self._take, index, measure)
         try:
-            with self.audit.watching_step():
+            with self.audit.watching(step=True):
                 return self._advance(self._take, index, measure)
         except Contradiction as error:
             raise MprunError(str(error)) from error
 
     def eager_step(self, index: int, measure: bool = False) -> dict[str, Tensor]:
-        """The same by the task alone, neither compiled anew nor replayed."""
+        """Take the step by the task alone: no compilation, no replay."""
         return self._advance(self.task.train_step, index, measure)
 
     def _advance(self, take: _Take, index: int, measure: bool) -> dict[str, Tensor]:
@@ -280,7 +279,7 @@ class StepRunner:
         return metrics
 
     def _is_eager(self) -> bool:
-        """Return whether the step that comes now runs operation by operation, for certain."""
+        """Return whether this step certainly runs operation by operation."""
         if self.compilation is not None:
             return self.taken == 1
         return self.graph is None or self.graph.is_eager
@@ -294,13 +293,13 @@ class StepRunner:
 
     @contextmanager
     def on_stream(self) -> Iterator[None]:
-        """Everything inside runs on the stream of the graphs; nothing where there are none.
+        """Run everything inside on the stream of the graphs; without graphs this does nothing.
 
         Around a whole training it makes all work of the run one sequence: steps, evaluations,
         checkpoints and metrics need no further waiting, and memory is allocated for one stream.
-        `step` enters it by itself where the caller has not. As either stream waits for the other
-        at each change, the work of both is one sequence then too, also as to memory that one
-        allocated and the other frees.
+        `step` enters it by itself if the caller did not. The two streams then wait for each other
+        at every change, which again gives one sequence. That also covers memory that one stream
+        allocates and the other frees.
         """
         if self.stream is None:
             yield
@@ -317,10 +316,10 @@ class StepRunner:
             outside.wait_stream(self.stream)
 
     def give_back_cache(self) -> None:
-        """Return memory that nothing holds to the device, where steps are replayed; it waits.
+        """Return unused memory to the device if steps are replayed; waits for the device.
 
-        To be called after an evaluation: a graph keeps its memory to itself, so what an evaluation
-        took beside it would stay reserved, and no step could use it.
+        Call it after an evaluation: replayed steps use only the graph's own pool, so memory that
+        the evaluation took would stay reserved, and no step could use it.
         """
         if self.graph is not None and self.graph.replayed:
             torch.cuda.empty_cache()
@@ -333,7 +332,7 @@ class StepRunner:
             raise MprunError(str(error)) from error
 
     def audit_result(self) -> dict[str, Any]:
-        """What was computed in the watched steps, and which steps cannot be; for run.json."""
+        """Return the audit of the watched steps, and which steps it cannot watch; for run.json."""
         found = self.audit.result()
         found["optimizers"] = sorted({type(own.inner).__name__ for own in self.rate.optimizers})
         unseen = []
@@ -345,12 +344,12 @@ class StepRunner:
 
     @property
     def description(self) -> dict[str, str | float | int]:
-        """How steps were executed so far, for run.json.
+        """Describe the execution of the steps so far, for run.json.
 
         Returns:
             cuda_graph: "on", or "off: " and the reason; capture_s, replayed: seconds of capturing
-            and number of replayed steps; host_ms, device_ms: what `auto` measured of an eager step.
-            compile: the mode, compile_s: seconds of the step that compiled. channels_last,
+            and number of replayed steps; host_ms, device_ms: times of an eager step under `auto`.
+            compile: the mode; compile_s: seconds of the step that compiled. channels_last,
             autotune: "on" or "off: " and the reason.
         """
         found: dict[str, str | float | int] = dict(self.settings)
