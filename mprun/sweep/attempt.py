@@ -1,7 +1,7 @@
-"""One attempt at a cell: continue it or start it, watch it, say how it ended.
+"""One attempt at a cell: continue it or start it, watch it, report its end.
 
-Its process is in a group of its own, is watched for a hang and ended politely or not. A run.json
-that still says `running` when the process is gone is corrected.
+The process has its own process group. It is watched for a hang, and ended by SIGTERM or SIGKILL. If
+run.json still says `running` when the process is gone, it is corrected.
 """
 
 import os
@@ -40,10 +40,10 @@ GRACE_S = 10.0  # between SIGTERM and SIGKILL of a process that hangs
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a process ended.
+    """The end of a process.
 
-    code: as subprocess says it. hung_s: the limit of silence it was killed for. cause: what is
-    known beyond that.
+    code: exit code in subprocess's convention. hung_s: the limit of silence that it exceeded and
+    was killed for. cause: further knowledge of the cause.
     """
 
     code: int
@@ -58,8 +58,8 @@ _CODES = {"done": DONE, "diverged": DIVERGED, "preempted": PREEMPTED}
 class Outcome:
     """The end of one attempt at a cell.
 
-    code: an exit code of mprun's, RESOURCE for a process that was killed. again: another process
-    has the cell, so that this attempt says nothing.
+    code: an exit code of mprun, RESOURCE for a killed process. again: another process has the cell,
+    so this attempt does not count.
     """
 
     words: str
@@ -68,26 +68,26 @@ class Outcome:
 
 
 def attempts_of(cell: Cell) -> int:
-    """How often the run of a cell has been begun."""
+    """Return how often the run of a cell has been started."""
     attempts: int = (record_of(cell.directory) or {}).get("attempts", 0)
     return attempts
 
 
 def exit_code(codes: list[int]) -> int:
-    """The exit code of a sweep: DONE if every cell has an outcome, else the worst."""
-    failed = set(codes) - {DIVERGED}  # which is an outcome
+    """Return the exit code of a sweep: DONE if every cell has an outcome, else the worst."""
+    failed = set(codes) - {DIVERGED}  # a divergence is an outcome
     return next((code for code in SEVERITY if code in failed), DONE)
 
 
 def settle(cell: Cell, ended: Ended, attempts_before: int) -> Outcome:
-    """Say how the process of a cell ended, and correct a run.json that still says `running`.
+    """Return how the process of a cell ended; correct a run.json that still says `running`.
 
-    attempts_before: `attempts` of run.json before the process was started.
+    attempts_before: `attempts` in run.json before the process was started.
     """
     code = ended.code if ended.code >= 0 else RESOURCE
     record = record_of(cell.directory)
     if record is None or record.get("attempts", 0) <= attempts_before:
-        # It ended before its first step.
+        # The process ended before its first step.
         return Outcome(_without_record(cell, ended), code)
     if record["status"] == "running" or ended.hung_s is not None:
         try:
@@ -103,7 +103,7 @@ def settle(cell: Cell, ended: Ended, attempts_before: int) -> Outcome:
 
 
 def failed_elsewhere(cell: Cell) -> Outcome | None:
-    """The outcome of a cell that another process had, if it failed there; None otherwise."""
+    """Return the outcome of a cell that failed in another process; None if it did not."""
     record = record_of(cell.directory)
     if record is None or record["status"] != "failed":
         return None
@@ -120,7 +120,7 @@ def _corrected(cell: Cell, record: dict, ended: Ended) -> dict:
         record["cause"] = "SIGTERM" if stopped else words.removeprefix("failed: ")
         record["ended"] = datetime.now(UTC).isoformat(timespec="seconds")
     elif record["status"] == "preempted" and ended.hung_s is not None:
-        # Slow rather than dead: it has written a checkpoint after all.
+        # The process was slow, not dead: it has written a checkpoint after all.
         record["cause"] = f"hung: no progress for {ended.hung_s:g} s, stopped"
     write_json(cell.directory / "run.json", record)
     return record
@@ -139,17 +139,17 @@ def _without_record(cell: Cell, ended: Ended) -> str:
 
 
 def last_line(cell: Cell) -> str:
-    """The last line that the process of a cell printed, without the name of the program."""
+    """Return the last line that the process of a cell printed, without the program's name."""
     log = cell.log if cell.log.exists() else cell.directory / "console.log"
     lines = printed_lines(log)
-    # Behind a traceback, whose own last line says more.
+    # This line follows a traceback, whose last line says more.
     if len(lines) > 1 and lines[-1] == "mprun: this is a bug in mprun":
         lines.pop()
     return lines[-1].removeprefix("mprun: ") if lines else ""
 
 
 def printed_lines(log: Path) -> list[str]:
-    """What a process printed, without empty lines; none if it cannot be read."""
+    """Return the non-empty lines that a process printed; none if the log cannot be read."""
     try:
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -165,11 +165,11 @@ def _signal_name(number: int) -> str:
 
 
 class Attempt:
-    """Runs `cell` in a process of its own, from its checkpoint if it was interrupted.
+    """Run `cell` in a separate process, from its checkpoint if it was interrupted.
 
-    In a process group of its own Ctrl-C reaches the sweep alone, and what the run has started can
-    be killed with it. A process without a heartbeat for `stall_after` seconds (0: never) is killed.
-    `environment`: variables of the process beside those of this one.
+    The process has its own process group: Ctrl-C reaches the sweep alone, and the run's children
+    can be killed with it. A process without a heartbeat for `stall_after` seconds (0: never) is
+    killed. `environment`: variables for the process in addition to those of this one.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class Attempt:
 
     def _begin(self, resume: bool = True) -> None:
         self.process: subprocess.Popen | Fork | None = None
-        self.hung_s: float | None = None  # the limit of silence it was killed for
+        self.hung_s: float | None = None  # the limit of silence that it was killed for
         self.stopped, self.kill_at = False, 0.0
         state = look(self.cell)
         if state in (State.IN_USE, State.FINISHED):
@@ -195,9 +195,8 @@ class Attempt:
         self.attempts_before = attempts_of(self.cell) if self.resumed else 0
         if self.resumed:
             keep_log(self.cell)
-            # Not an override that Hydra parses: taken as it is.
-            # A record vouches for no code: the sweep's own command line does. And it may have been
-            # on more GPUs than the cell has now.
+            # Hydra does not parse `resume=`, so the path needs no quotes. A record vouches for no
+            # code; the sweep's command line does. The run may have had more GPUs than the cell now.
             devices = f"devices={self.cell.devices}"
             arguments = [f"resume={self.cell.directory}", devices, *self.cell.factories]
         else:
@@ -215,18 +214,18 @@ class Attempt:
 
     @property
     def begun(self) -> bool:
-        """Whether there is a process (a launcher's attempt may wait in a queue)."""
+        """Return whether there is a process (a launcher's attempt may wait in a queue)."""
         return self.process is not None
 
     def poll(self) -> Outcome | None:
-        """How the attempt ended, or None while it goes on; kills it if it hangs."""
+        """Return how the attempt ended, or None while it goes on; kill it if it hangs."""
         if self.process is None:
             return Outcome("in use by another process", again=True)
         code = self.process.poll()
         if code is None:
             self._watch()
             return None
-        # Loader processes that outlive a killed run would hold its memory and its lock.
+        # Loader processes that outlive a killed run would keep its memory and its lock.
         self.kill()
         if self._refused(code):
             self._begin(resume=False)
@@ -240,13 +239,13 @@ class Attempt:
         return outcome
 
     def stop(self) -> None:
-        """Ask, once, for a checkpoint and the end."""
+        """Ask the run, once, to write a checkpoint and end."""
         if self.process is not None and not self.stopped:
             self.stopped = True
             self.process.terminate()
 
     def kill(self, number: int = signal.SIGKILL) -> None:
-        """End it and all that it has started, now."""
+        """Kill the process and its children now."""
         with suppress(ProcessLookupError, PermissionError):
             if self.process is not None:
                 os.killpg(self.process.pid, number)
@@ -260,12 +259,12 @@ class Attempt:
             self.kill(signal.SIGTERM)
 
     def _refused(self, code: int) -> bool:
-        """Whether the run could not be continued: other torch, no whole checkpoint, ..."""
+        """Return whether the run could not be continued: other torch, no whole checkpoint, ..."""
         refused = self.resumed and code in (BAD_INPUT, DAMAGED)
         return refused and not self.stopped and look(self.cell) is State.RESUMABLE
 
     def _of_another(self, code: int) -> bool:
-        """Whether another process has claimed the cell since it was looked at."""
+        """Return whether another process has claimed the cell since `look` found it free."""
         if code != BAD_INPUT or not self.cell.directory.exists():
             return False
         record = record_of(self.cell.directory)
@@ -275,10 +274,10 @@ class Attempt:
 def start_child(
     arguments: list[str], log: Path, environment: Mapping[str, str]
 ) -> subprocess.Popen:
-    """`python -m mprun.cli.child ARGUMENTS` in a process group of its own, printing into `log`.
+    """Start `python -m mprun.cli.child ARGUMENTS` in its own process group, printing into `log`.
 
-    Of a run only stderr: it prints the name of its directory as its result. environment: variables
-    beside those of this process.
+    Only a run's stderr is logged: its stdout is the name of its directory. environment: variables
+    in addition to those of this process.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "wb") as file:
@@ -293,9 +292,9 @@ def start_child(
 
 
 class Fork:
-    """What `start_child` starts, as a copy of this process; the same methods as of a Popen.
+    """The process of `start_child`, but as a fork of this one; has a Popen's methods.
 
-    It has imported what this process has: 6 s of each run, where that is torch.
+    It starts with this process's imports, which saves 6 s of each run if torch is among them.
     """
 
     def __init__(self, arguments: list[str], log: Path, environment: Mapping[str, str]):
@@ -304,16 +303,16 @@ class Fork:
         sys.stderr.flush()
         self.code: int | None = None
         with open(log, "wb") as file, warnings.catch_warnings():
-            # Python 3.12 tells of threads: those of numpy's BLAS, which looks after itself.
+            # Python 3.12 warns of threads: those of numpy's BLAS, which handles a fork itself.
             warnings.simplefilter("ignore", DeprecationWarning)
             self.pid = os.fork()
             if self.pid == 0:
                 _become_child(arguments, file.fileno(), environment)
-        with suppress(OSError):  # both do it: whoever comes first
+        with suppress(OSError):  # parent and child both do it; the first one wins
             os.setpgid(self.pid, self.pid)
 
     def poll(self) -> int | None:
-        """The exit code, negative after a signal; None while it runs."""
+        """Return the exit code, negative after a signal; None while it runs."""
         if self.code is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             self.code = os.waitstatus_to_exitcode(status) if pid else None
@@ -326,19 +325,19 @@ class Fork:
 
 
 def _become_child(arguments: list[str], log: int, environment: Mapping[str, str]) -> NoReturn:
-    """Be `python -m mprun.cli.child`, in the child of a fork; nothing of the parent's goes on."""
+    """Run `mprun.cli.child` in the forked child and exit, without returning to parent code."""
     code = BUG
     try:
         os.setpgid(0, 0)
-        for number in ASKING:  # as a new process would have them
+        for number in ASKING:  # the handlers of a new process
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         null = os.open(os.devnull, os.O_RDWR)
         for descriptor, file in enumerate((null, null, log)):
             os.dup2(file, descriptor)
-        os.environ.update(environment)  # CUDA reads it when it is first used, which was not yet
-        if "OMP_NUM_THREADS" in environment:  # that was read when torch was loaded, before the copy
+        os.environ.update(environment)  # CUDA is not in use yet, so it still reads its variables
+        if "OMP_NUM_THREADS" in environment:  # torch read it on import, before the fork
             sys.modules["torch"].set_num_threads(int(environment["OMP_NUM_THREADS"]))
         sys.argv = ["mprun", *arguments]
         code = import_module("mprun.cli.child").child(arguments)
@@ -351,19 +350,20 @@ def _become_child(arguments: list[str], log: int, environment: Mapping[str, str]
         os._exit(code)
 
 
-# Starts a process with arguments, a file to print into, and more variables of its environment.
+# A function that starts a process: arguments, log file, additional environment variables.
 Start: TypeAlias = Callable[[list[str], Path, Mapping[str, str]], subprocess.Popen | Fork]
 
 
 def quickest_start() -> Start:
-    """How to start runs: as copies of this process, once it has imported what they need.
+    """Return the quickest way to start runs: forks of this process, after the imports they need.
 
-    Not where torch is loaded already, which may hold threads and a CUDA context that no copy has,
-    nor beside Linux, where system libraries do not bear it.
+    If torch is already loaded, it is `start_child`: torch may hold threads and a CUDA context,
+    which a fork does not get. It is on systems other than Linux, too: their libraries do not
+    survive a fork.
     """
     if sys.platform != "linux" or "torch" in sys.modules:
         return start_child
-    # The second: what torch's optimizers import when the first is made.
+    # torch._dynamo: torch's optimizers import it when the first one is made.
     for module in ("mprun.training.run", "torch._dynamo", "torch.utils.tensorboard"):
         import_module(module)
     return Fork

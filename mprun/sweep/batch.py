@@ -1,14 +1,14 @@
 """Cells handed to a Hydra launcher: one folder of files between the sweep and its workers.
 
-    jobs.json      what there is to run
+    jobs.json      the cells to run
     alive          locked by the sweep while it lives
     stop           appears when the sweep wants its runs to end
     job-N.json     written by the worker of job N: {"state": "running" | "ended", ...}
-    driver.log     what the launcher prints
+    driver.log     the launcher's output
 
-The launcher blocks while its jobs run, and prints, so that it has a process of its own
-(mprun.cli.child). Its workers are reused (joblib) or are told to end early (submitit); the run
-itself is neither: each worker starts a process for it.
+The launcher prints, and blocks while its jobs run, so it has a separate process (mprun.cli.child).
+Its workers are reused (joblib) or told to end early (submitit). The run itself is neither: each
+worker starts a process for it.
 """
 
 import fcntl
@@ -45,7 +45,7 @@ _CLOSE_S = 60.0  # a launcher has nothing left to do by then
 
 
 class Batch:
-    """Starts the launcher for `cells`; `jobs` are their attempts."""
+    """Start the launcher for `cells`; `jobs` are their attempts."""
 
     def __init__(
         self, planned: Plan, launcher: ChosenLauncher, cells: list[Cell], stall_after: float
@@ -66,7 +66,7 @@ class Batch:
                 "config_dir": planned.config_dir,
                 "stall_after": stall_after,
                 "working_folder": os.getcwd(),
-                # On a cluster a lock need not be seen from another machine.
+                # On a cluster other machines may not see the lock.
                 "ends_with_sweep": launcher.name != "submitit_slurm",
                 "visible_devices": _visible_devices(launcher),
             },
@@ -76,24 +76,24 @@ class Batch:
         self.jobs = [Job(self, number, cell) for number, cell in enumerate(cells)]
 
     def stop(self) -> None:
-        """Let the workers end their runs; those that have none yet start none."""
+        """Tell the workers to end their runs and to start no others."""
         (self.folder / "stop").touch()
 
     def kill(self) -> None:
-        """End the launcher now; runs of its workers end with them."""
+        """Kill the launcher now; its workers' runs end with them."""
         self.stop()
         with suppress(ProcessLookupError):
             os.killpg(self.driver.pid, signal.SIGKILL)
 
     def over(self) -> bool:
-        """Whether the launcher has ended."""
+        """Return whether the launcher has ended."""
         if self.driver.poll() is None:
             return False
         self.alive.close()
         return True
 
     def close(self) -> None:
-        """Let the launcher put away its own things; all jobs have ended."""
+        """Wait until the launcher has cleaned up; all jobs have ended."""
         try:
             self.driver.wait(timeout=_CLOSE_S)
         except subprocess.TimeoutExpired:
@@ -102,13 +102,13 @@ class Batch:
         self.alive.close()
 
     def last_line(self) -> str:
-        """What the launcher printed last."""
+        """Return the last line that the launcher printed."""
         lines = printed_lines(self.folder / "driver.log")
         return lines[-1] if lines else f"exit code {self.driver.returncode}"
 
 
 class Job:
-    """The attempt at one cell of a batch; the worker that makes it may be on another machine."""
+    """The attempt at one cell of a batch; its worker may be on another machine."""
 
     def __init__(self, batch: Batch, number: int, cell: Cell):
         self.batch, self.cell = batch, cell
@@ -117,43 +117,44 @@ class Job:
 
     @property
     def begun(self) -> bool:
-        """Whether a worker has taken it up."""
+        """Return whether a worker has started it."""
         return self.path.is_file()
 
     def poll(self) -> Outcome | None:
-        """How the attempt ended, or None while it waits or goes on."""
+        """Return how the attempt ended, or None while it waits or goes on."""
         over = self.batch.over()  # before the file is read: a worker writes it last
         found: dict[str, Any] = read_json(self.path) if self.begun else {"state": "waiting"}
         if found["state"] == "ended":
             return Outcome(found["words"], found["code"], found["again"])
         if not over:
             return None
-        if look(self.cell) is State.IN_USE:  # its worker is gone, and it writes its checkpoint
+        if look(self.cell) is State.IN_USE:  # the worker is gone, but the run still saves
             return None
         return self._lost(found["state"])
 
     def stop(self) -> None:
-        """Ask for a checkpoint and the end."""
+        """Ask all runs of the batch to write a checkpoint and end."""
         self.batch.stop()
 
     def kill(self) -> None:
-        """End it now."""
+        """Kill the whole batch now."""
         self.batch.kill()
 
     def _lost(self, state: str) -> Outcome:
         cause = f"launcher: {self.batch.last_line()}"
         if state == "running":
             return settle(self.cell, Ended(RESOURCE, cause=cause), self.attempts_before)
-        # Some launchers drop what waits when one worker dies; one that runs nothing is broken.
+        # Some launchers drop waiting jobs when a worker dies: try again. A launcher that never
+        # started any job is broken.
         launched = any(job.begun for job in self.batch.jobs)
         return Outcome(f"failed: {cause}", RESOURCE, again=launched)
 
 
 def _visible_devices(launcher: ChosenLauncher) -> str | None:
-    """CUDA_VISIBLE_DEVICES for the runs, if the launcher's own is not to be used.
+    """Return CUDA_VISIBLE_DEVICES for the runs, None: the launcher's value stays.
 
-    submitit_local hides every GPU unless it is told a number of them: device=auto would silently
-    be the CPU.
+    submitit_local hides every GPU unless gpus_per_node is set; device=auto would then silently use
+    the CPU.
     """
     asked = any(o.startswith("hydra.launcher.gpus_per_node=") for o in launcher.overrides)
     if launcher.name != "submitit_local" or asked:
@@ -162,15 +163,15 @@ def _visible_devices(launcher: ChosenLauncher) -> str | None:
 
 
 def drive(folder: str) -> None:
-    """What the launcher's own process does: run all jobs of a batch's folder; blocks."""
+    """Run all jobs of a batch's folder, in the launcher's process; blocks."""
     jobs = read_json(Path(folder) / "jobs.json")
     launch(jobs["launcher"], folder, len(jobs["cells"]), partial(run_job, Path(folder)))
 
 
 def run_job(folder: Path, config: DictConfig) -> None:
-    """Run the cell of `folder`/jobs.json that Hydra's number of the job says, to its end.
+    """Run the cell of `folder`/jobs.json that has Hydra's job number, and write how it ended.
 
-    How it ended is said in a file there. config: Hydra's, which says nothing of the run.
+    config: Hydra's, unused.
     """
     jobs = read_json(folder / "jobs.json")
     number = HydraConfig.get().job.num
@@ -192,7 +193,7 @@ def run_job(folder: Path, config: DictConfig) -> None:
                 attempt.stop()
             time.sleep(0.2)
     except BaseException as error:
-        # submitit says in this way that the time is up; exit: it will call again.
+        # submitit raises this when the time is up. After SystemExit it will call again.
         attempt.stop()
         while (outcome := attempt.poll()) is None:
             time.sleep(0.2)
@@ -207,12 +208,12 @@ def _end(result: Path, outcome: Outcome) -> None:
 
 
 def cell_of(fields: dict) -> Cell:
-    """A cell from its fields as JSON gives them back."""
+    """Return a cell from its fields as JSON stores them."""
     return msgspec.convert(fields, Cell, dec_hook=lambda kind, text: kind(text))
 
 
 def _unwanted(folder: Path, jobs: dict) -> bool:
-    """Whether the sweep wants its runs to stop, or is gone."""
+    """Return whether the sweep wants its runs to stop, or is gone."""
     if (folder / "stop").exists():
         return True
     return jobs["ends_with_sweep"] and not is_held(folder / "alive")

@@ -1,6 +1,6 @@
-"""The GPUs of this machine, and which of them each run of a sweep has.
+"""The GPUs of this machine, and their assignment to the runs of a sweep.
 
-Found without torch, which takes seconds to import and would hold them.
+They are found without torch, which takes seconds to import and would occupy them.
 """
 
 import os
@@ -20,10 +20,10 @@ _DRIVER = Path("/proc/driver/nvidia/gpus")
 
 
 def visible_gpus() -> list[str]:
-    """The names, as CUDA_VISIBLE_DEVICES takes them, of the GPUs that a process started here has.
+    """Return the GPUs that a process started here sees, as CUDA_VISIBLE_DEVICES names them.
 
-    Those that it lists, as CUDA reads it up to the first that is none ("-1", or SLURM's
-    "NoDevFiles"); where it is not set, a number for each GPU of the driver's.
+    If the variable is set, these are its entries up to the first that names no GPU ("-1", or
+    SLURM's "NoDevFiles"), as CUDA reads it. Otherwise they are a number for each GPU of the driver.
     """
     listed = os.environ.get(_VISIBLE)
     names = map(str, range(_count())) if listed is None else map(str.strip, listed.split(","))
@@ -38,20 +38,20 @@ def _count() -> int:
             return count
         finally:
             pynvml.nvmlShutdown()  # runs are forks of this process
-    except pynvml.NVMLError:  # no driver, or a container that has it without NVML
+    except pynvml.NVMLError:  # no driver, or a container with the driver but without NVML
         return len(list(_DRIVER.glob("*")))
 
 
 def available_cores() -> int:
-    """Cores that this process may run on; `mprun.data.loader` says so too, and loads torch."""
+    """Count the cores that this process may use; `mprun.data.loader` does too, but loads torch."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Gpus:
-    """Gives each cell GPUs of its own while it runs; a cell on the CPU needs none.
+    """Give each cell its own GPUs while it runs; a cell on the CPU needs none.
 
     Args:
-        names: as `visible_gpus` gives them. Without any, no cell gets or needs one.
+        names: from `visible_gpus`. Without any, no cell gets or needs one.
     """
 
     def __init__(self, names: Iterable[str]):
@@ -59,7 +59,7 @@ class Gpus:
         self._taken: dict[Cell, list[str]] = {}
 
     def wanted(self, cell: Cell) -> int:
-        """How many the cell takes. Raises BadInput if it asks for more than there are."""
+        """Return how many the cell takes; raise BadInput if there are fewer."""
         most = len(self.names)
         if not most or cell.device == "cpu":
             return 0
@@ -72,28 +72,28 @@ class Gpus:
         return wanted
 
     def at_once(self, cells: Iterable[Cell]) -> int:
-        """How many of the cells can run at once, at most. Raises BadInput as `wanted` does."""
+        """Return how many of the cells can run at once, at most; raise BadInput like `wanted`."""
         totals = accumulate(sorted(map(self.wanted, cells)))
         return sum(total <= len(self.names) for total in totals)
 
     def in_words(self, cells: Iterable[Cell]) -> str:
-        """`4 GPUs hold 2 runs of devices=2 at a time`, for each number that the cells ask for."""
+        """Return `4 GPUs hold 2 runs of devices=2 at a time`, with each number that is asked."""
         asked = {wanted: cell.devices for cell in cells if (wanted := self.wanted(cell))}
         runs = ((len(self.names) // wanted, devices) for wanted, devices in sorted(asked.items()))
         held = " or ".join(f"{n} run{'s' * (n > 1)} of devices={devices}" for n, devices in runs)
         return f"{self._there_are()} hold{'s' * (len(self.names) == 1)} {held} at a time"
 
     def has_room(self, cell: Cell) -> bool:
-        """Whether so many as the cell takes are free."""
+        """Return whether as many GPUs are free as the cell takes."""
         return self.wanted(cell) <= len(self._free())
 
     def take(self, cell: Cell) -> dict[str, str]:
-        """The environment variables that give the cell the first that are free, now its own."""
+        """Assign the first free GPUs to the cell; return the environment variables for them."""
         taken = self._taken[cell] = self._free()[: self.wanted(cell)]
         return {_VISIBLE: ",".join(taken)} if taken else {}
 
     def give_back(self, cell: Cell) -> None:
-        """Its attempt has ended."""
+        """Free the cell's GPUs after its attempt."""
         self._taken.pop(cell, None)
 
     def _free(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""A cell and what its directory says: finished, in use, to be continued, or to be put aside."""
+"""A cell and the state of its directory: finished, in use, resumable, or to be put aside."""
 
 import fcntl
 import os
@@ -11,15 +11,15 @@ from mprun.errors import BadInput, Damaged
 from mprun.record.run_directory import locked, read_record, write_json
 
 OUTCOMES = ("done", "diverged")
-# A directory that has no lock file yet may belong to a run that made it a moment ago.
+# A directory without a lock file may belong to a run that has just made it.
 _CLAIM_S = 10.0
-# Where data lie: no part of a configuration's hash, nor, unless swept, of a directory's name.
+# Paths of data: neither in a configuration's hash nor, unless swept, in a directory's name.
 _DATA_PLACES = {"root": "on the data in", "vocabulary": "with the vocabulary in"}
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One run of a sweep: its overrides, its place, and what identifies it in the table."""
+    """One run of a sweep: its overrides, its directory, and its identity in the table."""
 
     overrides: tuple[str, ...]
     directory: Path
@@ -29,17 +29,17 @@ class Cell:
     seed: int
     device: str = "auto"
     devices: str = "1"
-    factories: tuple[str, ...] = ()  # the user's own code that the sweep names, as overrides
-    data_places: tuple[tuple[str, str | None], ...] = ()  # as `data_places` gives them
+    factories: tuple[str, ...] = ()  # the user's code that the sweep names, as overrides
+    data_places: tuple[tuple[str, str | None], ...] = ()  # from `data_places`
 
     @property
     def log(self) -> Path:
-        """What its process prints, until it ends: its directory is not there from the start."""
+        """Return the log of its process until it ends; the directory is only made later."""
         return self.directory.with_name(f".{self.directory.name}.log")
 
 
 class State(Enum):
-    """What is to be done about a cell."""
+    """The state of a cell, which decides how the sweep treats it."""
 
     NEW = "new"
     IN_USE = "in use"
@@ -49,29 +49,30 @@ class State(Enum):
 
 
 def data_places(config: dict) -> tuple[tuple[str, str | None], ...]:
-    """Key -> path of what a configuration reads data from."""
+    """Return key -> path of the data that a configuration reads."""
     data = config.get("data")
     data = data if isinstance(data, dict) else {}
     return tuple((key, data[key]) for key in _DATA_PLACES if key in data)
 
 
 def look(cell: Cell) -> State:
-    """The state of a cell on disk.
+    """Return the state of a cell on disk.
 
-    Raises BadInput if its place is taken by something else, which a run on data that lie elsewhere
-    is too: what they hold is known only once they are read.
+    Raises:
+        BadInput: something else has its directory, for instance a run on data in another folder:
+            their content is known only once they are read.
     """
     if not cell.directory.exists():
         return State.NEW
     if not cell.directory.is_dir():
-        raise BadInput(f"{cell.directory}: is not a folder; use name= for a sweep of its own")
-    # In this order: a run that ends in between has let go of its lock after its last record.
+        raise BadInput(f"{cell.directory}: is not a folder; use name= for a separate sweep")
+    # The lock first: a run that ends in between releases it after its last record.
     in_use = _in_use(cell.directory)
     record = record_of(cell.directory)
     if record is not None and record.get("config_hash") != cell.config_hash:
         raise BadInput(
             f"{cell.directory}: holds a run of another configuration; use name= for "
-            "a sweep of its own"
+            "a separate sweep"
         )
     if record is not None:
         _check_same_places(cell, record)
@@ -81,7 +82,7 @@ def look(cell: Cell) -> State:
         return State.ABANDONED
     if record["status"] in OUTCOMES:
         return State.FINISHED
-    # Still "running" although nobody is at it: the machine or the whole sweep was killed.
+    # "running" without a process: the machine or the whole sweep was killed.
     if record["status"] not in ("preempted", "running"):
         return State.ABANDONED
     kept = any(cell.directory.glob("checkpoints/step-*"))
@@ -89,7 +90,7 @@ def look(cell: Cell) -> State:
 
 
 def record_of(directory: Path) -> dict | None:
-    """run.json, or None if there is none that can be read."""
+    """Read run.json; None if it is missing or unreadable."""
     try:
         return read_record(directory, "status")
     except (FileNotFoundError, Damaged):
@@ -97,7 +98,7 @@ def record_of(directory: Path) -> dict | None:
 
 
 def outcome_words(record: dict) -> str:
-    """The status of a run.json in words: "diverged at step 12", "failed: ValueError: ...", ..."""
+    """Describe a run.json's status: "diverged at step 12", "failed: ValueError: ...", ..."""
     status, cause = record["status"], str(record.get("cause") or "")
     if status == "diverged":
         return f"diverged at step {record.get('last_step', 0)}"
@@ -107,9 +108,10 @@ def outcome_words(record: dict) -> str:
 
 
 def put_aside(cell: Cell) -> None:
-    """Keep what an interrupted or failed attempt left, under another name.
+    """Move the directory of an interrupted or failed attempt to another name.
 
-    Raises BadInput if another process is at it.
+    Raises:
+        BadInput: another process uses it.
     """
     keep_log(cell)
     if not cell.directory.exists():
@@ -119,7 +121,7 @@ def put_aside(cell: Cell) -> None:
         if record is not None and record["status"] in OUTCOMES:
             return
         if record is not None and record["status"] == "running":
-            # Its sweep, which would have said so, was killed with it.
+            # The sweep, which would have corrected it, was killed with the run.
             cause = {"status": "failed", "cause": "killed by an unknown cause"}
             write_json(cell.directory / "run.json", record | cause)
         for number in range(1, 10_000):
@@ -130,7 +132,7 @@ def put_aside(cell: Cell) -> None:
 
 
 def keep_log(cell: Cell) -> None:
-    """Move what the process of a cell printed into the run directory, if it made one."""
+    """Move the log of a cell's process into the run directory, if there is one."""
     if not cell.log.is_file() or not cell.directory.is_dir():
         return
     kept = cell.directory / "console.log"
@@ -150,7 +152,7 @@ def _check_same_places(cell: Cell, record: dict) -> None:
         if _resolved(there) != _resolved(place):
             raise BadInput(
                 f"{cell.directory}: holds a run {_DATA_PLACES[key]} {_shown(there)}, not in "
-                f"{_shown(place)}; use name= for a sweep of its own"
+                f"{_shown(place)}; use name= for a separate sweep"
             )
 
 
@@ -174,7 +176,7 @@ def _in_use(directory: Path) -> bool:
 
 
 def is_held(lock: Path) -> bool:
-    """Whether a process holds the lock file; FileNotFoundError if there is none."""
+    """Return whether a process holds the lock file; raise FileNotFoundError if it is missing."""
     try:
         with open(lock, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -1,6 +1,6 @@
-"""One table over the runs of a sweep: what each precision mode did to the result.
+"""A table over the runs of a sweep: the effect of each precision mode on the result.
 
-Made of the contents of their run.json; imports no torch.
+It is made from their run.json; this module imports no torch.
 """
 
 import math
@@ -15,7 +15,7 @@ from mprun.sweep.jobs import OUTCOMES, Cell, outcome_words
 
 
 def without_record(cell: Cell, words: str) -> dict:
-    """As the record of a run that ended before it could write one; `words` say how."""
+    """Make the record of a run that ended before it could write one; `words` say how."""
     return {
         "overrides": cell.overrides,
         "precision": {"mode": cell.mode, "scaler": cell.scaler},
@@ -26,7 +26,7 @@ def without_record(cell: Cell, words: str) -> dict:
 
 
 def short(text: str, length: int) -> str:
-    """`text` in one line of at most `length` characters."""
+    """Cut `text` to one line of at most `length` characters."""
     text = " ".join(text.split())
     return text if len(text) <= length else text[: length - 3] + "..."
 
@@ -36,7 +36,7 @@ _OWN_COLUMN = {"precision", "scaler"}
 
 
 def _group(overrides: Iterable[str], swept: Iterable[str]) -> tuple[str, ...]:
-    """The overrides that separate rows: what is learned, and whatever else is swept but seeds."""
+    """Return the overrides that separate rows: the experiment, and swept keys except the seed."""
     told = []
     for override in overrides:
         key = override.lstrip("+").partition("=")[0]
@@ -46,19 +46,19 @@ def _group(overrides: Iterable[str], swept: Iterable[str]) -> tuple[str, ...]:
 
 
 def table(records: list[dict], swept: Iterable[str] = (), width: int | None = None) -> str:
-    """A Markdown table, one row per mode (and per what else is swept), the baseline first.
+    """Return a Markdown table, a row for each mode and other swept value, the baseline first.
 
     The baseline is the mode that compare.baseline of the first record names, FP32 without one.
-    Difference: of the mean losses over the seeds that it and the mode share, as in `compare`.
-    A run without an outcome is in no mean; of the loss it had, its step says that it is not final.
-    Speed and peak memory that emulation made are marked, and left out if every mode's are.
+    The difference compares the mean losses over the seeds that baseline and mode share, as in
+    `compare`. A run without an outcome is in no mean; its newest loss is shown with its step. Speed
+    and peak memory of an emulated mode are marked, and left out if every mode is emulated.
 
     Args:
-        records: of all runs, the contents of run.json; "newest": the last record (step, loss) of a
-            run without an outcome, {} if it has none.
-        swept: keys that tell runs apart even if they say nothing about what is learned (device).
-        width: of the terminal, in characters; columns that do not fit are left out, the seeds'
-            losses first, whose mean stays.
+        records: the run.json of every run; "newest": the last record (step, loss) of a run without
+            an outcome, {} if it has none.
+        swept: keys that separate runs even if they do not change the experiment (device).
+        width: width of the terminal in characters; columns that do not fit are left out, first the
+            losses of single seeds, whose mean stays.
     """
     if not records:
         return "no run has started"
@@ -96,7 +96,7 @@ def table(records: list[dict], swept: Iterable[str] = (), width: int | None = No
 
 
 def _fitting(header: list[str], rows: list[list[str]], width: int) -> str:
-    """The table without the columns for which a line has no room."""
+    """Return the table without the columns that do not fit on a line."""
     text = markdown_table(header, rows)
     for dropped in ("loss, seed", "saved MiB", "skipped", "peak MiB"):
         if text.find("\n") <= width:
@@ -108,14 +108,14 @@ def _fitting(header: list[str], rows: list[list[str]], width: int) -> str:
 
 
 def _is_of(baseline: str, record: dict) -> bool:
-    """Whether a run is of that mode, with the scaler that is usual for it."""
+    """Return whether a run has the baseline's mode and that mode's usual scaler."""
     precision = record["precision"]
-    usual = precision.get("usual_scaler") or precision["scaler"]  # not recorded by earlier ones
+    usual = precision.get("usual_scaler") or precision["scaler"]  # earlier versions lack it
     return precision["mode"] == baseline and precision["scaler"] == usual
 
 
 def _rows(records: list[dict], seeds: list[int], baseline: str) -> Iterator[list[str]]:
-    """A row of each mode and scaler among runs that differ in nothing else; the baseline first."""
+    """Yield a row for each mode and scaler of otherwise equal runs, the baseline first."""
     found: dict[tuple[str, str], dict[int, dict]] = {}
     for record in sorted(records, key=lambda record: not _is_of(baseline, record)):
         precision = record["precision"]
@@ -132,7 +132,7 @@ def _rows(records: list[dict], seeds: list[int], baseline: str) -> Iterator[list
 def _cells(
     by_seed: dict[int, dict], seeds: list[int], baseline: dict[int, float] | None
 ) -> list[str]:
-    """baseline: its loss by seed; None of itself."""
+    """Return the cells of a row. baseline: its loss by seed; None in the baseline's own row."""
     own = list(by_seed.values())
     losses = {seed: _loss(record) for seed, record in by_seed.items() if _is_outcome(record)}
     memory = [record.get("memory", {}) for record in own]
@@ -151,7 +151,7 @@ def _cells(
 
 
 def _half_products(record: dict) -> str | None:
-    """How 16-bit products were computed, "none" without any; None: not recorded."""
+    """Return how 16-bit products were computed, "none" without any; None: not recorded."""
     return record["precision"].get("half_products")
 
 
@@ -168,7 +168,7 @@ def _loss(record: dict) -> float:
 
 
 def _loss_text(record: dict) -> str:
-    """The loss at the end; of a run without an outcome the newest with its step, or nothing."""
+    """Return the final loss, or the newest with its step if the run has no outcome, or ""."""
     if _is_outcome(record):
         return _number(_loss(record))
     newest = record.get("newest", {})
@@ -178,13 +178,13 @@ def _loss_text(record: dict) -> str:
 def _of_known(
     form: str, summary: Callable[[list[float]], float], values: Iterable[float | None]
 ) -> str:
-    """The summary of the values that there are, as text; nothing without one."""
+    """Format the summary of the values that are known; "" without any."""
     known = [value for value in values if value]
     return form.format(summary(known)) if known else ""
 
 
 def _statuses(records: list[dict]) -> str:
-    """How the runs of one row ended; how many in which way, if it was not all in one."""
+    """Describe how the runs of one row ended, with counts if they ended differently."""
     steps = [r.get("last_step", 0) for r in records if r["status"] == "diverged"]
     span = "-".join(map(str, sorted({min(steps), max(steps)}))) if steps else ""
     ways = Counter(
@@ -200,9 +200,9 @@ def _number(value: float) -> str:
 
 
 def _percent(losses: dict[int, float], baseline: dict[int, float]) -> str:
-    """How far the losses of the seeds that both have are from those of the baseline, together.
+    """Return the relative difference to the baseline of the summed losses of shared seeds.
 
-    Zero has no sign; "0 (identical)" where each loss equals its counterpart.
+    Zero has no sign; "0 (identical)" if each loss equals its counterpart.
     """
     shared = losses.keys() & baseline.keys()
     if not shared:

@@ -1,8 +1,8 @@
-"""Which runs a sweep consists of: composed, checked and named before anything is written.
+"""The runs of a sweep: composed, checked and named before anything is written.
 
-Hydra's launchers for them are chosen, checked and instantiated here too. Which runs there are,
-where they lie and what their outcome is stays ours: Hydra's own sweeper would run everything again
-and would raise on the first run that failed. Source:
+Hydra's launchers for them are chosen, checked and instantiated here too. mprun itself decides on
+the runs, their directories and their outcomes. Hydra's sweeper would run everything again, and
+would raise on the first run that failed. Source:
 https://hydra.cc/docs/plugins/joblib_launcher/, .../submitit_launcher/.
 """
 
@@ -39,9 +39,9 @@ from mprun.errors import BadInput
 from mprun.record.run_directory import run_name
 from mprun.sweep.jobs import Cell, data_places
 
-# launcher -> the extra of mprun's that installs it
+# launcher -> the extra of mprun that installs it
 LAUNCHERS = {"joblib": "joblib", "submitit_local": "slurm", "submitit_slurm": "slurm"}
-# What Hydra would print or write into the user's folders by itself.
+# Keeps Hydra from printing and from writing into the user's folders.
 _QUIET = ("hydra/job_logging=disabled", "hydra.output_subdir=null", "hydra.sweep.subdir=.")
 # One process is one run, and its files go where the sweep looks for them.
 _FIXED = ("_target_", "submitit_folder", "tasks_per_node", "nodes")
@@ -49,16 +49,17 @@ _FIXED = ("_target_", "submitit_folder", "tasks_per_node", "nodes")
 
 @dataclass(frozen=True, slots=True)
 class ChosenLauncher:
-    """One of LAUNCHERS with the overrides that choose and set it."""
+    """One of LAUNCHERS with the overrides that choose and configure it."""
 
     name: str
     overrides: tuple[str, ...]
 
 
 def checked_launcher(overrides: list[str]) -> ChosenLauncher | None:
-    """The launcher that `overrides` choose and set, installed here; None if there are none.
+    """Return the launcher that `overrides` choose and configure; None without overrides.
 
-    Raises BadInput.
+    Raises:
+        BadInput: it is unknown, not installed, or an override is wrong.
     """
     if not overrides:
         return None
@@ -67,7 +68,7 @@ def checked_launcher(overrides: list[str]) -> ChosenLauncher | None:
         key, value = _parsed(text)
         name = key.removeprefix("hydra.launcher.")
         if name in _FIXED:
-            raise BadInput(f"{key}: mprun runs one process per run and places its files")
+            raise BadInput(f"{key}: mprun sets it (one process a run, files where it looks)")
         chosen[key] = value
     launcher = chosen.get("hydra/launcher")
     if launcher is None:
@@ -87,10 +88,10 @@ def checked_launcher(overrides: list[str]) -> ChosenLauncher | None:
 
 
 def launch(overrides: list[str], folder: str, runs: int, run: Callable[[DictConfig], None]) -> None:
-    """Call `run` once for each of `runs` jobs, where and when the launcher wants; blocks.
+    """Call `run` once for each of `runs` jobs, where and when the launcher decides; blocks.
 
-    run: can be pickled; finds its number in `HydraConfig.get().job.num`. folder: absolute, for all
-    files of the launcher's.
+    run: can be pickled; finds its number in `HydraConfig.get().job.num`. folder: absolute path for
+    all of the launcher's files.
     """
     place = "'" + folder.replace("'", "\\'") + "'"
     with hydra_session(None):
@@ -132,8 +133,8 @@ def _composed(overrides: list[str]) -> DictConfig:
 class Plan:
     """A sweep before it starts.
 
-    root: the folder that holds all cells. swept: keys with several values. launcher: Hydra's, None
-    if this process starts the runs itself.
+    root: the folder that holds all cells. swept: keys with several values. launcher: Hydra's; None:
+    this process starts the runs itself.
     """
 
     cells: tuple[Cell, ...]
@@ -147,10 +148,13 @@ MOST_RUNS = 10_000
 
 
 def plan(overrides: list[str], config_dir: str | None) -> Plan:
-    """Every cell, composed and checked; writes nothing.
+    """Compose and check every cell; writes nothing.
 
-    A cell lies where a single run of the same configuration would, with the keys in its name that
-    only a sweep puts there: a finished one counts. Raises BadInput if one of them cannot run.
+    A cell has the directory that a single run of the same configuration would have, plus the swept
+    keys in its name. A finished run there counts as the cell's.
+
+    Raises:
+        BadInput: a cell cannot run.
     """
     of_launcher, overrides = split_launcher(overrides)
     launcher = checked_launcher(of_launcher)
@@ -171,8 +175,8 @@ def plan(overrides: list[str], config_dir: str | None) -> Plan:
     for nodes in (one.config.nodes for one in composed):
         if nodes > 1:
             raise BadInput(
-                f"nodes={nodes}: a run of a sweep is on one machine (allowed: 1); start one on "
-                "several by srun or torchrun, without -m"
+                f"nodes={nodes}: a run of a sweep uses one machine (allowed: 1); for several "
+                "machines start it by srun or torchrun, without -m"
             )
     output_root = Path(composed[0].config.output_root)
     cells = [_cell(one, output_root, swept) for one in composed]
@@ -184,7 +188,7 @@ def plan(overrides: list[str], config_dir: str | None) -> Plan:
 
 
 def _common_folder(directories: set[Path]) -> Path | None:
-    """The folder in which all lie, if there is one."""
+    """Return the parent folder that all share, or None."""
     parents = {directory.parent for directory in directories}
     return parents.pop() if len(parents) == 1 else None
 

@@ -1,6 +1,6 @@
-"""The loop of a sweep: start what waits, watch what runs, stop when asked.
+"""The loop of a sweep: start waiting cells, watch running ones, stop when asked.
 
-Signals that ask it to stop are noted at once and obeyed by the loop.
+Signals that ask it to stop are noted at once; the loop obeys them.
 """
 
 import os
@@ -25,9 +25,9 @@ from mprun.sweep.status_page import Board
 
 
 class StopRequest:
-    """While active, the first signal of `ASKING` sets `reason`.
+    """Note signals while active: the first one of `ASKING` sets `reason`.
 
-    A second SIGINT sets `insisted`. SIGHUP stays ignored where it was (nohup).
+    A second SIGINT sets `insisted`. SIGHUP stays ignored if it was (nohup).
     """
 
     def __init__(self):
@@ -37,7 +37,7 @@ class StopRequest:
 
     @property
     def exit_code(self) -> int:
-        """INTERRUPTED for Ctrl-C, PREEMPTED for any other signal."""
+        """Return INTERRUPTED for Ctrl-C, PREEMPTED for any other signal."""
         return INTERRUPTED if self.reason == "SIGINT" else PREEMPTED
 
     def __enter__(self) -> "StopRequest":
@@ -59,7 +59,7 @@ class StopRequest:
 
 STALL_AFTER_S = 1800.0
 _POLL_S = 0.05
-_LOOK_AGAIN_S = 1.0  # at cells that another process has
+_LOOK_AGAIN_S = 1.0  # between two looks at cells that another process has
 
 
 def sweep(
@@ -69,21 +69,24 @@ def sweep(
     stall_after: float = STALL_AFTER_S,
     curves: Callable[[list[Path], Path], Path] | None = None,
 ) -> int:
-    """Run all cells, `jobs` (None: 1) at a time; prints the table. 0 if every cell has an outcome.
+    """Run all cells, `jobs` (None: 1) at a time, and print the table.
 
-    Each has GPUs of its own, so that fewer run at a time where there are not enough.
+    Each run has its own GPUs; if they do not suffice, fewer runs go at a time.
 
     Args:
-        overrides: with several values where the cells differ.
-        config_dir: of the user's own options.
+        overrides: with several values for the keys that differ between cells.
+        config_dir: folder of the user's option files.
         jobs: runs at a time, at most.
         stall_after: seconds without a heartbeat after which a run is killed; 0: never.
-        curves: writes the mean curves of the runs in some folders below a root, and says where.
-            With it the next commands are printed; without it somebody else goes on.
+        curves: writes the mean curves of the runs in some folders below a root, and returns where.
+            With it the next commands are printed; without it the caller continues.
+
+    Returns:
+        0 if every cell has an outcome, else the exit code of the worst.
     """
     planned = plan(overrides, config_dir)
     if planned.launcher and jobs is not None:
-        raise BadInput(f"-j {jobs}: not with a launcher, which has a number of its own")
+        raise BadInput(f"-j {jobs}: not with a launcher, which has its own number of jobs")
     board = Board(planned, _command(overrides, jobs, config_dir))
     stop = run_planned(planned, board, jobs, stall_after)
     print(board.table(columns(1000, sys.stdout) if sys.stdout.isatty() else None))
@@ -96,7 +99,7 @@ def sweep(
 
 
 class Ended(NamedTuple):
-    """How a sweep ended: its exit code, and whether it was asked to stop before its end."""
+    """The end of a sweep: its exit code, and whether it was asked to stop before its end."""
 
     code: int
     asked: bool
@@ -105,7 +108,7 @@ class Ended(NamedTuple):
 def run_planned(
     planned: Plan, board: Board, jobs: int | None = None, stall_after: float = STALL_AFTER_S
 ) -> Ended:
-    """Run the cells that have no outcome yet, `jobs` (None: 1) at a time, told on `board`."""
+    """Run the cells without an outcome, `jobs` (None: 1) at a time, and report on `board`."""
     finished = [cell for cell in planned.cells if look(cell) is State.FINISHED]
     waiting = [cell for cell in planned.cells if cell not in finished]
     # A launcher places its jobs itself.
@@ -127,18 +130,18 @@ def run_planned(
 
 
 def _say_next(planned: Plan, curves: Callable[[list[Path], Path], Path]) -> None:
-    """The commands that come after a sweep, each in a line of its own."""
+    """Print the commands that come after a sweep, one a line."""
     folders = sorted({cell.directory.parent for cell in planned.cells})
     print(f"verdicts: {shlex.join(['mprun', 'compare', *map(str, folders)])}", file=sys.stderr)
     try:
         logdir = shlex.quote(str(curves(folders, planned.root)))
         print(f"curves: tensorboard --logdir {logdir}", file=sys.stderr)
-    except (MprunError, OSError) as error:  # no reason to fail what has ended well
+    except (MprunError, OSError) as error:  # the sweep itself has ended well
         print(f"mprun: no curves: {error}", file=sys.stderr)
 
 
 def _command(overrides: list[str], jobs: int | None, config_dir: str | None) -> str:
-    """What was typed, as one would type it again."""
+    """Return the command line to repeat this sweep."""
     command = ["mprun", "-m", *overrides]
     for flag, value in (("-j", jobs), ("--config-dir", config_dir)):
         command += [] if value is None else [flag, str(value)]
@@ -146,7 +149,7 @@ def _command(overrides: list[str], jobs: int | None, config_dir: str | None) -> 
 
 
 class _Loop:
-    """Starts attempts while there is room for them, until every cell has had one."""
+    """Start attempts while there is room, until every cell has had one."""
 
     def __init__(
         self,
@@ -166,12 +169,12 @@ class _Loop:
         self.told = False
         self.elsewhere: set[Cell] = set()  # cells that another process has had
         self.batch: Batch | None = None
-        self.start: Start | None = None  # how a run is started, once one was
-        # With one run at a time its progress is shown as it comes.
+        self.start: Start | None = None  # the way to start a run, chosen at the first one
+        # A single run at a time shows its progress directly.
         self.console = _Console() if jobs == 1 and not planned.launcher else None
 
     def run(self, cells: list[Cell]) -> list[int]:
-        """The exit codes of all attempts."""
+        """Run the cells; return the exit codes of all attempts."""
         self.waiting.extend(cells)
         try:
             while self.waiting or self.running:
@@ -192,11 +195,11 @@ class _Loop:
         room = self._room()
         if room < 1:
             return
-        ready: dict[Cell, dict[str, str]] = {}  # with what their environment has more
+        ready: dict[Cell, dict[str, str]] = {}  # with their additional environment variables
         for cell in list(self.waiting):
             if len(ready) >= room:
                 break
-            if not self.gpus.has_room(cell):  # one behind it may need fewer
+            if not self.gpus.has_room(cell):  # a later cell may need fewer
                 continue
             state = look(cell)
             if state is State.IN_USE:
@@ -208,7 +211,7 @@ class _Loop:
             if state is State.FINISHED:
                 self.board.finished(cell)
             elif outcome is not None:
-                # The other sweep's attempt counts: it would fail here as well.
+                # The other sweep's attempt counts: the cell would fail here, too.
                 self.codes.append(outcome.code)
                 self.board.ended(cell, outcome)
             else:
@@ -229,10 +232,10 @@ class _Loop:
                 )
 
     def _share_of_cores(self, cell: Cell) -> dict[str, str]:
-        """The environment variable that lets processes beside each other share the cores.
+        """Return the environment variable that makes simultaneous runs share the cores.
 
-        Where each has as many threads as there are cores, they wait for one another: 40 steps of a
-        small GoogLeNet, two runs on two cores, took 8 to 17 s with two threads each, 3 s with one.
+        Runs with as many threads each as there are cores wait for one another. 40 steps of a small
+        GoogLeNet, two runs on two cores, took 8 to 17 s with two threads each, 3 s with one.
         """
         if self.jobs == 1 or "OMP_NUM_THREADS" in os.environ or cell.devices == "auto":
             return {}
@@ -256,7 +259,7 @@ class _Loop:
                 continue
             self.running.remove(attempt)
             self.gpus.give_back(cell)
-            self.look_again = 0.0  # what has waited for them
+            self.look_again = 0.0  # a cell may have waited for these GPUs
             if self.batch is not None and not self.running:
                 self.batch.close()
             if self.console is not None:
@@ -285,7 +288,7 @@ class _Loop:
 
 
 class _Console:
-    """Copies what one run prints to stderr while it grows."""
+    """Copy one run's growing log to stderr."""
 
     def __init__(self) -> None:
         self.file: BinaryIO | None = None

@@ -1,4 +1,4 @@
-"""What is known about every cell of a sweep: printed line by line, kept up to date in a file."""
+"""The status of every cell of a sweep: printed line by line, and kept up to date in a file."""
 
 import hashlib
 import json
@@ -20,10 +20,10 @@ from mprun.sweep.jobs import OUTCOMES, Cell, outcome_words, record_of
 from mprun.sweep.mode_table import short, table, without_record
 from mprun.sweep.plan import Plan
 
-_EVERY_S = 10.0  # at least this often the file shows how far the runs are
-_TAIL_BYTES = 8192  # of metrics.jsonl, for its last record
+_EVERY_S = 10.0  # longest time between two updates of the runs' progress in the file
+_TAIL_BYTES = 8192  # end of metrics.jsonl that is read for its last record
 _IN_USE = "in use by another process"
-# Characters of a line about a cell: of its overrides at least, of how it ended at most.
+# Characters in a line about a cell: at least for its overrides, at most for its end.
 _SHORTEST, _LONGEST = 10, 30
 
 
@@ -35,34 +35,34 @@ class Board:
         names = sorted(self._name(cell) for cell in planned.cells)
         digest = hashlib.sha256("\n".join(names).encode()).hexdigest()[:8]
         self.path = planned.root / f"sweep-{digest}.md"
-        self.told = planned.swept - {"precision", "seed"}  # of a cell, beside its mode and seed
+        self.told = planned.swept - {"precision", "seed"}  # shown beside a cell's mode and seed
         self.words: dict[Cell, str] = {}  # "waiting": in a launcher's queue
         self.since: dict[Cell, float] = {}
         self.seconds: dict[Cell, float] = {}
         self.started = _now()
         self.written = -math.inf
-        self.at_once = 1  # the most runs that have been seen running together
+        self.at_once = 1  # most runs seen running at the same time
 
     def finished(self, cell: Cell) -> None:
-        """The cell has an outcome that this sweep did not make."""
+        """Note that the cell has an outcome from before or from elsewhere."""
         self.words[cell] = outcome_words(record_of(cell.directory) or {"status": "failed"})
         self.written = -math.inf
 
     def started_run(self, cell: Cell) -> None:
-        """A run of the cell starts."""
+        """Report that a run of the cell starts."""
         self.words[cell], self.since[cell] = "running", time.monotonic()
         self.at_once = max(self.at_once, list(self.words.values()).count("running"))
         self._say("", cell, "starts")
         self.written = -math.inf
 
     def in_use(self, cell: Cell) -> None:
-        """Another process has the cell: a second sweep, or a run that a killed sweep left."""
+        """Report that another process has the cell: a second sweep, or a killed sweep's run."""
         if self.words.get(cell) != _IN_USE:
             self.words[cell] = _IN_USE
             self._say("", cell, f"{_IN_USE}; waiting for it")
 
     def ended(self, cell: Cell, outcome: Outcome) -> None:
-        """An attempt at the cell has ended: how, with which loss, how many have, and the rest."""
+        """Report the end of an attempt: its outcome and loss, the number ended, the time left."""
         self.words[cell] = outcome.words
         cause = short(outcome.words, _LONGEST)
         words = [] if outcome.code == DONE else [cause]
@@ -80,17 +80,17 @@ class Board:
         self.written = -math.inf
 
     def table(self, width: int | None = None) -> str:
-        """The mode table over all cells that have been started."""
+        """Return the mode table over all cells that have been started."""
         records = [found for cell in self.plan.cells if (found := self._record(cell)) is not None]
         return table(records, self.plan.swept, width)
 
     def write(self, now: bool = False) -> None:
-        """Rewrite the file if something has happened or its progress is old."""
+        """Rewrite the file if something has happened or the shown progress is old."""
         if not now and time.monotonic() - self.written < _EVERY_S:
             return
         self.written = time.monotonic()
         temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
-        # A full disk must not end the runs that need none.
+        # A full disk must not end runs that do not need it.
         with suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             temporary.write_text(self._text(), encoding="utf-8")
@@ -143,7 +143,7 @@ class Board:
         return self.words.get(cell, "waiting") not in ("waiting", "running", _IN_USE)
 
     def _left(self) -> float | None:
-        """Seconds until the last cell ends, if each takes as long as those that ended; or None."""
+        """Estimate the seconds until the last cell ends from those that ended; None: unknown."""
         rest = [cell for cell in self.plan.cells if not self._is_over(cell)]
         if not self.seconds or not rest:
             return None
@@ -153,7 +153,7 @@ class Board:
         return (each * len(rest) - done) / min(self.at_once, len(rest))
 
     def _say(self, count: str, cell: Cell, words: str) -> None:
-        """A line about a cell that fits the terminal; what is swept beside modes is cut first."""
+        """Print a line about a cell that fits the terminal; its overrides are cut first."""
         width = shutil.get_terminal_size().columns
         own = [text for text in cell.overrides if text.partition("=")[0] in self.told]
         ends = f"{count}{cell.mode} ", f"s{cell.seed}: {words}"
@@ -163,7 +163,7 @@ class Board:
 
 
 def _last_record(path: Path) -> dict:
-    """The last whole record of a metrics.jsonl with a loss, from its end; {} if there is none."""
+    """Return the last whole record with a loss from a metrics.jsonl's end; {} if there is none."""
     try:
         with open(path, "rb") as file:
             file.seek(0, os.SEEK_END)
@@ -179,7 +179,7 @@ def _last_record(path: Path) -> dict:
 
 
 def _results(record: dict) -> list[str]:
-    """The loss and the judged metric at the end, or the newest loss; without what is no number."""
+    """Return the final loss and judged metric, or the newest loss, without non-finite ones."""
     final = record.get("final") or record.get("newest", {})
     metric = flat(record.get("config", {})).get("compare.metric", "loss")
     known = {key: float(final[key]) for key in dict.fromkeys(("loss", metric)) if key in final}

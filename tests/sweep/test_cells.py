@@ -111,7 +111,7 @@ def test_a_run_on_data_elsewhere_is_not_this_cells(key, group, words, tmp_path, 
     for status in ("done", "preempted", "failed"):
         put(here, status=status, config=config)
         assert look(here) is look(linked) is not State.NEW
-        message = f"{here.directory}: holds a run {words} A, not in B; use name= for a sweep of its"
+        message = f"{here.directory}: holds a run {words} A, not in B; use name= for a separate"
         with pytest.raises(BadInput, match=message) as caught:
             look(there)
         assert "\n" not in str(caught.value)

@@ -208,8 +208,8 @@ def test_a_run_goes_on_with_the_devices_that_it_gets_now(tiny):
     [
         ("0,1,2,3", ["devices=1,8"], "devices=8: 4 GPUs here; must be a whole number from 1 to 4,"),
         ("5", ["devices=2"], "devices=2: 1 GPU here; must be 1 or auto"),
-        ("", ["nodes=2"], "nodes=2: a run of a sweep is on one machine (allowed: 1); start one on"),
-        ("", ["nodes=1,2", "device=cpu"], "nodes=2: a run of a sweep is on one machine"),
+        ("", ["nodes=2"], "nodes=2: a run of a sweep uses one machine (allowed: 1); for several"),
+        ("", ["nodes=1,2", "device=cpu"], "nodes=2: a run of a sweep uses one machine"),
     ],
 )
 def test_more_than_there_are(visible, arguments, message, monkeypatch, capsys, tmp_path):
