@@ -1,4 +1,4 @@
-"""Sources that yield batches, all of one shape: `mprun.data.source.Source` says what they offer."""
+"""Sources that yield batches, all of one shape: `mprun.data.source.Source` is their interface."""
 
 from mprun.data.dataset_source import DatasetSource
 from mprun.data.digit_strips import DigitStrips

@@ -1,17 +1,18 @@
-"""What happens to an image between its file and the network: crops, mirror images, value ranges.
+"""Transformations of an image between its file and the network: crops, mirroring, value ranges.
 
-Of whole files (`Augmentation`, PIL images in loader processes):
+`Augmentation` transforms whole files, as PIL images in loader processes:
 
 ``resized_crop``: torchvision's ``RandomResizedCrop`` (area 8 to 100 %, sides 3:4 to 4:3, ten tries,
-then the middle) and mirror, as PyTorch's ImageNet example; evaluation resizes the shorter side and
-takes the middle. ``crop``: the whole image resized to a square, its sides' ratio not kept, as Caffe
-prepares ImageNet; a random crop and mirror in training, the middle in evaluation. ``centre``: the
-middle of the image resized; mirror in training (DCGAN).
+then the middle) and mirror, as in PyTorch's ImageNet example. Evaluation resizes the shorter side
+and takes the middle. ``crop``: the whole image resized to a square, whatever its aspect ratio, as
+Caffe prepares ImageNet; a random crop and mirror in training, the middle in evaluation.
+``centre``: the middle of the image resized; mirror in training (DCGAN).
 
 For the same box the pixels are, bit for bit, those of torchvision's ``resized_crop``, ``resize``
 and ``center_crop`` on PIL images: bilinear, with PIL's antialiasing.
 
-Of small images that lie on the device as bytes (`PaddedCrop`): drawn on the host, applied there.
+`PaddedCrop` transforms small images that lie on the device as bytes: it draws on the host and
+applies the draws on the device.
 """
 
 import math
@@ -23,25 +24,25 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
-# Per channel in units of pixel values. Mean and standard deviation of the ImageNet training images
-# as PyTorch's examples have them (there over 255), and the means that BVLC's Caffe subtracts, here
-# in the order red, green, blue.
+# Per channel, in units of pixel values: mean and standard deviation of the ImageNet training images
+# from PyTorch's examples (there divided by 255), and the means that BVLC's Caffe subtracts, here in
+# the order red, green, blue.
 IMAGENET_MEAN = tuple(255 * share for share in (0.485, 0.456, 0.406))
 IMAGENET_STD = tuple(255 * share for share in (0.229, 0.224, 0.225))
 CAFFE_MEAN = (123.68, 116.779, 103.939)
-# ITU-R 601: the luma of a colour is the luma of the means; of deviations it is a convention.
+# ITU-R 601. The mean luma is the luma of the means; for deviations it is only a convention.
 LUMA = (0.299, 0.587, 0.114)
 
 
 def normalise(images: Tensor, offset: Tensor, divisor: Tensor) -> Tensor:
-    """(x - offset) / divisor, in the layout and the dtype that networks take.
+    """Return (x - offset) / divisor in the layout and the dtype that networks take.
 
     Each operation rounds once, so every device gives the same bits.
 
     Args:
         images: uint8 ``[batch, height, width, channels]``.
         offset: float32 ``[channels, 1, 1]`` in units of pixel values, on the device of the images.
-        divisor: The like.
+        divisor: Like ``offset``.
 
     Returns:
         Contiguous float32 ``[batch, channels, height, width]``.
@@ -56,7 +57,7 @@ def normalise(images: Tensor, offset: Tensor, divisor: Tensor) -> Tensor:
 
 
 def offset_and_divisor(value_range: str, mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:
-    """What to subtract from 0 ... 255, and then to divide by, float32 ``[channels, 1, 1]``.
+    """Return what to subtract from 0 ... 255, then divide by, float32 ``[channels, 1, 1]``.
 
     ``standardised``: (x - mean) / std; ``mean_subtracted``: x - mean; ``tanh``: 0 ... 255 mapped to
     -1 ... 1. ``mean`` and ``std`` are float32 ``[channels]`` in units of pixel values.
@@ -74,9 +75,9 @@ def offset_and_divisor(value_range: str, mean: Tensor, std: Tensor) -> tuple[Ten
 def imagenet_constants(
     value_range: str, channels: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """`offset_and_divisor` of ImageNet or, for ``mean_subtracted``, with Caffe's means.
+    """Return `offset_and_divisor` for ImageNet's figures, with Caffe's means if mean_subtracted.
 
-    One channel has their luma.
+    A single channel gets their luma.
     """
     means = CAFFE_MEAN if value_range == "mean_subtracted" else IMAGENET_MEAN
     constants = [
@@ -87,20 +88,20 @@ def imagenet_constants(
     return offset_and_divisor(value_range, mean, std)
 
 
-# Keeps these draws apart from those of the order of samples, which come from (seed, epoch).
+# Separates these draws from those of the samples' order, which come from (seed, epoch).
 _STREAM = 1
 
 
 class PaddedCrop:
-    """Shifts each image by -``padding`` ... ``padding`` pixels in both directions, mirrors half.
+    """Shift each image by -``padding`` ... ``padding`` pixels in both directions, mirror half.
 
-    What torchvision's ``RandomCrop(size, padding)`` and ``RandomHorizontalFlip`` do to an image:
-    zeros (black) around it, a crop of the old size at an even chance for each offset, then the
+    This equals torchvision's ``RandomCrop(size, padding)`` and ``RandomHorizontalFlip``: zeros
+    (black) around the image, a crop of the old size with an even chance for each offset, then the
     mirror. The draw for an image is a pure function of (seed, epoch, position in the epoch): entry
     ``position`` of a PCG64 stream.
 
-    An epoch's draws (24 bytes a sample) are made at once and lie on ``device``, so that a batch
-    costs a slice and a gather, and the host waits for nothing.
+    An epoch's draws (24 bytes a sample) are made at once and lie on ``device``. A batch then costs
+    a slice and a gather, and the host does not wait.
     """
 
     def __init__(
@@ -111,11 +112,11 @@ class PaddedCrop:
         self._draws = torch.empty(3, 0, dtype=torch.int64, device=device)
 
     def __call__(self, images: Tensor, epoch: int, start: int) -> Tensor:
-        """``images`` (uint8 ``[batch, channels, h, w]``), changed, as positions ``start`` on."""
+        """Augment ``images`` (uint8 ``[batch, channels, h, w]``) as positions ``start`` on."""
         if epoch != self._epoch:
             draws = torch.from_numpy(draw(self._seed, epoch, self._n, self._padding, self._flip))
             if self._device.type == "cuda":
-                # From pinned memory the copy makes the host wait for nothing.
+                # From pinned memory the copy does not make the host wait.
                 draws = draws.pin_memory()
             self._draws = draws.to(self._device, non_blocking=True)
             self._epoch = epoch
@@ -131,7 +132,7 @@ class PaddedCrop:
 
 
 def draw(seed: int, epoch: int, n: int, padding: int, flip: bool) -> np.ndarray:
-    """Rows and columns to skip in the padded image, and 1 to mirror: int64 ``[3, n]``."""
+    """Draw rows and columns to skip in the padded image, and 1 to mirror: int64 ``[3, n]``."""
     bits = np.random.PCG64(np.random.SeedSequence([seed, epoch, _STREAM])).random_raw(n)
     low, high = bits & np.uint64(2**31 - 1), (bits >> np.uint64(31)) & np.uint64(2**31 - 1)
     offsets = np.uint64(2 * padding + 1)
@@ -141,7 +142,7 @@ def draw(seed: int, epoch: int, n: int, padding: int, flip: bool) -> np.ndarray:
 
 
 SCALE, RATIO, TRIES = (0.08, 1.0), (3 / 4, 4 / 3), 10
-# Numbers of each training sample: mirror, top, left, one spare, then (area, sides) of each try.
+# Random numbers of a training sample: mirror, top, left, one spare, then (area, sides) a try.
 DRAWS = 4 + 2 * TRIES
 _FLIP, _TOP, _LEFT, _FIRST_TRY = 0, 1, 2, 4
 _LOG_RATIO = math.log(RATIO[0]), math.log(RATIO[1])
@@ -150,11 +151,11 @@ Box = tuple[int, int, int, int]  # left, top, right, bottom
 
 
 def draws(seed: int, epoch: int, first: int, count: int) -> np.ndarray:
-    """Uniform numbers in [0, 1), float64 ``[count, DRAWS]``, of the samples ``first`` and on.
+    """Draw uniform numbers in [0, 1), float64 ``[count, DRAWS]``, for the samples from ``first``.
 
     Row k belongs to the sample at place ``first + k`` in the order of this epoch, whatever the
-    batch size. A stretch of one PCG64 stream keyed by (seed, epoch): NumPy guarantees the stream
-    and its ``advance``, not what its distributions make of it (NEP 19), so the 53 highest bits are
+    batch size. The rows are a stretch of one PCG64 stream keyed by (seed, epoch). NumPy guarantees
+    the stream and its ``advance``, but not its distributions (NEP 19), so the 53 highest bits are
     taken here. Costs 30 us and 0.3 us a sample.
     """
     stream = np.random.PCG64(np.random.SeedSequence([seed, epoch, _STREAM]))
@@ -164,8 +165,8 @@ def draws(seed: int, epoch: int, first: int, count: int) -> np.ndarray:
 
 
 def random_resized_box(width: int, height: int, draw: np.ndarray) -> Box:
-    """The box of torchvision's ``RandomResizedCrop.get_params`` for uniform ``draw [DRAWS]``."""
-    draw = draw.tolist()  # plain floats: five times as fast as numpy's, one by one
+    """Return the box of torchvision's ``RandomResizedCrop.get_params`` for ``draw [DRAWS]``."""
+    draw = draw.tolist()  # plain floats: five times as fast as numpy's scalars
     area = width * height
     for at in range(_FIRST_TRY, DRAWS, 2):
         target = area * (SCALE[0] + draw[at] * (SCALE[1] - SCALE[0]))
@@ -185,21 +186,22 @@ def random_resized_box(width: int, height: int, draw: np.ndarray) -> Box:
 
 
 def centre_box(width: int, height: int, size: int) -> Box:
-    """The middle ``size`` x ``size`` pixels, rounded as torchvision's ``center_crop`` does."""
+    """Return the middle ``size`` x ``size`` pixels, rounded like torchvision's ``center_crop``."""
     left, top = round((width - size) / 2), round((height - size) / 2)
     return left, top, left + size, top + size
 
 
 @dataclass(frozen=True, slots=True)
 class Augmentation:
-    """From a decoded image to one of ``image_size`` x ``image_size`` pixels.
+    """Transform a decoded image to one of ``image_size`` x ``image_size`` pixels.
 
     ``resize_to`` (``resized_crop``: pixels of the shorter side in evaluation; ``crop``: of both
     sides) is 8/7 of ``image_size`` if None. ``centre_crop`` (``centre``): pixels of the square
-    that is cut from the middle before it is resized; None, or more than the image has, means its
+    that is cut from the middle before resizing; None, or more than the image has, means its
     shorter side. One channel is PIL's ``convert("L")`` (ITU-R 601 luma) of the decoded image.
 
-    Raises ``ValueError`` for ``resize_to`` below ``image_size``.
+    Raises:
+        ValueError: ``resize_to`` is below ``image_size``.
     """
 
     kind: str  # resized_crop, crop or centre
@@ -217,15 +219,15 @@ class Augmentation:
 
     @property
     def resized(self) -> int:
-        """Pixels of a side before the crop."""
+        """Return the pixels of a side before the crop."""
         return self.resize_to or round(self.image_size * 8 / 7)
 
     def train(self, image: Image.Image, draw: np.ndarray) -> Image.Image:
-        """A training sample of an RGB image; ``draw`` is its row of `draws`."""
+        """Make a training sample from an RGB image; ``draw`` is its row of `draws`."""
         image = self._channels(image)
         size = self.image_size
         if self.kind == "resized_crop":
-            # Cropped first: PIL's resize with a box would let the filter see beyond its edges.
+            # Crop first: PIL's resize with a box would let the filter see beyond its edges.
             image = _resize(image.crop(random_resized_box(*image.size, draw)), size, size)
         elif self.kind == "crop":
             places = self.resized - size + 1
@@ -239,7 +241,7 @@ class Augmentation:
         return image
 
     def evaluation(self, image: Image.Image) -> Image.Image:
-        """The same without chance."""
+        """Make a held-out sample from an RGB image; draws nothing."""
         image = self._channels(image)
         if self.kind == "centre":
             return self._centre(image)

@@ -1,9 +1,9 @@
 """Images with boxes: real handwritten digits pasted on canvases, made in memory.
 
-What a detector learns from, whatever the source: a batch is ``(images float32 [batch, channels,
-image_size, image_size], targets float32 [batch, most, 6])``. A row of the targets is an object:
-left, top, right, bottom in 0 ... 1 of the image's sides, class from 0, and 1 where it is marked as
-difficult. Rows without an object have class -1 and zeros.
+Every source for a detector has these batches: ``(images float32 [batch, channels, image_size,
+image_size], targets float32 [batch, most, 6])``. A row of the targets is an object: left, top,
+right, bottom in 0 ... 1 of the image's sides, class from 0, and 1 if it is marked as difficult.
+Rows without an object have class -1 and zeros.
 """
 
 from functools import cache
@@ -22,7 +22,7 @@ from mprun.data.image_store import (
 )
 from mprun.data.source import Batch, permutation
 
-CLASS, DIFFICULT = 4, 5  # columns of a target, behind its box
+CLASS, DIFFICULT = 4, 5  # columns of a target, after its box
 FIELDS = 6
 NOTHING = -1.0  # class of a row without an object
 
@@ -36,13 +36,13 @@ TRAIN_CANVASES, EVAL_CANVASES = 1000, 300
 class DigitCanvases(ImageStore):
     """1 to 3 real digits on a canvas of noise, to be found and named; 10 classes.
 
-    1,000 canvases of the digits that ``DigitsImages`` trains on, 300 of those that it holds out.
+    There are 1,000 canvases of ``DigitsImages``' training digits and 300 of its held-out ones.
     Each digit is enlarged bilinearly to a square of 8 to 16 px, which is its box; boxes on one
     canvas of 32 px never overlap. The canvases are the same for every seed. ``train_size`` and
     ``eval_size`` take the first ones; None takes all. Other image sizes than 32 are resized.
 
     Raises:
-        ValueError: There are fewer canvases than a batch takes or are asked for.
+        ValueError: There are fewer canvases than a batch takes or than asked for.
     """
 
     def __init__(
@@ -74,10 +74,10 @@ def _first(split: Batch, size: int | None, name: str) -> Batch:
 
 @cache
 def digit_canvases() -> tuple[Batch, Batch]:
-    """Training and held-out canvases: uint8 ``[n, 1, 32, 32]``, targets float32 ``[n, 3, 6]``.
+    """Make training and held-out canvases: uint8 ``[n, 1, 32, 32]``, float32 ``[n, 3, 6]``.
 
-    Whole numbers alone decide about a pixel, so that every machine has the same ones. Made once a
-    process, in about 0.2 s; not to be written to.
+    Pixels come from integer arithmetic alone, so that every machine has the same ones. They are
+    made once a process, in about 0.2 s; do not write to them.
     """
     images, labels = load_digits()
     order = permutation(SPLIT_SEED, 0, len(images))
@@ -90,7 +90,7 @@ def digit_canvases() -> tuple[Batch, Batch]:
 
 
 def _canvases(digits: np.ndarray, labels: np.ndarray, count: int, split: int) -> Batch:
-    """``count`` canvases of the digits uint8 ``[n, 8, 8]``; every split has a stream of its own."""
+    """Make ``count`` canvases of the digits uint8 ``[n, 8, 8]``; each split has its own stream."""
     stream = np.random.PCG64(np.random.SeedSequence([SPLIT_SEED, split, CANVAS]))
 
     def below(bound: int) -> int:
@@ -103,7 +103,7 @@ def _canvases(digits: np.ndarray, labels: np.ndarray, count: int, split: int) ->
     for canvas, objects in zip(canvases, targets, strict=True):
         free = np.ones((CANVAS, CANVAS), bool)
         for row in objects[: 1 + below(MOST)]:
-            while True:  # a square of 8 px has room beside any two of 16
+            while True:  # a square of 8 px always has room beside two of 16
                 side = SIDES[0] + below(SIDES[1] - SIDES[0] + 1)
                 left, top = below(CANVAS - side + 1), below(CANVAS - side + 1)
                 place = slice(top, top + side), slice(left, left + side)
@@ -118,7 +118,7 @@ def _canvases(digits: np.ndarray, labels: np.ndarray, count: int, split: int) ->
 
 
 def _enlarged(digit: np.ndarray, side: int) -> np.ndarray:
-    """A digit ``[8, 8]`` of 0 ... 16 as uint8 ``[side, side]`` of 0 ... 255, bilinearly."""
+    """Enlarge a digit ``[8, 8]`` of 0 ... 16 to uint8 ``[side, side]``, 0 ... 255, bilinearly."""
     weights = _weights(len(digit), side)
     scale = MAXIMUM * (2 * side) ** 2
     return ((255 * (weights @ digit.astype(np.int64) @ weights.T) + scale // 2) // scale).astype(
@@ -128,7 +128,7 @@ def _enlarged(digit: np.ndarray, side: int) -> np.ndarray:
 
 @cache
 def _weights(old: int, new: int) -> np.ndarray:
-    """What each of ``new`` pixels takes of each of ``old``, in parts of ``2 * new``."""
+    """Return each new pixel's weights of the ``old`` pixels, in parts of ``2 * new``."""
     weights = np.zeros((new, old), np.int64)
     for i in range(new):
         # The middle of pixel i, in 2 * new parts of an old pixel, from the middle of the first.

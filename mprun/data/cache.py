@@ -1,7 +1,7 @@
-"""What is slow to make from data, on disk, found again by what it was made from.
+"""A cache on disk of slow products of data, found again by their inputs.
 
-Encoded text, which a source reads from there, and arrays (decoded pixels, places within archives),
-which only save time.
+It holds encoded text, which a source reads from there, and arrays (decoded pixels, places within
+archives), which only save time.
 """
 
 import errno
@@ -25,9 +25,9 @@ FORMAT = 1
 # Hashing costs about 1 s per GB. Smaller files are hashed at every start, larger ones when their
 # size or times have changed.
 REMEMBERED_ABOVE = 16 << 20
-# Within one tick of the file system's clock a file may change and keep its time.
+# A file may change twice within one tick of the file system's clock and keep its time.
 _SETTLED_NS = 2_000_000_000
-# A writer that was killed leaves its temporary file behind.
+# A killed writer leaves its temporary file behind.
 _ABANDONED_S = 3600
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
@@ -37,15 +37,14 @@ Key = Mapping[str, str | int | bool | None]
 class Cache:
     """Files of int32 tokens (little-endian), words (UTF-8, one a line) or arrays, with headers.
 
-    ``key`` says what an entry was made from (hashes of contents, options); its own hash is the
-    file's name, with ``key["kind"]`` as the ending. The header beside it, JSON, holds the format
-    version, the key, the size and the SHA-256 of the entry. An entry is used if all of these
-    agree. Up to ``REMEMBERED_ABOVE`` bytes the whole entry is hashed each time; a larger one is
-    hashed once and again whenever its size, its modification time or its change time differs: a
-    bit that flips on the disk of such a file is not noticed.
+    ``key`` names an entry's inputs (hashes of contents, options). The hash of the key is the file's
+    name, ``key["kind"]`` its ending. The JSON header beside it holds the format version, the key,
+    the size and the SHA-256 of the entry. An entry is used if all of these agree. Entries of up to
+    ``REMEMBERED_ABOVE`` bytes are hashed each time. A larger one is hashed once, and again whenever
+    its size, modification time or change time differs; a bit that flips on the disk goes unnoticed.
 
     Entries are written under a temporary name, synced and renamed, the header last. Processes that
-    make the same entry at once replace each other's by equal ones.
+    make the same entry at the same time replace each other's by equal ones.
 
     ``folder`` None stands for ``mprun/<what>`` in $XDG_CACHE_HOME or ~/.cache.
     """
@@ -53,16 +52,16 @@ class Cache:
     def __init__(self, folder: str | Path | None, what: str = "text") -> None:
         if folder is None:
             base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-            # The XDG base directory specification has relative paths ignored.
+            # The XDG base directory specification says to ignore relative paths.
             folder = (base if base.is_absolute() else Path.home() / ".cache") / "mprun" / what
         self.folder = Path(folder)
 
     def made(self, key: Key, blocks: Callable[[], Iterable[np.ndarray | bytes]]) -> Path:
-        """The entry of ``key``, stored from ``blocks()`` if there is none."""
+        """Return the entry of ``key``; store it from ``blocks()`` if there is none."""
         return self.find(key) or self.store(key, blocks())
 
     def find(self, key: Key) -> Path | None:
-        """The entry of ``key``, or None if there is none or it is damaged (said on stderr)."""
+        """Return the entry of ``key``; None if it is missing or damaged (reported on stderr)."""
         path = self._path(key)
         header = _json(path.with_suffix(".json"))
         try:
@@ -79,10 +78,13 @@ class Cache:
         return None
 
     def store(self, key: Key, blocks: Iterable[np.ndarray | bytes]) -> Path:
-        """Write the entry of ``key``, the ``blocks`` one after the other; its path.
+        """Write the ``blocks`` one after the other as the entry of ``key``; return its path.
 
-        Raises ``DataError`` for a folder that cannot be written, ``Resource`` where the disk is
-        full; nothing is left behind by these, nor by what ``blocks`` raises.
+        An error, of ``blocks`` too, leaves nothing behind.
+
+        Raises:
+            DataError: The folder cannot be written.
+            Resource: The disk is full.
         """
         path = self._path(key)
         try:
@@ -99,7 +101,7 @@ class Cache:
         return path
 
     def content_sha256(self, path: Path) -> str:
-        """SHA-256 (hex) of the file ``path``; ``DamagedData`` if it cannot be read."""
+        """Return the SHA-256 (hex) of a file; raise ``DamagedData`` if it cannot be read."""
         try:
             status = os.stat(path)
             if status.st_size <= REMEMBERED_ABOVE:
@@ -156,7 +158,7 @@ def _sha256(path: Path) -> str:
 
 
 def _write(path: Path, blocks: Iterable[np.ndarray | bytes]) -> tuple[int, str]:
-    """Replace ``path`` by ``blocks`` at once, synced; their size in bytes and SHA-256 (hex)."""
+    """Replace ``path`` by ``blocks`` at once, synced; return size in bytes and SHA-256 (hex)."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     size, digest = 0, hashlib.sha256()
     try:
@@ -179,7 +181,7 @@ def _write(path: Path, blocks: Iterable[np.ndarray | bytes]) -> tuple[int, str]:
 
 
 def load_arrays(key: Key) -> list[np.ndarray] | None:
-    """The arrays stored under ``key``, or None where there are none or damaged ones."""
+    """Return the arrays stored under ``key``; None if they are missing or damaged."""
     arrays = []
     try:
         path = Cache(None, "images").find({"kind": "arrays", **key})
@@ -188,19 +190,19 @@ def load_arrays(key: Key) -> list[np.ndarray] | None:
         with open(path, "rb") as file:
             while file.tell() < path.stat().st_size:
                 arrays.append(np.lib.format.read_array(file, allow_pickle=False))
-    except (OSError, ValueError, RuntimeError):  # RuntimeError: nobody's home
+    except (OSError, ValueError, RuntimeError):  # RuntimeError: there is no home folder
         return None
     return arrays
 
 
 def store_arrays(key: Key, arrays: Iterable[np.ndarray]) -> None:
-    """Keep ``arrays`` (of plain dtypes) under ``key``, if the cache folder can be written to."""
+    """Keep ``arrays`` (of plain dtypes) under ``key`` if the cache folder is writable."""
     with suppress(DataError, Resource, RuntimeError):
         Cache(None, "images").store({"kind": "arrays", **key}, map(_npy, arrays))
 
 
 def _npy(array: np.ndarray) -> bytes:
-    """In NumPy's .npy format."""
+    """Encode an array in NumPy's .npy format."""
     stream = io.BytesIO()
     np.lib.format.write_array(stream, array, allow_pickle=False)
     return stream.getvalue()

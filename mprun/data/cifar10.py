@@ -1,7 +1,7 @@
 """CIFAR-10 below a folder, in any layout, decoded once and held on the device as bytes.
 
-The layouts: torchvision's pickles, which are read without running what a pickle may hold, the
-binary files, or class folders.
+The layouts are torchvision's pickles, which are read without running code in them, the binary
+files, or class folders.
 """
 
 import codecs
@@ -27,7 +27,7 @@ CLASSES, SIZE = 10, 32
 PIXEL_BYTES = 3 * SIZE * SIZE
 IMAGES_PER_FILE = 10_000
 PYTHON_FOLDER, BINARY_FOLDER = "cifar-10-batches-py", "cifar-10-batches-bin"
-# As in torchvision.datasets.CIFAR10: the last file is the held-out split.
+# The files of torchvision.datasets.CIFAR10; the last one is the held-out split.
 MD5 = {
     "data_batch_1": "c99cafc152244af753f735de768cd75f",
     "data_batch_2": "d4bba439e000b95fd0a9bffe97cbabec",
@@ -47,7 +47,7 @@ class Part(NamedTuple):
 
 
 class Cifar10Files(NamedTuple):
-    """Both splits, the layout they came in, and the number of files passed over."""
+    """Both splits, their layout on disk, and the number of ignored files."""
 
     train: Part
     held_out: Part
@@ -56,11 +56,13 @@ class Cifar10Files(NamedTuple):
 
 
 def read_cifar10(root: str) -> Cifar10Files:
-    """CIFAR-10 below ``root``, in the first of the layouts that is found there.
+    """Read CIFAR-10 below ``root``, in the first layout found there.
 
-    cifar-10-batches-py/ or cifar-10-batches-bin/, in ``root`` or ``root`` itself, or class folders
-    of 32x32 images in train/ and test/ (val, valid, validation). Raises ``DamagedData`` naming the
-    file or folder.
+    Layouts: cifar-10-batches-py/ or cifar-10-batches-bin/, in ``root`` or ``root`` itself, or class
+    folders of 32x32 images in train/ and test/ (val, valid, validation).
+
+    Raises:
+        DamagedData: The data cannot be used; the message names the file or folder.
     """
     for folder in (os.path.join(root, PYTHON_FOLDER), root):
         if os.path.isfile(os.path.join(folder, "data_batch_1")) or _is(folder, PYTHON_FOLDER):
@@ -74,7 +76,7 @@ def read_cifar10(root: str) -> Cifar10Files:
 
 
 def read_python_batches(folder: str, md5: dict[str, str] = MD5) -> Cifar10Files:
-    """torchvision's files, checked by MD5, read without running what a pickle may hold."""
+    """Read torchvision's files, checked by MD5, without running code in the pickles."""
     parts = []
     for name, expected in md5.items():
         path = os.path.join(folder, name)
@@ -87,7 +89,7 @@ def read_python_batches(folder: str, md5: dict[str, str] = MD5) -> Cifar10Files:
 
 
 def read_binary_batches(folder: str) -> Cifar10Files:
-    """The binary version: records of a label byte and 3,072 bytes (red, green, blue planes)."""
+    """Read the binary files: records of a label byte and 3,072 bytes (red, green, blue planes)."""
     parts = []
     for name in MD5:
         path = os.path.join(folder, f"{name}.bin")
@@ -101,7 +103,7 @@ def read_binary_batches(folder: str) -> Cifar10Files:
 
 
 def read_class_folders(root: str) -> Cifar10Files:
-    """Images in class folders, decoded: 6 to 10 s for 60,000 files, then kept in the cache."""
+    """Decode images in class folders, 6 to 10 s for 60,000 files, and keep them in the cache."""
     images = find_images(root, layout="classes", eval_share=0.1, imagenet=False)
     if len(images.classes) != CLASSES:
         raise DamagedData(
@@ -126,7 +128,7 @@ def _cached_pixels(images: Images) -> np.ndarray:
     if kept is not None and [a.shape for a in kept] == [(n, 3, SIZE, SIZE)]:
         return kept[0]
     pixels = np.empty((n, 3, SIZE, SIZE), np.uint8)
-    # In one thread: two were slower, most of the time goes to Python's part of the work.
+    # One thread: two were slower, because most of the work is in Python.
     places = [(split, i) for split in (images.train, images.held_out) for i in range(len(split))]
     for row, (split, i) in zip(pixels, places, strict=True):
         row[:] = _decoded(split, i)
@@ -159,7 +161,7 @@ def _from_pickle(content: bytes, shown: str) -> Part:
 
 
 class _ArraysOnly(pickle.Unpickler):
-    """Rebuilds NumPy arrays and plain values; any other name in the pickle is refused."""
+    """Rebuild NumPy arrays and plain values; refuse any other name in the pickle."""
 
     def find_class(self, module: str, name: str) -> object:
         if module in ("numpy.core.multiarray", "numpy._core.multiarray"):
@@ -244,14 +246,13 @@ class Cifar10(ImageStore):
     figures; "mean_subtracted", v - 255 * mean, v in 0 ... 255; "tanh", v mapped to [-1, 1].
 
     ``train_size`` and ``eval_size`` take the first images of a shuffle that is the same for all
-    seeds; None takes all. Class folders have an order of their own (by class and name), so they
-    give other images and another ``sha256`` than the original files. 3,072 bytes an image on
-    ``device``.
+    seeds; None takes all. Class folders have another order (by class and name), so they give other
+    images and another ``sha256`` than the original files. An image takes 3,072 bytes on ``device``.
     ``sha256`` is over the pixels and labels that are used, in that order.
 
     Raises:
         ValueError: More images are asked for than there are.
-        DamagedData: A file, which is named, cannot be used.
+        DamagedData: A file cannot be used; the message names it.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The user's own data sets as a source: order, random augmentation and batches are mprun's."""
+"""A source for the user's data sets: mprun sets order, random augmentation and batches."""
 
 import hashlib
 import operator
@@ -20,14 +20,14 @@ from mprun.data.source import (
 )
 from mprun.errors import MprunError, raised
 
-# Keys of random states. What is no training sample has the same for every seed, so that all runs
-# are judged on the same images and equal data have equal hashes.
+# Keys of random states. Other samples than training ones have the same state for every seed, so
+# that all runs are judged on the same images and equal data have equal hashes.
 _TRAINING, _HELD_OUT, _HASHED = 20171014, 20171015, 20171016
 
 
 @dataclass(frozen=True, slots=True)
 class Items:
-    """A map-style data set; `source` is what messages call it."""
+    """A map-style data set; `source` is its name in messages."""
 
     dataset: Any
     source: str
@@ -37,9 +37,12 @@ class Items:
         return len(self.dataset)
 
     def item(self, index: int, *key: int) -> tuple[Tensor, int]:
-        """Image and label of item ``index``, read with the random state of (key, index).
+        """Read image and label of item ``index`` with the random state of (key, index).
 
-        The image uint8 or float32; DamagedData names the item where it cannot be used.
+        The image is uint8 or float32.
+
+        Raises:
+            DamagedData: The item cannot be used; the message names it.
         """
         what = f"{self.source}[{index}]"
         seed_sample(*key, index)
@@ -54,7 +57,7 @@ class Items:
         return _image(item[0], what), _label(item[1], self.num_classes, what)
 
     def sha256_of(self, count: int) -> str:
-        """Of the length and ``count`` items, evenly spaced, as they are delivered."""
+        """Hash the length and ``count`` evenly spaced items, as they are delivered."""
         digest = hashlib.sha256(f"{len(self)}\n".encode())
         with kept_random_state():
             for number in range(count):
@@ -64,7 +67,7 @@ class Items:
         return digest.hexdigest()
 
     def sample(self) -> Tensor:
-        """Image 0; DataError if it differs when it is read again with the same random state."""
+        """Return image 0; raise DataError if a second reading with the same state differs."""
         with kept_random_state():
             image, again = (self.item(0, _HASHED)[0] for _ in range(2))
         if image.shape != again.shape or not torch.equal(image, again):
@@ -78,7 +81,7 @@ class Items:
 class DatasetReader(Reader):
     """Batches of items, uint8 or float32 ``[batch, channels, height, width]``, all like ``like``.
 
-    Can be pickled where the data set can. An item that cannot be used ends the run.
+    It can be pickled if the data set can. An item that cannot be used ends the run.
     """
 
     def __init__(self, split: Items, like: Tensor, batch_size: int, seed: int | None) -> None:
@@ -87,7 +90,7 @@ class DatasetReader(Reader):
         self._like = like.shape, like.dtype
 
     def read(self, number: int, *, shared: bool = False) -> ReadBatch:
-        """Batch ``number``; raises ``DamagedData`` naming an item."""
+        """Read batch ``number``; raise ``DamagedData`` naming an item."""
         chosen = self.places(number)
         key = (_HELD_OUT,) if self.seed is None else (_TRAINING, self.seed, number // len(self))
         with kept_random_state():
@@ -142,25 +145,25 @@ class DatasetSource(LoadedSource):
     An image is a tensor ``[channels, height, width]``, uint8 or floating, all of one shape; a label
     an integer from 0 to below ``num_classes``. Batches are ``(images float32
     [batch, channels, height, width], labels int64 [batch])`` on ``device``. uint8 images are copied
-    there as bytes and become ``(image - offset) / divisor``, by default 0 to 1; floating ones are
-    taken as they are.
+    there as bytes and become ``(image - offset) / divisor``, by default 0 to 1; floating ones stay
+    unchanged.
 
-    The order of the training items is a fresh permutation for each (seed, epoch), the tail that
-    fills no batch is dropped; the held-out items are walked in their order. Around each
-    ``__getitem__`` the global generators of Python, NumPy and torch (CPU) are seeded from (seed,
-    epoch, index), for held-out items from the index alone, and put back afterwards: random
-    augmentation that draws from them is the same for any worker count and resume point. One that
-    draws from elsewhere is refused.
+    The training items have a fresh permutation for each (seed, epoch), and the tail that fills no
+    batch is dropped. The held-out items come in their own order. Around each ``__getitem__`` the
+    global generators of Python, NumPy and torch (CPU) are seeded from (seed, epoch, index), for
+    held-out items from the index alone, and restored afterwards. Random augmentation that draws
+    from them is therefore the same for any worker count and resume point. Augmentation that draws
+    from elsewhere is refused.
 
-    ``workers`` processes read ahead, as many for the held-out items; 0: the calling thread reads.
-    The data sets must be picklable for them. They end with ``close()``.
+    ``workers`` processes read ahead, and as many for the held-out items; 0: the calling thread
+    reads. They need picklable data sets, and end with ``close()``.
 
     ``sha256`` covers up to 64 items of each split, evenly spaced, as they are delivered, and both
-    lengths; or give it: what you state is recorded, nothing is read for it.
+    lengths. A value that you give is recorded unchecked.
 
     Raises:
         ValueError: An argument is out of range.
-        DamagedData: An item, which is named, cannot be used or raises an exception.
+        DamagedData: An item cannot be used or raises an exception; the message names it.
         Resource: A process is lost.
     """
 
@@ -210,7 +213,7 @@ class DatasetSource(LoadedSource):
     def _float(self, images: Tensor) -> Tensor:
         if images.dtype is torch.uint8:
             return images.float().sub_(self._offset).div_(self._divisor)
-        # On a CPU they are the loader's own, which may hand them out again.
+        # On a CPU they belong to the loader, which may hand them out again.
         return images.clone() if images.device.type == "cpu" else images
 
 
@@ -225,7 +228,7 @@ def _items(name: str, split, num_classes: int) -> Items:
 
 
 def _per_channel(name: str, values, channels: int, device: torch.device) -> Tensor:
-    """float32 ``[1 or channels, 1, 1]`` on the device."""
+    """Return the values as float32 ``[1 or channels, 1, 1]`` on the device."""
     tensor = torch.tensor(values, dtype=torch.float32, device=device).reshape(-1, 1, 1)
     if len(tensor) not in (1, channels):
         raise ValueError(

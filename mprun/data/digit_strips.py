@@ -1,7 +1,7 @@
 """Utterances without audio: strips of handwritten digits, read column by column.
 
-Real measurements with the shape of a spectrogram and a text of unknown alignment, without a
-download.
+They are real measurements with the shape of a spectrogram and a text of unknown alignment, without
+a download.
 """
 
 import hashlib
@@ -23,16 +23,17 @@ CONTENT_SEED = 20171010
 
 
 class DigitStrips(Source):
-    """Three to five digits side by side, none or one empty column between them; the text is them.
+    """Strips of three to five digits, at most one empty column apart; the digits are the text.
 
-    1,200 strips of the training digits of ``DigitsImages`` and 300 of its held-out ones. A batch is
-    ``(features float32 [batch, 1, 8, 48], targets int64 [batch, 7])``: rows are frequencies,
-    columns are frames, standardised over the training strips and zero behind a strip's end; targets
-    are frames, digits, and as many symbols (digit + 1; 0 is CTC's blank).
+    There are 1,200 strips of ``DigitsImages``' training digits and 300 of its held-out ones. A
+    batch is ``(features float32 [batch, 1, 8, 48], targets int64 [batch, 7])``. Rows are
+    frequencies and columns frames, standardised over the training strips and zero after a strip's
+    end. Targets are the number of frames, the number of digits, and as many symbols (digit + 1; 0
+    is CTC's blank).
 
     Raises:
         ValueError: There are fewer training strips than a batch takes.
-        DataError: The file of digits is not as it was installed.
+        DataError: The installed file of digits is damaged.
     """
 
     num_symbols = 11
@@ -66,18 +67,18 @@ class DigitStrips(Source):
         }
 
     def train_batch(self, index: int) -> Batch:
-        """Batch ``index`` of the run; raises ``ValueError`` if it is negative."""
+        """Return batch ``index`` of the run; raise ``ValueError`` if it is negative."""
         picked = self._order.indices(index)
         features, targets = self._train
         return features.index_select(0, picked), targets.index_select(0, picked)
 
     def eval_batches(self) -> Iterator[Batch]:
-        """All held-out strips in their order."""
+        """Yield all held-out strips in their order."""
         yield from zip(*(t.split(self.samples_per_batch) for t in self._held_out), strict=True)
 
 
 def _strips(images: Tensor, labels: Tensor, count: int, split: int) -> tuple[Tensor, Tensor]:
-    """uint8 ``[count, 1, 8, 48]`` with values 0 ... 16, and targets int64 ``[count, 7]``."""
+    """Make uint8 ``[count, 1, 8, 48]`` with values 0 ... 16, and targets int64 ``[count, 7]``."""
     # NumPy guarantees this stream across releases (NEP 19).
     stream = np.random.PCG64(np.random.SeedSequence([CONTENT_SEED, split]))
     drawn = stream.random_raw(2 * MOST * count).reshape(count, 2 * MOST)
@@ -97,7 +98,7 @@ def _strips(images: Tensor, labels: Tensor, count: int, split: int) -> tuple[Ten
 
 
 def _inside(targets: Tensor) -> Tensor:
-    """Which values of strips are theirs: bool ``[n, 1, 8, 48]``."""
+    """Return which values lie before a strip's end: bool ``[n, 1, 8, 48]``."""
     inside = torch.arange(COLUMNS) < targets[:, :1]
     return inside[:, None, None].expand(-1, 1, FREQUENCIES, -1)
 

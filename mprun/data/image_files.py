@@ -1,4 +1,4 @@
-"""Which images a folder offers for training and which it holds out."""
+"""The images that a folder offers for training and those that it holds out."""
 
 import hashlib
 import os
@@ -13,9 +13,9 @@ from mprun.data.source import DamagedData
 
 __all__ = ["HELD_OUT_FOLDERS", "ImageSplit", "Images", "find_images"]
 
-# The first that exists is the held-out split.
+# The first of these that exists is the held-out split.
 HELD_OUT_FOLDERS = ("val", "valid", "validation", "test")
-# Up to here the content is hashed; reading more would delay every start of a run.
+# Up to this size the content is hashed; reading more would delay every start of a run.
 CONTENT_HASH_BYTES = 256 * 2**20
 
 _WHOLE = ""  # the folder of images that are not split yet
@@ -23,13 +23,13 @@ _WHOLE = ""  # the folder of images that are not split yet
 
 @dataclass(slots=True)
 class Images:
-    """Both splits of a data set, and what stands for its content.
+    """Both splits of a data set, and a hash of its content.
 
     ``sha256`` (hex) is over the class names and, file by file in the order of the listing, the
-    path below root with the content (``sha256_of`` "content") or, above 256 MiB in all, with the
-    size in bytes ("names and sizes"). It depends neither on where root lies nor on
-    ``eval_share``. ``split_rule`` says in words what decided between the splits; ``ignored``
-    counts the files in the folders that are no images (``mprun.data.image_listing``).
+    path below root with the content (``sha256_of`` "content"). Above 256 MiB in all, the size in
+    bytes replaces the content ("names and sizes"). The hash depends neither on where root lies nor
+    on ``eval_share``. ``split_rule`` describes how files were split; ``ignored`` counts the files
+    in the folders that are no images (``mprun.data.image_listing``).
     """
 
     train: ImageSplit
@@ -44,25 +44,27 @@ class Images:
 def find_images(
     root: str, *, layout: str, eval_share: float, imagenet: bool, on_corrupt: str = "stop"
 ) -> Images:
-    """The images below ``root``, in an order and with labels that depend on their names alone.
+    """Find the images below ``root``; order and labels depend on their names alone.
 
     ``layout="classes"``: one folder per class, class names sorted and numbered from 0, within a
-    class sorted by folder, then by file name (all as torchvision's ``ImageFolder``). The class
+    class sorted by folder, then by file name (all as in torchvision's ``ImageFolder``). The class
     folders lie in root/train and in the first of root/val, valid, validation, test; or in root
-    itself, and then a file is held out where the first 64 bits of the SHA-256 of its path below
-    root (parts joined by "/") fall into the lowest ``eval_share`` of their range. So no file
-    changes sides when others come or go, with one exception: where this would hold out a whole
-    class, the file of the highest hash stays in training.
+    itself. There a rule of hashes splits them, by the SHA-256 of a file's path below root (parts
+    joined by "/"). A file is held out if the first 64 bits lie in the lowest ``eval_share`` of
+    their range. So no file changes sides when others come or go, with one exception: if this would
+    hold out a whole class, the file of the highest hash stays in training.
 
-    ``layout="flat"``: every image at any depth, without labels; root/train and a held-out folder
-    are the splits where both exist, otherwise the rule of hashes splits all files.
+    ``layout="flat"``: every image at any depth, without labels. root/train and a held-out folder
+    are the splits if both exist, otherwise the rule of hashes splits all files.
 
     ``imagenet``: split folders of 1,000 class folders each, or the original archives.
 
-    With ``on_corrupt="skip"`` files that are empty or cannot be read stay in the splits, for the
-    reader to skip; otherwise they are refused here.
+    With ``on_corrupt="skip"`` files that are empty or unreadable stay in the splits, for the reader
+    to skip; otherwise they are refused here.
 
-    Raises ``ValueError`` for an argument, ``DamagedData`` naming a file or folder.
+    Raises:
+        ValueError: An argument is wrong.
+        DamagedData: A file or folder cannot be used; the message names it.
     """
     flat, skip = layout == "flat", on_corrupt == "skip"
     if imagenet and flat:
@@ -82,7 +84,7 @@ def find_images(
 def _listed(
     root: str, flat: bool, imagenet: bool, skip: bool
 ) -> tuple[dict[str, ImageSplit], str, int]:
-    """Folder -> images (training, held out; or all, which are not split yet), rule, ignored."""
+    """Return folder -> images (both splits, or all of them unsplit), the rule, and ignored."""
     names = ("train", *HELD_OUT_FOLDERS)
     folders = [name for name in names if os.path.isdir(os.path.join(root, name))]
     has_train = "train" in folders
@@ -111,7 +113,7 @@ def _listed(
 
 
 def _check_classes(root: str, parts: dict[str, ImageSplit], imagenet: bool) -> None:
-    # First what the held-out split has and training has not.
+    # First the classes of the held-out split that training lacks.
     for other, folder in permutations(parts):
         unknown = sorted(set(parts[folder].classes) - set(parts[other].classes))
         if unknown:
@@ -164,7 +166,7 @@ def _sha256(parts: dict[str, ImageSplit], skip: bool) -> tuple[str, str]:
 
 
 def _path(folder: str, split: ImageSplit, i: int) -> bytes:
-    """The path below root; of archives that which extracting them into class folders would give."""
+    """Return the path below root; for archives, the path after extraction into class folders."""
     name = split.relative_name(i)
     if not split.archived:
         return name

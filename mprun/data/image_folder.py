@@ -1,9 +1,9 @@
-"""Image files of any size, decoded and augmented on the way by loader processes.
+"""Image files of any size, which loader processes decode and augment during training.
 
 Encoded images become the pixels of torchvision's ``pil_loader``, with these policies.
 
 ====================================  ==========================================================
-file                                  what comes out
+file                                  result
 ====================================  ==========================================================
 JPEG, PNG, BMP, WebP, PPM, PGM,       RGB, as ``PIL.Image.convert("RGB")`` gives it; recognised by
 TIFF, GIF                             content, whatever the extension; other formats are refused
@@ -23,8 +23,9 @@ more than 89,478,485 pixels           refused: Pillow's limit against decompress
 warnings of Pillow                    silent (damaged EXIF data, palette transparency)
 ====================================  ==========================================================
 
-What no error shows, here as in torchvision: flipped bytes that still decode (JPEG has no checksum,
-and Pillow does not read the one of PNG's pixels), and a file cut off behind its last pixel.
+Some damage gives no error, here as in torchvision: flipped bytes that still decode (JPEG has no
+checksum, and Pillow does not check the one of PNG's pixels), and a file cut off after its last
+pixel.
 """
 
 import io
@@ -47,20 +48,21 @@ from mprun.data.source import DamagedData, ReadBatch, Reader
 from mprun.errors import BadInput
 
 FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "PPM", "TIFF", "GIF")
-# A quarter of a GiB of RGB bytes would be 89,478,485.3 pixels.
+# 256 MiB of RGB bytes would be 89,478,485.3 pixels.
 MAX_PIXELS = 2**28 // 3
 _TOO_MANY_PIXELS = f"more than {MAX_PIXELS:,} pixels"
 _SILENT = ("ignore", None, Warning, re.compile(r"PIL\."), 0)  # an entry of warnings.filters
 _WIDE_GRAY = ("I;16", "I;16B", "I;16L", "I;16N", "I")
-# Pillow tells of every chunk of every file where a program around this one logs at debug level.
+# If the surrounding program logs at debug level, Pillow reports every chunk of every file.
 logging.getLogger("PIL").setLevel(logging.INFO)
 
 
 def decode_rgb(content: bytes, name: str) -> Image.Image:
-    """The image in ``content`` as a loaded PIL image of mode RGB.
+    """Decode ``content`` to a loaded PIL image of mode RGB.
 
-    Raises ``DamagedData`` naming ``name`` for what cannot be decoded in full, ``BadInput`` where
-    something has told Pillow to accept truncated files.
+    Raises:
+        DamagedData: The image cannot be decoded in full; the message begins with ``name``.
+        BadInput: Pillow is set to accept truncated files.
     """
     if ImageFile.LOAD_TRUNCATED_IMAGES:
         raise BadInput(
@@ -98,7 +100,7 @@ def _rgb(image: Image.Image, name: str) -> Image.Image:
         raise DamagedData(f"{name}: floating-point pixels, whose range is not known")
     if image.mode in _WIDE_GRAY:
         return _from_wide_gray(image, name)
-    # A copy of what is RGB already would cost 0.1 ms for a photograph of 500 x 400.
+    # Copying an RGB image would cost 0.1 ms for a photograph of 500 x 400.
     return image if image.mode == "RGB" else image.convert("RGB")
 
 
@@ -110,31 +112,31 @@ def _from_wide_gray(image: Image.Image, name: str) -> Image.Image:
 
 
 def _silence_pillow() -> None:
-    """No warnings from Pillow's modules in this process, from now on.
+    """Ignore warnings from Pillow's modules in this process, from now on.
 
-    Not ``warnings.catch_warnings``, which is not safe in threads.
+    ``warnings.catch_warnings`` would not be thread-safe.
     """
     if _SILENT not in warnings.filters:
         warnings.filterwarnings("ignore", module=_SILENT[3].pattern)
 
 
-# A thousandth of a split may be replaced; three files of a small one.
+# At most a thousandth of a split may be replaced, or three files of a small one.
 _SHARE_REPLACED, _FEW_REPLACED = 1000, 3
 
 
 class ImageReader(Reader):
     """Batches of images, uint8 ``[batch, image_size, image_size, channels]``.
 
-    With a ``seed`` they have the random part of the augmentation; of the sample at place p of an
-    epoch it depends on (seed, epoch, p) alone.
+    With a ``seed`` they get random augmentation. For the sample at place p of an epoch it depends
+    on (seed, epoch, p) alone.
 
-    ``on_corrupt="skip"``: in place of a file that cannot be used comes the next one of the split
-    that can (after the last the first), with its own label and the crop of the one it stands for.
-    ``most_replaced`` is how many different files may be replaced: a thousandth of the split, three
-    in a small one. With "stop" a file that cannot be used raises ``DamagedData``.
+    ``on_corrupt="skip"``: the next usable file of the split (after the last the first) replaces an
+    unusable one, with its own label and the replaced file's crop. At most ``most_replaced``
+    different files may be replaced: a thousandth of the split, three in a small one. With "stop"
+    an unusable file raises ``DamagedData``.
 
-    An instance can be pickled and holds no open file. Costs per image: decoding, one crop, one
-    resize and one copy of the bytes; nothing is computed in floating point.
+    An instance can be pickled and holds no open file. An image costs decoding, one crop, one resize
+    and one copy of the bytes; nothing is computed in floating point.
     """
 
     def __init__(
@@ -152,7 +154,7 @@ class ImageReader(Reader):
         self.most_replaced = max(_FEW_REPLACED, len(split) // _SHARE_REPLACED)
 
     def read(self, number: int, *, shared: bool = False) -> ReadBatch:
-        """Batch ``number``; raises ``DamagedData`` naming a file."""
+        """Read batch ``number``; raise ``DamagedData`` naming a file."""
         chosen, chances = self._samples(number)
         size, channels = self.augmentation.image_size, self.augmentation.channels
         images = torch.empty((len(chosen), size, size, channels), dtype=torch.uint8)
@@ -170,7 +172,7 @@ class ImageReader(Reader):
         return ReadBatch(images, torch.from_numpy(self.split.labels[used]), replaced)
 
     def _samples(self, number: int) -> tuple[list[int], Iterable[np.ndarray | None]]:
-        """Places in the split, and the random numbers of each sample (None in evaluation)."""
+        """Return places in the split, and each sample's random numbers (None in evaluation)."""
         chosen = self.places(number)
         if self.seed is None:
             return chosen, [None] * len(chosen)
@@ -178,7 +180,7 @@ class ImageReader(Reader):
         return chosen, draws(self.seed, epoch, batch * self.batch_size, self.batch_size)
 
     def _readable(self, sample: int, replaced: dict[int, str]) -> tuple[int, Image.Image]:
-        """Place and image of ``sample`` or of the first after it that can be used."""
+        """Return place and image of ``sample``, or of the first usable file after it."""
         tried: dict[int, str] = {}
         for place in itertools.chain(range(sample, len(self.split)), range(sample)):
             name = self.split.name(place)
@@ -200,25 +202,26 @@ class ImageReader(Reader):
 
 
 class ImageFolder(LoadedSource):
-    """The images below ``root`` (``find_images`` says in which layouts) as a source of batches.
+    """The images below ``root`` (layouts: ``find_images``) as a source of batches.
 
     A batch is ``(images float32 [batch, channels, image_size, image_size], labels int64 [batch])``
     on ``device``; the last evaluation batch may be smaller. Images travel as bytes, channels last,
-    and are normalised on the device (``normalise``). ``mprun.data.augmentation`` says what
-    ``augmentation``, ``flip``, ``resize_to`` and ``centre_crop`` do. Order and augmentation depend
-    on (seed, epoch, place in the epoch) alone.
+    and are normalised on the device (``normalise``). ``mprun.data.augmentation`` documents
+    ``augmentation``, ``flip``, ``resize_to`` and ``centre_crop``. Order and augmentation depend on
+    (seed, epoch, place in the epoch) alone.
 
-    ``workers`` processes read ahead, ``prefetch`` batches each; 0: the calling thread reads when it
-    is asked; None: ``default_workers``. Evaluation has as many of its own. They start with the
+    ``workers`` processes read ahead, ``prefetch`` batches each; 0: the calling thread reads on
+    request; None: ``default_workers``. Evaluation has as many separate ones. They start with the
     first batch and end with ``close()``; neither their number nor ``prefetch`` changes a sample.
 
-    ``on_corrupt="skip"`` puts the next usable image of the split in the place of a file that cannot
-    be used (``ImageReader``); ``replaced_files()`` tells which. With "stop" such a file raises
-    ``DamagedData``, as do more than a thousandth of a split (three files of a small one).
+    ``on_corrupt="skip"`` replaces an unusable file by the next usable image of the split
+    (``ImageReader``); ``replaced_files()`` lists them. With "stop" such a file raises
+    ``DamagedData``, as do more than a thousandth of a split (three files of a small one) with
+    "skip".
 
     Raises:
         ValueError: There are fewer training images than a batch takes.
-        DamagedData: A file or folder, which is named, cannot be used.
+        DamagedData: A file or folder cannot be used; the message names it.
         Resource: A process is lost or stalled.
     """
 
@@ -273,10 +276,10 @@ class ImageFolder(LoadedSource):
         }
 
     def replaced_files(self) -> dict[str, str]:
-        """Files that ``on_corrupt="skip"`` replaced so far, each once: place -> name.
+        """Return the files that ``on_corrupt="skip"`` replaced so far, each once: place -> name.
 
         A place ("train/17": split and number in it) is the same wherever the data lie.
-        ``ImageReader.most_replaced`` bounds how many there are.
+        ``ImageReader.most_replaced`` limits their number.
         """
         splits = {"train": self._train, "held_out": self._held_out}
         return {

@@ -1,11 +1,11 @@
 """The image files below a folder, by name and size, and one split of them with its content.
 
-Images are files with one of torchvision's extensions in any case; what they hold is decided when
-they are decoded, so a PNG file named .jpg is read as the PNG that it is. Names that begin with a
-dot are passed over (among them the ._ files of macOS). Files without an extension and those with
-one of ``SIDE_EXTENSIONS`` are passed over and counted. Anything else is refused by name: it is
-more likely an image in a format that is not read, or an unfinished download, than meant to be
-left out. Links are followed; a link to a folder that encloses it is passed over.
+Images are files with one of torchvision's extensions in any case. Decoding decides on their format,
+so a PNG file named .jpg is read as a PNG. Names that begin with a dot are ignored (among them the
+._ files of macOS). Files without an extension or with one of ``SIDE_EXTENSIONS`` are ignored and
+counted. Any other file is refused by name: it is more likely an image in an unknown format or an
+unfinished download than meant to be left out. Links are followed; a link to a folder that encloses
+it is ignored.
 """
 
 import os
@@ -17,19 +17,19 @@ import numpy as np
 
 from mprun.data.source import DamagedData
 
-# No photograph comes near this; it keeps a misnamed film or disk image out of memory.
+# No photograph is nearly as large; the limit keeps a misnamed film or disk image out of memory.
 MAX_FILE_BYTES = 256 * 2**20
 
 
 @dataclass(slots=True, eq=False)
 class ImageSplit:
-    """Images, named and labelled, of which nothing is held but names and numbers.
+    """The names, sizes and labels of images, without their content.
 
     ``source`` is the folder that the names are relative to or, if ``archived``, an archive.
-    ``table`` has a row for each image (`image_table`): "name", "size" in bytes, "label", which
-    indexes ``classes`` (0, with ``classes`` empty, where images have no labels), and "start", the
-    image's first byte in the archive. So forking or pickling a split costs one array, not a
-    million objects.
+    ``table`` has a row for each image (`image_table`): "name", "size" in bytes, "label" and
+    "start", the image's first byte in the archive. "label" indexes ``classes``; without labels it
+    is 0 and ``classes`` is empty. So forking or pickling a split costs one array, not a million
+    objects.
     """
 
     source: str
@@ -42,30 +42,31 @@ class ImageSplit:
 
     @property
     def labels(self) -> np.ndarray:
-        """int64 ``[n]``."""
+        """Return the labels, int64 ``[n]``."""
         return self.table["label"]
 
     def relative_name(self, i: int) -> bytes:
-        """The path below ``source`` or the name within it, as the file system spells it."""
+        """Return the path below ``source`` or the name within it, as the file system spells it."""
         return self.table["name"][i]
 
     def name(self, i: int) -> str:
-        """What messages call image ``i``: ``root/train/n01440764/x.JPEG``, ``archive.tar:member``.
+        """Name image ``i`` for messages: ``root/train/n01440764/x.JPEG``, ``archive.tar:member``.
 
-        One printable line, whatever characters the file system allows.
+        The name is one printable line, whatever characters the file system allows.
         """
         separator = b":" if self.archived else os.fsencode(os.sep)
         return printable(os.fsencode(self.source) + separator + self.relative_name(i))
 
     def taken(self, order: np.ndarray) -> "ImageSplit":
-        """The images ``order`` (int64, or bool ``[n]``), in that order."""
+        """Return the images ``order`` (int64, or bool ``[n]``), in that order."""
         return replace(self, table=self.table[order])
 
     def read(self, i: int) -> bytes:
-        """The encoded content of image ``i``, never empty. Safe in forked and spawned processes.
+        """Read the encoded content of image ``i``, never empty; fork and spawn are safe.
 
-        Raises ``DamagedData`` naming the file where it or its folder is gone, is unreadable or
-        empty, or where the archive ends before it.
+        Raises:
+            DamagedData: The file or its folder is gone, it is unreadable or empty, or the archive
+                ends before it; the message names the file.
         """
         try:
             content = self._content(i)
@@ -86,27 +87,27 @@ class ImageSplit:
             path = os.path.join(os.fsencode(self.source), self.relative_name(i))
             with open(path, "rb", buffering=0) as file:
                 return file.readall()
-        # Opened anew for each image: about 5 us, and no descriptor to share or to close.
+        # Opening it for each image costs about 5 us, and leaves no descriptor to share or close.
         with open(self.source, "rb", buffering=0) as file:
             row = self.table[i]
             return os.pread(file.fileno(), int(row["size"]), int(row["start"]))
 
 
 def image_table(rows: Sequence[tuple[bytes, int, int, int]]) -> np.ndarray:
-    """The ``table`` of an ``ImageSplit``, of (name, size, label, start) each."""
+    """Make the ``table`` of an ``ImageSplit`` from rows of (name, size, label, start)."""
     width = max((len(row[0]) for row in rows), default=1)
     numbers = [(column, np.int64) for column in ("size", "label", "start")]
     return np.array(rows, [("name", f"S{width}"), *numbers])
 
 
 def printable(path: str | bytes) -> str:
-    """``path`` on one line: undecodable bytes and control characters as escapes."""
+    """Return ``path`` on one line, undecodable bytes and control characters as escapes."""
     text = os.fsencode(path).decode("utf-8", "backslashreplace")
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def too_large(name: str) -> str:
-    """The message for a file over ``MAX_FILE_BYTES``."""
+    """Return the message for a file over ``MAX_FILE_BYTES``."""
     return f"{name}: larger than {MAX_FILE_BYTES // 2**20} MiB, which no image should be"
 
 
@@ -125,12 +126,15 @@ SIDE_EXTENSIONS = frozenset(
 
 
 def list_images(root: str, top: str, flat: bool, keep_damaged: bool) -> tuple[ImageSplit, int]:
-    """The images below root/``top``, and how many files were passed over.
+    """List the images below root/``top``, and count the ignored files.
 
-    Those in its class folders, by class name, folder and file name; ``flat``: at any depth, by
-    folder and file name, without classes. With ``keep_damaged`` empty files are listed like others.
-    Raises ``DamagedData`` naming the file or folder: no images, no or empty class folders, images
-    beside the class folders, and files that cannot be used.
+    The images are those in its class folders, by class name, folder and file name; with ``flat``
+    those at any depth, by folder and file name, without classes. With ``keep_damaged`` empty files
+    are listed like others.
+
+    Raises:
+        DamagedData: There are no images, no or empty class folders, images beside the class
+            folders, or unusable files; the message names the file or folder.
     """
     classes, ignored = ((), 0) if flat else _classes(os.path.normpath(os.path.join(root, top)))
     empty = "no images in it, at any depth" if flat else "an empty class folder (no images in it)"
@@ -146,7 +150,7 @@ def list_images(root: str, top: str, flat: bool, keep_damaged: bool) -> tuple[Im
 
 
 def _classes(path: str) -> tuple[tuple[str, ...], int]:
-    """The class folders in ``path``, sorted, and how many files beside them are passed over."""
+    """Return the class folders in ``path``, sorted, and the number of ignored files."""
     classes, beside, ignored = [], [], 0
     for entry in _entries(path):
         if entry.is_dir():
@@ -169,7 +173,7 @@ def _classes(path: str) -> tuple[tuple[str, ...], int]:
 
 
 def _tree(root: str, top: str, keep_damaged: bool) -> tuple[list[tuple[bytes, int]], int]:
-    """Path below root and size of the images below root/``top``; how many files are no images."""
+    """Return path and size of the images below root/``top``, and the number of other files."""
     above, folder = set(), top
     while folder:
         folder = os.path.dirname(folder)

@@ -1,8 +1,8 @@
 """Small images held as bytes on the device and turned into float batches there.
 
-`ImageStore` serves them. The two sources without files: handwritten digits, real images without a
-download, and random images with nothing to learn, whose content depends neither on the run's seed
-nor on the device.
+`ImageStore` serves them. Two sources need no files: handwritten digits, which are real images
+without a download, and random images with nothing to learn. The content of the random ones depends
+neither on the run's seed nor on the device.
 """
 
 import hashlib
@@ -17,12 +17,12 @@ from torch.nn import functional as F
 
 from mprun.data.source import Batch, DataError, EpochOrder, Source, permutation
 
-# (uint8 images [batch, channels, h, w], epoch, position of the first one in the epoch) -> the like.
+# (uint8 images [batch, channels, h, w], epoch, position of the first in the epoch) -> such images.
 Augment = Callable[[Tensor, int, int], Tensor]
 
 
 class Serving(TypedDict, total=False):
-    """What `ImageStore` serves its images with, beside their size."""
+    """The options of `ImageStore` beside the image size."""
 
     batch_size: int
     seed: int
@@ -40,15 +40,15 @@ class ImageStore(Source):
 
     Args:
         train: Images uint8 ``[n, channels or 1, h, w]`` and labels int64 ``[n]``.
-        held_out: The like, for evaluation.
+        held_out: The same for evaluation.
         maximum: The largest value that an image may have.
         image_size: Pixels of a side, 8 or more.
         channels: A multiple of the stored ones.
         value_range: ``standardised`` (mean 0, standard deviation 1 over the stored training split),
             ``mean_subtracted`` (0 ... maximum mapped to 0 ... 255, minus the mean of that split) or
             ``tanh`` (0 ... maximum mapped to -1 ... 1).
-        normalisation: Replaces both: (offset, divisor), float32 ``[channels, 1, 1]``, to subtract
-            and then to divide by.
+        normalisation: Replaces ``value_range`` and ``maximum``: (offset, divisor), float32
+            ``[channels, 1, 1]``, to subtract and then to divide by.
         augment: Changes training batches on the device while they are bytes.
 
     Raises:
@@ -99,7 +99,7 @@ class ImageStore(Source):
         self._image_size, self._channels, self._augment = image_size, channels, augment
 
     def train_batch(self, index: int) -> Batch:
-        """Batch ``index`` of the run; raises ``ValueError`` if it is negative."""
+        """Return batch ``index`` of the run; raise ``ValueError`` if it is negative."""
         picked = self._order.indices(index)
         images, labels = self._train
         batch = images.index_select(0, picked)
@@ -109,7 +109,7 @@ class ImageStore(Source):
         return self._float(batch), labels.index_select(0, picked)
 
     def eval_batches(self) -> Iterator[Batch]:
-        """The whole held-out split in its stored order, as it is."""
+        """Yield the whole held-out split in its stored order, without augmentation."""
         images, labels = self._held_out
         for start in range(0, len(images), self.samples_per_batch):
             part = slice(start, start + self.samples_per_batch)
@@ -148,14 +148,14 @@ SPLIT_SEED = 20171010
 class DigitsImages(ImageStore):
     """1,797 digits of 8x8 px in 10 classes, split 1,437 for training and 360 held out.
 
-    Enlarged bilinearly to ``image_size`` px, batch by batch on ``device``; the one gray channel is
-    repeated if ``channels`` is more than 1. The images are those of
+    They are enlarged bilinearly to ``image_size`` px, batch by batch on ``device``; the gray
+    channel is repeated if ``channels`` is more than 1. The images are those of
     ``sklearn.datasets.load_digits`` (UCI optical recognition of handwritten digits, test part);
-    digits.LICENSE beside this file says where they come from.
+    digits.LICENSE beside this file names their origin.
 
     Raises:
         ValueError: There are fewer training images than a batch takes.
-        DataError: The file of images is not as it was installed.
+        DataError: The installed file of images is damaged.
     """
 
     def __init__(self, image_size: int, **serving: Unpack[Serving]) -> None:
@@ -178,7 +178,7 @@ _DIGITS = Path(__file__).with_name("digits.npz")
 
 
 def load_digits() -> Batch:
-    """All digits: uint8 ``[1797, 1, 8, 8]`` with values 0 ... 16, labels int64 ``[1797]``."""
+    """Read all digits: uint8 ``[1797, 1, 8, 8]``, values 0 ... 16, labels int64 ``[1797]``."""
     try:
         with open(_DIGITS, "rb") as file, np.load(file, allow_pickle=False) as digits:
             images, labels = (torch.from_numpy(digits[name]) for name in ("images", "labels"))
@@ -195,9 +195,9 @@ CONTENT_SEED = 20171010
 class SyntheticImages(ImageStore):
     """Uniform random bytes as images with uniform random labels.
 
-    Values and batches as for ``DigitsImages``, but stored at full size: ``channels *
+    Values and batches are like those of ``DigitsImages``, but stored at full size: ``channels *
     image_size**2`` bytes a sample on the device. The content comes from a fixed CPU generator; the
-    seed sets the order alone.
+    seed sets only the order.
     """
 
     def __init__(

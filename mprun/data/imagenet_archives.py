@@ -1,6 +1,6 @@
-"""ILSVRC12 read in place from its original tar archives; nothing is ever extracted.
+"""ILSVRC12, read in place from its original tar archives; nothing is ever extracted.
 
-The members' places are listed and checked once; `ImageSplit` reads each image at its offset.
+The members' offsets are listed and checked once; `ImageSplit` reads each image at its offset.
 """
 
 import gzip
@@ -28,7 +28,8 @@ from mprun.data.source import DamagedData
 
 # Seven times the training images of ImageNet; stops an archive made to never end.
 MAX_MEMBERS = 10_000_000
-# Of all headers of one member, which tarfile reads whole: a path takes 4 KiB, attributes 64 KiB.
+# Limit for all headers of one member, which tarfile reads whole: a path takes 4 KiB, attributes
+# 64 KiB.
 MAX_HEADER_BYTES = 2**20
 
 
@@ -41,15 +42,15 @@ class Member(NamedTuple):
 
 
 def list_members(path: str, inside: Member | None = None) -> list[Member]:
-    """The regular files of an uncompressed tar, sorted by name, at their places in ``path``.
+    """List the regular files of an uncompressed tar by name, with their offsets in ``path``.
 
     ``inside``: a member of ``path`` that is a tar itself and is listed instead. Folders are
-    passed over. Costs 25 us a member, nearly all of it ``tarfile``'s parsing, and one random
-    read.
+    ignored. A member costs 25 us, nearly all of it ``tarfile``'s parsing, and one random read.
 
-    Raises ``DamagedData`` naming archive and member for a link, device or sparse file, an absolute
-    path or "..", a name that comes twice, headers of more than a MiB for one member, more than 10
-    million members, and for an archive that is no tar or ends early.
+    Raises:
+        DamagedData: The archive is no tar or ends early, or has more than 10 million members. Or a
+            member is a link, device or sparse file, has an absolute path or "..", a repeated name
+            or headers of more than a MiB. The message names archive and member.
     """
     shown = member_name(path, inside) if inside else printable(path)
     members: dict[str, Member] = {}
@@ -74,15 +75,18 @@ def list_members(path: str, inside: Member | None = None) -> list[Member]:
 
 
 def entries(file: BinaryIO, start: int, size: int) -> Iterator[tarfile.TarInfo]:
-    """The members of an uncompressed tar in its order, in memory that does not grow with it.
+    """Yield the members of an uncompressed tar in its order, in bounded memory.
 
-    The tar is bytes ``start : start + size`` of ``file``. Raises ``tarfile.TarError`` for headers
-    of more than ``MAX_HEADER_BYTES`` before one member and where no valid header follows: tarfile
-    takes a damaged one for the end, and members would be missing.
+    The tar is bytes ``start : start + size`` of ``file``. tarfile takes a damaged header for the
+    end of the archive, so that members would be missing; here it is an error.
+
+    Raises:
+        tarfile.TarError: A header is invalid, or a member has headers of more than
+            ``MAX_HEADER_BYTES``.
     """
     headers = _Headers(file, start, size)
     try:
-        # tarfile asks its file for no more than these three.
+        # tarfile uses no other methods of its file than these three.
         tar = tarfile.open(fileobj=cast(BinaryIO, headers), mode="r:")
         while (entry := tar.next()) is not None:
             if entry.size < 0:
@@ -94,19 +98,19 @@ def entries(file: BinaryIO, start: int, size: int) -> Iterator[tarfile.TarInfo]:
         headers.seek(tar.offset)
         end = headers.read(tarfile.BLOCKSIZE)
     except (ValueError, OverflowError, RecursionError) as error:
-        # tarfile's, of numbers that are none and of headers for headers.
+        # tarfile raises these for invalid numbers and for headers of headers.
         raise tarfile.ReadError(f"no valid header ({error})") from None
     if end != bytes(tarfile.BLOCKSIZE):
         raise tarfile.ReadError(f"no valid header at byte {tar.offset}")
 
 
 def member_name(path: str, member: Member) -> str:
-    """What messages call ``member`` of the archive ``path``."""
+    """Name ``member`` of the archive ``path`` for messages."""
     return f"{printable(path)}:{printable(member.name)}"
 
 
 class _Headers:
-    """Bytes ``start : start + size`` of a file as tarfile reads headers there, ``left`` at most."""
+    """Bytes ``start : start + size`` of a file, for tarfile to read headers, at most ``left``."""
 
     def __init__(self, file: BinaryIO, start: int, size: int) -> None:
         self._file, self._start, self._size = file, start, size
@@ -143,7 +147,7 @@ DEVKIT_FOLDER = "ILSVRC2012_devkit_t12"
 DEVKIT = f"{DEVKIT_FOLDER}.tar.gz"
 WHERE_FILES_GO = f"needs train/ and val/ (1,000 folders each) or {TRAIN}, {VALIDATION} and {DEVKIT}"
 GROUND_TRUTH, META = "data/ILSVRC2012_validation_ground_truth.txt", "data/meta.mat"
-MAX_DEVKIT_BYTES = 16 * 2**20  # of one of its files
+MAX_DEVKIT_BYTES = 16 * 2**20  # size limit of each of its files
 MAX_UNPACKED_BYTES = 64 * 2**20
 CLASSES = 1000
 _EDGE_BYTES = 64 * 2**10
@@ -151,15 +155,16 @@ _CLASS_TAR = re.compile(r"n\d{8}\.tar")
 
 
 def find_archived_images(root: str) -> tuple[ImageSplit, ImageSplit]:
-    """``(training, validation)`` of the archives in ``root``, each image read at its offset.
+    """Find ``(training, validation)`` of the archives in ``root``; images are read in place.
 
-    The classes are the WordNet ids that name the members of the training archive, sorted, so that
-    labels are those of ``ImageFolder`` on the extracted archives; validation labels come from the
-    development kit, the archive or the folder of that name in ``root``. The members' places are
-    listed once, which takes half a minute for the 1.3 million of ImageNet and as many random
-    reads, and kept (``mprun.data.cache``).
+    The classes are the WordNet ids that name the members of the training archive, sorted. So the
+    labels are those of ``ImageFolder`` on the extracted archives. Validation labels come from the
+    development kit, an archive or an unpacked folder in ``root``. The members' offsets are listed
+    once and kept (``mprun.data.cache``). For the 1.3 million of ImageNet this takes half a minute
+    and as many random reads.
 
-    Raises ``DamagedData`` naming the archive or the member that is missing or cannot be used.
+    Raises:
+        DamagedData: An archive or member is missing or cannot be used; the message names it.
     """
     train_path, validation_path = (os.path.join(root, name) for name in (TRAIN, VALIDATION))
     if not (os.path.isfile(train_path) or os.path.isfile(validation_path)):
@@ -200,7 +205,7 @@ def find_archived_images(root: str) -> tuple[ImageSplit, ImageSplit]:
 
 
 def _fingerprint(path: str) -> str:
-    """Tells large files apart in a moment: size, time stamp, hash of the first and last 64 KiB."""
+    """Identify a large file quickly: size, time stamp, hash of the first and last 64 KiB."""
     try:
         with open(path, "rb", buffering=0) as file:
             found = os.fstat(file.fileno())
@@ -214,7 +219,7 @@ def _fingerprint(path: str) -> str:
 
 
 def _list_train(path: str) -> np.ndarray:
-    """A table (`image_table`); names are like "n01440764.tar/n01440764_18.JPEG"."""
+    """Make an `image_table`; names are like "n01440764.tar/n01440764_18.JPEG"."""
     rows = []
     for label, archive in enumerate(list_members(path)):
         if not _CLASS_TAR.fullmatch(archive.name):
@@ -233,7 +238,7 @@ def _list_validation(path: str) -> np.ndarray:
 
 
 def _row(path: str, image: Member, label: int) -> tuple[bytes, int, int, int]:
-    """Of a table; DamagedData for what can be no image."""
+    """Make a row of a table; raise DamagedData for a member that can be no image."""
     if os.path.splitext(image.name)[1].lower() not in IMAGE_EXTENSIONS:
         raise DamagedData(f"{member_name(path, image)}: not an image by its name")
     if image.size > MAX_FILE_BYTES:
@@ -244,7 +249,7 @@ def _row(path: str, image: Member, label: int) -> tuple[bytes, int, int, int]:
 
 
 def _validation_wnids(root: str) -> list[str]:
-    """The class of each validation image in the order of file names."""
+    """Return the class of each validation image in the order of file names."""
     # Imported here because only archives need it.
     from scipy.io import loadmat
 

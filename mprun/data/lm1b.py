@@ -23,10 +23,12 @@ _VOCABULARIES = ("1b_word_vocab.txt", "vocab-2016-09-10.txt")
 
 
 def find_shards(root: str | Path, eval_split: str) -> tuple[list[Path], Path]:
-    """All training shards in the order of their numbers, and the held-out one.
+    """Find all training shards in the order of their numbers, and the held-out one.
 
     Shard 00000-of-00100 is no training shard: it is the held-out text.
-    Raises ``DamagedData`` if a folder or one of the shards is missing.
+
+    Raises:
+        DamagedData: A folder or a shard is missing.
     """
     folder = _corpus_folder(Path(root))
     shards = [
@@ -47,9 +49,11 @@ def find_shards(root: str | Path, eval_split: str) -> tuple[list[Path], Path]:
 
 
 def find_vocabulary(root: str | Path, named: str | Path | None) -> Path:
-    """The file ``named``, or the one with a conventional name in ``root`` or the corpus' folder.
+    """Return the file ``named``, or one of a conventional name in ``root`` or the corpus' folder.
 
-    Raises ``ValueError`` if ``named`` is no file, ``DamagedData`` if there is none to be found.
+    Raises:
+        ValueError: ``named`` is no file.
+        DamagedData: No file was found.
     """
     if named is not None:
         if not Path(named).is_file():
@@ -67,11 +71,12 @@ def find_vocabulary(root: str | Path, named: str | Path | None) -> Path:
 
 
 def read_vocabulary(path: Path, sha256: str, required: tuple[str, ...]) -> tuple[str, ...]:
-    """The words of a vocabulary file in UTF-8: one a line, each alone or followed by its count.
+    """Read a vocabulary file in UTF-8: one word a line, alone or followed by its count.
 
-    Raises ``DamagedData``, naming file and line, for a file that cannot be read or has not the
-    bytes of which ``sha256`` (hex) is the hash, for any other line, for a word that stands there
-    twice, and where one of ``required`` is missing.
+    Raises:
+        DamagedData: The file cannot be read, its hash is not ``sha256`` (hex), a line has another
+            form or repeats a word, or one of ``required`` is missing. The message names file and
+            line.
     """
     words: dict[str, None] = {}
     for number, text in enumerate(_vocabulary_lines(path, sha256), 1):
@@ -117,25 +122,25 @@ class Lm1b(EncodedText):
     """99 training shards and one held-out shard below ``root``, as streams of words.
 
     ``root`` is the unpacked folder 1-billion-word-language-modeling-benchmark-r13output or the one
-    that holds it. Held out is news.en.heldout-00000-of-00050 for ``eval_split`` "test", the shard
+    that holds it. The held-out shard is news.en.heldout-00000-of-00050 for ``eval_split`` "test",
     on which results are published, and 00001 for "valid". ``vocabulary`` is the file of words, one
-    a line, a count after each or not; None: 1b_word_vocab.txt or vocab-2016-09-10.txt in ``root``
-    or the folder. Ids are line numbers from 0, ``<UNK>`` stands for words that are not in the file.
+    a line, with or without counts; None: 1b_word_vocab.txt or vocab-2016-09-10.txt in ``root`` or
+    the folder. Ids are line numbers from 0; ``<UNK>`` stands for words that are not in the file.
 
-    Sentences are ``<S> w1 ... wn``, one after the other, so that the ``<S>`` of the next one is
-    the end of the one before, as in the code of Jozefowicz et al. (arXiv 1602.02410), where each
-    sentence has an ``<S>`` on both sides and neighbours share theirs. ``</S>`` never occurs.
+    Sentences are ``<S> w1 ... wn``, one after the other, so that the next ``<S>`` ends a sentence.
+    The code of Jozefowicz et al. (arXiv 1602.02410) does the same: each sentence has an ``<S>`` on
+    both sides, and neighbours share theirs. ``</S>`` never occurs.
 
     Each epoch runs through all shards in an order drawn from (seed, epoch), each from its first to
     its last sentence, cut into ``batch_size`` streams of equal length. The makers of the corpus
-    have shuffled its sentences, so neighbours do not belong together, and a state that is carried
-    across them carries no context. The published code also shuffles the sentences of a shard
-    anew in each epoch and deals them out to the streams one by one. Evaluation runs in 16 streams
-    over the first ``eval_tokens`` of the held-out shard, None for all.
+    have shuffled its sentences. Neighbours do not belong together, so a state carried across them
+    carries no context. The published code also reshuffles the sentences of a shard in each epoch
+    and deals them out to the streams one by one. Evaluation runs in 16 streams over the first
+    ``eval_tokens`` of the held-out shard, None for all.
 
-    Each shard is encoded once, into the folder ``cache`` (`Cache`; 3.3 GB in all), and an
-    interrupted preparation goes on where it was. Memory holds one block of a shard, and while
-    shards are encoded the vocabulary.
+    Each shard is encoded once, into the folder ``cache`` (`Cache`; 3.3 GB in all). An interrupted
+    preparation continues where it stopped. Memory holds one block of a shard and, while shards are
+    encoded, the vocabulary.
 
     Raises:
         ValueError: An argument is out of range.
@@ -183,7 +188,7 @@ class Lm1b(EncodedText):
 
 
 def _encoded_shards(cache: Cache, hashes: dict[Path, str], words: Path) -> list[Path]:
-    """Token files of all shards, made where the cache does not have them."""
+    """Return the token files of all shards; make those that the cache lacks."""
     ids, tokens = None, []
     (_, vocabulary), *shards = hashes.items()
     for number, (path, sha256) in enumerate(shards, 1):
@@ -199,6 +204,6 @@ def _encoded_shards(cache: Cache, hashes: dict[Path, str], words: Path) -> list[
 
 
 def _encoded(path: Path, sha256: str, ids: WordIds) -> Iterator[np.ndarray]:
-    """``<S>`` once at the beginning and after each sentence: one more than the shard has of it."""
+    """Yield the ids of a shard, ``<S>`` at the beginning and after each sentence."""
     yield from ids.encoded([[SENTENCE]])
     yield from ids.encoded(word_blocks(text_blocks(path, sha256), SENTENCE))

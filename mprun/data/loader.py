@@ -1,12 +1,12 @@
-"""Sources whose samples are read on the way: loader processes, and a device that is fed.
+"""Sources that read their samples during training, by loader processes.
 
-A `BatchLoader` has processes read the batches of a `Reader` ahead. A `DeviceFeed` brings them to
+A `BatchLoader` lets processes read the batches of a `Reader` ahead. A `DeviceFeed` brings them to
 the device and notes how long it waited for them. A `LoadedSource` has both for each split.
 """
 
 import atexit
 import itertools
-import multiprocessing.util  # noqa: F401 - its exit function has to be registered before ours
+import multiprocessing.util  # noqa: F401 - must register its exit function before ours
 import os
 import signal
 import threading
@@ -35,23 +35,23 @@ from mprun.data.source import Batch, DamagedData, ReadBatch, Reader, Source, che
 from mprun.errors import ASKING, MprunError, Resource
 
 MOST_WORKERS = 16
-# A batch takes seconds; a file system that answers nothing for this long will not.
+# A batch takes seconds; a file system that is silent for this long will not answer.
 STALL_AFTER_S = 300.0
-# How soon a lost process is noticed.
+# A lost process is noticed within this time.
 _LOOK_EVERY_S = 2.0
-# Batches kept to be asked for again; raised to what a caller goes back, up to the second number.
+# Batches kept for repeated requests; grows as far as a caller goes back, up to the second number.
 _KEPT, _KEPT_AT_MOST = 2, 32
-# The parent handles these; a process group gets them all at once.
+# The loaders to close at exit.
 _open: "weakref.WeakSet[BatchLoader]" = weakref.WeakSet()
 
 
 def default_workers(device: torch.device) -> int:
-    """Loader processes where none are asked for, of the cores this process may use.
+    """Return the default number of loader processes for the cores this process may use.
 
-    On CUDA all of them, up to 16: the host has little else to do. On a CPU training itself needs
-    the cores: one process, or none on a single core.
+    On CUDA it is all cores, up to 16: the host has little else to do. On a CPU training itself
+    needs the cores: one process, or none on a single core.
     """
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # each has a share of them
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # the ranks share the cores
     cores = max(1, available_cores() // ranks)
     if device.type == "cuda":
         return min(cores, MOST_WORKERS)
@@ -59,7 +59,7 @@ def default_workers(device: torch.device) -> int:
 
 
 def available_cores() -> int:
-    """Cores that this process may run on."""
+    """Count the cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -67,21 +67,20 @@ class BatchLoader:
     """Batches of ``reader`` by number, read ahead by ``workers`` processes (0: by the caller).
 
     The processes stay until ``close()``; each has one torch thread and up to ``prefetch`` batches
-    in flight. Asking for the next number takes the next batch; the last two are kept, so that
-    asking again is free; any other number starts reading there. What a number gives is the same
-    whatever the workers and whatever was asked before.
+    in flight. A request for the next number takes the next batch. The last two are kept, so that
+    asking again is free. Any other number starts reading there. A number always gives the same
+    batch, whatever the workers and earlier requests.
 
-    ``last``: the number after which there is none (evaluation); None: no end. ``pin_memory``: in
-    page-locked memory. Batches may be handed out more than once: do not write to them.
+    ``last``: the end of the numbers, exclusive (evaluation); None: no end. ``pin_memory``: read
+    into page-locked memory. Batches may be handed out more than once: do not write to them.
 
-    ``replaced``: what ``on_corrupt="skip"`` left out so far in the batches asked for, number in the
-    split -> name.
+    ``replaced``: files that ``on_corrupt="skip"`` replaced so far in the requested batches, number
+    in the split -> name.
 
-    The processes are started from a fork server, a fresh process of this one's making: a fork of
-    this process would copy CUDA's state and the locks of threads that exist by then (TensorBoard's,
-    OpenMP's), which can hang it and which Python 3.12 warns of. The server imports torch once for
-    all of them. As with every start method but fork, a script that uses this needs the usual
-    ``if __name__ == "__main__":``.
+    The processes are started from a fork server, a fresh process. A fork of this process would copy
+    CUDA's state and the locks of existing threads (TensorBoard's, OpenMP's). That can hang it, and
+    Python 3.12 warns of it. The server imports torch once for all of them. As with every start
+    method but fork, a script that uses this needs the usual ``if __name__ == "__main__":``.
     """
 
     def __init__(
@@ -110,10 +109,10 @@ class BatchLoader:
         self._processes: list[BaseProcess] = []
         self._next = -1
         if workers:
-            start_fork_server()  # it imports torch while the caller builds the model
+            start_fork_server()  # imports torch while the caller builds the model
 
     def like(self, reader: Any, last: int) -> "BatchLoader":
-        """A loader of another reader's batches, with as many processes."""
+        """Return a loader of another reader's batches, with as many processes."""
         settings: dict[str, Any] = {
             "pin_memory": self._pin_memory,
             "stall_after": self._stall_after,
@@ -121,9 +120,11 @@ class BatchLoader:
         return BatchLoader(reader, self.workers, self._prefetch, last=last, **settings)
 
     def batch(self, number: int) -> ReadBatch:
-        """Batch ``number``; waits until it is read.
+        """Return batch ``number``; waits until it is read.
 
-        Raises ``DamagedData`` naming a file, ``Resource`` for a lost or stalled process.
+        Raises:
+            DamagedData: A file cannot be used; the message names it.
+            Resource: A process is lost or stalled.
         """
         if number in self._recent:
             return self._recent[number]
@@ -154,7 +155,7 @@ class BatchLoader:
             try:
                 batch = next(self._iterator)
             except RuntimeError as error:
-                # torch has no types for these; any other error is one of the reader's own.
+                # torch has no types for these; any other error comes from the reader.
                 if "exited unexpectedly" in str(error) or "killed by signal" in str(error):
                     raise self._lost(str(error)) from None
                 if "timed out" not in str(error):
@@ -166,7 +167,7 @@ class BatchLoader:
                         f"{self.workers} loader processes; does the file system still answer?"
                     ) from None
             except (ConnectionError, EOFError, FileNotFoundError) as error:
-                # The other end of a batch on its way is gone.
+                # The sending process is gone while a batch is under way.
                 raise self._lost(f"{type(error).__name__}: {error}") from None
             else:
                 break
@@ -178,7 +179,7 @@ class BatchLoader:
     def _start(self, number: int) -> None:
         if self.last is None and self._next >= 0:
             self._keep = min(max(self._keep, self._next - number), _KEPT_AT_MOST)
-        # A hit between misses would leave the processes behind, to be started once more.
+        # A hit between misses would leave the processes behind, which then restart once more.
         self._recent.clear()
         self._numbers.first = number
         if self._loader is not None and self._next == self.last:
@@ -186,11 +187,11 @@ class BatchLoader:
                 self._iterator = iter(self._loader)  # the next evaluation: the same processes
                 return
             except RuntimeError:
-                pass  # one of them is lost; new ones will do
+                pass  # a process is lost; start new ones
         self._stop()
         before = set(active_children())
         with warnings.catch_warnings():
-            # How many processes there are is the caller's decision.
+            # The caller decides on the number of processes.
             warnings.filterwarnings("ignore", message="This DataLoader will create")
             self._loader = DataLoader(
                 _Readings(self.reader),
@@ -203,8 +204,8 @@ class BatchLoader:
                 timeout=_LOOK_EVERY_S,
                 worker_init_fn=_settle,
                 multiprocessing_context=get_context("forkserver"),
-                # Its own: torch draws a seed for the workers, and the run's random numbers must not
-                # depend on how often a loader was started.
+                # A separate generator: torch draws a seed for the workers, but the run's random
+                # numbers must not depend on how often a loader was started.
                 generator=torch.Generator(),
                 persistent_workers=True,
             )
@@ -215,10 +216,10 @@ class BatchLoader:
     def _stop(self, *, gently: bool = True) -> None:
         if not gently:
             self._kill()
-        # Without a reference left, torch asks the processes to end and waits for them.
+        # When no reference is left, torch asks the processes to end and waits for them.
         self._iterator, self._loader = iter(()), None
         self._next = -1
-        # They ignore the signal that torch, and at exit Python, sends to what is left.
+        # They ignore the signal that torch, and Python at exit, sends to remaining processes.
         self._kill()
         self._processes = []
         _open.discard(self)
@@ -249,7 +250,7 @@ class BatchLoader:
 def start_fork_server() -> None:
     """Start the process from which loader processes are forked, if it does not run yet."""
     resource_tracker.ensure_running()  # it would unblock the signals below
-    # Blocked signals stay blocked in what is started here; those that arrive meanwhile come later.
+    # The started process inherits the blocked signals; those that arrive meanwhile come later.
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ASKING)
     try:
         forkserver.set_forkserver_preload(["torch.utils.data", "mprun.data.image_folder"])
@@ -271,7 +272,7 @@ class _Numbers:
 
 
 class _Readings(Dataset):
-    """Batches, or the error in place of one: raised in a worker, it would arrive as a traceback."""
+    """Batches, or errors in their place: an error raised in a worker arrives as a traceback."""
 
     def __init__(self, reader: Reader):
         self._reader = reader
@@ -288,11 +289,11 @@ def _as_it_is(batch):
 
 
 def _settle(worker: int) -> None:
-    """What each loader process does first."""
+    """Prepare a loader process: ignore signals, end with the parent."""
     for number in ASKING:
         signal.signal(number, signal.SIG_IGN)
-    # torch's processes look whether their own parent, here the fork server, is gone; that one
-    # stays as long as they do.
+    # torch's processes check whether their direct parent is gone. Here that is the fork server,
+    # which stays as long as they do.
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
@@ -303,7 +304,7 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-@atexit.register  # after torch's and multiprocessing's own, so it runs before them
+@atexit.register  # registered after torch's and multiprocessing's functions, so it runs first
 def _close_open() -> None:
     for loader in list(_open):
         loader.close()
@@ -318,21 +319,24 @@ class _OnDevice(NamedTuple):
 class DeviceFeed:
     """``batch(number)``: uint8 images and int64 labels of a loader's batch on ``device``.
 
-    On CUDA the batch after the one asked for is fetched from the loader (which had a whole step to
-    read it) and copied from pinned memory on a stream of its own while the device works on this
-    one. No call waits for the device.
+    On CUDA the next batch is fetched from the loader, which had a whole step to read it. It is
+    copied from pinned memory on a separate stream while the device works on this batch. No call
+    waits for the device.
     """
 
     def __init__(self, loader: BatchLoader, device: torch.device) -> None:
         self._loader, self.device = loader, device
         self._waited = 0.0
         self._gaps: list[tuple[float, torch.cuda.Event, torch.cuda.Event]] = []
-        # The batch after the last one asked for, or the error that came in its place.
+        # The batch after the last one requested, or the error in its place.
         self._ahead: tuple[int, _OnDevice | MprunError | OSError] | None = None
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def batch(self, number: int) -> tuple[Tensor, Tensor]:
-        """Images uint8 ``[batch, height, width, channels]`` and labels; errors as the loader's."""
+        """Return images uint8 ``[batch, height, width, channels]`` and labels.
+
+        It raises the loader's errors.
+        """
         if self._copies is not None:
             return self._cuda_batch(number)
         started = time.perf_counter()
@@ -341,11 +345,11 @@ class DeviceFeed:
         return read.images, read.labels
 
     def defer_wait(self) -> Callable[[], float]:
-        """What tells the seconds that the device waited for the batches since the last call.
+        """Return a function for the seconds that the device waited for batches since the last call.
 
-        On a CPU the time that ``batch`` took. On CUDA, per batch, the time that the device had
-        nothing to do, but no more than the host waited for the loader; to be called once the
-        device has come to the end of the steps that use them.
+        On a CPU that is the time that ``batch`` took. On CUDA it is, for each batch, the time that
+        the device was idle, but at most the host's wait for the loader. Call the function once the
+        device has finished the steps that use the batches.
         """
         waited, self._waited = self._waited, 0.0
         gaps, self._gaps = self._gaps, []
@@ -359,14 +363,14 @@ class DeviceFeed:
         return seconds
 
     def close(self) -> None:
-        """Forget what is read ahead and end the loader's processes; it can be asked again."""
+        """Drop the batch read ahead and end the loader's processes; it can be asked again."""
         self._ahead = None
         self._loader.close()
 
     def _cuda_batch(self, number: int) -> tuple[Tensor, Tensor]:
         stream = torch.cuda.current_stream(self.device)
         idle_from, idle_to = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        idle_from.record(stream)  # reached when the last step's work is done
+        idle_from.record(stream)  # the device reaches it at the end of the last step
         started = time.perf_counter()
         ahead, self._ahead = self._ahead, None
         here = ahead[1] if ahead is not None and ahead[0] == number else self._copy(number)
@@ -376,12 +380,12 @@ class DeviceFeed:
             try:
                 self._ahead = number + 1, self._copy(number + 1)
             except (MprunError, OSError) as error:
-                self._ahead = number + 1, error  # belongs to the next batch, if it is asked for
+                self._ahead = number + 1, error  # raised if the next batch is requested
         blocked = time.perf_counter() - started
         stream.wait_event(here.copied)
         idle_to.record(stream)
         self._gaps.append((blocked, idle_from, idle_to))
-        # Their memory is the other stream's; it must not be reused before this one is done.
+        # Their memory belongs to the other stream, which must not reuse it before this one is done.
         here.images.record_stream(stream)
         here.labels.record_stream(stream)
         return here.images, here.labels
@@ -397,7 +401,7 @@ class DeviceFeed:
 
 
 class _Share:
-    """What one rank takes of a reader's batches: by ``parts``, those numbered as in ``own``."""
+    """One rank's part of a reader's batches: of every ``parts`` batches, the numbers ``own``."""
 
     def __init__(self, reader: Any, own: range, parts: int) -> None:
         self._reader, self._own, self._parts = reader, own, parts
@@ -413,8 +417,9 @@ class _Share:
 class LoadedSource(Source):
     """A training and a held-out split, read by ``workers`` processes each (0: by the caller).
 
-    They start with the first batch and end with ``close()``; neither their number nor ``prefetch``
-    changes a sample. What the readers make becomes float images on the device in ``_float``.
+    The processes start with the first batch and end with ``close()``; neither their number nor
+    ``prefetch`` changes a sample. ``_float`` turns the readers' batches into float images on the
+    device.
     """
 
     def __init__(
@@ -433,25 +438,25 @@ class LoadedSource(Source):
         )
         self._train_feed = DeviceFeed(self._train, device)
         self._eval_feed = DeviceFeed(self._held_out, device)
-        # Of one rank, which takes all.
+        # A single rank takes all batches.
         self._own, self._parts = range(1), 1
         self._shared_feed = self._eval_feed, self._eval_count
         self.batches_per_epoch, self.samples_per_batch = len(train), train.batch_size
         self.defer_wait = self._train_feed.defer_wait
 
     def train_batch(self, index: int) -> Batch:
-        """Batch ``index`` of the run; raises ``ValueError`` if it is negative."""
+        """Return batch ``index`` of the run; raise ``ValueError`` if it is negative."""
         images, labels = self._train_feed.batch(self._place(checked_index(index)))
         return self._float(images), labels
 
     def eval_batches(self) -> Iterator[Batch]:
-        """The held-out split in its own order; the last batch may be smaller."""
+        """Yield the held-out split in its own order; the last batch may be smaller."""
         return self._evaluated(self._eval_feed, self._eval_count)
 
     def share_out(self, own: range, parts: int, rank: int, world: int) -> None:
         train, held_out, feed = self._train, self._held_out, self._eval_feed
         self._own, self._parts = own, parts
-        self._train_feed.close()  # what was tried before has other numbers
+        self._train_feed.close()  # batches read before have other numbers
         train.reader = _Share(train.reader, own, parts)
         count = len(range(rank, self._eval_count, world))
         if count:
@@ -467,10 +472,10 @@ class LoadedSource(Source):
         for number in range(count):
             images, labels = feed.batch(number)
             yield self._float(images), labels
-        feed.defer_wait()  # only training's is asked for
+        feed.defer_wait()  # drop it: only training reports its waiting
 
     def _place(self, index: int) -> int:
-        """The number under which the reader of this rank's share has batch ``index``."""
+        """Return the number of batch ``index`` in the reader of this rank's part."""
         step, number = divmod(index, self._parts)
         if number not in self._own:
             raise ValueError(f"index={index} is not allowed: a batch of another rank")
@@ -483,4 +488,4 @@ class LoadedSource(Source):
 
     @abstractmethod
     def _float(self, images: Tensor) -> Tensor:
-        """The float images that a network takes, of those that the readers made."""
+        """Turn the readers' images into the float images that a network takes."""

@@ -21,7 +21,7 @@ from mprun.data.vocabulary import (
     text_lines,
 )
 
-# What a file of each split may be called, in front of its language; the last of each are WMT's.
+# Possible names of each split's files, without the language; the last of each are WMT's.
 _NAMES = {
     "train": ("train", "giga-fren.release2.fixed"),
     "valid": ("valid", "validation", "val", "dev", "newstest2013"),
@@ -32,9 +32,10 @@ _BLOCK = 10_000
 
 
 def find_pair_files(root: str | Path, split: str, languages: tuple[str, str]) -> tuple[Path, ...]:
-    """The two files of a split in the folder ``root``, source first, or its one file of columns.
+    """Find the two files of a split in ``root``, source first, or its one file of columns.
 
-    Raises ``DataError`` where there are none, or several.
+    Raises:
+        DataError: There are none, or several.
     """
     root = Path(root)
     try:
@@ -71,10 +72,11 @@ def _either(present: set[str], name: str) -> str | None:
 def pairs_of(
     files: tuple[Path, ...], hashes: tuple[str, ...], lower: bool
 ) -> Iterator[tuple[str, str]]:
-    """The pairs of lines of a split, as they stand there.
+    """Yield the pairs of lines of a split, unchanged.
 
-    Raises ``DamagedData``, naming file and line, for sides of different length, a line that has
-    not two columns, and for what `text_blocks` and `text_lines` refuse.
+    Raises:
+        DamagedData: The sides differ in length, a line has not two columns, or `text_blocks` or
+            `text_lines` refuses the text; the message names file and line.
     """
     read = [
         chain.from_iterable(text_lines(path, text_blocks(path, sha256, lower=lower)))
@@ -102,20 +104,19 @@ def pairs_of(
 class ParallelText(SentencePairs):
     """Sentence pairs below ``root``: line n of one file is the translation of line n of the other.
 
-    A split is two files, named for their languages, train.en and train.fr, or one of two columns,
-    train.tsv, source, tab, target; with .gz at the end compressed by gzip. UTF-8, words between
-    blanks: text is split into words beforehand. validation, val, dev and newstest2013 stand for
-    valid, newstest2014 for test and giga-fren.release2.fixed for train. ``lower`` lower-cases the
-    words.
+    A split is two files, named for their languages (train.en and train.fr), or one file of two
+    columns (train.tsv: source, tab, target). Files that end in .gz are compressed by gzip. The text
+    is UTF-8, already split into words between blanks. validation, val, dev and newstest2013 stand
+    for valid, newstest2014 for test and giga-fren.release2.fixed for train. ``lower`` lower-cases
+    the words.
 
     Each side has a vocabulary from the training split: the four symbols of `SentencePairs`, then
-    words by falling count, at most so many in all as its limit says, None for no limit. Pairs with
-    an empty side, or one of ``max_length`` words and more, are left out, of the held-out split
-    too.
+    words by falling count, at most its limit in all, None for no limit. Pairs with an empty side,
+    or a side of ``max_length`` or more words, are left out, in the held-out split too.
 
-    The files are read line by line and encoded once, into the folder ``cache`` (`Cache`); from
-    there pairs are read where they lie. In memory are 8 bytes a training pair, and an epoch's
-    permutation of them.
+    The files are read line by line and encoded once, into the folder ``cache`` (`Cache`); pairs are
+    then read from there on demand. Memory holds 8 bytes a training pair, and an epoch's permutation
+    of the pairs.
 
     Raises:
         ValueError: There are fewer training pairs than a batch takes.
@@ -145,7 +146,7 @@ class ParallelText(SentencePairs):
             return pairs_of(files[split], hashes[split], lower)
 
         def ranked_words(side: int, limit: int | None) -> Iterator[bytes]:
-            # Both sides are read, so that what is wrong with one is found before anything is kept.
+            # Both sides are read, so that a fault in either is found before anything is kept.
             words = (pair[side].split() for pair in pairs("train"))
             for word in build_vocabulary(words, SYMBOLS, limit):
                 yield f"{word}\n".encode()
@@ -194,7 +195,7 @@ class ParallelText(SentencePairs):
 
     @cached_property
     def vocabularies(self) -> tuple[tuple[str, ...], ...]:
-        """All entries of each side, in the order of their ids."""
+        """Return all entries of each side, in the order of their ids."""
         return tuple(map(read_words, self._words))
 
 
@@ -205,10 +206,10 @@ def _encoded(
     words: list[Path],
     max_length: int,
 ) -> tuple[Pairs, int]:
-    """The pairs of a split that fit, and their target words; from the cache once they are there.
+    """Return the pairs of a split that fit, and their target words; encode them once.
 
-    Kept are the tokens of all pairs, and int64: the pairs left out, the target words, then where
-    each pair begins and where the last one ends.
+    The cache keeps the tokens of all pairs, and int64 numbers: the pairs left out, the target
+    words, then where each pair begins and where the last one ends.
     """
     of_tokens, of_starts = {**key, "kind": "tokens"}, {**key, "kind": "starts"}
     tokens, places = kept.find(of_tokens), kept.find(of_starts)
@@ -223,7 +224,7 @@ def _encoded(
 def _blocks(
     pairs: Iterator[tuple[str, str]], words: list[Path], max_length: int, starts: array
 ) -> Iterator[np.ndarray]:
-    """The ids of the pairs that fit; what they come to is added to `starts`."""
+    """Yield the ids of the pairs that fit; add their counts and positions to `starts`."""
     of_source, of_target = (word_ids(read_words(path)).__getitem__ for path in words)
     found = array("i")
     for pair in pairs:

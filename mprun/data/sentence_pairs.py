@@ -1,6 +1,6 @@
-"""Pairs of sentences, as batches of word ids of one shape; and those that need no file.
+"""Pairs of sentences as batches of word ids of one shape, and a source that needs no file.
 
-Unicode's names are small enough to lie in memory, and come with every Python.
+That source is Unicode's names, which fit into memory and come with every Python.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ SYMBOLS = ("<pad>", "<s>", "</s>", UNKNOWN)
 
 
 def word_ids(vocabulary: Sequence[str]) -> WordIds:
-    """Ids of the words of a text, in which the symbols but ``<unk>`` are words like any other."""
+    """Return the ids of a text's words; there all symbols but ``<unk>`` are ordinary words."""
     ids = WordIds(vocabulary, UNKNOWN)
     for symbol in SYMBOLS[:UNKNOWN_ID]:
         del ids[symbol]
@@ -31,7 +31,7 @@ def word_ids(vocabulary: Sequence[str]) -> WordIds:
 
 
 class PairSizes(TypedDict):
-    """What every source of pairs is made with."""
+    """The options of every source of pairs."""
 
     batch_size: int
     max_length: int
@@ -45,8 +45,8 @@ class Pairs:
 
     Args:
         tokens: ids of all pairs: those of a source, then those of its target.
-        starts: int64 ``[pairs + 1]``, where each pair begins, and where the last one ends.
-        left_out: pairs of the text that are not among these.
+        starts: int64 ``[pairs + 1]``, the position of each pair, and the end of the last one.
+        left_out: number of the text's pairs that were left out.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Pairs:
         return len(self._starts) - 1
 
     def batch(self, places: Sequence[int], max_length: int, pinned: bool) -> Batch:
-        """The pairs at these places: int64 ``[len(places), max_length]`` twice, on the CPU."""
+        """Return the pairs at these places, int64 ``[len(places), max_length]`` twice, on CPU."""
         shape = (2, len(places), max_length)
         rows = torch.zeros(shape, dtype=torch.int64, pin_memory=pinned)
         sources, targets = rows.numpy()
@@ -79,18 +79,18 @@ class Pairs:
 class SentencePairs(Source):
     """Batches ``(source, target)``, both int64 ``[batch, max_length]`` of word ids.
 
-    Each sentence ends in ``END_ID`` (2), which counts as one of its words, and is padded behind it
-    with ``PADDING_ID`` (0); ``UNKNOWN_ID`` (3) stands for the words outside of the vocabulary.
-    ``BEGIN_ID`` (1) occurs in no batch: it is what a decoder is given in front of a target. All
-    batches have the same shape, so that a recorded step fits them all; buckets of several lengths
-    would need one recording each. What does not fit into ``max_length`` is left out and counted.
+    Each sentence ends in ``END_ID`` (2), which counts as one of its words, and is padded after it
+    with ``PADDING_ID`` (0). ``UNKNOWN_ID`` (3) stands for words outside the vocabulary.
+    ``BEGIN_ID`` (1) occurs in no batch: a decoder gets it before a target. All batches have the
+    same shape, so that one recorded step fits them all; buckets of several lengths would need one
+    recording each. Pairs that do not fit into ``max_length`` are left out and counted.
 
     ``samples_per_batch`` is the mean number of target words of a training batch.
 
     Args:
-        target_words: of the training and of the held-out split, ends included.
-        entries: of the source and of the target vocabulary; ``source_vocab_size`` and
-            ``target_vocab_size`` are these padded to ``vocab_multiple``.
+        target_words: number of target words in the training and the held-out split, with ends.
+        entries: number of entries in the source and the target vocabulary; ``source_vocab_size``
+            and ``target_vocab_size`` are these padded to ``vocab_multiple``.
         about: further plain values for the description.
 
     Raises:
@@ -140,18 +140,18 @@ class SentencePairs(Source):
         }
 
     def train_batch(self, index: int) -> Batch:
-        """Batch ``index`` of the run; raises ``ValueError`` if it is negative."""
+        """Return batch ``index`` of the run; raise ``ValueError`` if it is negative."""
         return self._batch(self._train, self._order.indices(index).tolist())
 
     def eval_batches(self) -> Iterator[Batch]:
-        """The held-out pairs in their order."""
+        """Yield the held-out pairs in their order."""
         for start in range(0, len(self._held_out), self._batch_size):
             stop = min(start + self._batch_size, len(self._held_out))
             yield self._batch(self._held_out, range(start, stop))
 
     def _batch(self, pairs: Pairs, places: Sequence[int]) -> Batch:
-        # From pinned memory the copy makes the host wait for nothing; torch does not hand the
-        # memory out again before the copy has run.
+        # From pinned memory the copy does not make the host wait; torch does not hand the memory
+        # out again before the copy has run.
         source, target = pairs.batch(places, self._max_length, self._device.type == "cuda")
         return self._to_device(source), self._to_device(target)
 
@@ -167,12 +167,12 @@ SPLIT_SEED = 20171010
 
 @cache
 def unicode_names() -> tuple[Sentences, ...]:
-    """(words of a character's name, words of its decomposition), in the order of code points.
+    """Return (words of a character's name, words of its decomposition), by code points.
 
-    The decomposition is Unicode's, one step of it: the formatting tag, as "<wide>", of a
-    compatibility one, then the names of its characters. Hangul syllables and CJK ideographs, whose
-    names hold their number, have no place here. Of Unicode 3.2, which every Python has beside its
-    own version: neither names nor decompositions of a character ever change.
+    The decomposition is one step of Unicode's: for a compatibility one the formatting tag, such as
+    "<wide>", then the names of its characters. Hangul syllables and CJK ideographs, whose names
+    hold their number, are left out. The version is Unicode 3.2, which every Python has beside its
+    current one. Names and decompositions of a character never change.
     """
     unicode, found = unicodedata.ucd_3_2_0, []
     for character in map(chr, range(0x110000)):
@@ -187,16 +187,16 @@ def unicode_names() -> tuple[Sentences, ...]:
 
 
 class UnicodeNames(SentencePairs):
-    """Names of characters, to be translated into the names of what they are composed of.
+    """Names of characters, to be translated into the names of their components.
 
     "LATIN SMALL LETTER E WITH ACUTE" becomes "LATIN SMALL LETTER E COMBINING ACUTE ACCENT", and
-    "FULLWIDTH DIGIT ONE" "<wide> DIGIT ONE" (`unicode_names`). 400 pairs are held out. The
-    vocabularies have all words of the training pairs. ``sha256`` is that of all pairs, before any
-    are left out, and the same with every version of Python.
+    "FULLWIDTH DIGIT ONE" becomes "<wide> DIGIT ONE" (`unicode_names`). 400 pairs are held out. The
+    vocabularies have all words of the training pairs. ``sha256`` covers all pairs, before any are
+    left out, and is the same with every version of Python.
 
     Raises:
         ValueError: There are fewer training pairs than a batch takes.
-        DataError: No pair of a split is so short.
+        DataError: ``max_length`` leaves no pair of a split.
     """
 
     def __init__(self, **sizes: Unpack[PairSizes]) -> None:
@@ -229,7 +229,7 @@ class UnicodeNames(SentencePairs):
 def _encoded(
     pairs: Sequence[Sentences], ids: tuple[WordIds, WordIds], max_length: int
 ) -> tuple[Pairs, int]:
-    """The pairs that fit, and their target words."""
+    """Encode the pairs that fit; return them and the number of their target words."""
     tokens, starts, words = [], [0], 0
     for pair in pairs:
         if max(map(len, pair)) < max_length:

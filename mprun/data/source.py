@@ -1,9 +1,9 @@
-"""What every data source offers, and the order and the chances of its samples.
+"""The interface of data sources, and the order and the random states of their samples.
 
-Tasks and the loop rely on `Source` and on nothing else. `Reader` is what a source has that reads
-its samples on the way: batches on the CPU by number, in any process. The order of samples is a pure
-function of seed and epoch; random state of one sample is set from what the sample is, not from what
-was drawn before it.
+Tasks and the loop rely on `Source` alone. A source that reads its samples during training has a
+`Reader`, which gives batches on the CPU by number, in any process. The order of samples is a pure
+function of seed and epoch. A sample's random state is set from its identity, not from earlier
+draws.
 """
 
 import random
@@ -20,7 +20,7 @@ from torch import Tensor
 from mprun.errors import Damaged
 
 Batch = tuple[Tensor, Tensor]
-# Text, whole numbers and others, as run.json records them.
+# Text and numbers, as run.json records them.
 Description = dict[str, str | int | float]
 
 
@@ -28,21 +28,21 @@ class Source(Protocol):
     """Batches by number: ``(images, labels)`` or ``(tokens, targets)`` on the source's device.
 
     ``train_batch(index)`` counts batches over the whole run, so that the epoch is
-    ``index // batches_per_epoch``; what it returns depends on the seed and the index alone, never
-    on earlier calls, worker counts or global random state. Image sources also have ``num_classes``,
-    text sources ``vocab_size``. What only sources that read ahead have to say has a default here,
-    for the others to inherit.
+    ``index // batches_per_epoch``. Its result depends on the seed and the index alone, never on
+    earlier calls, worker counts or global random state. Image sources also have ``num_classes``,
+    text sources ``vocab_size``. Members that matter only to sources that read ahead have defaults
+    here, for the others to inherit.
 
     Attributes:
         batches_per_epoch: Training batches; the tail that fills none is dropped.
         samples_per_batch: Images or tokens of a training batch.
-        sha256: Stands for the content, hex.
+        sha256: Hash of the content, hex.
         description: Plain values for the record, among them ``name``, ``train_samples`` and
             ``eval_samples``.
-        workers: Processes that read ahead for training; None where nothing is read on the way.
-        defer_wait: Returns a function that tells the seconds that the device waited for the
-            training batches handed out since the last call, to be called once the device has used
-            them; None where there is nothing to wait for.
+        workers: Processes that read ahead for training; None: the source does not read ahead.
+        defer_wait: Returns a function for the seconds that the device waited for the training
+            batches handed out since the last call. Call that function once the device has used
+            them. None: there is nothing to wait for.
     """
 
     batches_per_epoch: int
@@ -53,26 +53,29 @@ class Source(Protocol):
     defer_wait: Callable[[], Callable[[], float]] | None = None
 
     def train_batch(self, index: int) -> Batch:
-        """Batch ``index`` of the run; raises ``ValueError`` if it is negative."""
+        """Return batch ``index`` of the run; raise ``ValueError`` if it is negative."""
         ...
 
     def eval_batches(self) -> Iterator[Batch]:
-        """The held-out split in a fixed order; the last batch may be smaller."""
+        """Yield the held-out split in a fixed order; the last batch may be smaller."""
         ...
 
     def share_out(self, own: range, parts: int, rank: int, world: int) -> None:
-        """From now on only batches ``n`` with ``n % parts`` in ``own`` are asked for in training,
-        and, if anything, ``eval_share`` of this rank: what reads ahead reads those."""
+        """Restrict reading ahead to the batches of one rank.
+
+        From now on training only requests batches ``n`` with ``n % parts`` in ``own``, and
+        evaluation only ``eval_share`` of this rank.
+        """
         return
 
     def eval_share(self, rank: int, world: int) -> Iterator[Batch]:
-        """Batch ``rank`` of ``eval_batches()`` and every ``world``-th after it."""
+        """Yield batch ``rank`` of ``eval_batches()`` and every ``world``-th after it."""
         return islice(self.eval_batches(), rank, None, world)
 
     def replaced_files(self) -> dict[str, str] | None:
-        """Files that could not be used and were replaced so far, place in the split -> name.
+        """Return the unusable files replaced so far, place in the split -> name.
 
-        None where such a file ends the run.
+        None: such a file ends the run.
         """
         return None
 
@@ -82,7 +85,7 @@ class Source(Protocol):
 
 
 def completed(source: Any) -> Source:
-    """The user's own source, with the defaults of what it leaves out."""
+    """Return the user's source, with defaults for the members that it lacks."""
     names = ("workers", "defer_wait", "share_out", "eval_share", "replaced_files", "close")
     whole = all(hasattr(source, name) for name in names)
     return source if whole else cast(Source, _Completed(source))
@@ -107,28 +110,29 @@ class _Completed:
 
 
 class DataError(ValueError):
-    """Data are missing or too few for the batch asked for."""
+    """Data are missing or too few for the requested batch."""
 
 
 class DamagedData(Damaged, DataError):
-    """A file that cannot be used as it is; the message names it. Ends a run with exit code 4."""
+    """A file cannot be used; the message names it. Ends a run with exit code 4."""
 
 
 def permutation(seed: int, epoch: int, n: int) -> Tensor:
-    """A permutation of 0 ... n-1, int64 ``[n]`` on the CPU, the same on every machine.
+    """Return a permutation of 0 ... n-1, int64 ``[n]`` on the CPU, the same on every machine.
 
-    Sorts n keys of a PCG64 stream keyed by (seed, epoch). NumPy guarantees the streams of its bit
-    generators across releases, but not what its ``permutation`` makes of them (NEP 19); torch
-    guarantees neither. Costs about 0.1 s for a million samples, once an epoch.
+    It sorts n keys of a PCG64 stream keyed by (seed, epoch). NumPy guarantees the streams of its
+    bit generators across releases, but not its ``permutation`` (NEP 19); torch guarantees neither.
+    Costs about 0.1 s for a million samples, once an epoch.
 
-    Raises ``ValueError`` if an argument is negative.
+    Raises:
+        ValueError: An argument is negative.
     """
     keys = _stream(seed, epoch).random_raw(n)
     return torch.from_numpy(np.argsort(keys, kind="stable"))
 
 
 def rotation(seed: int, epoch: int, n: int) -> int:
-    """A start in 0 ... n-1, a pure function of (seed, epoch)."""
+    """Return a start in 0 ... n-1, a pure function of (seed, epoch)."""
     return int(_stream(seed, epoch).random_raw()) % n
 
 
@@ -137,10 +141,10 @@ def _stream(seed: int, epoch: int) -> np.random.PCG64:
 
 
 class EpochOrder:
-    """Which samples each training batch holds: a fresh permutation per epoch, tail dropped.
+    """The samples of each training batch: a fresh permutation per epoch, tail dropped.
 
-    ``batches_per_epoch`` is ``n // batch_size``. Holds one epoch's permutation on ``device``, so a
-    batch costs a slice; it is computed again whenever another epoch is asked for.
+    ``batches_per_epoch`` is ``n // batch_size``. One epoch's permutation is kept on ``device``, so
+    that a batch costs a slice; another epoch computes it again.
     """
 
     def __init__(self, seed: int, n: int, batch_size: int, device: torch.device) -> None:
@@ -156,12 +160,12 @@ class EpochOrder:
         self._order = torch.empty(0, dtype=torch.int64, device=device)
 
     def indices(self, index: int) -> Tensor:
-        """Sample numbers of batch ``index`` of the run, int64 ``[batch_size]`` on the device."""
+        """Return the samples of the run's batch ``index``, int64 ``[batch_size]`` on the device."""
         epoch, batch = divmod(checked_index(index), self.batches_per_epoch)
         if epoch != self._epoch:
             order = permutation(self._seed, epoch, self._n)
             if self._device.type == "cuda":
-                # From pinned memory the copy makes the host wait for nothing.
+                # From pinned memory the copy does not make the host wait.
                 order = order.pin_memory()
             self._order = order.to(self._device, non_blocking=True)
             self._epoch = epoch
@@ -174,9 +178,9 @@ class ReadBatch(NamedTuple):
 
     Attributes:
         images: ``[batch, ...]``, as the reader makes them.
-        labels: int64 ``[batch]``; of images with boxes float32 ``[batch, most, 6]``.
-        replaced: Number in the split of each sample that could not be used, in whose place others
-            are here, and what messages call it.
+        labels: int64 ``[batch]``; for images with boxes float32 ``[batch, most, 6]``.
+        replaced: Number in the split -> name in messages, for each unusable sample that another
+            one replaces here.
     """
 
     images: Tensor
@@ -187,10 +191,10 @@ class ReadBatch(NamedTuple):
 class Reader(ABC):
     """Batches of a split of ``samples``, a pure function of the split, ``seed`` and the number.
 
-    With a ``seed``: training batches, in the order of ``EpochOrder``, number counting over all
-    epochs. Without: the split in its own order, ``len(reader)`` batches, the last one may be
-    smaller. ``where``: the split's name or folder, for messages. ``most_replaced`` is how many
-    different samples may be replaced.
+    With a ``seed`` they are training batches in the order of ``EpochOrder``, and numbers count over
+    all epochs. Without one they are the split in its own order, ``len(reader)`` batches, the last
+    one maybe smaller. ``where``: the split's name or folder, for messages. ``most_replaced`` limits
+    how many different samples may be replaced.
     """
 
     most_replaced = 0
@@ -201,13 +205,13 @@ class Reader(ABC):
         self._order = None if seed is None else EpochOrder(seed, samples, batch_size, cpu)
 
     def __len__(self) -> int:
-        """Batches of an epoch."""
+        """Return the number of batches of an epoch."""
         if self._order is not None:
             return self._order.batches_per_epoch
         return -(-self.samples // self.batch_size)
 
     def places(self, number: int) -> list[int]:
-        """Which samples batch ``number`` holds; ``ValueError`` for a number out of range."""
+        """Return the samples of batch ``number``; raise ``ValueError`` if it is out of range."""
         if self._order is not None:
             return self._order.indices(number).tolist()
         start = checked_index(number) * self.batch_size
@@ -217,14 +221,16 @@ class Reader(ABC):
 
     @abstractmethod
     def read(self, number: int, *, shared: bool = False) -> ReadBatch:
-        """Batch ``number``; ``shared``: in shared memory, from where it can be sent for free.
+        """Read batch ``number``; ``shared``: into shared memory, which is free to send.
 
-        Raises ``ValueError`` for a number out of range, ``DamagedData`` naming a sample.
+        Raises:
+            ValueError: The number is out of range.
+            DamagedData: A sample cannot be used; the message names it.
         """
 
 
 def checked_index(index: int) -> int:
-    """``index``, or ``ValueError`` if it is negative."""
+    """Return ``index``; raise ``ValueError`` if it is negative."""
     if index < 0:
         raise ValueError(f"index={index} is not allowed: 0 or more")
     return index
@@ -232,7 +238,7 @@ def checked_index(index: int) -> int:
 
 @contextmanager
 def kept_random_state() -> Iterator[None]:
-    """Afterwards Python's, NumPy's and torch's global CPU generators are as they were before."""
+    """Restore Python's, NumPy's and torch's global CPU generators at the end."""
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield

@@ -1,7 +1,7 @@
 """Recorded speech: WAV files and their texts, listed in manifests, as log spectrograms.
 
-WAV is read by the standard library: 8, 16, 24 and 32 bit PCM, channels averaged. Other formats
-(FLAC, MP3) are to be converted first; nothing is resampled.
+The standard library reads WAV: 8, 16, 24 and 32 bit PCM, channels averaged. Other formats (FLAC,
+MP3) must be converted first; nothing is resampled.
 """
 
 import csv
@@ -23,13 +23,13 @@ from mprun.data.source import DamagedData, DataError, ReadBatch, Reader
 
 _SPLITS = {"train": ("train",), "eval": ("dev", "val", "valid", "validation")}
 _ENDINGS = (".json", ".jsonl", ".csv")
-# As NeMo and deepspeech.pytorch write them, and in the header of a CSV file as DeepSpeech does too.
+# The names of NeMo and deepspeech.pytorch, and for CSV headers those of DeepSpeech too.
 _COLUMNS = {
     "audio_filepath": ("audio_filepath", "wav_filename"),
     "text": ("text", "transcript"),
     "duration": ("duration",),
 }
-_FULL_SCALE = {1: 2**7, 2: 2**15, 3: 2**23, 4: 2**31}  # by bytes of a sample
+_FULL_SCALE = {1: 2**7, 2: 2**15, 3: 2**23, 4: 2**31}  # by the bytes of a sample
 
 
 class Utterance(NamedTuple):
@@ -37,7 +37,7 @@ class Utterance(NamedTuple):
 
     Attributes:
         audio: path of the file.
-        seconds: as the manifest says, None where it does not.
+        seconds: duration from the manifest, None if it has none.
         where: manifest and line, for messages.
     """
 
@@ -51,7 +51,7 @@ class Spectrogram(NamedTuple):
     """log(1 + magnitude) of windows of a wave, standardised over the utterance.
 
     Attributes:
-        sample_rate: of the files, in samples per second.
+        sample_rate: rate of the files, in samples per second.
         window, hop: in samples.
     """
 
@@ -61,11 +61,11 @@ class Spectrogram(NamedTuple):
 
     @property
     def frequencies(self) -> int:
-        """Rows: as many as a real Fourier transform of a window has."""
+        """Return the number of rows, that of a window's real Fourier transform."""
         return self.window // 2 + 1
 
     def of(self, samples: np.ndarray) -> np.ndarray:
-        """float32 `[frequencies, 1 + samples // hop]` of float32 `[samples]`, at least one."""
+        """Return float32 `[frequencies, 1 + samples // hop]` for float32 `[samples]`, not empty."""
         window = torch.hann_window(self.window)
         spectrum = torch.stft(
             torch.from_numpy(samples),
@@ -75,7 +75,7 @@ class Spectrogram(NamedTuple):
             pad_mode="constant",
             return_complex=True,
         )
-        # In NumPy, whose sums do not depend on the number of threads.
+        # NumPy's sums do not depend on the number of threads.
         rows: np.ndarray = np.log1p(np.abs(spectrum.numpy()))
         mean, deviation = rows.mean(dtype=np.float64), rows.std(dtype=np.float64)
         standard: np.ndarray = (rows - np.float32(mean)) / np.float32(max(deviation, 1e-5))
@@ -83,7 +83,7 @@ class Spectrogram(NamedTuple):
 
 
 def read_manifest(path: str) -> list[Utterance]:
-    """The lines of a manifest, JSON or (by its ending) CSV; DamagedData names a line."""
+    """Read the lines of a manifest, JSON or (by its ending) CSV; DamagedData names a line."""
     shown = printable(path)
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
@@ -142,7 +142,7 @@ def _utterance(row: dict, folder: str, where: str) -> Utterance:
 
 
 def read_wav(path: str, sample_rate: int) -> np.ndarray:
-    """float32 `[samples]` in -1 ... 1, channels averaged; DamagedData names the file."""
+    """Read float32 `[samples]` in -1 ... 1, channels averaged; DamagedData names the file."""
     shown = printable(path)
     try:
         with wave.open(path, "rb") as file:
@@ -170,7 +170,7 @@ def read_wav(path: str, sample_rate: int) -> np.ndarray:
 
 
 def _pcm(content: bytes, width: int) -> np.ndarray:
-    """int32 of little-endian samples; those of one byte have their zero at 128."""
+    """Return little-endian samples as int32; samples of one byte have their zero at 128."""
     if width == 1:
         return np.frombuffer(content, np.uint8).astype(np.int32) - 128
     if width == 3:
@@ -181,10 +181,12 @@ def _pcm(content: bytes, width: int) -> np.ndarray:
 
 
 class UtteranceReader(Reader):
-    """Batches of utterances: features float32 `[n, 1, frequencies, longest]`, zero behind each
-    utterance, and targets int64 `[n, 2 + most symbols]`: frames, length of the text, its symbols.
+    """Batches of utterances.
 
-    codes: of each character, from 1.
+    Features are float32 `[n, 1, frequencies, longest]`, zero after each utterance. Targets are
+    int64 `[n, 2 + most symbols]`: frames, length of the text, its symbols.
+
+    codes: the symbol of each character, from 1.
     """
 
     def __init__(
@@ -200,7 +202,7 @@ class UtteranceReader(Reader):
         self.utterances, self.spectrogram, self.codes = utterances, spectrogram, codes
 
     def read(self, number: int, *, shared: bool = False) -> ReadBatch:
-        """Batch ``number``; raises ``DamagedData`` naming a file."""
+        """Read batch ``number``; raise ``DamagedData`` naming a file."""
         chosen = [self.utterances[place] for place in self.places(number)]
         rate = self.spectrogram.sample_rate
         spectra = [self.spectrogram.of(read_wav(one.audio, rate)) for one in chosen]
@@ -227,15 +229,15 @@ class SpeechManifest(LoadedSource):
     Args:
         train_manifest, eval_manifest: below ``root``; None: train.json, .jsonl or .csv, and dev,
             val, valid or validation likewise.
-        alphabet: characters, of which the first is symbol 1. alphabet_file: below ``root``, one a
-            line, in its place.
+        alphabet: characters; the first is symbol 1. alphabet_file: a file below ``root`` with one
+            character a line, which replaces it.
         max_seconds: longer utterances are left out of training, by the manifest's duration or the
             size of the file.
 
     Raises:
-        ValueError: A setting that cannot be; the message begins with its name.
+        ValueError: A setting is impossible; the message begins with its name.
         DataError: There is no manifest.
-        DamagedData: A file, which is named, cannot be used.
+        DamagedData: A file cannot be used; the message names it.
         Resource: A process is lost or stalled.
     """
 
@@ -267,7 +269,7 @@ class SpeechManifest(LoadedSource):
         for split, given in (("train", train_manifest), ("eval", eval_manifest)):
             path = _manifest(root, split, given)
             splits.append(_checked(read_manifest(path), lower, codes, digest))
-            # What no later file can say better: the first one, before anything is written.
+            # Read the first file now: a general fault shows before anything is written.
             read_wav(splits[-1][0].audio, sample_rate)
         train, held_out = splits
         if max_seconds is not None:
@@ -301,7 +303,7 @@ class SpeechManifest(LoadedSource):
 
 
 def spectrogram_of(sample_rate: int, window_ms: float, hop_ms: float) -> Spectrogram:
-    """In samples; ValueError for a window or a hop without one."""
+    """Convert milliseconds to samples; raise ValueError if window or hop is too short."""
     found = Spectrogram(
         sample_rate, round(sample_rate * window_ms / 1000), round(sample_rate * hop_ms / 1000)
     )
@@ -354,7 +356,7 @@ def _manifest(root: str, split: str, given: str | None) -> str:
 def _checked(
     utterances: list[Utterance], lower: bool, codes: dict[str, int], digest
 ) -> list[Utterance]:
-    """With texts as they are learned; each file is there, each character has a code."""
+    """Lower-case the texts if asked; check that files exist and characters have codes."""
     found = []
     for one in utterances:
         text = one.text.lower() if lower else one.text
@@ -381,4 +383,4 @@ def _seconds(one: Utterance, sample_rate: int) -> float:
         with wave.open(one.audio, "rb") as file:
             return file.getnframes() / file.getframerate()
     except (OSError, wave.Error, EOFError, ZeroDivisionError):
-        return 0.0  # reading it says what is wrong with it
+        return 0.0  # reading it later reports the fault

@@ -1,7 +1,7 @@
 """Text as streams of words: folders of text files, and CPython's own documentation.
 
-Files (WikiText, Penn Treebank, plain text) are encoded once into a cache and read from there; the
-documentation is small enough to lie in memory, and needs no download.
+Files (WikiText, Penn Treebank, plain text) are encoded once into a cache and read from there. The
+documentation fits into memory and needs no download.
 """
 
 import hashlib
@@ -37,10 +37,11 @@ _NAMES = {
 
 
 def find_text_files(root: str | Path, splits: tuple[str, ...]) -> dict[str, Path]:
-    """The one file of each of ``splits`` ("train", "valid", "test") in the folder ``root``.
+    """Find the one file of each of ``splits`` ("train", "valid", "test") in the folder ``root``.
 
-    Raises ``DamagedData`` where a split has no file or several, and where the files are named
-    after different patterns, which may be different texts.
+    Raises:
+        DamagedData: A split has no file or several, or the files' names follow different patterns,
+            which may be different texts.
     """
     root = Path(root)
     try:
@@ -73,24 +74,24 @@ def _one(root: Path, split: str, present: list[str]) -> Path:
 
 
 def _pattern(name: str, split: str) -> str | None:
-    """The pattern of which ``name`` is the file of ``split``, or None."""
+    """Return the pattern by which ``name`` is a file of ``split``, or None."""
     return next((p for p in _PATTERNS for alias in _NAMES[split] if p.format(alias) == name), None)
 
 
 class EncodedText(TokenStreams):
-    """`TokenStreams` of encoded words, with the vocabulary that they were encoded by.
+    """`TokenStreams` of encoded words, with their vocabulary.
 
     ``vocab_size`` is the number of entries padded to ``vocab_multiple``; the padding ids never
-    occur. ``sha256`` stands for the contents of the files that the text was read from.
+    occur. ``sha256`` covers the contents of the text's files.
 
     Args:
-        name: What the record calls the source.
-        files: What the record says of its files.
+        name: Name of the source in the record.
+        files: Description of its files in the record.
         hashes: SHA-256 (hex) of the contents of the files.
         words: The file of the vocabulary, one word a line.
         marker: The word that stands for the end of a line.
         tokens: Encoded files; the last one is the held-out split ``eval_split``.
-        options: Those of `TokenStreams`.
+        options: The options of `TokenStreams`.
     """
 
     def __init__(
@@ -126,11 +127,11 @@ class EncodedText(TokenStreams):
 
     @cached_property
     def vocabulary(self) -> tuple[str, ...]:
-        """All entries, in the order of their ids."""
+        """Return all entries, in the order of their ids."""
         return read_words(self._words)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of ``ids``: words joined by blanks and ended by lines."""
+        """Return the text of ``ids``: words joined by blanks, lines ended by line breaks."""
         return joined_words([self.vocabulary[i] for i in ids], self._marker)
 
 
@@ -139,21 +140,22 @@ class Text(EncodedText):
 
     Recognised names: wiki.{train,valid,test}.tokens or .raw (WikiText), ptb.{train,valid,test}.txt
     (Penn Treebank), {train,valid,test}.txt or .tokens; validation, val and dev stand for valid.
-    UTF-8. Words stand between blanks; ``<eos>`` follows every line, empty lines included, as in
-    the recipes of AWD-LSTM (Merity et al., arXiv 1708.02182) and of the Penn Treebank: WikiText-2
-    then has 2,088,628 training tokens and 33,278 entries. ``lower`` lower-cases the words.
+    The text is UTF-8, with blanks between words. ``<eos>`` follows every line, empty lines
+    included, as in the recipes of AWD-LSTM (Merity et al., arXiv 1708.02182) and of the Penn
+    Treebank: WikiText-2 then has 2,088,628 training tokens and 33,278 entries. ``lower``
+    lower-cases the words.
 
     The vocabulary comes from the training split: ``<unk>`` (0), ``<eos>`` (1), then words by
-    falling count, equal counts in alphabetical order. ``<unk>`` in the text is that entry and
-    stands for all words outside of the vocabulary, of which ``vocab_limit`` caps the entries, None
+    falling count, equal counts in alphabetical order. ``<unk>`` in the text is that entry; it
+    stands for all words outside the vocabulary. ``vocab_limit`` caps the number of entries, None
     for no cap.
 
     Batches are those of `TokenStreams`: each epoch starts elsewhere (``rotate``) or at the first
-    word, evaluation runs over the first ``eval_tokens`` of ``eval_split`` ("valid" or "test"),
+    word. Evaluation runs over the first ``eval_tokens`` of ``eval_split`` ("valid" or "test"),
     None for all.
 
-    The files are read block by block and encoded once, into the folder ``cache`` (`Cache`), which
-    is all that is read afterwards: memory grows with the different words of a text and not with
+    The files are read block by block and encoded once, into the folder ``cache`` (`Cache`);
+    afterwards only the cache is read. So memory grows with the different words of a text, not with
     its length.
 
     Raises:
@@ -190,7 +192,7 @@ class Text(EncodedText):
         def encoded(path: Path) -> Iterator[np.ndarray]:
             yield from WordIds(read_words(words), UNKNOWN).encoded(blocks(path))
 
-        # Words depend on the training split alone, so that both held-out splits share them.
+        # Words depend on the training split alone, so both held-out splits share them.
         key: Key = {"train": hashes[train], "lower": lower, "vocab_limit": vocab_limit}
         words = kept.made({**key, "kind": "words"}, ranked_words)
         tokens = [
@@ -219,16 +221,16 @@ class DocsText(TokenStreams):
 
     The last 10 % of the text, from the start of a line on, is held out; the vocabulary is made
     from the rest. ``level="word"``: each line is lower-cased and split into runs of letters,
-    digits and underscores, and single other characters; blanks are dropped, each line that is not
-    blank ends in ``<eos>``. ``level="char"``: every character is a token, case kept. Ids are in
+    digits and underscores, and single other characters. Blanks are dropped, and each line that is
+    not blank ends in ``<eos>``. ``level="char"``: every character is a token, case kept. Ids are in
     order of falling frequency after ``<unk>`` (0) and, for words, ``<eos>`` (1).
 
     ``vocab_limit`` caps the number of entries, these two included, None for no cap; tokens outside
     are ``<unk>``. ``vocab_size`` is the number of entries padded to ``vocab_multiple``; the padding
     ids never occur.
 
-    The text differs between Python versions: compare runs of equal ``sha256`` (of the whole text in
-    UTF-8) only.
+    The text differs between Python versions: compare only runs of equal ``sha256`` (of the whole
+    text in UTF-8).
 
     Raises:
         ValueError: An argument is out of range.
@@ -266,11 +268,11 @@ class DocsText(TokenStreams):
         }
 
     def encode(self, text: str) -> torch.Tensor:
-        """Token ids of ``text``, int64 ``[tokens]`` on the CPU."""
+        """Return the token ids of ``text``, int64 ``[tokens]`` on the CPU."""
         return self._encode(_split_words(text) if self.level == "word" else text)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of ``ids``: exact for characters, words joined by blanks and ended by lines."""
+        """Return the text of ``ids``: exact for characters, words joined as in `EncodedText`."""
         tokens = [self.vocabulary[i] for i in ids]
         if self.level == "char":
             return "".join(tokens)
@@ -281,9 +283,10 @@ class DocsText(TokenStreams):
 
 
 def load_text() -> str:
-    """All topics joined by newlines, in the order of their names.
+    """Return all topics joined by newlines, in the order of their names.
 
-    Raises ``DataError`` where Python comes without ``pydoc_data``, as some distributions do.
+    Raises:
+        DataError: This Python comes without ``pydoc_data``, as in some distributions.
     """
     try:
         from pydoc_data.topics import topics
@@ -296,7 +299,7 @@ def load_text() -> str:
 
 
 def split_text(text: str) -> tuple[str, str]:
-    """``(training, held-out)``: the last 10 % by position, from the next start of a line on."""
+    """Split into training and held-out text: the last 10 %, from the next start of a line on."""
     position = int(len(text) * (1 - HELD_OUT_SHARE))
     cut = text.find("\n", position) + 1 or position
     return text[:cut], text[cut:]

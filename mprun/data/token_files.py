@@ -1,4 +1,4 @@
-"""Files of uint16 tokens, encoded before: nanoGPT's train.bin and val.bin, and llm.c's shards."""
+"""Files of encoded uint16 tokens: nanoGPT's train.bin and val.bin, and llm.c's shards."""
 
 import hashlib
 from pathlib import Path
@@ -12,18 +12,19 @@ from mprun.data.source import DamagedData
 from mprun.data.token_streams import EVAL_STREAMS, StreamOptions, TokenFile, TokenStreams
 
 _NAMES = {"train": ("train.bin", "*_train_*.bin"), "val": ("val.bin", "*_val_*.bin")}
-# karpathy/llm.c, dev/data/data_common.py: 256 int32, of which the first are magic, version and
-# number of tokens. Read as a token the magic number begins with 55,432, beyond GPT-2's vocabulary.
+# karpathy/llm.c, dev/data/data_common.py: 256 int32; the first are magic, version and number of
+# tokens. Read as tokens, the magic number begins with 55,432, beyond GPT-2's vocabulary.
 _HEADER_BYTES, _MAGIC, _VERSION = 1024, 20240520, 1
 
 
 class TokenFiles(TokenStreams):
     """The tokens of ``train.bin`` and ``val.bin`` below ``root``, as nanoGPT prepares them.
 
-    Little-endian uint16, nothing else; or llm.c's files, ``*_train_*.bin`` in the order of their
-    names and ``*_val_*.bin``, with a header each. They are read where they lie, piece by piece.
-    ``vocab_size`` is padded to ``vocab_multiple``; the padding ids never occur: a token that is
-    not below it ends the run where it is read. ``sha256`` covers every file, in order.
+    They hold little-endian uint16 and nothing else. llm.c's files work too: ``*_train_*.bin`` in
+    the order of their names and ``*_val_*.bin``, with a header each. They are read in place, piece
+    by piece. ``vocab_size`` is padded to ``vocab_multiple``. A token that is not below the unpadded
+    size ends the run when it is read, so the padding ids never occur. ``sha256`` covers every file,
+    in order.
 
     Raises:
         ValueError: An argument is out of range.

@@ -1,7 +1,7 @@
 """Token sequences served as parallel contiguous streams, for state carried across batches.
 
-`TokenStreams` reads them piece by piece, from files of any size or from memory. On it stand the
-user's own tokens and random ones, and the texts of `mprun.data.text` and `mprun.data.lm1b`.
+`TokenStreams` reads them piece by piece, from files of any size or from memory. It is the base of
+the user's tokens, of random ones, and of the texts of `mprun.data.text` and `mprun.data.lm1b`.
 """
 
 import hashlib
@@ -26,15 +26,15 @@ from mprun.data.source import (
     rotation,
 )
 
-# Fixed, so that the metric does not depend on the training batch size. A multiple of 8 for the
-# sake of Tensor Cores.
+# Fixed, so that the metric does not depend on the training batch size; a multiple of 8 for Tensor
+# Cores.
 EVAL_STREAMS = 16
-# Read at once, over all streams: 3 MB of memory, and system calls become a small part of a batch.
+# Tokens read at once, over all streams: 3 MB of memory, and few system calls a batch.
 BLOCK_TOKENS = 1 << 18
 
 
 class Sizes(TypedDict):
-    """What all streams are made with."""
+    """The options of all streams."""
 
     batch_size: int
     sequence_length: int
@@ -43,7 +43,7 @@ class Sizes(TypedDict):
 
 
 class StreamOptions(Sizes, total=False):
-    """What `TokenStreams` are made with, beside the tokens."""
+    """The options of `TokenStreams` beside the tokens."""
 
     rotate: bool
     shuffle_files: bool
@@ -54,14 +54,14 @@ class StreamOptions(Sizes, total=False):
 class TokenStreams(Source):
     """A training and a held-out sequence cut into streams that run side by side.
 
-    Batches are ``(tokens, targets)``, both int64 ``[time, batch]``, targets one token ahead;
-    column b of a batch goes on where column b of the batch before it ended, so an LSTM's state can
-    be carried from one batch to the next within an epoch. Reset it where
+    Batches are ``(tokens, targets)``, both int64 ``[time, batch]``, targets one token ahead.
+    Column b of a batch continues column b of the batch before, so that an LSTM's state can be
+    carried from one batch to the next within an epoch. Reset it when
     ``index % batches_per_epoch == 0``. Batches are views of about ``BLOCK_TOKENS`` tokens that one
     read per stream fetched: do not write to them.
 
-    Training: each epoch takes the sequence as a ring from a start of its own and cuts it into
-    ``batch_size`` equal streams; what does not fill a batch is dropped, a different piece in each
+    Training: each epoch takes the sequence as a ring from another start and cuts it into
+    ``batch_size`` equal streams. The rest that fills no batch is dropped, a different piece in each
     epoch. One stream passes from the end of the text to its beginning. Evaluation:
     ``EVAL_STREAMS`` streams whatever the batch size, chunks of ``sequence_length``, the last one
     shorter. The first tokens of the held-out sequence, fewer than ``EVAL_STREAMS``, are left out
@@ -69,21 +69,21 @@ class TokenStreams(Source):
 
     A sequence is an integer tensor ``[tokens]``, held on the CPU as int64, or a file of
     little-endian int32. Files are read with ``pread``: mapped pages would count as memory of the
-    process. They stay open, so that a folder that is deleted or replaced changes nothing. A
-    `TokenFile` is such a file in a form of its own.
+    process. They stay open, so that deleting or replacing a folder changes nothing. A `TokenFile`
+    is a file in another format.
 
     Args:
-        train: What makes up the training sequence, one after the other.
-        held_out: The held-out sequence, or the files that make it up.
+        train: The parts of the training sequence, in order.
+        held_out: The held-out sequence, or its files.
         rotate: Each epoch turns the training sequence to a start drawn from (seed, epoch).
         shuffle_files: Each epoch permutes the parts of ``train`` by (seed, epoch). With neither,
             each epoch starts at the first token.
-        overlap: Tokens at the end of each training file that the next file begins with, where they
-            are read.
-        eval_tokens: Evaluation is on the first ones of ``held_out``; None: on all.
+        overlap: Tokens at the end of each training file that the next file repeats; they are read
+            from the next file.
+        eval_tokens: Evaluation takes the first ones of ``held_out``; None: all.
 
     Raises:
-        ValueError: There are no streams of these sizes.
+        ValueError: The sizes are impossible.
         DataError: There are too few held-out tokens.
         DamagedData: A file is gone when it is opened, or cut short later.
     """
@@ -135,7 +135,7 @@ class TokenStreams(Source):
         self._columns = torch.empty(0)
 
     def train_batch(self, index: int) -> Batch:
-        """Batch ``index`` of the run; raises ``ValueError`` if it is negative."""
+        """Return batch ``index`` of the run; raise ``ValueError`` if it is negative."""
         if index < 0:
             raise ValueError(f"index={index} is not allowed: 0 or more")
         epoch, batch = divmod(index, self.batches_per_epoch)
@@ -146,7 +146,7 @@ class TokenStreams(Source):
         return self._chunk(self._columns, batch * self._sequence_length)
 
     def eval_batches(self) -> Iterator[Batch]:
-        """The held-out sequence from its beginning; the last batch may be shorter in time."""
+        """Yield the held-out sequence from its beginning; the last batch may be shorter in time."""
         stride, left_out = divmod(self.eval_tokens - 1, EVAL_STREAMS)
         step = self._sequence_length
         block = max(1, BLOCK_TOKENS // (EVAL_STREAMS * step)) * step
@@ -158,7 +158,7 @@ class TokenStreams(Source):
                 yield self._chunk(columns, start)
 
     def _chunk(self, columns: Tensor, start: int) -> Batch:
-        """Tokens and targets from row ``start`` of ``columns``; short where these end."""
+        """Return tokens and targets from row ``start`` of ``columns``; short at their end."""
         stop = min(start + self._sequence_length, len(columns) - 1)
         return columns[start:stop], columns[start + 1 : stop + 1]
 
@@ -173,9 +173,9 @@ class TokenStreams(Source):
         return self._read(_Ring(parts), starts, batches * self._sequence_length)
 
     def _read(self, ring: "_Ring", starts: list[int], length: int) -> Tensor:
-        """int64 ``[length + 1, streams]`` on the device, column b from ``starts[b]`` on."""
-        # From pinned memory the copy makes the host wait for nothing; torch does not hand the
-        # memory out again before the copy has run.
+        """Read int64 ``[length + 1, streams]`` to the device, column b from ``starts[b]`` on."""
+        # From pinned memory the copy does not make the host wait; torch does not hand the memory
+        # out again before the copy has run.
         pinned = self._device.type == "cuda"
         rows = torch.empty((len(starts), length + 1), dtype=ring.dtype, pin_memory=pinned)
         for row, start in zip(rows.numpy(), starts, strict=True):
@@ -219,7 +219,7 @@ class TokenFile:
 
 
 class HeldTokens:
-    """A tensor as `TokenFile` is a file."""
+    """Tokens in memory, with the interface of `TokenFile`."""
 
     dtype = torch.int64
 
@@ -240,7 +240,7 @@ def _opened(part: Path | Tensor | TokenFile, overlap: int = 0) -> TokenFile | He
 
 
 class _Ring:
-    """Parts of a sequence one after the other; after the last comes the first."""
+    """The parts of a sequence as a ring: the first follows the last."""
 
     def __init__(self, parts: Sequence[TokenFile | HeldTokens]) -> None:
         self._parts, self.dtype = parts, parts[0].dtype
@@ -259,7 +259,7 @@ class _Ring:
 
 
 class TokenSource(TokenStreams):
-    """The user's own tokens: two sequences of ids, integer ``[tokens]``, 0 to below ``vocab_size``.
+    """The user's tokens: two sequences of ids, integer ``[tokens]``, 0 to below ``vocab_size``.
 
     Batches are those of `TokenStreams`, int64 ``[time, batch]`` on ``device``. ``sha256`` covers
     every token. Both sequences are held as int64 in memory, 8 bytes a token.
@@ -322,7 +322,7 @@ class SyntheticTokens(TokenStreams):
     """Uniform random tokens: the best possible loss is ``log(vocab_size)``.
 
     The content comes from a fixed CPU generator, whatever the run's seed and device; the seed sets
-    the starts of the epochs alone.
+    only the starts of the epochs.
     """
 
     def __init__(

@@ -1,12 +1,13 @@
-"""PASCAL VOC 2007 and 2012 below a folder: images with boxes, read on the way.
+"""PASCAL VOC 2007 and 2012 below a folder: images with boxes, read during training.
 
-``VOCdevkit/VOC2007/{Annotations/*.xml, JPEGImages/*.jpg, ImageSets/Main/{trainval,test}.txt}``, the
-like for VOC2012, as the original archives unpack; `mprun.data.boxes` says what a batch is.
+The folders are ``VOCdevkit/VOC2007/{Annotations/*.xml, JPEGImages/*.jpg,
+ImageSets/Main/{trainval,test}.txt}`` and the same for VOC2012, as the original archives unpack;
+`mprun.data.boxes` describes a batch.
 
-All annotations are read at the start (about 5 s for both years): what is wrong with one ends the
-run before its first step. An annotation is XML; one that declares a document type, and with it
-entities that might expand to anything, is refused. Coordinates are pixels from 1, right and bottom
-inclusive: a box of the whole image becomes 0, 0, 1, 1. One that leaves its image by up to a pixel
+All annotations are read at the start (about 5 s for both years), so that a faulty one ends the run
+before its first step. An annotation is XML. If it declares a document type, and with it entities
+that might expand to anything, it is refused. Coordinates are pixels from 1, right and bottom
+inclusive: a box of the whole image becomes 0, 0, 1, 1. A box that leaves its image by up to a pixel
 (the annotations of 2012 have fractions) is clipped, any other is refused.
 """
 
@@ -43,11 +44,11 @@ CLASSES = (
 YEARS = {"2007": ("2007",), "2007+2012": ("2007", "2012")}
 MAX_ANNOTATION_BYTES = 2**20  # the largest of VOC has 20 KiB
 _NAME = re.compile(r"[0-9A-Za-z_]{1,64}")
-_STREAM = 2  # keeps the draws of augmentation apart from others of (seed, epoch)
+_STREAM = 2  # separates the draws of augmentation from others of (seed, epoch)
 
 
 class Objects(NamedTuple):
-    """What one image shows: its pixels (width, height), and float32 ``[n, 6]`` as a target."""
+    """An image's size in pixels (width, height) and its objects, float32 ``[n, 6]`` as a target."""
 
     size: tuple[int, int]
     rows: np.ndarray
@@ -59,7 +60,7 @@ class _NoDoctype(ElementTree.TreeBuilder):
 
 
 def read_annotation(path: str) -> Objects:
-    """The objects of an annotation file; DamagedData names the file and what is wrong."""
+    """Read the objects of an annotation file; DamagedData names the file and the fault."""
     shown = printable(path)
     try:
         with open(path, "rb") as file:
@@ -122,7 +123,7 @@ class VocSplit:
     """Images of some years, with their objects; can be pickled and holds no open file.
 
     Args:
-        parts: (year, name of the list of its images).
+        parts: (year, name of its list of images).
         difficult: keep objects that are marked as difficult.
     """
 
@@ -145,7 +146,7 @@ class VocSplit:
             place[: len(own)] = own
 
     def image(self, place: int) -> Any:
-        """The decoded image at a place, of the size that its annotation has."""
+        """Decode the image at a place; its size must be that of its annotation."""
         image = decode_rgb(self.images.read(place), self.images.name(place))
         said = tuple(self.sizes[place].tolist())
         if image.size != said:
@@ -157,7 +158,7 @@ class VocSplit:
 
 
 def _listed(path: str) -> list[str]:
-    """The names in a list of images; BadInput where there is none."""
+    """Read the names in a list of images; raise DataError if there is no list."""
     try:
         with open(path, encoding="utf-8", errors="backslashreplace") as file:
             names = [line.split(None, 1)[0] for line in file if line.strip()]
@@ -186,11 +187,11 @@ def _size(path: str) -> int:
 class VocReader(Reader):
     """Batches of images uint8 ``[batch, size, size, 3]`` and targets float32 ``[batch, most, 6]``.
 
-    With a ``seed`` half of them are mirrored; before that, with ``augmentation`` "ssd", they are
-    changed as SSD does it (section 3.6 of arXiv 1512.02325, by torchvision's transforms of that
-    name): colours, an image of up to four times the side around it, a crop with a least overlap. Of
-    the sample at place p of an epoch that depends on (seed, epoch, p) alone. An object of which
-    nothing is left is left out.
+    With a ``seed`` half of them are mirrored. Before that ``augmentation`` "ssd" applies SSD's
+    changes (section 3.6 of arXiv 1512.02325, by torchvision's transforms of that name): colours, an
+    image of up to four times the side around it, a crop with a least overlap. For the sample at
+    place p of an epoch all this depends on (seed, epoch, p) alone. Objects that the crop removes
+    are left out.
     """
 
     def __init__(
@@ -206,7 +207,7 @@ class VocReader(Reader):
         self.augmentation = augmentation
 
     def read(self, number: int, *, shared: bool = False) -> ReadBatch:
-        """Batch ``number``; raises ``DamagedData`` naming a file."""
+        """Read batch ``number``; raise ``DamagedData`` naming a file."""
         places = self.places(number)
         size = self.image_size
         images = torch.empty((len(places), size, size, 3), dtype=torch.uint8)
@@ -260,16 +261,16 @@ class VocReader(Reader):
 
 
 class Voc(LoadedSource):
-    """VOC 2007's test images held out, trainval of ``years`` for training; 20 classes.
+    """trainval of ``years`` for training, VOC 2007's test images held out; 20 classes.
 
     Augmentation and order depend on (seed, epoch, place in the epoch) alone; ``workers`` and
-    ``prefetch`` as for ``ImageFolder``. ``difficult``: learn from objects marked as difficult like
-    from others; held-out ones stay marked. ``sha256`` is over names, sizes of files and objects.
+    ``prefetch`` are as in ``ImageFolder``. ``difficult``: train on objects marked as difficult like
+    on others; held-out ones stay marked. ``sha256`` is over names, sizes of files and objects.
 
     Raises:
         ValueError: There are fewer training images than a batch takes.
         DataError: A list of images is missing.
-        DamagedData: A file, which is named, cannot be used.
+        DamagedData: A file cannot be used; the message names it.
     """
 
     def __init__(

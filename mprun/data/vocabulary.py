@@ -1,7 +1,7 @@
 """The words of a text file: read block by block, counted into a vocabulary, turned into ids.
 
-Blocks keep memory independent of the file and of the length of its lines; what is counted and
-looked up is a dictionary of the different words.
+Blocks keep memory independent of the file and of the length of its lines. A dictionary of the
+different words counts them and looks them up.
 """
 
 import gzip
@@ -20,7 +20,7 @@ import numpy as np
 
 from mprun.data.source import DamagedData, DataError
 
-# Larger blocks measured no faster: what is made of one leaves the cache of a core.
+# Larger blocks measured no faster: their words no longer fit into the cache of a core.
 BLOCK = 1 << 18
 LONGEST_WORD = 1 << 16
 LONGEST_LINE = 1 << 20
@@ -31,18 +31,19 @@ _BLANKS = (b" ", b"\n", b"\t", b"\r")
 def text_blocks(
     path: Path, sha256: str, *, lower: bool = False, block: int = BLOCK
 ) -> Iterator[str]:
-    """The text of ``path``, which is UTF-8, in pieces that end in a blank; the last ends in a line.
+    """Yield the UTF-8 text of ``path`` in pieces that end in a blank, the last in a line break.
 
-    Lines end in LF or CRLF, a last one without an end gets it. A byte order mark is dropped.
+    Lines end in LF or CRLF; a last line without an end gets one. A byte order mark is dropped.
     ``lower`` lower-cases the text. ``block`` is in bytes, 3 or more. A file that ends in ``.gz`` is
-    read through gzip; places are then those in its text.
+    read through gzip; positions in messages are then those in its text.
 
-    Raises ``DamagedData``, naming file and place, for a file that is gone or unreadable, is not
-    UTF-8, has NUL bytes, holds a word of more than ``LONGEST_WORD`` bytes, no word at all, or not
-    the bytes of which ``sha256`` (hex) is the hash; what was yielded before does not count then.
+    Raises:
+        DamagedData: The file is gone or unreadable, is not UTF-8, has NUL bytes, a word of more
+            than ``LONGEST_WORD`` bytes or no word, or its hash is not ``sha256`` (hex). The message
+            names file and position. Pieces yielded before are then invalid.
     """
     digest = hashlib.sha256()
-    position = lines = 0  # position: of the first byte of `rest`
+    position = lines = 0  # position: that of the first byte of `rest`
     rest, last, words = b"", b"\n", False
     try:
         with open(path, "rb", buffering=0) as raw:
@@ -74,7 +75,7 @@ def text_blocks(
 
 
 class _Hashed(io.RawIOBase):
-    """What is read from a file, which a digest is told of."""
+    """A file whose content also goes into a digest as it is read."""
 
     def __init__(self, raw: io.RawIOBase, digest: Any) -> None:
         self._raw, self._digest = raw, digest
@@ -94,7 +95,7 @@ def _hashed(raw: io.RawIOBase, digest: Any, compressed: bool) -> BinaryIO:
 
 
 def _cut(path: Path, data: bytes, position: int) -> int:
-    """How much of ``data`` ends in a blank: no character and no word is cut apart there."""
+    """Return the length of ``data`` up to its last blank, where no character or word is cut."""
     cut = 0
     while len(data) - cut > LONGEST_WORD:
         following = _after_last_blank(data, cut, cut + LONGEST_WORD + 1)
@@ -123,9 +124,10 @@ def _decoded(path: Path, data: bytes, position: int, lines: int, lower: bool) ->
 
 
 def text_lines(path: Path, texts: Iterable[str]) -> Iterator[list[str]]:
-    """The lines of ``texts`` (as of ``text_blocks``), without their ends, in lists.
+    """Yield the lines of ``texts`` (from ``text_blocks``), without their ends, in lists.
 
-    Raises ``DamagedData``, naming ``path``, for one of more than ``LONGEST_LINE`` characters.
+    Raises:
+        DamagedData: A line has more than ``LONGEST_LINE`` characters; the message names ``path``.
     """
     rest, before = "", 0
     for text in texts:
@@ -137,9 +139,9 @@ def text_lines(path: Path, texts: Iterable[str]) -> Iterator[list[str]]:
 
 
 def word_blocks(texts: Iterable[str], marker: str) -> Iterator[list[str]]:
-    """The words of ``texts`` (as of ``text_blocks``) in lists, ``marker`` after every line.
+    """Yield the words of ``texts`` (from ``text_blocks``) in lists, ``marker`` after every line.
 
-    Words are what ``str.split()`` takes as such.
+    ``str.split()`` decides on the words.
     """
     separator = f" {marker} "
     for text in texts:
@@ -147,7 +149,7 @@ def word_blocks(texts: Iterable[str], marker: str) -> Iterator[list[str]]:
 
 
 class WordIds(dict[str, int]):
-    """Ids 0, 1, ... of ``words``; any other word has that of ``unknown``."""
+    """Ids 0, 1, ... of ``words``; any other word has the id of ``unknown``."""
 
     def __init__(self, words: Sequence[str], unknown: str) -> None:
         super().__init__(zip(words, range(len(words)), strict=True))
@@ -157,35 +159,37 @@ class WordIds(dict[str, int]):
         return self._unknown
 
     def encoded(self, blocks: Iterable[list[str]]) -> Iterator[np.ndarray]:
-        """The ids of the words in ``blocks``, little-endian int32 ``[words]`` each."""
+        """Yield the ids of the words in ``blocks``, little-endian int32 ``[words]`` each."""
         for words in blocks:
             yield np.fromiter(map(self.__getitem__, words), "<i4", len(words))
 
 
 UNKNOWN = "<unk>"
 END_OF_LINE = "<eos>"
-# About 150 bytes of memory each while they are counted and looked up, and their text.
+# Each takes about 150 bytes of memory while it is counted and looked up, and its text.
 MAX_ENTRIES = 1_000_000
 MAX_ENTRY_BYTES = 256 * 2**20
-# Different words that are counted, in bytes of text and object; as much again goes into counting.
+# Limit of the different words counted, in bytes of text and object; counting takes as much again.
 MAX_COUNTED_BYTES = 2**30
 
 
 def build_vocabulary(
     blocks: Iterable[list[str]], special: tuple[str, ...], limit: int | None
 ) -> tuple[str, ...]:
-    """``special``, then the words in ``blocks`` by falling count, then in alphabetical order.
+    """Return ``special``, then the words in ``blocks`` by falling count, ties by alphabet.
 
-    At most ``limit`` entries in all, None for no limit; in bounded memory. Raises ``DataError`` if
-    without a limit there are more than ``MAX_ENTRIES``, if the entries take more than
-    ``MAX_ENTRY_BYTES`` or all different words more than ``MAX_COUNTED_BYTES``.
+    There are at most ``limit`` entries in all, None for no limit. Memory is bounded.
+
+    Raises:
+        DataError: There are more than ``MAX_ENTRIES`` without a limit, the entries take more than
+            ``MAX_ENTRY_BYTES``, or all different words more than ``MAX_COUNTED_BYTES``.
     """
     counts: Counter[str] = Counter()
     size = 0
     for words in blocks:
         known = len(counts)
         counts.update(words)
-        # The new ones: a dict keeps the order in which its keys came.
+        # The new words come last: a dict keeps the order of insertion.
         size += _bytes(islice(reversed(counts), len(counts) - known))
         if size > MAX_COUNTED_BYTES:
             raise DataError(
@@ -213,11 +217,11 @@ def _bytes(words: Iterable[str]) -> int:
 
 
 def joined_words(words: Iterable[str], line_end: str) -> str:
-    """Text: ``words`` joined by blanks, a line break for each ``line_end``."""
+    """Join ``words`` by blanks, with a line break for each ``line_end``."""
     text = " ".join("\n" if word == line_end else word for word in words)
     return text.replace(" \n", "\n").replace("\n ", "\n")
 
 
 def read_words(path: Path) -> tuple[str, ...]:
-    """The vocabulary in a cached file, one word a line."""
+    """Read the vocabulary in a cached file, one word a line."""
     return tuple(path.read_text(encoding="utf-8").split("\n")[:-1])
