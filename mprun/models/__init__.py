@@ -1,9 +1,9 @@
 """The networks, as plain modules that never mention a dtype.
 
-Each works in whatever dtype its parameters and inputs have, and under autocast; which dtype that
-is belongs to the precision policy.
+Each works in whatever dtype its parameters and inputs have, and under autocast; the precision
+policy decides on the dtype.
 
-Faster R-CNN stands in `mprun.models.faster_rcnn` alone: torchvision's operations, which it takes,
+Faster R-CNN is only in `mprun.models.faster_rcnn`: it needs torchvision's operations, which would
 cost every other run two seconds to import.
 """
 

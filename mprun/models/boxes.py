@@ -1,8 +1,8 @@
 """Boxes: overlap, encoding, matching and suppression, in FP32 whatever the mode.
 
-Coordinates of 300 pixels have steps of a quarter of a pixel in FP16, and areas of them overflow
-it: whoever calls this has cast before. Boxes are left, top, right, bottom. Nothing here has a shape
-that depends on values, so that a step can be recorded.
+In FP16 coordinates of 300 pixels have steps of a quarter of a pixel, and their areas overflow: the
+caller has to cast before. Boxes are left, top, right, bottom. No shape here depends on values, so
+that a step can be recorded.
 """
 
 from typing import NamedTuple
@@ -15,10 +15,10 @@ SCORE = 5  # of a detection, behind its box and its class
 
 
 class Found(NamedTuple):
-    """What a detector makes of ``(images, targets)``.
+    """A detector's outputs for ``(images, targets)``.
 
     Attributes:
-        loss: 0-dim float32; of the objects that are not difficult.
+        loss: 0-dim float32, over the objects that are not difficult.
         detections: in evaluation float32 ``[batch, k, 6]``: box in 0 ... 1 of the image's sides,
             class, score. Class -1: no detection. In training None.
     """
@@ -28,13 +28,15 @@ class Found(NamedTuple):
 
 
 def learned_from(targets: Tensor) -> Tensor:
-    """Which rows of targets ``[..., 6]`` are objects that a loss asks for, bool ``[...]``."""
+    """Return which rows of targets ``[..., 6]`` are objects that a loss counts, bool ``[...]``."""
     return (targets[..., CLASS] >= 0) & (targets[..., DIFFICULT] == 0)
 
 
 def overlaps(one: Tensor, other: Tensor) -> Tensor:
-    """Intersection over union of ``[..., n, 4]`` and ``[..., m, 4]``, ``[..., n, m]``; 0 of two
-    boxes without an area."""
+    """Return the intersection over union ``[..., n, m]`` of ``[..., n, 4]`` and ``[..., m, 4]``.
+
+    It is 0 for two boxes without an area.
+    """
     one, other = one[..., :, None, :], other[..., None, :, :]
     corner = torch.maximum(one[..., :2], other[..., :2])
     common = _area((torch.minimum(one[..., 2:], other[..., 2:]) - corner).clamp(min=0))
@@ -47,15 +49,18 @@ def _area(sides: Tensor) -> Tensor:
 
 
 def encode(boxes: Tensor, references: Tensor, weights: tuple[float, float]) -> Tensor:
-    """Boxes ``[..., 4]`` as offsets from references: of the centre over the reference's sides,
-    logarithm of the sides' ratio; times one weight each (Girshick et al., arXiv 1311.2524)."""
+    """Encode boxes ``[..., 4]`` as offsets from references (Girshick et al., arXiv 1311.2524).
+
+    They are the centre's shift over the reference's sides, and the logarithm of the sides' ratio,
+    each times one weight.
+    """
     (centre, sides), (middle, extent) = _centred(boxes), _centred(references)
     shift = (centre - middle) / extent * weights[0]
     return torch.cat([shift, (sides / extent).log() * weights[1]], -1)
 
 
 def decode(offsets: Tensor, references: Tensor, weights: tuple[float, float]) -> Tensor:
-    """The boxes ``[..., 4]`` of which `encode` made the offsets."""
+    """Return the boxes ``[..., 4]`` that `encode` turned into the offsets."""
     middle, extent = _centred(references)
     centre = middle + offsets[..., :2] / weights[0] * extent
     half = (offsets[..., 2:] / weights[1]).exp() * extent / 2
@@ -68,10 +73,11 @@ def _centred(boxes: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def suppress(boxes: Tensor, valid: Tensor, threshold: float) -> Tensor:
-    """Non-maximum suppression: which boxes stay, bool ``[..., k]``.
+    """Apply non-maximum suppression; return which boxes stay, bool ``[..., k]``.
 
-    A box goes if one before it that stays overlaps it by more than ``threshold``. Waits for the
-    device after each round; there are as many as the longest chain of such boxes, k at most.
+    A box goes if an earlier box that stays overlaps it by more than ``threshold``. It waits for the
+    device after each round. There are as many rounds as the longest chain of such boxes has, k at
+    most.
 
     Args:
         boxes: ``[..., k, 4]`` by falling score.
@@ -89,13 +95,13 @@ def suppress(boxes: Tensor, valid: Tensor, threshold: float) -> Tensor:
 def best_detections(
     boxes: Tensor, scores: Tensor, k: int, least: float, threshold: float, most: int
 ) -> Tensor:
-    """The detections of one image, float32 ``[at most `most`, 6]``; see `Found`.
+    """Return the detections of one image, float32 ``[at most `most`, 6]``; see `Found`.
 
     Args:
-        boxes: ``[n, classes, 4]``, those of each class.
-        scores: ``[n, classes]``; only above ``least`` is it a detection.
-        k: boxes of a class that suppression looks at, those of highest score.
-        threshold: of suppression, in each class.
+        boxes: ``[n, classes, 4]``, the boxes of each class.
+        scores: ``[n, classes]``; only a score above ``least`` is a detection.
+        k: number of boxes of a class that suppression compares, those of highest score.
+        threshold: threshold of suppression, in each class.
     """
     values, places = scores.t().topk(min(k, len(scores)))
     candidates = boxes.transpose(0, 1).gather(1, places[..., None].expand(*places.shape, 4))

@@ -1,7 +1,7 @@
 """Image classifiers: ResNet-50 in two forms, VGG-16, AlexNet's single tower and its two groups.
 
-torchvision is imported where a network is built: it takes a second, which a language model or a GAN
-should not pay for. `width` is the share of the published channels and hidden units that is built.
+torchvision is only imported when a network is built: it takes a second, which a language model or a
+GAN should not pay for. `width` is the share of the published channels and hidden units to build.
 """
 
 from torch import Tensor, nn
@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 
 def resnet50(num_classes: int = 1000) -> nn.Module:
-    """torchvision's ResNet-50 v1.5 with random weights: 25,557,032 parameters at 1000 classes.
+    """Build torchvision's ResNet-50 v1.5, random weights: 25,557,032 parameters at 1000 classes.
 
     Input ``[batch, 3, height, width]``, 32 px or more (published for 224); output logits
     ``[batch, num_classes]``. He et al., arXiv 1512.03385, with the stride in the 3x3 convolution.
@@ -20,17 +20,17 @@ def resnet50(num_classes: int = 1000) -> nn.Module:
 
 
 def scaled(size: int, width: float, multiple: int = 1) -> int:
-    """So much of `size`, as the nearest multiple, and at least one."""
+    """Scale `size` by `width` to the nearest multiple, at least one multiple."""
     return max(1, round(size * width / multiple)) * multiple
 
 
 class PreActivationResNet50(nn.Module):
     """ResNet-50 with BatchNorm and ReLU in front of the convolutions: 25,549,352 parameters.
 
-    He et al., "Identity Mappings in Deep Residual Networks" (arXiv 1603.05027), as their
-    fb.resnet.torch has it: the first activation right behind the first convolution, so that the
-    first block has none of its own (one behind the other would be 128 parameters more), the first
-    activation of a stage in front of its shortcut too, the stride in the 3x3 convolution.
+    He et al., "Identity Mappings in Deep Residual Networks" (arXiv 1603.05027), in the form of
+    their fb.resnet.torch. The first activation follows the first convolution directly, so the first
+    block has no activation of its own; a second one would be 128 parameters more. The first
+    activation of a stage is also before its shortcut. The stride is in the 3x3 convolution.
 
     Input ``[batch, 3, height, width]``, 32 px or more (published for 224); output logits
     ``[batch, num_classes]``.
@@ -68,7 +68,7 @@ class PreActivationResNet50(nn.Module):
 
 
 class _Bottleneck(nn.Module):
-    """inputs: channels, of maps that are `active` already where there is nothing to add to them."""
+    """A block with a shortcut. inputs: channels of its maps; active: they are activated already."""
 
     def __init__(self, inputs: int, filters: int, stride: int, active: bool) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ _VGG_D = ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3))
 class VGG16(nn.Module):
     """VGG-D (Simonyan and Zisserman, arXiv 1409.1556): 138,357,544 parameters at 1000 classes.
 
-    Network, names of the parameters and their start as in torchvision's ``vgg16``, whose weights
+    Network, parameter names and initial weights are as in torchvision's ``vgg16``, whose weights
     can be loaded. With another width linear layers start as much larger as they have fewer inputs,
     so that signals are as large as in the published network.
 
@@ -146,15 +146,15 @@ class VGG16(nn.Module):
 
 
 class LocalResponseNorm(nn.LocalResponseNorm):
-    """Normalisation across channels (Krizhevsky et al. 2012, section 3.3).
+    """Local response normalisation across channels (Krizhevsky et al. 2012, section 3.3).
 
     ``y_c = x_c / (k + alpha / size * sum of x_j^2 over the window around c) ** beta``: the
     window holds ``size`` neighbouring channels, and channels outside the tensor count as 0, as in
     ``torch.nn.LocalResponseNorm`` and Caffe. torch's module goes through ``avg_pool3d``, which has
     no half kernel on a CPU; this one does not.
 
-    Input and output: ``[batch, channels, height, width]``, any floating dtype, computed in that
-    dtype. A subclass of torch's, so that it counts as a norm layer.
+    Input and output are ``[batch, channels, height, width]`` in any floating dtype, computed in
+    that dtype. It subclasses torch's module, so that it counts as a norm layer.
 
     Raises:
         ValueError: ``size`` is not odd and positive.
@@ -177,7 +177,7 @@ class LocalResponseNorm(nn.LocalResponseNorm):
 
 
 def alexnet(num_classes: int = 1000, dropout: float = 0.5) -> nn.Module:
-    """torchvision's AlexNet with random weights: 61,100,840 parameters at 1000 classes.
+    """Build torchvision's AlexNet with random weights: 61,100,840 parameters at 1000 classes.
 
     The layout of Krizhevsky, "One weird trick" (arXiv 1404.5997): 64-192-384-256-256 filters, no
     groups, no local response normalisation.
@@ -193,9 +193,9 @@ def alexnet(num_classes: int = 1000, dropout: float = 0.5) -> nn.Module:
 
 
 class MapPool(nn.AdaptiveAvgPool2d):
-    """Means over a map of that size already, as 224 px give it, are the map itself.
+    """Average pooling that returns a map of the target size (at 224 px) unchanged.
 
-    So nothing is launched for them, and `deterministic=true` is possible: the gradient of the real
+    So nothing is launched for it, and `deterministic=true` is possible: the gradient of the real
     pooling has no deterministic kernel on CUDA.
     """
 
@@ -207,14 +207,14 @@ class AlexNet2012(nn.Module):
     """The two-group AlexNet (Krizhevsky et al. 2012) as Caffe's ``bvlc_alexnet`` defines it.
 
     60,965,224 parameters at 1000 classes. Groups of 2 in convolutions 2, 4 and 5, local response
-    normalisation after the first two, overlapping 3/2 pooling. Weights N(0, 0.01), but 0.005 in
-    the first two linear layers, and with another width as much larger as there are fewer inputs;
-    biases 0.1 in convolutions 2, 4, 5 and those two linear layers, 0 elsewhere (the 2012 paper has
-    1 where Caffe has 0.1).
+    normalisation after the first two, overlapping 3/2 pooling. Weights start as N(0, 0.01), but
+    0.005 in the first two linear layers; with another width they are as much larger as there are
+    fewer inputs. Biases are 0.1 in convolutions 2, 4, 5 and those two linear layers, 0 elsewhere
+    (the 2012 paper has 1 where Caffe has 0.1).
 
-    Input ``[batch, 3, height, width]``, 63 px or more. Published for 227 px, and 224 px give the
-    same map of 6 x 6, because Caffe rounds pooling sizes up; of other sizes it is made one by
-    means. Output logits ``[batch, num_classes]``.
+    Input ``[batch, 3, height, width]``, 63 px or more. The network is published for 227 px; 224 px
+    give the same map of 6 x 6, because Caffe rounds pooling sizes up. For other sizes means make
+    the map 6 x 6. Output logits ``[batch, num_classes]``.
     """
 
     def __init__(self, num_classes: int = 1000, dropout: float = 0.5, width: float = 1.0) -> None:

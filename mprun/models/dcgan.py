@@ -2,7 +2,7 @@
 
 Radford et al., arXiv 1511.06434. Layers, widths and initialisation follow the 4x4 stride-2 form of
 the PyTorch examples; sizes other than 64 px add or drop one stage per factor of two. The
-autoencoder is there because its activation gradients underflow FP16.
+autoencoder is included because its activation gradients underflow FP16.
 """
 
 from collections import OrderedDict
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 class Generator(nn.Module):
-    """Codes to images: transposed convolutions, ReLU, and tanh at the end.
+    """The network from codes to images: transposed convolutions, ReLU, and tanh at the end.
 
     At 64 px, latent size 100, width 64 and 3 channels: 3,576,704 parameters.
 
@@ -57,7 +57,7 @@ class Generator(nn.Module):
 
 
 class Discriminator(nn.Module):
-    """Images to logits: strided convolutions and LeakyReLU(0.2); no sigmoid at the end.
+    """The network from images to logits: strided convolutions, LeakyReLU(0.2), no final sigmoid.
 
     At 64 px, width 64 and 3 channels: 2,765,568 parameters.
 
@@ -98,9 +98,21 @@ class Discriminator(nn.Module):
         return logits.squeeze(1) if self.outputs == 1 else logits
 
 
+def generator(image_size: int, latent_size: int, generator_width: int, channels: int) -> Generator:
+    """Build a generator from the names that a configuration has for its sizes."""
+    return Generator(image_size, latent_size, generator_width, channels)
+
+
+def discriminator(image_size: int, discriminator_width: int, channels: int) -> Discriminator:
+    """Build a discriminator from the names that a configuration has for its sizes."""
+    return Discriminator(image_size, discriminator_width, channels)
+
+
 def initialise_dcgan(module: nn.Module) -> None:
-    """Convolutions N(0, 0.02), BatchNorm gains N(1, 0.02), all biases 0 (section 4 of the paper;
-    the gains as in its published code)."""
+    """Initialise convolutions with N(0, 0.02), BatchNorm gains with N(1, 0.02), biases with 0.
+
+    See section 4 of the paper; the gains are those of its published code.
+    """
     for layer in module.modules():
         if isinstance(layer, (nn.Conv2d, nn.ConvTranspose2d)):
             nn.init.normal_(layer.weight, 0.0, 0.02)
@@ -113,7 +125,7 @@ def initialise_dcgan(module: nn.Module) -> None:
 
 
 def _widths(image_size: int, width: int) -> list[int]:
-    """Filters of the layers whose maps are image_size / 2, ..., 8, 4 px, largest map first."""
+    """Return the filters of the layers with maps of image_size / 2, ..., 8, 4 px, in that order."""
     if image_size < 16 or image_size & (image_size - 1):
         raise ValueError(f"image_size={image_size} is not allowed: a power of two, at least 16")
     return [width * 2**i for i in range(image_size.bit_length() - 3)]
@@ -123,11 +135,11 @@ class ConvAutoencoder(nn.Module):
     """Discriminator as the encoder, generator as the decoder, no BatchNorm.
 
     The gradient of a mean squared error over N pixel values is at most ``2 * error / N`` per
-    pixel, and without normalisation each layer below shrinks it further: at a batch of 1,437
+    pixel, and without normalisation each layer below shrinks it further. At a batch of 1,437
     three-channel 32 px images N is 2^22, so much of it lies below 2^-25, where FP16 rounds to 0.
     This is the paper's section 3.2 at a size that trains in seconds.
 
-    Weights and biases start as torch's own convolutions do, uniform in +-1/sqrt(fan_in): DCGAN's
+    Weights and biases start like torch's convolutions, uniform in +-1/sqrt(fan_in): DCGAN's
     N(0, 0.02) relies on BatchNorm to restore the size of the activations. Input and output
     ``[batch, channels, image_size, image_size]``, output in [-1, 1]. ``image_size`` is a power of
     two, at least 16, else ``ValueError``.

@@ -14,37 +14,38 @@ CLIP = 20.0  # of the rectifier min(max(x, 0), 20), section 3.1 of the source
 class DeepSpeech2(nn.Module):
     """Amodei et al., arXiv 1512.02595: the network of table 3 of the mixed-precision paper.
 
-    Two convolutions with BatchNorm and a clipped rectifier; GRU layers with BatchNorm over frames
-    and utterances in front of all but the first (section 3.2: sequence-wise); in the forward form a
-    row convolution over each frame and the next ones (section 3.7), in the bidirectional form the
-    sum of both directions; optionally a fully connected layer; the output layer. Layers in front of
-    a BatchNorm have no bias, and BatchNorm in front of a GRU has no gain and no shift: the product
-    that follows has both.
+    The network has two convolutions with BatchNorm and a clipped rectifier, then GRU layers. All
+    but the first GRU have a BatchNorm over frames and utterances before them (section 3.2:
+    sequence-wise). The forward form has a row convolution over each frame and the next ones
+    (section 3.7), the bidirectional form the sum of both directions. An optional fully connected
+    layer and the output layer follow. Layers before a BatchNorm have no bias, and BatchNorm before
+    a GRU has no gain and no shift: the product that follows has both.
 
     ``forward(features, frames)``: ``features`` ``[n, 1, frequencies, time]``, of which the first
-    ``frames`` (int64 ``[n]``) of each utterance count; returns logits ``[time, n, num_symbols]`` of
-    fewer frames, and int64 ``[n]``, how many of them count.
+    ``frames`` (int64 ``[n]``) of each utterance count. It returns logits ``[time, n, num_symbols]``
+    of fewer frames, and int64 ``[n]``, how many of them count.
 
-    Padding: what lies behind an utterance is zero behind every convolution, rectifier and recurrent
-    layer, and the backward direction begins at an utterance's own last frame, so that evaluation
-    gives the same however far an utterance is padded. In training the zeros are part of BatchNorm's
-    statistics, as in published implementations, which mask alike. Nothing waits for a length: the
-    backward direction reads reordered frames, where a packed sequence needs lengths on the host.
+    Padding: positions after an utterance are zero after every convolution, rectifier and recurrent
+    layer. The backward direction begins at an utterance's own last frame. Evaluation therefore
+    gives the same result however far an utterance is padded. In training the zeros are part of
+    BatchNorm's statistics, as in published implementations, which mask alike. Nothing waits for a
+    length: the backward direction reads reordered frames, where a packed sequence would need
+    lengths on the host.
 
     Args:
         frequencies: rows of a spectrogram.
-        num_symbols: outputs, the blank (0) among them.
-        channels: of each convolution.
+        num_symbols: outputs, including the blank (0).
+        channels: channels of each convolution.
         frequency_kernels: rows of each convolution's kernel; time_kernel: frames of each.
-        frequency_stride: of each; time_stride: of the first, the others have 1.
-        hidden_size: of each direction of the ``num_layers`` recurrent layers.
+        frequency_stride: stride of each; time_stride: stride of the first, the others have 1.
+        hidden_size: units of each direction of the ``num_layers`` recurrent layers.
         row_convolution: frames that it reads, 0: none.
         fully_connected: units, 0: none.
-        init_range: all weights and biases outside of BatchNorm start uniform in +-init_range; None:
-            as torch's layers do, in +-1/sqrt(inputs), of a GRU units.
+        init_range: all weights and biases outside BatchNorm start uniform in +-init_range; None:
+            like torch's layers, in +-1/sqrt(inputs), for a GRU +-1/sqrt(units).
 
     Raises:
-        ValueError: A row convolution behind layers that have read all frames anyway.
+        ValueError: A row convolution follows layers that have already read all frames.
     """
 
     def __init__(
@@ -103,12 +104,12 @@ class DeepSpeech2(nn.Module):
 
 
 def _padding(frames: Tensor, time: int) -> Tensor:
-    """Bool ``[n, time]``: which frames lie behind an utterance."""
+    """Return which frames lie after an utterance, bool ``[n, time]``."""
     return torch.arange(time, device=frames.device) >= frames[:, None]
 
 
 class _Convolution(nn.Module):
-    """Convolution padded by half a kernel, BatchNorm and a clipped rectifier."""
+    """A convolution padded by half a kernel, BatchNorm and a clipped rectifier."""
 
     def __init__(
         self, inputs: int, outputs: int, kernel: tuple[int, int], stride: tuple[int, int]
@@ -120,7 +121,7 @@ class _Convolution(nn.Module):
         self.rectifier = nn.Hardtanh(0.0, CLIP)
 
     def sizes(self, before, axis: int):
-        """Rows (axis 0) or frames (axis 1) behind the convolution: an int, or a tensor of them."""
+        """Return the rows (axis 0) or frames (axis 1) after the convolution: int or tensor."""
         own = self.convolution
         half, kernel, stride = own.padding[axis], own.kernel_size[axis], own.stride[axis]
         return (before + 2 * half - kernel) // stride + 1
@@ -134,7 +135,7 @@ class _Convolution(nn.Module):
 
 
 class _Recurrent(nn.Module):
-    """BatchNorm over frames and utterances where ``normed``, and a GRU in one or two directions."""
+    """BatchNorm over frames and utterances if ``normed``, and a GRU in one or two directions."""
 
     def __init__(self, inputs: int, hidden: int, bidirectional: bool, normed: bool) -> None:
         super().__init__()

@@ -1,15 +1,15 @@
-"""Faster R-CNN: a network proposes regions, a second one names what is in each of them.
+"""Faster R-CNN: a network proposes regions, a second one names the object in each.
 
 Ren et al., arXiv 1506.01497 (the row Faster R-CNN of the paper's table 2), as in the authors' code
 (rbgirshick/py-faster-rcnn, end to end on VGG-16).
 
-In every mode all that follows the last layers of both networks is computed in FP32: boxes, their
-overlaps, suppression, losses; of these some have no 16-bit kernel, and coordinates and sums do not
-fit. So are regions pooled, with the result in the dtype of the maps: a maximum is exact in any, but
-their gradients are added up where regions overlap. Both also in `fp16_naive`, which could not be
-run otherwise. Autocast leaves FP32 tensors alone here, there is no product among them.
+In every mode everything after the last layers of both networks is computed in FP32: boxes, their
+overlaps, suppression, losses. Some of these have no 16-bit kernel, and coordinates and sums do not
+fit. Regions are pooled in FP32, too, with the result in the dtype of the maps. A maximum is exact
+in any dtype, but the gradients add up where regions overlap. Both also hold in `fp16_naive`, which
+could not run otherwise. Autocast leaves FP32 tensors alone here: there is no product among them.
 
-All shapes are static: where fewer samples are found than are learned from, the rest counts nothing.
+All shapes are static: missing samples are filled up and do not count.
 """
 
 from collections.abc import Sequence
@@ -42,14 +42,14 @@ LEAST_SCORE, MOST_DETECTIONS = 0.05, 100
 
 
 class Limits(NamedTuple):
-    """How many of each image, with the published values.
+    """Numbers for each image, with the published values.
 
     Attributes:
-        anchors: that the first network learns from, at most half of them with an object.
-        regions: that the second one learns from, at most a quarter of them with an object.
+        anchors: anchors in the first network's loss, at most half of them with an object.
+        regions: regions in the second network's loss, at most a quarter of them with an object.
         before, after: proposals in training before and after suppression.
-        before_in_evaluation, after_in_evaluation: as many in evaluation.
-        least_side: of a proposal, in pixels.
+        before_in_evaluation, after_in_evaluation: the same in evaluation.
+        least_side: shortest side of a proposal, in pixels.
     """
 
     anchors: int = 256
@@ -62,10 +62,10 @@ class Limits(NamedTuple):
 
 
 def roi_pool(maps: Tensor, places: Tensor, size: int, scale: float) -> Tensor:
-    """torchvision's ``roi_pool`` with a backward that has a deterministic kernel on CUDA.
+    """Pool like torchvision's ``roi_pool``, with a deterministic backward kernel on CUDA.
 
-    ``maps``: float32 ``[batch, channels, side, side]``; ``places``: float32 ``[batch * k, 5]``, of
-    each image the same number, in order; returns float32 ``[batch * k, channels, size, size]``.
+    ``maps``: float32 ``[batch, channels, side, side]``; ``places``: float32 ``[batch * k, 5]``, the
+    same number for each image, in order. Returns float32 ``[batch * k, channels, size, size]``.
     """
     batch = len(maps)
     with torch.no_grad():
@@ -76,11 +76,11 @@ def roi_pool(maps: Tensor, places: Tensor, size: int, scale: float) -> Tensor:
 
 
 class RegionPool(nn.Module):
-    """The maximum of each of ``size`` x ``size`` parts of each region; an image's side is ``side``
-    positions of the maps.
+    """The maximum of each of ``size`` x ``size`` parts of each region.
 
-    ``forward(maps, regions)``: ``[batch, channels, side, side]`` of any dtype, float32 ``[batch, k,
-    4]`` in 0 ... 1; ``[batch * k, channels, size, size]`` in the dtype of the maps.
+    An image's side is ``side`` positions of the maps. ``forward(maps, regions)`` takes ``[batch,
+    channels, side, side]`` of any dtype and float32 ``[batch, k, 4]`` in 0 ... 1. It returns
+    ``[batch * k, channels, size, size]`` in the dtype of the maps.
     """
 
     def __init__(self, size: int, side: float) -> None:
@@ -95,16 +95,17 @@ class RegionPool(nn.Module):
 
 
 class Proposals(nn.Module):
-    """What the first network learns, and which regions it proposes.
+    """The loss of the first network, and the regions that it proposes.
 
-    An anchor is an example of an object from an overlap of 0.7 with one, or if none overlaps that
-    object more; of nothing below 0.3 with all of them. Anchors across the border are neither.
+    An anchor is an example of an object if it overlaps one by 0.7 or more, or overlaps that object
+    most. It is an example of nothing below 0.3 with all of them. Anchors across the border are
+    neither.
 
-    Scores are float32 ``[batch, n, 2]``, of nothing and of an object; offsets ``[batch, n, 4]``.
+    Scores are float32 ``[batch, n, 2]``, for nothing and for an object; offsets ``[batch, n, 4]``.
 
     Args:
         anchors: float32 ``[n, 4]`` in 0 ... 1.
-        least_side: of a region, in 0 ... 1.
+        least_side: shortest side of a region, in 0 ... 1.
     """
 
     computes_in_fp32 = True
@@ -116,7 +117,7 @@ class Proposals(nn.Module):
         self.count, self.least_side = count, least_side
 
     def forward(self, scores: Tensor, offsets: Tensor, targets: Tensor) -> Tensor:
-        """The loss, 0-dim, a mean over the anchors of all images that are learned from."""
+        """Return the loss, 0-dim, a mean over the drawn anchors of all images."""
         positive, negative, chosen = self.match(targets)
         count = min(self.count, len(self.anchors))
         places, counted = drawn(positive, negative, count, count // 2, self.training)
@@ -131,8 +132,11 @@ class Proposals(nn.Module):
         return _mean(errors, _rows(offsets, places), wanted, right, counted, ANCHOR_BETA)
 
     def match(self, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Which anchors are examples of an object, which of nothing, bool ``[batch, n]``, and the
-        target that each overlaps most, int64 ``[batch, n]``."""
+        """Return the anchors for objects, those for nothing, and each one's best target.
+
+        The first two are bool ``[batch, n]``; the target that an anchor overlaps most is int64
+        ``[batch, n]``.
+        """
         inside = (self.anchors >= 0).all(1) & (self.anchors <= 1).all(1)
         asked = learned_from(targets)[..., None] & inside
         overlap = torch.where(asked, overlaps(targets[..., :CLASS], self.anchors), -1.0)
@@ -146,8 +150,10 @@ class Proposals(nn.Module):
     def propose(
         self, scores: Tensor, offsets: Tensor, before: int, after: int
     ) -> tuple[Tensor, Tensor]:
-        """Regions ``[batch, after, 4]`` in 0 ... 1 by falling score, and which of them there are,
-        bool ``[batch, after]``."""
+        """Return regions ``[batch, after, 4]`` in 0 ... 1 by falling score, and which exist.
+
+        The second is bool ``[batch, after]``.
+        """
         # Of a network that has diverged too there are boxes to pool.
         boxes = decode(offsets, self.anchors, ANCHOR_WEIGHTS).clamp(0, 1).nan_to_num()
         large = (boxes[..., 2:] - boxes[..., :2]).amin(2) >= self.least_side
@@ -159,10 +165,10 @@ class Proposals(nn.Module):
 
 
 class Regions(nn.Module):
-    """What the second network learns from proposed regions, and in evaluation its detections.
+    """The loss of the second network on proposed regions, and its detections in evaluation.
 
     The objects themselves are proposed, too. A region is an example of the object that it overlaps
-    most, by half or more, else of nothing. Class 0 is nothing.
+    most, by half or more, otherwise of nothing. Class 0 is nothing.
     """
 
     def __init__(self, count: int) -> None:
@@ -173,8 +179,12 @@ class Regions(nn.Module):
     def examples(
         self, regions: Tensor, valid: Tensor, targets: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Regions ``[batch, k, 4]`` that are learned from; the class of each, int64 ``[batch, k]``;
-        its offsets to its object, zeros without one; which of them count, bool ``[batch, k]``."""
+        """Draw the regions of the loss.
+
+        Returns:
+            Regions ``[batch, k, 4]``; the class of each, int64 ``[batch, k]``; its offsets to its
+            object, zeros without one; which of them count, bool ``[batch, k]``.
+        """
         asked = learned_from(targets)
         boxes = torch.cat([regions, targets[..., :CLASS]], 1)
         valid = torch.cat([valid, asked], 1)
@@ -192,15 +202,20 @@ class Regions(nn.Module):
     def forward(
         self, logits: Tensor, offsets: Tensor, classes: Tensor, wanted: Tensor, counted: Tensor
     ) -> Tensor:
-        """The loss, 0-dim, a mean over the regions of all images; logits ``[batch, k, 1 +
-        classes]``, offsets ``[batch, k, 1 + classes, 4]``."""
+        """Return the loss, 0-dim, a mean over the regions of all images.
+
+        Args:
+            logits: ``[batch, k, 1 + classes]``.
+            offsets: ``[batch, k, 1 + classes, 4]``.
+            classes, wanted, counted: from `examples`.
+        """
         errors = F.cross_entropy(logits.transpose(1, 2), classes, reduction="none")
         own = classes[..., None, None].expand(-1, -1, 1, 4)
         offsets = offsets.gather(2, own).squeeze(2)
         return _mean(errors, offsets, wanted, classes > 0, counted, REGION_BETA)
 
     def detections(self, logits: Tensor, offsets: Tensor, regions: Tensor, valid: Tensor) -> Tensor:
-        """Float32 ``[batch, at most 100, 6]``; see `Found`."""
+        """Return float32 ``[batch, at most 100, 6]``; see `Found`."""
         boxes = decode(offsets[:, :, 1:], regions[:, :, None], REGION_WEIGHTS).clamp(0, 1)
         scores = torch.where(valid[..., None], logits.softmax(2)[..., 1:], 0.0)
         return torch.stack(
@@ -212,16 +227,16 @@ class Regions(nn.Module):
 
 
 class FasterRCNN(nn.Module):
-    """A backbone, whose map both networks read.
+    """A backbone and two networks that read its map.
 
     ``forward(images, targets)``: images ``[batch, 3, size, size]``, targets ``[batch, most, 6]``;
-    `Found`. The loss in evaluation is that of the samples that one fixed seed draws.
+    returns `Found`. The evaluation loss uses samples drawn from a fixed seed.
 
     Args:
-        features: the backbone; ``channels`` of its map.
-        head: makes ``width`` numbers of ``channels * pool * pool``.
-        size: pixels along a side of an image; between positions of the map are ``stride``.
-        scales: times 16 px are the sides of square anchors, three in number.
+        features: the backbone; its map has ``channels``.
+        head: turns ``channels * pool * pool`` numbers into ``width``.
+        size: pixels along a side of an image; positions of the map are ``stride`` pixels apart.
+        scales: sides of the square anchors, in units of 16 px; three.
         pool: positions along a side of a pooled region.
     """
 
@@ -256,7 +271,7 @@ class FasterRCNN(nn.Module):
             _normal(layer, 0.001 if layer is self.offsets else 0.01)
 
     def freeze(self, count: int) -> None:
-        """The first ``count`` convolutions keep their weights."""
+        """Freeze the weights of the first ``count`` convolutions."""
         convolutions = [layer for layer in self.features if isinstance(layer, nn.Conv2d)]
         for layer in convolutions[:count]:
             layer.requires_grad_(False)
@@ -281,7 +296,10 @@ class FasterRCNN(nn.Module):
         return Found(loss, self.regions.detections(*outputs, regions, valid))
 
     def inside(self, maps: Tensor, regions: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits float32 ``[batch, k, 1 + classes]`` and offsets ``[batch, k, 1 + classes, 4]``."""
+        """Return the regions' logits and offsets, float32.
+
+        They are ``[batch, k, 1 + classes]`` and ``[batch, k, 1 + classes, 4]``.
+        """
         found = self.head(self.pool(maps, regions))
         shape = (*regions.shape[:2], 1 + self.num_classes)
         logits, offsets = self.classes(found).float(), self.offsets(found).float()
@@ -291,14 +309,14 @@ class FasterRCNN(nn.Module):
 def drawn(
     positive: Tensor, negative: Tensor, count: int, most: int, by_chance: bool
 ) -> tuple[Tensor, Tensor]:
-    """``count`` of each row by chance: at most ``most`` positive ones, for the rest negative ones.
+    """Draw ``count`` of each row: at most ``most`` positive ones, the rest negative ones.
 
     Args:
         positive, negative: bool ``[batch, n]``.
-        by_chance: with the global generator; else from a seed that is always the same.
+        by_chance: with the global generator; otherwise from a fixed seed.
 
     Returns:
-        Their places int64 ``[batch, count]``, and bool which of them there are.
+        Their places int64 ``[batch, count]``, and bool, which of them exist.
     """
     device = positive.device
     generator = None if by_chance else torch.Generator(device).manual_seed(0)
@@ -313,11 +331,11 @@ def drawn(
 
 @torch.library.custom_op("mprun::unsuppressed", mutates_args=())
 def unsuppressed(boxes: Tensor, scores: Tensor, threshold: float, most: int) -> Tensor:
-    """Which of the boxes ``[batch, n, 4]`` are left by suppression, by falling score: places int64
-    ``[batch, most]``, -1 where there are no more. A score of minus infinity: no box.
+    """Return the places of the boxes ``[batch, n, 4]`` that suppression leaves, by falling score.
 
-    How many are left is known to the device alone: the host waits for each image. One operation to
-    torch, whose result has a static shape.
+    The places are int64 ``[batch, most]``, -1 where there are no more. A score of minus infinity
+    means no box. Only the device knows how many are left: the host waits for each image. For torch
+    this is one operation with a static shape.
     """
     chosen = torch.full((len(boxes), most), -1, device=boxes.device)
     for row, own, score in zip(chosen, boxes, scores, strict=True):
@@ -334,20 +352,22 @@ def _(boxes: Tensor, scores: Tensor, threshold: float, most: int) -> Tensor:
 def _mean(
     errors: Tensor, offsets: Tensor, wanted: Tensor, right: Tensor, counted: Tensor, beta: float
 ) -> Tensor:
-    """Errors of the class plus distances of the offsets of those with an object, over all that are
-    counted; 0 where none is."""
+    """Average class errors, plus offset distances of those with an object, over all that count.
+
+    The mean is 0 if none counts.
+    """
     distance = F.smooth_l1_loss(offsets, wanted, reduction="none", beta=beta).sum(2)
     total = torch.where(counted, errors, 0.0) + torch.where(right, distance, 0.0)
     return total.sum() / counted.sum().clamp(min=1)
 
 
 def _rows(table: Tensor, places: Tensor) -> Tensor:
-    """Rows of ``[batch, n, width]`` by their places ``[batch, k]``; of targets, too."""
+    """Return rows of ``[batch, n, width]``, or of targets, by their places ``[batch, k]``."""
     return table.gather(1, places[..., None].expand(*places.shape, table.shape[2]))
 
 
 def _by_anchor(maps: Tensor, width: int) -> Tensor:
-    """``[batch, anchors * width, h, w]`` as float32 ``[batch, h * w * anchors, width]``."""
+    """Turn ``[batch, anchors * width, h, w]`` into float32 ``[batch, h * w * anchors, width]``."""
     return maps.permute(0, 2, 3, 1).reshape(len(maps), -1, width).float()
 
 
@@ -358,9 +378,11 @@ def _normal(layer: nn.Conv2d | nn.Linear, deviation: float) -> None:
 
 
 def anchors(size: int, stride: int, scales: Sequence[float]) -> Tensor:
-    """Anchors around each position of the map of images of ``size`` px, one with another
-    ``stride`` px apart: float32 ``[positions * 3 * scales, 4]`` in 0 ... 1. ``scales`` times 16 px
-    are the sides of the square ones."""
+    """Return the anchors around each position of the map of images of ``size`` px.
+
+    Positions are ``stride`` px apart. The result is float32 ``[positions * 3 * scales, 4]`` in
+    0 ... 1. ``scales`` times 16 px are the sides of the square anchors.
+    """
     middles = (torch.arange(size // stride, dtype=torch.float32) + 0.5) * stride
     y, x = torch.meshgrid(middles, middles, indexing="ij")
     half = torch.tensor([(w * s, h * s) for w, h in SHAPES for s in scales]) / 2
@@ -375,14 +397,14 @@ def faster_rcnn_vgg16(
     frozen: int = 4,
     weights: str | None = None,
 ) -> FasterRCNN:
-    """On VGG-16 up to conv5_3: 137,078,239 parameters at 20 classes and nothing.
+    """Build it on VGG-16 up to conv5_3: 137,078,239 parameters at 20 classes and nothing.
 
-    Its fc6 and fc7 read the pooled regions.
+    VGG-16's fc6 and fc7 read the pooled regions.
 
     Args:
-        frozen: first convolutions that keep their weights.
-        weights: a file of torch.save with weights by name, of such a network or of a VGG-16 as
-            torchvision has it. The rest starts at random.
+        frozen: number of first convolutions that keep their weights.
+        weights: a file of torch.save with weights by name, of such a network or of torchvision's
+            VGG-16. The rest starts at random.
 
     Raises:
         ValueError: the file cannot be read, or has other weights.
@@ -428,7 +450,7 @@ def _load(network: FasterRCNN, path: str) -> None:
 def faster_rcnn_small(
     num_classes: int = 10, image_size: int = 32, dropout: float = 0.0, frozen: int = 0
 ) -> FasterRCNN:
-    """On four convolutions as VGG has them, of 8 to 32 channels, for images of 32 px.
+    """Build it on four VGG-like convolutions of 8 to 32 channels, for images of 32 px.
 
     Anchors of 8 to 16 px, 32 regions of an image, a head of 128 units: 115,581 parameters at 10
     classes and nothing. Images of other sizes, a multiple of 4, have more positions.

@@ -1,7 +1,7 @@
 """A decoder-only transformer: GPT-2 as in nanoGPT, and the parts that Llama replaced, as values.
 
-karpathy/nanoGPT, model.py: norms in front of each block's two halves and behind the last block, one
-table for embedding and output, GELU by its error function.
+karpathy/nanoGPT, model.py: norms before each block's two halves and after the last block, one table
+for embedding and output, GELU by its error function.
 """
 
 import torch
@@ -15,24 +15,24 @@ ROTARY_BASE = 10_000.0  # Su et al., arXiv 2104.09864, section 3.2.2
 class GPT(nn.Module):
     """``forward(tokens, state)``: ``tokens`` int64 ``[time, batch]``; the state is always ``()``.
 
-    Returns logits ``[time, batch, vocab_size]`` and ``()``: each column is a window of its own,
+    It returns logits ``[time, batch, vocab_size]`` and ``()``: each column is a separate window,
     nothing is carried from one to the next. Weights start normal with deviation 0.02, those that
     write into the residual stream with 0.02 / sqrt(2 * num_layers) (Radford et al., GPT-2, section
     2.3), biases at zero.
 
     Args:
         vocab_size: entries of the table that is both embedding and output.
-        context_length: most tokens of a window.
+        context_length: most tokens in a window.
         kv_heads: heads of keys and values, each read by as many query heads (Ainslie et al., arXiv
             2305.13245); None: as many as ``num_heads``.
         norm: "layer" (LayerNorm) or "rms" (Zhang and Sennrich, arXiv 1910.07467).
         positions: "learned", a vector added to each embedding; "rotary", queries and keys turned.
         mlp: "gelu", 4 hidden units a unit; "swiglu" (Shazeer, arXiv 2002.05202), 8/3 rounded up to
             a multiple of 64, so that it has as many weights.
-        qk_norm: a norm of queries and of keys, each head's for itself, before they are turned.
-        attention: "fused", torch's kernel; "manual", its parts one by one, scores before they are
-            divided by the root of the head's size.
-        bias: linear layers, and LayerNorm, have one.
+        qk_norm: a norm of queries and of keys in each head, before rotation.
+        attention: "fused", torch's kernel; "manual", its parts one by one, with the scores before
+            they are divided by the root of the head's size.
+        bias: whether linear layers and LayerNorm have a bias.
     """
 
     def __init__(
@@ -92,9 +92,10 @@ class GPT(nn.Module):
 
 
 class TiedOutput(nn.Module):
-    """Logits by the table of the embedding, ``[vocab_size, width]``, in the format of ``x``.
+    """The output layer on the embedding's table, ``[vocab_size, width]``, in the format of ``x``.
 
-    The table is no weight of this module, so that embedding and output can be overridden apart.
+    The table is no weight of this module, so that embedding and output can be overridden
+    separately.
     """
 
     def forward(self, x: Tensor, table: Tensor) -> Tensor:
@@ -102,7 +103,7 @@ class TiedOutput(nn.Module):
 
 
 class Block(nn.Module):
-    """``[batch, time, width]`` plus what attention, then what an MLP makes of it, each normed."""
+    """A residual block on ``[batch, time, width]``: attention, then an MLP, each after a norm."""
 
     def __init__(self, attention: nn.Module, mlp: nn.Module, norms: list[nn.Module]) -> None:
         super().__init__()
@@ -117,12 +118,12 @@ class Block(nn.Module):
 class Attention(nn.Module):
     """Causal self-attention on ``[batch, time, width]``, without dropout.
 
-    With dropout torch would leave its fused kernel on a CPU for one that computes in FP32.
+    With dropout torch would not use its fused kernel on a CPU, but one that computes in FP32.
 
     Args:
-        qk_norm: which norm queries and keys get, or None.
-        turned: length for which there are rotary positions, 0 for none.
-        fused: by F.scaled_dot_product_attention, else part by part.
+        qk_norm: the norm of queries and keys, or None.
+        turned: length of the rotary positions, 0 for none.
+        fused: compute by F.scaled_dot_product_attention, otherwise part by part.
     """
 
     def __init__(
@@ -172,10 +173,10 @@ class Attention(nn.Module):
 
 
 def manual_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """What the fused kernel computes, ``[batch, heads, time, size]``, in operations of its own.
+    """Compute the fused kernel's result, ``[batch, heads, time, size]``, in separate operations.
 
-    The scores exist in the format of the queries before they are scaled: beyond 65,504 FP16 has
-    them infinite, which the fused kernel, in FP32 inside, has not.
+    The scores exist in the format of the queries before they are scaled: beyond 65,504 they are
+    infinite in FP16. The fused kernel, in FP32 inside, does not have this overflow.
     """
     scores = query @ key.transpose(-2, -1) * scale
     later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
@@ -186,14 +187,14 @@ def manual_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) ->
 
 
 class Rotary(nn.Module):
-    """Turns pairs (i, i + size / 2) of the last dimension by position / base^(2 i / size).
+    """Rotate pairs (i, i + size / 2) of the last dimension by position / base^(2 i / size).
 
-    The scores of two tokens then depend on their distance alone. Halves, as GPT-NeoX and Llama in
-    Hugging Face's form have them, in place of neighbours.
+    The scores of two tokens then depend on their distance alone. Pairs are taken from the two
+    halves, as in GPT-NeoX and Hugging Face's Llama, not from neighbours.
 
     Args:
-        length: positions from 0 on.
-        size: of a head, even.
+        length: number of positions from 0 on.
+        size: size of a head, even.
     """
 
     cos: Tensor
@@ -209,7 +210,7 @@ class Rotary(nn.Module):
         self.register_buffer("sin", angles.sin().float(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[..., time, size]``."""
+        """Rotate ``[..., time, size]``."""
         cos, sin = self.cos[: x.shape[-2]], self.sin[: x.shape[-2]]
         one, other = x.chunk(2, -1)
         return torch.cat([one * cos - other * sin, other * cos + one * sin], -1)

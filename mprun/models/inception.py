@@ -1,8 +1,8 @@
 """GoogLeNet, Inception v2 and Inception v3: one network and three tables.
 
 A table names the layers of a trunk in their order. A block is a tuple of branches, each a list of
-layers; their maps stand side by side as channels, and a branch may end in such a tuple again (v3).
-Filters are those of the published network; `width` is the share of them that is built.
+layers. The branches' maps are concatenated as channels; a branch may itself end in such a tuple
+(v3). Filters are those of the published network; `width` is the share of them to build.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +27,7 @@ class Conv(NamedTuple):
 
 
 class Pool(NamedTuple):
-    """The largest or the mean of 3 x 3 values; ceil: windows that stick out at the end count."""
+    """The largest or the mean of 3 x 3 values; ceil: windows that exceed the end count, too."""
 
     kind: str
     stride: int = 1
@@ -47,7 +47,7 @@ _Unit: TypeAlias = "Callable[..., ConvUnit]"
 
 
 class ConvUnit(nn.Sequential):
-    """Convolution and ReLU; between them BatchNorm, which then stands for the bias."""
+    """Convolution and ReLU; a BatchNorm between them replaces the bias."""
 
     def __init__(
         self, inputs: int, filters: int, size: Size = 1, *, batch_norm: bool, **where: Any
@@ -60,7 +60,7 @@ class ConvUnit(nn.Sequential):
 
 
 class Branches(nn.ModuleList):
-    """The maps of all branches of one input, as channels behind each other."""
+    """The maps of all branches of one input, concatenated as channels."""
 
     def forward(self, maps: Tensor) -> Tensor:
         return torch.cat([branch(maps) for branch in self], 1)
@@ -69,9 +69,9 @@ class Branches(nn.ModuleList):
 class AuxiliaryHead(nn.Module):
     """Logits from the middle of the trunk.
 
-    Where the map is as large as the published network has it, or larger, means over 5 x 5 values
-    at every third; then whatever it is becomes a map of `side` x `side`, which it is already for
-    images of the published size.
+    If the map is at least as large as in the published network, means over 5 x 5 values are taken
+    at every third. The result becomes a map of `side` x `side`, which it already is for images of
+    the published size.
     """
 
     def __init__(self, side: int, *layers: nn.Module) -> None:
@@ -86,14 +86,14 @@ class AuxiliaryHead(nn.Module):
 
 
 class Inception(nn.Module):
-    """A trunk, the classifier behind the mean of its last map, auxiliary heads on the way.
+    """A trunk, a classifier on the mean of its last map, and auxiliary heads in between.
 
-    Input ``[batch, 3, height, width]``. Output logits ``[batch, num_classes]``; in training, where
-    there are auxiliary heads, the tuple of them and of each head's.
+    Input ``[batch, 3, height, width]``. Output logits ``[batch, num_classes]``; in training with
+    auxiliary heads, the tuple of them and of each head's.
 
     Args:
-        heads: Name of a layer of the trunk -> what makes the head on its output from the number of
-            channels there.
+        heads: Name of a layer of the trunk -> function that makes the head on its output, given the
+            number of channels there.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Inception(nn.Module):
 
 
 def _built(layer: Layer, channels: int, unit: _Unit, width: float) -> tuple[nn.Module, int]:
-    """A layer for so many channels, and how many come out of it."""
+    """Build a layer for so many input channels; return it with its number of output channels."""
     match layer:
         case Conv(filters, size, stride, padding):
             filters = scaled(filters, width)
@@ -191,12 +191,12 @@ _GOOGLENET: Trunk = {
 def googlenet(
     num_classes: int = 1000, dropout: float = 0.4, width: float = 1.0, aux_weight: float = 0.3
 ) -> Inception:
-    """GoogLeNet (Szegedy et al., arXiv 1409.4842) as Caffe's ``bvlc_googlenet`` has it.
+    """Build GoogLeNet (Szegedy et al., arXiv 1409.4842) like Caffe's ``bvlc_googlenet``.
 
-    6,998,552 parameters at 1000 classes, with its two auxiliary heads, which are there where
-    `aux_weight` is above 0, 13,378,280. Weights uniform with variance 1 / inputs, biases 0.2, but 0
-    in the layers that give logits. Images of 32 px or more (published for 224). torchvision's
-    network of that name is another one: BatchNorm, 3 x 3 for 5 x 5, no local response norm.
+    It has 6,998,552 parameters at 1000 classes, and 13,378,280 with its two auxiliary heads, if
+    `aux_weight` is above 0. Weights are uniform with variance 1 / inputs, biases 0.2, but 0 in the
+    layers that give logits. Images have 32 px or more (published for 224). torchvision's network of
+    that name is another one: BatchNorm, 3 x 3 for 5 x 5, no local response norm.
     """
 
     def unit(inputs: int, filters: int, size: Size = 1, **where: Any) -> ConvUnit:
@@ -244,7 +244,7 @@ def _v2_block(
 
 
 def _v2_reduction(three: tuple[int, int], double: tuple[int, int]) -> Block:
-    """Halves the map; the pooling is padded as the convolutions are, so that odd sizes fit too."""
+    """Halve the map; the pooling is padded like the convolutions, so that odd sizes fit, too."""
     return (
         [Conv(three[0]), Conv(three[1], 3, 2)],
         [Conv(double[0]), Conv(double[1], 3), Conv(double[1], 3, 2)],
@@ -272,13 +272,13 @@ _INCEPTION_V2: Trunk = {
 
 
 def inception_v2(num_classes: int = 1000, dropout: float = 0.0, width: float = 1.0) -> Inception:
-    """Inception v2, which is BN-Inception (Ioffe and Szegedy, arXiv 1502.03167).
+    """Build Inception v2, which is BN-Inception (Ioffe and Szegedy, arXiv 1502.03167).
 
-    11,194,984 parameters at 1000 classes. The paper's table has 128 filters behind the pooling of
-    4c and 4d, and outputs of 576 channels, to which they do not add up; with 96, as in
+    It has 11,194,984 parameters at 1000 classes. The paper's table has 128 filters after the
+    pooling of 4c and 4d, and outputs of 576 channels, to which they do not add up; with 96, as in
     TensorFlow's slim, they do. (The public port to Caffe keeps the 128: 11,285,224.) The first
-    convolution is a plain one and no separable one, there are no auxiliary heads, and weights
-    begin as in `googlenet`. Images of 32 px or more (published for 224).
+    convolution is plain, not separable, there are no auxiliary heads, and weights start as in
+    `googlenet`. Images have 32 px or more (published for 224).
     """
     network = Inception(_INCEPTION_V2, _normed, {}, num_classes, dropout, width)
     _start_as_caffe(network)
@@ -299,7 +299,7 @@ def _v3_a(pool: int) -> Block:
 
 
 def _v3_b(narrow: int) -> Block:
-    """7 x 7 convolutions as 1 x 7 and 7 x 1."""
+    """Build 7 x 7 convolutions as 1 x 7 and 7 x 1."""
     row, column = (1, 7), (7, 1)
     return (
         [Conv(192)],
@@ -353,11 +353,11 @@ _INCEPTION_V3: Trunk = {
 def inception_v3(
     num_classes: int = 1000, dropout: float = 0.5, width: float = 1.0, aux_weight: float = 0.4
 ) -> Inception:
-    """Inception v3 (Szegedy et al., arXiv 1512.00567), as torchvision's ``inception_v3``.
+    """Build Inception v3 (Szegedy et al., arXiv 1512.00567) like torchvision's ``inception_v3``.
 
-    23,834,568 parameters at 1000 classes, with the auxiliary head, which is there where
-    `aux_weight` is above 0, 27,161,264. Weights N(0, 0.1), in the auxiliary head's last two layers
-    0.01 and 0.001. Images of 75 px or more (published for 299).
+    It has 23,834,568 parameters at 1000 classes, and 27,161,264 with the auxiliary head, if
+    `aux_weight` is above 0. Weights are N(0, 0.1), in the auxiliary head's last two layers 0.01 and
+    0.001. Images have 75 px or more (published for 299).
     """
 
     def head(channels: int) -> AuxiliaryHead:

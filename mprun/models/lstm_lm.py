@@ -7,7 +7,7 @@ State = tuple[Tensor, Tensor]
 
 
 def pad_to_multiple(n: int, k: int) -> int:
-    """The smallest multiple of ``k`` that is at least ``n``.
+    """Return the smallest multiple of ``k`` that is at least ``n``.
 
     FP16 Tensor Cores want sizes in multiples of 8 (NVIDIA, "Training With Mixed Precision",
     section on Tensor Core shapes).
@@ -18,9 +18,9 @@ def pad_to_multiple(n: int, k: int) -> int:
 class StackedLSTM(nn.Module):
     """Embedding, a stack of LSTM layers with optional projection, and an output layer.
 
-    Dropout sits on the connections between layers only - after the embedding, between LSTM layers
-    and before the output layer - never on the recurrent ones (Zaremba et al., arXiv 1409.2329,
-    section 3). With ``projection_size`` the recurrent output of a layer is projected to that width
+    Dropout is only between layers, never on recurrent connections: after the embedding, between
+    LSTM layers and before the output layer (Zaremba et al., arXiv 1409.2329, section 3). With
+    ``projection_size`` the recurrent output of a layer is projected to that width
     (Sak et al., arXiv 1402.1128). Every parameter starts uniform in +-``init_range``;
     ``forget_bias`` is then added to the forget gates' input bias.
 
@@ -73,9 +73,9 @@ class StackedLSTM(nn.Module):
         return nn.Linear(width, vocab_size)
 
     def initial_state(self, batch_size: int) -> State:
-        """Zeros ``(h, c)`` in the LSTM weights' dtype and on their device.
+        """Return zeros ``(h, c)`` in the LSTM weights' dtype and on their device.
 
-        Shapes ``[num_layers, batch_size, projection_size or hidden_size]`` and
+        Their shapes are ``[num_layers, batch_size, projection_size or hidden_size]`` and
         ``[num_layers, batch_size, hidden_size]``.
         """
         weight, lstm = next(self.lstm.parameters()), self.lstm
@@ -83,7 +83,7 @@ class StackedLSTM(nn.Module):
         return h, weight.new_zeros(lstm.num_layers, batch_size, lstm.hidden_size)
 
     def hidden(self, tokens: Tensor, state: State | None) -> tuple[Tensor, State]:
-        """What the output layer is given, ``[time, batch, width]``, and the state after it."""
+        """Return the output layer's input, ``[time, batch, width]``, and the state after it."""
         if state is None:
             state = self.initial_state(tokens.shape[1])
         outputs, state = self.lstm(self.dropout(self.embedding(tokens)), state)
@@ -95,7 +95,7 @@ class LSTMLanguageModel(StackedLSTM):
 
     ``forward(tokens, state)``: ``tokens`` int64 ``[time, batch]``; ``state`` as from
     ``initial_state``, None meaning zeros; returns logits ``[time, batch, vocab_size]`` and the
-    state after the last step. Truncated backpropagation is the caller's: detach the state before
+    state after the last step. For truncated backpropagation the caller detaches the state before
     the next batch.
     """
 

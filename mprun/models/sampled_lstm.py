@@ -1,9 +1,8 @@
 """bigLSTM: an LSTM language model whose embedding and softmax are tables of used rows.
 
 A step reads and updates only the rows that it uses: with 800,000 words a dense gradient of 1024
-columns has 3.2 GB of zeros, and a dense update rewrites every row of table and optimizer state. The
-softmax over the huge vocabulary is taken from a sample of the words in training, and over all
-of them to evaluate.
+columns has 3.2 GB of zeros, and a dense update rewrites every row of table and optimizer state. In
+training the softmax runs over a sample of the huge vocabulary, in evaluation over all of it.
 """
 
 import functools
@@ -18,7 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 
-from mprun.models.lstm_lm import StackedLSTM, State
+from mprun.models.lstm_lm import LSTMLanguageModel, StackedLSTM, State
+from mprun.models.lstm_lm import pad_to_multiple as padded
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +26,12 @@ class Gathered:
     """The rows that one step uses, each once.
 
     Attributes:
-        ids: int64 [N], the row of the table behind each row of the leaves, N the number of ids
-            asked for.
-        used: bool [N]; the number of different ids is known to the device alone, so the places
-            after the last one repeat the first row, and nothing refers to them.
+        ids: int64 [N], the table's row for each row of the leaves; N is the number of requested
+            ids.
+        used: bool [N]. Only the device knows the number of different ids: the places after the last
+            one repeat the first row, and nothing refers to them.
         leaves: "weight" [N, D] and "bias" [N], copies in row_dtype that collect the gradients.
-        place: int64, in the shape of the ids asked for: where in the leaves each of them is.
+        place: int64, in the shape of the requested ids: the position of each in the leaves.
     """
 
     ids: Tensor
@@ -43,11 +43,11 @@ class Gathered:
 class RowTable(nn.Module):
     """`rows` rows of `width` numbers, with `bias` one more number for each row.
 
-    The table is no leaf of autograd (requires_grad is False): `gather` copies the rows that are
-    needed into leaf tensors, whose gradients an optimizer that knows row tables applies to these
-    rows alone (mprun.precision.row_updates). It is neither copied nor cast to 16 bits where a mode
-    has master weights: the FP32 table is the master, and rows are rounded to `row_dtype` when they
-    are gathered, which gives the same values as a 16-bit copy and saves 2 bytes a parameter.
+    The table is no leaf of autograd (requires_grad is False): `gather` copies the needed rows into
+    leaf tensors. An optimizer that knows row tables applies their gradients to these rows alone
+    (mprun.precision.row_updates). A mode with master weights neither copies the table nor casts it
+    to 16 bits. The FP32 table is then the master, and `gather` rounds rows to `row_dtype`. That
+    gives the same values as a 16-bit copy and saves 2 bytes a parameter.
 
     One `gather` with gradients per step: a second one before the optimizer's zero_grad raises
     RuntimeError. `forward(ids)` is the lookup of an embedding: int64 ids of any shape [...] to
@@ -70,7 +70,7 @@ class RowTable(nn.Module):
         self._gradient_hooks: OrderedDict[int, Callable[[Tensor], None]] = OrderedDict()
 
     def tensors(self) -> dict[str, Tensor]:
-        """ "weight" [rows, width] and, with a bias, "bias" [rows]."""
+        """Return "weight" [rows, width] and, with a bias, "bias" [rows]."""
         both = {"weight": self.weight, "bias": self.bias}
         return {name: tensor for name, tensor in both.items() if tensor is not None}
 
@@ -84,9 +84,9 @@ class RowTable(nn.Module):
         return F.embedding(gathered.place, gathered.leaves["weight"])
 
     def gather(self, ids: Tensor) -> Gathered:
-        """Copies of the rows of `ids` (int64, any shape); remembered for the optimizer.
+        """Copy the rows of `ids` (int64, any shape), and keep the copies for the optimizer.
 
-        No number of different ids is read on the host: shapes depend on the number of ids alone.
+        The host does not read the number of different ids: shapes depend on the number of ids.
         """
         if self.gathered is not None:
             raise RuntimeError("rows were gathered before, and not updated since (zero_grad)")
@@ -110,14 +110,14 @@ class RowTable(nn.Module):
         return self.gathered
 
     def rounded(self, rows: Tensor) -> Tensor:
-        """Rows in row_dtype, the same tensor where they are."""
+        """Return the rows in row_dtype; the same tensor if they already are."""
         return rows if self.row_dtype is None else rows.to(self.row_dtype)
 
     def blocks(self, size: int) -> Iterator[dict[str, Tensor]]:
-        """The whole table as consecutive blocks of at most `size` rows, in FP32.
+        """Yield the whole table as consecutive blocks of at most `size` rows, in FP32.
 
-        Rounded to row_dtype before. Views of an FP32 table; of a 16-bit one, one block is copied
-        at a time.
+        The rows are rounded to row_dtype before. Blocks of an FP32 table are views; a 16-bit table
+        is copied one block at a time.
         """
         for start in range(0, len(self.weight), size):
             yield {
@@ -141,7 +141,7 @@ _AFTER_ALL = 1e12
 
 
 class LogUniformSampler:
-    """Draws `count` different ids below `vocabulary`, small ones (frequent words) most often.
+    """Draw `count` different ids below `vocabulary`, small ones (frequent words) most often.
 
     One draw has P(k) = log((k + 2) / (k + 1)) / log(vocabulary + 1), about Zipf's law for ids that
     are numbered by falling frequency. TensorFlow's sampler (unique=True, range_max) draws until it
@@ -150,13 +150,13 @@ class LogUniformSampler:
     same distribution (successive sampling), in fixed shapes and without the host.
 
     The correction is the probability that id k is among the candidates. TensorFlow takes
-    1 - (1 - P(k))^T after T tries. Here it is 1 - exp(-P(k) t), t being the arrival of the
-    id after the last one taken: whatever the others do, k is taken if and only if it arrives
-    before the `count`-th of them, and that is at t when k was taken. So the sum over the
-    candidates of f(k) / (1 - exp(-P(k) t)) is an unbiased estimate of the sum of f over the
-    vocabulary (Cohen and Kaplan, "Summarizing data using bottom-k sketches", PODC 2007; Kool et
-    al., arXiv 1903.06059, section 4.2); with the tries up to the last arrival it is an
-    approximation. Both agree for small P(k) and large T.
+    1 - (1 - P(k))^T after T tries. Here it is 1 - exp(-P(k) t), t being the arrival of the id after
+    the last one taken. Whatever the others do, k is taken if and only if it arrives before the
+    `count`-th of them; when k was taken, that one arrives at t. So the sum over the candidates of
+    f(k) / (1 - exp(-P(k) t)) is an unbiased estimate of the sum of f over the vocabulary (Cohen and
+    Kaplan, "Summarizing data using bottom-k sketches", PODC 2007; Kool et al., arXiv 1903.06059,
+    section 4.2). With the tries up to the last arrival it is an approximation. Both agree for small
+    P(k) and large T.
 
     Time and memory grow with the vocabulary: 3.2 MB and one partial sort of 793,472 numbers a draw.
     """
@@ -170,14 +170,14 @@ class LogUniformSampler:
         self.vocabulary, self.count = vocabulary, count
 
     def probability(self, ids: Tensor) -> Tensor:
-        """P(k) of each id, float32."""
+        """Return P(k) of each id, float32."""
         return torch.log1p(1.0 / (ids.float() + 1.0)) / math.log(self.vocabulary + 1)
 
     def draw(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """(ids int64 [count] in the order of arrival, t float32 0-dim).
+        """Draw (ids int64 [count] in the order of arrival, t float32 0-dim).
 
-        From torch's global generator on `device`. With `count` = vocabulary: all ids in order, t so
-        late that every inclusion probability is 1, and no random number is used.
+        The draw uses torch's global generator on `device`. With `count` = vocabulary it returns all
+        ids in order and uses no random number; t is so late that every inclusion probability is 1.
         """
         everything = torch.arange(self.vocabulary, device=device)
         if self.count == self.vocabulary:
@@ -188,7 +188,7 @@ class LogUniformSampler:
         return first.indices[:-1], first.values[-1]
 
     def log_inclusion(self, ids: Tensor, t: Tensor) -> Tensor:
-        """Logarithm of the probability that each id is among the candidates, float32."""
+        """Return the logarithm of each id's probability to be a candidate, float32."""
         return torch.log(-torch.expm1(-self.probability(ids) * t))
 
 
@@ -196,17 +196,17 @@ class SampledSoftmax(nn.Module):
     """Cross-entropy per token; from `count` candidate words in training, over all in evaluation.
 
     Training: the logits of a token are those of its target and of the candidates, which all tokens
-    of a step share, each minus the logarithm of its inclusion probability (Jean et al., arXiv
-    1412.2007; tf.nn.sampled_softmax_loss). A candidate that is the token's own target (accidental
-    hit) is masked for that token. The target is corrected in the same way, as published: then the
-    minimum is at the distribution of the words, but the loss is no estimate of the full one.
-    Evaluation (`eval()`): the full softmax, block by block with a running log-sum-exp; the largest
-    tensor is [tokens, BLOCK].
+    of a step share. The logarithm of the inclusion probability is subtracted from each (Jean et
+    al., arXiv 1412.2007; tf.nn.sampled_softmax_loss). A candidate that is the token's own target
+    (accidental hit) is masked for that token. The target is corrected in the same way, as
+    published: then the minimum is at the distribution of the words, but the loss is no estimate of
+    the full one. Evaluation (`eval()`): the full softmax, block by block with a running
+    log-sum-exp; the largest tensor is [tokens, BLOCK].
 
-    Logits and loss are computed in FP32 in every mode, also under autocast, as in the code behind
-    bigLSTM (okuchaiev/f-lm casts the inputs up). The rows of the table come in the parameters' own
-    dtype and their gradients are rounded to it; f-lm keeps softmax rows in FP32, which is an FP32
-    override of the table here.
+    Logits and loss are computed in FP32 in every mode, also under autocast, as in bigLSTM's code
+    (okuchaiev/f-lm casts the inputs up). The rows of the table have the parameters' dtype, and
+    their gradients are rounded to it. f-lm keeps softmax rows in FP32, which is an FP32 override of
+    the table here.
 
     `forward(hidden, targets, table)`: hidden [M, D] in any dtype, targets int64 [M], table: a
     RowTable of the vocabulary with bias; float32 [M].
@@ -264,21 +264,21 @@ def _full(hidden: Tensor, targets: Tensor, table: RowTable) -> Tensor:
 class SampledLSTM(StackedLSTM):
     """`StackedLSTM` with a sampled softmax, and rows that are updated only where used.
 
-    Layers, dropout, initial values and parameter names are those of `LSTMLanguageModel`; the
-    dropout after the embedding, between the layers and after the last one is that of the code
-    behind bigLSTM, which drops before and after each LSTM layer with keep probability 0.9.
+    Layers, dropout, initial values and parameter names are those of `LSTMLanguageModel`. Dropout
+    after the embedding, between the layers and after the last one matches bigLSTM's code, which
+    drops before and after each LSTM layer with keep probability 0.9.
 
     ``forward(tokens, targets, state)``: tokens and targets int64 ``[time, batch]``, `state` as for
     ``LSTMLanguageModel``; returns the cross-entropy of each token, float32 ``[time, batch]``, and
     the state after the last step. In training the sampled one, in ``eval()`` the full one.
 
     Args:
-        vocab_size: Words.
+        vocab_size: number of words.
         candidates: words drawn per step, at most the vocabulary (see `SampledSoftmax`). Word ids
             have to be numbered by falling frequency.
         embedding_gradient_factor: multiplies the gradient of the embedding; okuchaiev/f-lm
             multiplies by its batch size of 128.
-        sizes: The other arguments of `StackedLSTM`.
+        sizes: the other arguments of `StackedLSTM`.
 
     Raises:
         ValueError: ``projection_size`` is not below ``hidden_size``.
@@ -308,3 +308,34 @@ class SampledLSTM(StackedLSTM):
         outputs, state = self.hidden(tokens, state)
         losses = self.softmax(outputs.flatten(0, 1), targets.flatten(), self.output)
         return losses.view(targets.shape), state
+
+
+def lstm(
+    *,
+    vocab_size: int,
+    embedding_size: int,
+    hidden_size: int,
+    projection_size: int,
+    pad_to_multiple: int,
+    num_layers: int,
+    dropout: float,
+    init_range: float,
+    forget_bias: float,
+    sampled_softmax: int | None,
+    embedding_gradient_factor: float,
+) -> StackedLSTM:
+    """Build the LSTM of a configuration: sizes padded for Tensor Cores, the softmax sampled or not.
+
+    Args:
+        pad_to_multiple: Every size is rounded up to a multiple of it.
+        sampled_softmax: Candidates of a `SampledLSTM`; None: an `LSTMLanguageModel`.
+    """
+    sizes = (vocab_size, embedding_size, hidden_size, projection_size)
+    vocabulary, embedding, hidden, projection = (padded(n, pad_to_multiple) for n in sizes)
+    more: dict[str, Any] = {"dropout": dropout, "init_range": init_range}
+    more |= {"embedding_size": embedding, "hidden_size": hidden, "projection_size": projection}
+    more |= {"num_layers": num_layers, "forget_bias": forget_bias}
+    if sampled_softmax is None:
+        return LSTMLanguageModel(vocabulary, **more)
+    more["embedding_gradient_factor"] = embedding_gradient_factor
+    return SampledLSTM(vocabulary, candidates=sampled_softmax, **more)

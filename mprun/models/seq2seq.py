@@ -1,8 +1,8 @@
 """Translation: a bidirectional LSTM encoder, attention, an LSTM decoder.
 
 The networks of figure 4 (Micikevicius et al., arXiv 1710.03740, section 4.3) have 3 or 5 layers of
-1024 cells in encoder and decoder each. Not published there, so ours: the form of the attention and
-what the decoder starts from.
+1024 cells in encoder and decoder each. The form of the attention and the decoder's initial state
+are not published there; they are mprun's choice.
 """
 
 from typing import Any, NamedTuple
@@ -14,13 +14,13 @@ State = tuple[Tensor, Tensor]
 
 
 class Encoded(NamedTuple):
-    """A batch of sources as the decoder reads it.
+    """A batch of encoded sources, the input of the decoder.
 
     Attributes:
         memory: the encoder's outputs, ``[batch, source, hidden]``.
-        keys: them as they are compared with, in the same shape.
+        keys: the outputs mapped for the comparison with queries, in the same shape.
         padding: bool ``[batch, 1, source]``, where there is no word.
-        state: ``(h, c)`` that the decoder starts from, ``[layers, batch, hidden]`` each.
+        state: the decoder's initial ``(h, c)``, ``[layers, batch, hidden]`` each.
     """
 
     memory: Tensor
@@ -30,26 +30,26 @@ class Encoded(NamedTuple):
 
 
 class Seq2Seq(nn.Module):
-    """Encoder, attention and decoder over word ids; id 0 is padding, behind the words of a row.
+    """Encoder, attention and decoder over word ids; id 0 is padding, after the words of a row.
 
-    Encoder: the first layer reads a sentence in both directions, each with `hidden_size` cells, the
-    others read forwards. Decoder: as many layers, started from the last words that the encoder
-    read: layer by layer tanh of a linear map of the first layer's backward output at the first word
-    (Bahdanau et al., arXiv 1409.0473, appendix A.2.2), its cells from zero. Attention is Luong's
-    (arXiv 1508.04025, section 3.1, "general") on the decoder's last layer, without input feeding:
-    what was attended to is not an input of the next word, so that a layer is one call for all words
-    and its weight gradient is summed once, not once a word in 16 bits.
+    Encoder: the first layer reads a sentence in both directions, each with `hidden_size` cells; the
+    others read forwards. Decoder: as many layers. Each starts from tanh of a linear map of the
+    first layer's backward output at the first word, its cells from zero (Bahdanau et al., arXiv
+    1409.0473, appendix A.2.2). Attention is Luong's (arXiv 1508.04025, section 3.1, "general") on
+    the decoder's last layer, without input feeding: the attended vector is not an input of the next
+    word. A layer is then one call for all words, and its weight gradient is summed once, not once a
+    word in 16 bits.
 
-    Dropout sits on embeddings, between layers and before the softmax. Every parameter starts
-    uniform in +-``init_range``.
+    Dropout is on embeddings, between layers and before the softmax. Every parameter starts uniform
+    in +-``init_range``.
 
-    Padding changes no result: forward layers meet it after the last word only, the backward one
-    reads each row reversed within its own length, attention leaves it out. Neither does it shorten
-    the work, which a packed sequence would: that needs lengths on the host.
+    Padding changes no result: forward layers meet it only after the last word, the backward one
+    reads each row reversed within its own length, and attention leaves it out. It costs work, which
+    a packed sequence would save; but that needs lengths on the host.
 
     Args:
         source_vocab_size: words of the sources, padding and other symbols included.
-        target_vocab_size: those of the targets.
+        target_vocab_size: words of the targets.
     """
 
     def __init__(
@@ -85,16 +85,16 @@ class Seq2Seq(nn.Module):
                 parameter.uniform_(-init_range, init_range)
 
     def forward(self, source: Tensor, inputs: Tensor) -> Tensor:
-        """Logits ``[batch, target, target_vocab_size]`` of each next word.
+        """Return logits ``[batch, target, target_vocab_size]`` of each next word.
 
         source: int64 ``[batch, source]``, at least one word in each row. inputs: int64
-        ``[batch, target]``, the words before those that are asked for.
+        ``[batch, target]``, the words before the predicted ones.
         """
         encoded = self.encode(source)
         return self.decode(inputs, encoded, encoded.state)[0]
 
     def encode(self, source: Tensor) -> Encoded:
-        """`Encoded` of source, int64 ``[batch, source]``."""
+        """Encode a source, int64 ``[batch, source]``."""
         padding = source == 0
         order = reversed_order(padding).t()  # [source, batch]
         embedded = self.dropout(self.source_embedding(source.t()))
@@ -109,7 +109,7 @@ class Seq2Seq(nn.Module):
         return Encoded(memory, self.key(memory), padding[:, None], (h, torch.zeros_like(h)))
 
     def decode(self, inputs: Tensor, encoded: Encoded, state: State) -> tuple[Tensor, State]:
-        """Logits for the words after `inputs`, int64 ``[batch, target]``, and the state there."""
+        """Return logits for the words after `inputs`, int64 ``[batch, target]``, and the state."""
         embedded = self.dropout(self.target_embedding(inputs.t()))
         outputs, state = self.decoder(embedded, state)
         queries = outputs.transpose(0, 1)
@@ -117,9 +117,9 @@ class Seq2Seq(nn.Module):
         return self.output(self.dropout(attended)), state
 
     def translate(self, source: Tensor, words: int, begin: int, end: int) -> Tensor:
-        """Greedily the most likely next word, `words` times: int64 ``[batch, words]``.
+        """Choose the most likely next word greedily, `words` times: int64 ``[batch, words]``.
 
-        begin: the word in front of every target. end: the last one; padding (0) follows it.
+        begin: the word before every target. end: its last word; padding (0) follows it.
         """
         encoded = self.encode(source)
         state, last = encoded.state, torch.full_like(source[:, :1], begin)
@@ -133,14 +133,14 @@ class Seq2Seq(nn.Module):
 
 
 class Attention(nn.Module):
-    """Luong's global attention: tanh of a linear map of what is attended to and the query."""
+    """Luong's global attention: tanh of a linear map of the attended vector and the query."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
         self.combine = nn.Linear(2 * hidden_size, hidden_size, bias=False)
 
     def forward(self, queries: Tensor, keys: Tensor, memory: Tensor, padding: Tensor) -> Tensor:
-        """``[batch, target, hidden]`` for queries of that shape; the others as in `Encoded`."""
+        """Return ``[batch, target, hidden]`` for queries of that shape; the others: `Encoded`."""
         scores = torch.bmm(queries, keys.transpose(1, 2))
         # The least finite number: -1e9 does not exist in FP16, and a search for overflows would
         # find an infinity. Softmax in FP32 in every mode.
@@ -151,22 +151,22 @@ class Attention(nn.Module):
 
 
 def reversed_order(padding: Tensor) -> Tensor:
-    """Where each place of a row is read from so that its words come in reverse, int64.
+    """Return the positions, int64, from which to read a row so that its words come in reverse.
 
-    padding: bool ``[batch, places]``, true behind the words; padding stays where it is.
+    padding: bool ``[batch, places]``, true after the words; padding stays in place.
     """
     places = torch.arange(padding.shape[1], device=padding.device)
     return torch.where(padding, places, (~padding).sum(1, keepdim=True) - 1 - places)
 
 
 def reordered(values: Tensor, order: Tensor) -> Tensor:
-    """``[places, batch, width]`` in an order ``[places, batch]`` that is its own inverse."""
+    """Reorder ``[places, batch, width]`` by ``[places, batch]``, an order that inverts itself."""
     made: Tensor = _Reordered.apply(values, order)
     return made
 
 
 class _Reordered(torch.autograd.Function):
-    """The gradient is put back by the same order; gather's own adds in no fixed one on CUDA."""
+    """A reordering whose gradient uses the same order; gather's adds in no fixed order on CUDA."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, order: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 Liu et al., arXiv 1512.02325 (the row Multibox SSD of the paper's table 2), as in the authors' Caffe
 code (weiliu89/caffe, branch ssd, examples/ssd/ssd_pascal.py).
 
-In every mode the L2 norm and all that follows the last convolutions is computed in FP32: default
+In every mode the L2 norm and everything after the last convolutions are computed in FP32: default
 boxes, matching, losses, decoding, suppression. In FP16 the squares of Caffe-scale activations
 overflow, and the result is a silent zero; pixel coordinates and the sum of a loss do not fit
 either (NVIDIA/caffe pull request 493).
@@ -37,8 +37,9 @@ MOST_DETECTIONS = 200
 class L2Norm(nn.Module):
     """Each position's channels as a unit vector, times a learned scale per channel.
 
-    ``forward``: ``[batch, channels, h, w]`` of any dtype, the result in the same one. Computed in
-    FP32 in every mode: the norm of 512 channels of 3,000 is inf in FP16, and the result was 0.
+    ``forward`` takes ``[batch, channels, h, w]`` of any dtype and returns the same dtype. It
+    computes in FP32 in every mode: the norm of 512 channels of 3,000 is inf in FP16, and the result
+    would be 0.
     """
 
     computes_in_fp32 = True
@@ -54,20 +55,20 @@ class L2Norm(nn.Module):
 
 
 class MultiBox(nn.Module):
-    """The loss of default boxes, and in evaluation the detections that they give.
+    """The loss of default boxes, and in evaluation their detections.
 
-    An object is learned by every default box that overlaps it by half or more, and by the one that
+    An object is matched to every default box that overlaps it by half or more, and to the one that
     overlaps it most.
 
     ``forward(offsets, logits, targets)``: ``[batch, n, 4]`` and ``[batch, n, 1 + classes]`` of any
-    floating dtype, class 0 is the background; targets as in `mprun.models.boxes`; `Found`.
+    floating dtype, class 0 is the background; targets as in `mprun.models.boxes`; returns `Found`.
 
     Args:
         defaults: float32 ``[n, 4]`` in 0 ... 1.
-        mean: the loss is a mean over all default boxes, with a sigmoid for each class; else it is
-            the published one, over the number of matched boxes, of all matched and the three times
-            as many others whose loss is highest, with a softmax.
-        most_of_a_class: boxes of an image that suppression looks at, those of highest score.
+        mean: the loss is a mean over all default boxes, with a sigmoid for each class. Otherwise it
+            is the published one, with a softmax: the sum over all matched boxes and the three times
+            as many others whose loss is highest, divided by the number of matched boxes.
+        most_of_a_class: boxes of an image that suppression compares, those of highest score.
     """
 
     computes_in_fp32 = True
@@ -85,7 +86,7 @@ class MultiBox(nn.Module):
             return Found(loss, None if self.training else self.detections(offsets, logits))
 
     def match(self, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """The target of each default box ``[batch, n, 6]``, and whether it has one, bool."""
+        """Return the target of each default box ``[batch, n, 6]``, and whether it has one, bool."""
         asked = learned_from(targets)[..., None]
         overlap = overlaps(targets[..., :CLASS], self.defaults)  # [batch, objects, n]
         number = torch.arange(len(self.defaults), device=targets.device)
@@ -115,7 +116,7 @@ class MultiBox(nn.Module):
         return total / matched.sum().clamp(min=1)
 
     def detections(self, offsets: Tensor, logits: Tensor) -> Tensor:
-        """Float32 ``[batch, at most 200, 6]``; see `Found`."""
+        """Return float32 ``[batch, at most 200, 6]``; see `Found`."""
         boxes = decode(offsets, self.defaults, WEIGHTS).clamp(0, 1)
         scores = (logits.sigmoid() if self.mean else logits.softmax(2))[..., 1:]
         of_each = boxes[:, :, None].expand(*scores.shape, 4)
@@ -131,7 +132,7 @@ class MultiBox(nn.Module):
 
 
 class Backbone(nn.Sequential):
-    """Layers whose maps behind ``tap`` and behind the last of them are both used."""
+    """Layers that return two maps: the one after ``tap`` and the last one."""
 
     tap: int
 
@@ -145,33 +146,34 @@ class Backbone(nn.Sequential):
 
 
 class _OneAfterTheOther(nn.ModuleList):
-    """``forward(maps)``: what each module makes of what the one before it made."""
+    """``forward(maps)`` applies the modules one after the other and returns every output."""
 
     def forward(self, x: Tensor) -> list[Tensor]:
         return [x := module(x) for module in self]
 
 
 class _OneForEach(nn.ModuleList):
-    """``forward(list of maps)``: what each module makes of its own; further maps are left out."""
+    """``forward(list of maps)`` applies each module to its own map; further maps are left out."""
 
     def forward(self, maps: Sequence[Tensor]) -> list[Tensor]:
         return [module(own) for module, own in zip(self, maps, strict=False)]
 
 
 class SSD(nn.Module):
-    """A backbone, smaller and smaller maps behind it, and two convolutions on each of them.
+    """A backbone, smaller and smaller maps after it, and two convolutions on each of them.
 
     ``forward(images, targets)``: images ``[batch, 3, size, size]``, targets ``[batch, most, 6]``;
-    `Found`.
+    returns `Found`.
 
     Args:
         features: the backbone.
-        tap: its layer behind which the finest map is taken; the next one is behind its last layer.
-        extras: layers behind it, each of which gives a map.
-        norms: of the first maps, before their convolutions; the backbone goes on without them.
-        channels: of each map.
+        tap: the backbone's layer that gives the finest map; its last layer gives the next one.
+        extras: layers after the backbone, each of which gives a map.
+        norms: norms of the first maps, before their convolutions; the backbone continues without
+            them.
+        channels: channels of each map.
         boxes: default boxes at a position of each map.
-        multibox: their loss.
+        multibox: the loss of the default boxes.
     """
 
     def __init__(
@@ -198,7 +200,7 @@ class SSD(nn.Module):
         return self.multibox(*self.outputs(images), targets)
 
     def outputs(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Offsets ``[batch, n, 4]`` and logits ``[batch, n, 1 + classes]`` of the default boxes."""
+        """Return offsets ``[batch, n, 4]`` and logits ``[batch, n, 1 + classes]`` of the boxes."""
         found = self.features(images)
         maps = [*found, *self.extras(found[-1])]
         normed = self.norms(maps)
@@ -208,29 +210,29 @@ class SSD(nn.Module):
         return torch.cat(offsets, 1), torch.cat(logits, 1)
 
     def freeze(self) -> None:
-        """Let only the convolutions for boxes and classes learn."""
+        """Freeze everything but the convolutions for boxes and classes."""
         for part in (self.features, self.extras, self.norms):
             part.requires_grad_(False)
 
 
 def _by_box(maps: Tensor, width: int) -> Tensor:
-    """``[batch, boxes * width, h, w]`` as ``[batch, h * w * boxes, width]``."""
+    """Turn ``[batch, boxes * width, h, w]`` into ``[batch, h * w * boxes, width]``."""
     return maps.permute(0, 2, 3, 1).reshape(len(maps), -1, width)
 
 
 def default_boxes(
     maps: Sequence[int], steps: Sequence[float], sizes: Sequence[float], ratios: Sequence[Sequence]
 ) -> Tensor:
-    """Default boxes around each position of each map, float32 ``[n, 4]`` (section 2.2 of SSD).
+    """Return default boxes around each position of each map, float32 ``[n, 4]`` (SSD, section 2.2).
 
-    At a position: a square of the map's size, one of the geometric mean of this and the next
-    map's, then a wide and a high box of the first one's area for each ratio.
+    A position has a square of the map's size and one of the geometric mean of this and the next
+    map's size. For each ratio a wide and a high box of the first square's area follow.
 
     Args:
         maps: positions along a side of each map.
-        steps: between them, as a share of the image's side.
-        sizes: as shares of the image's side, one more than there are maps.
-        ratios: of each map's boxes, width over height, above 1.
+        steps: distances between them, as a share of the image's side.
+        sizes: sizes as shares of the image's side, one more than there are maps.
+        ratios: ratios of each map's boxes, width over height, above 1.
     """
     found = []
     for number, (count, step) in enumerate(zip(maps, steps, strict=True)):
@@ -248,13 +250,14 @@ def default_boxes(
 
 
 def ssd_mini(num_classes: int = 10, image_size: int = 32, freeze_backbone: bool = False) -> SSD:
-    """Six VGG convolutions of 8 to 32 channels and two more: 88,764 parameters at 10 classes.
+    """Build SSD on six VGG convolutions of 8 to 32 channels and two more: 88,764 parameters.
 
-    L2 norm (scale 2) in front of both maps, 6 default boxes a position, the mean loss. Weights as
-    by He et al., arXiv 1502.01852, biases 0. What FP16 loses is lost in the backbone: without
-    normalisation inside, and with images of -50 ... 205, its activations are of thousands, by which
-    the L2 norm divides what comes back. They grow as it learns; after a thousand steps of Adam they
-    overflow FP16, whatever the loss scale.
+    That is the number at 10 classes. Both maps have an L2 norm (scale 2) before them; there are 6
+    default boxes a position and the mean loss. Weights start as in He et al., arXiv 1502.01852,
+    biases at 0. FP16's losses happen in the backbone: without normalisation inside, and with images
+    of -50 ... 205, its activations are thousands, and the L2 norm divides the gradients by them.
+    They grow in training; after a thousand steps of Adam they overflow FP16, whatever the loss
+    scale.
 
     Images of other sizes than 32 px, multiples of 8, have other maps.
     """
@@ -297,17 +300,17 @@ MINI_SIZES = (0.25, 0.375, 0.5)  # digits have 0.25 to 0.5 of the side
 
 
 def ssd300(num_classes: int = 20, weights: str | None = None, freeze_backbone: bool = False) -> SSD:
-    """SSD300 on VGG-16: 26,285,486 parameters at 20 classes, 8,732 default boxes.
+    """Build SSD300 on VGG-16: 26,285,486 parameters at 20 classes, 8,732 default boxes.
 
-    Layers and default boxes as in the authors' file for VOC: fully connected layers 6 and 7 as
-    convolutions, the first one dilated; L2 norm of scale 20 behind conv4_3. Images of 300 px less
-    their means, as Caffe's VGG takes them. Weights start as Caffe's xavier does, uniform in
-    +-sqrt(3 / fan_in), biases 0.
+    Layers and default boxes are as in the authors' file for VOC: fully connected layers 6 and 7 as
+    convolutions, the first one dilated; L2 norm of scale 20 after conv4_3. Images have 300 px, less
+    their means, as for Caffe's VGG. Weights start like Caffe's xavier, uniform in
+    +-sqrt(3 / fan_in), biases at 0.
 
     Args:
-        weights: a file of torch.save with weights by name, of such a network or of a VGG-16 alone
-            (``features.0.weight``, as torchvision has it; ``0.weight``, as the reduced one has it
-            that detectors start from). The rest starts at random.
+        weights: a file of torch.save with weights by name, of such a network or of a VGG-16 alone.
+            The names are torchvision's (``features.0.weight``) or those of the reduced VGG-16 that
+            detectors start from (``0.weight``). The rest starts at random.
 
     Raises:
         ValueError: the file cannot be read, or has other weights.
@@ -368,7 +371,7 @@ _CONVOLUTIONS_OF_VGG = 13
 
 
 def _load(network: SSD, path: str) -> None:
-    """Put the weights of a file into the network; ValueError says in one line what does not fit."""
+    """Put the weights of a file into the network; a ValueError names what does not fit."""
     found = weights_in(path)
     own = network.state_dict()
     if found.keys() != own.keys():

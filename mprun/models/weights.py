@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 def weights_in(path: str) -> dict[str, Tensor]:
-    """The tensors of a file of torch.save by name, on the CPU; nothing of it is executed.
+    """Read the tensors of a torch.save file by name, to the CPU, without executing code in it.
 
     Raises:
         ValueError: it cannot be read or holds something else; in one line.
@@ -24,10 +24,10 @@ def weights_in(path: str) -> dict[str, Tensor]:
 
 
 def put_weights(network: nn.Module, found: Mapping[str, Tensor], path: str) -> None:
-    """Let the network start from tensors named like its own; the others stay as they are.
+    """Put tensors named like the network's own into it; the others stay unchanged.
 
     Raises:
-        ValueError: one has another shape; names the file and it.
+        ValueError: a tensor has another shape; the message names the file and the tensor.
     """
     own = network.state_dict()
     for name, value in found.items():
