@@ -1,7 +1,7 @@
-"""What the runs of a mode really computed, by the audit in their records.
+"""Summarize what the runs of a mode really computed, from the audit in their records.
 
-A share is of the products that were counted, forward and backward, each counted as one, whatever
-its size. Runs of an earlier mprun, and logs of other tools, have no audit.
+A share is a share of the counted products, forward and backward; each counts as one, whatever its
+size. Runs of an earlier mprun and logs of other tools have no audit.
 """
 
 from collections import Counter
@@ -15,14 +15,14 @@ _NAMES = {
     "left_the_model": "tensors left the model beside its outputs",
     "written_in_a_call": "parameters written by the model itself",
 }
-_ALIKE = 0.01  # shares that differ by no more are the same; they are shown in whole per cent
+_ALIKE = 0.01  # a smaller difference does not count; shares are shown in whole per cent
 
 
 def audit_of(runs: Sequence[RunData]) -> dict[str, Any] | None:
-    """Return what the audits of `runs` say together; None where none of them was watched.
+    """Return the combined audit of `runs`; None if none of them was watched.
 
     Returns:
-        watched: steps (of a script calls and passes). products: dtype -> share, largest first.
+        watched: steps (for a script, calls and passes). products: dtype -> share, largest first.
         left_the_model, written_in_a_call, optimizers, not_watched: names, each once.
     """
     audits = [run.audit for run in runs if run.audit.get("watched")]
@@ -39,14 +39,14 @@ def audit_of(runs: Sequence[RunData]) -> dict[str, Any] | None:
 
 
 def products_text(audit: Mapping[str, Any] | None) -> str:
-    """ "fp16 85 %, fp32 15 %", the largest first."""
+    """Return the shares of products, the largest first: "fp16 85 %, fp32 15 %"."""
     if audit is None:
         return NOT_WATCHED
     return _text(audit["products"]) or "none"
 
 
 def audit_notes(runs: Sequence[RunData]) -> list[str]:
-    """Return what a reader must know: seeds that disagree, what left a model or was written."""
+    """Return notes on seeds that disagree, tensors that left a model and written parameters."""
     notes = []
     watched = [run for run in runs if run.audit.get("watched")]
     shares = [_shares([run.audit]) for run in watched]
@@ -82,7 +82,7 @@ def _text(shares: Mapping[str, float]) -> str:
 
 
 def _per_cent(share: float) -> str:
-    """In whole per cent; what is there is never 0 %, and what is not all never 100 %."""
+    """Return the share in whole per cent; only exact 0 is "0 %", only exact 1 "100 %"."""
     if share == 1:
         return "100 %"
     return "<1 %" if share < 0.005 else ">99 %" if share >= 0.995 else f"{100 * share:.0f} %"

@@ -1,17 +1,19 @@
-"""Did a run diverge? A rule without chance, applied run by run before any statistics.
+"""Decide whether a run diverged, by a deterministic rule per run, before any statistics.
 
-A run diverged if (a) it is recorded as diverged or its loss was not finite at a step that was
-applied; (b) more than 50 updates in a row were skipped; (c) it made less than 10 % of the
-baseline's progress: its final smoothed training loss is above L0 - 0.1 (L0 - B), with L0 the mean
-of its first 10 recorded losses and B the mean final smoothed loss of the baseline.
+A run diverged if one of these holds:
+(a) It is recorded as diverged, or its loss was not finite at an applied step.
+(b) More than 50 updates in a row were skipped.
+(c) It made less than 10 % of the baseline's progress: its final smoothed training loss is above L0
+- 0.1 (L0 - B). L0 is the mean of its first 10 recorded losses, B the mean final smoothed loss of
+the baseline.
 
-A foreign log tells of (a) alone: its values are not finite where its outcome is taken.
+A foreign log can only show (a): it has non-finite values among those that give its outcome. (c)
+does not apply to foreign logs, nor to GANs, whose losses measure no progress. It is also skipped
+where it can say nothing: no losses recorded in the first 20 steps, or a baseline whose own progress
+does not exceed the scatter of its single losses (with random labels, say). There 10 % of the
+progress would be noise.
 
-(c) is left out for GANs, whose losses measure no progress, for foreign logs, and where it can say
-nothing: no losses recorded in the first 20 steps, or a baseline whose own progress is not above
-the scatter of its single losses (random labels, say), where 10 % of it would be noise.
-
-What each run ended with: its final metric, or that it diverged.
+The outcome of a run is its final metric, or that it diverged.
 """
 
 import math
@@ -24,16 +26,16 @@ from mprun.compare.findings import OUTCOMES, Arm, Outcome, Question, RunData
 from mprun.errors import BadInput
 
 MOST_SKIPS_IN_A_ROW = 50
-LEAST_PROGRESS = 0.1  # of the baseline's
+LEAST_PROGRESS = 0.1  # relative to the baseline's
 
 
 def divergences(
     runs: Sequence[RunData], baseline: Sequence[RunData], *, gan: bool
 ) -> list[tuple[str, int | None] | None]:
-    """Per run the reason in words and the step (None: not known), or None for a run that is fine.
+    """Return per run the reason and the step (None: not known), or None if it did not diverge.
 
-    For (c), a run that is itself of the baseline is held against the others of the baseline, so
-    that one which learned nothing is found; if there is no other, (c) is left out.
+    For (c), a baseline run is compared with the other baseline runs, so a baseline run that learned
+    nothing is found. If there is no other, (c) is skipped.
     """
     if gan:
         return [_failed_itself(run) for run in runs]
@@ -47,12 +49,13 @@ def divergences(
 
 
 def baseline_progress(baseline: Sequence[RunData], metric: str, *, gan: bool) -> str | None:
-    """Why agreement with this baseline would say nothing: it learned next to nothing itself.
+    """Return the numbers that show that the baseline learned next to nothing itself.
 
-    The mean loss over the first 10 steps must exceed that over the last tenth of the records by
-    twice the standard error of the two, taken from the scatter of single losses. For a GAN, whose
-    losses say nothing, the metric must improve by a tenth from the first to the last evaluation.
-    None where it learned, or where the records cannot tell.
+    Agreement with such a baseline would mean nothing. The mean loss over the first 10 steps must
+    exceed that over the last tenth of the records by twice the standard error of both, estimated
+    from the scatter of single losses. A GAN's losses measure no progress: its metric must improve
+    by a tenth from the first to the last evaluation. Returns None if the baseline learned, or if
+    the records cannot tell.
     """
     runs = [run for run in baseline if not run.foreign]
     ends = [_start_and_end(run, metric if gan else None) for run in runs]
@@ -68,7 +71,7 @@ def baseline_progress(baseline: Sequence[RunData], metric: str, *, gan: bool) ->
 
 
 def _start_and_end(run: RunData, metric: str | None) -> tuple[float | None, float | None]:
-    """First and last value of the metric, without one of the training loss; None: not known."""
+    """Return the metric's first and last value (None: of the training loss); None: not known."""
     if metric is None:
         return _finite_mean(run.first_losses[:10]), _finite_mean(run.last_losses)
     values = run.evals.get(metric, np.empty(0)).tolist()
@@ -76,7 +79,7 @@ def _start_and_end(run: RunData, metric: str | None) -> tuple[float | None, floa
 
 
 def _failed_itself(run: RunData) -> tuple[str, int | None] | None:
-    """Rules (a) and (b)."""
+    """Apply rules (a) and (b)."""
     if run.status == "diverged":
         step = run.last_step if run.nonfinite_step is None else run.nonfinite_step
         return run.cause or "recorded as diverged", step
@@ -88,7 +91,7 @@ def _failed_itself(run: RunData) -> tuple[str, int | None] | None:
 
 
 def _learned_nothing(run: RunData, finals: list[tuple[RunData, float]]) -> tuple[str, int] | None:
-    """Rule (c); `finals`: each baseline run that passes (a) and (b), its final smoothed loss."""
+    """Apply rule (c); `finals`: baseline runs that pass (a) and (b), with final smoothed loss."""
     if run.foreign or run.last_losses.size == 0:
         return None
     start, final = _start_and_end(run, None)
@@ -110,36 +113,36 @@ def _learned_nothing(run: RunData, finals: list[tuple[RunData, float]]) -> tuple
 
 
 def _finite_mean(losses: np.ndarray) -> float | None:
-    """Mean of the finite values (a skipped step may have recorded inf); None if there is none."""
+    """Return the mean of the finite values (a skipped step may have inf); None if there is none."""
     finite = losses[np.isfinite(losses)]
     return float(finite.sum()) / finite.size if finite.size else None
 
 
 def _scatter(runs: Sequence[RunData]) -> float:
-    """Standard deviation of single losses within the last tenth of a run, averaged over runs."""
+    """Return the standard deviation of single losses in a run's last tenth, averaged over runs."""
     deviations = [float(np.std(run.last_losses[np.isfinite(run.last_losses)])) for run in runs]
     return sum(deviations) / len(deviations)
 
 
 def _streak_step(run: RunData) -> int | None:
-    """The step of the 51st skip in a row, if the steps of all skips are known."""
+    """Return the step of the 51st skip in a row, if the steps of all skips are known."""
     if len(run.skip_steps) != run.skipped:
         return None
-    last = run.skip_steps[MOST_SKIPS_IN_A_ROW:]  # each beside the 50th skip before it
+    last = run.skip_steps[MOST_SKIPS_IN_A_ROW:]  # compared with the 50th skip before each
     ends = last[last - run.skip_steps[: len(last)] == MOST_SKIPS_IN_A_ROW]
     return int(ends[0]) if len(ends) else None
 
 
-_LARGEST = 1e100  # beyond, sums of squares overflow: as good as infinite
+_LARGEST = 1e100  # sums of squares overflow beyond it: treated as infinite
 
 
 def outcomes(arm: Arm, baseline: Arm, question: Question) -> list[Outcome]:
-    """What each ended run of `arm` ended with, seeds ascending; `arm` may be the baseline itself.
+    """Return the outcome of each ended run of `arm`, seeds ascending; `arm` may be the baseline.
 
-    The value is the mean of the metric over the last evaluations; of perplexity the
-    geometric mean, the exponential of the mean loss; of a foreign log the mean at the steps that
-    are judged, which are its last max(3, 10 %) ones unless other logs lack them. A value that is
-    not finite counts as diverged. BadInput: see `judge`.
+    The value is the mean of the metric over the last evaluations. For a perplexity it is the
+    geometric mean: the exponential of the mean loss. For a foreign log it is the mean over the
+    judged steps: the last max(3, 10 %) ones, unless other logs lack them. A value that is not
+    finite counts as diverged. BadInput: see `judge`.
     """
     runs = ended_runs(arm)
     reasons = divergences(runs, ended_runs(baseline), gan=question.gan)
@@ -150,10 +153,10 @@ def outcomes(arm: Arm, baseline: Arm, question: Question) -> list[Outcome]:
 
 
 def refuse_other_lengths(arm: Arm, baseline: Arm, window: int) -> None:
-    """BadInput unless all ended runs were evaluated last at the same steps.
+    """Raise BadInput unless the last evaluations of all ended runs were at the same steps.
 
-    Runs of another length are another experiment, even where the configurations agree. Foreign
-    logs are judged at steps that all have. For runs none of which diverged.
+    Runs of different length are different experiments, even if their configurations agree. Foreign
+    logs are judged at common steps. Call it only if no run diverged.
     """
     expected = None
     for run in ended_runs(baseline) + ended_runs(arm):
@@ -171,7 +174,7 @@ def refuse_other_lengths(arm: Arm, baseline: Arm, window: int) -> None:
 
 
 def ended_runs(arm: Arm) -> list[RunData]:
-    """The runs of `arm` that have an outcome, seeds ascending."""
+    """Return the runs of `arm` that have an outcome, seeds ascending."""
     return sorted((run for run in arm.runs if run.status in OUTCOMES), key=lambda run: run.seed)
 
 
@@ -206,10 +209,11 @@ def _outcome(run: RunData, question: Question) -> Outcome:
 
 
 def nonfinite_from(run: RunData, metric: str, window: int = 1) -> float | None:
-    """The step from which on `metric` is not finite, if it is not so in the run's last values.
+    """Return the step from which on `metric` is not finite; None if its last values are finite.
 
-    The last `window` evaluations; of a foreign log its last max(3, 10 %) values. Of the first
-    value among them that is not finite, the step at which its stretch of such values began.
+    The last values are the last `window` evaluations, or the last max(3, 10 %) values of a foreign
+    log. The result is the start of the non-finite stretch that contains the first bad value among
+    them.
     """
     column, steps = run.evals[metric], run.evals["step"]
     width = foreign_width(len(column)) if run.foreign else window
@@ -223,18 +227,19 @@ def nonfinite_from(run: RunData, metric: str, window: int = 1) -> float | None:
 
 
 def foreign_width(count: int) -> int:
-    """Values that are averaged of so many; a foreign log has no configuration that could say."""
+    """Return how many of `count` values to average; a foreign log has no configured window."""
     return min(count, max(3, math.ceil(count / 10)))
 
 
 def curve_facts(own: RunData, base: RunData, question: Question) -> dict[str, Any]:
-    """How far two curves are apart, for one run each: facts, no verdict.
+    """Return facts on how far two curves are apart, one run each; this is no verdict.
 
-    Of a foreign log all values of the metric, of a run of mprun the recorded training losses. Keys:
-    steps (in common), identical (at all of them, bit for bit), unit ("%" of the baseline's value,
-    or "" where a value is not above 0), and of the gaps own - base in that unit: first_step, first,
-    early (median size of the first 20), beyond (the first step above 1 %; None: none, or no %),
-    largest, largest_step, end (mean over the last tenth). Of no common step `steps` alone.
+    For a foreign log they use all values of the metric, for mprun's runs the recorded training
+    losses. Keys: steps (in common), identical (bit for bit at all of them), unit ("%" of the
+    baseline's value, or "" if a value is not above 0). The gaps own - base in that unit give
+    first_step, first, early (median size of the first 20), beyond (the first step above 1 %; None:
+    none, or no %), largest, largest_step, end (mean over the last tenth). Without common finite
+    values there is only `steps`.
     """
     columns = (run.evals if run.foreign else run.train for run in (own, base))
     name = question.metric if own.foreign else "loss"
@@ -266,7 +271,7 @@ def curve_facts(own: RunData, base: RunData, question: Question) -> dict[str, An
 
 
 def facts_text(facts: dict[str, Any]) -> str:
-    """`curve_facts` in words."""
+    """Return `curve_facts` in words."""
     count = f"{facts['steps']} common step{'' if facts['steps'] == 1 else 's'}"
     if "first" not in facts:
         return f"The two curves have {count} to compare."

@@ -1,17 +1,17 @@
-"""Is a difference inside the margin? Intervals, the table of verdicts, and what they say in words.
+"""Test whether a difference is inside the margin: intervals, the verdicts, and their sentences.
 
 Two one-sided tests (TOST; Schuirmann 1987, J. Pharmacokin. Biopharm. 15, 657-680): a difference is
 inside +-margin with error rate alpha if its two-sided (1 - 2 alpha) interval is. Differences are
-mode minus baseline, turned so that positive is worse. Plain floats in and out.
+mode minus baseline, with the sign chosen so that positive is worse. All functions take and return
+plain floats.
 
-Verdicts at planned numbers of seeds (`--looks 3,5,10`) whose error rates hold over all looks.
-
-Whoever tests again after each few seeds gets more chances to be wrong than the 5 % of one test.
-The remedy is Pocock's (1977, Biometrika 64, 191-199): the same stricter nominal alpha at every
-look, such that the chance that any look crosses the boundary is 5 %. At the boundary (a true
-difference equal to the margin, or to zero) the t statistics of nested looks have a joint
-distribution that depends on nothing but the numbers of seeds, so the nominal alpha is found by
-simulation once.
+Verdicts at planned numbers of seeds (`--looks 3,5,10`) keep their error rates over all looks
+together. Testing again after every few seeds gives more chances to be wrong than the 5 % of one
+test. The remedy is Pocock's (1977, Biometrika 64, 191-199): use the same stricter nominal alpha at
+every look. It is chosen so that the chance of any look crossing the boundary is 5 %. At the
+boundary the true difference equals the margin, or zero. There the joint distribution of the t
+statistics of nested looks depends only on the numbers of seeds, so one simulation gives the nominal
+alpha.
 """
 
 import math
@@ -29,12 +29,12 @@ from mprun.compare.text import decimals_for, signed
 
 ALPHA = 0.05  # one-sided
 FEWEST_SEEDS = 3
-MOST_SEEDS = 50  # beyond, more seeds are called not reachable
+MOST_SEEDS = 50  # if more are needed, the text says "not reachable"
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A two-sided interval for a difference, and what its width came from."""
+    """A two-sided interval for a difference, and what determined its width."""
 
     difference: float
     low: float
@@ -42,15 +42,15 @@ class Interval:
     level: float  # confidence, 1 - 2 alpha
     method: str  # "paired" or "Welch"
     counts: tuple[int, int]  # seeds of the mode and of the baseline
-    variances: tuple[float, float]  # of the two samples; paired: of the differences, and 0
+    variances: tuple[float, float]  # of the two samples; if paired: of the differences, and 0
     identical: bool  # every value equals its counterpart, bit for bit
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """How a difference is shown: times `factor`, followed by `suffix`.
+    """The unit of a displayed difference: multiply by `factor`, append `suffix`.
 
-    `turned`: higher is better for the metric, so that the sign needs an explanation.
+    `turned`: higher is better for the metric, so the sign needs an explanation.
     """
 
     factor: float
@@ -58,25 +58,25 @@ class Unit:
     turned: bool = False
 
     def text(self, value: float, margin: float, *beside: float) -> str:
-        """The number alone, signed, as `signed` rounds it beside others; no suffix."""
+        """Return the signed number, rounded by `signed` beside others; no suffix."""
         return signed(value, margin, beside, self.factor)
 
     def size(self, value: float, margin: float) -> str:
-        """The number without a sign, and the suffix."""
+        """Return the number without a sign, and the suffix."""
         return f"{value * self.factor:.{decimals_for(margin * self.factor)}f}{self.suffix}"
 
 
 @lru_cache(maxsize=4096)
 def t_quantile(alpha: float, degrees: float) -> float:
-    """The value that a t-distributed number exceeds with probability alpha."""
+    """Return the value that a t-distributed number exceeds with probability alpha."""
     return float(stdtrit(degrees, 1.0 - alpha))
 
 
 def paired_interval(own: Sequence[float], base: Sequence[float], alpha: float = ALPHA) -> Interval:
-    """For the mean of own[i] - base[i], n >= 2 finite pairs.
+    """Return the interval for the mean of own[i] - base[i], n >= 2 finite pairs.
 
-    mean -/+ t(1 - alpha, n - 1) * s / sqrt(n), s the standard deviation of the differences.
-    Raises ValueError for fewer pairs or unequal lengths.
+    mean -/+ t(1 - alpha, n - 1) * s / sqrt(n), where s is the standard deviation of the
+    differences. Raises ValueError for fewer pairs or unequal lengths.
     """
     differences = [a - b for a, b in zip(own, base, strict=True)]
     mean, variance = mean_and_variance(differences)
@@ -86,10 +86,10 @@ def paired_interval(own: Sequence[float], base: Sequence[float], alpha: float = 
 
 
 def welch_interval(own: Sequence[float], base: Sequence[float], alpha: float = ALPHA) -> Interval:
-    """For mean(own) - mean(base) of independent samples, at least 2 finite values each.
+    """Return the interval for mean(own) - mean(base) of independent samples of at least 2 values.
 
-    Unequal variances, degrees of freedom after Welch (1947, Biometrika 34, 28-35) and
-    Satterthwaite. Raises ValueError for fewer values.
+    Variances may differ; the degrees of freedom follow Welch (1947, Biometrika 34, 28-35) and
+    Satterthwaite. All values are finite. Raises ValueError for fewer values.
     """
     means, variances = zip(*map(mean_and_variance, (own, base)), strict=True)
     mean, spread = means[0] - means[1], ("Welch", (len(own), len(base)), variances)
@@ -101,13 +101,14 @@ def welch_interval(own: Sequence[float], base: Sequence[float], alpha: float = A
 def permutation_p(
     name: str, own: Sequence[float], base: Sequence[float], paired: bool, margin: float
 ) -> tuple[float, float]:
-    """(p of the claim `name`, the smallest p that so many values can have), assuming no shape.
+    """Return (p of the claim `name`, the smallest p that so many values can have).
 
-    Paired: signs of the differences are exchangeable (they are symmetric); else the values between
-    the arms. One-sided as the tests of the claim: "matches" is below the margin and above its
-    negative, "worse" above the margin, "better" below its negative. Exact for up to 12 pairs or 14
-    values, else over 4,999 drawn rearrangements (fixed seed) and the observed one. Pitman (1937,
-    Supplement to the Journal of the Royal Statistical Society 4, 119-130).
+    The test assumes no shape of the distribution. Paired: the signs of the differences are
+    exchangeable (they are symmetric). Unpaired: the values are exchangeable between the arms. The
+    tests are one-sided, as for the claim: "matches" means below the margin and above its negative,
+    "worse" above the margin, "better" below its negative. They are exact for up to 12 pairs or 14
+    values; beyond, they use 4,999 drawn rearrangements (fixed seed) and the observed one. Pitman
+    (1937, Supplement to the Journal of the Royal Statistical Society 4, 119-130).
     """
     tests = {"matches": ((1, -margin), (-1, margin)), "worse": ((1, margin),)}
     found, least = [], 0.0
@@ -117,7 +118,7 @@ def permutation_p(
         values = x - y if paired else np.concatenate([x, y])
         weights = _signs(len(x)) if paired else _labels(len(x), len(y))
         sums = weights @ values
-        # The first is the observed one; equal sums may differ by rounding.
+        # The first sum is the observed one; equal sums may differ by rounding.
         found.append(float(np.mean(sums >= sums[0] - 1e-12 * np.abs(values).sum())))
         least = 1 / len(weights)
     return max(found), least
@@ -125,7 +126,7 @@ def permutation_p(
 
 @lru_cache(maxsize=64)
 def _signs(count: int) -> np.ndarray:
-    """float64 [rearrangements, count] of 1 and -1, the first without a change."""
+    """Return float64 [rearrangements, count] of 1 and -1; the first row changes nothing."""
     if count <= 12:
         return 1.0 - 2.0 * ((np.arange(2**count)[:, None] >> np.arange(count)) & 1)
     drawn = np.random.default_rng(0).choice([1.0, -1.0], (4999, count))
@@ -134,7 +135,7 @@ def _signs(count: int) -> np.ndarray:
 
 @lru_cache(maxsize=64)
 def _labels(own: int, base: int) -> np.ndarray:
-    """float64 [rearrangements, own + base]: 1 / own or -1 / base, the first without a change."""
+    """Return float64 [rearrangements, own + base]: 1 / own or -1 / base; row 0 as observed."""
     total, generator = own + base, np.random.default_rng(0)
     chosen = [list(range(own))]
     if total <= 14:
@@ -147,10 +148,10 @@ def _labels(own: int, base: int) -> np.ndarray:
 
 
 def decide(interval: Interval, margin: float) -> str:
-    """The name of the verdict (one of `findings.VERDICTS`) on an interval of at least 3 seeds.
+    """Return the verdict's name (one of `findings.VERDICTS`); it needs at least 3 seeds.
 
-    `margin` > 0, in the unit of the interval. Only an interval that lies strictly inside
-    (-margin, margin) matches; failing to find a difference never does.
+    `margin` is above 0 and in the unit of the interval. Only an interval strictly inside (-margin,
+    margin) matches; failing to find a difference is never a match.
     """
     if not 0 < margin < math.inf:
         raise ValueError(f"margin {margin}: must be above 0 and finite")
@@ -170,10 +171,11 @@ def decide(interval: Interval, margin: float) -> str:
 
 
 def seeds_needed(interval: Interval, margin: float) -> int | None:
-    """About how many more seeds would decide, were mean and variances to stay; None: beyond 50.
+    """Return about how many more seeds would decide, if mean and variances stay the same.
 
     Inside the margin: until the interval fits into it. Outside: until its half width is half the
-    difference, which shows the sign. Welch: more seeds for the arm with fewer, up to both.
+    difference, which shows the sign. Welch: the arm with fewer seeds grows first, then both.
+    Returns None if 50 seeds are not enough.
     """
     fewest = min(interval.counts)
     if fewest < FEWEST_SEEDS:
@@ -197,7 +199,7 @@ def sentence(
     remedy: str | None = None,
     counted: str = "seed",
 ) -> str:
-    """One sentence with the numbers for `name`, a verdict of `decide`.
+    """Return one sentence with the numbers for `name`, a verdict of `decide`.
 
     `remedy` ends an inconclusive sentence; by default it says how many more seeds are needed.
     `counted`: "seed" or "run".
@@ -228,7 +230,7 @@ def sentence(
 
 
 def difference_text(interval: Interval, unit: Unit, margin: float) -> str:
-    """ "difference +0.12 % (90 % CI -0.10 to +0.34 %)"."""
+    """Return the difference with its interval: "difference +0.12 % (90 % CI -0.10 to +0.34 %)"."""
     bounds = (interval.difference, interval.low, interval.high)
     middle, low, high = (unit.text(bound, margin, *bounds) for bound in bounds)
     text = f"difference {middle}{unit.suffix} ({100 * interval.level:.3g} % CI {low} to {high}"
@@ -243,7 +245,10 @@ def too_few_sentence(
     unit: Unit | None,
     counted: str = "seed",
 ) -> str:
-    """For fewer than the `wanted` seeds, which give no verdict; difference None: not known."""
+    """Return the sentence for fewer than `wanted` seeds, which give no verdict.
+
+    difference: None if it is not known.
+    """
     text = f"inconclusive: needs at least {wanted} {counted}s (has {count})."
     if difference is None or margin is None or unit is None:
         return text
@@ -253,7 +258,7 @@ def too_few_sentence(
 
 
 def _needs_text(interval: Interval, margin: float, counted: str) -> str:
-    """What would end an inconclusive verdict, e.g. `needs about 4 more seeds`."""
+    """Return what would end an inconclusive verdict, e.g. `needs about 4 more seeds`."""
     needed = seeds_needed(interval, margin)
     if needed is None:
         return f"not reachable with more {counted}s (needs over {MOST_SEEDS})"
@@ -261,10 +266,11 @@ def _needs_text(interval: Interval, margin: float, counted: str) -> str:
 
 
 def outlier(values: Sequence[float]) -> int | None:
-    """The place of the one value that is far from all others, which are close together.
+    """Return the index of a single value far from all others, which are close together.
 
-    Its distance to the median of the others exceeds 10 times their range (60 times that of two):
-    of normal values so in less than 3 % of cases. None: there is none, or no scatter to tell by.
+    Its distance to the median of the others exceeds 10 times their range (60 times if there are two
+    others). For normal values this happens in less than 3 % of cases. None: there is no such value,
+    or no scatter to compare with.
     """
     if len(values) < FEWEST_SEEDS:
         return None
@@ -277,7 +283,7 @@ def outlier(values: Sequence[float]) -> int | None:
 
 
 def mean_and_variance(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and sample variance (divided by n - 1), two passes, each sum rounded once."""
+    """Return mean and sample variance (divided by n - 1): two passes, each sum rounded once."""
     count = len(values)
     if count < 2:
         raise ValueError(f"{count} values: an interval needs at least 2")
@@ -291,13 +297,13 @@ def mean_and_variance(values: Sequence[float]) -> tuple[float, float]:
 def _half_width(
     method: str, counts: tuple[int, int], variances: tuple[float, float], alpha: float
 ) -> float:
-    """Half the width of the interval."""
+    """Return half the width of the interval."""
     if method == "paired":
         return t_quantile(alpha, counts[0] - 1) * math.sqrt(variances[0] / counts[0])
     own, base = variances[0] / counts[0], variances[1] / counts[1]
     if own + base == 0.0:
         return 0.0
-    # In shares, because the square of a tiny variance is 0.
+    # Computed from shares, because the square of a tiny variance is 0.
     shares = own / (own + base), base / (own + base)
     degrees = 1 / (shares[0] ** 2 / (counts[0] - 1) + shares[1] ** 2 / (counts[1] - 1))
     return t_quantile(alpha, degrees) * math.sqrt(own + base)
@@ -307,7 +313,7 @@ DRAWS = 400_000  # standard error of the 5 %: 0.034 % (a third of a second for t
 
 
 def checked_looks(looks: Sequence[int]) -> tuple[int, ...]:
-    """The looks as a tuple; ValueError unless there are two or more, ascending from 3 or above."""
+    """Return the looks as a tuple; ValueError unless two or more, ascending from at least 3."""
     plan = tuple(looks)
     if len(plan) < 2:
         raise ValueError(f"looks {_text(plan)}: must be two or more numbers of seeds")
@@ -320,10 +326,11 @@ def checked_looks(looks: Sequence[int]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=16)
 def nominal_alpha(looks: tuple[int, ...], alpha: float = ALPHA, seed: int = 0) -> float:
-    """The one-sided alpha to use at each look so that all looks together have `alpha`.
+    """Return the one-sided alpha per look that gives all looks together `alpha`.
 
-    It is the alpha-quantile of the smallest p-value over the looks, simulated for the paired t
-    test under the boundary. `looks` as from `checked_looks`; deterministic for a given `seed`.
+    It is the alpha-quantile of the smallest p-value over the looks, simulated for the paired t test
+    at the boundary. `looks` come from `checked_looks`; the result is deterministic for a given
+    `seed`.
     """
     smallest = smallest_p_values(checked_looks(looks), DRAWS, np.random.default_rng(seed))
     return float(np.quantile(smallest, alpha))
@@ -332,16 +339,16 @@ def nominal_alpha(looks: tuple[int, ...], alpha: float = ALPHA, seed: int = 0) -
 def smallest_p_values(
     looks: tuple[int, ...], draws: int, generator: np.random.Generator
 ) -> np.ndarray:
-    """float64 [draws]: the smallest one-sided p-value of `p_values` over the looks."""
+    """Return float64 [draws]: the smallest one-sided p-value of `p_values` over the looks."""
     return np.minimum.reduce(p_values(looks, draws, generator))
 
 
 @lru_cache(maxsize=512)
 def level_after_a_test(looks: tuple[int, int]) -> float:
-    """The chance of a false "matches" where looks are planned after a test that did not decide.
+    """Return the chance of a false "matches" if looks are planned after an undecided test.
 
-    The first look had ALPHA, the second has what `nominal_alpha` gives: more than ALPHA in all.
-    Simulated as there, with an error of about 0.001.
+    The first look used ALPHA, the second uses the result of `nominal_alpha`: together more than
+    ALPHA. It is simulated in the same way, with an error of about 0.001.
     """
     first, second = p_values(looks, DRAWS // 8, np.random.default_rng(0))
     nominal = np.quantile(np.minimum(first, second), ALPHA)
@@ -351,10 +358,10 @@ def level_after_a_test(looks: tuple[int, int]) -> float:
 def p_values(
     looks: tuple[int, ...], draws: int, generator: np.random.Generator
 ) -> list[np.ndarray]:
-    """float64 [draws] a look: the one-sided p-values of the t tests at nested looks, mean 0.
+    """Return float64 [draws] per look: one-sided p-values of t tests at nested looks, mean 0.
 
     Mean and sum of squares of each block of new seeds are drawn directly (normal and chi-square)
-    and merged, so that the cost does not depend on the number of seeds.
+    and merged, so the cost does not depend on the number of seeds.
     """
     mean, squares, count = np.zeros(draws), np.zeros(draws), 0
     found = []

@@ -1,19 +1,19 @@
-"""Take the runs of other tools' logs: which runs there are, their seeds, and where they compare.
+"""Read runs from other tools' logs: which runs there are, their seeds, and the compared steps.
 
     mprun compare --tag train/loss fp32=logs/base amp=logs/amp_s0,logs/amp_s1,logs/amp_s2
 
-LABEL=PATH[,PATH...]: each PATH is one run (`log_formats` says what is read) or a folder that holds
-several, taken in the order of their names (s2 before s10); FILE#RUN is one run of a file that holds
-several (an export of Weights & Biases), with wildcards. The baseline is the label `fp32` or
-`baseline`, else the first.
+LABEL=PATH[,PATH...]: each PATH is one run (`log_formats` lists the formats) or a folder of several,
+taken in the order of their names (s2 before s10). FILE#RUN is one run of a file that holds several
+(an export of Weights & Biases); it may have wildcards. The baseline is the label `fp32` or
+`baseline`, else the first label.
 
-A log tells no seed, so runs are not paired: a test after Welch, over all of them. They are paired
-where the seed of every run is named, by `LABEL=seed0:PATH` or by "seed0", "seed=0", "seed_0" in
-all paths, or where `--paired` says that the runs stand in the order of their seeds. Equal curves
-inside a label are one run.
+A log does not record its seed, so runs are not paired: Welch's test uses all of them. They are
+paired if the seed of every run is named: by `LABEL=seed0:PATH`, or by "seed0", "seed=0", "seed_0"
+in all paths. They are also paired if `--paired` says that the runs are in the order of their seeds.
+Equal curves inside a label are one run.
 
-Logs that end at other steps or are written at other intervals are compared at the steps that all
-of them have; diverged runs do not count for that.
+Logs that end at different steps, or that are written at different intervals, are compared at their
+common steps; diverged runs do not count for that.
 """
 
 import re
@@ -35,20 +35,20 @@ from mprun.errors import BadInput
 _BASELINES = ("fp32", "baseline")
 _DRAWN = 500
 _MOST_NAMED = 20
-# Sub-folders of one run, not runs: Keras writes the first two.
+# Sub-folders of one run that are not runs: Keras writes the first two.
 _PARTS = ("train", "validation", "training", "val", "valid", "eval", "evaluation", "test", "dev")
 _SEED = re.compile(r"seed[ =_-]?(\d+)", re.IGNORECASE)
-_FEWEST_STEPS = 3  # with less, equal values are no copy, and what two logs share is no curve
-_Taken = list[tuple[int | None, Log]]  # the seed that the command line gives, and the log
+_FEWEST_STEPS = 3  # with fewer steps, equal values prove no copy and the common steps make no curve
+_Taken = list[tuple[int | None, Log]]  # the seed from the command line, and the log
 
 
-# Words of names whose direction goes without saying; any other has to be told.
+# Words in names that tell the direction; for any other name the user must say it.
 _LOWER = ("loss losses error err perplexity ppl nll bpb bpc mse mae rmse wer cer fid kl").split()
 _HIGHER = ("acc accuracy top score reward return auc precision recall bleu psnr ssim").split()
 
 
 def refuse_unknown_direction(tag: str) -> None:
-    """BadInput unless the name says that lower is better: "train/loss", "eval_ppl", "lm loss"."""
+    """Raise BadInput unless the name says that lower is better, e.g. "train/loss", "eval_ppl"."""
     words = set(re.split(r"[^a-z]+", tag.lower()))
     if not words & set(_LOWER) or words & set(_HIGHER):
         raise BadInput(
@@ -60,15 +60,15 @@ def refuse_unknown_direction(tag: str) -> None:
 def load_foreign(
     specs: Sequence[str], tag: str, *, step: str | None = None, paired: bool = False
 ) -> ProtoGroup:
-    """One group of the curves `tag`, with notes on what was taken as a run.
+    """Return one group of the curves `tag`, with notes on what counts as a run; imports no torch.
 
-    specs: LABEL=PATH[,PATH...] each. step: what counts the steps. paired: runs stand in the order
-    of their seeds. A run's `evals` hold "step", "updates" (the same) and `tag`, float64, all points
-    that were written; `judged` the steps at which it is compared. Imports no torch.
+    specs: LABEL=PATH[,PATH...] each. step: the column that counts the steps. paired: the runs are
+    in the order of their seeds. A run's `evals` hold "step", "updates" (the same) and `tag`,
+    float64, all written points; `judged` holds the steps at which it is compared.
 
-    Raises BadInput for a malformed spec, a path that is missing or holds no log, a tag that a log
-    does not have (it lists those that exist), runs that cannot be told from parts of runs, and logs
-    without common steps; Damaged for broken numbers.
+    Raises BadInput for a malformed spec, for a path that is missing or holds no log, and for a tag
+    that a log lacks (it lists the existing ones). The same for runs that look like parts of runs,
+    and for logs without common steps. Raises Damaged for broken numbers.
     """
     taken = _taken(specs, tag, step)
     by_seed = _name_seeds(taken, paired)
@@ -112,7 +112,7 @@ def load_foreign(
 
 
 def _taken(specs: Sequence[str], tag: str, step: str | None) -> dict[str, _Taken]:
-    """Label -> its runs, in the order in which they are listed."""
+    """Return label -> its runs, in the order in which they are listed."""
     taken: dict[str, _Taken] = {}
     for spec in specs:
         label, _, listed = spec.partition("=")
@@ -145,7 +145,7 @@ def _taken(specs: Sequence[str], tag: str, step: str | None) -> dict[str, _Taken
 
 
 def _logs_at(given: str, tag: str, step: str | None, below: dict[Path, list[Path]]) -> list[Log]:
-    """The runs that a path names: itself, or all below it in the order of their names."""
+    """Return the runs that a path names: itself, or all below it in the order of their names."""
     path, run = Path(given), ""
     if not path.exists() and "#" in given:
         name, _, run = given.rpartition("#")
@@ -172,7 +172,7 @@ def _names(logs: Iterable[Log]) -> str:
 
 
 def _refuse_parts(label: str, below: dict[Path, list[Path]]) -> None:
-    """BadInput where sub-folders look like parts of a run: a run would count twice."""
+    """Raise BadInput if sub-folders look like parts of a run: a run would count twice."""
     every = [folder for folders in below.values() for folder in folders]
     names = {folder.name.lower() for folder in every}
     siblings = [folder for folders in below.values() if len(folders) > 1 for folder in folders]
@@ -188,7 +188,7 @@ def _refuse_parts(label: str, below: dict[Path, list[Path]]) -> None:
 
 
 def _refuse_same(logs: Iterable[Log]) -> None:
-    """BadInput where one log stands for several runs: it would match itself."""
+    """Raise BadInput if one log is listed as several runs: it would match itself."""
     seen = set()
     for log in logs:
         key = log.path.resolve(), log.run
@@ -201,9 +201,9 @@ def _refuse_same(logs: Iterable[Log]) -> None:
 
 
 def _name_seeds(taken: dict[str, _Taken], paired: bool) -> Literal["named", "listed", ""]:
-    """Number the runs, by their seeds where all are named; how these are told, "" if they are not.
+    """Set the numbers of the runs, by seed if all name theirs; return how, "" if not by seed.
 
-    Nothing is guessed: one run without a seed, or two of a label with the same, and none has one.
+    Nothing is guessed: if one run has no seed, or two runs of a label share one, no run has a seed.
     """
     given = [seed is not None for logs in taken.values() for seed, _ in logs]
     if any(given) and not all(given):
@@ -230,7 +230,7 @@ def _name_seeds(taken: dict[str, _Taken], paired: bool) -> Literal["named", "lis
 
 
 def _named_seed(given: int | None, log: Log) -> int | None:
-    """The seed that the command line gives, else the last one in the name of the log."""
+    """Return the seed from the command line, else the last one in the log's name."""
     found = _SEED.findall(log.name)
     return given if given is not None else int(found[-1]) if found else None
 
@@ -243,11 +243,11 @@ def _baseline(labels: list[str]) -> str:
 
 
 def _without_copies(runs: list[RunData], tag: str, notes: list[str]) -> list[RunData]:
-    """Of runs that agree bit for bit wherever both have values the longest; a note on the others.
+    """Keep the longest of runs that agree bit for bit at all common steps; note the others.
 
-    A copy of a file, a resumed run and what it was resumed from: one run that was written twice.
+    Such runs are one run that was written twice: a copied file, or a resumed run and its original.
     """
-    # Of one or two values several may be equal by chance, but not all.
+    # Among runs of one or two values, several may be equal by chance, but not all.
     fewest = 1 if len({run.evals[tag].tobytes() for run in runs}) == 1 else _FEWEST_STEPS
     kept: list[RunData] = []
     for run in sorted(runs, key=lambda run: len(run.evals["step"]), reverse=True):
@@ -271,10 +271,10 @@ def _same_curve(one: RunData, other: RunData, tag: str, fewest: int) -> bool:
 
 
 def _align(arms: list[Arm], tag: str) -> list[str]:
-    """Set the steps at which every run is judged: the last tenth of those that all have.
+    """Set the steps at which every run is judged: the last tenth of their common steps.
 
-    What goes beyond them is left out, which every arm says; returns a note where nothing does.
-    BadInput if unequal logs have fewer than 3 steps in common.
+    Steps beyond the common ones are left out, and every arm says so; if there are none, a note is
+    returned instead. BadInput if unequal logs have fewer than 3 steps in common.
     """
     runs = [run for arm in arms for run in arm.runs]
     whole = [run for run in runs if nonfinite_from(run, tag) is None]
@@ -313,7 +313,7 @@ def _last_step(run: RunData) -> float:
 
 def _run(log: Log, tag: str, label: str, seed: int, notes: list[str]) -> RunData:
     steps, values = log.points.T
-    # A run that was resumed may have written steps twice: the last word counts.
+    # A resumed run may have written steps twice: the last value counts.
     order = np.argsort(steps, kind="stable")
     steps, values = steps[order], values[order]
     newest = np.append(steps[1:] != steps[:-1], True)
@@ -355,7 +355,7 @@ def _run(log: Log, tag: str, label: str, seed: int, notes: list[str]) -> RunData
             "loss": values[shown],
             "loss_scale": nothing + 1.0,
         },
-        # Whether these are the first steps, and each of them, a foreign log does not say.
+        # A foreign log does not say whether these are the first steps, or whether any is missing.
         first_losses=np.empty(0),
         last_losses=values[len(values) - -(-len(values) // 10) :],
         foreign=True,
@@ -363,16 +363,16 @@ def _run(log: Log, tag: str, label: str, seed: int, notes: list[str]) -> RunData
 
 
 def _written(values: np.ndarray) -> np.ndarray:
-    """bool [points]: without the NaN that fill the rows between the values of a sparse column.
+    """Return bool [points]: False for the NaN that fill rows between a sparse column's values.
 
-    A column is sparse if it has a value in every k-th row only, k the median distance; what is NaN
-    for longer than that is not between two values.
+    A column is sparse if only every k-th row has a value, where k is the median distance. A longer
+    stretch of NaN is not between two values.
     """
     known = np.flatnonzero(np.isfinite(values))
     every = np.median(np.diff(known)) if len(known) > 1 else 1
     if every < 2:
         return np.ones(len(values), bool)
     ends = np.concatenate([[-1], known, [len(values)]])
-    at = np.searchsorted(ends, np.arange(len(values)))  # the next value
+    at = np.searchsorted(ends, np.arange(len(values)))  # index of the next value
     between = ends[at] - ends[np.maximum(at - 1, 0)] <= every
     return ~np.isnan(values) | ~between

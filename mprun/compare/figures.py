@@ -1,4 +1,4 @@
-"""The figures of one group, in the order of the report: the decision first, costs last."""
+"""Draw the figures of one group in the order of the report: the decision first, costs last."""
 
 import math
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ from mprun.compare.text import (
 from mprun.compare.verdict import GAN_LOSSES
 from mprun.plots.panel import GREY, INK, MARKS, Drawing, Style, rows_panel
 
-_REACH = 8  # margins that the interval plot shows to either side; further out is an arrow
+_REACH = 8  # margins shown to either side of the interval plot; an arrow marks values further out
 _MOST_POINTS = 500  # more than a panel of this width can show
 _CPU_SPEED = (
     "Measured on a CPU, where 16-bit arithmetic is emulated or slow: this speed says nothing about "
@@ -46,9 +46,9 @@ def group_figures(
     points: int = 240,
     probes: Sequence[ProbedMode] = (),
 ) -> list[Drawing]:
-    """All figures that the group has data for; call it inside `mprun.plots.panel.settings()`.
+    """Draw all figures that the group has data for; call it inside `mprun.plots.panel.settings()`.
 
-    points: how many a curve has at most. probes: what `probed_modes` found in the group.
+    points: most points of a curve. probes: the result of `probed_modes` for the group.
     """
     points = min(points, _MOST_POINTS)
     runs = group.baseline.arm.runs
@@ -56,9 +56,9 @@ def group_figures(
     metrics = [group.metric]
     if group.metric != "sliced_wasserstein" or adversarial:
         metrics += [name for name in ("d_loss", "g_loss") if name != group.metric]
-    # A foreign log has one tag and no count of updates; its curve is that of the metric below.
+    # A foreign log has one tag and no count of updates; the metric's curve below shows it.
     plots = () if all(run.foreign for run in runs) else TRAINING
-    # The losses of a GAN say who is winning: their difference tells nothing.
+    # A GAN's losses show who is winning; their difference says nothing.
     compared = [] if adversarial and group.metric in GAN_LOSSES else [evaluation(group.metric)]
     compared += [] if adversarial else plots[:1]
     drawings = [
@@ -74,14 +74,14 @@ def group_figures(
 
 
 def intervals(group: Group, styles: dict[str, Style]) -> Drawing | None:
-    """Difference and interval per mode against the margin; None where nothing was judged."""
+    """Draw difference and interval per mode against the margin; None if nothing was judged."""
     found = [_interval(group, row) for row in group.rows]
     known = [shown for shown in found if shown is not None]
     if not known:
         return None
     margin = (100 if group.relative else 1) * group.margin_setting
     _, lows, highs = zip(*known, strict=True)
-    # As far as the intervals reach, both ways at least a bit more than the margin.
+    # Show the intervals whole, and both ways at least a bit more than the margin.
     left, right = (
         min(max(1.6 * margin, 1.1 * far), _REACH * margin) for far in (-min(lows), max(highs))
     )
@@ -114,7 +114,7 @@ def _draw_interval(
     frame: tuple[float, float],
     colour: str,
 ) -> None:
-    """A dot and a line, and an arrow at the edge of the frame that it leaves."""
+    """Draw a dot and a line, and an arrow at each edge of the frame that it crosses."""
     if interval is None:
         return
     (middle, low, high), (left, right) = interval, frame
@@ -129,7 +129,7 @@ def _draw_interval(
 
 
 def throughput(group: Group, styles: dict[str, Style]) -> Drawing | None:
-    """Samples per second of each mode."""
+    """Draw the samples per second of each mode."""
     speeds = [(row, row.samples_per_s) for row in group.every_row]
     bars = [(row, speed) for row, speed in speeds if speed and math.isfinite(speed)]
     if not bars:
@@ -147,7 +147,7 @@ def throughput(group: Group, styles: dict[str, Style]) -> Drawing | None:
 
 
 def memory(group: Group, styles: dict[str, Style]) -> Drawing | None:
-    """Peak memory of each mode, and what it keeps for the backward pass."""
+    """Draw the peak memory of each mode, and what it keeps for the backward pass."""
     rows = [row for row in group.every_row if row.peak_bytes]
     if not rows:
         return None
@@ -180,7 +180,7 @@ def _bars(
     styles: dict[str, Style],
     xlabel: str,
 ) -> Drawing:
-    """A bar for each row below its text."""
+    """Draw a bar for each row below its text."""
     figure, axes, at = rows_panel(title, texts, xlabel)
     for y, (row, value) in zip(at, bars, strict=True):
         style = styles[row.arm.label]
@@ -192,7 +192,7 @@ def _bars(
 
 
 def _interval(group: Group, row: Row) -> tuple[float, float, float] | None:
-    """Difference, low, high as they are shown; None unless all three are known."""
+    """Return the displayed difference, low and high; None unless all three are known."""
     parts = interval(group, row.verdict)
     if any(part is None or not math.isfinite(part) for part in parts):
         return None

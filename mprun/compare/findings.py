@@ -1,6 +1,6 @@
-"""What a comparison reads and what it finds: plain data that every output is made of.
+"""Plain data for what a comparison reads and finds; every output is made from it.
 
-Curves of several seeds are put on one grid, as their mean and the range between the extreme seeds.
+The curves of several seeds are put on one grid, as their mean and the range of the seeds.
 """
 
 import re
@@ -11,7 +11,9 @@ from typing import Any
 
 import numpy as np
 
-# Every verdict there is, in the order in which a table explains them.
+from mprun.config.roles import kind_recorded
+
+# All verdicts, in the order in which a table explains them.
 VERDICTS = (
     "matches",
     "worse",
@@ -23,7 +25,7 @@ VERDICTS = (
     "inconclusive",
     "not assessed",
 )
-OUTCOMES = ("done", "diverged")  # a run that failed, was preempted or still runs is no outcome
+OUTCOMES = ("done", "diverged")  # a failed, preempted or running run has no outcome
 Curve = tuple[np.ndarray, np.ndarray]  # x ascending, y; float64 [records]
 
 
@@ -32,8 +34,8 @@ class RunData:
     """One run, as far as a comparison needs it.
 
     evals: column -> float64 array [evaluations]; always "step" and "updates", then the metrics.
-    train: column -> float64 array [records], thinned for drawing; "step", "updates", "skipped",
-    "loss", "loss_scale" and, where it was recorded, "grad_norm".
+    train: column -> float64 array [records], thinned for drawing: "step", "updates", "skipped",
+    "loss", "loss_scale" and, if recorded, "grad_norm".
     """
 
     path: str
@@ -54,7 +56,7 @@ class RunData:
     nonfinite_step: int | None = None  # first applied step whose loss is not finite
     keys: dict[str, Any] = field(default_factory=dict)  # flat configuration: "optim.lr" -> 0.1
     choices: dict[str, Any] = field(default_factory=dict)  # Hydra group -> option
-    usual_scaler: str | None = None  # the one that the mode comes with; None: not recorded
+    usual_scaler: str | None = None  # the mode's default one; None: not recorded
     config_hash: str = ""
     created: str = ""
     sample: str = "sample"  # "image", "token"
@@ -65,16 +67,16 @@ class RunData:
     flags: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
     sample_grid: str | None = None  # path of the newest PNG of generated images
-    foreign: bool = False  # read from a log of another tool
-    judged: np.ndarray | None = None  # of a foreign log the steps whose values are its outcome
-    repeats: list[str] = field(default_factory=list)  # of it that ended as well: their paths
+    foreign: bool = False  # read from another tool's log
+    judged: np.ndarray | None = None  # foreign log: steps whose values give its outcome
+    repeats: list[str] = field(default_factory=list)  # paths of its repeats that also ended
     half_products: str = ""  # as recorded: "none", "emulated-fp16", "native-bf16"
     audit: dict[str, Any] = field(default_factory=dict)  # as recorded; empty: not watched
 
 
 def is_gan(keys: dict[str, Any]) -> bool:
-    """Whether runs with these keys train a generator against a discriminator."""
-    return keys.get("model.name") == "dcgan" or keys.get("model.task") == "gan"
+    """Return whether runs with these keys train a generator against a discriminator."""
+    return kind_recorded(keys.get("model.name"), keys.get("model.task")).networks > 1
 
 
 @dataclass(slots=True)
@@ -87,35 +89,35 @@ class Arm:
     differs: dict[str, tuple[Any, Any]] = field(default_factory=dict)  # key -> (baseline's, own)
     notes: list[str] = field(default_factory=list)  # "seed 3: failed (out of memory)"
     missing: list[int] = field(default_factory=list)  # seeds whose run has no outcome
-    left_out: list[str] = field(default_factory=list)  # what of the runs is not compared
+    left_out: list[str] = field(default_factory=list)  # parts of the runs that are not compared
 
     @property
     def reference(self) -> str:
-        """What it is called as the baseline: "FP32" for the usual one."""
+        """Return its name as the baseline: "FP32" for the usual one."""
         return "FP32" if self.label == "fp32" else self.label
 
     @property
     def foreign(self) -> bool:
-        """Whether its runs are logs of another tool."""
+        """Return whether its runs are logs of another tool."""
         return any(run.foreign for run in self.runs)
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What one run ended with; `value` is NaN where `diverged` says why."""
+    """The final value of one run; `value` is NaN if `diverged` says why."""
 
     seed: int
-    value: float  # of the metric, in its own unit
+    value: float  # the metric, in its own unit
     diverged: str | None = None  # the reason, in words
     step: int | None = None  # of the divergence
 
 
 @dataclass(slots=True)
 class Verdict:
-    """The judgement on one mode. Differences are mode minus baseline, positive is worse.
+    """The judgement on one mode. Differences are mode minus baseline; positive is worse.
 
-    difference, low, high and margin are in the unit of the judged value (nats for a loss and for
-    perplexity, which is judged as its logarithm; percentage points for an accuracy).
+    difference, low, high and margin are in the unit of the judged value: nats for a loss and for
+    perplexity, which is judged as its logarithm; percentage points for an accuracy.
     """
 
     name: str  # one of VERDICTS
@@ -130,14 +132,14 @@ class Verdict:
     level: float = 0.90  # confidence of the interval
     needed: int | None = None  # about this many more seeds
     look: int | None = None  # seeds at the look that decided, with --looks
-    least_margin: float | None = None  # no smaller one can be shown with these seeds
+    least_margin: float | None = None  # the smallest that these seeds can show
     left_out: list[str] = field(default_factory=list)  # runs, and parts of them, not judged
     facts: dict[str, Any] = field(default_factory=dict)  # of one run each, see `curve_facts`
 
 
 @dataclass(slots=True)
 class Band:
-    """Mean, lowest and highest seed at each x, float64 [points]; NaN where no seed has a value."""
+    """Mean, lowest and highest seed at each x, float64 [points]; NaN if no seed has a value."""
 
     x: np.ndarray
     mean: np.ndarray
@@ -147,10 +149,10 @@ class Band:
 
 @dataclass(slots=True)
 class Gap:
-    """A mode minus the baseline over steps, paired by seed, and whether it grows; `unit`: "%" of
-    the baseline's mean at that step, "points", or "" for the metric's own. Positive is worse.
+    """A mode minus the baseline over steps, paired by seed, and whether it grows.
 
-    slope, low, high: per `per` steps, with the verdict's confidence; None: not assessed.
+    unit: "%" of the baseline's mean at that step, "points", or "" for the metric's own. Positive is
+    worse. slope, low, high: per `per` steps, with the verdict's confidence; None: not assessed.
     """
 
     of: str  # "loss of the evaluations", "training loss"
@@ -164,13 +166,13 @@ class Gap:
     low: float | None = None
     high: float | None = None
     per: int | None = None
-    steps: tuple[float, float] | None = None  # first and last of those tested
-    end: float | None = None  # of the mean line at the last of them, in `unit`
+    steps: tuple[float, float] | None = None  # first and last tested step
+    end: float | None = None  # the mean line at the last of them, in `unit`
     level: float = 0.90
 
     @property
     def grows(self) -> bool:
-        """Whether it does, with the error rate of the verdict."""
+        """Return whether the gap grows, with the verdict's error rate."""
         return self.name == "grows"
 
 
@@ -196,21 +198,25 @@ class Row:
 
     @property
     def emulated(self) -> bool:
-        """Whether 16-bit products were emulated: then time and peak memory are not the mode's."""
+        """Return whether 16-bit products were emulated.
+
+        Time and peak memory are then not the mode's.
+        """
         return any("emulated" in run.half_products for run in self.arm.runs)
 
     @property
     def every_note(self) -> list[str]:
-        """Of the arm and of the row, each once."""
+        """Return the notes of the arm and of the row, each once."""
         return list(dict.fromkeys([*self.arm.notes, *self.notes]))
 
 
 @dataclass(slots=True, kw_only=True)
 class Question:
-    """What is asked of the runs of a group.
+    """The question that the comparison asks about the runs of a group.
 
-    margin_setting: above 0; times |mean of the baseline's judged values| if `relative` (0.01 = 1 %;
-    differences are then shown in percent of that mean), else in the metric's unit.
+    margin_setting: above 0. If `relative`, it is a fraction of the |mean| of the baseline's judged
+    values (0.01 = 1 %), and differences are shown in percent of that mean. Otherwise it is in the
+    metric's unit.
     """
 
     metric: str  # "loss", "top1", "sliced_wasserstein"; the tag of a foreign log
@@ -218,20 +224,20 @@ class Question:
     relative: bool = True
     margin_setting: float = 0.01
     window: int = 1  # evaluations averaged into an outcome
-    looks: Sequence[int] = ()  # numbers of seeds, ascending from 3; none: one test of all seeds
+    looks: Sequence[int] = ()  # numbers of seeds, ascending from 3; empty: one test of all seeds
     gan: bool = False  # its losses measure no progress
-    by_seed: bool = True  # equal seeds belong together; False: foreign logs that name none
+    by_seed: bool = True  # pair equal seeds; False: foreign logs without seeds
 
     @property
     def as_logarithm(self) -> bool:
-        """Whether the logarithm of the metric is judged, which is the loss of a perplexity."""
+        """Return whether the metric's logarithm is judged: the loss behind a perplexity."""
         words = set(re.split(r"[^a-z]+", self.metric.lower()))
         return self.relative and bool(words & {"perplexity", "ppl"}) and "log" not in words
 
 
 @dataclass(slots=True, kw_only=True)
 class Group(Question):
-    """Runs that differ in nothing but precision, scaler and seed (and in what was allowed)."""
+    """Runs that differ only in precision, scaler and seed, and in allowed keys."""
 
     title: str  # "quickstart_lost_updates", "resnet50-digits_32"
     slug: str  # unique in a comparison, for file names and anchors
@@ -242,12 +248,12 @@ class Group(Question):
 
     @property
     def every_row(self) -> list[Row]:
-        """The baseline, then the modes."""
+        """Return the baseline, then the modes."""
         return [self.baseline, *self.rows]
 
     @property
     def every_run(self) -> list[RunData]:
-        """The runs of the baseline, then those of the modes."""
+        """Return the runs of the baseline, then those of the modes."""
         return [run for row in self.every_row for run in row.arm.runs]
 
 
@@ -257,7 +263,7 @@ class Comparison:
 
     groups: list[Group]
     not_compared: list[str] = field(default_factory=list)  # one line each, with the reason
-    notes: list[str] = field(default_factory=list)  # runs left out of the reading, one line each
+    notes: list[str] = field(default_factory=list)  # runs not read, one line each
     stamps: list[str] = field(default_factory=list)  # what was allowed or changed afterwards
     looks: list[int] = field(default_factory=list)
     alpha: float = 0.05  # one-sided, per look
@@ -266,7 +272,7 @@ class Comparison:
 
 
 def bands(group: Group, read: Callable[[RunData], Curve], points: int) -> list[tuple[Row, Band]]:
-    """The band of each row that has a value somewhere, on one grid; read: the curve of a run."""
+    """Return the band of each row with at least one value, on one grid; read: a run's curve."""
     curves = [[read(run) for run in row.arm.runs] for row in group.every_row]
     x = grid([one for own in curves for one in own], points)
     every = [(row, band(own, x)) for row, own in zip(group.every_row, curves, strict=True)]
@@ -274,7 +280,7 @@ def bands(group: Group, read: Callable[[RunData], Curve], points: int) -> list[t
 
 
 def grid(curves: list[Curve], points: int) -> np.ndarray:
-    """The x of the curves, or `points` equally spaced ones where there are more than that."""
+    """Return the x values of the curves, or `points` evenly spaced ones if there are more."""
     known = [x[np.isfinite(x)] for x, _ in curves]
     known = [x for x in known if len(x)]
     if not known:
@@ -287,24 +293,24 @@ def grid(curves: list[Curve], points: int) -> np.ndarray:
 
 
 def band(curves: list[Curve], x: np.ndarray) -> Band:
-    """Put each curve on the grid `x` and take mean and range over those that have a value there.
+    """Put the curves on the grid `x`; return mean and range of those with a value at each point.
 
-    A seed that ended early counts up to its end; the mean goes on with the others.
+    A seed that ended early counts up to its end; the mean continues with the others.
     """
     if not len(x) or not curves:
         empty = np.full(len(x), np.nan)
         return Band(x, empty, empty.copy(), empty.copy())
     values = np.stack([on_grid(own_x, y, x) for own_x, y in curves])
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # a point that no seed has stays NaN
+        warnings.simplefilter("ignore", RuntimeWarning)  # a point without any seed stays NaN
         return Band(x, np.nanmean(values, 0), np.nanmin(values, 0), np.nanmax(values, 0))
 
 
 def on_grid(x: np.ndarray, y: np.ndarray, points: np.ndarray) -> np.ndarray:
-    """The curve at `points`, float64 [points]: the mean of the records nearest to each point.
+    """Return the curve at `points`, float64 [points]: the mean of the records nearest to each.
 
-    A point without a record is interpolated between its neighbours; before the first and after the
-    last record it is NaN. Records that are not finite are left out.
+    A point without a record is interpolated between its neighbours. It is NaN before the first and
+    after the last record. Non-finite records are left out.
     """
     finite = np.isfinite(x) & np.isfinite(y)
     x, y = x[finite], y[finite]
@@ -320,9 +326,9 @@ def on_grid(x: np.ndarray, y: np.ndarray, points: np.ndarray) -> np.ndarray:
 
 
 def curve(columns: dict[str, np.ndarray], x: str, y: str) -> Curve:
-    """Two columns as float64, empty where one is missing; y without infinities and giants.
+    """Return two columns as float64, empty if one is missing; y is clipped and without infinities.
 
-    A loss can reach 1e300 before it is no number; twice that is more than an axis can have.
+    A loss can reach 1e300 before it becomes infinite; an axis cannot span twice that.
     """
     if x not in columns or y not in columns:
         return np.empty(0), np.empty(0)

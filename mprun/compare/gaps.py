@@ -1,12 +1,12 @@
-"""The gap of a mode to the baseline over steps, and whether it grows.
+"""Follow the gap between a mode and the baseline over steps, and test whether it grows.
 
 Failures of low precision come late. A verdict on the last evaluation sees those that have happened;
-the gap at the same steps of the same seeds tells which way it goes. Differences are as in a
-verdict: mode minus baseline, paired by seed, positive is worse.
+the gap at equal steps and seeds shows the trend. Differences are as in a verdict: mode minus
+baseline, paired by seed, positive is worse.
 
-The test: of each seed the least-squares slope of its gap over the last half of the steps, and a
-one-sided t test of these slopes, of which each seed gives one. Within a seed neighbouring gaps
-depend on each other as they like; the slopes of different seeds do not.
+The test takes the least-squares slope of each seed's gap over the last half of the steps, and a
+one-sided t test of these slopes, one per seed. Neighbouring gaps of one seed may be correlated; the
+slopes of different seeds are not.
 """
 
 import math
@@ -25,13 +25,13 @@ from mprun.compare.findings import Band, Curve, Gap, Group, Row, RunData, curve,
 from mprun.compare.text import baseline_name, seeds_text, signed, unit
 from mprun.compare.verdict import GAN_LOSSES, pairing
 
-POINTS = 60  # of a gap that is tested and recorded; more records are averaged into them
-FEWEST_POINTS = 3  # of them in the last half
+POINTS = 60  # points of a gap that is tested and recorded; more records are averaged into them
+FEWEST_POINTS = 3  # points needed in the last half
 
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """Which columns of the runs a figure of curves shows, and what they are called."""
+    """The columns of the runs that a figure of curves shows, with their names."""
 
     name: str
     title: str
@@ -42,7 +42,7 @@ class Plot:
     of_evals: bool = False
 
     def curve_of(self, run: RunData) -> Curve:
-        """What a run recorded."""
+        """Return the curve that a run recorded."""
         return curve(run.evals if self.of_evals else run.train, self.x, self.y)
 
 
@@ -56,17 +56,18 @@ TRAINING = tuple(
 
 
 def evaluation(metric: str) -> Plot:
-    """A metric of the evaluations over steps."""
+    """Return the plot of an evaluation metric over steps."""
     name = "".join(c if c.isalnum() or c in "_-" else "_" for c in metric)
     return Plot(f"eval-{name}", f"Evaluation: {metric}", "step", metric, "step", metric, True)
 
 
 def differences(group: Group, plot: Plot, points: int) -> list[tuple[Row, Band, str]]:
-    """Mode minus baseline over x, and "paired" or "Welch", for each mode; positive is worse.
+    """Return (row, mode minus baseline over x, "paired" or "Welch") per mode; positive is worse.
 
-    As the verdict does it, at each point alone: the same pairing, unit and interval (90 %), in
-    percent of the baseline's mean there if the verdict is relative or on another quantity. The
-    interval needs three seeds that still run; of two in all it is their range, of one nothing.
+    Each point alone is treated as in the verdict: the same pairing, unit and interval (90 %).
+    Differences are in percent of the baseline's mean there, if the verdict is relative or on
+    another quantity. The interval needs three seeds that still run. Two seeds in all give their
+    range, one gives none.
     """
     return _differences(group, plot, *_by_seed(group, plot, points))
 
@@ -91,14 +92,14 @@ def _differences(
 
 
 def is_relative(group: Group, plot: Plot) -> bool:
-    """Whether differences of what is plotted are in percent of the baseline's mean."""
+    """Return whether differences of the plotted values are in percent of the baseline's mean."""
     return group.relative or not plot.of_evals
 
 
 def _by_seed(
     group: Group, plot: Plot, points: int
 ) -> tuple[np.ndarray, list[dict[int, np.ndarray]]]:
-    """x [points], and of each row seed -> what is judged there, lower is better, [points]."""
+    """Return x [points], and per row seed -> judged values [points], lower is better."""
     sign = -1 if plot.of_evals and group.higher_is_better else 1
     every = [[plot.curve_of(run) for run in row.arm.runs] for row in group.every_row]
     x = grid([one for own in every for one in own], points)
@@ -115,7 +116,7 @@ def _by_seed(
 def _difference(
     own: np.ndarray, base: np.ndarray, method: str, relative: bool
 ) -> tuple[float, float, float]:
-    """(difference, low, high) at one point, NaN where it cannot be told; a value a seed."""
+    """Return (difference, low, high) at one point, NaN where unknown; one value per seed."""
     known = np.isfinite(own), np.isfinite(base)
     if method == "paired":
         known = (known[0] & known[1],) * 2
@@ -137,8 +138,8 @@ def _difference(
 def follow_gaps(group: Group) -> None:
     """Give each row of a judged group its gap over steps.
 
-    Of the judged metric, or of the training loss where the last half of the steps has fewer than
-    three evaluations. A row without any curve beside the baseline's gets none.
+    The gap is in the judged metric, or in the training loss if the last half of the steps has fewer
+    than three evaluations. A row without a curve to set beside the baseline's gets none.
     """
     plots = [] if group.gan and group.metric in GAN_LOSSES else [evaluation(group.metric)]
     plots += [] if group.gan or group.baseline.arm.foreign else TRAINING[:1]
@@ -185,7 +186,7 @@ def _gap(
 
 
 def _why_not(row: Row) -> str | None:
-    """Why the slopes of a row are not tested; None: they are."""
+    """Return why the slopes of a row are not tested; None if they are."""
     verdict = row.verdict
     if verdict.method is None or verdict.name == "diverged":
         return f"the verdict is '{verdict.name}'"
@@ -199,14 +200,16 @@ def _why_not(row: Row) -> str | None:
 
 
 def paired_gaps(own: np.ndarray, base: np.ndarray, relative: bool) -> np.ndarray:
-    """float64 [seeds, points]: own - base of each seed, in percent of the mean of `base` at that
-    point if `relative`; both [seeds, points]."""
+    """Return float64 [seeds, points]: own - base per seed; own and base are [seeds, points].
+
+    If `relative`, it is in percent of the mean of `base` at that point.
+    """
     with np.errstate(all="ignore"):
         return (own - base) * (100 / np.abs(base.mean(0)) if relative else 1.0)
 
 
 def last_half(x: np.ndarray, gaps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The points from half of the last step on, as far as all seeds have a gap there."""
+    """Return the points from half of the last step on at which all seeds have a gap."""
     known = np.isfinite(gaps).all(0)
     x, gaps = x[known], gaps[:, known]
     late = x >= x.max() / 2 if len(x) else known[:0]
@@ -214,10 +217,10 @@ def last_half(x: np.ndarray, gaps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def slope_interval(x: np.ndarray, gaps: np.ndarray, alpha: float = ALPHA) -> Interval:
-    """For the mean over seeds of the least-squares slope of each seed's gap against x.
+    """Return the interval for the mean over seeds of each gap's least-squares slope against x.
 
-    Grows, with error rate `alpha`, if the interval lies above 0: t test with seeds - 1 degrees of
-    freedom. gaps: float64 [seeds >= 2, points >= 2].
+    The gap grows, with error rate `alpha`, if the interval lies above 0: a t test with seeds - 1
+    degrees of freedom. gaps: float64 [seeds >= 2, points >= 2].
     """
     away = x - x.mean()
     slopes = gaps @ (away / (away @ away))
@@ -225,7 +228,7 @@ def slope_interval(x: np.ndarray, gaps: np.ndarray, alpha: float = ALPHA) -> Int
 
 
 def _say(gap: Gap, group: Group, x: np.ndarray, gaps: np.ndarray) -> None:
-    """The test and its sentence."""
+    """Run the test and fill in the gap's sentence."""
     interval = slope_interval(x, gaps, (1 - gap.level) / 2)
     gap.steps = (float(x[0]), float(x[-1]))
     gap.per = 10 ** max(0, math.floor(math.log10(x[-1] - x[0])))
@@ -233,7 +236,7 @@ def _say(gap: Gap, group: Group, x: np.ndarray, gaps: np.ndarray) -> None:
     gap.slope, gap.low, gap.high = numbers
     gap.end = float(gaps.mean() + interval.difference * (x[-1] - x.mean()))
     gap.name = "grows" if interval.low > 0 else "no growth seen"
-    digits_of = max(map(abs, numbers)) / 2 or 1.0  # two to three digits of the largest are shown
+    digits_of = max(map(abs, numbers)) / 2 or 1.0  # shows two to three digits of the largest
     slope, low, high = (signed(number, digits_of, numbers) for number in numbers)
     per = "step" if gap.per == 1 else f"{gap.per:,} steps"
     in_unit = f"{gap.unit} per {per}".strip()

@@ -1,9 +1,9 @@
-"""Which runs may be compared with which: groups, their baselines, and the labels of their arms.
+"""Group the runs that may be compared, choose the baselines, and label the arms.
 
-Runs belong together if their configurations agree in everything but precision, scaler and seed
-(and what cannot change a number). Those that differ in nothing but the seed are a cell, which
-becomes an arm of its group. The baseline of a group is the mode that its recorded configuration
-names (compare.baseline): FP32 without loss scaling, unless it says otherwise.
+Runs belong together if their configurations agree in everything but precision, scaler and seed, and
+keys that cannot change a number. Runs that differ only in the seed are a cell, which becomes an arm
+of its group. The baseline of a group is the mode that its recorded configuration names
+(compare.baseline); by default FP32 without loss scaling.
 """
 
 import json
@@ -21,12 +21,12 @@ from mprun.config.roles import role_of
 from mprun.config.rules import nearest
 from mprun.errors import BadInput
 
-# Keys that may differ inside a group: they make an arm.
+# Keys that may differ inside a group: they define an arm.
 _ARM_PREFIXES = ("precision.", "scaler.")
-_ARM_KEYS = ("cpu_half",)  # how 16-bit products are computed where there is no GPU
-BASELINE = "fp32"  # by name, where several modes compute so
+_ARM_KEYS = ("cpu_half",)  # how 16-bit products are computed without a GPU
+BASELINE = "fp32"  # chosen by name if several modes compute like it
 _DTYPES = ("param_dtype", "norm_dtype", "master_dtype", "grad_dtype", "loss_dtype")
-# What every value of a mode's configuration is where it computes in FP32 alone.
+# Every value of a mode's configuration if it computes in FP32 alone.
 _FP32: dict[str, Any] = {f"precision.{key}": "fp32" for key in _DTYPES} | {
     "precision.autocast_dtype": None,
     "precision.fp32_math": "ieee",
@@ -37,18 +37,18 @@ _FP32: dict[str, Any] = {f"precision.{key}": "fp32" for key in _DTYPES} | {
 }
 _NOT_RECORDED = "(not recorded)"
 _MOST_KEYS_SHOWN = 5
-_MOST_KEYS_ALLOWED = 5  # more than these to allow is another experiment, not worth a hint
+_MOST_KEYS_ALLOWED = 5  # a run that differs in more keys is another experiment and gets no hint
 _JUDGED = ("compare.metric", "compare.margin")
-# Runs of another length or judged otherwise cannot be compared, whatever is allowed.
+# Runs of different length, or judged differently, are never compared, whatever is allowed.
 _NEVER_ALLOWED = ("train.steps", "train.epochs", "compare.metric", "compare.window")
-# What runs may differ in if the command line says it for all of them.
+# Keys in which runs may differ if the command line sets the value for all of them.
 _SAID_BY = {"compare.margin": "--margin X", "compare.baseline": "--baseline MODE"}
 _LEARNED = ("model", "data")
 
 
 @dataclass(slots=True)
 class ProtoGroup:
-    """Runs that may be compared, before any judgement."""
+    """Runs that may be compared, before they are judged."""
 
     title: str
     slug: str  # unique in a comparison, for file names and anchors
@@ -56,23 +56,23 @@ class ProtoGroup:
     arms: list[Arm]
     keys: dict[str, Any] = field(default_factory=dict)  # the configuration that all runs share
     notes: list[str] = field(default_factory=list)
-    by_seed: bool = True  # equal seeds belong together
+    by_seed: bool = True  # equal seeds are paired
 
 
 @dataclass(slots=True)
 class Cell:
-    """Runs that differ in nothing but the seed."""
+    """Runs that differ only in the seed."""
 
     runs: list[RunData]
     shared: dict[str, Any]  # keys that must agree inside a group
-    own: dict[str, Any]  # keys that make the arm
-    is_baseline: bool = False  # one may be: of the mode that is the baseline, or given by a path
+    own: dict[str, Any]  # keys that define the arm
+    is_baseline: bool = False  # may be the baseline: by its mode, or given by a path
     given: bool = False  # by --baseline PATH
     wanted: str = BASELINE  # the mode that is its baseline
 
     @property
     def first(self) -> RunData:
-        """Any of them: they agree in all that is asked of it."""
+        """Return the first run; in all that is read from it the runs agree."""
         return self.runs[0]
 
 
@@ -83,23 +83,23 @@ def group_runs(
     judged_otherwise: bool = False,
     baseline_mode: str | None = None,
 ) -> tuple[list[ProtoGroup], list[str]]:
-    """Groups with a baseline and at least one other arm, and one line for each cell without one.
+    """Return groups with a baseline and other arms, and a line per cell without a baseline.
 
     Runs without an outcome are in no arm; the arm's notes name them. An arm may have no run.
 
     Args:
-        runs: as `load_runs` gives them.
-        allow: keys (or groups of keys: "optim") in which runs of a group may differ all the same;
-            a run that differs in one is an arm of its own, FP32 runs too. Where several FP32
-            configurations of a group differ in allowed keys, the one that most other runs agree
-            with is the baseline.
+        runs: the result of `load_runs`.
+        allow: keys (or groups of keys: "optim") in which the runs of a group may nevertheless
+            differ. A run that differs in one is in a separate arm, FP32 runs too. If several FP32
+            configurations of a group differ in allowed keys, the baseline is the one that most
+            other runs agree with.
         baseline_path: runs below it are the baseline of their group, whatever their mode.
-        judged_otherwise: the command line gives metric or margin, so that compare.metric and
-            compare.margin of the runs may differ.
+        judged_otherwise: the command line sets metric or margin, so the runs may differ in
+            compare.metric and compare.margin.
         baseline_mode: runs of this mode are the baseline, whatever compare.baseline says.
 
     Raises:
-        BadInput: an allowed key that no run has, or more than one configuration that could be the
+        BadInput: an allowed key that no run has, or several configurations that could be the
             baseline.
     """
     _check_allowed(allow, runs)
@@ -137,7 +137,7 @@ def cells_of(
     ignored: Sequence[str],
     baseline_mode: str | None = None,
 ) -> list[Cell]:
-    """The cells of all runs, in the order of their first run; `ignored` keys separate none."""
+    """Return the cells of all runs, ordered by their first run; `ignored` keys separate none."""
     cells: dict[tuple, Cell] = {}
     for run in runs:
         given = is_below(Path(run.path), baseline_path)
@@ -145,7 +145,7 @@ def cells_of(
         left_out = {*own, *ignored, *filter(is_no_key, run.keys)}
         shared = {key: run.keys[key] for key in run.keys if key not in left_out}
         plain_fp32 = _is_plain_fp32(run)
-        # FP32 computes nothing in 16 bits: there such a key makes no arm.
+        # FP32 computes nothing in 16 bits, so such a key does not define an arm there.
         telling = {key: own[key] for key in own if not (plain_fp32 and key in _ARM_KEYS)}
         key = (run.mode, run.scaler, canonical(telling), canonical(shared), given)
         wanted = baseline_mode or run.keys.get("compare.baseline", BASELINE)
@@ -156,20 +156,20 @@ def cells_of(
 
 
 def of_arm(key: str) -> bool:
-    """Whether a key describes an arm: precision, scaler, and how 16-bit products are computed."""
+    """Return whether a key defines an arm: precision, scaler, or how to compute 16-bit products."""
     return key.startswith(_ARM_PREFIXES) or key in _ARM_KEYS
 
 
 def is_no_key(key: str) -> bool:
-    """Whether runs that differ in `key` alone are the same experiment."""
+    """Return whether runs that differ in `key` alone are the same experiment."""
     return not role_of(key).compared
 
 
 def arm_label(cell: Cell, baseline: Cell, rivals: list[Cell]) -> str:
-    """The mode, and no more than tells it from its rivals: "amp (static scale=128) optim.lr=0.05".
+    """Return the mode with what sets it apart: "amp (static scale=128) optim.lr=0.05".
 
-    rivals: the cells of the group; `baseline` says which allowed keys differ. A scaler that is
-    not the mode's usual one is always named.
+    rivals: the cells of the group; `baseline` tells which allowed keys differ. A scaler other than
+    the mode's usual one is always named.
     """
     run = cell.first
     varied = _varied(cell, rivals)
@@ -189,14 +189,14 @@ def arm_label(cell: Cell, baseline: Cell, rivals: list[Cell]) -> str:
 
 
 def _varied(cell: Cell, rivals: list[Cell]) -> list[str]:
-    """The settings that tell a cell from those of the same mode and scaler."""
+    """Return the settings in which a cell differs from those of the same mode and scaler."""
     kind = (cell.first.mode, cell.first.scaler)
     alike = [other for other in rivals if (other.first.mode, other.first.scaler) == kind]
     return sorted({key for other in alike for key in _differing(cell.own, other.own)})
 
 
 def differences(one: Cell, other: Cell, of_arms: bool = False) -> dict[str, tuple[Any, Any]]:
-    """Key -> (value of one, value of other) where they differ; `of_arms`: those of the arm too."""
+    """Return key -> (value of one, value of other) where they differ; `of_arms`: arm keys too."""
     if of_arms:
         return _differing(one.shared | one.own, other.shared | other.own)
     return _differing(one.shared, other.shared)
@@ -211,19 +211,19 @@ def _differing(one: dict[str, Any], other: dict[str, Any]) -> dict[str, tuple[An
 
 
 def same(*values: Any) -> bool:
-    """Whether configuration values are equal."""
+    """Return whether configuration values are equal."""
     return len(set(map(canonical, values))) == 1
 
 
 def canonical(value: Any) -> str:
-    """Canonical text of plain data: equal texts are equal values."""
+    """Return the canonical text of plain data: equal texts mean equal values."""
     return json.dumps(value, sort_keys=True, default=str)
 
 
 def _is_plain_fp32(run: RunData) -> bool:
-    """Whether a run computed in full FP32 without loss scaling, whatever its mode is called.
+    """Return whether a run computed in full FP32 without loss scaling, whatever its mode's name.
 
-    What was not recorded is as in FP32 where the mode has that name, and nowhere else.
+    Settings that were not recorded count as FP32 only if the mode has that name.
     """
     absent = _FP32 if run.mode == BASELINE else {}
     recorded = {key: run.keys.get(key, absent.get(key, _NOT_RECORDED)) for key in _FP32}
@@ -231,7 +231,7 @@ def _is_plain_fp32(run: RunData) -> bool:
 
 
 def _usual_scaler(run: RunData) -> str:
-    """The scaler that goes without saying: that of the mode's file, if the run is as it says."""
+    """Return the scaler that needs no mention: the mode's default, unless the mode was changed."""
     if run.usual_scaler is None:  # recorded by an earlier mprun
         known = modes()
         return known[run.mode].scaler if run.mode in known else "none"
@@ -252,7 +252,7 @@ def _check_allowed(allow: Sequence[str], runs: Sequence[RunData]) -> None:
 
 
 def _baseline(family: list[Cell], allow: Sequence[str]) -> Cell | None:
-    """The baseline among cells that agree in all keys but the allowed ones; None if none."""
+    """Return the baseline among cells that agree in all keys but the allowed ones; None if none."""
     candidates = _candidates(family)
     if len(candidates) < 2:
         return candidates[0] if candidates else None
@@ -262,13 +262,13 @@ def _baseline(family: list[Cell], allow: Sequence[str]) -> Cell | None:
             f"--baseline: {first.first.path} and {second.first.path} differ in "
             f"{pairs_text(differences(first, second, of_arms=True))}; give one configuration"
         )
-    # The configuration with which most runs of other modes agree exactly.
+    # Prefer the configuration that exactly matches most runs of other modes.
     others = [canonical(c.shared) for c in family if not c.is_baseline for _ in c.runs]
     following = {id(cell): others.count(canonical(cell.shared)) for cell in candidates}
     first, second = sorted(candidates, key=lambda cell: -following[id(cell)])[:2]
     if following[id(first)] == following[id(second)]:
         asked = f"--allow {','.join(allow)}" if allow else f"baseline {first.wanted}"
-        # The keys of an arm differ only where a mode other than FP32 is the baseline.
+        # Keys of an arm differ only if a mode other than FP32 is the baseline.
         found = differences(first, second) or differences(first, second, of_arms=True)
         raise BadInput(
             f"{asked}: {first.first.path} and {second.first.path} could both be "
@@ -278,11 +278,14 @@ def _baseline(family: list[Cell], allow: Sequence[str]) -> Cell | None:
 
 
 def _candidates(family: list[Cell]) -> list[Cell]:
-    """Those given by a path, else those of the mode by name and with the scaler that is usual for
-    it, else those that compute so."""
+    """Return the cells that may be the baseline: the first of these that exist.
+
+    Those given by a path; those with the mode's name and its usual scaler; those with its name; all
+    those that compute in that way.
+    """
     plain = [cell for cell in family if cell.is_baseline]
     given = [cell for cell in plain if cell.given]
-    # A mode of the user's own that is FP32 under another name gives way to it.
+    # A user's mode that equals FP32 under another name comes after FP32 itself.
     named = [cell for cell in plain if cell.first.mode == cell.wanted]
     usual = [cell for cell in named if cell.first.scaler == _usual_scaler(cell.first)]
     return given or usual or named or plain
@@ -290,7 +293,7 @@ def _candidates(family: list[Cell]) -> list[Cell]:
 
 def _group(baseline: Cell, family: list[Cell]) -> ProtoGroup:
     def rank(cell: Cell) -> tuple[int, str, int]:
-        """Shipped modes first, in the order of every table; of a mode exact matches first."""
+        """Sort shipped modes first, in the order of every table; exact matches of a mode first."""
         mode = cell.first.mode
         name = mode.partition("+")[0]
         return [*modes(), name].index(name), mode, len(differences(baseline, cell))
@@ -309,7 +312,7 @@ def _group(baseline: Cell, family: list[Cell]) -> ProtoGroup:
 
 
 def _arm(cell: Cell, baseline: Cell, rivals: list[Cell]) -> Arm:
-    """The arm of a cell, labelled so that it is told from its rivals and from the baseline."""
+    """Build the arm of a cell, with a label that differs from its rivals' and the baseline's."""
     runs, notes = first_with_outcome(cell.runs, lambda run: run.seed, "arm and seed")
     runs.sort(key=lambda run: run.seed)
     return Arm(
@@ -324,7 +327,7 @@ def _arm(cell: Cell, baseline: Cell, rivals: list[Cell]) -> Arm:
 
 
 def _why_not(rest: list[Cell], baselines: list[Cell]) -> Iterator[str]:
-    """A line for each configuration that has no baseline, with all of its modes."""
+    """Yield a line for each configuration without a baseline, with all of its modes."""
     merged: dict[str, Cell] = {}
     for cell in rest:
         both = merged.setdefault(canonical(cell.shared), Cell([], cell.shared, {}))
@@ -340,7 +343,7 @@ def _why_not(rest: list[Cell], baselines: list[Cell]) -> Iterator[str]:
             continue
         best = min(baselines, key=lambda baseline: len(differences(baseline, cell)))
         found = differences(best, cell)
-        # The keys first: as an error this line is cut in the middle.
+        # The keys come first: as an error this line is cut in the middle.
         line = (
             f"{pairs_text(found)}: not as in the nearest {_name(best)} runs ({best.first.path}), "
             f"so not compared: {what}; run it with precision={cell.wanted}"
@@ -357,7 +360,7 @@ def _name(cell: Cell) -> str:
 
 
 def pairs_text(differences: dict[str, tuple[Any, Any]]) -> str:
-    """ "optim.lr (0.1, here 0.05)", and how many more there are."""
+    """Return keys with their values, "optim.lr (0.1, here 0.05)", and how many more there are."""
     shown = [
         f"{key} ({setting_text(base)}, here {setting_text(own)})"
         for key, (base, own) in list(differences.items())[:_MOST_KEYS_SHOWN]
@@ -367,16 +370,16 @@ def pairs_text(differences: dict[str, tuple[Any, Any]]) -> str:
 
 
 def _runs_text(cell: Cell, word: str = "") -> str:
-    """ "lstm_lm-docs_words: amp (2 runs, e.g. outputs/x)"."""
+    """Return title, modes and count: "lstm_lm-docs_words: amp (2 runs, e.g. outputs/x)"."""
     modes = ", ".join(dict.fromkeys(run.mode for run in cell.runs))
     count = "1 run" if len(cell.runs) == 1 else f"{len(cell.runs)} runs"
     return f"{title_of(cell.first)}: {modes}{word} ({count}, e.g. {cell.first.path})"
 
 
 def title_of(run: RunData) -> str:
-    """ "quickstart_lost_updates" or "resnet50-digits_32", from the chosen groups.
+    """Return the title from the chosen groups: "quickstart_lost_updates", "resnet50-digits_32".
 
-    The user's own code under its own name: "mynet:build-mydata:digits".
+    The user's own code has its own name: "mynet:build-mydata:digits".
     """
     chosen = run.choices
     if chosen.get("experiment"):
@@ -386,7 +389,7 @@ def title_of(run: RunData) -> str:
 
 
 def name_groups(groups: list[ProtoGroup]) -> None:
-    """Titles that tell groups apart by the keys in which they differ, and unique slugs."""
+    """Add to equal titles the keys in which the groups differ, and set unique slugs."""
     for title in {group.title for group in groups}:
         alike = [group for group in groups if group.title == title]
         if len(alike) > 1:

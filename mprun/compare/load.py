@@ -1,7 +1,7 @@
 """Find run directories and read what a comparison needs of each: run.json and metrics.jsonl.
 
-What a reader must know of the runs beside their numbers (missing ones, how they ended, other
-machines) is noted here as well.
+The module also collects the notes that a reader needs beside the numbers: missing runs, how runs
+ended, different machines.
 """
 
 import os
@@ -18,28 +18,28 @@ from mprun.numerics.post_mortem import read_post_mortem
 from mprun.record.metrics_columns import read_columns
 from mprun.record.run_directory import read_record
 
-# What has the same name in run.json, and in the columns of metrics.jsonl.
+# Fields with the same name here and in run.json, or here and in the columns of metrics.jsonl.
 _RECORDED = ("seed", "status", "choices", "config_hash", "created")
 _MEASURED = (
     *("evals", "train", "first_losses", "last_losses"),
     *("skip_steps", "longest_skip_streak", "nonfinite_step"),
 )
-# What `mprun compare --tensorboard` writes beside the runs.
+# The folder that `mprun compare --tensorboard` writes beside the runs.
 SUMMARY_FOLDER = "_summary"
 
 
 def load_runs(
     paths: Sequence[str | Path], baseline: Path | None = None
 ) -> tuple[list[RunData], list[str]]:
-    """Every run at or below the paths (and `baseline`), once each, and notes on what is left out.
+    """Load every run at or below the paths (and `baseline`) once, with notes on those left out.
 
     A path is a run directory or a folder that is searched to any depth, links included. Hidden
-    folders, `_summary` and what a sweep put aside (`RUN.attemptN` beside `RUN`) are not searched.
+    folders, `_summary` and runs that a sweep put aside (`RUN.attemptN` beside `RUN`) are skipped.
     Of several runs with the same configuration, data and seed the first one that has an outcome
-    counts (`first_with_outcome`); runs below `baseline` and the others are told apart for that.
+    counts (`first_with_outcome`); runs below `baseline` and other runs count separately.
 
-    Raises BadInput for a path that does not exist or holds no run that can be compared, Damaged
-    for a run.json or metrics.jsonl that cannot be read.
+    Raises BadInput for a path that does not exist or holds no comparable run, and Damaged for a
+    broken run.json or metrics.jsonl.
     """
     found: dict[Path, Path] = {}  # resolved -> as given
     for path in [Path(path) for path in paths] + ([] if baseline is None else [baseline]):
@@ -66,7 +66,7 @@ def load_runs(
         raise BadInput(notes[0])
 
     def same(run: RunData) -> tuple:
-        # Where the data lie is not in the hash of a configuration: what they are counts.
+        # The configuration's hash does not cover the data's location; the data's content counts.
         side = is_below(Path(run.path), baseline)
         return run.config_hash, run.keys.get("data.sha256"), run.seed, side
 
@@ -75,12 +75,12 @@ def load_runs(
 
 
 def is_below(path: Path, folder: Path | None) -> bool:
-    """Whether `path` is in the folder, or is it, links followed; False without one."""
+    """Return whether `path` is `folder` or inside it, links followed; False without a folder."""
     return folder is not None and path.resolve().is_relative_to(folder.resolve())
 
 
 def run_directories(path: Path) -> Iterator[Path]:
-    """The run directories at or below `path`, sorted; BadInput if it does not exist."""
+    """Yield the run directories at or below `path`, sorted; BadInput if it does not exist."""
     if not path.exists():
         raise BadInput(f"{path}: no such file or directory")
     if not path.is_dir():
@@ -91,11 +91,11 @@ def run_directories(path: Path) -> Iterator[Path]:
 def search(
     folder: Path, found_in: Callable[[Path], list[Path]], above: frozenset[Path] = frozenset()
 ) -> Iterator[Path]:
-    """What `found_in` finds in the folder itself, else in the folders below it, sorted.
+    """Yield what `found_in` finds in the folder itself, else in the folders below it, sorted.
 
-    Hidden folders, `_summary`, what a sweep put aside (`RUN.attemptN` beside `RUN`) and links back
-    up are not searched, and neither is a folder that goes away meanwhile. BadInput for one that
-    cannot be read.
+    The search skips hidden folders, `_summary`, runs that a sweep put aside (`RUN.attemptN` beside
+    `RUN`), links back up, and folders that vanish meanwhile. BadInput for a folder that cannot be
+    read.
     """
     resolved = folder.resolve()
     if resolved in above:
@@ -105,7 +105,7 @@ def search(
         return
     try:
         with os.scandir(folder) as entries:
-            # Not entry.is_dir, which raises for a link to itself.
+            # entry.is_dir would raise for a link to itself.
             names = {entry.name for entry in entries if os.path.isdir(entry.path)}
     except FileNotFoundError:
         return
@@ -118,7 +118,7 @@ def search(
 
 
 def natural_order(name: str) -> list:
-    """Sort key by which s2 comes before s10."""
+    """Return a sort key by which s2 comes before s10."""
     return [
         (int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)
     ]
@@ -169,17 +169,17 @@ def load_run(directory: Path, record: dict[str, Any]) -> RunData:
 
 
 def _data_keys(record: dict[str, Any]) -> dict[str, Any]:
-    """Hash and size of the data's content as keys: equal names do not make equal data."""
+    """Return hash and size of the data's content as keys: equal names do not mean equal data."""
     data = record.get("data") or {}
     return {f"data.{key}": data[key] for key in ("sha256", "eval_samples") if key in data}
 
 
 def first_with_outcome(runs: Iterable[RunData], same, what: str) -> tuple[list[RunData], list[str]]:
-    """One run for each value of the key function `same`, and a note for each that is left out.
+    """Keep one run per value of the key function `same`; return notes on the others.
 
-    The first one (by its time of creation) that is done or diverged counts, so that nobody can
-    pick the best of several; where none has an outcome, the newest one. It lists the others that
-    have one as its `repeats`. `what` names the key.
+    The first one by creation time that is done or diverged counts, so nobody can pick the best of
+    several. Without an outcome, the newest one counts. Its `repeats` list the others that have an
+    outcome. `what` names the key.
     """
     alike: dict[Any, list[RunData]] = {}
     for run in runs:
@@ -201,7 +201,7 @@ def first_with_outcome(runs: Iterable[RunData], same, what: str) -> tuple[list[R
 
 
 def read_run_record(directory: Path) -> dict[str, Any]:
-    """The content of run.json; BadInput where it cannot be read, Damaged where it is no record."""
+    """Read run.json; BadInput if it cannot be read, Damaged if it is not a record."""
     try:
         return read_record(directory)
     except OSError as error:
@@ -209,14 +209,14 @@ def read_run_record(directory: Path) -> dict[str, Any]:
 
 
 def _newest_samples(directory: Path) -> str | None:
-    """Path of samples/step-NNNNNNNN.png with the highest step."""
+    """Return the path of the samples/step-NNNNNNNN.png with the highest step."""
     names = (re.fullmatch(r"step-(\d+)\.png", p.name) for p in directory.glob("samples/step-*"))
     newest = max(filter(None, names), key=lambda name: int(name[1]), default=None)
     return None if newest is None else str(directory / "samples" / newest[0])
 
 
 def missing_seeds(runs: Iterable[RunData]) -> list[str]:
-    """ "seed 3: failed (out of memory)" for each run without an outcome."""
+    """Return "seed 3: failed (out of memory)" for each run without an outcome."""
     notes = []
     for run in sorted(runs, key=lambda run: run.seed):
         if run.status not in OUTCOMES:
@@ -226,14 +226,14 @@ def missing_seeds(runs: Iterable[RunData]) -> list[str]:
 
 
 def post_mortems(runs: Iterable[RunData]) -> list[str]:
-    """What ended each diverged run, where it left a post-mortem, and how to find the cause."""
+    """Return why each diverged run ended, if it left a post-mortem, and how to find the cause."""
     notes = []
     for run in sorted(runs, key=lambda run: run.seed):
         if run.status != "diverged" or run.foreign:
             continue
         try:
             found = read_post_mortem(Path(run.path))
-        except Damaged as error:  # the verdict does not rest on it
+        except Damaged as error:  # the verdict does not depend on it
             notes.append(f"seed {run.seed}: {error}")
             continue
         if found is not None:
@@ -243,7 +243,7 @@ def post_mortems(runs: Iterable[RunData]) -> list[str]:
 
 
 def group_notes(baseline: Arm, arms: Sequence[Arm]) -> list[str]:
-    """Differences of environment inside a group, and a baseline whose products are not FP32."""
+    """Return notes on environments that differ in a group and on a baseline not in full FP32."""
     every = [(arm.label, run) for arm in (baseline, *arms) for run in arm.runs]
     notes = []
     for what, read in _MUST_AGREE.items():
@@ -262,7 +262,7 @@ def group_notes(baseline: Arm, arms: Sequence[Arm]) -> list[str]:
 
 
 def _not_ieee(baseline: Arm) -> list[str]:
-    """Whether FP32 products were less; the flags are those of `mprun.precision.read_math_flags`."""
+    """Return a note if products were below FP32; flags: see `mprun.precision.read_math_flags`."""
     lowered = {
         f"{name.removesuffix('.fp32_precision')} {value}"
         for run in baseline.runs

@@ -1,7 +1,6 @@
 """Read a scalar from a log that another tool wrote: steps and values of every run in it.
 
-What a file is, its content says:
-
+The content of a file determines its format:
 - TensorBoard event files (torch, TensorFlow, Keras), one run a folder
 - tables with a header row, cells between commas, tabs or semicolons: Lightning, Keras, timm,
   ultralytics, exports of TensorBoard and of Weights & Biases (all runs in one file)
@@ -28,16 +27,16 @@ from mprun.config.roles import flat
 from mprun.config.rules import nearest
 from mprun.errors import BadInput, Damaged
 
-# What counts steps, the best first; of a log that has several of them the first is taken.
+# Names that count steps, the best first; a log with several of them uses the first.
 _STEPS = (
     *("step", "global_step", "_step", "trainer/global_step", "train/global_step", "step_num"),
     *("iteration", "iter", "iterations", "update", "updates", "num_updates", "samples_count"),
     *("timesteps", "total_timesteps", "time/total_timesteps", "epoch", "epoch_num"),
 )
-_SPLITS = ("split", "phase", "stage", "mode")  # by which records tell training from evaluation
+_SPLITS = ("split", "phase", "stage", "mode")  # fields that tell training from evaluation records
 _MOST_TAGS_SHOWN = 10
 _NUMBER = r"[-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?|nan|inf(?:inity)?)\b"
-_Row = tuple[str, dict[str, Any]]  # where it stands ("line 3"), name -> cell
+_Row = tuple[str, dict[str, Any]]  # its place ("line 3"), name -> cell
 
 
 @dataclass(slots=True)
@@ -45,24 +44,24 @@ class Log:
     """The curve of one run as it was written."""
 
     path: Path  # a file, or a folder of event files or of an MLflow run
-    run: str  # its name in a file that holds several, else ""
+    run: str  # its name in a file of several runs, else ""
     points: np.ndarray  # float64 [points, 2]: step and value, in the order of the file
-    steps: str  # what counts the steps: "step", "epoch"; "" for the places in a list
-    named: bool = True  # whether the log itself says that the values are of the tag
+    steps: str  # the name of the step count: "step", "epoch"; "" for places in a list
+    named: bool = True  # whether the log itself says that the values belong to the tag
 
     @property
     def name(self) -> str:
-        """Path and run, as they are given on the command line."""
+        """Return path and run, as on the command line."""
         return f"{self.path}#{self.run}" if self.run else str(self.path)
 
 
 def read_logs(path: Path, tag: str, step: str | None = None) -> list[Log]:
-    """Every run in a file, or the one of a folder as `logs_in` gives it; at least one.
+    """Read every run in a file, or the one of a folder from `logs_in`; at least one.
 
-    tag: the scalar. step: what counts the steps, where it is none of the usual names.
+    tag: the scalar. step: the name of the step count, if it is not a usual one.
 
-    Raises BadInput where tag or steps are missing (it lists what there is), Damaged for a number
-    that is none and for a file that is no text.
+    Raises BadInput if tag or steps are missing (it lists the existing names), and Damaged for an
+    invalid number or a file that is not text.
     """
     if path.is_dir() and _is_mlflow(path):
         files = [file for file in (path / "metrics").rglob("*") if file.is_file()]
@@ -91,9 +90,9 @@ def read_logs(path: Path, tag: str, step: str | None = None) -> list[Log]:
 
 
 def logs_in(folder: Path) -> list[Path]:
-    """The logs of a folder itself: an MLflow run or event files are one, each table is another.
+    """Return the logs in the folder itself: an MLflow run or event files are one, tables one each.
 
-    Of Hugging Face's folders trainer_state.json, else that of the newest checkpoint.
+    A Hugging Face folder gives its trainer_state.json, else that of the newest checkpoint.
     """
     entries = sorted(folder.iterdir(), key=lambda entry: natural_order(entry.name))
     if _is_mlflow(folder) or any(is_events(entry) for entry in entries):
@@ -107,7 +106,7 @@ def logs_in(folder: Path) -> list[Path]:
 
 
 def is_events(path: Path) -> bool:
-    """Whether this is a TensorBoard event file, by its name, as TensorBoard itself decides."""
+    """Return whether the name is a TensorBoard event file's, by TensorBoard's own rule."""
     return "tfevents" in path.name and path.is_file()
 
 
@@ -116,17 +115,18 @@ def _is_mlflow(folder: Path) -> bool:
 
 
 def read_events(path: Path, tag: str) -> np.ndarray:
-    """Steps and values, float64 [points, 2], of the scalar `tag` in an event file or a folder.
+    """Read steps and values, float64 [points, 2], of the scalar `tag` from event files.
 
-    Reads what torch.utils.tensorboard, TensorFlow and Keras write. BadInput where the tag is
-    missing. Source: tensorboard.backend.event_processing.event_accumulator.
+    path: an event file or a folder. It reads the files of torch.utils.tensorboard, TensorFlow and
+    Keras. BadInput if the tag is missing. Source:
+    tensorboard.backend.event_processing.event_accumulator.
     """
-    # Here, not at the top: nobody else pays for the import.
+    # Imported here, so that only this function pays for it.
     from tensorboard.backend.event_processing import event_accumulator as reader
     from tensorboard.util import tensor_util
 
     logging.getLogger("tensorboard").setLevel(logging.ERROR)
-    # 0 keeps every point; by default 10,000 are drawn at random. Of all else one is enough.
+    # 0 keeps every point; the default draws 10,000 at random. One is enough of everything else.
     limits = dict.fromkeys(reader.DEFAULT_SIZE_GUIDANCE, 1) | {reader.SCALARS: 0}
     events = reader.EventAccumulator(str(path), size_guidance=limits).Reload()
     known = events.Tags()
@@ -147,7 +147,7 @@ def read_events(path: Path, tag: str) -> np.ndarray:
 
 
 def _cells(path: Path, text: str, tag: str, step: str | None) -> list[Log] | None:
-    """A table; None where the first line is no header that names steps or values."""
+    """Read a table; None if the first line is not a header that names steps or values."""
     lines = text.splitlines()
     first = next(iter(lines), "")
     between = max(",\t;", key=lambda mark: len(next(csv.reader([first], delimiter=mark), [])))
@@ -163,7 +163,7 @@ def _cells(path: Path, text: str, tag: str, step: str | None) -> list[Log] | Non
         reader = csv.reader(lines, delimiter=between)
         rows: list[_Row] = []
         for row in reader:
-            # A logger that goes on after an interruption may write its header again.
+            # A logger that resumes after an interruption may repeat its header.
             if not row or [cell.strip() for cell in row] == header:
                 continue
             if len(row) <= max(places):
@@ -176,7 +176,7 @@ def _cells(path: Path, text: str, tag: str, step: str | None) -> list[Log] | Non
 
 
 def _value_names(path: Path, names: Sequence[str], tag: str) -> dict[str, tuple[str, bool]]:
-    """Column -> (run, whether it or the file says that the values are of `tag`)."""
+    """Return column -> (run, whether it or the file says that the values belong to `tag`)."""
     if tag in names:
         return {tag: ("", True)}
     # "RUN - TAG" of Weights & Biases, beside "RUN - TAG__MIN" and "RUN - TAG__MAX".
@@ -193,7 +193,7 @@ def _value_names(path: Path, names: Sequence[str], tag: str) -> dict[str, tuple[
 
 
 def _step_name(path: Path, names: Sequence[str], step: str | None) -> str:
-    """The name of what counts the steps."""
+    """Return the name of the column that counts the steps."""
     if step is None:
         by_lower = {name.lower(): name for name in reversed(names)}
         found = next((by_lower[name] for name in (*_STEPS, "") if name in by_lower), None)
@@ -209,7 +209,7 @@ def _step_name(path: Path, names: Sequence[str], step: str | None) -> str:
 
 
 def _json(path: Path, text: str, tag: str, step: str | None) -> list[Log] | None:
-    """Records, or a list or mapping of values a name; None where it is no JSON."""
+    """Read records, or a list or mapping of values per name; None if the text is not JSON."""
     start = text.lstrip()[:1]
     if start not in ("{", "["):
         return None
@@ -239,15 +239,15 @@ def _json_lines(path: Path, text: str) -> list[Any]:
             records.append(json.loads(line))
         except (ValueError, RecursionError):
             if number == len(lines):
-                break  # torn: the run was killed while it wrote
+                break  # torn: the run was killed while writing
             raise Damaged(f"{path}: line {number}: not a JSON record") from None
     return records
 
 
 def _records_of_columns(path: Path, content: dict, tag: str, step: str | None) -> list[dict]:
-    """One record a step of {"loss": [2.1, 1.9]}, {"loss": {"10": 2.1}} or Megatron's values.
+    """Make one record a step from {"loss": [2.1, 1.9]}, {"loss": {"10": 2.1}} or Megatron's.
 
-    Where nothing counts the steps, places in the list do, under the name "".
+    If nothing counts the steps, the places in the list do, under the name "".
     """
     column = content[tag]
     steps: Iterable[Any]
@@ -289,7 +289,7 @@ def _of_records(path: Path, rows: list[_Row], tag: str, step: str | None) -> lis
 
 
 def _mlperf(path: Path, text: str, tag: str, step: str | None) -> list[Log] | None:
-    """ ":::MLLOG {"key": ..., "value": ..., "metadata": {...}}"; None without such a line."""
+    """Read lines ":::MLLOG {"key": ..., "value": ..., "metadata": {...}}"; None without one."""
     rows: list[_Row] = []
     for number, line in enumerate(text.splitlines(), start=1):
         _, told, rest = line.partition(":::MLLOG ")
@@ -303,12 +303,12 @@ def _mlperf(path: Path, text: str, tag: str, step: str | None) -> list[Log] | No
 
 
 def _plain_numbers(path: Path, text: str, tag: str, step: str | None) -> list[Log] | None:
-    """ "timestamp value step" (MLflow) or "step value" lines; None where it is something else."""
+    """Read "timestamp value step" (MLflow) or "step value" lines; None if it is anything else."""
     rows = [line.split() for line in text.splitlines() if line.strip()]
     widths = {len(row) for row in rows}
     if widths not in ({2}, {3}) or not all(_is_number(cell) for row in rows for cell in row):
         return None
-    if widths == {3} and float(rows[0][0]) < 1e9:  # no time since 1970
+    if widths == {3} and float(rows[0][0]) < 1e9:  # not a time since 1970
         return None
     points = [[float(row[-1]), float(row[1])] if len(row) == 3 else row for row in rows]
     table = np.array(points, dtype=np.float64)
@@ -316,9 +316,9 @@ def _plain_numbers(path: Path, text: str, tag: str, step: str | None) -> list[Lo
 
 
 def _words(path: Path, text: str, tag: str, step: str | None) -> list[Log] | None:
-    """Lines with names before their numbers; None where none tells steps and values."""
+    """Read lines with names before their numbers; None if none holds steps and values."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", text)  # colours
-    # A name stands at the begin, behind a mark, a number, two blanks: "val loss" is not "loss".
+    # A name follows the line's start, a mark, a number or two blanks: "val loss" is not "loss".
     before = r"(?:^|[|,;:)\]-]\s*|\s{2,}|\d\s+)"
     value = re.compile(rf"{before}{re.escape(tag)}\s*[:=]?\s*({_NUMBER})", re.IGNORECASE)
     told = [(line, found[1]) for line in text.splitlines() if (found := value.search(line))]
@@ -340,7 +340,7 @@ def _words_before_numbers(text: str) -> list[str]:
 def _curves(
     path: Path, rows: list[_Row], steps: str, values: dict[str, tuple[str, bool]]
 ) -> list[Log]:
-    """One log a column of values; rows without a value are left out."""
+    """Return one log per column of values; rows without a value are left out."""
     logs = []
     for name, (run, named) in values.items():
         points = [

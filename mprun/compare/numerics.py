@@ -1,7 +1,7 @@
-"""What the probes of a group's runs measured: one run of each mode, in numbers and in figures.
+"""Summarize the probes of a group's runs: one run of each mode, in numbers and in figures.
 
-Gradients over binary exponents, as in Micikevicius et al. (figures 2b and 3), and the loss scales
-at which FP16 holds them.
+The figures show gradients over binary exponents, as in Micikevicius et al. (figures 2b and 3), and
+the loss scales at which FP16 holds them.
 """
 
 import math
@@ -34,15 +34,15 @@ from mprun.plots.panel import GREY, INK, Drawing, Style, line_entry, mark_entry,
 
 GRADIENTS = ("activation_gradients", "weight_gradients")
 _DASHES = dict(zip(GRADIENTS, ((), (4.0, 1.8)), strict=True))
-_MOST = 100  # files read of a run; each costs about 0.1 ms per KB
-PREFIX = "numerics-"  # of the names of these figures
-ACCEPTED = 0.001  # underflow share; that of `mprun advise`
+_MOST = 100  # files read per run; each costs about 0.1 ms per KB
+PREFIX = "numerics-"  # start of the names of these figures
+ACCEPTED = 0.001  # underflow share, as in `mprun advise`
 _HEIGHT, _LEFT = 2.3, 0.82  # inches; the percents on the axis are long
-_LOWEST_SHOWN = -64  # smaller values stand in this bin
+_LOWEST_SHOWN = -64  # smaller values are counted in this bin
 _FLOOR = 1e-4  # percent; a smaller share is not drawn
 _ZERO_WIDTH = 4  # exponents that the column of zeros takes, with a gap of two beside it
-# (from, to, name) as powers of two: a value of 2^-25 is rounded to 0, what is above it is not;
-# 65520 = 2^16 - 16 and more to infinity.
+# (from, to, name) as powers of two: 2^-25 is rounded to 0, larger values are not; 65520 = 2^16 - 16
+# and more become infinite.
 _RANGES = ((None, -25, "to 0"), (-25, -14, "subnormal"), (-14, 16, "normal"), (16, None, "inf"))
 
 
@@ -50,10 +50,10 @@ _RANGES = ((None, -25, "to 0"), (-25, -14, "subnormal"), (-14, 16, "normal"), (1
 class ProbedMode:
     """The probes of one run, over all its models and modules.
 
-    tensors: kind -> what was measured, at the loss scale of the run. gradients: kind -> the same
-    with the scale of each probe, to ask for other scales. steps: those that are summed up, without
-    skipped updates unless `only_skipped`. recorded: files that the run has, of which at most 100
-    are read, drawn at random. scales: log2 of the smallest and the largest loss scale. cosine,
+    tensors: kind -> what was measured, at the run's loss scale. gradients: kind -> the same with
+    the scale of each probe, to evaluate other scales. steps: those summed up, without skipped
+    updates unless `only_skipped`. recorded: probe files of the run; at most 100 of them are read,
+    drawn at random. scales: log2 of the smallest and the largest loss scale. cosine,
     relative_error: medians over the shadow steps, None without one.
     """
 
@@ -73,7 +73,7 @@ class ProbedMode:
     damage: str | None = None  # why the probes could not be read
 
     def probes_text(self) -> str:
-        """How many were summed up, of which steps, and what was left out."""
+        """Return how many probes were summed up, their steps, and what was left out."""
         text = f"{len(self.steps)}, steps {self.steps[0]:,} to {self.steps[-1]:,}"
         if len(self.steps) + self.skipped * (not self.only_skipped) < self.recorded:
             text += f", drawn from {self.recorded:,}"
@@ -82,8 +82,11 @@ class ProbedMode:
         return text + (f", without {self.skipped} of skipped updates" if self.skipped else "")
 
     def numbers(self) -> tuple[str, ...]:
-        """Seed, loss scale, updates lost in FP16 and in BF16, part of the wanted update that was
-        applied, cosine, relative error."""
+        """Return seed, loss scale and the five numbers below, as text.
+
+        Updates lost in FP16 and in BF16; the applied part of the wanted update; cosine; relative
+        error.
+        """
         lost = [share_text(self.lost.share(name)) for name in ("fp16", "bf16")]
         low, high = (f"2^{scale:.4g}" for scale in self.scales) if self.scales else ("", "")
         return (
@@ -91,27 +94,27 @@ class ProbedMode:
             low if low == high else f"{low} to {high}",
             *(lost if self.lost.nonzero else ("", "")),
             f"{self.applied.ratio:.4g}" if self.applied.wanted else "",
-            # A cosine may be 0.99999 and an error 0.0001.
+            # Five digits: a cosine may be 0.99999 and an error 0.0001.
             *("" if part is None else f"{part:.5g}" for part in (self.cosine, self.relative_error)),
         )
 
     def known_gradients(self) -> dict[str, Gradients]:
-        """Kind -> gradients, of the kinds that hold any that are not zero."""
+        """Return kind -> gradients, for the kinds with any non-zero gradient."""
         found = {kind: self.gradients.get(kind) for kind in GRADIENTS}
         return {
             kind: gradients for kind, gradients in found.items() if gradients and gradients.nonzero
         }
 
     def measured(self) -> list[tuple[str, tuple[str, ...]]]:
-        """(kind, its numbers as text) of each kind of tensor that was probed."""
+        """Return (kind, its numbers as text) of each probed kind of tensor."""
         kinds = [kind for kind in KINDS if kind in self.tensors]
         return [(kind.replace("_", " "), _stats_texts(self.tensors[kind])) for kind in kinds]
 
 
 def probed_modes(group: Group) -> list[ProbedMode]:
-    """One entry per mode that has probes, the baseline first: its run of the lowest seed.
+    """Return one entry per mode with probes, the baseline first: its run of the lowest seed.
 
-    A mode whose probes are damaged has an entry that says so: the verdicts do not rest on them.
+    A mode whose probes are damaged has an entry that says so: the verdicts do not depend on them.
     """
     found = (_of_row(row) for row in group.every_row)
     return [mode for mode in found if mode is not None]
@@ -125,8 +128,8 @@ def _of_row(row: Row) -> ProbedMode | None:
 
 
 def probed_run(directory: Path, label: str, seed: int) -> ProbedMode | None:
-    """The probes of the run in `directory`, under this label; None where there are none."""
-    # Most runs have none: this costs one look at the file system for each.
+    """Read the probes of the run in `directory`, under this label; None if there are none."""
+    # Most runs have none: this takes one look at the file system for each.
     folder = directory / FOLDER
     paths = sorted(folder.glob("step-*.json")) if folder.is_dir() else []
     if not paths:
@@ -142,7 +145,7 @@ def probed_run(directory: Path, label: str, seed: int) -> ProbedMode | None:
 def _drawn(paths: list[Path]) -> list[Path]:
     if len(paths) <= _MOST:
         return paths
-    # Not every n-th: shadow steps come at an interval, too, and could all be missed.
+    # Random, not every n-th: shadow steps come at an interval too and could all be missed.
     chosen = np.random.default_rng(0).choice(len(paths), _MOST, replace=False)
     return [paths[i] for i in sorted(chosen)]
 
@@ -156,7 +159,7 @@ def _sum_up(mode: ProbedMode, records: list[ProbeRecord]) -> None:
         learners = record.learners.values()
         for learner in learners:
             _add_tensors(mode, learner, record.log2_loss_scale)
-        # Of all models of the step together.
+        # Over all models of the step together.
         agreement = merged(filter(None, (learner.total_agreement() for learner in learners)))
         found += [agreement] if agreement else []
     if found:
@@ -181,7 +184,7 @@ def _add_tensors(mode: ProbedMode, learner: LearnerProbe, log2_scales: dict[str,
 
 
 def _stats_texts(stats: TensorStats) -> tuple[str, ...]:
-    """Format, zeros, rounded to 0, subnormal, to infinity, not finite, largest, headroom."""
+    """Return format, zeros, rounded to 0, subnormal, to infinity, not finite, largest, headroom."""
     counts, shares = stats.counts, stats.counts.shares()
     wrong = counts.inf + counts.nan
     return (
@@ -197,15 +200,15 @@ def _stats_texts(stats: TensorStats) -> tuple[str, ...]:
 
 
 def numerics_figures(modes: list[ProbedMode], styles: dict[str, Style]) -> list[Drawing]:
-    """Two histograms and the usable loss scales; call it inside `panel.settings()`."""
+    """Draw two histograms and the usable loss scales; call it inside `panel.settings()`."""
     drawings = [*(_histogram(modes, styles, kind) for kind in GRADIENTS), _scales(modes, styles)]
     return [drawing for drawing in drawings if drawing is not None]
 
 
 def exponent_shares(gradients: Gradients) -> tuple[dict[int, float], float]:
-    """(exponent -> percent, percent of zeros) of all finite values, without their loss scale.
+    """Return (exponent -> percent, percent of zeros) of all finite values, without loss scale.
 
-    A scale that is no power of two is taken as the next larger one.
+    A scale that is not a power of two counts as the next larger one.
     """
     counts: dict[int, int] = {}
     zeros = 0
@@ -220,7 +223,7 @@ def exponent_shares(gradients: Gradients) -> tuple[dict[int, float], float]:
 
 
 def overflow(gradients: Gradients, k: int) -> float:
-    """Part (0 to 1) of the non-zero finite values that are infinite in FP16 at scale 2^k."""
+    """Return the part (0 to 1) of the non-zero finite values that overflow FP16 at scale 2^k."""
     lost = sum(
         stats.counts.shares(math.floor(k + high)).overflow * stats.counts.nonzero
         for (_, high), stats in gradients.parts.items()
@@ -262,7 +265,7 @@ def _histogram(modes: list[ProbedMode], styles: dict[str, Style], kind: str) -> 
 def _draw_shares(
     axes: Axes, shown: tuple[dict, float], style: Style, x: range, start: float, width: float
 ) -> None:
-    """A step per exponent of `x`, and a bar of `width` at `start` for the zeros."""
+    """Draw a step per exponent of `x`, and a bar of `width` at `start` for the zeros."""
     shares, zeros = shown
     y = [max(shares.get(exponent, 0.0), _FLOOR / 10) for exponent in x]
     axes.plot(x, y, **style.line, linewidth=1.3, drawstyle="steps-post")
@@ -289,7 +292,7 @@ def _mark_ranges(axes: Axes, left: int, right: int) -> None:
 
 
 def _scales(modes: list[ProbedMode], styles: dict[str, Style]) -> Drawing | None:
-    """Underflow and overflow over the loss scale, of the first mode with gradients."""
+    """Draw underflow and overflow over the loss scale, for the first mode with gradients."""
     mode = next((mode for mode in modes if mode.known_gradients()), None)
     if mode is None:
         return None
@@ -318,7 +321,7 @@ def _scales(modes: list[ProbedMode], styles: dict[str, Style]) -> Drawing | None
 
 
 def _mark_usable(axes: Axes, usable: ScaleRange, low: int, high: int) -> None:
-    """The usable scales, and what is beyond them, on an axis of powers of two."""
+    """Mark the usable scales, and what happens beyond them, on an axis of powers of two."""
     if usable.fits:
         axes.axvspan(usable.lowest, usable.highest, color=GREY, alpha=0.22, linewidth=0)
     axes.text(low + 0.4, 150, "← rounded to 0", va="center", fontsize=8, color=INK)
@@ -329,7 +332,7 @@ def _mark_usable(axes: Axes, usable: ScaleRange, low: int, high: int) -> None:
 
 
 def _draw_losses(axes: Axes, gradients: Gradients, style: Style, scales: range) -> None:
-    """What becomes 0, and what infinite, at each of the scales 2^k."""
+    """Draw the shares that become 0 and infinite at each of the scales 2^k."""
     for share in (gradients.underflow, partial(overflow, gradients)):
         y = [100 * share(k) or _FLOOR / 10 for k in scales]
         axes.plot(scales, y, **style.line, linewidth=1.6)
@@ -351,14 +354,14 @@ def _already_lost(mode: ProbedMode) -> str:
 
 
 def _set_percents(axes: Axes, frame: tuple[float, float], xlabel: str, ylabel: str) -> None:
-    """A logarithmic axis of percents, from what is hardly there to all, over what `frame` holds."""
+    """Set a logarithmic axis of percents, and the limits of x to `frame`."""
     axes.set(xlim=frame, ylim=(_FLOOR, 300), yscale="log", xlabel=xlabel, ylabel=ylabel)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}" if v <= 100 else ""))
     axes.yaxis.minorticks_off()
 
 
 def share_text(share: float) -> str:
-    """A part (0 to 1) as percent: "0 %", "12.3 %", "0.0021 %", "<0.0001 %"."""
+    """Return a part (0 to 1) as percent: "0 %", "12.3 %", "0.0021 %", "<0.0001 %"."""
     percent = 100 * share
     if 0 < percent < 1e-4:
         return "<0.0001 %"

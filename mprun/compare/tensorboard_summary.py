@@ -1,12 +1,13 @@
-"""Curves for TensorBoard that open small: one run per precision mode, the mean over its seeds.
+"""Write curves for TensorBoard that load fast: one run per precision mode, mean over its seeds.
 
-TensorBoard ticks nothing above 40 runs (500 in its Time Series), colours runs and not modes, and
-cannot average. So the means are runs of their own, `_summary/<mode>`: as many as there are modes
-and not as cells, each with one colour. Beside the mean (`eval/loss`, `train/loss`) stands how far
-it is from FP32, of the seeds that both have. Lowest and highest seed make margin charts on the
+TensorBoard selects no run by default above 40 runs (500 in its Time Series), colours runs and not
+modes, and cannot average. So each mean is a separate run, `_summary/<mode>`: one per mode and not
+per cell, each with one colour. Beside the mean (`eval/loss`, `train/loss`) there is its difference
+from FP32, over the seeds that both have. Lowest and highest seed make margin charts on the
 custom-scalars page; `mprun compare` adds its table as text.
-Written with tensorboard's own event writer; needs no torch. Events are what
-https://github.com/tensorflow/tensorboard/blob/master/tensorboard/compat/proto/event.proto says.
+
+tensorboard's own event writer writes the files, without torch. The event format is
+https://github.com/tensorflow/tensorboard/blob/master/tensorboard/compat/proto/event.proto
 """
 
 import math
@@ -48,18 +49,18 @@ from mprun.compare.grouping import (
 from mprun.compare.load import SUMMARY_FOLDER, load_runs
 from mprun.compare.text import group_markdown
 
-_SUFFIX = ".mprun-compare"  # of the event files, so that a later comparison finds its own
-_POINTS = 200  # TensorBoard would keep 1,000 of a tag, but draws a dot on each
+_SUFFIX = ".mprun-compare"  # ends the names of event files: a later comparison finds its own
+_POINTS = 200  # TensorBoard would keep 1,000 per tag, but draws a dot on each
 # Sections are sorted by name and the first two are open: this one comes after eval and train.
 _RANGE = "variation"
-_NO_METRIC = ("step", "updates")  # of the columns of an evaluation
+_NO_METRIC = ("step", "updates")  # columns of an evaluation that are not metrics
 
 
 @dataclass(slots=True)
 class _Section:
     """The runs that share charts.
 
-    slug: the section of their tags; empty if they are the only ones. baseline: what it is called.
+    slug: the section of their tags; empty if they are the only ones. baseline: its name.
     """
 
     title: str
@@ -70,11 +71,11 @@ class _Section:
     text: str | None = None
 
     def tag(self, name: str) -> str:
-        """Of "eval/loss"; with one slash, since a long title is cut in front of the last one."""
+        """Return the tag of "eval/loss", with one slash: long titles are cut before the last."""
         return f"{self.slug}/{name.replace('/', ' ')}" if self.slug else name
 
     def bounds(self, name: str) -> list[str]:
-        """The tags of the lowest and the highest seed of "eval/loss"."""
+        """Return the tags of the lowest and the highest seed of "eval/loss"."""
         plain = f"{self.slug} {name}".strip().replace("/", " ")
         return [f"{_RANGE}/{plain} {bound}" for bound in ("lowest", "highest")]
 
@@ -83,9 +84,9 @@ def write_summaries(comparison: Comparison, root: Path) -> Path:
     """Replace the summary runs below `root/_summary` by those of `comparison`; return that folder.
 
     Tags, over steps: the means `eval/<metric>` and `train/loss`; `eval/loss vs FP32 (%)` and
-    `train/loss vs FP32 (%)`; `variation/eval <metric> lowest` and so on. Where there are several
-    groups `<slug>/eval <metric>`, ..., `variation/<slug> eval <metric> lowest`. Points that are not
-    finite are left out. Only event files that this module wrote are deleted.
+    `train/loss vs FP32 (%)`; `variation/eval <metric> lowest` and so on. With several groups they
+    are `<slug>/eval <metric>`, ..., `variation/<slug> eval <metric> lowest`. Non-finite points are
+    left out. Only event files that this module wrote are deleted.
     """
     several = len(comparison.groups) > 1
     sections = [
@@ -103,11 +104,10 @@ def write_summaries(comparison: Comparison, root: Path) -> Path:
 
 
 def write_means(folders: Sequence[Path], root: Path) -> Path:
-    """The same without a verdict, of the runs below the folders: a baseline need not be there.
+    """Write the same without verdicts, for the runs below the folders; no baseline is needed.
 
-    A mode without a run that ended is drawn as far as its runs have come.
-
-    Raises BadInput, Damaged where the runs cannot be read.
+    A mode without a finished run is drawn as far as its runs have come. Raises BadInput or Damaged
+    if the runs cannot be read.
     """
     families: dict[str, list[Cell]] = {}
     for cell in cells_of(load_runs(folders)[0], None, ()):
@@ -154,9 +154,10 @@ def _write_sections(sections: Sequence[_Section], root: Path) -> Path:
 
 
 def _curves(section: _Section) -> Iterator[tuple[str, str, np.ndarray, np.ndarray]]:
-    """(label, tag, steps, values) of every curve: of all metrics of the evaluations, and the loss.
+    """Yield (label, tag, steps, values) of every curve: all evaluation metrics, and the loss.
 
-    Of the loss and the judged metric the extreme seeds too; of the losses the difference to FP32.
+    The loss and the judged metric also have their extreme seeds; losses have the difference to
+    FP32.
     """
     runs = [run for arm in section.arms for run in arm.runs]
     metrics = dict.fromkeys(key for run in runs for key in run.evals if key not in _NO_METRIC)
@@ -176,9 +177,9 @@ def _curves(section: _Section) -> Iterator[tuple[str, str, np.ndarray, np.ndarra
 
 
 def _percent(name: str, arm: Arm, baseline: Arm, x: np.ndarray) -> np.ndarray:
-    """How far the arm is from the baseline at each x: the mean over the seeds that both have.
+    """Return the arm's difference to the baseline at each x: the mean over seeds that both have.
 
-    Of the means of foreign logs, whose numbers are no seeds.
+    Foreign logs have no seeds; for them it is the difference of the means.
     """
     if baseline.foreign:
         means = [band([_named(name, run) for run in one.runs], x).mean for one in (arm, baseline)]
@@ -195,13 +196,13 @@ def _percent(name: str, arm: Arm, baseline: Arm, x: np.ndarray) -> np.ndarray:
 
 
 def _named(name: str, run: RunData) -> Curve:
-    """The curve "train/COLUMN" or "eval/COLUMN" of a run."""
+    """Return the curve "train/COLUMN" or "eval/COLUMN" of a run."""
     split, _, column = name.partition("/")
     return curve(run.train if split == "train" else run.evals, "step", column)
 
 
 def _charted(section: _Section) -> tuple[str, str]:
-    """What has a margin chart."""
+    """Return the names of the curves with a margin chart."""
     return "train/loss", f"eval/{section.metric}"
 
 
@@ -214,7 +215,7 @@ def _scalars(tag: str, x: np.ndarray, values: np.ndarray) -> list[Event]:
 
 
 def _layout(sections: Sequence[_Section]) -> Event:
-    """One margin chart per quantity; TensorBoard draws every run that has its tags."""
+    """Build one margin chart per quantity; TensorBoard draws every run that has its tags."""
     categories = []
     for section in sections:
         charts = []
@@ -259,7 +260,7 @@ def _write(folder: Path, events: list[Event]) -> None:
 
 
 def _folder_names(labels: Sequence[str]) -> list[str]:
-    """Each label as one path component, with a number where two labels become the same."""
+    """Return each label as one path component, numbered if two labels become the same."""
     names: list[str] = []
     for label in labels:
         plain = "".join(c if c.isalnum() or c in "_-.=" else "_" for c in label)

@@ -1,6 +1,6 @@
-"""The comparison in words: numbers, answers and rows as text, and report.md, console, results.json.
+"""Put the comparison into words: numbers and rows as text, report.md, console, results.json.
 
-Every output shows a number as it is written here, and a row's cells as `cells` gives them.
+Every output formats numbers with these functions, and a row's cells with `cells`.
 """
 
 import math
@@ -16,14 +16,14 @@ from mprun.record.console import columns, markdown_table
 
 
 def value_text(value: float | None) -> str:
-    """Four significant digits; empty for None."""
+    """Return four significant digits; empty for None."""
     if value is None:
         return ""
     return f"{value:.4g}" if math.isfinite(value) else str(value)
 
 
 def mean_text(group: Group, row: Row) -> str:
-    """The mean, and of which seeds if not of all: "0.5052 (seeds 1, 3)", "0.5052 (2 of 3 runs)"."""
+    """Return the mean, and its seeds if not all: "0.5052 (seeds 1, 3)", "0.5052 (2 of 3 runs)"."""
     used = row.verdict.seeds or [o.seed for o in row.outcomes]
     ended = [o.seed for o in row.outcomes if o.diverged is None and o.seed in used]
     text = value_text(row.mean)
@@ -35,17 +35,17 @@ def mean_text(group: Group, row: Row) -> str:
 
 
 def unit(group: Group) -> str:
-    """Of the differences that `scaled` gives: "%", "points" or nothing."""
+    """Return the unit of the differences from `scaled`: "%", "points" or nothing."""
     if group.relative:
         return "%"
-    own = not group.baseline.arm.foreign  # which tells whether it has points or fractions
+    own = not group.baseline.arm.foreign  # its metric tells whether it has points or fractions
     return "points" if own and group.metric in IN_POINTS else ""
 
 
 def scaled(group: Group, verdict: Verdict, value: float | None) -> float | None:
-    """A difference of a verdict in the unit that people read: % of the baseline, or as it is.
+    """Return a verdict's difference in the unit for readers: % of the baseline, or unchanged.
 
-    The margin in the verdict's unit is margin_setting times the baseline's mean, which gives that
+    The margin in the verdict's unit is margin_setting times the baseline's mean. This gives that
     mean as it was judged (the logarithm, for perplexity).
     """
     if value is None or not group.relative:
@@ -59,9 +59,9 @@ def scaled(group: Group, verdict: Verdict, value: float | None) -> float | None:
 
 
 def difference_text(group: Group, verdict: Verdict) -> str:
-    """ "+0.04 % (-0.12 to +0.20)"; without an interval the difference alone, else empty.
+    """Return "+0.04 % (-0.12 to +0.20)"; without an interval only the difference, else empty.
 
-    "0 (identical)" where every run ended with the same value as its counterpart.
+    It is "0 (identical)" if every run ended with the same value as its counterpart.
     """
     parts = interval(group, verdict)
     if parts == [0, 0, 0]:
@@ -74,10 +74,10 @@ def difference_text(group: Group, verdict: Verdict) -> str:
 
 
 def signed(value: float, margin: float, beside: Sequence[float], factor: float = 1) -> str:
-    """`value` with its sign and the digits of the margin; 0 has no sign: "+0.12", "0.00".
+    """Return `value` with its sign and the margin's digits; 0 has no sign: "+0.12", "0.00".
 
-    One digit of the largest of the values `beside` it is always shown: "0.000", "-0.003". All
-    are multiplied by `factor`.
+    At least one digit of the largest value in `beside` is shown: "0.000", "-0.003". All values are
+    multiplied by `factor`.
     """
     largest = factor * max(map(abs, beside), default=0.0)
     digits = decimals_for(factor * margin)
@@ -88,19 +88,19 @@ def signed(value: float, margin: float, beside: Sequence[float], factor: float =
 
 
 def interval(group: Group, verdict: Verdict) -> list[float | None]:
-    """Difference, low and high as `scaled` gives them."""
+    """Return difference, low and high, converted by `scaled`."""
     numbers = (verdict.difference, verdict.low, verdict.high)
     return [scaled(group, verdict, number) for number in numbers]
 
 
 def shown(group: Group, row: Row) -> dict[str, float | None]:
-    """difference, low, high and margin in the unit that people read, as `scaled` gives them."""
+    """Return difference, low, high and margin in the unit for readers, converted by `scaled`."""
     numbers = _fields(row.verdict, ("difference", "low", "high", "margin"))
     return {name: scaled(group, row.verdict, number) for name, number in numbers.items()}
 
 
 def margin_text(group: Group) -> str:
-    """The margin as it was set: "1 % of FP32's mean", "0.5 points"."""
+    """Return the margin as it was set: "1 % of FP32's mean", "0.5 points"."""
     if group.relative:
         of = "mean logarithm" if group.as_logarithm else "mean"
         return f"{100 * group.margin_setting:g} % of {baseline_name(group)}'s {of}"
@@ -108,12 +108,15 @@ def margin_text(group: Group) -> str:
 
 
 def baseline_name(group: Group) -> str:
-    """ "FP32" for the usual baseline, otherwise its label."""
+    """Return "FP32" for the usual baseline, otherwise its label."""
     return group.baseline.arm.reference
 
 
 def question(comparison: Comparison) -> str:
-    """What a page answers: "does lower precision match FP32?", and of another baseline its name."""
+    """Return the question that a page answers: "does lower precision match FP32?".
+
+    It names another baseline if there is one.
+    """
     names = {baseline_name(group) for group in comparison.groups if not group.baseline.arm.foreign}
     if names <= {"FP32"}:
         return "does lower precision match FP32?"
@@ -121,7 +124,7 @@ def question(comparison: Comparison) -> str:
 
 
 def answer(group: Group, row: Row) -> str:
-    """What a reader wants to know of one mode, in one short sentence."""
+    """Return the result for one mode in one short sentence."""
     name, label, base = row.verdict.name, row.arm.label, baseline_name(group)
     lost, needed = sum(bool(outcome.diverged) for outcome in row.outcomes), row.verdict.needed
     counted, rest = counted_name(group), row.verdict.left_out
@@ -138,21 +141,21 @@ def answer(group: Group, row: Row) -> str:
 
 
 def metric_name(group: Group) -> str:
-    """With its window, for headings."""
+    """Return the metric's name with its window, for headings."""
     if group.window > 1:
         return f"{group.metric} (mean of the last {group.window} evaluations)"
     return group.metric
 
 
 def level_text(group: Group) -> str:
-    """The confidence of the group's intervals: "90 %", or "94 to 97 %" where looks differ."""
+    """Return the confidence of the group's intervals: "90 %", or "94 to 97 %" if looks differ."""
     levels = sorted({row.verdict.level for row in group.rows}) or [0.90]
     texts = list(dict.fromkeys(f"{100 * level:.3g}" for level in (levels[0], levels[-1])))
     return " to ".join(texts) + " %"
 
 
 def seeds_text(seeds: Iterable[int]) -> str:
-    """Runs of neighbours joined: [0, 1, 2, 5] -> "0-2, 5"."""
+    """Join neighbouring seeds: [0, 1, 2, 5] -> "0-2, 5"."""
     spans: list[list[int]] = []
     for seed in sorted(seeds):
         if spans and seed == spans[-1][1] + 1:
@@ -163,17 +166,17 @@ def seeds_text(seeds: Iterable[int]) -> str:
 
 
 def decimals_for(margin: float) -> int:
-    """Decimals that show two to three digits of the margin: 1 -> 2, 0.5 -> 2, 10 -> 1."""
+    """Return the decimals that show 2 to 3 digits of the margin: 1 -> 2, 0.5 -> 2, 10 -> 1."""
     return min(12, max(0, 2 - math.ceil(math.log10(margin))))
 
 
 def ratio_text(ratio: float | None) -> str:
-    """ "1.24x"; empty for None."""
+    """Return a ratio as "1.24x"; empty for None."""
     return "" if ratio is None or not math.isfinite(ratio) else f"{ratio:.2f}x"
 
 
 def scale_text(scale_range: tuple[float, float] | None) -> str:
-    """A range of loss scales with powers of two written as such: "2^9 to 2^16"."""
+    """Return a range of loss scales with powers of two written as such: "2^9 to 2^16"."""
     if scale_range is None:
         return ""
     low, high = (_power(value) for value in scale_range)
@@ -181,7 +184,7 @@ def scale_text(scale_range: tuple[float, float] | None) -> str:
 
 
 def bytes_text(count: float | None) -> str:
-    """In MiB, or GiB from 10 GiB on."""
+    """Return the count in MiB, or in GiB from 10 GiB on."""
     if count is None:
         return ""
     mib = count / 2**20
@@ -189,12 +192,12 @@ def bytes_text(count: float | None) -> str:
 
 
 def count_text(value: float) -> str:
-    """Three significant digits below 100, else a whole number with thousands separated."""
+    """Return three significant digits below 100, else a whole number with separated thousands."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def setting_text(value: Any) -> str:
-    """A configuration value as it is typed, without a trailing ".0"."""
+    """Return a configuration value as it is typed, without a trailing ".0"."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -205,10 +208,10 @@ def setting_text(value: Any) -> str:
 
 
 def cells(group: Group, row: Row) -> dict[str, str]:
-    """Name of a column -> what it says of a row, in the order of every table.
+    """Return column name -> text for a row, in the order of every table.
 
-    The baseline shows speed and memory themselves, the others ratios; neither where emulation
-    made them (`costs_shown`).
+    The baseline shows speed and memory themselves, the other rows show ratios. Neither is shown if
+    it comes from emulation (`costs_shown`).
     """
     own, verdict = row is group.baseline, row.verdict
     speed = f"{count_text(row.samples_per_s)}/s" if row.samples_per_s else ""
@@ -235,7 +238,7 @@ def cells(group: Group, row: Row) -> dict[str, str]:
 
 
 def _products_cell(group: Group, row: Row) -> str:
-    """ "fp16 85 % (fp32 15 %)"; empty where no run of the group was watched."""
+    """Return "fp16 85 % (fp32 15 %)"; empty if no run of the group was watched."""
     if not any(other.audit for other in group.every_row):
         return ""
     first, comma, rest = products_text(row.audit).partition(", ")
@@ -243,7 +246,7 @@ def _products_cell(group: Group, row: Row) -> str:
 
 
 def computed_text(group: Group) -> str:
-    """In which dtypes each mode computed its products, in a sentence; empty where nobody knows."""
+    """Return a sentence on the dtypes of each mode's products; empty if not known."""
     if not any(row.audit for row in group.every_row):
         return ""
     told = (f"{row.arm.label}: {products_text(row.audit)}" for row in group.every_row)
@@ -251,12 +254,12 @@ def computed_text(group: Group) -> str:
 
 
 def counted_name(group: Group) -> str:
-    """What a group has several of: "seeds", or "runs" where no seeds are known."""
+    """Return what a group has several of: "seeds", or "runs" if no seeds are known."""
     return "seeds" if group.by_seed else "runs"
 
 
 def _counted_text(group: Group, row: Row) -> str:
-    """ "0-2", "0-2 (not 6)" where a seed is left out; how many runs where no seeds are known."""
+    """Return "0-2", "0-2 (not 6)" if a seed is left out, or the number of runs without seeds."""
     every = [outcome.seed for outcome in row.outcomes]
     if not group.by_seed:
         return str(len(every))
@@ -266,19 +269,21 @@ def _counted_text(group: Group, row: Row) -> str:
 
 
 def costs_shown(group: Group) -> bool:
-    """Whether speed and peak memory are told: not if emulation made them in every mode, or in the
-    baseline, which all ratios are over."""
+    """Return whether to show speed and peak memory.
+
+    They are hidden if all modes, or the baseline that all ratios refer to, were emulated.
+    """
     modes = [row.emulated for row in group.rows if row.arm.runs]
     return not group.baseline.emulated and not (modes and all(modes))
 
 
 def marked(row: Row, text: str) -> str:
-    """A speed or a peak memory, "1.24x (emulated)" where it is not the mode's own."""
+    """Return a speed or a peak memory, "1.24x (emulated)" if it is not the mode's own."""
     return f"{text} (emulated)" if text and row.emulated else text
 
 
 def costs_text(group: Group) -> str:
-    """What speed and memory in a table are, or why they are not there."""
+    """Return what speed and memory in a table mean, or why they are missing."""
     if not costs_shown(group):
         return (
             "speed and peak memory are left out: 16-bit products were emulated on a CPU, which "
@@ -290,9 +295,9 @@ def costs_text(group: Group) -> str:
 
 
 def table(group: Group, heads: dict[str, str]) -> list[list[str]]:
-    """Header and rows of a group, without columns that are empty.
+    """Return header and rows of a group, without empty columns.
 
-    heads: how columns are called where it is not by their name; "" leaves one out.
+    heads: column names to show instead; "" hides a column.
     """
     rows = [cells(group, row) for row in group.every_row]
     names = [name for name in rows[0] if any(row[name] for row in rows)]
@@ -309,7 +314,7 @@ def _power(value: float) -> str:
 
 
 def markdown(comparison: Comparison) -> str:
-    """report.md: per group the verdict table, its sentences and notes; stamps first."""
+    """Return report.md: stamps first, then per group the verdict table, its sentences and notes."""
     parts = [f"# D{question(comparison)[1:]}"]
     if comparison.stamps:
         parts += ["**Not the comparison that the runs were set up for:**", _list(comparison.stamps)]
@@ -322,7 +327,7 @@ def markdown(comparison: Comparison) -> str:
 
 
 def group_markdown(comparison: Comparison, group: Group) -> str:
-    """The verdict table of one group, what was judged, the sentences and the notes."""
+    """Return the verdict table of one group, what was judged, the sentences and the notes."""
     heads = {"difference": f"difference ({level_text(group)} interval)"}
     heads["seeds"] = counted_name(group)
     header, *rows = table(group, heads | {"mean": f"{group.metric}, mean"})
@@ -340,7 +345,7 @@ def group_markdown(comparison: Comparison, group: Group) -> str:
 
 
 def console(comparison: Comparison) -> str:
-    """What a terminal shows: per group aligned columns, the verdict first, then the sentences."""
+    """Return a terminal's output: per group aligned columns, verdict first, then the sentences."""
     parts = []
     if comparison.stamps:
         parts.append("NOT the comparison that the runs were set up for:")
@@ -362,12 +367,12 @@ def console(comparison: Comparison) -> str:
 
 
 def gap_lines(rows: Iterable[Row]) -> list[str]:
-    """What is said of the gaps over steps, a line for each row that has one."""
+    """Return a line for each row that has a gap over steps."""
     return [f"{row.arm.label}, over steps: {row.gap.sentence}" for row in rows if row.gap]
 
 
 def judged(comparison: Comparison, group: Group) -> str:
-    """By what measure and margin, in a sentence."""
+    """Return the metric and margin of the verdicts in a sentence."""
     text = f"Judged: {metric_name(group)}, "
     if group.baseline.arm.foreign:
         text += f"{'higher' if group.higher_is_better else 'lower'} is better, "
@@ -382,19 +387,19 @@ def judged(comparison: Comparison, group: Group) -> str:
 
 
 def notes_of(group: Group) -> list[str]:
-    """Of every row, then of the group."""
+    """Return the notes of every row, then those of the group."""
     notes = [f"{row.arm.label}: {note}" for row in group.every_row for note in row.every_note]
     return notes + group.notes
 
 
 def _aligned(group: Group) -> str:
-    """The table of a terminal: columns as wide as their longest cell, numbers to the right."""
+    """Return a terminal's table: columns as wide as their longest cell, numbers to the right."""
     heads = {"mean": group.metric, "skipped updates": "skipped", "loss scale": "scale"}
     heads["seeds"] = counted_name(group)
     header, *rows = table(
         group, heads | {"peak memory": "memory", "kept for backward": "", "products": ""}
     )
-    # A sentence tells of which seeds; a line has no room.
+    # The line is too short for the seeds of a mean; a sentence names them.
     means = [head == group.metric for head in header]
     rows = [
         [cell.partition(" (")[0] if mean else cell for mean, cell in zip(means, row, strict=True)]
@@ -409,7 +414,7 @@ def _aligned(group: Group) -> str:
 
 
 def _wrapped(lines: Iterable[str], indent: str = "  ") -> str:
-    """Each on a line of its own, or on several of which the further ones stand further in."""
+    """Put each line on its own line, wrapped with a deeper indent."""
     wrapper = textwrap.TextWrapper(
         columns(120),
         initial_indent=indent,
@@ -425,42 +430,41 @@ def _list(lines: Iterable[str]) -> str:
 
 
 def _plain(text: str) -> str:
-    """With the characters escaped that Markdown would take for markup in a label or a note."""
+    """Escape the characters in a label or note that Markdown would take for markup."""
     for character in "\\`*<[":
         text = text.replace(character, "\\" + character)
     return " ".join(text.split())
 
 
 def results(comparison: Comparison) -> dict[str, Any]:
-    """Plain values that JSON can hold; a number that is not finite is "nan", "inf" or "-inf".
+    """Return plain values for JSON; non-finite numbers become "nan", "inf" or "-inf".
 
     Top: format (1), version, created, alpha (one-sided, per row), looks, stamps (what was allowed
     or changed after the runs), not_compared and notes (one line each), groups.
 
     Group: title, slug, metric, higher_is_better, margin (relative to the baseline's mean if
-    `relative`, else in the metric's unit), window (evaluations averaged), notes, keys (what all
-    runs share), baseline and modes, each a row.
+    `relative`, else in the metric's unit), window (evaluations averaged), notes, keys (shared by
+    all runs), baseline and modes, each a row.
 
-    Row: label, mode, scaler, verdict (null for the baseline), mean (of the finite outcomes, in
-    the metric's own unit), outcomes (seed, value, diverged: reason or null, step), runs (paths),
+    Row: label, mode, scaler, verdict (null for the baseline), mean (of the finite outcomes, in the
+    metric's own unit), outcomes (seed, value, diverged: reason or null, step), runs (paths),
     differs (key -> [baseline's, own]), skipped (updates, all seeds), scale_range, samples_per_s
     (median), speedup, peak_bytes, memory_ratio, saved_ratio, emulated (speed and peak memory are
-    the emulation's, not the mode's), first_steps (median relative
-    difference of the training loss over steps 1 to 20), audit (what was computed in the watched
-    steps: `computed.audit_of`; null: not watched), gap, notes.
+    the emulation's, not the mode's), first_steps (median relative difference of the training loss
+    over steps 1 to 20), audit (what was computed in the watched steps: `computed.audit_of`; null:
+    not watched), gap, notes.
 
     Verdict: name, sentence, method, seeds, baseline_seeds, level, needed (about so many more
-    seeds), look, least_margin (no smaller one can be shown with these seeds), left_out (runs, and
-    parts of them, not judged), facts (of one run each: `divergence.curve_facts`), and difference,
-    low, high, margin in the unit of the judged value (nats for perplexity) with positive worse;
-    shown: the same four in `unit`, "%" of the baseline's mean, "points", or "" for the metric's
-    own.
+    seeds), look, least_margin (the smallest that these seeds can show), left_out (runs, and parts
+    of them, not judged), facts (for one run each: `divergence.curve_facts`), and difference, low,
+    high, margin in the unit of the judged value (nats for perplexity) with positive worse; shown:
+    the same four in `unit`, "%" of the baseline's mean, "points", or "" for the metric's own.
 
-    Gap (over steps; null where there is no curve): of, unit ("%" of the baseline's mean at that
-    step, "points" or ""), name ("grows", "no growth seen", "not assessed"), sentence, seeds, slope,
-    low, high (per `per` steps, `level` interval), steps (first and last of those tested), end (of
-    the mean line there), and the curve: step, mean, and mean_low and mean_high, the 90 % interval
-    at each step alone; null where it is not known.
+    Gap (over steps; null if there is no curve): of, unit ("%" of the baseline's mean at that step,
+    "points" or ""), name ("grows", "no growth seen", "not assessed"), sentence, seeds, slope, low,
+    high (per `per` steps, `level` interval), steps (first and last of those tested), end (of the
+    mean line there), and the curve: step, mean, and mean_low and mean_high, the 90 % interval at
+    each step alone; null where not known.
     """
     told = ("version", "created", "alpha", "looks", "stamps", "not_compared", "notes")
     groups = [_group_results(group) for group in comparison.groups]
@@ -514,7 +518,7 @@ def _fields(of: Any, names: Iterable[str]) -> dict[str, Any]:
 
 
 def _json(value: Any) -> Any:
-    """The value in JSON's own types; numpy scalars become Python's, other objects text."""
+    """Convert to JSON's own types; numpy scalars become Python's, other objects text."""
     match value:
         case dict():
             return {str(key): _json(inner) for key, inner in value.items()}

@@ -1,6 +1,6 @@
-"""From the runs of a group to its verdicts, costs and warnings.
+"""Turn the runs of a group into its verdicts, costs and warnings.
 
-Of each mode: divergence first, then the outcome of each run, the pairing by seed, the margin, and
+The steps for each mode: divergence, the outcome of each run, the pairing by seed, the margin, and
 the equivalence test, at fixed seeds or at planned looks.
 """
 
@@ -32,25 +32,25 @@ from mprun.errors import BadInput
 GAN_LOSSES = ("loss", "d_loss", "g_loss")
 CONCLUSIVE = ("matches", "worse", "better")
 # Same-seed losses of a correct mode stay within about 1 % for 20 steps (measured on one small
-# model); an error in a cast or in unscaling shows here first. A warning, never a verdict.
+# model); an error in a cast or in unscaling shows here first. This is a warning, never a verdict.
 FIRST_STEPS_WARNING = 0.05
 
 
 class _Values(NamedTuple):
-    """Judged values of the arms after pairing: seeds ascending, lower is better."""
+    """The judged values of both arms after pairing: seeds ascending, lower is better."""
 
     method: str  # "paired" or "Welch"
     own_seeds: list[int]
     base_seeds: list[int]
     own: list[float]
     base: list[float]
-    reference: str  # what the baseline is called
-    named: tuple[dict[int, str], dict[int, str]]  # seed -> what a run is called, of both arms
-    foreign: bool  # they were read from logs of another tool
-    unit: str  # what is counted: "seed", or "run" where no seeds are known
+    reference: str  # the baseline's name
+    named: tuple[dict[int, str], dict[int, str]]  # seed -> name of the run, for both arms
+    foreign: bool  # read from another tool's logs
+    unit: str  # what is counted: "seed", or "run" if no seeds are known
 
     def first(self, count: int) -> "_Values":
-        """The first `count` seeds of both arms."""
+        """Return the values of the first `count` seeds of both arms."""
         return self._replace(
             **{name: getattr(self, name)[:count] for name in ("own_seeds", "base_seeds")},
             **{name: getattr(self, name)[:count] for name in ("own", "base")},
@@ -58,17 +58,17 @@ class _Values(NamedTuple):
 
     @property
     def fewest(self) -> int:
-        """Seeds of the arm that has fewer."""
+        """Return the number of seeds of the smaller arm."""
         return min(len(self.own), len(self.base))
 
 
 def judge(arm: Arm, baseline: Arm, question: Question) -> tuple[Verdict, list[Outcome]]:
-    """The verdict on `arm` against `baseline`, and the outcomes of the arm's runs.
+    """Judge `arm` against `baseline`; return the verdict and the outcomes of the arm's runs.
 
-    Runs that did not end are no outcome and their seeds missing.
+    Runs that did not end have no outcome; their seeds are missing.
 
     Raises BadInput for a metric that a run did not record, for runs of different length, and for a
-    relative margin around 0; ValueError for looks that are none.
+    relative margin around 0; ValueError for invalid looks.
     """
     own, base = (outcomes(one, baseline, question) for one in (arm, baseline))
     beforehand = _beforehand(own, base, baseline, question)
@@ -94,10 +94,10 @@ def judge(arm: Arm, baseline: Arm, question: Question) -> tuple[Verdict, list[Ou
 
 
 def pairing(own: Sequence[int], base: Sequence[int]) -> tuple[str, list[int], list[int]]:
-    """("paired" or "Welch", seeds used of the mode, of the baseline), ascending.
+    """Return ("paired" or "Welch", the mode's seeds used, the baseline's), seeds ascending.
 
-    Paired where at least 3 seeds are shared or one list contains the other; else Welch over all
-    seeds. Nothing but the seed lists decides, never which interval comes out shorter.
+    The test is paired if at least 3 seeds are shared or one list contains the other; else it is
+    Welch's, over all seeds. Only the seed lists decide, never which interval comes out shorter.
     """
     shared = set(own) & set(base)
     if len(shared) >= FEWEST_SEEDS or len(shared) == min(len(set(own)), len(set(base))):
@@ -108,7 +108,7 @@ def pairing(own: Sequence[int], base: Sequence[int]) -> tuple[str, list[int], li
 def _beforehand(
     own: list[Outcome], base: list[Outcome], baseline: Arm, question: Question
 ) -> tuple[str, str] | None:
-    """Name and sentence of a verdict for which nothing needs to be tested."""
+    """Return name and sentence of a verdict that needs no test, else None."""
     reference = baseline.reference
     bad, bad_base = ([o for o in arm if o.diverged is not None] for arm in (own, base))
     own_text = f"diverged in {len(bad)} of {len(own)} runs"
@@ -147,10 +147,10 @@ def _values(
     arms: tuple[Arm, Arm],
     by_seed: bool,
 ) -> _Values:
-    """What is tested; `by_seed`: paired where equal seeds allow it, else all values by Welch."""
+    """Return the values to test; `by_seed`: paired if equal seeds allow it, else Welch over all."""
 
     def judged(value: float) -> float:
-        """In the unit that is tested, lower is better."""
+        """Convert to the tested unit; lower is better."""
         value = math.log(value) if question.as_logarithm else value
         return -value if question.higher_is_better else value
 
@@ -172,16 +172,16 @@ def _values(
 
 
 def _run_names(arm: Arm) -> dict[int, str]:
-    """Seed -> "seed 3", or of a foreign log its path."""
+    """Return seed -> "seed 3", or the path if the run is a foreign log."""
     return {run.seed: run.path if run.foreign else f"seed {run.seed}" for run in arm.runs}
 
 
 def _margin_and_unit(values: _Values, question: Question) -> tuple[float, Unit]:
-    """The margin in the unit of the judged values, and how differences are shown.
+    """Return the margin in the unit of the judged values, and the unit to show differences in.
 
-    BadInput for a relative margin where the mean cannot be told from 0 (it is within two standard
-    errors, one run that stands out set aside), and for an absolute one of half the mean or more
-    where it can.
+    Raises BadInput for a relative margin if the mean is not distinguishable from 0: within two
+    standard errors, without one run that stands out. Raises it also for an absolute margin of half
+    a distinguishable mean or more.
     """
     setting, turned = question.margin_setting, question.higher_is_better
     mean = abs(math.fsum(values.base) / len(values.base))
@@ -226,7 +226,7 @@ def _at_all_seeds(values: _Values, question: Question) -> Verdict:
 
 
 def _at_looks(values: _Values, question: Question) -> Verdict:
-    """The first conclusive look stands; else the last one that the seeds suffice for."""
+    """Return the first conclusive look's verdict, else that of the last look with enough seeds."""
     plan = equivalence.checked_looks(question.looks)
     available = values.fewest
     taken = [look for look in plan if look <= available]
@@ -239,7 +239,7 @@ def _at_looks(values: _Values, question: Question) -> Verdict:
                 "runs that name no seeds, so nothing says which of them a look would take: give "
                 f"as many in both labels, {' or '.join(map(str, plan))}, or name the seeds"
             )
-        taken = taken[-1:]  # the earlier ones were taken when there were no more runs
+        taken = taken[-1:]  # the earlier looks were taken when there were no more runs
     alpha = equivalence.nominal_alpha(plan)
     for look in taken:
         later = [other for other in plan if other > look]
@@ -256,7 +256,7 @@ def _at_looks(values: _Values, question: Question) -> Verdict:
 
 
 def _what_follows(verdict: Verdict, unused: int) -> str:
-    """What comes of the seeds beyond the look at which the verdict was found."""
+    """Return what happens to the seeds beyond the look that gave the verdict."""
     next_look = f"; the next needs {_seeds_text(verdict.needed)} more" if verdict.needed else ""
     if unused == 0:
         return next_look
@@ -304,10 +304,10 @@ def _tested(
 
 
 def _unconfirmed(name: str, values: _Values, margin: float, alpha: float) -> str:
-    """A warning where a test that assumes no shape of the noise does not confirm a claim.
+    """Return a warning if a test without assumptions on the noise does not confirm a claim.
 
-    Nothing where so few values have no p far enough below alpha (six pairs, 3 and 3 runs): one of
-    them would decide.
+    Returns nothing if the smallest possible p is not far enough below alpha (six pairs, 3 and 3
+    runs): a single rearrangement would decide.
     """
     paired = values.method == "paired"
     p, least = equivalence.permutation_p(name, values.own, values.base, paired, margin)
@@ -320,7 +320,7 @@ def _unconfirmed(name: str, values: _Values, margin: float, alpha: float) -> str
 
 
 def _strange(values: _Values, question: Question) -> str:
-    """What of the values themselves speaks against the test: no scatter, or one far from all."""
+    """Return what speaks against the test in the values: no scatter, or one far from all."""
     text = ""
     arms = [
         (values.own, values.own_seeds, "this mode", values.named[0]),
@@ -333,7 +333,7 @@ def _strange(values: _Values, question: Question) -> str:
                 "nothing of other runs."
             )
     paired = values.method == "paired"
-    if paired:  # what is tested is the difference
+    if paired:  # the differences are tested
         both = [a - b for a, b in zip(values.own, values.base, strict=True)]
         arms = [(both, *arms[0][1:])]
     for arm, seeds, whose, named in arms:
@@ -351,7 +351,7 @@ def _strange(values: _Values, question: Question) -> str:
 
 
 def _shown(value: float, question: Question, is_difference: bool) -> float:
-    """A judged value in the unit of the metric; of differences, positive stays worse."""
+    """Return a judged value in the metric's unit; for differences, positive stays worse."""
     if is_difference:
         return value
     value = -value if question.higher_is_better else value
@@ -359,7 +359,7 @@ def _shown(value: float, question: Question, is_difference: bool) -> float:
 
 
 def _too_few(values: _Values, question: Question, wanted: int) -> Verdict:
-    """No verdict below `wanted` seeds; the difference so far is told where there is one."""
+    """Return no verdict for fewer than `wanted` seeds, with the difference so far if known."""
     has, difference, margin, unit = values.fewest, None, None, None
     if any(values.base) or not question.relative:
         margin, unit = _margin_and_unit(values, question)
@@ -373,7 +373,7 @@ def _too_few(values: _Values, question: Question, wanted: int) -> Verdict:
 
 
 def _without_partner(own: list[Outcome], base: list[Outcome], values: _Values) -> str:
-    """Names the seeds that pairing left out: "having no partner: seed 6 of this mode"."""
+    """Name the seeds that pairing left out: "having no partner: seed 6 of this mode"."""
     parts = []
     modes = (own, values.own_seeds, "this mode"), (base, values.base_seeds, values.reference)
     for arm, used, name in modes:
@@ -385,12 +385,12 @@ def _without_partner(own: list[Outcome], base: list[Outcome], values: _Values) -
 
 
 def _over_all(values: _Values, question: Question) -> str:
-    """What all runs say, unpaired, where some of them were left out."""
+    """Return the unpaired result over all runs, for when pairing left some out."""
     if values.fewest < FEWEST_SEEDS:
         return ""
     try:
         margin, unit = _margin_and_unit(values, question)
-    except BadInput:  # of the runs that were compared there is one
+    except BadInput:  # the runs that were compared do have a margin
         return ""
     interval = equivalence.welch_interval(values.own, values.base)
     found = equivalence.difference_text(interval, unit, margin)
@@ -408,16 +408,17 @@ def assess(
 ) -> Group:
     """Judge every arm of `proto` against its baseline.
 
-    metric, margin: instead of what the runs' configuration says. higher_is_better: for a foreign
-    tag; the runs' own metrics are known. absolute: the margin is in the unit of the metric, which
-    it always is of metrics in percent and where higher is better. BadInput: see `judge`.
+    metric, margin: used instead of those in the runs' configuration. higher_is_better: for a
+    foreign tag; the direction of the runs' own metrics is known. absolute: the margin is in the
+    metric's unit, as it always is for metrics in percent and where higher is better. BadInput: see
+    `judge`.
     """
     keys, base = proto.keys, proto.baseline
     question = _question(proto, metric, margin, higher_is_better, absolute)
     question.looks = looks
     rows = [_row(arm, base, *judge(arm, base, question)) for arm in proto.arms]
     verdict = Verdict("baseline", "", baseline_seeds=[])
-    # The mean of the runs that the differences are from, where these are the same for all modes.
+    # Use the mean of the runs behind the differences, if they are the same for all modes.
     compared = {tuple(row.verdict.baseline_seeds) for row in rows if row.verdict.method}
     verdict.seeds = list(compared.pop()) if len(compared) == 1 else []
     group = Group(
@@ -448,7 +449,7 @@ def _question(
     higher_is_better: bool,
     absolute: bool,
 ) -> Question:
-    """What is asked of the runs; margin None: what they say of their own metric."""
+    """Return the question asked of the runs; margin None: the runs' own for their metric."""
     keys, foreign = proto.keys, proto.baseline.foreign
     metric = metric or keys.get("compare.metric")
     if metric is None or (not foreign and "compare.window" not in keys):
@@ -480,11 +481,11 @@ def _question(
 
 def _row(arm: Arm, baseline: Arm, verdict: Verdict, own: list[Outcome]) -> Row:
     ended, base = ended_runs(arm), ended_runs(baseline)
-    # The seeds that were compared, so that means and difference agree.
+    # Only the compared seeds, so that means and difference agree.
     used = set(verdict.seeds) or {outcome.seed for outcome in own}
     finite = [o.value for o in own if math.isfinite(o.value) and o.seed in used]
     costs = _costs(ended)
-    # Over the baseline's where both ran on the same device and were probed alike.
+    # Ratios need the same device and the same probing on both sides.
     alike = len({_device(run) for run in (*ended, *base)}) == 1
     ratios = map(_ratio, costs, _costs(base)) if alike else (None, None, None)
     speedup, memory_ratio, saved_ratio = ratios
@@ -514,7 +515,7 @@ def _ratio(own: float | None, base: float | None) -> float | None:
 
 
 def _costs(runs: list[RunData]) -> tuple[float | None, int | None, int | None]:
-    """Median speed, largest peak memory and memory kept for backward, of those that are known."""
+    """Return median speed, largest peak memory and memory kept for backward, if known."""
     speeds, peaks, saved = (
         [value for run in runs if (value := getattr(run, name))]
         for name in ("samples_per_s", "peak_bytes", "saved_bytes")
@@ -531,9 +532,9 @@ def _device(run: RunData) -> tuple:
 
 
 def _first_distance(own: RunData, other: RunData) -> float | None:
-    """Median |loss / FP32 loss - 1| over the first 20 steps of two runs; None: cannot be told."""
+    """Return the median |loss / FP32 loss - 1| over the first 20 steps; None: not known."""
     count = min(len(own.first_losses), len(other.first_losses))
-    # After a skipped update equal steps are not equal numbers of updates.
+    # After a skipped update, equal steps mean different numbers of updates.
     skips = [*own.skip_steps[:1], *other.skip_steps[:1]]
     if count < 2 or own.foreign or any(step <= count for step in skips):
         return None
@@ -544,7 +545,7 @@ def _first_distance(own: RunData, other: RunData) -> float | None:
 
 
 def _check_first_steps(row: Row, baseline: Arm) -> None:
-    """The distance of the first steps at the same seed, its median over the seeds."""
+    """Set the row's distance over the first steps at equal seeds, the median over the seeds."""
     others = {run.seed: run for run in baseline.runs}
     pairs = [(run, others[run.seed]) for run in row.arm.runs if run.seed in others]
     medians = [found for pair in pairs if (found := _first_distance(*pair)) is not None]
