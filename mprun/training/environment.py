@@ -1,4 +1,4 @@
-"""What a run ran on: versions, commit, machine, and the flags in force."""
+"""The environment of a run: versions, commit and machine; its dtypes and update paths."""
 
 import os
 import platform
@@ -19,7 +19,7 @@ _PACKAGES = ("torch", "torchvision", "hydra-core", "omegaconf", "tensorboard", "
 
 
 def environment(device: torch.device) -> dict:
-    """Versions, source commit and machine as plain values."""
+    """Return versions, source commit and machine as plain values."""
     return {
         "mprun": __version__,
         **_commit(),
@@ -35,7 +35,7 @@ def environment(device: torch.device) -> dict:
 
 
 def effective_dtypes(learners: Mapping[str, Learner]) -> dict:
-    """Dtype -> number of elements of parameters, masters and optimizer state, by learner."""
+    """Count the elements of each dtype in parameters, masters and optimizer state, by learner."""
     return {
         name: {
             "parameters": _count(learner.model.parameters()),
@@ -55,7 +55,7 @@ def effective_dtypes(learners: Mapping[str, Learner]) -> dict:
 
 
 def updates(learners: Mapping[str, Learner]) -> dict:
-    """How the weights are updated, and why not otherwise, by learner."""
+    """Return each learner's update path, and the reason for it."""
     return {
         name: {"path": learner.optimizer.update_path, "reason": learner.optimizer.update_reason}
         for name, learner in learners.items()
@@ -67,7 +67,7 @@ def _count(tensors: Iterable[Tensor]) -> dict[str, int]:
 
 
 def _commit() -> dict:
-    """Commit and dirty flag of the checkout that the code runs from, or None for an install."""
+    """Return commit and dirty flag of the checkout that the code runs from, None if installed."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return {"commit": None, "dirty": None}

@@ -1,8 +1,8 @@
-"""The loop: steps, records, evaluations, checkpoints, and the ways a run can end.
+"""The training loop: steps, records, evaluations, checkpoints, and the ways a run can end.
 
-On a GPU no step waits for the device, and neither does the loop between evaluations and
-checkpoints: what the steps did is read an interval later (`metric_buffer`), so a divergence is
-noticed up to an interval later than it could be.
+On a GPU neither a step nor the loop waits for the device between evaluations and checkpoints. The
+metrics of the steps are read an interval later (`metric_buffer`). A divergence is therefore noticed
+up to an interval late.
 """
 
 import math
@@ -33,12 +33,13 @@ from mprun.training.signals import Interruption, Stopped
 
 @dataclass(slots=True)
 class Outcome:
-    """How a run ended.
+    """The end of a run.
 
     Attributes:
         status: done, diverged or preempted.
-        step: the last one, from 1.
-        data_wait: share of the time; None: the source does not read ahead.
+        step: the last step, from 1.
+        data_wait: share of the time that the device waited for data; None: the source does not
+            read ahead.
     """
 
     status: str
@@ -54,17 +55,17 @@ class Outcome:
     peak: dict = field(default_factory=dict)
 
     def diverged(self, step: int, cause: str) -> bool:
-        """Note that the run is over; False, for whoever asks whether it goes on."""
+        """Note that the run diverged; return False: it does not go on."""
         self.status, self.step, self.cause = "diverged", step, cause
         return False
 
 
 class Start(NamedTuple):
-    """Where a run begins, or goes on.
+    """The point where a run begins or goes on.
 
     Attributes:
         skipped: updates skipped before `step`.
-        evaluate_first: begin with the evaluation of `step`, in which an earlier attempt failed.
+        evaluate_first: begin with the evaluation of `step`, which an earlier attempt did not end.
     """
 
     step: int = 0
@@ -95,8 +96,8 @@ def train(
         loop.stop()
         loop.save_what_is_whole()
     except (Damaged, Resource):
-        # Data failed, in an evaluation or before the step moved anything: the work is not lost.
-        # (Not between micro-batches, the first of which have moved BatchNorm statistics.)
+        # Data failed in an evaluation, or before the step changed anything: keep the work so far.
+        # Not with several micro-batches: the first ones have changed BatchNorm's statistics.
         if config.train.accumulate == 1 and loop.ranks.world == 1:
             loop.save_what_is_whole()
         raise
@@ -106,7 +107,7 @@ def train(
 
 
 class Due(NamedTuple):
-    """What is to be done after a step."""
+    """The actions due after a step."""
 
     log: bool
     save: bool
@@ -114,7 +115,7 @@ class Due(NamedTuple):
 
 
 class Loop:
-    """What `train` does between two steps. `logger` is to be closed."""
+    """The parts of `train`: a step, and everything between two steps. Close `logger` at the end."""
 
     def __init__(
         self,
@@ -144,7 +145,7 @@ class Loop:
                 modules=numerics.modules,
             )
         forget_failure(directory)
-        # On several ranks `mprun explain` trains again on one, which computes the same numbers.
+        # For a run on several ranks `mprun explain` retrains on one, with the same numbers.
         keeps = numerics.keep_failure and self.ranks.world == 1
         self.keeper = FailureKeeper(built) if keeps else None
         if self.keeper is not None:
@@ -152,7 +153,7 @@ class Loop:
         memory.reset_peak(built.device)
 
     def due(self, step: int) -> Due:
-        """What is to be done after `step`; everything that is done at all after the last one."""
+        """Return the actions due after `step`; the last step has every action that is enabled."""
         train, last = self.config.train, step == self.built.steps
 
         def now(every: int) -> bool:
@@ -163,14 +164,14 @@ class Loop:
         )
 
     def advance(self, index: int) -> None:
-        """Take step `index` (from 0), watched where that was asked for; waits for nothing."""
+        """Take step `index` (from 0), probed if it is due, without waiting for the device."""
         self.heartbeat.beat()
         self.ranks.beat(index)
         take = self.built.stepper.step
         if index == self.start:
             take = partial(self._left_at_once, self._first_step)
         elif index == self.start + 1 and self.built.stepper.compilation is not None:
-            take = partial(self._left_at_once, take)  # this is the step that compiles
+            take = partial(self._left_at_once, take)  # the step that compiles
         measure = self.due(index + 1).log
         if self.probing is not None and self.probing.due(index + 1):
             metrics = self.probing.watch(index + 1, index, partial(take, index, measure))
@@ -180,11 +181,11 @@ class Loop:
         self.outcome.step = index + 1
 
     def settle(self, step: int) -> bool:
-        """Log, evaluate and save what is due after `step`; whether the run goes on."""
+        """Run everything due after `step`; return False when the run is over."""
         due, asked = self.due(step), self._asked()
         if not (any(due) or asked):
             return True
-        # What is evaluated or saved has to be known to be sound.
+        # Wait before evaluating or saving: the state has to be known to be sound.
         if not self.log(step, due.log, wait=due.evaluate or due.save or asked):
             return False
         if due.evaluate and not self.evaluate(step):
@@ -199,7 +200,7 @@ class Loop:
         return not stops
 
     def _asked(self) -> bool:
-        """Whether the run is to stop: of several ranks all hear of it after the same step."""
+        """Return whether the run has to stop; all ranks learn of it after the same step."""
         if self.ranks.world == 1:
             return self.interruption.requested
         own = self.interruption.reason
@@ -209,11 +210,11 @@ class Loop:
         return number != 0
 
     def _breaks(self) -> AbstractContextManager[None]:
-        """Where a signal ends one rank at once; of several the others would wait for it."""
+        """Let a signal end the block at once, but not on several ranks: the others would wait."""
         return self.interruption.breaks() if self.ranks.world == 1 else nullcontext()
 
     def _state_in_short(self) -> list[int]:
-        """Skipped updates, the bits of every loss scale, and a sum of the bits of every weight."""
+        """Return the skipped updates, each loss scale's bits, and a sum of each learner's bits."""
         task, found = self.built.task, [self.buffer.host_skipped]
         found += [int(scale.scale.view(torch.int32)) for scale in task.loss_scales.values()]
         for learner in task.learners.values():
@@ -226,7 +227,7 @@ class Loop:
         self.outcome.status, self.outcome.cause = "preempted", self.interruption.reason
 
     def log(self, step: int, logged: bool, wait: bool) -> bool:
-        """Write what can be read of the steps so far; whether the run goes on."""
+        """Write the records that can be read so far; return False when the run is over."""
         cause = self.logger.flush(logged, wait=wait)
         if cause is not None:
             return self.outcome.diverged(self.logger.diverged_at, cause)
@@ -240,9 +241,9 @@ class Loop:
         return True
 
     def evaluate(self, step: int) -> bool:
-        """Evaluate after `step`; whether the run goes on. A signal ends it, by `Stopped`."""
+        """Evaluate after `step`; return False when the run is over. A signal raises `Stopped`."""
         outcome, device = self.outcome, self.built.device
-        # Of training alone: evaluation may hold weights in FP32 beside it.
+        # The peak of training alone: an evaluation may hold additional FP32 weights.
         outcome.peak = memory.higher(outcome.peak, device)
         self.heartbeat.beat()
         with self._breaks():
@@ -269,7 +270,7 @@ class Loop:
         self.buffer.restart_clock()
 
     def save_what_is_whole(self) -> None:
-        """A checkpoint of the last step that was taken, if there is one and it is sound."""
+        """Write a checkpoint of the last step taken, if there is one and it is sound."""
         step = self.outcome.step
         if step > self.start and self.logger.flush(False, wait=True) is None:
             with suppress(MprunError, OSError):
@@ -277,12 +278,12 @@ class Loop:
                 self.logger.progress.note(f"checkpoint at step {step} kept for mprun resume=")
 
     def finish(self) -> Outcome:
-        """The outcome, with what was measured; of a run that diverged the post-mortem."""
+        """Complete the outcome with the measurements; write the post-mortem of a divergence."""
         outcome, device = self.outcome, self.built.device
         outcome.skipped = self.buffer.host_skipped
         outcome.peak = memory.higher(outcome.peak, device)
         if self.keeper is not None and device.type == "cuda":
-            # What a mode needs, not what is kept beside it.
+            # The copies for `mprun explain` are not part of the mode's memory.
             kept = {key: outcome.peak[key] - self.keeper.bytes for key in memory.OF_CUDA}
             outcome.peak = outcome.peak | kept
         outcome.samples_per_s, outcome.windows = self.logger.throughput()
@@ -302,7 +303,7 @@ class Loop:
         return outcome
 
     def _left_at_once(self, take: Callable, index: int, measure: bool) -> dict[str, Tensor]:
-        """A step that may take minutes, when nothing has been learned yet; it may be lost."""
+        """Take an early step that may last minutes; a signal ends it at once and discards it."""
         try:
             with self._breaks():
                 return take(index, measure)
@@ -311,7 +312,7 @@ class Loop:
             raise
 
     def _first_step(self, index: int, measure: bool) -> dict[str, Tensor]:
-        """The step whose operations and memory are counted, see `mprun.numerics.operations`."""
+        """Take the first step and count operations and memory, see `mprun.numerics.operations`."""
         built, overrides = self.built, self.config.precision.overrides
         if not self.ranks.is_first:
             return built.stepper.step(index, measure)
@@ -324,7 +325,7 @@ class Loop:
 
 
 def bits_of(tensor: Tensor) -> Tensor:
-    """The sum of a tensor's bit patterns as integers, int64, 0-dim: other bits, another sum."""
+    """Sum a tensor's bit patterns as integers, int64, 0-dim; a changed bit changes the sum."""
     sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     return plain.detach().contiguous().view(sizes[plain.element_size()]).sum(dtype=torch.int64)

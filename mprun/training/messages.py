@@ -1,4 +1,4 @@
-"""What a run says on stderr: before step 1 what it is, at its end why, and what is next."""
+"""A run's messages on stderr: its setup before step 1; its cause of end and the next command."""
 
 import json
 import os
@@ -24,14 +24,14 @@ _LONG_ENOUGH_S = 20.0
 
 
 def tell(*lines: str | None) -> None:
-    """Print those that there are."""
+    """Print the lines that are not None."""
     for line in lines:
         if line is not None:
             print(f"mprun: {line}", file=sys.stderr)
 
 
 def announce(directory: Path, config: RunConfig, built: Built, record: dict, start: int) -> None:
-    """Say before step `start` + 1 what is trained, on what, how, and where it can be watched."""
+    """Print the model, data, mode, device and run directory before step `start` + 1."""
     task, device, choices = built.task, built.device, record["choices"]
     learned = (learner.model.parameters() for learner in task.learners.values())
     size = sum(parameter.numel() for parameters in learned for parameter in parameters)
@@ -68,18 +68,18 @@ def _scale(scaler: ScalerConfig) -> str:
 
 
 def warn(config: RunConfig, built: Built) -> None:
-    """Say what the user may not expect, before step 1."""
+    """Warn of what the user may not expect, before step 1."""
     tell(*_about_precision(config, built), *_about_data(config, built))
 
 
 def tell_ending(directory: Path, source: Source, outcome: Outcome, record: dict) -> None:
-    """Say how a run ended where that is not plain success, and what became of its data."""
+    """Print the cause unless the run succeeded, notes on its data, and the next command."""
     cause = f"{outcome.status} at step {outcome.step}: {outcome.cause}" if outcome.cause else None
     diverged = outcome.status == "diverged"
     done = outcome.status == "done" and "measured_for" not in record
     tell(
         cause,
-        f"its cause: mprun explain {directory}" if diverged else None,
+        f"to find the cause: mprun explain {directory}" if diverged else None,
         f"to go on: mprun resume={directory}" if outcome.status == "preempted" else None,
         data_bound(source, outcome.data_wait, record["seconds"]),
         replaced_line(record["data"]),
@@ -88,9 +88,9 @@ def tell_ending(directory: Path, source: Source, outcome: Outcome, record: dict)
 
 
 def _next(directory: Path, record: dict) -> str:
-    """The command that shows most: a comparison, or the run that it lacks.
+    """Return the most useful next command: a comparison, or the run that it still lacks.
 
-    Of a run in a place of its own, or with options of the user's own, its curves.
+    With output_dir, or with option files of the user, it is tensorboard for this run.
     """
     left_out = ("precision", "scaler", "numerics", "seed", "name", "resume")
     own, mode = without(record["overrides"], *left_out), record["precision"]["mode"]
@@ -100,7 +100,7 @@ def _next(directory: Path, record: dict) -> str:
         return f"tensorboard --logdir {shlex.quote(str(directory))}"
     modes = {mode}
     for path in directory.parent.glob("*/run.json"):
-        with suppress(OSError, ValueError, LookupError, TypeError):  # anybody's
+        with suppress(OSError, ValueError, LookupError, TypeError):  # the files may be anything
             beside = json.loads(path.read_text(encoding="utf-8"))
             ended = beside["status"] in ("done", "diverged") and "measured_for" not in beside
             if ended and without(beside["overrides"], *left_out) == own:
@@ -133,20 +133,20 @@ def _about_precision(config: RunConfig, built: Built) -> Iterator[str]:
 def _about_data(config: RunConfig, built: Built) -> Iterator[str]:
     ignored = built.data.description.get("ignored_files")
     if ignored:
-        yield f"data.root={config.data.root}: {ignored} files that are no images passed over"
+        yield f"data.root={config.data.root}: {ignored} files are no images and were ignored"
     candidates = getattr(config.model, "sampled_softmax", None)
-    text: Any = built.data  # where the model takes words
+    text: Any = built.data  # has a vocabulary if the model takes words
     if candidates is not None and candidates >= text.vocab_size:
         yield (
-            f"model.sampled_softmax={candidates}: the data have {text.vocab_size} words, so this "
-            "is the full softmax"
+            f"model.sampled_softmax={candidates}: the data have only {text.vocab_size} words, so "
+            "this is the full softmax"
         )
 
 
 def data_bound(source: Source, share: float | None, seconds: float) -> str | None:
-    """One line if the device waited for more than a tenth of the time; None otherwise.
+    """Return a line if the device waited for data for more than a tenth of the time, else None.
 
-    seconds: length of the run; of a few seconds too much is start-up to say anything.
+    seconds: length of the run; a run of a few seconds is mostly start-up and gets no line.
     """
     if share is None or share <= DATA_BOUND or seconds < _LONG_ENOUGH_S:
         return None
@@ -160,11 +160,11 @@ def data_bound(source: Source, share: float | None, seconds: float) -> str | Non
 
 
 def replaced(source: Source, earlier: dict) -> dict:
-    """What run.json says of files that data.on_corrupt=skip replaced; {} for other sources.
+    """Return run.json's fields about files that data.on_corrupt=skip replaced; {}: none possible.
 
-    earlier: the same of the attempt that this one continues. A file that both met counts once, even
-    if it has moved: `replaced_places` holds the place of each in its split, the names only of the
-    first.
+    earlier: the fields of the attempt that this one continues. A file that both met counts once,
+    even if it has moved: `replaced_places` holds the place of every file in its split,
+    `replaced_files` the names of the first ones.
     """
     found = source.replaced_files()
     if found is None:
@@ -178,7 +178,7 @@ def replaced(source: Source, earlier: dict) -> dict:
 
 
 def replaced_line(data: dict) -> str | None:
-    """One line if files were replaced."""
+    """Return a line if files were replaced, else None."""
     count = data.get("replaced")
     if not count:
         return None

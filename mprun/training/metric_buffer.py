@@ -1,8 +1,8 @@
-"""What the steps since the last record did, kept on the device until it is asked for.
+"""The metrics of the steps since the last record, kept on the device until they are read.
 
-A training step leaves a few numbers on the device. Where an interval of steps ends they start for
-the host in one copy, and on CUDA they are read where the next interval ends: by then they have
-long arrived, so no step waits for the device, and the device always has an interval of work ahead.
+A training step leaves a few numbers on the device. At the end of an interval of steps, one copy
+sends them to the host. On CUDA they are read at the end of the next interval, when they have long
+arrived. So no step waits for the device, and the device always has an interval of work ahead.
 """
 
 from collections import deque
@@ -17,7 +17,7 @@ from mprun.numerics.post_mortem import StepRow
 from mprun.precision import LossScale
 from mprun.record.async_copy import Moment, PinnedRing, Sent
 
-# Intervals that stay unread where the next one ends, by device: a CPU's numbers are on the host.
+# Intervals that stay unread when the next one ends; a CPU's numbers already are on the host.
 LATE = {"cuda": 1, "cpu": 0}
 
 Waited = Callable[[], float]
@@ -27,10 +27,13 @@ Waited = Callable[[], float]
 class Interval:
     """Consecutive steps that the device has finished.
 
-    metrics: of the newest step. logged: whether that step is to be recorded. seconds: the time that
-    the device took (on a CPU the host). waited: seconds of it that the device waited for data; None
-    where the source does not read ahead. collapsed: name of the loss scale that has collapsed by
-    the end of the interval and its skips in a row, or None.
+    Attributes:
+        metrics: metrics of the newest step.
+        logged: whether to record the newest step.
+        seconds: time that the device took (on a CPU the host).
+        waited: seconds of it that the device waited for data; None: the source does not read ahead.
+        collapsed: name of the loss scale that has collapsed by the end of the interval, and its
+            skips in a row; or None.
     """
 
     rows: list[StepRow]
@@ -51,14 +54,14 @@ class _Unread(NamedTuple):
 
 
 class MetricBuffer:
-    """Collects the steps' metrics.
+    """Collect the steps' metrics.
 
-    loss_scales: by name, those whose collapse is to be noticed. defer_wait: of a source that reads
-    ahead, see `mprun.data.source`. host_skipped: `skipped` as of the last interval that was read.
+    loss_scales: by name, the loss scales to watch for a collapse. defer_wait: method of a source
+    that reads ahead, see `mprun.data.source`. host_skipped: `skipped` as of the last interval read.
 
         buffer.add(step, metrics)                # each step
-        buffer.close(logged=True)                # where an interval ends
-        for interval in buffer.read(): ...        # what has arrived; read(wait=True): everything
+        buffer.close(logged=True)                # at the end of an interval
+        for interval in buffer.read(): ...        # those that arrived; read(wait=True): all
     """
 
     def __init__(
@@ -82,7 +85,7 @@ class MetricBuffer:
         self.restart_clock()
 
     def restart_clock(self) -> None:
-        """Let the time of the open interval begin now; waiting for data before does not count."""
+        """Begin the open interval's time now; earlier waiting for data does not count."""
         if self.defer_wait is not None:
             self.defer_wait()
         self.began = Moment(self.device)
@@ -90,8 +93,8 @@ class MetricBuffer:
     def add(self, step: int, metrics: dict[str, Tensor]) -> None:
         """Keep copies of the metrics of `step` (from 1) on the device; no synchronisation.
 
-        Those that only the newest step has in the record are read by `close`, so they may be
-        overwritten by the next step and not before.
+        `close` reads the metrics that are recorded for the newest step alone. They must not be
+        overwritten before the next step.
         """
         found_inf = metrics.get("found_inf")
         if not self.late:
@@ -104,7 +107,7 @@ class MetricBuffer:
         self.last = metrics
 
     def _add_of_host(self, metrics: dict[str, Tensor], found_inf: Tensor | None) -> None:
-        """On a CPU, where reading waits for nothing and costs less than a copy."""
+        """Keep the numbers themselves on a CPU, where reading is cheaper than a copy."""
         if found_inf is None:
             self.rows.append(metrics["loss"].item())
         else:
@@ -114,7 +117,7 @@ class MetricBuffer:
     def close(self, logged: bool) -> None:
         """End the interval and send its numbers to the host; no synchronisation.
 
-        Nothing happens where no step was added. On CUDA at most one other interval may be unread.
+        Without any step it does nothing. On CUDA at most one other interval may be unread.
         """
         if not self.rows:
             return
@@ -141,16 +144,16 @@ class MetricBuffer:
         return Sent(values, Moment(self.device))
 
     def read(self, wait: bool = False) -> Iterator[Interval]:
-        """Closed intervals, oldest first; without `wait` those that have had time to arrive."""
+        """Yield closed intervals, oldest first; without `wait` those that had time to arrive."""
         while len(self.unread) > (0 if wait else self.late):
             yield self._interval(self.unread.popleft())
 
     @torch.no_grad()
     def sound(self) -> Tensor:
-        """Whether the interval closed last shows nothing wrong: bool, 0-dim, on the device.
+        """Return whether the interval closed last is sound: bool, 0-dim, on the device.
 
-        Where intervals are read late; elsewhere the rows tell it. No step of it diverged, no loss
-        scale collapsed, and its last step had its update.
+        In a sound interval no step diverged, no loss scale collapsed, and the last step had its
+        update. Only for intervals that are read late; others show it in their rows.
         """
         rows, scales = self._sound
         if rows.dim() == 1:

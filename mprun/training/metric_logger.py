@@ -1,4 +1,4 @@
-"""From the metric buffer to a run's records: files, TensorBoard, progress, throughput."""
+"""Write a run's records from the metric buffer: files, TensorBoard, progress, throughput."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from mprun.training.metric_buffer import Interval, MetricBuffer
 if TYPE_CHECKING:
     from mprun.build import Built
 
-# Each of these steps has a record, whatever train.log_every: a comparison takes the loss at the
-# start from them, and a wrong cast or scale shows there before chance drives two runs apart.
+# Each of these steps has a record, whatever train.log_every. A comparison takes the loss at the
+# start from them: a wrong cast or scale shows there, before chance drives two runs apart.
 EARLY_STEPS = 20
 
 
 class Records:
-    """Turns what the buffer has read into records below `directory`.
+    """Write the intervals read from the buffer as records below `directory`.
 
     Attributes:
-        samples_per_step: what a step counts in the throughput.
+        samples_per_step: samples that the throughput counts for a step.
         history: the newest steps that were read.
-        diverged_at: the step of a divergence once `flush` has returned its cause.
+        diverged_at: the step of a divergence, once `flush` has returned its cause.
     """
 
     samples_per_step: float = 1
@@ -43,9 +43,12 @@ class Records:
         buffer.restart_clock()
 
     def flush(self, logged: bool, wait: bool) -> str | None:
-        """End the buffer's interval and write what it has to read; the cause of a divergence.
+        """End the buffer's interval and write the intervals that arrived.
 
-        wait: read all of it, waiting for the device. Nothing after a divergence is written.
+        wait: wait for the device and write all intervals.
+
+        Returns:
+            The cause of a divergence, or None. Nothing after a divergence is written.
         """
         self.buffer.close(logged)
         for interval in self.buffer.read(wait):
@@ -57,7 +60,7 @@ class Records:
     def write_evaluation(self, step: int, values: Mapping[str, float], seconds: float) -> None:
         """Record the metrics of an evaluation after `step`.
 
-        Only after everything up to `step` was read: the record says how many updates were skipped.
+        Read everything up to `step` before: the record has the number of skipped updates.
         """
         record = {
             "split": "eval",
@@ -71,12 +74,12 @@ class Records:
         self._write(record)
 
     def throughput(self) -> tuple[float | None, int]:
-        """Median samples/s over the windows but the first, which holds warm-up, and their count."""
+        """Return median samples/s and number of the windows, without the first, the warm-up."""
         windows = self.speeds[1:] or self.speeds
         return (statistics.median(windows), len(windows)) if windows else (None, 0)
 
     def data_wait(self) -> float | None:
-        """Share of the time that the device waited for data, over the same windows."""
+        """Return the share of time that the device waited for data, over the same windows."""
         return _share(self.waits[1:] or self.waits) if self.waits else None
 
     def close(self) -> None:
@@ -85,18 +88,18 @@ class Records:
         self.board.close()
 
     def _place(self, step: int) -> dict[str, float]:
-        """What else says where in the training `step` is."""
+        """Return further fields that locate `step` in the training."""
         return {}
 
     def _extra(self, row: StepRow) -> dict[str, float]:
-        """What a record of training has beside what the device tells."""
+        """Return the fields of a training record that do not come from the device."""
         return {}
 
     def _show(self, step: int, record: dict) -> None:
-        """An interval was recorded."""
+        """Show that an interval was recorded."""
 
     def _tell_divergence(self, row: StepRow) -> None:
-        """The loss of a step is not finite although its update was applied."""
+        """Report a step whose loss is not finite although its update was applied."""
 
     def _write_interval(self, interval: Interval) -> str | None:
         rows, newest = interval.rows, interval.rows[-1]
@@ -121,7 +124,7 @@ class Records:
         return f"{name} collapsed: {skips} skipped updates in a row at its floor"
 
     def _window(self, interval: Interval) -> dict[str, float]:
-        """Speed of the interval, and the share of its time that the device waited for data."""
+        """Return the speed of the interval, and its share of waiting for data."""
         speed = len(interval.rows) * self.samples_per_step / interval.seconds
         self.speeds.append(speed)
         if interval.waited is None:
@@ -149,7 +152,7 @@ class Records:
 class MetricLogger(Records):
     """The records of a built run, and its progress.
 
-    start: the step that the run goes on from.
+    start: the step after which the run goes on.
     """
 
     def __init__(self, directory: Path, built: Built, buffer: MetricBuffer, start: int):
@@ -161,7 +164,7 @@ class MetricLogger(Records):
         super().__init__(directory, buffer, start)
 
     def evaluate(self, step: int, beat: Callable[[], None]) -> dict[str, float]:
-        """Evaluate, record and return the metrics; outside the throughput clock.
+        """Evaluate, record and return the metrics; the throughput clock does not count it.
 
         beat: called between two batches.
         """
@@ -203,6 +206,6 @@ class MetricLogger(Records):
 
 
 def _share(windows: list[tuple[float, float]]) -> float:
-    """Of (seconds waited, seconds in all), at most 1."""
+    """Return the share of waiting in windows of (seconds waited, seconds in all), at most 1."""
     waited, seconds = (sum(column) for column in zip(*windows, strict=True))
     return round(min(1.0, waited / seconds), 4)

@@ -25,9 +25,9 @@ from mprun.record.run_directory import locked, read_config, read_record, write_c
 from mprun.training.loop import Start
 from mprun.training.run import attempt, follow, joined, prepare, resolve_device
 
-# State is read on the host and copied into tensors that exist: no second model on the GPU.
+# State is read on the host and copied into existing tensors: no second model on the GPU.
 CPU = torch.device("cpu")
-# What a continuation reads of run.json.
+# The fields of run.json that a continuation reads.
 _NEEDED = (
     "status",
     "steps",
@@ -47,13 +47,12 @@ def resume(
     config_dir: str | None = None,
     place: Place | None = None,
 ) -> int:
-    """Continue the run in directory `path` from its newest whole checkpoint; the exit code.
+    """Continue the run in directory `path` from its newest whole checkpoint; return the exit code.
 
-    Only keys whose role allows it may be given beside it; everything else comes from the run
-    itself. The names of the user's own code must be given again: the directory may come from
-    anywhere.
+    Only keys whose role allows it may be overridden; everything else comes from the run itself. The
+    user has to name their own code again: the directory may come from anywhere.
 
-    place: of this process among the ranks of the run; None: it is the only one.
+    place: place of this process among the ranks of the run; None: it is the only one.
     """
     given = vouched(composed_overrides, config_dir)
     directory = _run_directory(path)
@@ -93,10 +92,10 @@ def resume(
 def continued(
     composed_overrides: tuple[str, ...], path: str, config_dir: str | None = None
 ) -> RunConfig:
-    """The configuration with which `resume` would go on; writes nothing.
+    """Return the configuration that `resume` would continue with; writes nothing.
 
     Raises:
-        BadInput, Damaged: as `resume`.
+        BadInput, Damaged: as `resume` does.
     """
     directory = _run_directory(path)
     record = read_record(directory, *_NEEDED)
@@ -111,18 +110,18 @@ def _continued(
     plain = read_config(directory)
     _check_unchanged(directory, plain, record)
     if isinstance(plain.get("train"), dict):
-        # Runs from before this setting were in NCHW, and "auto" may choose otherwise.
+        # Runs older than this setting used NCHW; "auto" may choose otherwise.
         plain["train"].setdefault("channels_last", "off")
     return _checked(_with_overrides(plain, overrides), overrides, given)
 
 
 def _start(directory: Path, built: Built, config: RunConfig) -> Start:
-    """Where the run goes on: state and records are as they were there."""
+    """Restore state and records from the newest checkpoint; return where the run goes on."""
     metrics, ranks = directory / "metrics.jsonl", built.task.ranks
     found = checkpoint.load_newest(directory / "checkpoints", CPU)
     if found is None:
         if ranks.is_first:
-            print("mprun: no checkpoint yet: begins again at step 1", file=sys.stderr)
+            print("mprun: no checkpoint yet: starting again at step 1", file=sys.stderr)
             truncate_metrics(metrics, 0, MetricsFile.EMPTY)
         return Start()
     for line in found.warnings:
@@ -137,15 +136,15 @@ def _start(directory: Path, built: Built, config: RunConfig) -> Start:
             raise ValueError(f"skipped {skipped} of {found.state['step']} updates")
         built.task.load_state_dict(found.state["task"])
         restore_random_states(found.state["random"], built.device)
-    except Exception as error:  # of any type: what is in it may be anything
+    except Exception as error:  # of any type: the file may hold anything
         raise Damaged(f"{place}: not the state of this run ({raised(error)})") from error
-    if not ranks.is_first:  # it writes no record, and rank 0 says how it goes on
+    if not ranks.is_first:  # writes no records; rank 0 decides how the run goes on
         return Start(step, skipped)
     truncate_metrics(metrics, step, found.manifest.get("metrics"))
     records = read_metrics(metrics)
     # Each step with a skipped update has a record.
     if skipped != max((one["skipped"] for one in records if one["split"] == "train"), default=0):
-        raise Damaged(f"{place}: {skipped} skipped updates, which metrics.jsonl does not have")
+        raise Damaged(f"{place}: {skipped} skipped updates, but metrics.jsonl has another number")
     # An attempt that ended in the evaluation of this step left no record of it.
     due = step == built.steps or (every > 0 and step % every == 0)
     newest = [one["step"] for one in records if one["split"] == "eval"][-1:]
@@ -172,33 +171,33 @@ def _run_directory(path: str) -> Path:
 
 
 def _check_unchanged(directory: Path, plain: dict, record: dict) -> None:
-    """Damaged if config.yaml or run.json is not what the run wrote; both hold the configuration."""
+    """Raise Damaged unless the configurations in config.yaml and run.json are the run's own."""
     recorded = record.get("config")
     if recorded is None:
-        return  # of an earlier version
+        return  # a run of an earlier version
     if config_hash(recorded) != record["config_hash"]:
-        raise Damaged(f"{directory / 'run.json'}: config is not that of config_hash")
+        raise Damaged(f"{directory / 'run.json'}: config does not match config_hash")
     there, here = flat(recorded), flat(plain)
     for key in there | here:
         if there.get(key) != here.get(key) and not role_of(key).resumable:
             raise Damaged(
-                f"{directory / 'config.yaml'}: {key} is {here.get(key)!r}, and the run began with "
+                f"{directory / 'config.yaml'}: {key} is {here.get(key)!r}, but the run began with "
                 f"{there.get(key)!r} (run.json)"
             )
 
 
 def _check_same_stack(recorded: dict) -> None:
-    """A resumed run continues bit for bit only on the torch it was started with."""
+    """Refuse another torch: a resumed run continues bit for bit only on its own version."""
     torch_then, torch_now = recorded["packages"]["torch"], torch.__version__
     if torch_then not in (torch_now, torch_now.split("+")[0]):
         raise BadInput(
-            f"resume: the run used torch {torch_then}, this is {torch_now}; it would not continue "
-            "bit for bit"
+            f"resume: the run used torch {torch_then}, this is {torch_now}; the run would not "
+            "continue bit for bit"
         )
 
 
 def _check_same_data(path: str, record: dict, built) -> None:
-    """A continuation on other data would be neither run; but a damaged file may be repaired."""
+    """Refuse other data than the run's, unless it stopped at a damaged file since repaired."""
     recorded = record.get("data", {}).get("sha256")
     if recorded is None or recorded == built.data.sha256:
         return
@@ -211,7 +210,7 @@ def _check_same_data(path: str, record: dict, built) -> None:
 
 
 def _in_short() -> str:
-    """The keys that may be given, as a shell would abbreviate them: short enough for one line."""
+    """Return the keys that may be overridden, in a shell's braces to fit on one line."""
     groups: dict[str, list[str]] = {}
     for key in resumable_keys():
         group, _, field = key.rpartition(".")
@@ -222,7 +221,7 @@ def _in_short() -> str:
 
 
 def _checked(plain: dict, overrides: tuple[str, ...], given: Vouched) -> RunConfig:
-    """What a value that was given beside the run does wrong is told of it, not of config.yaml."""
+    """Check the configuration; blame a wrong override by its name, not config.yaml."""
     try:
         return config_from_record(plain, given)
     except BadInput as error:
@@ -243,7 +242,7 @@ def _with_overrides(plain: dict, overrides: tuple[str, ...]) -> dict:
                 f"{override}: a resumed run keeps its configuration (allowed: {_in_short()})"
             )
         group, _, field = key.rpartition(".")
-        # Hydra's grammar, as for a new run: to YAML "off" is a truth value.
+        # Hydra's grammar, as for a new run: YAML takes "off" for false.
         (parsed,) = parse_overrides((override,))
         (plain.setdefault(group, {}) if group else plain)[field] = parsed.value()
     return plain

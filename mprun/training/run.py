@@ -56,9 +56,9 @@ from mprun.training.signals import Interruption
 
 
 def start(composed: Composed, place: Place | None = None) -> int:
-    """Run a new configuration; returns the exit code. Writes nothing if it raises BadInput.
+    """Run a new configuration; return the exit code. It writes nothing if it raises BadInput.
 
-    place: of this process among the ranks of the run; None: it is the only one.
+    place: place of this process among the ranks of the run; None: it is the only one.
     """
     config = composed.config
     device = resolve_device(config.device)
@@ -88,11 +88,11 @@ def start(composed: Composed, place: Place | None = None) -> int:
 
 
 def joined(config: RunConfig, device: torch.device, place: Place | None) -> Ranks:
-    """The ranks of a run, once all of them are there.
+    """Wait for all ranks of a run and return this one.
 
     Raises:
-        BadInput: what they are to train cannot be shared out among so many.
-        Resource: they do not meet.
+        BadInput: the configuration cannot be divided among so many ranks, or the ranks' differ.
+        Resource: the ranks do not meet.
     """
     if place is None:
         return ALONE
@@ -105,16 +105,16 @@ def joined(config: RunConfig, device: torch.device, place: Place | None) -> Rank
     with ranks.watched():
         if len(set(ranks.all_of(config_hash(asdict(config))))) > 1:
             raise BadInput(
-                f"rank {ranks.rank}: the ranks were given different configurations, by other "
-                "overrides, option files or versions"
+                f"rank {ranks.rank}: the ranks have different configurations: check their "
+                "overrides, option files and versions"
             )
     return ranks
 
 
 def follow(directory: Path, config: RunConfig, built: Built, start: Start = BEGINNING) -> int:
-    """Train as a rank that records nothing; the exit code.
+    """Train as a rank that records nothing; return the exit code.
 
-    What it prints is in `ranks/` of the run's directory, and stays there unless all went well.
+    Its output goes to `ranks/` of the run's directory, and stays there unless all went well.
     """
     from mprun.distributed.group import RankLog
 
@@ -127,13 +127,13 @@ def follow(directory: Path, config: RunConfig, built: Built, start: Start = BEGI
         built.task.ranks.leave(code)
         return code
     finally:
-        # What is in run.json or on rank 0's console is all there is to say of a proper end.
+        # After a regular end run.json and rank 0's console already tell everything.
         log.close(keep=code not in (DONE, DIVERGED, PREEMPTED, INTERRUPTED))
 
 
 @contextmanager
 def _heard(built: Built) -> Iterator[None]:
-    """What ends one rank is known to the others; nothing of one alone."""
+    """Tell the other ranks of an error inside; with one rank this does nothing."""
     if built.task.ranks.world == 1:
         yield
         return
@@ -142,7 +142,7 @@ def _heard(built: Built) -> Iterator[None]:
 
 
 def claimed(composed: Composed, named: tuple[str, ...], prefix: str = "") -> Path:
-    """The new directory of a run: output_dir, or one named after the overrides in `named`."""
+    """Make the directory of a run: output_dir, or one named after the overrides in `named`."""
     config = composed.config
     if config.output_dir is not None:
         return claim_exactly(Path(config.output_dir))
@@ -151,7 +151,7 @@ def claimed(composed: Composed, named: tuple[str, ...], prefix: str = "") -> Pat
 
 
 def new_record(composed: Composed) -> dict:
-    """What run.json says of a run that has not begun."""
+    """Return the content of run.json for a run that has not begun."""
     return {
         "status": "running",
         "choices": composed.choices,
@@ -164,7 +164,7 @@ def new_record(composed: Composed) -> dict:
 
 
 def _look_at_data(built: Built) -> None:
-    """Read the first batch where files are read on the way: before anything is written."""
+    """Read the first batch of a source that reads ahead, before anything is written."""
     if built.data.defer_wait is not None:
         try:
             built.data.train_batch(built.task.numbers[0])
@@ -174,9 +174,9 @@ def _look_at_data(built: Built) -> None:
 
 
 def _look_for_nondeterminism(built: Built) -> None:
-    """Take a step and take it back: which kernels are not deterministic is known to them alone.
+    """Take a step and undo it: only a kernel itself reports that it is not deterministic.
 
-    Before anything is written. Costs a step, and for its time the memory of a second state.
+    Runs before anything is written. Costs a step, and meanwhile the memory of a second state.
     """
     before = Snapshot(built.task, built.device)
     before.take(0, 0)
@@ -197,9 +197,11 @@ def _nondeterministic(error: BaseException) -> str:
 def prepare(
     config: RunConfig, device: torch.device, threads: int | None, ranks: Ranks = ALONE
 ) -> Built:
-    """Pin flags, seed every generator, build; touches no file.
+    """Pin flags, seed every generator and build the run; writes no file.
 
-    Raises BadInput for what cannot be built, Resource where memory does not suffice.
+    Raises:
+        BadInput: the configuration cannot be built.
+        Resource: memory does not suffice.
     """
     if threads is not None:
         torch.set_num_threads(threads)
@@ -212,7 +214,7 @@ def prepare(
     torch.manual_seed(config.seed)
     if device.type == "cuda":
         restore_dropout_state(None, device)
-    # torch says that its CPU library has no LSTM with projection; ours is emulated or slower.
+    # torch warns that its CPU library has no LSTM with projection; ours is emulated or slower.
     warnings.filterwarnings("ignore", message="LSTM with projections")
     with _memory_as_resource():
         built = build(config, device, ranks)
@@ -228,7 +230,7 @@ def attempt(
     record: dict,
     start: Start = BEGINNING,
 ) -> int:
-    """Train from `start` on and keep run.json true whatever happens; the exit code."""
+    """Train from `start` on and keep run.json true whatever happens; return the exit code."""
     with Interruption() as interruption:
         return _attempt(directory, config, built, record, start, interruption)
 
@@ -242,7 +244,7 @@ def _attempt(
     interruption: Interruption,
 ) -> int:
     started = time.perf_counter()
-    earlier = record.get("data", {})  # of the attempt before this one
+    earlier = record.get("data", {})  # from the attempt before this one
     watched = [record["audit"]] if "audit" in record else []
     record |= _beginning(config, built, record) | {"attempts": record["attempts"] + 1}
     write_json(directory / "run.json", record)
@@ -262,8 +264,8 @@ def _attempt(
             outcome = train(built, config, directory, interruption, start)
         built.stepper.check_happened()
     except BaseException as error:
-        stopped = isinstance(error, KeyboardInterrupt)  # the second time, or in between: at once
-        with suppress(OSError):  # where the disk is full, the first error is the one to tell
+        stopped = isinstance(error, KeyboardInterrupt)  # a second SIGINT, or one between steps
+        with suppress(OSError):  # on a full disk, report the first error
             plain = stopped or isinstance(error, RankFailed)
             cause = str(error) if plain else f"{type(error).__name__}: {error}"
             status = "preempted" if stopped else "failed"
@@ -294,15 +296,15 @@ def _code_of(outcome: Outcome) -> int:
 
 
 def _print_place(directory: Path) -> None:
-    """The last line of a run, on stdout; the run is what it is even if nobody can read it."""
+    """Print the last line of a run on stdout; a closed stdout does not fail the run."""
     try:
         print(f"run: {directory}", flush=True)
     except OSError:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - Python flushes it at its end
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - Python flushes stdout at exit
 
 
 def _beginning(config: RunConfig, built: Built, record: dict) -> dict:
-    """What run.json says before step 1."""
+    """Return the fields that run.json has before step 1."""
     task = built.task
     return {
         "status": "running",
@@ -313,7 +315,7 @@ def _beginning(config: RunConfig, built: Built, record: dict) -> dict:
         "sample": task.sample,
         "samples_per_step": task.samples_per_step,
         "precision": {
-            **record["precision"],  # the mode's name: as its file, which may be gone, said it
+            **record["precision"],  # has the mode's name; the mode's file may be gone by now
             "scaler": config.scaler.name,
             "half_products": built.arithmetic.kind(),
             "effective_dtypes": effective_dtypes(task.learners),
@@ -327,7 +329,7 @@ def _beginning(config: RunConfig, built: Built, record: dict) -> dict:
 
 
 def _of_ranks(config: RunConfig, built: Built) -> dict:
-    """What run.json says of the ranks: nothing of one alone."""
+    """Return run.json's entry for the ranks, None for a single one."""
     ranks = built.task.ranks
     if ranks.world == 1:
         return {"ranks": None}
@@ -345,7 +347,7 @@ def _of_ranks(config: RunConfig, built: Built) -> dict:
     }
 
 
-# What torch says, of a CPU, as a bare RuntimeError where memory runs out.
+# Words of the bare RuntimeErrors that torch raises when a CPU's memory runs out.
 _NO_MEMORY = re.compile(
     r"DefaultCPUAllocator|Storage size calculation overflowed|can't start new thread|"
     r"could not create a primitive$"
@@ -354,7 +356,7 @@ _NO_MEMORY = re.compile(
 
 @contextmanager
 def _memory_as_resource() -> Iterator[None]:
-    """Say in one line that memory ran out."""
+    """Turn errors of exhausted memory into a one-line Resource."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -387,7 +389,7 @@ def _result(outcome: Outcome, built: Built, seconds: float) -> dict:
 
 
 def resolve_device(name: str) -> torch.device:
-    """The device of `auto`, `cuda` or `cpu`; BadInput if there is no CUDA device."""
+    """Return the device of `auto`, `cuda` or `cpu`; raise BadInput if CUDA is not there."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
@@ -396,7 +398,7 @@ def resolve_device(name: str) -> torch.device:
 
 
 def _write_hyperparameters(directory: Path, config: RunConfig, record: dict) -> None:
-    # Five, because TensorBoard's table shows the first five columns.
+    # Five values: TensorBoard's table shows only its first five columns.
     values = {
         "lr": config.optim.lr,
         "model": record["choices"].get("model"),

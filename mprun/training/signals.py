@@ -1,4 +1,4 @@
-"""What asks a process to stop: signals, and its parent's end."""
+"""Requests to stop a process: signals, and its parent's end."""
 
 import ctypes
 import os
@@ -18,18 +18,18 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class Stopped(KeyboardInterrupt):
-    """The process was asked to stop where it can be left at once; the name of the signal."""
+    """A request to stop in code that can be left at once; carries the signal's name."""
 
 
 class Interruption:
-    """While active, each of `ASKING` sets `reason`, and says at once on stderr what happens.
+    """Handle the signals of `ASKING` while active: set `reason` and answer at once on stderr.
 
-    The run stops at the next step boundary; within `breaks` at once, by `Stopped`, which is raised
-    anew where code of others (a compiler, a destructor) has swallowed it. A second SIGINT
-    stops at once anywhere. What was ignored stays so (SIGHUP, by nohup), but for SIGINT, SIGTERM.
+    The run stops at the next step boundary. Within `breaks` it stops at once, by `Stopped`, which
+    is raised again if foreign code (a compiler, a destructor) swallows it. A second SIGINT stops
+    at once anywhere. Ignored signals stay ignored (SIGHUP, by nohup), except SIGINT and SIGTERM.
 
     Args:
-        answer: What a signal is answered with, behind its name.
+        answer: Text printed behind the signal's name.
     """
 
     def __init__(self, answer: str = "stopping after this step; again stops at once"):
@@ -45,7 +45,7 @@ class Interruption:
 
     @contextmanager
     def breaks(self) -> Iterator[None]:
-        """Nothing in this block has to be ended: a signal leaves it at once, by `Stopped`."""
+        """Let a signal leave this block at once, by `Stopped`: it may be left unfinished."""
         before, self._breaks = self._breaks, True
         try:
             if self.reason is not None:
@@ -58,17 +58,17 @@ class Interruption:
                 signal.setitimer(signal.ITIMER_REAL, 0)
 
     def _break(self, name: str) -> None:
-        """Raise `Stopped`; as long as the block is not left, again where it is not under way."""
+        """Raise `Stopped`; a timer raises it again if it is swallowed inside the block."""
         stopped = Stopped(name)
         self._raised = weakref.ref(stopped)
         signal.setitimer(signal.ITIMER_REAL, _AGAIN_S, _AGAIN_S)
         try:
             raise stopped
         finally:
-            del stopped  # its traceback holds this frame: nothing but who handles it may hold it
+            del stopped  # the traceback holds this frame; only the handler may keep it alive
 
     def __enter__(self) -> "Interruption":
-        if threading.current_thread() is threading.main_thread():  # no other may have handlers
+        if threading.current_thread() is threading.main_thread():  # no other may set handlers
             for number in ASKING:
                 ignored = signal.getsignal(number) == signal.SIG_IGN
                 if not ignored or number in (signal.SIGINT, signal.SIGTERM):
@@ -80,7 +80,7 @@ class Interruption:
             signal.signal(number, handler)
 
     def _note(self, number: int, frame) -> None:
-        if number == signal.SIGALRM and self._raised is not None:  # of `_break`
+        if number == signal.SIGALRM and self._raised is not None:  # the timer of `_break`
             if self._raised() is None and self.reason is not None:
                 self._break(self.reason)
             return
@@ -88,30 +88,30 @@ class Interruption:
         again = self.reason == "SIGINT" and name == "SIGINT"
         self.reason = name
         answer = "stopping" if self._breaks or again else self.answer
-        # Not by sys.stderr, which may be at its buffer at this moment.
+        # Not by sys.stderr, whose buffer may be in use at this moment.
         with suppress(OSError):
             os.write(2, f"mprun: {name}: {answer}\n".encode())
-        if again:  # in the middle of a step: what is there now is no state to keep
+        if again:  # in the middle of a step, so there is no state to keep
             raise KeyboardInterrupt(name)
         if self._breaks:
             self._break(name)
 
 
 def end_with_parent(parent: int, grace_s: float | None = None) -> bool:
-    """Ask Linux for SIGTERM when the parent dies; False if process `parent` has died already.
+    """Ask Linux for SIGTERM when the parent dies; return False if `parent` has already died.
 
-    Elsewhere only the second part. Source: prctl(2), PR_SET_PDEATHSIG.
+    Other systems only get the return value. Source: prctl(2), PR_SET_PDEATHSIG.
 
     Args:
-        parent: process number.
-        grace_s: after so many seconds without a parent the process is over, whatever it waits for;
+        parent: process id.
+        grace_s: seconds after the parent's end at which the process exits, whatever it waits for;
             None: it takes the time that it needs.
     """
     if grace_s is not None:
         threading.Thread(target=_end_after, args=(parent, grace_s), daemon=True).start()
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    # It may have died before the request: then this process has another parent by now.
+    # The parent may have died before the request: then this process has another one by now.
     return os.getppid() == parent
 
 
